@@ -1,0 +1,113 @@
+"""The PEP 517 backend: setuptools, with the archives compiled first.
+
+``-C archs=sm80,sm90`` or ``SCAN_REGISTRY_ARCHS`` choose the architectures (``all``, ``none``). The
+compilers are build requirements only when there is something to compile; torch never is one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from setuptools import build_meta
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+COMPILERS = ["triton==3.6.0", "nvidia-cuda-nvrtc-cu12==12.9.86"]
+
+Settings = Mapping[str, Any] | None
+
+
+def _mount() -> None:
+    """Make the source tree importable as it will be installed.
+
+    ``kernels`` and ``aot`` lie beside ``scan_registry`` and are installed inside it.
+    """
+    spec = importlib.util.spec_from_file_location(
+        "scan_registry",
+        ROOT / "scan_registry" / "__init__.py",
+        submodule_search_locations=[str(ROOT / "scan_registry"), str(ROOT)],
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["scan_registry"] = package
+    spec.loader.exec_module(package)
+
+
+def _archives(settings: Settings) -> None:
+    from scan_registry.aot.build import build_archives, check_archives
+    from scan_registry.aot.cache import default_folder
+    from scan_registry.aot.pack import provenance
+    from scan_registry.aot.plan import chosen_archs
+
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    paths = build_archives(
+        ROOT / "scan_registry" / "archives",
+        chosen_archs(settings),
+        default_folder(),
+        provenance(ROOT, version),
+    )
+    check_archives(paths)
+
+
+def _requirements(base: list[str], settings: Settings) -> list[str]:
+    from scan_registry.aot.plan import chosen_archs
+
+    return base + (COMPILERS if chosen_archs(settings) else [])
+
+
+_mount()
+
+
+def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
+    return list(build_meta.get_requires_for_build_sdist(config_settings))
+
+
+def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
+    return _requirements(build_meta.get_requires_for_build_wheel(None), config_settings)
+
+
+def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
+    return _requirements(build_meta.get_requires_for_build_editable(None), config_settings)
+
+
+def prepare_metadata_for_build_wheel(
+    metadata_directory: str, config_settings: Settings = None
+) -> str:
+    return str(build_meta.prepare_metadata_for_build_wheel(metadata_directory))
+
+
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: Settings = None
+) -> str:
+    return str(build_meta.prepare_metadata_for_build_editable(metadata_directory))
+
+
+def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
+    return str(build_meta.build_sdist(sdist_directory))
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    # setuptools would pack whatever an earlier build has left in its staging folder.
+    for stale in (ROOT / "build").glob("lib*"):
+        shutil.rmtree(stale)
+    _archives(config_settings)
+    return str(build_meta.build_wheel(wheel_directory, None, metadata_directory))
+
+
+def build_editable(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    _archives(config_settings)
+    return str(build_meta.build_editable(wheel_directory, None, metadata_directory))

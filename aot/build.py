@@ -1,0 +1,101 @@
+"""Build every archive of a wheel: plan, compile in parallel, pack."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from scan_registry import archive
+from scan_registry.aot.cache import BuildCache
+from scan_registry.aot.compile import compile_variant
+from scan_registry.aot.pack import pack
+from scan_registry.aot.plan import Job, plan
+from scan_registry.archive import Archive, ArchiveError, Binary
+from scan_registry.target import Target
+
+
+def _compile(job: Job, cache_folder: Path) -> tuple[Binary, bytes]:
+    return compile_variant(job.variant, job.arch, BuildCache(cache_folder))
+
+
+def build_archives(
+    folder: Path, archs: Sequence[Target], cache_folder: Path, origin: Mapping[str, Any]
+) -> list[Path]:
+    """Fill ``folder`` with one archive per architecture, and with no other archive.
+
+    The first variant that fails ends the build with its compiler's log; archives that were there
+    before are then left as they were.
+    """
+    jobs = plan(archs)
+    everything = [job for per_arch in jobs.values() for job in per_arch]
+    results = dict(zip(everything, _compile_all(everything, cache_folder), strict=True))
+    paths = [
+        pack(folder, arch, (results[job] for job in per_arch), origin)
+        for arch, per_arch in jobs.items()
+    ]
+    for stale in set(folder.glob(f"*{archive.SUFFIX}")) - set(paths):
+        stale.unlink()
+    return paths
+
+
+def _compile_all(jobs: Sequence[Job], cache_folder: Path) -> Iterable[tuple[Binary, bytes]]:
+    """Compile with one process per core; report on stderr."""
+    workers = int(os.environ.get("SCAN_REGISTRY_JOBS") or len(os.sched_getaffinity(0)))
+    started, results = time.monotonic(), []
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("compiling"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[job]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    # Forked workers inherit how this process finds the packages, whatever that is.
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(max(1, workers), mp_context=context)
+    try:
+        with progress:
+            bar = progress.add_task("compile", total=len(jobs), job="")
+            outcomes = pool.map(_compile, jobs, [cache_folder] * len(jobs))
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                results.append(outcome)
+                progress.update(bar, advance=1, job=f"{job.arch}")
+                if len(results) == len(jobs) or jobs[len(results)].arch != job.arch:
+                    _report(job.arch, results, jobs, started)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return results
+
+
+def _report(
+    arch: Target, results: Sequence[tuple[Binary, bytes]], jobs: Sequence[Job], started: float
+) -> None:
+    made = [binary for (binary, _), job in zip(results, jobs, strict=False) if job.arch == arch]
+    size = sum(binary.size for binary in made)
+    print(
+        f"scan-registry: {arch.label}: {len(made)} binaries, {size / 1e6:.2f} MB, "
+        f"{time.monotonic() - started:.1f} s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def check_archives(paths: Iterable[Path]) -> None:
+    """Read back everything that was packed; ``ArchiveError`` if anything is not intact."""
+    for path in paths:
+        packed = Archive(path)
+        if not packed.binaries:
+            raise ArchiveError(f"{path}: holds no binary")
+        for binary in packed.binaries:
+            packed.read(binary)

@@ -1,0 +1,83 @@
+"""What a cubin says of itself: the architecture and the resources of its kernels.
+
+A cubin is an ELF file; the attributes are in its ``.nv.info`` section, as a byte of format, a byte
+of attribute, and a 2-byte value or, for format 4, a 2-byte length and that many bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+_HEADER_SIZE = 64
+_EM_CUDA = 190
+_SIZED = 4
+_FRAME_SIZE, _REGISTER_COUNT = 0x11, 0x2F
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Resources of one kernel: registers and stack per thread, shared memory per block (bytes).
+
+    Kernels here keep no arrays in local memory, so any stack is spilled registers.
+    """
+
+    registers: int
+    stack: int
+    static_shared: int
+
+
+def arch_number(cubin: bytes) -> int:
+    """90 for a cubin of sm_90 or sm_90a; ``ValueError`` if the bytes are no cubin."""
+    header = len(cubin) >= _HEADER_SIZE and cubin[:4] == b"\x7fELF"
+    if not header or struct.unpack_from("<H", cubin, 18)[0] != _EM_CUDA:
+        raise ValueError("not a CUDA ELF file")
+    (flags,) = struct.unpack_from("<I", cubin, 48)
+    abi = cubin[8]
+    return int(flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF)
+
+
+def _sections(cubin: bytes) -> dict[str, tuple[int, int, int]]:
+    """Offset, size and header index of every section, by name."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    entry_size, count, names_index = struct.unpack_from("<HHH", cubin, 58)
+    headers = [
+        struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * entry_size) for i in range(count)
+    ]
+    names = headers[names_index][4]
+
+    def name(at: int) -> str:
+        return cubin[names + at : cubin.index(b"\0", names + at)].decode()
+
+    return {name(h[0]): (h[4], h[5], i) for i, h in enumerate(headers)}
+
+
+def resources(cubin: bytes, entry: str) -> Resources:
+    """Resources of the kernel with the symbol ``entry``; ``ValueError`` if the bytes hold none."""
+    arch_number(cubin)
+    try:
+        return _resources(cubin, entry)
+    except (KeyError, IndexError, struct.error) as error:
+        raise ValueError(f"no intact kernel {entry!r} in the CUDA ELF file: {error}") from error
+
+
+def _resources(cubin: bytes, entry: str) -> Resources:
+    sections = _sections(cubin)
+    at, size, _ = sections[".nv.info"]
+    symbols, _, _ = sections[".symtab"]
+    text_index = sections[f".text.{entry}"][2]
+    found = {_FRAME_SIZE: 0, _REGISTER_COUNT: 0}
+    end = at + size
+    while at < end:
+        form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+        at += 4
+        if form != _SIZED:
+            continue
+        if attribute in found:
+            symbol, value = struct.unpack_from("<II", cubin, at)
+            (section,) = struct.unpack_from("<H", cubin, symbols + symbol * 24 + 6)
+            if section == text_index:
+                found[attribute] = value
+        at += length
+    shared = sections.get(f".nv.shared.{entry}", (0, 0, 0))[1]
+    return Resources(found[_REGISTER_COUNT], found[_FRAME_SIZE], shared)

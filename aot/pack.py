@@ -1,0 +1,48 @@
+"""Write the archive of one architecture, with where its binaries come from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from scan_registry import archive
+from scan_registry.archive import Binary
+from scan_registry.target import Target
+
+
+def provenance(root: Path, version: str) -> dict[str, Any]:
+    """Package version and source commit; ``SCAN_REGISTRY_COMMIT`` stands in where there is no git.
+
+    ``dirty`` says whether tracked files differed from that commit; None where nothing can tell.
+    """
+    commit, dirty = os.environ.get("SCAN_REGISTRY_COMMIT"), None
+    if commit is None and (root / ".git").exists():
+        commit = _git(root, "rev-parse", "HEAD")
+        if commit:
+            dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+    return {"version": version, "commit": commit, "dirty": dirty}
+
+
+def _git(root: Path, *words: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def pack(
+    folder: Path,
+    arch: Target,
+    binaries: Iterable[tuple[Binary, bytes]],
+    origin: Mapping[str, Any],
+) -> Path:
+    """Write ``<folder>/<arch>.scanreg`` and return its path."""
+    path = folder / f"{arch.label}{archive.SUFFIX}"
+    archive.write(path, arch, binaries, origin)
+    return path

@@ -1,0 +1,49 @@
+"""What every compiler of the toolchain offers, and the errors they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from scan_registry.kernels.model import Kernel, Variant
+from scan_registry.target import Target
+
+
+class CompileError(Exception):
+    """A variant that did not compile; the message holds the compiler's log."""
+
+
+class MissingCompilerError(CompileError):
+    """A compiler that is not installed; the message names the package that gives it."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler returns: bytes, and what a launch has to know of them."""
+
+    content: bytes
+    target: Target
+    format: str
+    entry: str
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    dynamic_shared: int
+    hidden: int
+    log: str
+
+
+class Compiler(Protocol):
+    """One language's compiler. ``options`` are all that shapes its output beside the sources."""
+
+    def identity(self) -> str:
+        """Name and exact version."""
+
+    def sources(self, kernel: Kernel) -> Mapping[str, str]:
+        """File name to text of everything that the kernel's compilation reads."""
+
+    def options(self, kernel: Kernel, variant: Variant, target: Target) -> tuple[str, ...]:
+        """In the order and spelling that the manifest records."""
+
+    def compile(self, kernel: Kernel, variant: Variant, target: Target) -> Compiled:
+        """Compile; ``CompileError`` holds the log."""

@@ -1,0 +1,140 @@
+"""Triton kernels, compiled without a GPU and without torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError
+from scan_registry.kernels import ROOT
+from scan_registry.kernels.model import Kernel, Variant
+from scan_registry.target import Target
+
+_POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Triton reads its settings from the environment; a user's own kernels must not notice ours."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _words(error: BaseException | None) -> str:
+    """The error and its causes: of nested functions, only the innermost says what is wrong."""
+    words = []
+    while error is not None:
+        words.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "\n".join(words)
+
+
+def _compile(
+    kernel: Kernel, variant: Variant, target: Target
+) -> Any:  # triton ships no type information
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+    except ImportError as error:
+        raise MissingCompilerError(
+            f"Triton is not installed; `pip install triton` gives it ({error})"
+        ) from error
+
+    module = importlib.import_module(
+        f"scan_registry.kernels.{kernel.family}.{kernel.source.removesuffix('.py')}"
+    )
+    constants = dict(kernel.constants(variant))
+    pointer = _POINTER[variant.text("dtype")]
+    signature = {p.name: pointer if p.kind == "pointer" else "i64" for p in kernel.parameters}
+    signature |= dict.fromkeys(constants, "constexpr")
+    divisible = kernel.divisible(variant)
+    source = ASTSource(
+        fn=getattr(module, kernel.entry),
+        signature=signature,
+        constexprs=constants,
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, p in enumerate(kernel.parameters)
+            if p.name in divisible
+        },
+    )
+    options = {"num_warps": kernel.warps(variant), "enable_fp_fusion": True}
+    # Triton's own cache is keyed by paths; ours is not, so its folder is thrown away. With line
+    # information the code would embed the source's path, and differ from folder to folder.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _environment(TRITON_CACHE_DIR=folder, TRITON_DISABLE_LINE_INFO="1"),
+    ):
+        try:
+            return triton.compile(
+                source, target=GPUTarget("cuda", target.number, 32), options=options
+            )
+        except Exception as error:  # Triton raises many kinds; each is a failed compile
+            raise CompileError(_words(error)) from error
+
+
+class Triton:
+    """The Triton compiler."""
+
+    def identity(self) -> str:
+        try:
+            return f"triton {importlib.metadata.version('triton')}"
+        except importlib.metadata.PackageNotFoundError as error:
+            raise MissingCompilerError(
+                "Triton is not installed; `pip install triton` gives it"
+            ) from error
+
+    def sources(self, kernel: Kernel) -> Mapping[str, str]:
+        return {kernel.source: (ROOT / kernel.family / kernel.source).read_text()}
+
+    def options(self, kernel: Kernel, variant: Variant, target: Target) -> tuple[str, ...]:
+        constants = kernel.constants(variant)
+        return (
+            f"target=cuda:{target.number}",
+            f"pointers={_POINTER[variant.text('dtype')]}",
+            f"num_warps={kernel.warps(variant)}",
+            "enable_fp_fusion=True",
+            f"divisible_by_16={'+'.join(sorted(kernel.divisible(variant)))}",
+            *(f"{name}={value}" for name, value in constants.items()),
+        )
+
+    def compile(self, kernel: Kernel, variant: Variant, target: Target) -> Compiled:
+        compiled = _compile(kernel, variant, target)
+        metadata = compiled.metadata
+        if target.is_ptx:
+            content, form, made_for = compiled.asm["ptx"].encode(), "ptx", target
+        else:
+            # From 9.0 up Triton aims at the architecture-specific target.
+            suffix = "a" if target.number >= 90 else ""
+            content, form = compiled.asm["cubin"], "cubin"
+            made_for = Target(target.capability, suffix=suffix)
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise CompileError(
+                "the kernel wants a scratch buffer, which the launcher does not give"
+            )
+        return Compiled(
+            content=content,
+            target=made_for,
+            format=form,
+            entry=metadata.name,
+            block=(32 * metadata.num_warps, 1, 1),
+            cluster=(1, 1, 1),
+            dynamic_shared=metadata.shared,
+            # global_scratch and profile_scratch follow the parameters; both are of size 0 here.
+            hidden=2,
+            log="",
+        )

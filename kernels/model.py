@@ -1,0 +1,151 @@
+"""The words a family's spec is written in: variants, kernels, launches, families.
+
+Everything here is a frozen dataclass over plain numbers and strings, so that describing a kernel
+needs no compiler, no GPU and no tensor library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+Language = Literal["cuda", "triton"]
+Static: TypeAlias = str | int
+
+#: Bytes of one element.
+ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_VARIANT = re.compile(r"(?P<family>\w+)\.(?P<kernel>\w+):(?P<language>cuda|triton):(?P<statics>.+)")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with everything static pinned.
+
+    Prints as ``linear_scan.time_last_forward:cuda:dtype=bfloat16,access=aligned,warps=4`` and
+    parses back from that.
+    """
+
+    family: str
+    kernel: str
+    language: Language
+    statics: tuple[tuple[str, Static], ...]
+
+    def __str__(self) -> str:
+        statics = ",".join(f"{name}={value}" for name, value in self.statics)
+        return f"{self.family}.{self.kernel}:{self.language}:{statics}"
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """The variant that prints as ``text``; ``ValueError`` if there can be none."""
+        match = _VARIANT.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"{text!r} is not a variant; expected family.kernel:language:name=value,…"
+            )
+        statics: list[tuple[str, Static]] = []
+        for item in match["statics"].split(","):
+            name, separator, value = item.partition("=")
+            if not (name.isidentifier() and separator and value):
+                raise ValueError(f"{item!r} in variant {text!r} is not name=value")
+            statics.append((name, int(value) if value.isdigit() else value))
+        language: Language = "cuda" if match["language"] == "cuda" else "triton"
+        return cls(match["family"], match["kernel"], language, tuple(statics))
+
+    def text(self, name: str) -> str:
+        """The static parameter ``name``, which must be a string."""
+        return str(dict(self.statics)[name])
+
+    def number(self, name: str) -> int:
+        """The static parameter ``name``, which must be an integer."""
+        return int(dict(self.statics)[name])
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One run-time parameter of a kernel: a pointer to a tensor or a 64-bit integer."""
+
+    name: str
+    kind: Literal["pointer", "i64"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to launch one variant on one problem.
+
+    ``workspace`` bytes are zeroed on the stream before the kernel starts and passed as the pointer
+    called ``workspace``; 0 passes null.
+    """
+
+    grid: tuple[int, int, int]
+    scalars: Mapping[str, int]
+    workspace: int = 0
+
+
+class Problem(Protocol):
+    """What every family's problem says of itself; the rest is between a spec and its kernels."""
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that solves it."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry point of a family in one language.
+
+    source       file in the family's folder; it may include others of that folder
+    entry        symbol of the entry point (CUDA) or name of the function (Triton)
+    parameters   in the order of the entry point's signature; pointers come first
+    variants     every pinning of the static parameters that is built
+    constants    variant -> preprocessor definitions (CUDA) or constexpr values (Triton)
+    warps        variant -> warps per block
+    divisible    variant -> parameters that are promised to be divisible by 16 (Triton)
+    accepts      variant, problem -> None, or the reason why the variant cannot solve the problem
+    cost         variant, problem -> smaller is better, among variants that accept
+    launch       variant, problem -> grid, scalars, workspace
+    may_spill    variants that are allowed to spill registers, each an exception to justify
+    """
+
+    family: str
+    name: str
+    language: Language
+    source: str
+    entry: str
+    parameters: tuple[Parameter, ...]
+    variants: tuple[Variant, ...]
+    constants: Callable[[Variant], Mapping[str, Static]]
+    warps: Callable[[Variant], int]
+    accepts: Callable[[Variant, Any], str | None]
+    cost: Callable[[Variant, Any], float]
+    launch: Callable[[Variant, Any], Launch]
+    divisible: Callable[[Variant], frozenset[str]] = lambda variant: frozenset()
+    may_spill: frozenset[Variant] = field(default_factory=frozenset)
+
+    @property
+    def pointers(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.parameters if p.kind == "pointer")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels that compute one thing."""
+
+    name: str
+    summary: str
+    folder: Path
+    kernels: tuple[Kernel, ...]
+
+    def variants(self) -> tuple[Variant, ...]:
+        """Every variant of every kernel, in the spec's order."""
+        return tuple(variant for kernel in self.kernels for variant in kernel.variants)
+
+    def kernel(self, name: str, language: Language) -> Kernel:
+        """The kernel ``name`` in ``language``; ``KeyError`` if there is none."""
+        for kernel in self.kernels:
+            if (kernel.name, kernel.language) == (name, language):
+                return kernel
+        raise KeyError(f"family {self.name} has no {language} kernel {name!r}")

@@ -1,0 +1,41 @@
+"""Ahead-of-time compiled GPU kernels for scans and recurrences.
+
+Importing this package is cheap: it opens no CUDA context, writes nothing, and imports neither torch
+nor any compiler. The public names load what they need when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scan_registry.inventory import catalogue
+    from scan_registry.ops.linear_scan import linear_scan
+
+    __version__: str
+
+__all__ = ["__version__", "catalogue", "linear_scan"]
+
+_HOMES = {
+    "catalogue": "scan_registry.inventory",
+    "linear_scan": "scan_registry.ops.linear_scan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("scan-registry")
+    elif name in _HOMES:
+        from importlib import import_module
+
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

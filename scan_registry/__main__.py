@@ -1,0 +1,7 @@
+"""``python -m scan_registry`` is the command ``scan-registry``."""
+
+import sys
+
+from scan_registry.cli import main
+
+sys.exit(main())

@@ -1,0 +1,76 @@
+"""The command line: one module per command.
+
+A command is a module with ``add_parser``, which declares its arguments, and ``run``, which returns
+the exit status; its name on the command line is the module's. What a user can cause (a damaged
+archive, a filter that names nothing, a device without a kernel) is one message on stderr and
+status 2; anything else is a defect of this package and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Protocol
+
+from scan_registry.archive import ArchiveError
+from scan_registry.cli import inspect, selftest
+from scan_registry.cli.errors import UsageError
+from scan_registry.select import NoKernelError
+
+PROGRAM = "scan-registry"
+
+
+class Command(Protocol):
+    """What a command's module defines."""
+
+    def add_parser(
+        self, commands: argparse._SubParsersAction[argparse.ArgumentParser], /
+    ) -> None: ...
+
+    def run(self, args: argparse.Namespace, /) -> int: ...
+
+
+COMMANDS: dict[str, Command] = {
+    "inspect": inspect,
+    "selftest": selftest,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The program's arguments, with those of every command."""
+    program = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Ahead-of-time compiled GPU kernels for scans: what is installed, and does it "
+        "work here.",
+    )
+    program.add_argument("--version", action="version", version=f"{PROGRAM} {installed_version()}")
+    commands = program.add_subparsers(dest="command", metavar="command", title="commands")
+    for command in COMMANDS.values():
+        command.add_parser(commands)
+    return program
+
+
+def installed_version() -> str:
+    """Version of the installed package."""
+    return version("scan-registry")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that ``argv`` names (default: of this process) and return its exit status."""
+    program = parser()
+    args = program.parse_args(argv)
+    if args.command is None:
+        program.print_help(sys.stderr)
+        return 2
+    try:
+        return COMMANDS[args.command].run(args)
+    except (ArchiveError, UsageError, NoKernelError) as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has gone; keep the interpreter's last flush from failing as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

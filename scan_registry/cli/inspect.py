@@ -1,0 +1,270 @@
+"""``scan-registry inspect``: which binaries are installed, from which build, and how well proven."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from rich.console import Console
+
+from scan_registry.archive import Archive, Binary
+from scan_registry.cli.listing import FILTERS, Listed, narrow, read
+from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.inventory import Catalogue, catalogue
+
+MOST_ROWS = 60  # of the list that a filter may ask for without saying --all
+
+Row = tuple[Archive, Binary]
+
+NOTHING = """\
+This installation of scan-registry {version} holds no archives, so no GPU kernel can run from it;
+backend="reference" works. Install a wheel that was built for your GPU, or build one from source
+with the architectures you need, such as SCAN_REGISTRY_ARCHS=sm90 pip install <source folder>."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command's arguments."""
+    parser = commands.add_parser(
+        "inspect",
+        help="list the installed binaries",
+        description="Lists the installed archives and binaries, after checking each against its "
+        "digest. Filters may repeat; what is left matches one value of each.",
+        epilog="Exit status: 0, or 2 if an archive is damaged or a filter names nothing installed.",
+    )
+    parser.add_argument("--all", action="store_true", help="one row per binary, however many")
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead")
+    examples = {
+        "family": "such as linear_scan",
+        "kernel": "such as time_last_forward",
+        "language": "cuda or triton",
+        "dtype": "such as bfloat16",
+        "arch": "such as sm90, sm_90 or ptx80",
+    }
+    for name in FILTERS:
+        parser.add_argument(
+            f"--{name}", action="append", default=[], metavar="X", help=examples[name]
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """List what is installed; ``UsageError`` if a filter names nothing installed."""
+    found = catalogue()
+    listed = read(found)
+    for entry in listed:
+        if entry.damage:
+            print(f"scan-registry: error: {entry.damage}", file=sys.stderr)
+    wanted = {name: getattr(args, name) for name in FILTERS}
+    shown = narrow(listed, wanted) if listed else []
+    if args.json:
+        print(json.dumps(document(shown, found), indent=2))
+    else:
+        _print(shown, found, filtered=any(wanted.values()), everything=args.all)
+    return 2 if any(entry.damage for entry in listed) else 0
+
+
+# --- JSON -------------------------------------------------------------------------------------
+
+
+def document(listed: Iterable[Listed], found: Catalogue) -> dict[str, Any]:
+    """The stable form: keys are only ever added.
+
+    An archive's ``error`` is null, or says what is wrong with it; then the facts of its manifest
+    are null and it lists no binaries.
+    """
+    return {
+        "version": version("scan-registry"),
+        "archives": [_archive_record(entry, found) for entry in listed],
+    }
+
+
+def _archive_record(entry: Listed, found: Catalogue) -> dict[str, Any]:
+    manifest = {} if entry.damage else entry.archive.manifest
+    return {
+        "arch": str(entry.archive.arch),
+        "path": str(entry.archive.path),
+        "size": _file_size(entry.archive),
+        "version": manifest.get("version"),
+        "commit": manifest.get("commit"),
+        "dirty": manifest.get("dirty"),
+        "error": entry.damage,
+        "binaries": [_binary_record(binary, found) for binary in entry.binaries],
+    }
+
+
+def _binary_record(binary: Binary, found: Catalogue) -> dict[str, Any]:
+    attestation = found.attestations.get(binary.sha256)
+    return {
+        **binary.to_json(),
+        "attestation": asdict(attestation) if attestation else None,
+        "proven": found.proven(binary),
+    }
+
+
+def _file_size(archive: Archive) -> int | None:
+    return archive.path.stat().st_size if archive.path.is_file() else None
+
+
+# --- Tables -----------------------------------------------------------------------------------
+
+
+def _print(listed: Sequence[Listed], found: Catalogue, *, filtered: bool, everything: bool) -> None:
+    console = screen()
+    if not found.archives:
+        text = NOTHING.format(version=version("scan-registry"))
+        console.print(text, markup=False, soft_wrap=True)
+        return
+    rows = [(entry.archive, binary) for entry in listed for binary in entry.binaries]
+    _print_archives(console, listed, found)
+    if everything or (filtered and len(rows) <= MOST_ROWS):
+        _print_binaries(console, rows, found)
+    else:
+        _print_kernels(console, rows, found)
+    if filtered and not rows:
+        console.print("\nNo binary matches all of these filters.")
+
+
+def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue) -> None:
+    console.print(f"[bold]scan-registry {version('scan-registry')}[/]")
+    for folder in dict.fromkeys(archive.path.parent for archive in found.archives):
+        console.print(f"archives in {folder}", markup=False, soft_wrap=True)
+    table = new_table("arch", "size>", "binaries>", "proven>", "on~", "toolchain~", "source")
+    for entry in listed:
+        label, size = entry.archive.arch.label, _bytes(_file_size(entry.archive))
+        if entry.damage:
+            table.add_row(label, size, "", "", "", "[red]damaged[/]", "")
+            continue
+        binaries = entry.archive.binaries
+        gpus = {found.attestations[b.sha256].gpu for b in binaries if found.proven(b)}
+        table.add_row(
+            label,
+            size,
+            str(len(binaries)),
+            _proven(binaries, found),
+            ", ".join(sorted(gpus)) or "–",
+            ", ".join(dict.fromkeys(binary.compiler for binary in binaries)),
+            _source(entry.archive),
+        )
+    show(console, table)
+
+
+def _source(archive: Archive) -> str:
+    commit, dirty = archive.manifest.get("commit"), archive.manifest.get("dirty")
+    return f"{commit[:10]}{' (dirty)' if dirty else ''}" if commit else "unknown"
+
+
+def _print_kernels(console: Console, rows: Sequence[Row], found: Catalogue) -> None:
+    table = new_table(
+        *("kernel", "lang", "dtypes", "archs~", "variants>", "regs>", "shared>", "size>"),
+        "proven>",
+    )
+    listed = dict.fromkeys(archive.arch.label for archive, _ in rows)
+    for group in _by_kernel(rows):
+        binaries = [binary for _, binary in group]
+        variant = binaries[0].variant
+        dtypes = dict.fromkeys(dict(b.variant.statics).get("dtype", "") for b in binaries)
+        archs = dict.fromkeys(archive.arch.label for archive, _ in group)
+        table.add_row(
+            f"{variant.family}.\n  {variant.kernel}",
+            variant.language,
+            "\n".join(map(str, dtypes)),
+            f"all {len(archs)}" if archs == listed and len(archs) > 1 else " ".join(archs),
+            str(len({binary.variant for binary in binaries})),
+            _range([b.registers for b in binaries if b.registers is not None], str),
+            _range([_shared(b) for b in binaries], _bytes),
+            _range([b.size for b in binaries], _bytes),
+            _proven(binaries, found),
+        )
+        table.add_section()
+    if rows:
+        show(console, table)
+        console.print(
+            "\nvariants: on each arch; regs: registers per thread; shared: memory per block."
+            " One row per binary: --all, or a filter such as --arch.",
+            style="dim",
+        )
+
+
+def _print_binaries(console: Console, rows: Sequence[Row], found: Catalogue) -> None:
+    for group in _by_kernel(rows):
+        variant = group[0][1].variant
+        # Variants of one kernel have the same static parameters, so each gets a column.
+        statics = {name: value for _, b in group for name, value in b.variant.statics}
+        table = new_table(
+            "arch",
+            *(f"{name}>" if isinstance(value, int) else name for name, value in statics.items()),
+            *("regs>", "spill>", "shared>", "threads>", "size>", "proven"),
+        )
+        for _, binary in group:
+            values = dict(binary.variant.statics)
+            table.add_row(
+                binary.target.label,
+                *(str(values.get(name, "")) for name in statics),
+                _optional(binary.registers),
+                _optional(binary.spill_bytes),
+                f"{_optional(binary.static_shared)}+{binary.dynamic_shared}",
+                str(_threads(binary)),
+                _bytes(binary.size),
+                _proof(binary, found),
+            )
+        show(console, table, f"[bold]{variant.family}.{variant.kernel}[/], {variant.language}")
+    if rows:
+        console.print(
+            "\nregs, spill: registers and spilled bytes per thread; shared: bytes per block, static"
+            " + dynamic; ?: the driver decides. proven: relative error measured on a GPU.",
+            style="dim",
+        )
+
+
+def _proof(binary: Binary, found: Catalogue) -> str:
+    attestation = found.attestations.get(binary.sha256)
+    if attestation is None:
+        return "no"
+    error = f"{attestation.error:.1e}"
+    return f"yes, {error}" if attestation.passed else f"[red]failed, {error}[/]"
+
+
+def _proven(binaries: Sequence[Binary], found: Catalogue) -> str:
+    return f"{sum(map(found.proven, binaries))}/{len(binaries)}"
+
+
+def _by_kernel(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows by kernel and then language, each in the order in which it first appears."""
+    kernels: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for archive, binary in rows:
+        variant = binary.variant
+        languages = kernels.setdefault((variant.family, variant.kernel), {})
+        languages.setdefault(variant.language, []).append((archive, binary))
+    return [group for languages in kernels.values() for group in languages.values()]
+
+
+def _threads(binary: Binary) -> int:
+    x, y, z = binary.block
+    return x * y * z
+
+
+def _shared(binary: Binary) -> int:
+    return binary.dynamic_shared + (binary.static_shared or 0)
+
+
+def _optional(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _bytes(size: int | None) -> str:
+    if size is None:
+        return "?"
+    if size < 1000:
+        return f"{size} B"
+    return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:.2f} MB"
+
+
+def _range(values: Sequence[int], text: Callable[[int], str]) -> str:
+    if not values:
+        return "?"
+    low, high = text(min(values)), text(max(values))
+    return low if low == high else f"{low}\n–{high}"

@@ -1,0 +1,179 @@
+"""``scan-registry selftest``: run every kernel here and measure its error."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from scan_registry.cli.errors import UsageError
+from scan_registry.cli.tables import new_table, screen, show
+
+if TYPE_CHECKING:
+    from scan_registry.kernels.model import Family, Kernel
+    from scan_registry.select import Rung
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One kernel in one dtype: the rung and the variants that ran, and the worst error.
+
+    error is ‖out − ref‖ / ‖ref‖ against float64 over ``cases`` random problems. ``failure`` says
+    why nothing ran.
+    """
+
+    family: str
+    kernel: str
+    language: str
+    dtype: str
+    rung: str
+    variants: tuple[str, ...]
+    cases: int
+    error: float | None
+    tolerance: float
+    failure: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None and self.error is not None and self.error <= self.tolerance
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "selftest",
+        help="run every kernel on this machine and compare it with the float64 reference",
+        description=__doc__,
+    )
+    parser.add_argument("--device", help="cpu or cuda:N; default: the first GPU, else the CPU")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    name = args.device or ("cuda:0" if torch.cuda.is_available() else CPU)
+    count = torch.cuda.device_count()
+    accepted = [CPU, "cuda", *(f"cuda:{n}" for n in range(count))] if count else [CPU]
+    if name not in accepted:
+        raise UsageError(f"--device is {name!r}; accepted here are {', '.join(accepted)}")
+    device = torch.device(name)
+    where = CPU if device.type == CPU else torch.cuda.get_device_name(device)
+    results = list(selftest(device))
+    if args.json:
+        passed = all(result.passed for result in results)
+        listed = [asdict(result) | {"passed": result.passed} for result in results]
+        print(json.dumps({"device": where, "passed": passed, "results": listed}, indent=2))
+    else:
+        _print(results, where)
+    return 0 if results and all(result.passed for result in results) else 1
+
+
+def selftest(device: Any) -> Iterator[Result]:
+    """Results for every kernel, language and dtype on a torch device."""
+    from scan_registry.kernels import families
+
+    for family in families().values():
+        if device.type == CPU:
+            yield from _reference(family)
+            continue
+        for kernel in family.kernels:
+            for dtype in dict.fromkeys(variant.text("dtype") for variant in kernel.variants):
+                yield _kernel(family, kernel, dtype, device.index or 0)
+
+
+def _kernel(family: Family, kernel: Kernel, dtype: str, ordinal: int) -> Result:
+    """Run whatever selection picks for a few problems, aligned and not."""
+    from scan_registry.archive import ArchiveError
+    from scan_registry.check import cases_of, run
+    from scan_registry.device import device
+    from scan_registry.driver import DriverError
+    from scan_registry.inventory import catalogue
+    from scan_registry.select import NoKernelError, require, select
+
+    cases = cases_of(family.name)
+    worst, count, failure = 0.0, 0, None
+    rungs: set[Rung] = set()
+    variants: dict[str, None] = {}
+    try:
+        for trial in cases.trials(dtype, cases.QUICK, f"cuda:{ordinal}"):
+            for aligned in (True, False):
+                case = trial.case(kernel.name, aligned=aligned)
+                winner = require(
+                    select(
+                        device(ordinal),
+                        catalogue().archives,
+                        family,
+                        case.problem,
+                        kernel.language,
+                    )
+                )
+                run(ordinal, winner.archive, winner.binary, case)
+                worst, count = max(worst, case.error()), count + 1
+                rungs.add(winner.rung)
+                variants[str(winner.binary.variant)] = None
+    except (NoKernelError, ArchiveError, DriverError) as error:
+        failure = str(error)
+    return Result(
+        family=family.name,
+        kernel=kernel.name,
+        language=kernel.language,
+        dtype=dtype,
+        rung=str(max(rungs)) if rungs else "none",
+        variants=tuple(variants),
+        cases=count,
+        error=worst if count else None,
+        tolerance=cases.TOLERANCE[dtype],
+        failure=failure,
+    )
+
+
+def _reference(family: Family) -> Iterator[Result]:
+    """What CPU tensors get: the reference in the dtype itself, against the reference in float64."""
+    from scan_registry.check import cases_of
+
+    cases = cases_of(family.name)
+    for dtype, tolerance in cases.TOLERANCE.items():
+        errors: dict[str, float] = {}
+        trials = list(cases.trials(dtype, cases.QUICK, CPU))
+        for trial in trials:
+            for kernel, error in trial.reference_errors().items():
+                errors[kernel] = max(error, errors.get(kernel, 0.0))
+        for kernel, error in errors.items():
+            yield Result(
+                family=family.name,
+                kernel=kernel,
+                language="torch",
+                dtype=dtype,
+                rung="reference",
+                variants=(),
+                cases=len(trials),
+                error=error,
+                tolerance=tolerance,
+            )
+
+
+def _print(results: list[Result], where: str) -> None:
+    console = screen()
+    for family in dict.fromkeys(result.family for result in results):
+        table = new_table("kernel", "language", "dtype", "rung", "error>", "limit>", "outcome")
+        for result in results:
+            if result.family == family:
+                table.add_row(
+                    result.kernel,
+                    result.language,
+                    result.dtype,
+                    result.rung,
+                    "–" if result.error is None else f"{result.error:.1e}",
+                    f"{result.tolerance:.0e}",
+                    "passed" if result.passed else "[red]failed[/]",
+                )
+        show(console, table, f"{family} on {where}")
+    for result in results:
+        if result.failure:
+            console.print(f"{result.kernel} {result.language} {result.dtype}: {result.failure}")
+    failed = sum(not result.passed for result in results)
+    console.print(f"{len(results) - failed} passed, {failed} failed")

@@ -1,0 +1,124 @@
+"""The CUDA driver, by ctypes: loading modules, reading device attributes, naming errors.
+
+This is the cold path; launches go through the C extension, which gets its addresses from here.
+Nothing happens at import: the library is opened at the first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import byref, c_char_p, c_int, c_void_p
+from functools import cache
+
+from scan_registry import _launcher
+
+_HOT = (
+    "cuLaunchKernel",
+    "cuMemsetD8Async",
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+)
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
+_STATIC_SHARED_LIMIT = 48 * 1024  # more dynamic shared memory than this has to be asked for
+
+
+class DriverError(RuntimeError):
+    """A driver call that failed: the call, the driver's name for the error, and its words."""
+
+    def __init__(self, call: str, status: int, context: str = "") -> None:
+        super().__init__(f"{call} failed with {error_name(status)}{context}")
+        self.status = status
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """libcuda, with the launcher bound to it. ``SCAN_REGISTRY_LIBCUDA`` names another file."""
+    path = os.environ.get("SCAN_REGISTRY_LIBCUDA", "libcuda.so.1")
+    try:
+        driver = ctypes.CDLL(path)
+    except OSError as error:
+        raise RuntimeError(f"the CUDA driver {path} cannot be opened: {error}") from error
+    addresses = [ctypes.cast(getattr(driver, name), c_void_p).value or 0 for name in _HOT]
+    _launcher.bind(*addresses)
+    return driver
+
+
+def error_name(status: int) -> str:
+    """``CUDA_ERROR_OUT_OF_MEMORY (out of memory)`` for 2."""
+    name, words = c_char_p(), c_char_p()
+    if library().cuGetErrorName(c_int(status), byref(name)) or not name.value:
+        return f"error {status}"
+    library().cuGetErrorString(c_int(status), byref(words))
+    return f"{name.value.decode()} ({(words.value or b'').decode()})"
+
+
+def _check(call: str, status: int, context: str = "") -> None:
+    if status:
+        raise DriverError(call, status, context)
+
+
+@cache
+def version() -> tuple[int, int]:
+    """The CUDA version that the driver supports, such as (13, 0)."""
+    number = c_int()
+    _check("cuDriverGetVersion", library().cuDriverGetVersion(byref(number)))
+    return number.value // 1000, number.value % 1000 // 10
+
+
+@cache
+def primary_context(ordinal: int) -> int:
+    """The device's primary context, which torch uses too; kept for the life of the process."""
+    driver, device, context = library(), c_int(), c_void_p()
+    _check("cuInit", driver.cuInit(0))
+    _check("cuDeviceGet", driver.cuDeviceGet(byref(device), c_int(ordinal)))
+    _check("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(byref(context), device))
+    return context.value or 0
+
+
+def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: str) -> int:
+    """Load ``image`` (a cubin, or PTX for the driver to compile) and return the function ``entry``.
+
+    The module stays loaded for the life of the process. ``subject`` names the kernel in errors.
+    """
+    driver, module, function, previous = library(), c_void_p(), c_void_p(), c_void_p()
+    where = f" while loading {subject}"
+    _check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(c_void_p(context)), where)
+    try:
+        # PTX has to end with a zero byte; a cubin may.
+        _check("cuModuleLoadData", driver.cuModuleLoadData(byref(module), image + b"\0"), where)
+        _check(
+            "cuModuleGetFunction",
+            driver.cuModuleGetFunction(byref(function), module, entry.encode()),
+            where,
+        )
+        if dynamic_shared > _STATIC_SHARED_LIMIT:
+            _check(
+                "cuFuncSetAttribute",
+                driver.cuFuncSetAttribute(
+                    function, c_int(_MAX_DYNAMIC_SHARED_SIZE_BYTES), c_int(dynamic_shared)
+                ),
+                where,
+            )
+    finally:
+        driver.cuCtxPopCurrent_v2(byref(previous))
+    return function.value or 0
+
+
+def attribute(ordinal: int, number: int) -> int:
+    """A device attribute, by its number in the driver API."""
+    driver, device, value = library(), c_int(), c_int()
+    _check("cuInit", driver.cuInit(0))
+    _check("cuDeviceGet", driver.cuDeviceGet(byref(device), c_int(ordinal)))
+    _check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(byref(value), c_int(number), device))
+    return value.value
+
+
+def device_name(ordinal: int) -> str:
+    """The device's marketing name."""
+    driver, device, text = library(), c_int(), ctypes.create_string_buffer(256)
+    _check("cuInit", driver.cuInit(0))
+    _check("cuDeviceGet", driver.cuDeviceGet(byref(device), c_int(ordinal)))
+    _check("cuDeviceGetName", driver.cuDeviceGetName(text, c_int(256), device))
+    return text.value.decode()

@@ -1,0 +1,73 @@
+"""GPU architectures: what code is compiled for, and on which devices it runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+Capability = tuple[int, int]
+
+#: Capabilities of Tegra systems: machine code does not cross over between them and other GPUs.
+TEGRA: frozenset[Capability] = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0)})
+
+_TARGET = re.compile(r"(?P<kind>sm|compute|ptx)_?(?P<number>\d{2,3})(?P<suffix>[af]?)")
+
+
+@dataclass(frozen=True, order=True)
+class Target:
+    """What one binary was compiled for.
+
+    ``sm_90`` is machine code for compute capability 9.0 and later minor versions of it, ``sm_90a``
+    machine code for exactly 9.0, and ``compute_80`` PTX that a driver compiles for 8.0 and up.
+    ``sm90``, ``compute80`` and ``ptx80`` parse too.
+    """
+
+    capability: Capability
+    kind: str = "sm"
+    suffix: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        match = _TARGET.fullmatch(text.strip().lower())
+        if match is None:
+            raise ValueError(f"{text!r} is not an architecture; expected one like sm90 or ptx80")
+        number = int(match["number"])
+        kind = "sm" if match["kind"] == "sm" else "compute"
+        return cls(divmod(number, 10), kind, match["suffix"])
+
+    def __str__(self) -> str:
+        return f"{self.kind}_{self.number}{self.suffix}"
+
+    @property
+    def number(self) -> int:
+        """90 for compute capability 9.0."""
+        major, minor = self.capability
+        return 10 * major + minor
+
+    @property
+    def is_ptx(self) -> bool:
+        return self.kind == "compute"
+
+    @property
+    def label(self) -> str:
+        """The spelling in archive and package names: ``sm90``, ``ptx80``."""
+        return f"{'ptx' if self.is_ptx else 'sm'}{self.number}{self.suffix}"
+
+    def misfit(self, capability: Capability) -> str | None:
+        """Why code for this target cannot run on a device, or None if it can."""
+        here, there = (".".join(map(str, pair)) for pair in (self.capability, capability))
+        if self.is_ptx:
+            return (
+                None
+                if capability >= self.capability
+                else f"{self} needs {here} or later, not {there}"
+            )
+        if self.capability == capability:
+            return None
+        if self.suffix == "a":
+            return f"{self} runs on {here} only; the device is {there}"
+        if TEGRA & {self.capability, capability}:
+            return f"{self} and the device's {there} are on different sides of Tegra"
+        if self.capability[0] != capability[0] or capability < self.capability:
+            return f"{self} runs on {here} and later {here[:-2]}.x; the device is {there}"
+        return None

@@ -1,0 +1,452 @@
+"""Compiling one variant: what comes out, errors, spills, and the build cache."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scan_registry import archive
+from scan_registry.aot import cache, elf, nvrtc
+from scan_registry.aot.cache import BuildCache
+from scan_registry.aot.compile import COMPILERS, cache_key, compile_variant, source_digest
+from scan_registry.aot.toolchain import CompileError, MissingCompilerError
+from scan_registry.archive import digest
+from scan_registry.kernels import family
+from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Variant
+from scan_registry.target import Target
+
+# The module, which the package's attribute of this name may hide behind a function one day.
+compiling = importlib.import_module("scan_registry.aot.compile")
+
+SM90 = Target.parse("sm90")
+LINEAR_SCAN = family("linear_scan")
+CUDA = LINEAR_SCAN.kernel("time_last_forward", "cuda").variants[0]
+TRITON = LINEAR_SCAN.kernel("time_last_forward", "triton").variants[0]
+
+COPY = """
+#include "scale.cuh"
+extern "C" __global__ void toy(float* x) { x[threadIdx.x] = scaled(x[threadIdx.x]); }
+"""
+HEADER = "__device__ inline float scaled(float x) { return SCALE * x; }\n"
+#: Keeps 96 numbers alive across a barrier, with leave for 32 registers.
+SPILL = """
+extern "C" __global__ void __launch_bounds__(1024, 2) toy(float* x) {
+    float kept[96];
+#pragma unroll
+    for (int i = 0; i < 96; i++) kept[i] = x[i * 1024 + threadIdx.x];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 96; i++) x[i * 1024 + threadIdx.x] = kept[i] * kept[95 - i] * SCALE;
+}
+"""
+
+
+class Toy:
+    """A family of one CUDA kernel, whose files and spec a test changes at will."""
+
+    variant = Variant("toy", "copy", "cuda", (("dtype", "float32"), ("scale", 2)))
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kernel = Kernel(
+            family="toy",
+            name="copy",
+            language="cuda",
+            source="copy.cu",
+            entry="toy",
+            parameters=(Parameter("x", "pointer"),),
+            variants=(self.variant,),
+            constants=lambda variant: {"SCALE": variant.number("scale")},
+            warps=lambda variant: 4,
+            accepts=lambda variant, problem: None,
+            cost=lambda variant, problem: 0.0,
+            launch=lambda variant, problem: Launch((1, 1, 1), {}),
+        )
+        self.write("copy.cu", COPY)
+        self.write("scale.cuh", HEADER)
+
+    def write(self, name: str, text: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_text(text)
+
+    def change(self, **changes: Any) -> None:
+        self.kernel = replace(self.kernel, **changes)
+
+    def family(self, name: str) -> Family:
+        assert name == "toy"
+        return Family("toy", "y = scale * x", self.folder, (self.kernel,))
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    made = Toy(tmp_path / "kernels" / "toy")
+    monkeypatch.setattr(nvrtc, "ROOT", tmp_path / "kernels")
+    monkeypatch.setattr(compiling, "family", made.family)
+    return made
+
+
+@pytest.fixture
+def build_cache(tmp_path: Path) -> BuildCache:
+    return BuildCache(tmp_path / "cache")
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by one whenever NVRTC is run."""
+    run: list[str] = []
+    original = nvrtc.Nvrtc.compile
+
+    def counted(self: nvrtc.Nvrtc, kernel: Kernel, variant: Variant, target: Target) -> Any:
+        run.append(str(variant))
+        return original(self, kernel, variant, target)
+
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", counted)
+    return run
+
+
+# --- What comes out ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90a", "ptx80"])
+def test_a_binary_states_what_was_compiled(toy: Toy, arch: str) -> None:
+    target = Target.parse(arch)
+    binary, content = compile_variant(toy.variant, target)
+    assert (binary.variant, binary.target, binary.entry) == (toy.variant, target, "toy")
+    assert (binary.block, binary.dynamic_shared, binary.hidden) == ((128, 1, 1), 0, 0)
+    assert (binary.size, binary.sha256) == (len(content), digest(content))
+    assert binary.compiler.startswith("nvrtc ")
+    assert f"--gpu-architecture={target}" in binary.options
+    assert "--define-macro=SCALE=2" in binary.options
+    if target.is_ptx:
+        assert (binary.format, binary.registers, binary.spill_bytes) == ("ptx", None, None)
+        assert b".target sm_80" in content
+        assert b".entry toy(" in content
+        assert not content.endswith(b"\0")
+    else:
+        assert (binary.format, binary.spill_bytes) == ("cubin", 0)
+        assert elf.arch_number(content) == target.number
+
+
+def test_cubins_are_of_the_elf_abi_that_old_drivers_load() -> None:
+    """ABI 7 up to sm_90; a driver of CUDA 12 refuses ABI 8."""
+    for variant in (CUDA, TRITON):
+        assert compile_variant(variant, SM90)[1][8] == 7
+
+
+@pytest.mark.parametrize(
+    ("arch", "made_for"), [("sm80", "sm_80"), ("sm90", "sm_90a"), ("ptx80", "compute_80")]
+)
+def test_triton(arch: str, made_for: str) -> None:
+    binary, content = compile_variant(TRITON, Target.parse(arch))
+    assert (str(binary.target), binary.hidden) == (made_for, 2)
+    kernel = LINEAR_SCAN.kernel("time_last_forward", "triton")
+    assert binary.block == (32 * kernel.warps(TRITON), 1, 1)
+    assert binary.entry.encode() in content
+    assert binary.compiler.startswith("triton ")
+    # Without line information nothing of the source's place gets into the code.
+    assert b"triton_kernels" not in content
+
+
+def test_triton_leaves_the_environment_as_it_was() -> None:
+    """A user's own Triton kernels, compiled later in the same process, must not notice."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("TRITON")}
+    compile_variant(TRITON, SM90)
+    after = {name: value for name, value in os.environ.items() if name.startswith("TRITON")}
+    assert after == before
+
+
+# --- Failures ---------------------------------------------------------------------------------
+
+
+def test_an_error_names_the_variant_and_holds_the_log(toy: Toy) -> None:
+    toy.write("scale.cuh", "__device__ inline float scaled(float x) { return x +; }\n")
+    with pytest.raises(CompileError) as caught:
+        compile_variant(toy.variant, SM90)
+    message = str(caught.value)
+    assert message.startswith(f"{toy.variant} for sm_90 did not compile\n")
+    assert "scale.cuh(1): error: expected an expression" in message
+
+
+def test_a_missing_header(toy: Toy) -> None:
+    (toy.folder / "scale.cuh").unlink()
+    with pytest.raises(FileNotFoundError, match=r"scale\.cuh"):
+        compile_variant(toy.variant, SM90)
+
+
+def test_an_architecture_that_the_compiler_does_not_know(toy: Toy) -> None:
+    with pytest.raises(CompileError, match="for sm_13 did not compile"):
+        compile_variant(toy.variant, Target.parse("sm13"))
+
+
+def test_a_triton_error_names_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = LINEAR_SCAN.kernel("time_last_forward", "triton")
+    broken = replace(kernel, constants=lambda variant: {**kernel.constants(variant), "ROWS": 3})
+    changed = replace(LINEAR_SCAN, kernels=(broken,))
+    monkeypatch.setattr(compiling, "family", lambda name: changed)
+    with pytest.raises(CompileError) as caught:
+        compile_variant(TRITON, SM90)
+    assert str(caught.value).startswith(f"{TRITON} for sm_90 did not compile\n")
+    assert "power of 2" in str(caught.value)
+
+
+def test_a_spill_fails_the_build_unless_the_spec_allows_it(
+    toy: Toy, build_cache: BuildCache
+) -> None:
+    toy.write("copy.cu", SPILL)
+    with pytest.raises(CompileError, match="spills") as caught:
+        compile_variant(toy.variant, SM90, build_cache)
+    assert str(toy.variant) in str(caught.value)
+    assert "may_spill" in str(caught.value)
+    assert not build_cache.folder.exists()  # a failure is not kept
+
+    toy.change(may_spill=frozenset({toy.variant}))
+    binary, _ = compile_variant(toy.variant, SM90, build_cache)
+    assert binary.spill_bytes is not None
+    assert binary.spill_bytes > 0
+
+    toy.change(may_spill=frozenset())  # the leave is taken back: the cache must not give it again
+    with pytest.raises(CompileError, match="spills"):
+        compile_variant(toy.variant, SM90, build_cache)
+
+
+def test_nothing_is_not_a_binary(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = nvrtc.Nvrtc.compile
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *args: replace(original(*args), content=b""))
+    with pytest.raises(CompileError, match="returned nothing"):
+        compile_variant(toy.variant, SM90)
+
+
+def test_code_for_another_architecture_is_refused(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = nvrtc.Nvrtc().compile(toy.kernel, toy.variant, Target.parse("sm80"))
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *args: other)
+    with pytest.raises(CompileError, match="made code for another target"):
+        compile_variant(toy.variant, SM90)
+
+
+def test_no_nvrtc(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name}: not here")
+
+    monkeypatch.setattr("ctypes.CDLL", refuse)
+    nvrtc._library.cache_clear()
+    with pytest.raises(MissingCompilerError, match="pip install nvidia-cuda-nvrtc"):
+        compile_variant(toy.variant, SM90)
+
+
+def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(MissingCompilerError, match="pip install triton"):
+        compile_variant(TRITON, SM90)
+
+
+# --- The cache --------------------------------------------------------------------------------
+
+
+def test_a_hit_is_the_same_binary(toy: Toy, build_cache: BuildCache, compiles: list[str]) -> None:
+    first = compile_variant(toy.variant, SM90, build_cache)
+    assert compile_variant(toy.variant, SM90, build_cache) == first
+    assert len(compiles) == 1
+    assert compile_variant(toy.variant, SM90) == first  # and so is one compiled anew
+    assert len(compiles) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", "cut", "flip"])
+def test_a_damaged_entry_is_built_again(
+    toy: Toy, build_cache: BuildCache, compiles: list[str], damage: Any
+) -> None:
+    first = compile_variant(toy.variant, SM90, build_cache)
+    (entry,) = build_cache.folder.rglob(f"*{archive.SUFFIX}")
+    whole = entry.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-1] ^= 1
+    entry.write_bytes({"cut": whole[:-1], "flip": flipped}.get(damage, damage))
+    assert compile_variant(toy.variant, SM90, build_cache) == first
+    assert len(compiles) == 2
+    assert entry.read_bytes() == whole
+    assert compile_variant(toy.variant, SM90, build_cache) == first
+    assert len(compiles) == 2
+
+
+Change = Callable[[Toy, pytest.MonkeyPatch], "tuple[Variant, Target] | None"]
+
+
+def change_source(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.write("copy.cu", f"{COPY}// changed\n")
+
+
+def change_header(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.write("scale.cuh", f"{HEADER}// changed\n")
+
+
+def change_header_of_header(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.write("scale.cuh", f'#include "more.cuh"\n{HEADER}')
+    toy.write("more.cuh", "// changed\n")
+
+
+def change_file_name(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.write("copy2.cu", COPY)
+    toy.change(source="copy2.cu")
+
+
+def change_entry(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both are in the source, so that nothing changes but which one is meant.
+    toy.change(entry="other")
+
+
+def change_constant(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.change(constants=lambda variant: {"SCALE": 3})
+
+
+def change_constant_name(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.change(constants=lambda variant: {"SCALE": 2, "MORE": 1})
+
+
+def change_warps(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.change(warps=lambda variant: 8)
+
+
+def change_compiler(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc.Nvrtc, "identity", lambda self: "nvrtc 12.9.87")
+
+
+def change_target(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> tuple[Variant, Target]:
+    return toy.variant, Target.parse("sm90a")
+
+
+def change_format(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> tuple[Variant, Target]:
+    return toy.variant, Target.parse("ptx90")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_source,
+        change_header,
+        change_header_of_header,
+        change_file_name,
+        change_entry,
+        change_constant,
+        change_constant_name,
+        change_warps,
+        change_compiler,
+        change_target,
+        change_format,
+    ],
+    ids=lambda change: change.__name__.removeprefix("change_"),
+)
+def test_whatever_determines_a_binary_is_in_its_key(
+    change: Change,
+    toy: Toy,
+    build_cache: BuildCache,
+    compiles: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    toy.write("copy.cu", COPY + COPY.replace("toy", "other").replace("#include", "//"))
+    first, _ = compile_variant(toy.variant, SM90, build_cache)
+    variant, target = change(toy, monkeypatch) or (toy.variant, SM90)
+    second, _ = compile_variant(variant, target, build_cache)
+    assert len(compiles) == 2, "the cache gave a binary that was made for something else"
+    assert second != first
+    # A cached copy of the changed one is as good as compiling it.
+    assert compile_variant(variant, target, build_cache)[0] == second
+    assert len(compiles) == 2
+
+
+def test_what_does_not_determine_a_binary_is_not_in_its_key(
+    toy: Toy, build_cache: BuildCache, compiles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compile_variant(toy.variant, SM90, build_cache)
+    elsewhere = toy.folder.parent.with_name("elsewhere")
+    shutil.move(toy.folder.parent, elsewhere)
+    toy.folder = elsewhere / "toy"
+    monkeypatch.setattr(nvrtc, "ROOT", elsewhere)
+    os.utime(toy.folder / "copy.cu", (0, 0))
+    toy.write("unrelated.cuh", "// not included by anything")
+    toy.change(cost=lambda variant, problem: 1.0)
+    assert compile_variant(toy.variant, SM90, build_cache) == first
+    assert len(compiles) == 1
+
+
+#: Every parameter of the function that makes keys: a value, and others that have to change the key.
+KEY_PARTS: dict[str, list[Any]] = {
+    "compiler": ["nvrtc 12.9.86", "nvrtc 12.9.87", "triton 3.6.0"],
+    "source_sha256": [digest(b"source"), digest(b"sources")],
+    "entry": ["f", "g", ""],
+    "options": [("-a", "-b"), ("-b", "-a"), ("-a",), ("-a", "-b", "-c"), ("-a -b",), ()],
+    "target": [Target.parse(arch) for arch in ("sm90", "sm90a", "sm80", "ptx90")],
+    "variant": [CUDA, TRITON, LINEAR_SCAN.variants()[1]],
+    "warps": [4, 8],
+}
+
+
+def test_each_part_of_the_key_in_turn() -> None:
+    names = list(inspect.signature(cache_key).parameters)
+    base = {name: KEY_PARTS[name][0] for name in names}
+    keys = [cache_key(**base)]
+    for name in names:
+        keys += [cache_key(**{**base, name: value}) for value in KEY_PARTS[name][1:]]
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_source_digest() -> None:
+    base = source_digest({"a.cu": "x", "b.cuh": "y"})
+    assert source_digest({"b.cuh": "y", "a.cu": "x"}) == base
+    others = [
+        {"a.cu": "y", "b.cuh": "x"},
+        {"a.cu": "x"},
+        {"a.cu": "x", "b.cuh": "y "},
+        {"a.cu": "x", "c.cuh": "y"},
+        {"a.cu": "x", "b.cuh": "y", "c.cuh": ""},
+    ]
+    assert len({base, *map(source_digest, others)}) == 1 + len(others)
+
+
+class Asked(Exception):
+    """Ends a compilation with the key that it looked for."""
+
+
+class AskedCache(BuildCache):
+    def get(self, key: str, target: Target) -> None:
+        raise Asked(key)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "ptx80"])
+def test_no_two_variants_share_a_key(tmp_path: Path, arch: str) -> None:
+    """They would evict each other from the cache, build after build."""
+    for kernel in LINEAR_SCAN.kernels:
+        keys = set()
+        for variant in kernel.variants:
+            with pytest.raises(Asked) as caught:
+                compile_variant(variant, Target.parse(arch), AskedCache(tmp_path))
+            keys.add(str(caught.value))
+        assert len(keys) == len(kernel.variants), f"{kernel.name}, {kernel.language}"
+
+
+@pytest.mark.parametrize("language", ["cuda", "triton"])
+def test_the_recorded_options_tell_variants_apart(language: str) -> None:
+    """They are what a reader of the manifest has, to compile the same again."""
+    for kernel in LINEAR_SCAN.kernels:
+        if kernel.language == language:
+            compiler = COMPILERS[kernel.language]
+            options = {compiler.options(kernel, variant, SM90) for variant in kernel.variants}
+            assert len(options) == len(kernel.variants), kernel.name
+
+
+def test_the_folder_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SCAN_REGISTRY_BUILD_CACHE", str(tmp_path))
+    assert cache.default_folder() == tmp_path
+    monkeypatch.delenv("SCAN_REGISTRY_BUILD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.default_folder().is_relative_to(tmp_path / "xdg")
+    assert not (tmp_path / "xdg").exists()

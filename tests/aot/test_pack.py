@@ -1,0 +1,100 @@
+"""Packing: where archives go, and what they say of where they come from."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scan_registry.aot.pack import pack, provenance
+from scan_registry.archive import Archive, Binary
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.target import Target
+
+Make = Callable[..., tuple[Binary, bytes]]
+
+
+@pytest.fixture(autouse=True)
+def no_commit_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCAN_REGISTRY_COMMIT", raising=False)
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
+    result = subprocess.run(
+        ["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return result.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "file").write_text("first")
+    git(folder, "add", "file")
+    git(folder, "commit", "-q", "-m", "first")
+    return folder
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm90a", "sm100", "ptx80"])
+def test_an_archive_is_named_after_its_arch(tmp_path: Path, a_binary: Make, arch: str) -> None:
+    target = Target.parse(arch)
+    held = [a_binary(variant, target) for variant in FAMILY.variants()[:3]]
+    path = pack(tmp_path / "new" / "folder", target, held, {"version": "1", "commit": None})
+    assert path == tmp_path / "new" / "folder" / f"{arch}.scanreg"
+    packed = Archive(path)
+    assert packed.arch == target
+    assert [(binary, packed.read(binary)) for binary in packed.binaries] == held
+    assert (packed.manifest["version"], packed.manifest["commit"]) == ("1", None)
+
+
+def test_packing_again_replaces(tmp_path: Path, a_binary: Make) -> None:
+    target = Target.parse("sm90")
+    for variants in (FAMILY.variants()[:3], FAMILY.variants()[3:4]):
+        path = pack(tmp_path, target, [a_binary(v, target) for v in variants], {})
+        assert [binary.variant for binary in Archive(path).binaries] == list(variants)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_clean_repository(repository: Path) -> None:
+    head = git(repository, "rev-parse", "HEAD")
+    (repository / "untracked").write_text("does not count")
+    expected = {"version": "1.2.3", "commit": head, "dirty": False}
+    assert provenance(repository, "1.2.3") == expected
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_changed_repository_is_dirty(repository: Path, staged: bool) -> None:
+    (repository / "file").write_text("second")
+    if staged:
+        git(repository, "add", "file")
+    assert provenance(repository, "1")["dirty"] is True
+
+
+def test_no_repository(tmp_path: Path) -> None:
+    assert provenance(tmp_path, "1") == {"version": "1", "commit": None, "dirty": None}
+
+
+def test_a_repository_without_a_commit(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    assert provenance(tmp_path, "1") == {"version": "1", "commit": None, "dirty": None}
+
+
+def test_a_folder_inside_another_repository(repository: Path) -> None:
+    """An unpacked sdist inside some checkout does not come from that checkout's commit."""
+    (repository / "unpacked").mkdir()
+    assert provenance(repository / "unpacked", "1")["commit"] is None
+
+
+def test_a_commit_that_is_given(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCAN_REGISTRY_COMMIT", "f" * 40)
+    assert provenance(repository, "1") == {"version": "1", "commit": "f" * 40, "dirty": None}
+
+
+def test_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance(repository, "1") == {"version": "1", "commit": None, "dirty": None}

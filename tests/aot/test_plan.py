@@ -1,0 +1,71 @@
+"""Which variants are built for which architectures, and how that is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scan_registry.aot.plan import DEFAULT_ARCHS, Job, chosen_archs, plan
+from scan_registry.kernels import families
+from scan_registry.target import Target
+
+
+@pytest.fixture(autouse=True)
+def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCAN_REGISTRY_ARCHS", raising=False)
+
+
+def labels(settings: Any = None) -> list[str]:
+    return [arch.label for arch in chosen_archs(settings)]
+
+
+def test_the_default() -> None:
+    for settings in (None, {}, {"archs": "all"}, {"archs": ""}, {"other": "sm90"}):
+        assert labels(settings) == list(DEFAULT_ARCHS)
+
+
+def test_the_default_runs_everywhere_from_sm_80_up() -> None:
+    targets = [Target.parse(arch) for arch in DEFAULT_ARCHS]
+    for device in ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)):
+        assert any(target.misfit(device) is None for target in targets)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("sm90", ["sm90"]),
+        ("sm80,sm90", ["sm80", "sm90"]),
+        ("sm90 ; compute_80,, sm_80", ["sm90", "ptx80", "sm80"]),
+        ("sm90,sm_90,SM90", ["sm90"]),
+        ("sm90a", ["sm90a"]),
+        (["sm80", "sm90,ptx80"], ["sm80", "sm90", "ptx80"]),
+        ("none", []),
+    ],
+)
+def test_a_choice(text: Any, expected: list[str]) -> None:
+    assert labels({"archs": text}) == expected
+
+
+def test_settings_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCAN_REGISTRY_ARCHS", "sm86")
+    assert labels() == ["sm86"]
+    assert labels({"archs": "sm89"}) == ["sm89"]
+    monkeypatch.setenv("SCAN_REGISTRY_ARCHS", "none")
+    assert labels() == []
+
+
+@pytest.mark.parametrize("text", ["hopper", "sm90,gfx90a", "none,sm90"])
+def test_what_is_no_architecture(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an architecture"):
+        chosen_archs({"archs": text})
+
+
+def test_a_plan_is_every_variant_for_every_arch_in_order() -> None:
+    archs = tuple(map(Target.parse, ("sm90", "ptx80")))
+    variants = [variant for family in families().values() for variant in family.variants()]
+    jobs = plan(archs)
+    assert list(jobs) == list(archs)
+    for arch in archs:
+        assert jobs[arch] == tuple(Job(variant, arch) for variant in variants)
+    assert plan(()) == {}

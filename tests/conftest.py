@@ -1,0 +1,117 @@
+"""Fixtures shared by all tests: synthetic devices, binaries and archives; the ``gpu`` marker.
+
+The tests run against the installed package, not against the sources beside them: use ``pytest``
+rather than ``python -m pytest``, which would put the sources' folder first on the import path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scan_registry import archive
+from scan_registry.archive import Archive, Binary, digest
+from scan_registry.device import Device
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import Variant
+from scan_registry.target import Target
+
+PROVENANCE: Mapping[str, Any] = {"version": "9.9.9", "commit": "c0ffee" * 6 + "beef", "dirty": True}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+
+
+def make_device(capability: tuple[int, int] = (9, 0), **changes: Any) -> Device:
+    device = Device(
+        name=f"Imaginary {capability[0]}.{capability[1]}",
+        capability=capability,
+        multiprocessors=132,
+        shared_memory_per_block=232_448,
+        registers_per_block=65_536,
+        threads_per_block=1024,
+        driver=(13, 0),
+    )
+    return replace(device, **changes)
+
+
+def make_binary(
+    variant: Variant | str | None = None,
+    target: Target | str = "sm90",
+    content: bytes | None = None,
+    **changes: Any,
+) -> tuple[Binary, bytes]:
+    if variant is None:
+        variant = FAMILY.variants()[0]
+    elif isinstance(variant, str):
+        variant = Variant.parse(variant)
+    if isinstance(target, str):
+        target = Target.parse(target)
+    if content is None:
+        content = f"code of {variant} for {target}".encode()
+    binary = Binary(
+        variant=variant,
+        target=target,
+        format="ptx" if target.is_ptx else "cubin",
+        entry=f"{variant.family}_{variant.kernel}",
+        block=(128, 1, 1),
+        cluster=(1, 1, 1),
+        dynamic_shared=0,
+        hidden=0,
+        registers=None if target.is_ptx else 40,
+        static_shared=None if target.is_ptx else 1024,
+        spill_bytes=None if target.is_ptx else 0,
+        size=len(content),
+        sha256=digest(content),
+        compiler="imaginary 1.0",
+        options=("-O3",),
+        source_sha256=digest(b"source"),
+    )
+    return replace(binary, **changes), content
+
+
+@pytest.fixture(scope="session")
+def a_device() -> Callable[..., Device]:
+    """A GPU of a capability; keywords replace what is ample by default."""
+    return make_device
+
+
+@pytest.fixture(scope="session")
+def a_binary() -> Callable[..., tuple[Binary, bytes]]:
+    """A binary and its bytes, which are made up unless given; keywords replace its other fields."""
+    return make_binary
+
+
+@pytest.fixture
+def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
+    """Writes an archive for an arch into ``tmp_path`` and returns it, unread.
+
+    ``binaries`` defaults to one for each of ``variants``, and these to all CUDA variants.
+    """
+
+    def make(
+        arch: str,
+        binaries: Iterable[tuple[Binary, bytes]] | None = None,
+        *,
+        variants: Iterable[Variant] | None = None,
+        **provenance: Any,
+    ) -> Archive:
+        target = Target.parse(arch)
+        if binaries is None:
+            chosen = variants or (v for v in FAMILY.variants() if v.language == "cuda")
+            binaries = [make_binary(variant, target) for variant in chosen]
+        path = tmp_path / f"{target.label}{archive.SUFFIX}"
+        archive.write(path, target, binaries, {**PROVENANCE, **provenance})
+        return Archive(path)
+
+    return make

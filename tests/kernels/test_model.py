@@ -1,0 +1,67 @@
+"""The words that specs are written in, and what every spec has to keep to."""
+
+from __future__ import annotations
+
+import pytest
+
+from scan_registry.kernels import families, family
+from scan_registry.kernels.model import Kernel, Variant
+
+KERNELS = [kernel for found in families().values() for kernel in found.kernels]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.family}.{k.name}:{k.language}")
+def test_a_kernel_of_a_spec(kernel: Kernel) -> None:
+    names = [parameter.name for parameter in kernel.parameters]
+    assert len(set(names)) == len(names)
+    kinds = [parameter.kind for parameter in kernel.parameters]
+    assert kinds == sorted(kinds, key=lambda kind: kind != "pointer")  # pointers come first
+    assert len(set(kernel.variants)) == len(kernel.variants) > 0
+    assert (family(kernel.family).folder / kernel.source).is_file()
+    for variant in kernel.variants:
+        assert (variant.family, variant.kernel) == (kernel.family, kernel.name)
+        assert variant.language == kernel.language
+        assert 1 <= kernel.warps(variant) <= 32
+        assert kernel.divisible(variant) <= set(names)
+        assert Variant.parse(str(variant)) == variant
+    assert kernel.may_spill <= set(kernel.variants)
+
+
+def test_variants_differ_in_what_the_compiler_sees() -> None:
+    """Two variants with equal constants, warps and promises would be one binary under two names."""
+    for kernel in KERNELS:
+        seen = {
+            (
+                tuple(kernel.constants(variant).items()),
+                kernel.warps(variant),
+                kernel.divisible(variant),
+                variant.text("dtype"),
+            )
+            for variant in kernel.variants
+        }
+        assert len(seen) == len(kernel.variants)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "linear_scan", "a.b:cuda:", "a.b:hip:c=1", "a.b:cuda:c", "a.b:cuda:c=", "a.b:cuda:=1",
+     "a.b:cuda:c=1,", "a.b:cuda:c=1,,d=2", "a.b:cuda:1c=1", " a.b:cuda:c=1"],
+)  # fmt: skip
+def test_what_is_no_variant_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError, match="variant") as caught:
+        Variant.parse(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_a_variant_that_parses() -> None:
+    variant = Variant.parse("linear_scan.x:triton:dtype=float16,warps=4,mode=a=b")
+    assert variant.text("dtype") == "float16"
+    assert variant.number("warps") == 4
+    assert dict(variant.statics)["mode"] == "a=b"
+
+
+def test_names_that_do_not_exist() -> None:
+    with pytest.raises(KeyError, match="no kernel family 'attention'; there are: linear_scan"):
+        family("attention")
+    with pytest.raises(KeyError, match="has no triton kernel 'x'"):
+        family("linear_scan").kernel("x", "triton")

@@ -1,0 +1,345 @@
+"""Archives: what is written is read back, and no damage goes unnoticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scan_registry import archive
+from scan_registry.archive import MAGIC, Archive, ArchiveError, Binary, digest
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.target import Target
+
+Factory = Callable[..., Archive]
+Make = Callable[..., tuple[Binary, bytes]]
+
+HEADER = struct.Struct("<8sQ32s")
+SM90 = Target.parse("sm90")
+VARIANTS = FAMILY.variants()
+
+
+def parts(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The manifest and the bytes behind it."""
+    content = path.read_bytes()
+    _, length, _ = HEADER.unpack_from(content)
+    return json.loads(content[HEADER.size :][:length]), content[HEADER.size + length :]
+
+
+def rewrite(path: Path, manifest: Any, blobs: bytes = b"") -> None:
+    """Write a file whose manifest, whatever it says, has the digest that the header states."""
+    text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
+    header = HEADER.pack(MAGIC, len(text), hashlib.sha256(text).digest())
+    path.write_bytes(header + text + blobs)
+
+
+def read_all(path: Path) -> dict[Binary, bytes]:
+    opened = Archive(path)
+    return {binary: opened.read(binary) for binary in opened.binaries}
+
+
+def refused(path: Path, *words: str) -> None:
+    """Reading the file raises ``ArchiveError`` with its name and ``words`` in the message."""
+    with pytest.raises(ArchiveError) as caught:
+        read_all(path)
+    for word in (str(path), *words):
+        assert word in str(caught.value)
+
+
+def test_round_trip(archive_factory: Factory, a_binary: Make) -> None:
+    given_ = [
+        a_binary(VARIANTS[0], "sm90", b"first"),
+        a_binary(VARIANTS[1], "sm90a", b"second", dynamic_shared=65_536, cluster=(2, 1, 1)),
+        a_binary(VARIANTS[2], "sm90", b"third", registers=None, options=("-a", "-b c")),
+    ]
+    written = archive_factory("sm90", given_)
+    assert written.binaries == tuple(binary for binary, _ in given_)
+    assert read_all(written.path) == dict(given_)
+    assert written.manifest["version"] == "9.9.9"
+    assert written.manifest["arch"] == "sm_90"
+    assert written.arch == SM90
+
+
+def test_two_writes_are_equal(archive_factory: Factory) -> None:
+    first = archive_factory("sm90").path.read_bytes()
+    assert archive_factory("sm90").path.read_bytes() == first
+
+
+def test_equal_bytes_are_stored_once(archive_factory: Factory, a_binary: Make) -> None:
+    content = bytes(range(256)) * 16
+    written = archive_factory("sm90", [a_binary(v, content=content) for v in VARIANTS[:5]])
+    assert written.path.read_bytes().count(content) == 1
+    assert parts(written.path)[1] == content
+    assert set(read_all(written.path).values()) == {content}
+
+
+def test_construction_reads_nothing(tmp_path: Path) -> None:
+    unread = Archive(tmp_path / "sm90.scanreg")
+    assert unread.arch == SM90
+    refused(unread.path, "No such file")
+
+
+def test_a_write_with_other_bytes_than_stated_is_refused(tmp_path: Path, a_binary: Make) -> None:
+    binary, _ = a_binary()
+    with pytest.raises(ValueError, match="do not have the digest"):
+        archive.write(tmp_path / "sm90.scanreg", SM90, [(binary, b"other")], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    archive_factory: Factory, a_binary: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = archive_factory("sm90").path
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        archive.write(path, SM90, [a_binary()], {})
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_written_files_are_readable_by_all(archive_factory: Factory) -> None:
+    assert stat.S_IMODE(archive_factory("sm90").path.stat().st_mode) == 0o644
+
+
+def test_a_cut_is_noticed_wherever_it_is(archive_factory: Factory, a_binary: Make) -> None:
+    path = archive_factory("sm90", [a_binary(v) for v in VARIANTS[:2]]).path
+    whole = path.read_bytes()
+    manifest_end = len(whole) - len(parts(path)[1])
+    for length in (0, 7, 8, 15, 47, 48, 49, manifest_end - 1):
+        path.write_bytes(whole[:length])
+        refused(path)
+    for length in (manifest_end, manifest_end + 1, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused(path, "manifest states", "bytes)", "reinstall")
+
+
+def test_an_edited_manifest_shows_both_digests(archive_factory: Factory) -> None:
+    path = archive_factory("sm90").path
+    content = bytearray(path.read_bytes())
+    stated = content[16:48].hex()
+    content[content.index(b"imaginary")] ^= 1
+    path.write_bytes(content)
+    length = HEADER.unpack_from(content)[1]
+    refused(path, stated, digest(bytes(content[HEADER.size :][:length])))
+
+
+def test_an_edited_binary_shows_both_digests_and_its_name(
+    archive_factory: Factory, a_binary: Make
+) -> None:
+    good, (binary, code) = a_binary(VARIANTS[1], content=b"good"), a_binary(content=b"machine code")
+    path = archive_factory("sm90", [(binary, code), good]).path
+    path.write_bytes(path.read_bytes().replace(code, b"machine c0de"))
+    opened = Archive(path)
+    assert opened.read(good[0]) == b"good"
+    with pytest.raises(ArchiveError) as caught:
+        opened.read(binary)
+    for word in (str(path), str(binary.variant), "sm_90", binary.sha256, digest(b"machine c0de")):
+        assert word in str(caught.value)
+
+
+def test_wrong_magic(archive_factory: Factory) -> None:
+    path = archive_factory("sm90").path
+    path.write_bytes(b"SCANREG\x02" + path.read_bytes()[8:])
+    refused(path, r"SCANREG\x02", r"SCANREG\x01")
+
+
+def test_wrong_name(archive_factory: Factory) -> None:
+    path = archive_factory("sm90").path
+    renamed = path.rename(path.with_name("sm80.scanreg"))
+    refused(renamed, "holds sm_90", "sm_80")
+    refused(renamed.rename(path.with_name("backup.scanreg")), "not an architecture's")
+
+
+def test_a_folder_is_no_archive(tmp_path: Path) -> None:
+    (tmp_path / "sm90.scanreg").mkdir()
+    refused(tmp_path / "sm90.scanreg", "directory")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_an_unreadable_file(archive_factory: Factory) -> None:
+    path = archive_factory("sm90").path
+    path.chmod(0)
+    refused(path, "Permission denied")
+
+
+@pytest.mark.parametrize("schema", [0, 2, "1", None])
+def test_wrong_schema(archive_factory: Factory, schema: object) -> None:
+    path = archive_factory("sm90").path
+    manifest, blobs = parts(path)
+    rewrite(path, {**manifest, "schema": schema}, blobs)
+    refused(path, f"schema {schema!r}; this version reads 1")
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff\xfe", b"[" * 200_000, b"{}"]
+)
+def test_a_manifest_that_is_none(tmp_path: Path, text: bytes) -> None:
+    rewrite(tmp_path / "sm90.scanreg", text)
+    refused(tmp_path / "sm90.scanreg", "manifest")
+
+
+@pytest.mark.parametrize("binaries", [None, {}, 1, "x", [1], [None], [[]], [{}]])
+def test_binaries_that_are_none(archive_factory: Factory, binaries: object) -> None:
+    path = archive_factory("sm90").path
+    rewrite(path, {**parts(path)[0], "binaries": binaries})
+    refused(path)
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "variant": (None, 1, "", "linear_scan", "linear_scan.x:cuda:dtype", [], "a.b:hip:c=1"),
+    "target": (None, 90, "", "sm", "gfx90a", {}),
+    "format": (None, 1, [], {}),
+    "entry": (None, 1, []),
+    "block": (None, 128, [], [128], [128, 1], [128, 1, 0], [128, 1, "1"], [1, 1, 1, 1]),
+    "cluster": (None, 1, [1, 1], [1.5, 1, 1]),
+    "dynamic_shared": (None, "0", 1.5, []),
+    "hidden": (None, "0", 1.5),
+    "registers": ("40", 1.5, []),
+    "static_shared": ("0", []),
+    "spill_bytes": ("0", {}),
+    "size": (None, "1", 1.5),
+    "sha256": (None, 1, []),
+    "compiler": (None, 1),
+    "options": (None, "-O3", 1, {}),
+    "source_sha256": (None, 1),
+    "offset": (None, "0", 1.5, -1, []),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
+def test_a_wrong_type_in_the_manifest(archive_factory: Factory, key: str, value: object) -> None:
+    path = archive_factory("sm90").path
+    manifest, blobs = parts(path)
+    manifest["binaries"][1][key] = value
+    rewrite(path, manifest, blobs)
+    refused(path, "binary 1 of the manifest")
+
+
+def test_every_field_of_a_manifest_is_required(archive_factory: Factory) -> None:
+    path = archive_factory("sm90").path
+    manifest, blobs = parts(path)
+    assert set(manifest["binaries"][0]) == set(WRONG)
+    for key in set(WRONG) - {"registers", "static_shared", "spill_bytes"}:
+        changed = json.loads(json.dumps(manifest))
+        del changed["binaries"][0][key]
+        rewrite(path, changed, blobs)
+        refused(path, "binary 0 of the manifest")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("offset", 1),
+        ("offset", 2**40),
+        ("offset", 2**70),
+        ("size", 3),
+        ("size", -1),
+        ("size", 2**70),
+    ],
+)
+def test_a_wrong_place(archive_factory: Factory, a_binary: Make, key: str, value: int) -> None:
+    """Numbers of the right type that lead elsewhere give other bytes, and so another digest."""
+    path = archive_factory("sm90", [a_binary(v) for v in VARIANTS[:2]]).path
+    manifest, blobs = parts(path)
+    manifest["binaries"][0][key] = value
+    rewrite(path, manifest, blobs)
+    refused(path)
+
+
+@pytest.fixture(scope="module")
+def intact(a_binary: Make) -> tuple[bytes, dict[str, bytes]]:
+    """An archive's bytes, and what it holds by variant."""
+    held = [
+        a_binary(variant, content=bytes([i]) * (i * 7)) for i, variant in enumerate(VARIANTS[:4])
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sm90.scanreg"
+        archive.write(path, SM90, held, {"version": "1"})
+        content = path.read_bytes()
+    return content, {str(binary.variant): code for binary, code in held}
+
+
+def survives(path: Path, held: dict[str, bytes]) -> None:
+    """What can be read of the file is right, and the rest raises ``ArchiveError`` with its name."""
+    damaged = Archive(path)
+    refusals = []
+    try:
+        binaries = damaged.binaries
+    except ArchiveError as error:
+        binaries = ()
+        refusals.append(str(error))
+    for binary in binaries:
+        try:
+            content = damaged.read(binary)
+        except ArchiveError as error:
+            refusals.append(str(error))
+        else:
+            assert digest(content) == binary.sha256
+            assert content in held.values()
+    assert all(str(path) in refusal for refusal in refusals)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_random_damage_is_noticed(
+    intact: tuple[bytes, dict[str, bytes]], data: st.DataObject
+) -> None:
+    content, held = bytearray(intact[0]), intact[1]
+    positions = st.integers(0, len(content) - 1)
+    flips = data.draw(st.lists(st.tuples(positions, st.integers(1, 255)), max_size=3))
+    for position, bits in flips:
+        content[position] ^= bits
+    cut = data.draw(st.none() | positions)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sm90.scanreg"
+        path.write_bytes(content[:cut])
+        survives(path, held)
+        if content[:cut] == intact[0]:
+            assert len(read_all(path)) == len(held)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(key=st.sampled_from(sorted(WRONG)), value=JSON)
+def test_any_value_in_a_manifest_of_the_right_digest(
+    intact: tuple[bytes, dict[str, bytes]], key: str, value: object
+) -> None:
+    """A writer with a defect is no reason for another kind of error, or for wrong bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sm90.scanreg"
+        path.write_bytes(intact[0])
+        manifest, blobs = parts(path)
+        manifest["binaries"][1][key] = value
+        rewrite(path, manifest, blobs)
+        survives(path, intact[1])
+
+
+def test_binaries_round_trip_through_json(a_binary: Make) -> None:
+    for target in ("sm90", "sm90a", "ptx80"):
+        binary, _ = a_binary(target=target)
+        assert Binary.from_json(json.loads(json.dumps(binary.to_json()))) == binary

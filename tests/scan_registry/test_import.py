@@ -1,0 +1,206 @@
+"""Importing is cheap and leaves no trace; modules import only what lies below them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import scan_registry
+import scan_registry.aot
+import scan_registry.kernels
+
+HEAVY = ("torch", "triton", "cuda", "numpy", "rich")
+
+
+def fresh(script: str, cwd: Path, **environment: str) -> Any:
+    """What a new interpreter prints as JSON when it runs ``script`` in ``cwd``."""
+    environment = {**os.environ, **environment}
+    environment.pop("PYTHONPATH", None)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=cwd,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(result.stdout)
+
+
+# --- Importing --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("scan_registry", HEAVY),
+        ("scan_registry.inventory", HEAVY),
+        ("scan_registry.select", HEAVY),
+        ("scan_registry.loader", HEAVY),
+        ("scan_registry.kernels.model", HEAVY),
+        ("scan_registry.kernels.linear_scan.spec", HEAVY),
+        ("scan_registry.ops.layout", HEAVY),
+        ("scan_registry.aot.compile", HEAVY),
+        ("scan_registry.cli", ("torch", "triton", "cuda", "numpy")),
+    ],
+)
+def test_what_an_import_brings(module: str, forbidden: tuple[str, ...], tmp_path: Path) -> None:
+    script = f"""
+import json, sys
+import {module}
+print(json.dumps(sorted(name.split(".")[0] for name in sys.modules)))
+"""
+    assert not set(forbidden) & set(fresh(script, tmp_path))
+
+
+def test_the_specs_of_all_families_need_no_compiler(tmp_path: Path) -> None:
+    script = """
+import json, sys
+from scan_registry.kernels import families
+variants = [str(v) for family in families().values() for v in family.variants()]
+assert variants
+print(json.dumps(sorted(name.split(".")[0] for name in sys.modules)))
+"""
+    assert not set(HEAVY) & set(fresh(script, tmp_path))
+
+
+def test_the_operator_leaves_no_trace_and_opens_no_driver(tmp_path: Path) -> None:
+    """Nor does it import a compiler; what torch itself imports does not count against it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    package = Path(scan_registry.__file__).parent
+
+    def listing() -> list[str]:
+        files = [p for p in package.rglob("*") if p.suffix != ".pyc" and p.name != "__pycache__"]
+        return sorted(map(str, [*files, *tmp_path.rglob("*")]))
+
+    before = listing()
+    script = """
+import json, sys
+import torch
+before = set(sys.modules)
+import scan_registry.ops.linear_scan
+brought = {name.split(".")[0] for name in set(sys.modules) - before}
+print(json.dumps([sorted(brought), "libcuda.so" in open("/proc/self/maps").read()]))
+"""
+    brought, opened = fresh(
+        script, home, HOME=str(home), TMPDIR=str(home), XDG_CACHE_HOME=str(home / "cache")
+    )
+    assert listing() == before
+    assert not opened
+    assert not {"triton", "cuda", "rich"} & set(brought)
+
+
+def test_an_import_is_quick(tmp_path: Path) -> None:
+    script = """
+import time
+start = time.perf_counter()
+import scan_registry
+print(time.perf_counter() - start)
+"""
+    assert min(fresh(script, tmp_path) for _ in range(3)) < 0.2
+
+
+def test_public_names() -> None:
+    for name in scan_registry.__all__:
+        assert getattr(scan_registry, name) is not None
+        assert name in dir(scan_registry)
+    with pytest.raises(AttributeError, match="no attribute 'scan'"):
+        _ = scan_registry.scan
+
+
+# --- Layers -----------------------------------------------------------------------------------
+
+#: What the modules and packages of scan_registry may import of it, themselves aside. Those that are
+#: not listed are run-time modules: they may import each other, but nothing of the three on top.
+ALLOWED = {
+    "kernels": set[str](),
+    "target": set[str](),
+    "archive": {"kernels", "target"},
+    "inventory": {"archive", "kernels"},
+    "driver": {"_launcher"},
+    "device": {"driver", "target"},
+    "select": {"archive", "device", "kernels", "target"},
+    "loader": {"_launcher", "archive", "driver", "kernels"},
+    "aot": {"archive", "kernels", "target"},
+}
+ON_TOP = {"aot", "cli", "ops"}
+#: The only modules of ``kernels`` that may import more than the standard library.
+KERNELS_MAY = {"reference": {"torch"}, "cases": {"torch"}, "triton_kernels": {"triton"}}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module, by its name below ``scan_registry``, wherever its file is."""
+    for package in (scan_registry, scan_registry.kernels, scan_registry.aot):
+        assert package.__file__ is not None
+        folder = Path(package.__file__).parent
+        prefix = package.__name__.split(".")[1:]
+        for path in sorted(folder.rglob("*.py")):
+            words = [*prefix, *path.relative_to(folder).with_suffix("").parts]
+            if not prefix and words[0] in ("kernels", "aot"):
+                continue  # walked on its own, as it may lie elsewhere
+            yield ".".join(word for word in words if word != "__init__"), path
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports are not used here"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own(name: str) -> str | None:
+    """``kernels`` for ``scan_registry.kernels.model``; None for what is not of this package."""
+    words = name.split(".")
+    return words[1] if words[0] == "scan_registry" and len(words) > 1 else None
+
+
+MODULES = dict(modules())
+
+
+def test_all_modules_are_found() -> None:
+    assert {"", "target", "kernels", "kernels.model", "aot.plan", "cli.inspect"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name])
+def test_a_module_imports_only_what_lies_below_it(module: str) -> None:
+    layer = module.partition(".")[0]
+    if layer == "__main__":
+        return
+    used = {name for name in map(own, imports(MODULES[module])) if name not in (None, layer)}
+    if layer in ALLOWED:
+        assert used <= ALLOWED[layer]
+    elif layer == "cli":
+        assert "aot" not in used
+    elif layer == "ops":
+        assert not used & {"aot", "cli"}
+    else:
+        assert not used & ON_TOP
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("kernels")])
+def test_kernels_are_described_by_the_standard_library(module: str) -> None:
+    used = {name.partition(".")[0] for name in imports(MODULES[module])}
+    allowed = (
+        sys.stdlib_module_names
+        | {"scan_registry"}
+        | KERNELS_MAY.get(module.rpartition(".")[2], set())
+    )
+    assert used <= allowed
+
+
+def test_no_module_is_long() -> None:
+    lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    assert max(lengths.values()) <= 450, max(lengths, key=lengths.__getitem__)

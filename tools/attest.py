@@ -1,0 +1,166 @@
+"""Prove binaries: run each on a GPU against the float64 reference and record its error.
+
+    python tools/attest.py            run every installed binary that this GPU can run, and write
+                                      kernels/<family>/attestations/<gpu>.json
+    python tools/attest.py --check    needs no GPU: compare those files with what is installed
+
+Attestations are keyed by the digest of the binary, so they say nothing of any other binary. The
+check fails when a file names a digest that is not installed, or when an sm90 binary or an sm_80 PTX
+has no attestation within tolerance. It is a gate for releases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from scan_registry.archive import Archive, Binary
+from scan_registry.inventory import catalogue, read_attestations
+from scan_registry.kernels import families
+from scan_registry.kernels.model import Family
+
+ROOT = Path(__file__).parents[1]
+MUST_BE_PROVEN = ("sm_90", "compute_80")
+
+
+def check(folder: Path) -> int:
+    """Print the counts of the attestations in ``folder``; 1 if the gate does not pass."""
+    installed = {binary.sha256: binary for _, binary in catalogue()}
+    attested = {
+        attestation.sha256: attestation
+        for path in sorted(folder.glob("*/attestations/*.json"))
+        for attestation in read_attestations(path)
+    }
+    stale = sorted(f"{a.variant} {a.target}" for d, a in attested.items() if d not in installed)
+    failed = sorted(f"{a.variant} {a.target}" for a in attested.values() if not a.passed)
+    needed = {
+        binary.sha256: binary
+        for archive, binary in catalogue()
+        if str(archive.arch) in MUST_BE_PROVEN
+    }
+    missing = sorted(f"{b.variant} {b.target}" for d, b in needed.items() if d not in attested)
+    for what, names in (("stale", stale), ("failed", failed), ("missing", missing)):
+        for name in names:
+            print(f"{what}: {name}")
+    print(
+        f"attestations: {len(needed) - len(missing)} of {len(needed)} binaries attested, "
+        f"{len(stale)} stale, {len(failed)} failed"
+    )
+    return 1 if stale or failed or missing or not needed else 0
+
+
+def runnable(family: Family) -> Iterator[tuple[Archive, Binary]]:
+    """The installed binaries of a family that the GPU can run."""
+    from scan_registry.device import device
+    from scan_registry.select import Rejected, rung_of
+
+    gpu = device(0)
+    for archive in catalogue().archives:
+        if archive.arch.misfit(gpu.capability):
+            continue
+        for binary in archive.binaries:
+            if binary.variant.family == family.name and not isinstance(
+                rung_of(binary, gpu), Rejected
+            ):
+                yield archive, binary
+
+
+def attest(family: Family, quick: bool) -> list[dict[str, Any]]:
+    """A record for each binary of ``family`` that the GPU can run."""
+    from rich.progress import track
+
+    from scan_registry.check import cases_of, run
+
+    cases = cases_of(family.name)
+    binaries = list(runnable(family))
+    errors: dict[str, list[float]] = {binary.sha256: [] for _, binary in binaries}
+    shapes = cases.QUICK if quick else cases.THOROUGH
+    for dtype, tolerance in cases.TOLERANCE.items():
+        for trial in track(cases.trials(dtype, shapes, "cuda"), dtype, total=len(shapes)):
+            for archive, binary in binaries:
+                variant = binary.variant
+                kernel = family.kernel(variant.kernel, variant.language)
+                for aligned in (True, False):
+                    case = trial.case(kernel.name, aligned=aligned)
+                    if kernel.accepts(variant, case.problem) is None:
+                        run(0, archive, binary, case)
+                        errors[binary.sha256].append(case.error())
+                        if errors[binary.sha256][-1] > tolerance:
+                            error = errors[binary.sha256][-1]
+                            print(f"{variant} {binary.target} {trial.shape}: error {error:.2e}")
+    return [
+        {
+            "sha256": binary.sha256,
+            "variant": str(binary.variant),
+            "target": str(binary.target),
+            "error": float(f"{max(errors[binary.sha256], default=float('inf')):.3e}"),
+            "tolerance": cases.TOLERANCE[binary.variant.text("dtype")],
+            "cases": len(errors[binary.sha256]),
+        }
+        for binary in {b.sha256: b for _, b in binaries}.values()
+    ]
+
+
+def write(family: Family, records: list[dict[str, Any]], folder: Path, quick: bool) -> Path:
+    import torch
+
+    from scan_registry import __version__, driver
+    from scan_registry.check import cases_of
+
+    cases = cases_of(family.name)
+    gpu = torch.cuda.get_device_name()
+    name = re.sub(r"\W+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
+    path = folder / family.name / "attestations" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "gpu": gpu,
+        "driver": ".".join(map(str, driver.version())),
+        "torch": torch.__version__,
+        "version": __version__,
+        "date": date.today().isoformat(),
+        "shapes": [str(shape) for shape in (cases.QUICK if quick else cases.THOROUGH)],
+        "binaries": records,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with what is installed")
+    parser.add_argument(
+        "--quick", action="store_true", help="few shapes; for trying, not for proof"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "kernels", help="where the families' files are"
+    )
+    args = parser.parse_args()
+    if args.check:
+        return check(args.folder)
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("attest needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
+        return 2
+    failed = 0
+    for family in families().values():
+        records = attest(family, args.quick)
+        path = write(family, records, args.folder, args.quick)
+        bad = [r for r in records if not r["error"] <= r["tolerance"]]
+        failed += len(bad)
+        for dtype in dict.fromkeys(r["variant"].split("dtype=")[1].split(",")[0] for r in records):
+            worst = max(r["error"] for r in records if f"dtype={dtype}," in r["variant"])
+            print(f"{family.name} {dtype}: worst error {worst:.2e}")
+        print(f"{path.name}: {len(records) - len(bad)} of {len(records)} binaries proven")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
