@@ -1,0 +1,323 @@
+"""Time from a fresh process to the first result, and what each call costs the CPU.
+
+    python tools/coldstart.py [--json FILE] [--repeat N]
+
+Needs a GPU. For this project and for every installed peer (see peers.py), a new process measures
+
+    import        importing the module, torch being imported already
+    first call    the first scan of (8, 1536, 2048) float32, to its synchronised result, in a
+                  process that has a CUDA context
+    second call   the same again
+
+once with every cache folder new and empty ("cold"), and once more with what that process left in
+them ("warm"). A module that compiles when it is imported pays in the first column, one that imports
+or compiles at its first use in the second. The operating system's own file cache is warm both times.
+
+Then one further process calls all of them in turns on (1, 8, 128) tensors, with and without
+gradients. A round is short enough for the GPU's queue and ends with a synchronisation outside the
+measured time, so what is measured is the CPU. The median of all rounds counts; torch.mul stands
+beside them for scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import site
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from peers import OURS, PEERS, Peer
+from rich.console import Console
+from rich.table import Table
+
+FIRST_SHAPE = (8, 1536, 2048)
+SMALL_SHAPE = (1, 8, 128)
+ROUNDS, CALLS = 60, 300  # of calls that fit the driver's queue (1024), so that none ever waits
+SCALE = "torch.mul"
+
+#: Run in a fresh process with a peer's module and function, a device and a shape.
+START = """
+import importlib, json, sys, time
+import torch
+
+module_name, function, device, *shape = sys.argv[1:]
+synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+def milliseconds(action):
+    started = time.perf_counter()
+    result = action()
+    synchronize()
+    return result, 1e3 * (time.perf_counter() - started)
+
+started = time.perf_counter()
+module = importlib.import_module(module_name)
+imported = 1e3 * (time.perf_counter() - started)
+
+torch.zeros(1, device=device)
+gates = torch.rand([int(size) for size in shape], device=device)
+tokens = torch.rand_like(gates)
+synchronize()
+states, first = milliseconds(lambda: getattr(module, function)(gates, tokens))
+states, second = milliseconds(lambda: getattr(module, function)(gates, tokens))
+
+assert torch.isfinite(states).all()
+print(json.dumps({"import_ms": imported, "first_ms": first, "second_ms": second}))
+"""
+
+#: Run in a fresh process with a device, a number of rounds and of calls, a shape, and a JSON list
+#: of name, module and function.
+CALLS_SCRIPT = """
+import gc, importlib, json, sys, time
+import torch
+
+device, rounds, calls, shape, peers = sys.argv[1:]
+synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+scans = {n: getattr(importlib.import_module(m), f) for n, m, f in json.loads(peers)}
+plain = [torch.rand(json.loads(shape), device=device) for _ in range(2)]
+tracked = [tensor.clone().requires_grad_() for tensor in plain]
+microseconds = {(name, kind): [] for name in scans for kind in ("plain", "tracked")}
+
+def one_round(scan, gates, tokens):
+    started = time.perf_counter()
+    for _ in range(int(calls)):
+        scan(gates, tokens)
+    elapsed = time.perf_counter() - started
+    synchronize()
+    return 1e6 * elapsed / int(calls)
+
+gc.disable()
+for number in range(-3, int(rounds)):
+    for (name, kind), measured in microseconds.items():
+        inputs = tracked if kind == "tracked" else plain
+        result = one_round(scans[name], *inputs)
+        if number >= 0:  # the rounds before that warm up
+            measured.append(result)
+    gc.collect()
+print(json.dumps([[name, kind, values] for (name, kind), values in microseconds.items()]))
+"""
+
+
+class MeasurementError(RuntimeError):
+    """A measuring process that failed; the message holds what it said."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One fresh process's times, in milliseconds."""
+
+    import_ms: float
+    first_ms: float
+    second_ms: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one implementation costs.
+
+    version     None where it is not installed
+    failure     why it could not be measured, where it is installed but does not start
+    cold, warm  a ``Start`` per repetition
+    plain_us, tracked_us
+                microseconds per call of every round, without and with gradients
+    """
+
+    name: str
+    version: str | None
+    failure: str | None = None
+    cold: tuple[Start, ...] = ()
+    warm: tuple[Start, ...] = ()
+    plain_us: tuple[float, ...] = ()
+    tracked_us: tuple[float, ...] = ()
+
+
+def empty_caches(folder: Path) -> dict[str, str]:
+    """This process's environment with every cache folder that anything here uses under ``folder``."""
+    environment = dict(os.environ)
+    for name in (
+        "CUDA_CACHE_PATH",
+        "HOME",
+        "SCAN_REGISTRY_BUILD_CACHE",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCH_EXTENSIONS_DIR",
+        "TRITON_CACHE_DIR",
+        "TRITON_HOME",
+        "XDG_CACHE_HOME",
+        "XDG_CONFIG_HOME",
+        "XDG_DATA_HOME",
+    ):
+        place = folder / name.lower()
+        place.mkdir(exist_ok=True)
+        environment[name] = str(place)
+    # Packages that are installed for the user are found through HOME unless this says where.
+    environment.setdefault("PYTHONUSERBASE", site.getuserbase())
+    return environment
+
+
+def fresh_process(script: str, arguments: Sequence[object], environment: Mapping[str, str]) -> Any:
+    """What ``script`` prints on its last line, as JSON; ``MeasurementError`` if it fails."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    # A folder of its own, so that neither tools/ nor the sources are on the process's path.
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+        )
+    if result.returncode:
+        raise MeasurementError(
+            f"a measurement of {arguments[0]} failed with exit status {result.returncode}\n"
+            f"{result.stdout}{result.stderr}"
+        )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def measure_start(peer: Peer, device: str, repeat: int) -> Result:
+    """Cold and warm starts: ``repeat`` pairs of processes, each pair with caches of its own."""
+    cold: list[Start] = []
+    warm: list[Start] = []
+    arguments = [peer.module, peer.function, device, *FIRST_SHAPE]
+    for _ in range(repeat):
+        with tempfile.TemporaryDirectory(prefix="coldstart-") as folder:
+            environment = empty_caches(Path(folder))
+            for starts in (cold, warm):
+                starts.append(Start(**fresh_process(START, arguments, environment)))
+    return Result(peer.name, peer.version, cold=tuple(cold), warm=tuple(warm))
+
+
+def measure_calls(
+    peers: Sequence[Peer], device: str, rounds: int = ROUNDS
+) -> dict[tuple[str, str], tuple[float, ...]]:
+    """Microseconds per call of each round, by name and by ``plain`` or ``tracked``."""
+    called = [(peer.name, peer.module, peer.function) for peer in peers]
+    called.append((SCALE, "torch", "mul"))
+    arguments = [device, rounds, CALLS, list(SMALL_SHAPE), json.dumps(called)]
+    measured = fresh_process(CALLS_SCRIPT, arguments, os.environ)
+    return {(name, kind): tuple(values) for name, kind, values in measured}
+
+
+def measure(device: str, repeat: int) -> list[Result]:
+    """Everything, this project first. What is not installed, or does not start, is there by name."""
+    results = []
+    for peer in (OURS, *PEERS):
+        if peer.version is None:
+            results.append(Result(peer.name, None))
+            continue
+        print(f"starting {peer.name}: {repeat} x cold and warm", file=sys.stderr, flush=True)
+        try:
+            results.append(measure_start(peer, device, repeat))
+        except MeasurementError as error:
+            # A peer that does not build here is no reason to measure nothing; the exit status tells.
+            results.append(Result(peer.name, peer.version, failure=str(error)))
+    results.append(Result(SCALE, ""))
+    started = [p for p, r in zip((OURS, *PEERS), results, strict=False) if r.cold]
+    print("calling all of them in turns", file=sys.stderr, flush=True)
+    calls = measure_calls(started, device)
+    return [
+        replace(
+            result,
+            plain_us=calls.get((result.name, "plain"), ()),
+            tracked_us=calls.get((result.name, "tracked"), ()),
+        )
+        for result in results
+    ]
+
+
+def _median(values: Sequence[float], digits: int) -> str:
+    return f"{statistics.median(values):,.{digits}f}" if values else "-"
+
+
+def _milliseconds(starts: Sequence[Start], column: str) -> str:
+    return _median([getattr(start, column) for start in starts], 2)
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Medians; what is not installed or does not start says so."""
+    view = Table(title="Cold start and cost per call (medians)")
+    view.add_column("", no_wrap=True)
+    for heading in ("import, ms", "first call, ms", "second call, ms"):
+        view.add_column(f"{heading}\ncold / warm", justify="right")
+    view.add_column("CPU per call, µs\nplain / with gradients", justify="right")
+    for result in results:
+        cells = [
+            f"{_milliseconds(result.cold, column)} / {_milliseconds(result.warm, column)}"
+            for column in ("import_ms", "first_ms", "second_ms")
+        ]
+        if not result.cold:
+            why = "does not start" if result.failure else "not installed"
+            cells = ["" if result.name == SCALE else why, "", ""]
+        cost = f"{_median(result.plain_us, 2)} / {_median(result.tracked_us, 2)}"
+        cells.append(cost if result.plain_us else "")
+        view.add_row(f"{result.name} {result.version or ''}".strip(), *cells)
+    return view
+
+
+def summary(result: Result) -> str:
+    """One line for one implementation."""
+    return (
+        f"{result.name}: import {_milliseconds(result.cold, 'import_ms')} ms, first call "
+        f"{_milliseconds(result.cold, 'first_ms')} ms cold, "
+        f"{_milliseconds(result.warm, 'first_ms')} ms warm; CPU {_median(result.plain_us, 2)} µs "
+        f"per call, {_median(result.tracked_us, 2)} with gradients"
+    )
+
+
+def circumstances() -> dict[str, Any]:
+    """Where and when: what a number means nothing without."""
+    import torch
+
+    from scan_registry import driver
+
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "driver": "CUDA {}.{}".format(*driver.version()),
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+        "python": sys.version.split()[0],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number to FILE")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="cold starts (3)")
+    options = parser.parse_args()
+    if options.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    import torch
+
+    if not torch.cuda.is_available():
+        print("error: coldstart measures on a GPU, and torch finds none here", file=sys.stderr)
+        return 2
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    facts = circumstances()
+    results = measure("cuda", options.repeat)
+    console.print(table(results))
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
+    if options.json:
+        record = {**facts, "shape": FIRST_SHAPE, "small_shape": SMALL_SHAPE}
+        record["results"] = [asdict(result) for result in results]
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    failed = [result for result in results if result.failure]
+    for result in failed:
+        print(f"error: {result.name}: {result.failure}", file=sys.stderr)
+    for result in results:
+        if result.cold:
+            print(summary(result))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
