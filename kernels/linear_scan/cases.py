@@ -162,14 +162,17 @@ class Trial:
 
 
 def draw(shape: Shape, dtype: str, device: torch.device | str, *, with_states: bool) -> Trial:
-    """Fresh random inputs: gates in (0, 1), a good part of them close to 1; the rest normal."""
+    """Fresh random inputs: gates in (0, 1), a good part of them close to 1; the rest normal.
+
+    Drawn, and solved in float64, on the CPU: only the kernels under test run on ``device``.
+    """
     batch, channels, _ = shape
     narrow = getattr(torch, dtype)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, device=device).to(narrow)
+        return torch.randn(*size).to(narrow)
 
-    gates = (1 - torch.rand(*shape, device=device) ** 3).to(narrow)
+    gates = (1 - torch.rand(*shape) ** 3).to(narrow)
     tokens, states_grad = normal(*shape), normal(*shape)
     initial = normal(batch, channels) if with_states else None
     final_grad = normal(batch, channels) if with_states else None
@@ -179,25 +182,27 @@ def draw(shape: Shape, dtype: str, device: torch.device | str, *, with_states: b
     gates_grad, tokens_grad, initial_grad = reference.backward(
         gates.double(), states, states_grad.double(), initial64, final_grad64
     )
+    inputs = {
+        "gates": gates,
+        "tokens": tokens,
+        "initial_state": initial,
+        # The backward pass gets the states as the forward pass has rounded them.
+        "states": states.to(narrow),
+        "states_grad": states_grad,
+        "final_state_grad": final_grad,
+    }
+    expected = {
+        "states": states,
+        "final_state": states[..., -1],
+        "gates_grad": gates_grad,
+        "tokens_grad": tokens_grad,
+        "initial_state_grad": initial_grad,
+    }
     return Trial(
         shape,
         dtype,
-        inputs={
-            "gates": gates,
-            "tokens": tokens,
-            "initial_state": initial,
-            # The backward pass gets the states as the forward pass has rounded them.
-            "states": states.to(narrow),
-            "states_grad": states_grad,
-            "final_state_grad": final_grad,
-        },
-        expected={
-            "states": states,
-            "final_state": states[..., -1],
-            "gates_grad": gates_grad,
-            "tokens_grad": tokens_grad,
-            "initial_state_grad": initial_grad,
-        },
+        inputs={name: None if t is None else t.to(device) for name, t in inputs.items()},
+        expected={name: t.to(device) for name, t in expected.items()},
     )
 
 
