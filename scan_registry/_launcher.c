@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MAX_VALUES = 64 };
+enum { MAX_VALUES = 64, MAX_GRID_X = 0x7fffffff, MAX_GRID_YZ = 65535 };
 
 typedef int (*LaunchKernel)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                             unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
@@ -41,11 +41,11 @@ typedef struct {
 static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"context", "function", "grid", "block", "shared", "pointers",
                             "scalars", "hidden", "workspace", "workspace_bytes", NULL};
-    unsigned long long context, function, workspace_bytes;
-    unsigned grid[3], block[3], shared;
+    unsigned long long context, function, workspace_bytes, grid[3];
+    unsigned block[3], shared;
     int pointers, hidden, workspace;
     PyObject *scalars;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KK(III)(III)IiO!iiK:Launch", names, &context,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KK(KKK)(III)IiO!iiK:Launch", names, &context,
                                      &function, &grid[0], &grid[1], &grid[2], &block[0], &block[1],
                                      &block[2], &shared, &pointers, &PyTuple_Type, &scalars,
                                      &hidden, &workspace, &workspace_bytes))
@@ -56,12 +56,17 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         PyErr_Format(PyExc_ValueError, "a launch takes at most %d parameters", MAX_VALUES);
         return NULL;
     }
+    if (grid[0] > MAX_GRID_X || grid[1] > MAX_GRID_YZ || grid[2] > MAX_GRID_YZ) {
+        PyErr_Format(PyExc_ValueError, "a grid of %llu x %llu x %llu blocks cannot be launched",
+                     grid[0], grid[1], grid[2]);
+        return NULL;
+    }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Launch *self = (Launch *)allocate(type, 0);
     if (!self) return NULL;
     self->context = (void *)(uintptr_t)context;
     self->function = (void *)(uintptr_t)function;
-    memcpy(self->grid, grid, sizeof grid);
+    for (int i = 0; i < 3; i++) self->grid[i] = (unsigned)grid[i];
     memcpy(self->block, block, sizeof block);
     self->shared = shared;
     self->pointers = pointers;

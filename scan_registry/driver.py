@@ -21,6 +21,7 @@ _HOT = (
     "cuCtxPopCurrent_v2",
 )
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_…
 _STATIC_SHARED_LIMIT = 48 * 1024  # more dynamic shared memory than this has to be asked for
 
 
@@ -85,6 +86,9 @@ def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: s
     driver, module, function, previous = library(), c_void_p(), c_void_p(), c_void_p()
     where = f" while loading {subject}"
     _check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(c_void_p(context)), where)
+    # Loading allocates, which would break off a CUDA graph's capture unless that is told to relax.
+    mode = c_int(_CAPTURE_MODE_RELAXED)
+    driver.cuThreadExchangeStreamCaptureMode(byref(mode))
     try:
         # PTX has to end with a zero byte; a cubin may.
         _check("cuModuleLoadData", driver.cuModuleLoadData(byref(module), image + b"\0"), where)
@@ -102,6 +106,7 @@ def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: s
                 where,
             )
     finally:
+        driver.cuThreadExchangeStreamCaptureMode(byref(mode))
         driver.cuCtxPopCurrent_v2(byref(previous))
     return function.value or 0
 

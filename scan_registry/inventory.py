@@ -52,19 +52,24 @@ class Catalogue:
 
     @cached_property
     def attestations(self) -> dict[str, Attestation]:
-        """By digest of the binary. Where several GPUs attest one binary, the worst error stands."""
-        found: dict[str, Attestation] = {}
-        for path in sorted(ROOT.glob("*/attestations/*.json")):
-            for attestation in read_attestations(path):
-                known = found.get(attestation.sha256)
-                if known is None or attestation.error > known.error:
-                    found[attestation.sha256] = attestation
-        return found
+        """By digest of the binary."""
+        return worst_attestations(ROOT)
 
     def proven(self, binary: Binary) -> bool:
         """Whether a GPU has run this very binary and found it within tolerance."""
         attestation = self.attestations.get(binary.sha256)
         return attestation is not None and attestation.passed
+
+
+def worst_attestations(kernels: Path) -> dict[str, Attestation]:
+    """The attestations in a folder of families, by digest; of several for one binary, the worst."""
+    found: dict[str, Attestation] = {}
+    for path in sorted(kernels.glob("*/attestations/*.json")):
+        for attestation in read_attestations(path):
+            known = found.get(attestation.sha256)
+            if known is None or not attestation.error <= known.error:
+                found[attestation.sha256] = attestation
+    return found
 
 
 def read_attestations(path: Path) -> list[Attestation]:

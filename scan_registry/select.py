@@ -17,6 +17,7 @@ from scan_registry.kernels.model import Family, Problem
 from scan_registry.target import Capability
 
 Backend = Literal["auto", "cuda", "triton", "reference"]
+MOST_BLOCKS = 2**31 - 1  # along x, on every GPU
 #: What the kernels' instructions need.
 OLDEST: Capability = (8, 0)
 BACKENDS: tuple[Backend, ...] = ("auto", "cuda", "triton", "reference")
@@ -126,6 +127,9 @@ def select(
             kernel = family.kernel(variant.kernel, variant.language)
             if reason := kernel.accepts(variant, problem):
                 rejected.append(Rejected(subject, reason))
+                continue
+            if (blocks := kernel.launch(variant, problem).grid[0]) > MOST_BLOCKS:
+                rejected.append(Rejected(subject, f"{blocks} blocks; a grid holds {MOST_BLOCKS}"))
                 continue
             rung = rung_of(binary, device)
             if isinstance(rung, Rejected):

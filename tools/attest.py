@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scan_registry.archive import Archive, Binary
-from scan_registry.inventory import catalogue, read_attestations
+from scan_registry.inventory import catalogue, worst_attestations
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Family
 
@@ -32,11 +32,7 @@ MUST_BE_PROVEN = ("sm_90", "compute_80")
 def check(folder: Path) -> int:
     """Print the counts of the attestations in ``folder``; 1 if the gate does not pass."""
     installed = {binary.sha256: binary for _, binary in catalogue()}
-    attested = {
-        attestation.sha256: attestation
-        for path in sorted(folder.glob("*/attestations/*.json"))
-        for attestation in read_attestations(path)
-    }
+    attested = worst_attestations(folder)
     stale = sorted(f"{a.variant} {a.target}" for d, a in attested.items() if d not in installed)
     failed = sorted(f"{a.variant} {a.target}" for a in attested.values() if not a.passed)
     needed = {
@@ -143,6 +139,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.check:
         return check(args.folder)
+    if args.quick and args.folder == ROOT / "kernels":
+        parser.error("--quick proves nothing: name another --folder for what it writes")
 
     import torch
 

@@ -124,7 +124,8 @@ class Trial:
             if (tensor := tensors["gates_grad" if name == "grads" else name]) is not None
         ]
         together = 16
-        for tensor in strided:
+        initial = self.inputs["initial_state"]
+        for tensor in strided if initial is None else [*strided, initial]:
             together |= tensor.data_ptr()
         batch, channels, time = self.shape
         problem = LinearScanProblem(

@@ -124,8 +124,9 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
 def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     if reason := _rejects_static(variant, problem):
         return reason
-    if variant.text("access") == "aligned" and not problem.whole_chunks(problem.chunk()):
-        return f"rows are not made of whole 16-byte chunks ({problem.chunk()} {problem.dtype})"
+    chunk = problem.chunk() if problem.layout == "time_last" else variant.number("vector")
+    if variant.text("access") == "aligned" and not problem.whole_chunks(chunk):
+        return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
     return None
 
 

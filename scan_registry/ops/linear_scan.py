@@ -60,7 +60,9 @@ def linear_scan(
     Returns:
         The states: shape, dtype and device of ``tokens``. The recurrence is computed in float32
         (float64 for float64) whatever the dtype. Differentiable in both inputs, any number of times;
-        the first derivative is one kernel.
+        the first derivative is one kernel. As in every parallel scan, products of neighbouring gates
+        are formed: where one exceeds float32's 3.4e38, states after it may be infinite or NaN even
+        if the recurrence is not. Gates within [-1, 1] are always safe.
 
     Raises:
         TypeError: an argument is not a tensor, or its dtype is not supported.
@@ -81,7 +83,7 @@ def linear_scan(
 
 
 def _unobserved(gates: Tensor, tokens: Tensor) -> bool:
-    """Whether the dispatcher would do no more than find the kernels: a detour of some 4 µs.
+    """Whether the dispatcher would do no more than find the kernels, which costs more than this.
 
     Subclasses, lazy negations, modes, transforms, tracers, profilers and forward-mode derivatives
     see, or change, only what it dispatches.
@@ -153,6 +155,9 @@ def _check(tensors: dict[str, Tensor], dim: int, backend: str) -> int:
     if first.dtype not in accepted:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
         raise TypeError(f"{first_name} has dtype {first.dtype}; accepted are {names}")
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
     for name, tensor in others:
         if tensor.dtype != first.dtype:
             raise TypeError(
@@ -233,7 +238,9 @@ def _plan_forward(gates: Tensor, tokens: Tensor, dim: int, backend: Backend) -> 
     dim = _check({"gates": gates, "tokens": tokens}, dim, backend)
     if tokens.numel() == 0:
         return lambda gates, tokens, *_: torch.empty_like(tokens)
-    if backend == "reference" or not tokens.is_cuda:
+    if not (tokens.is_cuda or tokens.is_cpu):  # meta, or what has no kernel here
+        return lambda gates, tokens, *_: _op(gates, tokens, dim, backend)
+    if backend == "reference" or tokens.is_cpu:
         return lambda gates, tokens, *_: reference.forward(gates, tokens, dim=dim)
     arranged = _arranged((gates, tokens), tokens, dim)
     if arranged is None:
@@ -279,11 +286,14 @@ def _plan_backward(
     inputs = (gates, states, states_grad)
     arranged = _arranged(inputs, states, dim)
     if arranged is None:
-        copied = _arranged((states,), states, dim) is None
+        alone = [_arranged((tensor, states), states, dim) is None for tensor in inputs]
+        # Where each fits the states, but not all three together, both others are copied.
+        copied = alone if any(alone) else [True, False, True]
 
-        def rearranged(gates: Tensor, states: Tensor, states_grad: Tensor) -> tuple[Tensor, Tensor]:
-            states = _copy_like(states, states) if copied else states
-            gates, states_grad = _copy_like(gates, states), _copy_like(states_grad, states)
+        def rearranged(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+            states = _copy_like(inputs[1], inputs[1]) if copied[1] else inputs[1]
+            gates = _copy_like(inputs[0], states) if copied[0] else inputs[0]
+            states_grad = _copy_like(inputs[2], states) if copied[2] else inputs[2]
             return _backward(gates, states, states_grad, dim, backend)
 
         return rearranged
@@ -317,7 +327,11 @@ def _plan_backward(
 
 
 def _forward(gates: Tensor, tokens: Tensor, dim: int = -1, backend: Backend = "auto") -> Tensor:
-    addresses = gates.data_ptr(), tokens.data_ptr()
+    try:
+        addresses = gates.data_ptr(), tokens.data_ptr()
+    except RuntimeError:  # sparse or nested; the checks say so
+        _check({"gates": gates, "tokens": tokens}, dim, backend)
+        raise
     # Everything that a plan depends on, spelled out because this is what a call costs.
     key = (
         gates.shape,
@@ -326,8 +340,8 @@ def _forward(gates: Tensor, tokens: Tensor, dim: int = -1, backend: Backend = "a
         tokens.stride(),
         gates.dtype,
         tokens.dtype,
-        gates.get_device(),
-        tokens.get_device(),
+        gates.device,
+        tokens.device,
         dim,
         backend,
         (addresses[0] | addresses[1]) & 15,
@@ -381,6 +395,16 @@ def _forward_autograd(
         return _op(gates, tokens, dim, backend)  # type: ignore[no-any-return]
 
 
+def _backward_autograd(
+    gates: Tensor, states: Tensor, states_grad: Tensor, dim: int, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    inputs = gates, states, states_grad
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        return _differentiable_backward(*inputs, dim, backend)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_op(*inputs, dim, backend)  # type: ignore[no-any-return]
+
+
 _LIBRARY = torch.library.Library("scan_registry", "DEF")
 _LIBRARY.define(
     'linear_scan(Tensor gates, Tensor tokens, int dim=-1, str backend="auto") -> Tensor',
@@ -395,6 +419,7 @@ for _dispatch_key in ("CPU", "CUDA"):
     _LIBRARY.impl("linear_scan", _forward, _dispatch_key)
     _LIBRARY.impl("linear_scan_backward", _backward, _dispatch_key)
 _LIBRARY.impl("linear_scan", _forward_autograd, "Autograd")
+_LIBRARY.impl("linear_scan_backward", _backward_autograd, "Autograd")
 torch.library.register_fake("scan_registry::linear_scan", _forward_fake, lib=_LIBRARY)
 torch.library.register_fake("scan_registry::linear_scan_backward", _backward_fake, lib=_LIBRARY)
 

@@ -120,6 +120,23 @@ def test_graph_capture(dim):
         assert torch.equal(out, scan_registry.linear_scan(gates, tokens, dim=dim))
 
 
+def test_first_use_inside_a_capture():
+    """Loading a module must not break off the capture that it happens in."""
+    script = """
+import torch, scan_registry
+gates = torch.rand(2, 700, 512, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out = scan_registry.linear_scan(gates, gates, dim=1)
+graph.replay()
+print(torch.equal(out, scan_registry.linear_scan(gates, gates, dim=1)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "True", done.stderr
+
+
 def test_threads_and_streams():
     gates, tokens = inputs(4, 1000, 128, grad=False)
     want = scan_registry.linear_scan(gates, tokens, dim=1)

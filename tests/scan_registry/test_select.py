@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -214,7 +215,7 @@ def test_what_the_spec_does_not_accept(archive_factory: Factory, a_device: Descr
     assert (variant.text("dtype"), variant.text("access")) == ("float16", "generic")
     assert "dtype=float32" in reasons(decision)
     assert "dtype float32, not float16" in reasons(decision)
-    assert "rows are not made of whole 16-byte chunks" in reasons(decision)
+    assert "rows are not made of whole chunks of 8 float16" in reasons(decision)
 
 
 def test_other_kernels_are_not_mentioned(archive_factory: Factory, a_device: Describe) -> None:
@@ -359,3 +360,11 @@ def test_the_winner_fits_and_nothing_that_fits_is_closer(
     )
     assert sorted(accounted) == sorted(looked_at + unread)
     assert all(loser.reason for loser in decision.rejected)
+
+
+def test_more_blocks_than_a_grid_holds(archive_factory: Factory, a_device: Describe) -> None:
+    rows = 2**34
+    problem = replace(a_problem(), batch=1, channels=rows)
+    decision = select(a_device(), [archive_factory("sm90")], FAMILY, problem)
+    assert decision.winner is None
+    assert f"blocks; a grid holds {2**31 - 1}" in reasons(decision)

@@ -269,3 +269,19 @@ def test_compiled_refusals_are_the_same() -> None:
     compiled = torch.compile(linear_scan, fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="dim is 3; a tensor of 3 dimensions accepts -3 to 2"):
         compiled(FLOATS, FLOATS, dim=3)
+
+
+def test_meta_tensors_are_described_not_computed() -> None:
+    meta = torch.empty(2, 3, 4, device="meta")
+    assert linear_scan(meta, meta).is_meta
+
+
+def test_sparse_tensors_are_refused() -> None:
+    with pytest.raises(TypeError, match="gates is sparse or nested; accepted are dense tensors"):
+        linear_scan(torch.eye(3).to_sparse(), torch.eye(3))
+
+
+def test_the_backward_operator_is_differentiable() -> None:
+    inputs = [torch.rand(2, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    step = torch.ops.scan_registry.linear_scan_backward
+    assert torch.autograd.gradcheck(lambda *tensors: step(*tensors, -1, "auto"), inputs)

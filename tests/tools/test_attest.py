@@ -1,0 +1,81 @@
+"""The release gate of ``tools/attest.py``, on attestations made up for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from scan_registry.inventory import catalogue
+
+TOOL = Path(__file__).parents[2] / "tools" / "attest.py"
+
+
+@pytest.fixture(scope="module")
+def attest() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("attest", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(sha256: str, variant: str, target: str, error: float) -> dict[str, Any]:
+    return {
+        "sha256": sha256,
+        "variant": variant,
+        "target": target,
+        "error": error,
+        "tolerance": 1e-6,
+        "cases": 1,
+    }
+
+
+@pytest.fixture
+def attested(tmp_path: Path) -> Callable[..., Path]:
+    """A folder in which all that must be proven is, but for the changes asked for."""
+
+    def write(gpu: str = "gpu", error: float = 1e-7, extra: str = "", skip: int = 0) -> Path:
+        needed = [
+            record(binary.sha256, str(binary.variant), str(binary.target), error)
+            for archive, binary in catalogue()
+            if archive.arch.label in ("sm90", "ptx80")
+        ][skip:]
+        if extra:
+            needed.append(record(extra, "a.b:cuda:c=d", "sm_90", error))
+        path = tmp_path / "linear_scan" / "attestations" / f"{gpu}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"gpu": gpu, "date": "2026-01-01", "binaries": needed}))
+        return tmp_path
+
+    return write
+
+
+def test_all_proven(attest: ModuleType, attested: Callable[..., Path]) -> None:
+    assert attest.check(attested()) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"skip": 1}, "missing: "), ({"extra": "0" * 64}, "stale: "), ({"error": 1e-5}, "failed: ")],
+)
+def test_gate(
+    attest: ModuleType,
+    attested: Callable[..., Path],
+    change: dict[str, Any],
+    word: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert attest.check(attested(**change)) == 1
+    assert word in capsys.readouterr().out
+
+
+def test_the_worst_of_two_gpus_stands(attest: ModuleType, attested: Callable[..., Path]) -> None:
+    attested(gpu="a", error=1e-5)
+    assert attest.check(attested(gpu="b")) == 1
