@@ -105,7 +105,7 @@ TIME_LAST_TILES: Tiles = {
 }
 
 #: Tiles of the channel-last kernels: warps per block, threads along the channels, channels and rows
-#: per thread. Rows of 32 channels each way: on an H200 the best of 21 tiles, or within 3% of it.
+#: per thread. Either way a tile is 32 channels wide, so that many of them run side by side.
 CHANNEL_LAST_TILES: Tiles = {
     "aligned": ({"warps": 4, "lanes": 8, "vector": 4, "steps": 8},),
     "generic": ({"warps": 8, "lanes": 32, "vector": 1, "steps": 8},),
@@ -138,8 +138,7 @@ def _time_last_tile(variant: Variant) -> int:
 def _walk_cost(variant: Variant, problem: LinearScanProblem, tile: int) -> float:
     """The largest tile, provided that a row fills half as many of them as the tile has warps.
 
-    The more warps meet at a tile's barrier, the more tiles it takes to hide that. On an H200 this is
-    within 4% of the best of 14 tiles at (8, 1536, T) for T from 512 to 32,768.
+    The more warps meet at a tile's barrier, the more tiles it takes to hide that.
     """
     generic = 0.5 if variant.text("access") == "generic" else 0.0
     enough = problem.time >= tile * variant.number("warps") / 2
