@@ -19,6 +19,7 @@ from scan_registry.kernels.linear_scan.problem import (
     Layout,
     LinearScanProblem,
     Strides,
+    common_alignment,
 )
 from scan_registry.kernels.linear_scan.spec import DIRECTIONS, LAYOUTS
 
@@ -123,10 +124,8 @@ class Trial:
             for name in STRIDED[direction]
             if (tensor := tensors["gates_grad" if name == "grads" else name]) is not None
         ]
-        together = 16
         initial = self.inputs["initial_state"]
-        for tensor in strided if initial is None else [*strided, initial]:
-            together |= tensor.data_ptr()
+        aligned_alike = strided if initial is None else [*strided, initial]
         batch, channels, time = self.shape
         problem = LinearScanProblem(
             direction=direction,
@@ -136,7 +135,7 @@ class Trial:
             channels=channels,
             time=time,
             strides=tuple(Strides(*tensor.stride()) for tensor in strided),
-            alignment=together & -together,
+            alignment=common_alignment(tensor.data_ptr() for tensor in aligned_alike),
         )
         return Case(problem, tensors, expected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,14 @@ class Strides:
     batch: int
     channel: int
     time: int
+
+
+def common_alignment(addresses: Iterable[int]) -> int:
+    """Bytes, at most 16, that divide every address."""
+    together = 16
+    for address in addresses:
+        together |= address
+    return together & -together
 
 
 @dataclass(frozen=True)

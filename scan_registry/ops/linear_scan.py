@@ -19,7 +19,7 @@ from scan_registry.device import device as describe_device
 from scan_registry.driver import DriverError
 from scan_registry.inventory import catalogue
 from scan_registry.kernels.linear_scan import reference
-from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem
+from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem, common_alignment
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.loader import prepare
 from scan_registry.ops.layout import Arrangement, arrange
@@ -210,13 +210,10 @@ def _launch(
     direction: Direction, arranged: Arrangement, inputs: Sequence[Tensor], backend: Backend
 ) -> tuple[Launch, int]:
     """The prepared launch of the best binary, and the bytes of workspace it wants."""
-    together = 16
-    for tensor in inputs:
-        together |= tensor.data_ptr()
     problem = LinearScanProblem(
         direction=direction,
         dtype=_DTYPES[inputs[0].dtype],
-        alignment=together & -together,
+        alignment=common_alignment(tensor.data_ptr() for tensor in inputs),
         **vars(arranged),
     )
     ordinal = inputs[0].device.index
