@@ -45,15 +45,15 @@ def _mount() -> None:
 
 def _archives(settings: Settings) -> None:
     from scan_registry.aot.build import build_archives, check_archives
-    from scan_registry.aot.cache import default_folder
     from scan_registry.aot.pack import provenance
     from scan_registry.aot.plan import chosen_archs
+    from scan_registry.cache import build_folder
 
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     paths = build_archives(
         ROOT / "scan_registry" / "archives",
         chosen_archs(settings),
-        default_folder(),
+        build_folder(),
         provenance(ROOT, version),
     )
     check_archives(paths)

@@ -15,16 +15,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scan_registry import archive
-from scan_registry.aot.cache import BuildCache
-from scan_registry.aot.compile import compile_variant
+from scan_registry.aot.compile import compile_variant, refuse_spill
 from scan_registry.aot.pack import pack
 from scan_registry.aot.plan import Job, plan
 from scan_registry.archive import Archive, ArchiveError, Binary
+from scan_registry.cache import Cache
 from scan_registry.target import Target
 
 
-def _compile(job: Job, cache_folder: Path) -> tuple[Binary, bytes]:
-    return compile_variant(job.variant, job.arch, BuildCache(cache_folder))
+def _compile(job: Job, cache_folder: Path | None) -> tuple[Binary, bytes]:
+    cache = Cache(cache_folder, "SCAN_REGISTRY_BUILD_CACHE") if cache_folder else None
+    binary, content = compile_variant(job.variant, job.arch, cache)
+    refuse_spill(binary)
+    return binary, content
 
 
 def build_archives(
@@ -37,7 +40,7 @@ def build_archives(
     """
     jobs = plan(archs)
     everything = [job for per_arch in jobs.values() for job in per_arch]
-    results = dict(zip(everything, _compile_all(everything, cache_folder), strict=True))
+    results = dict(zip(everything, compile_all(everything, cache_folder), strict=True))
     paths = [
         pack(folder, arch, (results[job] for job in per_arch), origin)
         for arch, per_arch in jobs.items()
@@ -47,8 +50,8 @@ def build_archives(
     return paths
 
 
-def _compile_all(jobs: Sequence[Job], cache_folder: Path) -> Iterable[tuple[Binary, bytes]]:
-    """Compile with one process per core; report on stderr."""
+def compile_all(jobs: Sequence[Job], cache_folder: Path | None) -> Sequence[tuple[Binary, bytes]]:
+    """Compile with one process per core; report on stderr. Without a folder, compile everything."""
     workers = int(os.environ.get("SCAN_REGISTRY_JOBS") or len(os.sched_getaffinity(0)))
     started, results = time.monotonic(), []
     console = Console(stderr=True)

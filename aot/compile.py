@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from scan_registry.aot import elf
-from scan_registry.aot.cache import BuildCache
+from scan_registry.aot import elf, image
 from scan_registry.aot.nvrtc import Nvrtc
-from scan_registry.aot.toolchain import CompileError, Compiler
+from scan_registry.aot.toolchain import Compiled, CompileError, Compiler
 from scan_registry.aot.triton import Triton
 from scan_registry.archive import Binary, digest
+from scan_registry.cache import Cache
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Kernel, Language, Variant
 from scan_registry.target import Target
@@ -19,59 +20,103 @@ from scan_registry.target import Target
 COMPILERS: Mapping[Language, Compiler] = {"cuda": Nvrtc(), "triton": Triton()}
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """All that determines a binary and its launch; ``key`` is its digest, and holds nothing else."""
+
+    variant: Variant
+    target: Target
+    compiler: str
+    source_sha256: str
+    entry: str
+    options: tuple[str, ...]
+    warps: int
+
+    @property
+    def key(self) -> str:
+        parts = [
+            self.compiler,
+            self.source_sha256,
+            self.entry,
+            list(self.options),
+            str(self.target),
+            str(self.variant),
+            self.warps,
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
 def source_digest(sources: Mapping[str, str]) -> str:
     """SHA-256 over file names and texts; neither paths nor times enter."""
     return digest(json.dumps(sorted(sources.items())).encode())
 
 
-def cache_key(
-    compiler: str,
-    source_sha256: str,
-    entry: str,
-    options: tuple[str, ...],
-    target: Target,
-    variant: Variant,
-    warps: int,
-) -> str:
-    """What determines a binary and its launch, and nothing else."""
-    parts = [compiler, source_sha256, entry, list(options), str(target), str(variant), warps]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+def _kernel(variant: Variant) -> Kernel:
+    return family(variant.family).kernel(variant.kernel, variant.language)
+
+
+def recipe(variant: Variant, target: Target) -> Recipe:
+    """What compiling ``variant`` for ``target`` here and now would depend on; compiles nothing.
+
+    ``MissingCompilerError`` if the language's compiler is not installed.
+    """
+    kernel, compiler = _kernel(variant), COMPILERS[variant.language]
+    return Recipe(
+        variant=variant,
+        target=target,
+        compiler=compiler.identity(),
+        source_sha256=source_digest(compiler.sources(kernel)),
+        entry=kernel.entry,
+        options=compiler.options(kernel, variant, target),
+        warps=kernel.warps(variant),
+    )
 
 
 def compile_variant(
-    variant: Variant, target: Target, cache: BuildCache | None = None
+    variant: Variant, target: Target, cache: Cache | None = None
 ) -> tuple[Binary, bytes]:
     """Compile ``variant`` for ``target``, or take it from ``cache``.
 
-    ``CompileError`` names the variant and holds the compiler's log; a kernel that spills registers
-    without the spec's leave is an error too, and so is a cubin of another architecture.
+    ``CompileError`` names the variant and holds the compiler's log; a cubin of another architecture
+    is one, too.
     """
-    kernel = family(variant.family).kernel(variant.kernel, variant.language)
-    compiler = COMPILERS[variant.language]
-    source_sha256 = source_digest(compiler.sources(kernel))
-    options = compiler.options(kernel, variant, target)
-    identity = compiler.identity()
-    key = cache_key(
-        identity, source_sha256, kernel.entry, options, target, variant, kernel.warps(variant)
-    )
-    if cache is not None and (hit := cache.get(key, target)) is not None:
-        _check_spill(kernel, hit[0], target)  # the spec may have taken its leave back
-        return hit
+    made_of = recipe(variant, target)
+    if cache is None:
+        return _compile(made_of)
+    return cache.obtain(made_of.key, target, lambda: _compile(made_of))
+
+
+def _compile(made_of: Recipe) -> tuple[Binary, bytes]:
+    variant, target = made_of.variant, made_of.target
+    subject = f"{variant} for {target}"
     try:
-        compiled = compiler.compile(kernel, variant, target)
+        compiled = COMPILERS[variant.language].compile(_kernel(variant), variant, target)
     except CompileError as error:
-        raise type(error)(f"{variant} for {target} did not compile\n{error}") from error
+        raise type(error)(f"{subject} did not compile\n{error}") from error
+    try:
+        return _describe(made_of, compiled), compiled.content
+    except ValueError as error:
+        raise CompileError(f"{subject}: {made_of.compiler} returned {error}") from error
+
+
+def _describe(made_of: Recipe, compiled: Compiled) -> Binary:
+    """The manifest's entry; ``ValueError`` where what the compiler returned is not what it was asked."""
     if not compiled.content:
-        raise CompileError(f"{variant} for {target}: {identity} returned nothing")
+        raise ValueError("nothing")
     resources = None
     if compiled.format == "cubin":
-        if elf.arch_number(compiled.content) != target.number:
-            raise CompileError(f"{variant} for {target}: {identity} made code for another target")
+        if elf.arch_number(compiled.content) != made_of.target.number:
+            raise ValueError(f"code for sm_{elf.arch_number(compiled.content)}")
         resources = elf.resources(compiled.content, compiled.entry)
-    binary = Binary(
-        variant=variant,
+        form = image.of_cubin(compiled.content, compiled.target)
+    else:
+        form = image.of_ptx(compiled.content)
+    return Binary(
+        variant=made_of.variant,
         target=compiled.target,
         format=compiled.format,
+        format_version=form.version,
+        oldest_driver=form.oldest_driver,
         entry=compiled.entry,
         block=compiled.block,
         cluster=compiled.cluster,
@@ -82,19 +127,19 @@ def compile_variant(
         spill_bytes=resources.stack if resources else None,
         size=len(compiled.content),
         sha256=digest(compiled.content),
-        compiler=identity,
-        options=options,
-        source_sha256=source_sha256,
+        compiler=made_of.compiler,
+        options=made_of.options,
+        source_sha256=made_of.source_sha256,
     )
-    _check_spill(kernel, binary, target)
-    if cache is not None:
-        cache.put(key, target, binary, compiled.content)
-    return binary, compiled.content
 
 
-def _check_spill(kernel: Kernel, binary: Binary, target: Target) -> None:
-    if binary.spill_bytes and binary.variant not in kernel.may_spill:
+def refuse_spill(binary: Binary) -> None:
+    """``CompileError`` if a binary spills registers without the spec's leave.
+
+    A gate for wheels. On hardware that no wheel was built for, a spilled kernel beats none.
+    """
+    if binary.spill_bytes and binary.variant not in _kernel(binary.variant).may_spill:
         raise CompileError(
-            f"{binary.variant} for {target} spills {binary.spill_bytes} bytes per thread "
+            f"{binary} spills {binary.spill_bytes} bytes per thread "
             f"({binary.registers} registers); shrink its tile, or list it in the spec's may_spill"
         )

@@ -27,13 +27,19 @@ class Resources:
     static_shared: int
 
 
-def arch_number(cubin: bytes) -> int:
-    """90 for a cubin of sm_90 or sm_90a; ``ValueError`` if the bytes are no cubin."""
+def abi_version(cubin: bytes) -> int:
+    """7 for the cubins of CUDA 12's compilers, 8 for those of CUDA 13's; ``ValueError`` if the bytes
+    are no cubin."""
     header = len(cubin) >= _HEADER_SIZE and cubin[:4] == b"\x7fELF"
     if not header or struct.unpack_from("<H", cubin, 18)[0] != _EM_CUDA:
         raise ValueError("not a CUDA ELF file")
+    return cubin[8]
+
+
+def arch_number(cubin: bytes) -> int:
+    """90 for a cubin of sm_90 or sm_90a; ``ValueError`` if the bytes are no cubin."""
+    abi = abi_version(cubin)
     (flags,) = struct.unpack_from("<I", cubin, 48)
-    abi = cubin[8]
     return int(flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF)
 
 

@@ -7,41 +7,73 @@ wheel build and whichever NVRTC (12 or 13) torch has brought on a user's machine
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from scan_registry import distributions
 from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.target import Target
+from scan_registry.target import CudaVersion, Target
 
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
-def _candidates() -> list[Path]:
-    """NVRTC libraries in the ``nvidia`` packages of this environment, oldest major version first."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = spec.submodule_search_locations if spec else None
-    found = [
-        library
-        for folder in map(Path, folders or ())
-        for library in folder.glob("*/lib/libnvrtc.so.*")
-    ]
-    return sorted(found, key=lambda library: library.name)
+@dataclass(frozen=True)
+class _Library:
+    """An NVRTC that may be loaded: its file, and its version as far as it is known beforehand."""
+
+    file: str
+    version: str | None = None
+
+
+def _packaged(folder: Path) -> Iterator[_Library]:
+    """Those in one ``nvidia`` folder of this environment."""
+    for file in folder.glob("*/lib/libnvrtc.so.*"):
+        major = file.name.rpartition(".")[2]
+        for package in (f"nvidia-cuda-nvrtc-cu{major}", "nvidia-cuda-nvrtc"):
+            version = distributions.version(package)
+            if version is not None and version.split(".")[0] == major:
+                yield _Library(str(file), version)
+                break
+        else:
+            yield _Library(str(file))
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    for name in [*map(str, _candidates()), "libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so"]:
+def _candidates() -> tuple[_Library, ...]:
+    """The environment's own, oldest major version first; then whatever the system has.
+
+    An older compiler's binaries load on older drivers, and versions that the packages state spare a
+    warm start the loading of a library of 100 MB.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    folders = spec.submodule_search_locations if spec else None
+    packaged = [library for folder in folders or () for library in _packaged(Path(folder))]
+    packaged.sort(key=lambda library: Path(library.file).name)
+    names = ("libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so")
+    return (*packaged, *map(_Library, names))
+
+
+@cache
+def _library() -> tuple[ctypes.CDLL, str]:
+    """The first that can be loaded, and its version."""
+    for candidate in _candidates():
         try:
-            return ctypes.CDLL(name)
+            library = ctypes.CDLL(candidate.file)
         except OSError:
             continue
+        major, minor = c_int(), c_int()
+        if library.nvrtcVersion(byref(major), byref(minor)):
+            continue
+        found = f"{major.value}.{minor.value}"
+        stated = candidate.version or ""
+        return library, stated if f"{stated}.".startswith(f"{found}.") else found
     raise MissingCompilerError(
         "NVRTC is not installed; `pip install nvidia-cuda-nvrtc-cu12` gives it"
     )
@@ -49,7 +81,7 @@ def _library() -> ctypes.CDLL:
 
 def _check(status: int, log: str = "") -> None:
     if status:
-        library = _library()
+        library, _ = _library()
         library.nvrtcGetErrorString.restype = c_char_p
         raise CompileError(f"{library.nvrtcGetErrorString(status).decode()}\n{log}".strip())
 
@@ -57,9 +89,9 @@ def _check(status: int, log: str = "") -> None:
 def _fetch(program: c_void_p, what: str) -> bytes:
     """One of the byte strings that NVRTC hands out as a size and a copy."""
     size = c_size_t()
-    _check(getattr(_library(), f"nvrtcGet{what}Size")(program, byref(size)))
+    _check(getattr(_library()[0], f"nvrtcGet{what}Size")(program, byref(size)))
     buffer = ctypes.create_string_buffer(size.value)
-    _check(getattr(_library(), f"nvrtcGet{what}")(program, buffer))
+    _check(getattr(_library()[0], f"nvrtcGet{what}")(program, buffer))
     return buffer.raw
 
 
@@ -67,17 +99,12 @@ class Nvrtc:
     """The CUDA C++ compiler."""
 
     def identity(self) -> str:
-        major, minor = c_int(), c_int()
-        _check(_library().nvrtcVersion(byref(major), byref(minor)))
-        version = f"{major.value}.{minor.value}"
-        for package in (f"nvidia-cuda-nvrtc-cu{major.value}", "nvidia-cuda-nvrtc"):
-            try:
-                installed = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            if installed.startswith(f"{version}."):
-                return f"nvrtc {installed}"
-        return f"nvrtc {version}"
+        first = _candidates()[0]
+        return f"nvrtc {first.version or _library()[1]}"
+
+    def cuda(self) -> CudaVersion:
+        major, minor = self.identity().removeprefix("nvrtc ").split(".")[:2]
+        return int(major), int(minor)
 
     def sources(self, kernel: Kernel) -> Mapping[str, str]:
         folder = ROOT / kernel.family
@@ -104,7 +131,9 @@ class Nvrtc:
         headers = (c_char_p * len(texts))(*(text.encode() for text in texts.values()))
         names = (c_char_p * len(texts))(*(name.encode() for name in texts))
         options = [option.encode() for option in self.options(kernel, variant, target)]
-        library, program = _library(), c_void_p()
+        (library, version), program = _library(), c_void_p()
+        if self.identity() != f"nvrtc {version}":
+            raise CompileError(f"{self.identity()} is installed, but what loads is {version}")
         _check(
             library.nvrtcCreateProgram(
                 byref(program),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.target import Target
+from scan_registry.target import CudaVersion, Target
 
 
 class CompileError(Exception):
@@ -37,7 +37,13 @@ class Compiler(Protocol):
     """One language's compiler. ``options`` are all that shapes its output beside the sources."""
 
     def identity(self) -> str:
-        """Name and exact version."""
+        """Name and exact version; ``MissingCompilerError`` if it is not installed.
+
+        Cheap: a warm start asks, and compiles nothing.
+        """
+
+    def cuda(self) -> CudaVersion:
+        """The CUDA release whose architectures it knows."""
 
     def sources(self, kernel: Kernel) -> Mapping[str, str]:
         """File name to text of everything that the kernel's compilation reads."""

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from scan_registry import distributions
 from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.target import Target
+from scan_registry.target import CudaVersion, Target
+
+#: The CUDA release of the assembler in each release of Triton, latest first.
+_CUDA_OF_TRITON: tuple[tuple[tuple[int, int], CudaVersion], ...] = (
+    ((3, 5), (12, 9)),
+    ((3, 3), (12, 8)),
+)
+#: Settings of a user's own kernels, which must not change ours.
+_FOREIGN = ("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_PTXAS_OPT", "NVPTX_")
 
 _POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Triton reads its settings from the environment; a user's own kernels must not notice ours."""
-    before = {name: os.environ.get(name) for name in variables}
+    """Triton reads its settings from the environment: exactly these hold meanwhile.
+
+    Only for processes that do nothing else: wheel builds, and the worker of the JIT.
+    """
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith(_FOREIGN):
+            del os.environ[name]
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _words(error: BaseException | None) -> str:
@@ -45,34 +57,6 @@ def _words(error: BaseException | None) -> str:
 def _compile(
     kernel: Kernel, variant: Variant, target: Target
 ) -> Any:  # triton ships no type information
-    try:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-    except ImportError as error:
-        raise MissingCompilerError(
-            f"Triton is not installed; `pip install triton` gives it ({error})"
-        ) from error
-
-    module = importlib.import_module(
-        f"scan_registry.kernels.{kernel.family}.{kernel.source.removesuffix('.py')}"
-    )
-    constants = dict(kernel.constants(variant))
-    pointer = _POINTER[variant.text("dtype")]
-    signature = {p.name: pointer if p.kind == "pointer" else "i64" for p in kernel.parameters}
-    signature |= dict.fromkeys(constants, "constexpr")
-    divisible = kernel.divisible(variant)
-    source = ASTSource(
-        fn=getattr(module, kernel.entry),
-        signature=signature,
-        constexprs=constants,
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, p in enumerate(kernel.parameters)
-            if p.name in divisible
-        },
-    )
-    options = {"num_warps": kernel.warps(variant), "enable_fp_fusion": True}
     # Triton's own cache is keyed by paths; ours is not, so its folder is thrown away. With line
     # information the code would embed the source's path, and differ from folder to folder.
     with (
@@ -80,23 +64,57 @@ def _compile(
         _environment(TRITON_CACHE_DIR=folder, TRITON_DISABLE_LINE_INFO="1"),
     ):
         try:
+            import triton
+            from triton.backends.compiler import GPUTarget
+        except ImportError as error:
+            raise MissingCompilerError(
+                f"Triton is not installed; `pip install triton` gives it ({error})"
+            ) from error
+        try:
             return triton.compile(
-                source, target=GPUTarget("cuda", target.number, 32), options=options
+                _source(kernel, variant),
+                target=GPUTarget("cuda", target.number, 32),
+                options={"num_warps": kernel.warps(variant), "enable_fp_fusion": True},
             )
         except Exception as error:  # Triton raises many kinds; each is a failed compile
             raise CompileError(_words(error)) from error
+
+
+def _source(kernel: Kernel, variant: Variant) -> Any:
+    """The kernel's function with its signature, constants and promises of divisibility."""
+    from triton.compiler import ASTSource
+
+    module = importlib.import_module(
+        f"scan_registry.kernels.{kernel.family}.{kernel.source.removesuffix('.py')}"
+    )
+    constants = dict(kernel.constants(variant))
+    pointer = _POINTER[variant.text("dtype")]
+    signature = {p.name: pointer if p.kind == "pointer" else "i64" for p in kernel.parameters}
+    divisible = kernel.divisible(variant)
+    return ASTSource(
+        fn=getattr(module, kernel.entry),
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, p in enumerate(kernel.parameters)
+            if p.name in divisible
+        },
+    )
 
 
 class Triton:
     """The Triton compiler."""
 
     def identity(self) -> str:
-        try:
-            return f"triton {importlib.metadata.version('triton')}"
-        except importlib.metadata.PackageNotFoundError as error:
-            raise MissingCompilerError(
-                "Triton is not installed; `pip install triton` gives it"
-            ) from error
+        version = distributions.version("triton")
+        if version is None:
+            raise MissingCompilerError("Triton is not installed; `pip install triton` gives it")
+        return f"triton {version}"
+
+    def cuda(self) -> CudaVersion:
+        release = tuple(map(int, self.identity().removeprefix("triton ").split(".")[:2]))
+        return next((cuda for first, cuda in _CUDA_OF_TRITON if release >= first), (12, 4))
 
     def sources(self, kernel: Kernel) -> Mapping[str, str]:
         return {kernel.source: (ROOT / kernel.family / kernel.source).read_text()}

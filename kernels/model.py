@@ -131,13 +131,27 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """A typical problem, in the dtype and with the word, such as ``aligned``, that it stands for."""
+
+    problem: Problem
+    dtype: str
+    access: str
+
+
+@dataclass(frozen=True)
 class Family:
-    """Kernels that compute one thing."""
+    """Kernels that compute one thing.
+
+    samples    problems that between them call for every kernel, in every dtype, with inputs that are
+               aligned and that are not: what ``doctor`` asks selection about
+    """
 
     name: str
     summary: str
     folder: Path
     kernels: tuple[Kernel, ...]
+    samples: tuple[Sample, ...] = ()
 
     def variants(self) -> tuple[Variant, ...]:
         """Every variant of every kernel, in the spec's order."""

@@ -9,16 +9,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from scan_registry.explanation import explain
     from scan_registry.inventory import catalogue
     from scan_registry.ops.linear_scan import linear_scan
+    from scan_registry.policy import FallbackWarning, require
+    from scan_registry.select import NoKernelError
 
     __version__: str
 
-__all__ = ["__version__", "catalogue", "linear_scan"]
+__all__ = [
+    "FallbackWarning",
+    "NoKernelError",
+    "__version__",
+    "catalogue",
+    "explain",
+    "linear_scan",
+    "require",
+]
 
 _HOMES = {
+    "FallbackWarning": "scan_registry.policy",
+    "NoKernelError": "scan_registry.select",
     "catalogue": "scan_registry.inventory",
+    "explain": "scan_registry.explanation",
     "linear_scan": "scan_registry.ops.linear_scan",
+    "require": "scan_registry.policy",
 }
 
 

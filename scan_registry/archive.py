@@ -20,17 +20,18 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
+from scan_registry.target import CudaVersion, Target
 
 MAGIC = b"SCANREG\x01"
-SCHEMA = 1
+SCHEMA = 2
 SUFFIX = ".scanreg"
 _HEADER = struct.Struct("<8sQ32s")
 
@@ -44,6 +45,8 @@ class Binary:
     """A variant compiled for one target.
 
     format          "cubin" or "ptx"
+    format_version  of its ELF ABI ("7") or PTX ISA ("8.8")
+    oldest_driver   CUDA version that a driver has to support to load it
     entry           symbol of the entry point
     block           threads per block, along x, y and z
     cluster         blocks per cluster, likewise
@@ -60,6 +63,8 @@ class Binary:
     variant: Variant
     target: Target
     format: str
+    format_version: str
+    oldest_driver: CudaVersion
     entry: str
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
@@ -83,31 +88,22 @@ class Binary:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Binary:
         """The binary a manifest entry describes; ``ValueError`` if it does not describe one."""
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            value = record.get(field.name)
-            if field.name == "variant":
-                value = Variant.parse(str(value))
-            elif field.name == "target":
-                value = Target.parse(str(value))
-            elif field.name in ("block", "cluster"):
-                if not (isinstance(value, list) and len(value) == 3 and all(map(_natural, value))):
-                    raise ValueError(f"{field.name} is {value!r}, not three positive integers")
-                value = tuple(value)
-            elif field.name == "options":
-                if not isinstance(value, list):
-                    raise ValueError(f"options is {value!r}, not a list")
-                value = tuple(map(str, value))
-            elif field.name in ("registers", "static_shared", "spill_bytes"):
-                if value is not None and not _count(value):
-                    raise ValueError(f"{field.name} is {value!r}, not a count or null")
-            elif field.name in ("dynamic_shared", "hidden", "size"):
-                if not _count(value):
-                    raise ValueError(f"{field.name} is {value!r}, not a count")
-            elif not isinstance(value, str):
-                raise ValueError(f"{field.name} is {value!r}, not a string")
-            values[field.name] = value
-        return cls(**values)
+        if not isinstance(record, Mapping):
+            raise ValueError(f"{record!r} is not an object")
+        return cls(**{name: _READERS[name](name, record.get(name)) for name in _NAMES})
+
+    def __str__(self) -> str:
+        return f"{self.variant} for {self.target}"
+
+    @property
+    def threads(self) -> int:
+        """Per block."""
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory per block, static and dynamic."""
+        return self.dynamic_shared + (self.static_shared or 0)
 
 
 def _count(value: object) -> bool:
@@ -115,8 +111,67 @@ def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _natural(value: object) -> bool:
-    return _count(value) and value != 0
+def _read_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}, not a string")
+    return value
+
+
+def _read_count(name: str, value: Any) -> int:
+    if not _count(value):
+        raise ValueError(f"{name} is {value!r}, not a count")
+    return int(value)
+
+
+def _read_optional_count(name: str, value: Any) -> int | None:
+    return None if value is None else _read_count(name, value)
+
+
+def _read_extent(name: str, value: Any) -> tuple[int, ...]:
+    extent = isinstance(value, list) and len(value) == 3 and all(_count(n) and n for n in value)
+    if not extent:
+        raise ValueError(f"{name} is {value!r}, not three positive integers")
+    return tuple(value)
+
+
+def _read_version(name: str, value: Any) -> tuple[int, ...]:
+    if not (isinstance(value, list) and len(value) == 2 and all(map(_count, value))):
+        raise ValueError(f"{name} is {value!r}, not a version of two numbers")
+    return tuple(value)
+
+
+def _read_texts(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is {value!r}, not a list")
+    return tuple(map(str, value))
+
+
+#: How the fields of a binary are read from a manifest; what is not named here is text.
+_READERS: Mapping[str, Callable[[str, Any], Any]] = defaultdict(
+    lambda: _read_text,
+    variant=lambda name, value: Variant.parse(str(value)),
+    target=lambda name, value: Target.parse(str(value)),
+    oldest_driver=_read_version,
+    block=_read_extent,
+    cluster=_read_extent,
+    dynamic_shared=_read_count,
+    hidden=_read_count,
+    registers=_read_optional_count,
+    static_shared=_read_optional_count,
+    spill_bytes=_read_optional_count,
+    size=_read_count,
+    options=_read_texts,
+)
+_NAMES = tuple(field.name for field in fields(Binary))
+
+
+def parse_json(content: bytes) -> Any:
+    """The document; ``ValueError`` also if it holds text that cannot be printed, as JSON's escapes
+    allow."""
+    document = json.loads(content)
+    if b"\\u" in content:
+        json.dumps(document, ensure_ascii=False).encode()
+    return document
 
 
 def digest(content: bytes) -> str:
@@ -164,10 +219,14 @@ def write(
 
 
 class Archive:
-    """A file of binaries, opened lazily: constructing one reads nothing."""
+    """A file of binaries, opened lazily: constructing one reads nothing.
 
-    def __init__(self, path: Path) -> None:
+    ``provider`` is the name of the package that brought it.
+    """
+
+    def __init__(self, path: Path, provider: str = "scan-registry") -> None:
         self.path = path
+        self.provider = provider
 
     def __repr__(self) -> str:
         return f"Archive({str(self.path)!r})"
@@ -202,7 +261,7 @@ class Archive:
                 f"the header states {expected.hex()}"
             )
         try:
-            manifest = json.loads(content)
+            manifest = parse_json(content)
         except (ValueError, RecursionError) as error:
             raise ArchiveError(f"{self.path}: the manifest is not JSON: {error}") from error
         if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
@@ -220,30 +279,64 @@ class Archive:
     @cached_property
     def binaries(self) -> tuple[Binary, ...]:
         """What the archive holds, in the spec's order."""
-        return tuple(self._offsets)
+        return tuple(self._parse(number)[0] for number in range(len(self._records)))
+
+    def of(self, family: str, kernel: str) -> tuple[Binary, ...]:
+        """Those that are variants of one kernel. Only their entries of the manifest are parsed: a
+        first call has no time for the others."""
+        return tuple(self._parse(number)[0] for number in self._kernels.get((family, kernel), ()))
 
     @cached_property
-    def _offsets(self) -> dict[Binary, int]:
-        offsets = {}
+    def _records(self) -> list[Any]:
         records = self.manifest.get("binaries")
         if not isinstance(records, list):
             raise ArchiveError(f"{self.path}: the manifest lists no binaries")
-        for number, record in enumerate(records):
+        return records
+
+    @cached_property
+    def _kernels(self) -> dict[tuple[str, str], list[int]]:
+        """Numbers of the entries by family and kernel; of those that say neither, none."""
+        numbers: dict[tuple[str, str], list[int]] = {}
+        for number, record in enumerate(self._records):
+            variant = record.get("variant") if isinstance(record, dict) else None
+            family, dot, rest = str(variant).partition(".")
+            if dot:
+                numbers.setdefault((family, rest.partition(":")[0]), []).append(number)
+        return numbers
+
+    @cached_property
+    def _parsed(self) -> dict[int, tuple[Binary, int]]:
+        return {}
+
+    def _parse(self, number: int) -> tuple[Binary, int]:
+        """An entry of the manifest: the binary it describes, and the offset of its bytes."""
+        if number not in self._parsed:
+            record = self._records[number]
             try:
                 if not isinstance(record, dict):
                     raise ValueError(f"{record!r} is not an object")
                 if not _count(record.get("offset")):
                     raise ValueError(f"offset is {record.get('offset')!r}, not a count of bytes")
-                offsets[Binary.from_json(record)] = int(record["offset"])
+                self._parsed[number] = Binary.from_json(record), int(record["offset"])
             except (ValueError, RecursionError) as error:
                 raise ArchiveError(
                     f"{self.path}: binary {number} of the manifest: {error}"
                 ) from error
-        return offsets
+        return self._parsed[number]
+
+    def _offset(self, binary: Binary) -> int:
+        for known, offset in self._parsed.values():
+            if known == binary:
+                return offset
+        for number in range(len(self._records)):
+            known, offset = self._parse(number)
+            if known == binary:
+                return offset
+        raise KeyError(f"{self.path} does not hold {binary}")
 
     def read(self, binary: Binary) -> bytes:
         """The bytes of ``binary``, checked against its digest."""
-        start = self.manifest["start"] + self._offsets[binary]
+        start = self.manifest["start"] + self._offset(binary)
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
@@ -254,7 +347,7 @@ class Archive:
         if found != binary.sha256:
             cut = "" if len(content) == binary.size else f" ({len(content)} of {binary.size} bytes)"
             raise ArchiveError(
-                f"{self.path}: {binary.variant} for {binary.target} has SHA-256 {found}{cut}, "
+                f"{self.path}: {binary} has SHA-256 {found}{cut}, "
                 f"the manifest states {binary.sha256}; reinstall the package that brought this file"
             )
         return content

@@ -6,13 +6,16 @@ A family's ``cases`` module draws the problems; ``selftest`` and ``tools/attest.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from scan_registry import driver, loader
-from scan_registry.archive import Archive, Binary
+from scan_registry._launcher import Launch
+from scan_registry.archive import Binary
 from scan_registry.kernels import family
+from scan_registry.kernels.model import Kernel
 
 
 def cases_of(family_name: str) -> Any:
@@ -20,10 +23,18 @@ def cases_of(family_name: str) -> Any:
     return importlib.import_module(f"scan_registry.kernels.{family_name}.cases")
 
 
-def run(ordinal: int, archive: Archive, binary: Binary, case: Any) -> None:
-    """Launch ``binary`` on a case's tensors, on the current stream; the case holds the outputs."""
-    kernel = family(binary.variant.family).kernel(binary.variant.kernel, binary.variant.language)
-    launch, workspace = loader.prepare(ordinal, archive, binary, case.problem)
+def run(ordinal: int, binary: Binary, read: Callable[[], bytes], case: Any) -> None:
+    """Launch ``binary``, of which ``read`` gets the bytes, on a case's tensors, on the current stream;
+    the case holds the outputs."""
+    group = family(binary.variant.family)
+    function = loader.load(ordinal, binary, read, str(binary))
+    launch = loader.bind(ordinal, group, case.problem, binary, function)
+    kernel = group.kernel(binary.variant.kernel, binary.variant.language)
+    start(ordinal, launch, kernel, case, kernel.launch(binary.variant, case.problem).workspace)
+
+
+def start(ordinal: int, launch: Launch, kernel: Kernel, case: Any, workspace: int) -> None:
+    """Run a prepared launch on a case's tensors."""
     scratch = torch.empty(workspace, dtype=torch.uint8, device=f"cuda:{ordinal}")
     tensors = {**case.tensors, "workspace": scratch if workspace else None}
     pointers = [
@@ -32,4 +43,6 @@ def run(ordinal: int, archive: Archive, binary: Binary, case: Any) -> None:
     ]
     status = launch.run(torch.cuda.current_stream(ordinal).cuda_stream, *pointers)
     if status:
-        raise driver.DriverError("cuLaunchKernel", status, f" for {binary.variant}")
+        raise driver.DriverError(
+            "cuLaunchKernel", status, f" for {kernel.name} in {kernel.language}"
+        )

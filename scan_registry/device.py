@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from scan_registry.target import Capability
+from scan_registry.target import Capability, CudaVersion
 
 # Numbers of CUdevice_attribute.
 _MAX_THREADS_PER_BLOCK = 1
@@ -31,6 +32,85 @@ class Device:
     def arch(self) -> str:
         """``sm_90`` for compute capability 9.0."""
         return "sm_{}{}".format(*self.capability)
+
+
+#: What the CUDA C++ Programming Guide states of each capability: bytes of shared memory that a block
+#: may have, and the multiprocessors of its largest GPU.
+_STATED: Mapping[Capability, tuple[int, int]] = {
+    (7, 5): (65_536, 72),
+    (8, 0): (166_912, 108),
+    (8, 6): (101_376, 84),
+    (8, 7): (166_912, 16),
+    (8, 9): (101_376, 144),
+    (9, 0): (232_448, 132),
+    (10, 0): (232_448, 148),
+    (10, 3): (232_448, 148),
+    (11, 0): (232_448, 20),
+    (12, 0): (101_376, 188),
+    (12, 1): (101_376, 48),
+}
+#: CUDA versions that the branches of the Linux driver support, by the branch's first number.
+_BRANCHES: Mapping[int, CudaVersion] = {
+    450: (11, 0),
+    455: (11, 1),
+    460: (11, 2),
+    465: (11, 3),
+    470: (11, 4),
+    495: (11, 5),
+    510: (11, 6),
+    515: (11, 7),
+    520: (11, 8),
+    525: (12, 0),
+    530: (12, 1),
+    535: (12, 2),
+    545: (12, 3),
+    550: (12, 4),
+    555: (12, 5),
+    560: (12, 6),
+    565: (12, 7),
+    570: (12, 8),
+    575: (12, 9),
+    580: (13, 0),
+    590: (13, 1),
+}
+
+
+def cuda_of_driver(text: str) -> CudaVersion:
+    """(12, 9) for ``12.9`` and for driver ``575`` or ``575.57.08``; ``ValueError`` for anything else."""
+    first, *rest = text.split(".")
+    if not (first.isdecimal() and all(part.isdecimal() for part in rest)):
+        raise ValueError(f"{text!r} is neither a CUDA version nor a driver's")
+    number = int(first)
+    if number < 100 and len(rest) == 1:
+        return number, int(rest[0])
+    known = [branch for branch in _BRANCHES if branch <= number]
+    if number < 100 or not known:
+        raise ValueError(
+            f"{text!r} is neither a CUDA version such as 12.9 nor a driver's from {min(_BRANCHES)} on"
+        )
+    return _BRANCHES[max(known)]
+
+
+def described(
+    capability: Capability,
+    *,
+    driver: CudaVersion | None = None,
+    multiprocessors: int | None = None,
+    shared_memory_per_block: int | None = None,
+) -> Device:
+    """A GPU that is not here, as far as its capability tells; a capability that is not known has the
+    limits of the latest known one before it, and the driver is the latest known one unless given."""
+    known = max((c for c in _STATED if c <= capability), default=min(_STATED))
+    shared, count = _STATED[known]
+    return Device(
+        name="a GPU of compute capability {}.{}".format(*capability),
+        capability=capability,
+        multiprocessors=multiprocessors or count,
+        shared_memory_per_block=shared_memory_per_block or shared,
+        registers_per_block=65_536,
+        threads_per_block=1024,
+        driver=driver or max(_BRANCHES.values()),
+    )
 
 
 @cache

@@ -24,12 +24,27 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_…
 _STATIC_SHARED_LIMIT = 48 * 1024  # more dynamic shared memory than this has to be asked for
 
+#: Errors of loading that say "not this image", and nothing of the device's state.
+UNFIT = frozenset(
+    {
+        200,  # CUDA_ERROR_INVALID_IMAGE
+        209,  # CUDA_ERROR_NO_BINARY_FOR_GPU
+        218,  # CUDA_ERROR_INVALID_PTX
+        221,  # CUDA_ERROR_JIT_COMPILER_NOT_FOUND
+        222,  # CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+        223,  # CUDA_ERROR_JIT_COMPILATION_DISABLED
+        300,  # CUDA_ERROR_INVALID_SOURCE
+        500,  # CUDA_ERROR_NOT_FOUND
+    }
+)
+
 
 class DriverError(RuntimeError):
     """A driver call that failed: the call, the driver's name for the error, and its words."""
 
-    def __init__(self, call: str, status: int, context: str = "") -> None:
-        super().__init__(f"{call} failed with {error_name(status)}{context}")
+    def __init__(self, call: str, status: int, subject: str = "") -> None:
+        of = f": {subject}" if subject else ""
+        super().__init__(f"{call} failed with {error_name(status)}{of}")
         self.status = status
 
 
@@ -41,7 +56,10 @@ def library() -> ctypes.CDLL:
         driver = ctypes.CDLL(path)
     except OSError as error:
         raise RuntimeError(f"the CUDA driver {path} cannot be opened: {error}") from error
-    addresses = [ctypes.cast(getattr(driver, name), c_void_p).value or 0 for name in _HOT]
+    try:
+        addresses = [ctypes.cast(getattr(driver, name), c_void_p).value or 0 for name in _HOT]
+    except AttributeError as error:
+        raise RuntimeError(f"{path} is no CUDA driver of today: {error}") from error
     _launcher.bind(*addresses)
     return driver
 
@@ -55,9 +73,9 @@ def error_name(status: int) -> str:
     return f"{name.value.decode()} ({(words.value or b'').decode()})"
 
 
-def _check(call: str, status: int, context: str = "") -> None:
+def _check(call: str, status: int, subject: str = "") -> None:
     if status:
-        raise DriverError(call, status, context)
+        raise DriverError(call, status, subject)
 
 
 @cache
@@ -84,18 +102,25 @@ def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: s
     The module stays loaded for the life of the process. ``subject`` names the kernel in errors.
     """
     driver, module, function, previous = library(), c_void_p(), c_void_p(), c_void_p()
-    where = f" while loading {subject}"
-    _check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(c_void_p(context)), where)
+    _check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(c_void_p(context)), subject)
     # Loading allocates, which would break off a CUDA graph's capture unless that is told to relax.
     mode = c_int(_CAPTURE_MODE_RELAXED)
-    driver.cuThreadExchangeStreamCaptureMode(byref(mode))
+    try:
+        _check(
+            "cuThreadExchangeStreamCaptureMode",
+            driver.cuThreadExchangeStreamCaptureMode(byref(mode)),
+            subject,
+        )
+    except DriverError:
+        driver.cuCtxPopCurrent_v2(byref(previous))
+        raise
     try:
         # PTX has to end with a zero byte; a cubin may.
-        _check("cuModuleLoadData", driver.cuModuleLoadData(byref(module), image + b"\0"), where)
+        _check("cuModuleLoadData", driver.cuModuleLoadData(byref(module), image + b"\0"), subject)
         _check(
             "cuModuleGetFunction",
             driver.cuModuleGetFunction(byref(function), module, entry.encode()),
-            where,
+            subject,
         )
         if dynamic_shared > _STATIC_SHARED_LIMIT:
             _check(
@@ -103,8 +128,12 @@ def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: s
                 driver.cuFuncSetAttribute(
                     function, c_int(_MAX_DYNAMIC_SHARED_SIZE_BYTES), c_int(dynamic_shared)
                 ),
-                where,
+                subject,
             )
+    except DriverError:
+        if module:
+            driver.cuModuleUnload(module)
+        raise
     finally:
         driver.cuThreadExchangeStreamCaptureMode(byref(mode))
         driver.cuCtxPopCurrent_v2(byref(previous))

@@ -1,16 +1,19 @@
-"""The catalogue: every archive installed on this machine, and what was measured of its binaries."""
+"""The catalogue: every archive of every provider on this machine, and what was measured of its
+binaries."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scan_registry.archive import SUFFIX, Archive, Binary
+from scan_registry import providers
+from scan_registry.archive import Archive, Binary, parse_json
 from scan_registry.kernels import ROOT
+from scan_registry.providers import Provider, ProviderError
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,9 @@ class Attestation:
 class Catalogue:
     """Archives in the order in which selection considers them; nothing is read before it is used."""
 
-    def __init__(self, archives: tuple[Archive, ...]) -> None:
+    def __init__(self, archives: tuple[Archive, ...], found: tuple[Provider, ...] = ()) -> None:
         self.archives = archives
+        self.providers = found
 
     def __repr__(self) -> str:
         held = ", ".join(archive.arch.label for archive in self.archives) or "no archives"
@@ -49,6 +53,15 @@ class Catalogue:
         for archive in self.archives:
             for binary in archive.binaries:
                 yield archive, binary
+
+    @cached_property
+    def denied(self) -> dict[str, str]:
+        """Reasons why a binary, by its digest, or a variant must not run: any provider's word counts."""
+        return {
+            subject: f"{reason} ({provider.name} {provider.version})"
+            for provider in self.providers
+            for subject, reason in provider.denied.items()
+        }
 
     @cached_property
     def attestations(self) -> dict[str, Attestation]:
@@ -78,15 +91,41 @@ def read_attestations(path: Path) -> list[Attestation]:
     ``ValueError`` if the file holds none.
     """
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = parse_json(path.read_bytes())
         shared = {"gpu": content["gpu"], "date": content["date"]}
-        return [Attestation(**shared, **record) for record in content["binaries"]]
-    except (ValueError, KeyError, TypeError) as error:
+        return [_checked(Attestation(**shared, **record)) for record in content["binaries"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} holds no attestations: {error!r}") from error
+
+
+def _checked(attestation: Attestation) -> Attestation:
+    """``ValueError`` if a field is of another type than it is declared."""
+    for field in fields(Attestation):
+        value = getattr(attestation, field.name)
+        accepted: tuple[type, ...] = {"str": (str,), "int": (int,)}.get(
+            str(field.type), (int, float)
+        )
+        if not isinstance(value, accepted) or isinstance(value, bool):
+            raise ValueError(f"{field.name} is {value!r}, not a {field.type}")
+    return attestation
 
 
 @cache
 def catalogue() -> Catalogue:
-    """What is installed: the archives in this package, by architecture."""
-    archives = [Archive(path) for path in (Path(__file__).parent / "archives").glob(f"*{SUFFIX}")]
-    return Catalogue(tuple(sorted(archives, key=lambda archive: archive.arch)))
+    """What is installed, by architecture; of equals, this package's own come first.
+
+    ``ProviderError`` if a provider is not made for this version, naming both.
+    """
+    found = providers.installed()
+    for provider in found:
+        if reason := provider.mismatch(own_version(found)):
+            raise ProviderError(reason)
+    archives = [archive for provider in found for archive in provider.archives]
+    return Catalogue(tuple(sorted(archives, key=lambda archive: archive.arch)), found)
+
+
+def own_version(found: tuple[Provider, ...]) -> str:
+    """The installed version of this package."""
+    return next((p.version for p in found if p.name == providers.CORE), None) or version(
+        providers.CORE
+    )

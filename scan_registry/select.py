@@ -1,175 +1,288 @@
-"""Selection: which binary solves a problem on a device, and why the others do not.
+"""Selection: what solves a problem on a device, and why everything else does not.
 
 Pure: everything it looks at is an argument, so any device, catalogue and problem can be asked about
-on any machine. Dispatch and ``inspect`` alike read the :class:`Decision` it returns.
+on any machine. Dispatch, ``explain`` and ``doctor`` alike read the :class:`Decision` it returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from scan_registry.archive import Archive, Binary
+from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.device import Device
-from scan_registry.kernels.model import Family, Problem
-from scan_registry.target import Capability
+from scan_registry.fit import OLDEST, Rung, Toolchain, jit_target, misfit, nearest_rung
+from scan_registry.kernels.model import Family, Kernel, Language, Launch, Problem, Variant
+from scan_registry.target import Target
 
 Backend = Literal["auto", "cuda", "triton", "reference"]
+Key = tuple[str, str]
 MOST_BLOCKS = 2**31 - 1  # along x, on every GPU
-#: What the kernels' instructions need.
-OLDEST: Capability = (8, 0)
 BACKENDS: tuple[Backend, ...] = ("auto", "cuda", "triton", "reference")
 
 
-class Rung(IntEnum):
-    """How close a binary is to the device; lower is closer."""
+@dataclass(frozen=True)
+class System:
+    """What there is to choose from, beside the problem.
 
-    EXACT = 0
-    SAME_MAJOR = 1
-    PTX = 2
+    device      the GPU, or None for the CPU
+    archives    compiled ahead of time, in order of preference among equals
+    toolchains  by language the compiler here, or why there is none; None: not looked for, because
+                what was compiled ahead of time comes first anyway
+    denied      reasons why a binary, by its digest, or a variant must not run
+    failed      reasons why what fits does not run here after all, by key: found out by trying
+    """
 
-    def __str__(self) -> str:
-        return self.name.lower().replace("_", "-")
+    device: Device | None
+    archives: tuple[Archive, ...] = ()
+    toolchains: Mapping[Language, Toolchain | str] | None = None
+    denied: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[Key, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A binary that solves the problem on the device."""
+    """Something that solves the problem on the device.
 
-    archive: Archive
-    binary: Binary
+    archive and binary are None where nothing has been compiled yet (jit); the variant and its
+    target, too, for the reference. ``cost`` is the spec's estimate: smaller is better.
+    """
+
     rung: Rung
-    cost: float
+    variant: Variant | None = None
+    target: Target | None = None
+    archive: Archive | None = None
+    binary: Binary | None = None
+    cost: float = 0.0
+
+    @property
+    def subject(self) -> str:
+        return f"{self.variant} for {self.target}" if self.variant else "the reference"
+
+    @property
+    def key(self) -> Key:
+        """What it is and where it comes from."""
+        return self.subject, str(self.archive.path) if self.archive else "here"
 
     @property
     def order(self) -> tuple[int, int, int, float]:
         """Rung first, CUDA before Triton, the latest architecture, then the spec's preference."""
-        language = int(self.binary.variant.language != "cuda")
-        return self.rung, language, -self.binary.target.number, self.cost
+        if self.variant is None or self.target is None:
+            return self.rung, 0, 0, 0.0
+        return self.rung, int(self.variant.language != "cuda"), -self.target.number, self.cost
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A binary, or a whole archive, that was not taken, and the reason."""
+    """What was not taken, and the reason. ``damaged`` marks an archive that is not intact."""
 
     subject: str
     reason: str
+    damaged: bool = False
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome: the winner, if any, and everything that lost."""
+    """The outcome: the winner, if any, and everything that lost, in the order of consideration."""
 
-    device: Device
+    system: System
+    family: Family
     problem: Problem
+    backend: Backend
+    lowest: Rung
     winner: Candidate | None
     rejected: tuple[Rejected, ...]
 
+    def launch(self) -> Launch | None:
+        """How the winner is launched; None where there is none or torch launches."""
+        if self.winner is None or self.winner.variant is None:
+            return None
+        return _kernel(self.family, self.winner.variant).launch(self.winner.variant, self.problem)
+
+    def taken(self) -> Candidate:
+        """The winner; ``NoKernelError`` says what was asked, what there is and what to do."""
+        if self.winner is not None:
+            return self.winner
+        reasons = dict.fromkeys(f"  {r.subject}: {r.reason}" for r in self.rejected)
+        raise NoKernelError(
+            f"nothing runs {self.problem.kernel} on {_where(self.system.device)}:\n"
+            + "\n".join(reasons)
+            + f"\n{advice(self)}"
+        )
+
 
 class NoKernelError(RuntimeError):
-    """No installed binary solves the problem on the device; the message lists what is installed."""
-
-
-def rung_of(binary: Binary, device: Device) -> Rung | Rejected:
-    """How close the binary is to the device, or why it does not run there."""
-    subject = f"{binary.variant} for {binary.target}"
-    if reason := binary.target.misfit(device.capability):
-        return Rejected(subject, reason)
-    threads = binary.block[0] * binary.block[1] * binary.block[2]
-    if threads > device.threads_per_block:
-        return Rejected(
-            subject, f"{threads} threads per block; the device has {device.threads_per_block}"
-        )
-    shared = binary.dynamic_shared + (binary.static_shared or 0)
-    if shared > device.shared_memory_per_block:
-        return Rejected(
-            subject,
-            f"{shared} bytes of shared memory; the device has {device.shared_memory_per_block}",
-        )
-    if (binary.registers or 0) * threads > device.registers_per_block:
-        return Rejected(
-            subject,
-            f"{(binary.registers or 0) * threads} registers per block; "
-            f"the device has {device.registers_per_block}",
-        )
-    if binary.target.is_ptx:
-        return Rung.PTX
-    return Rung.EXACT if binary.target.capability == device.capability else Rung.SAME_MAJOR
+    """Nothing that is installed and allowed solves the problem; the message lists what lost."""
 
 
 def select(
-    device: Device,
-    archives: Iterable[Archive],
+    system: System,
     family: Family,
     problem: Problem,
     backend: Backend = "auto",
+    lowest: Rung = Rung.REFERENCE,
 ) -> Decision:
-    """The best binary for ``problem`` on ``device``.
+    """The best way to solve ``problem``, on no rung below ``lowest``.
 
     An archive for an architecture that the device cannot run is rejected as a whole, unread.
     """
     candidates: list[Candidate] = []
     rejected: list[Rejected] = []
-    for archive in archives:
-        if reason := archive.arch.misfit(device.capability):
-            rejected.append(Rejected(str(archive.path.name), reason))
-            continue
-        for binary in archive.binaries:
-            variant = binary.variant
-            if variant.family != family.name or variant.kernel != problem.kernel:
-                continue
-            subject = f"{variant} for {binary.target}"
-            if backend not in ("auto", variant.language):
-                rejected.append(Rejected(subject, f"backend={backend!r} was asked for"))
-                continue
-            kernel = family.kernel(variant.kernel, variant.language)
-            if reason := kernel.accepts(variant, problem):
-                rejected.append(Rejected(subject, reason))
-                continue
-            if (blocks := kernel.launch(variant, problem).grid[0]) > MOST_BLOCKS:
-                rejected.append(Rejected(subject, f"{blocks} blocks; a grid holds {MOST_BLOCKS}"))
-                continue
-            rung = rung_of(binary, device)
-            if isinstance(rung, Rejected):
-                rejected.append(rung)
-                continue
-            candidates.append(Candidate(archive, binary, rung, kernel.cost(variant, problem)))
+    for outcome in _outcomes(system, family, problem, backend):
+        if isinstance(outcome, Rejected):
+            rejected.append(outcome)
+        elif outcome.rung > lowest:
+            reason = f"rung {outcome.rung}; the policy allows none below {lowest}"
+            rejected.append(Rejected(outcome.subject, reason))
+        elif outcome.key in system.failed:
+            rejected.append(Rejected(outcome.subject, system.failed[outcome.key]))
+        else:
+            candidates.append(outcome)
     candidates.sort(key=lambda candidate: candidate.order)
-    for candidate in candidates[1:]:
-        subject = f"{candidate.binary.variant} for {candidate.binary.target}"
-        rejected.append(Rejected(subject, _outranked(candidate, candidates[0])))
-    return Decision(device, problem, candidates[0] if candidates else None, tuple(rejected))
+    winner = candidates[0] if candidates else None
+    for loser in candidates[1:]:
+        rejected.append(Rejected(loser.subject, _outranked(loser, candidates[0])))
+    return Decision(system, family, problem, backend, lowest, winner, tuple(rejected))
+
+
+Outcome = Candidate | Rejected
+
+
+def _outcomes(
+    system: System, family: Family, problem: Problem, backend: Backend
+) -> Iterator[Outcome]:
+    """Everything there is, from the top of the ladder down."""
+    if system.device is not None:
+        for archive in system.archives:
+            yield from _from_archive(system, system.device, archive, family, problem, backend)
+        for language, toolchain in (system.toolchains or {}).items():
+            yield from _from_source(
+                system, system.device, language, toolchain, family, problem, backend
+            )
+    if backend in ("auto", "reference"):
+        yield Candidate(Rung.REFERENCE)
+    else:
+        yield Rejected("the reference", _not_asked(backend))
+
+
+def _from_archive(
+    system: System,
+    device: Device,
+    archive: Archive,
+    family: Family,
+    problem: Problem,
+    backend: Backend,
+) -> Iterator[Outcome]:
+    label = f"{archive.provider}'s {archive.path.name}"
+    try:
+        if reason := archive.arch.misfit(device.capability):
+            yield Rejected(label, reason)
+            return
+        binaries = archive.of(family.name, problem.kernel)
+    except ArchiveError as error:
+        yield Rejected(label, str(error), damaged=True)
+        return
+    for binary in binaries:
+        cost = _cost(system, family, binary.variant, problem, backend)
+        reason = system.denied.get(binary.sha256) or misfit(binary, device)
+        if isinstance(cost, str) or reason:
+            yield Rejected(str(binary), cost if isinstance(cost, str) else str(reason))
+        else:
+            rung = nearest_rung(binary.target, device)
+            yield Candidate(rung, binary.variant, binary.target, archive, binary, cost)
+
+
+def _from_source(
+    system: System,
+    device: Device,
+    language: Language,
+    toolchain: Toolchain | str,
+    family: Family,
+    problem: Problem,
+    backend: Backend,
+) -> Iterator[Outcome]:
+    label = f"{language} compiled here"
+    if isinstance(toolchain, str):
+        yield Rejected(label, toolchain)
+        return
+    target = jit_target(toolchain, language, device.capability)
+    if isinstance(target, str):
+        yield Rejected(label, target)
+        return
+    for kernel in family.kernels:
+        if (kernel.name, kernel.language) != (problem.kernel, language):
+            continue
+        for variant in kernel.variants:
+            cost = _cost(system, family, variant, problem, backend)
+            if isinstance(cost, str):
+                yield Rejected(f"{variant} for {target}", cost)
+            else:
+                yield Candidate(Rung.JIT, variant, target, cost=cost)
+
+
+def _cost(
+    system: System, family: Family, variant: Variant, problem: Problem, backend: Backend
+) -> float | str:
+    """The spec's estimate for a variant that can and may solve the problem, or why it does not."""
+    reason = _refusal(system, family, variant, problem, backend)
+    return _kernel(family, variant).cost(variant, problem) if reason is None else reason
+
+
+def _refusal(
+    system: System, family: Family, variant: Variant, problem: Problem, backend: Backend
+) -> str | None:
+    if backend not in ("auto", variant.language):
+        return _not_asked(backend)
+    if reason := system.denied.get(str(variant)):
+        return reason
+    try:
+        kernel = _kernel(family, variant)
+    except KeyError:
+        return f"this version has no such kernel in {variant.language}"
+    if variant not in kernel.variants:
+        return "this version's spec has no such variant"
+    if reason := kernel.accepts(variant, problem):
+        return reason
+    blocks = kernel.launch(variant, problem).grid[0]
+    return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None
+
+
+def _kernel(family: Family, variant: Variant) -> Kernel:
+    return family.kernel(variant.kernel, variant.language)
+
+
+# --- Words ------------------------------------------------------------------------------------
+
+
+def _not_asked(backend: Backend) -> str:
+    return f"backend={backend!r} was asked for"
 
 
 def _outranked(loser: Candidate, winner: Candidate) -> str:
     if loser.rung != winner.rung:
         return f"rung {loser.rung}; the winner's is {winner.rung}"
-    if loser.binary.variant.language != winner.binary.variant.language:
-        return f"{winner.binary.variant.language} comes first"
-    if loser.binary.target != winner.binary.target:
-        return f"{winner.binary.target} is closer to the device"
+    assert loser.variant is not None
+    assert winner.variant is not None
+    if loser.variant.language != winner.variant.language:
+        return f"{winner.variant.language} comes first"
+    if loser.target != winner.target:
+        return f"{winner.target} is closer to the device"
+    if loser.variant == winner.variant and loser.archive and winner.archive:
+        return f"{winner.archive.provider} has it, too"
     return f"the spec prefers the winner ({winner.cost:g} against {loser.cost:g})"
 
 
-def _advice(device: Device) -> str:
+def _where(device: Device | None) -> str:
+    return f"{device.name} ({device.arch})" if device else "the CPU"
+
+
+def advice(decision: Decision) -> str:
+    """What would lift the decision to a higher rung."""
+    device = decision.system.device
+    if device is None:
+        return "The kernels need a CUDA device"
     if device.capability < OLDEST:
         return "The kernels need compute capability {}.{}: use a later GPU".format(*OLDEST)
-    arch = device.arch.replace("_", "")
-    return f"Install a scan-registry wheel that was built for {arch}, or with PTX (ptx80)"
-
-
-def require(decision: Decision) -> Candidate:
-    """The winner; ``NoKernelError`` says what was asked, what is installed and what to do."""
-    if decision.winner is not None:
-        return decision.winner
-    reasons = sorted({f"{r.subject}: {r.reason}" for r in decision.rejected})
-    listed = (
-        "\n".join(f"  {reason}" for reason in reasons) or "  nothing: this wheel has no archives"
-    )
-    raise NoKernelError(
-        f"no installed binary runs {decision.problem.kernel} on {decision.device.name} "
-        f"({decision.device.arch}). Installed:\n{listed}\n"
-        f"{_advice(decision.device)}, or pass backend='reference'."
-    )
+    label = device.arch.replace("_", "")
+    return f"Install a scan-registry wheel that was built for {label}, or with PTX (ptx80)"

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 Capability = tuple[int, int]
+CudaVersion = tuple[int, int]
 
 #: Capabilities of Tegra systems: machine code does not cross over between them and other GPUs.
 TEGRA: frozenset[Capability] = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0)})
+
+#: The CUDA release that first knew each capability, in its compilers and in its drivers.
+FIRST_CUDA: Mapping[Capability, CudaVersion] = {
+    (7, 5): (10, 0),
+    (8, 0): (11, 0),
+    (8, 6): (11, 1),
+    (8, 7): (11, 4),
+    (8, 9): (11, 8),
+    (9, 0): (11, 8),
+    (10, 0): (12, 8),
+    (10, 1): (12, 8),
+    (10, 3): (12, 9),
+    (11, 0): (13, 0),
+    (12, 0): (12, 8),
+    (12, 1): (12, 9),
+}
 
 _TARGET = re.compile(r"(?P<kind>sm|compute|ptx)_?(?P<number>\d{2,3})(?P<suffix>[af]?)")
 
@@ -27,7 +46,9 @@ class Target:
     suffix: str = ""
 
     @classmethod
+    @cache
     def parse(cls, text: str) -> Target:
+        """``ValueError`` if ``text`` is not an architecture."""
         match = _TARGET.fullmatch(text.strip().lower())
         if match is None:
             raise ValueError(f"{text!r} is not an architecture; expected one like sm90 or ptx80")

@@ -6,6 +6,9 @@ rather than ``python -m pytest``, which would put the sources' folder first on t
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +66,8 @@ def make_binary(
         variant=variant,
         target=target,
         format="ptx" if target.is_ptx else "cubin",
+        format_version="8.8" if target.is_ptx else "7",
+        oldest_driver=(12, 9) if target.is_ptx else (12, 0),
         entry=f"{variant.family}_{variant.kernel}",
         block=(128, 1, 1),
         cluster=(1, 1, 1),
@@ -115,3 +120,31 @@ def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
         return Archive(path)
 
     return make
+
+
+def _stub_module() -> Any:
+    """tests/stub/driver.py, by its path: tests are no packages."""
+    path = Path(__file__).parent / "stub" / "driver.py"
+    spec = importlib.util.spec_from_file_location("stub_driver", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def stub_module(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The module tests/stub/driver.py, and the library that it built."""
+    module = _stub_module()
+    if shutil.which(module.compiler()[0]) is None:
+        pytest.skip("needs a C compiler")
+    return module, module.build(tmp_path_factory.mktemp("stub"))
+
+
+@pytest.fixture
+def stub_driver(stub_module: tuple[Any, Path], tmp_path: Path) -> Any:
+    """A CUDA driver that plays what it is told to; see ``Stub`` in tests/stub/driver.py."""
+    module, library = stub_module
+    return module.Stub(library, tmp_path)

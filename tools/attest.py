@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Iterator
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,14 @@ def check(folder: Path) -> int:
 def runnable(family: Family) -> Iterator[tuple[Archive, Binary]]:
     """The installed binaries of a family that the GPU can run."""
     from scan_registry.device import device
-    from scan_registry.select import Rejected, rung_of
+    from scan_registry.fit import misfit
 
     gpu = device(0)
     for archive in catalogue().archives:
         if archive.arch.misfit(gpu.capability):
             continue
         for binary in archive.binaries:
-            if binary.variant.family == family.name and not isinstance(
-                rung_of(binary, gpu), Rejected
-            ):
+            if binary.variant.family == family.name and misfit(binary, gpu) is None:
                 yield archive, binary
 
 
@@ -85,7 +84,7 @@ def attest(family: Family, quick: bool) -> list[dict[str, Any]]:
                 for aligned in (True, False):
                     case = trial.case(kernel.name, aligned=aligned)
                     if kernel.accepts(variant, case.problem) is None:
-                        run(0, archive, binary, case)
+                        run(0, binary, partial(archive.read, binary), case)
                         errors[binary.sha256].append(case.error())
                         if errors[binary.sha256][-1] > tolerance:
                             error = errors[binary.sha256][-1]

@@ -10,7 +10,13 @@ from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
-from scan_registry.kernels.linear_scan.problem import STRIDED, Direction, Layout, LinearScanProblem
+from scan_registry.kernels.linear_scan.problem import (
+    STRIDED,
+    Direction,
+    Layout,
+    LinearScanProblem,
+    Strides,
+)
 from scan_registry.kernels.model import (
     ITEM_SIZE,
     Family,
@@ -18,6 +24,7 @@ from scan_registry.kernels.model import (
     Language,
     Launch,
     Parameter,
+    Sample,
     Static,
     Variant,
 )
@@ -264,6 +271,26 @@ def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
     )
 
 
+def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> Sample:
+    batch, channels, time = (8, 1024, 2048) if access == "aligned" else (8, 1021, 2039)
+    strides = (
+        Strides(channels * time, time, 1)
+        if layout == "time_last"
+        else Strides(channels * time, 1, channels)
+    )
+    problem = LinearScanProblem(
+        direction=direction,
+        layout=layout,
+        dtype=dtype,
+        batch=batch,
+        channels=channels,
+        time=time,
+        strides=(strides,) * len(STRIDED[direction]),
+        alignment=16 if access == "aligned" else ITEM_SIZE[dtype],
+    )
+    return Sample(problem, dtype, access)
+
+
 FAMILY = Family(
     name=FAMILY_NAME,
     summary="x[t] = gates[t] * x[t-1] + tokens[t]",
@@ -273,4 +300,5 @@ FAMILY = Family(
         for build in (_cuda_kernel, _triton_kernel)
         for layout, direction in product(LAYOUTS, DIRECTIONS)
     ),
+    samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
 )

@@ -16,8 +16,9 @@ from importlib.metadata import version
 from typing import Protocol
 
 from scan_registry.archive import ArchiveError
-from scan_registry.cli import inspect, selftest
+from scan_registry.cli import cache, doctor, explain, inspect, selftest, verify
 from scan_registry.cli.errors import UsageError
+from scan_registry.providers import ProviderError
 from scan_registry.select import NoKernelError
 
 PROGRAM = "scan-registry"
@@ -35,7 +36,11 @@ class Command(Protocol):
 
 COMMANDS: dict[str, Command] = {
     "inspect": inspect,
+    "explain": explain,
+    "doctor": doctor,
+    "verify": verify,
     "selftest": selftest,
+    "cache": cache,
 }
 
 
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return COMMANDS[args.command].run(args)
-    except (ArchiveError, UsageError, NoKernelError) as error:
+    except (ArchiveError, ProviderError, UsageError, NoKernelError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:

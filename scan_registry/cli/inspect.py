@@ -13,7 +13,15 @@ from typing import Any
 from rich.console import Console
 
 from scan_registry.archive import Archive, Binary
-from scan_registry.cli.listing import FILTERS, Listed, narrow, read
+from scan_registry.cli.listing import (
+    Listed,
+    add_filters,
+    filters_of,
+    narrow,
+    read,
+    several_providers,
+    size_text,
+)
 from scan_registry.cli.tables import new_table, screen, show
 from scan_registry.inventory import Catalogue, catalogue
 
@@ -38,17 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--all", action="store_true", help="one row per binary, however many")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
-    examples = {
-        "family": "such as linear_scan",
-        "kernel": "such as time_last_forward",
-        "language": "cuda or triton",
-        "dtype": "such as bfloat16",
-        "arch": "such as sm90, sm_90 or ptx80",
-    }
-    for name in FILTERS:
-        parser.add_argument(
-            f"--{name}", action="append", default=[], metavar="X", help=examples[name]
-        )
+    add_filters(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     for entry in listed:
         if entry.damage:
             print(f"scan-registry: error: {entry.damage}", file=sys.stderr)
-    wanted = {name: getattr(args, name) for name in FILTERS}
+    wanted = filters_of(args)
     shown = narrow(listed, wanted) if listed else []
     if args.json:
         print(json.dumps(document(shown, found), indent=2))
@@ -86,6 +84,7 @@ def _archive_record(entry: Listed, found: Catalogue) -> dict[str, Any]:
     manifest = {} if entry.damage else entry.archive.manifest
     return {
         "arch": str(entry.archive.arch),
+        "provider": entry.archive.provider,
         "path": str(entry.archive.path),
         "size": _file_size(entry.archive),
         "version": manifest.get("version"),
@@ -121,7 +120,7 @@ def _print(listed: Sequence[Listed], found: Catalogue, *, filtered: bool, everyt
     rows = [(entry.archive, binary) for entry in listed for binary in entry.binaries]
     _print_archives(console, listed, found)
     if everything or (filtered and len(rows) <= MOST_ROWS):
-        _print_binaries(console, rows, found)
+        _print_binaries(console, rows, found, providers=several_providers(listed))
     else:
         _print_kernels(console, rows, found)
     if filtered and not rows:
@@ -132,17 +131,22 @@ def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue
     console.print(f"[bold]scan-registry {version('scan-registry')}[/]")
     for folder in dict.fromkeys(archive.path.parent for archive in found.archives):
         console.print(f"archives in {folder}", markup=False, soft_wrap=True)
-    table = new_table("arch", "size>", "binaries>", "proven>", "on~", "toolchain~", "source")
+    providers = several_providers(listed)
+    table = new_table(
+        "arch",
+        *(["provider~"] if providers else []),
+        *("size>", "binaries>", "proven>", "on~", "toolchain~", "source"),
+    )
     for entry in listed:
-        label, size = entry.archive.arch.label, _bytes(_file_size(entry.archive))
+        label, size = entry.archive.arch.label, size_text(_file_size(entry.archive))
+        start = [label, entry.archive.provider, size] if providers else [label, size]
         if entry.damage:
-            table.add_row(label, size, "", "", "", "[red]damaged[/]", "")
+            table.add_row(*start, "", "", "", "[red]damaged[/]", "")
             continue
         binaries = entry.archive.binaries
         gpus = {found.attestations[b.sha256].gpu for b in binaries if found.proven(b)}
         table.add_row(
-            label,
-            size,
+            *start,
             str(len(binaries)),
             _proven(binaries, found),
             ", ".join(sorted(gpus)) or "–",
@@ -175,8 +179,8 @@ def _print_kernels(console: Console, rows: Sequence[Row], found: Catalogue) -> N
             f"all {len(archs)}" if archs == listed and len(archs) > 1 else " ".join(archs),
             str(len({binary.variant for binary in binaries})),
             _range([b.registers for b in binaries if b.registers is not None], str),
-            _range([_shared(b) for b in binaries], _bytes),
-            _range([b.size for b in binaries], _bytes),
+            _range([b.shared for b in binaries], size_text),
+            _range([b.size for b in binaries], size_text),
             _proven(binaries, found),
         )
         table.add_section()
@@ -189,26 +193,30 @@ def _print_kernels(console: Console, rows: Sequence[Row], found: Catalogue) -> N
         )
 
 
-def _print_binaries(console: Console, rows: Sequence[Row], found: Catalogue) -> None:
+def _print_binaries(
+    console: Console, rows: Sequence[Row], found: Catalogue, *, providers: bool
+) -> None:
     for group in _by_kernel(rows):
         variant = group[0][1].variant
         # Variants of one kernel have the same static parameters, so each gets a column.
         statics = {name: value for _, b in group for name, value in b.variant.statics}
         table = new_table(
             "arch",
+            *(["provider~"] if providers else []),
             *(f"{name}>" if isinstance(value, int) else name for name, value in statics.items()),
             *("regs>", "spill>", "shared>", "threads>", "size>", "proven"),
         )
-        for _, binary in group:
+        for archive, binary in group:
             values = dict(binary.variant.statics)
             table.add_row(
                 binary.target.label,
+                *([archive.provider] if providers else []),
                 *(str(values.get(name, "")) for name in statics),
                 _optional(binary.registers),
                 _optional(binary.spill_bytes),
                 f"{_optional(binary.static_shared)}+{binary.dynamic_shared}",
-                str(_threads(binary)),
-                _bytes(binary.size),
+                str(binary.threads),
+                size_text(binary.size),
                 _proof(binary, found),
             )
         show(console, table, f"[bold]{variant.family}.{variant.kernel}[/], {variant.language}")
@@ -242,25 +250,8 @@ def _by_kernel(rows: Iterable[Row]) -> list[list[Row]]:
     return [group for languages in kernels.values() for group in languages.values()]
 
 
-def _threads(binary: Binary) -> int:
-    x, y, z = binary.block
-    return x * y * z
-
-
-def _shared(binary: Binary) -> int:
-    return binary.dynamic_shared + (binary.static_shared or 0)
-
-
 def _optional(value: int | None) -> str:
     return "?" if value is None else str(value)
-
-
-def _bytes(size: int | None) -> str:
-    if size is None:
-        return "?"
-    if size < 1000:
-        return f"{size} B"
-    return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:.2f} MB"
 
 
 def _range(values: Sequence[int], text: Callable[[int], str]) -> str:

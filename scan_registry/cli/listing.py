@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,19 +32,64 @@ FILTERS: Mapping[str, Callable[[Archive, Binary], list[str]]] = {
     ],
     "arch": lambda archive, binary: [archive.arch.label, binary.target.label],
 }
+_EXAMPLES = {
+    "family": "such as linear_scan",
+    "kernel": "such as time_last_forward",
+    "language": "cuda or triton",
+    "dtype": "such as bfloat16",
+    "arch": "such as sm90, sm_90 or ptx80",
+}
+
+
+def add_filters(parser: argparse.ArgumentParser) -> None:
+    """Declare one argument for each filter; it may be given more than once."""
+    for name in FILTERS:
+        parser.add_argument(
+            f"--{name}", action="append", default=[], metavar="X", help=_EXAMPLES[name]
+        )
+
+
+def filters_of(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The values that were given, by the filter's name."""
+    return {name: getattr(args, name) for name in FILTERS}
+
+
+def opened(catalogue: Catalogue) -> list[Listed]:
+    """Every archive, with its manifest checked; the binaries' bytes are not read."""
+    listed = []
+    for archive in catalogue.archives:
+        try:
+            listed.append(Listed(archive, archive.binaries))
+        except ArchiveError as error:
+            listed.append(Listed(archive, (), str(error)))
+    return listed
 
 
 def read(catalogue: Catalogue) -> list[Listed]:
     """Every archive, with every byte checked against its digest."""
     listed = []
-    for archive in catalogue.archives:
+    for entry in opened(catalogue):
         try:
-            for binary in archive.binaries:
-                archive.read(binary)
-            listed.append(Listed(archive, archive.binaries))
+            for binary in entry.binaries:
+                entry.archive.read(binary)
+            listed.append(entry)
         except ArchiveError as error:
-            listed.append(Listed(archive, (), str(error)))
+            listed.append(Listed(entry.archive, (), str(error)))
     return listed
+
+
+def several_providers(listed: Iterable[Listed]) -> bool:
+    """Whether a table has to say which package brought an archive."""
+    return len({entry.archive.provider for entry in listed}) > 1
+
+
+def size_text(size: int | None) -> str:
+    """``10.3 kB``; ``?`` for what has no size."""
+    if size is None:
+        return "?"
+    if size < 1000:
+        return f"{size} B"
+    return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:.2f} MB"
 
 
 def narrow(listed: Iterable[Listed], wanted: Mapping[str, Sequence[str]]) -> list[Listed]:
@@ -78,7 +124,7 @@ def _known(name: str, values: Sequence[str], listed: Sequence[Listed]) -> set[st
     )
     known = set()
     for value in values:
-        spelled = _arch_label(value) if name == "arch" else value
+        spelled = arch_label(value) if name == "arch" else value
         if spelled not in installed:
             accepted = ", ".join(installed) or "none"
             raise UsageError(f"--{name} {value!r} is not installed; accepted are: {accepted}")
@@ -86,7 +132,7 @@ def _known(name: str, values: Sequence[str], listed: Sequence[Listed]) -> set[st
     return known
 
 
-def _arch_label(text: str) -> str:
+def arch_label(text: str) -> str:
     """``sm90`` for every spelling of it; what is no architecture stays, to be refused by name."""
     try:
         return Target.parse(text).label

@@ -12,8 +12,8 @@ from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tables import new_table, screen, show
 
 if TYPE_CHECKING:
+    from scan_registry.fit import Rung
     from scan_registry.kernels.model import Family, Kernel
-    from scan_registry.select import Rung
 
 CPU = "cpu"
 
@@ -87,12 +87,11 @@ def selftest(device: Any) -> Iterator[Result]:
 
 def _kernel(family: Family, kernel: Kernel, dtype: str, ordinal: int) -> Result:
     """Run whatever selection picks for a few problems, aligned and not."""
-    from scan_registry.archive import ArchiveError
-    from scan_registry.check import cases_of, run
-    from scan_registry.device import device
+    from scan_registry import policy
+    from scan_registry.check import cases_of, start
     from scan_registry.driver import DriverError
-    from scan_registry.inventory import catalogue
-    from scan_registry.select import NoKernelError, require, select
+    from scan_registry.loader import prepare
+    from scan_registry.select import NoKernelError
 
     cases = cases_of(family.name)
     worst, count, failure = 0.0, 0, None
@@ -102,20 +101,13 @@ def _kernel(family: Family, kernel: Kernel, dtype: str, ordinal: int) -> Result:
         for trial in cases.trials(dtype, cases.QUICK, f"cuda:{ordinal}"):
             for aligned in (True, False):
                 case = trial.case(kernel.name, aligned=aligned)
-                winner = require(
-                    select(
-                        device(ordinal),
-                        catalogue().archives,
-                        family,
-                        case.problem,
-                        kernel.language,
-                    )
-                )
-                run(ordinal, winner.archive, winner.binary, case)
+                ready = prepare(ordinal, family, case.problem, kernel.language, policy.lowest())
+                assert ready.launch is not None  # a language was asked for, so not the reference
+                start(ordinal, ready.launch, kernel, case, ready.workspace)
                 worst, count = max(worst, case.error()), count + 1
-                rungs.add(winner.rung)
-                variants[str(winner.binary.variant)] = None
-    except (NoKernelError, ArchiveError, DriverError) as error:
+                rungs.add(ready.decision.taken().rung)
+                variants[str(ready.decision.taken().variant)] = None
+    except (NoKernelError, DriverError) as error:
         failure = str(error)
     return Result(
         family=family.name,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from scan_registry.kernels.linear_scan.problem import Layout, Strides
+from scan_registry.kernels.model import Problem
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,14 @@ class Arrangement:
     channels: int
     time: int
     strides: tuple[Strides, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One kernel's share of a call: its problem, and the names of the inputs that are copied first."""
+
+    problem: Problem
+    copied: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -82,3 +92,23 @@ def _arrangement(layout: Layout, batch: _Axis, channel: _Axis, time: _Axis) -> A
         Strides(*each) for each in zip(batch.strides, channel.strides, time.strides, strict=True)
     )
     return Arrangement(layout, batch.size, channel.size, time.size, strides)
+
+
+def arrange_with_copies(
+    shape: Sequence[int], dim: int, inputs: Sequence[Sequence[int]], dense: Sequence[int]
+) -> tuple[Arrangement, tuple[bool, ...]]:
+    """The inputs and an output of strides ``dense`` as the kernels want them, and which inputs have to
+    be copied to those strides first: as few as possible, the earlier ones rather than the later.
+
+    ``dense`` are strides without gaps in any order of the dimensions, which always fit.
+    """
+    for kept in sorted(product((True, False), repeat=len(inputs)), key=_preference):
+        strides = [own if keep else dense for own, keep in zip(inputs, kept, strict=True)]
+        arranged = arrange(shape, dim, [*strides, dense])
+        if arranged is not None:
+            return arranged, tuple(not keep for keep in kept)
+    raise AssertionError(f"strides {dense} of shape {shape} are not dense")
+
+
+def _preference(kept: tuple[bool, ...]) -> tuple[int, tuple[bool, ...]]:
+    return -sum(kept), kept

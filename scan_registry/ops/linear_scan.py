@@ -14,16 +14,13 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
-from scan_registry._launcher import Launch
-from scan_registry.device import device as describe_device
-from scan_registry.driver import DriverError
-from scan_registry.inventory import catalogue
+from scan_registry import policy
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem, common_alignment
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.loader import prepare
-from scan_registry.ops.layout import Arrangement, arrange
-from scan_registry.select import BACKENDS, Backend, require, select
+from scan_registry.loader import Prepared, prepare, run_reference
+from scan_registry.ops.layout import Share, arrange_with_copies
+from scan_registry.select import BACKENDS, Backend
 
 _DTYPES = {
     torch.float32: "float32",
@@ -37,6 +34,7 @@ _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms_active = torch._C._are_functorch_transforms_active
 _tracing_state = torch._C._get_tracing_state
+_required = policy.required.get
 
 Plan = Callable[..., Any]
 _forward_plans: dict[tuple[Any, ...], Plan] = {}
@@ -67,8 +65,13 @@ def linear_scan(
     Raises:
         TypeError: an argument is not a tensor, or its dtype is not supported.
         ValueError: shapes, dtypes or devices differ, or ``dim`` or ``backend`` is out of range.
-        NoKernelError: the installed wheels hold no binary for this GPU; the message lists them.
-        ArchiveError: an installed archive is damaged.
+        NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
+            on this GPU; the message lists what there is.
+        ProviderError: an installed package of archives does not go with this version.
+        DriverError: the driver failed; the message names the kernel, its variant and the launch.
+
+    Warns:
+        FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
     if not _is_compiling() and _unobserved(gates, tokens):
         if (gates.requires_grad or tokens.requires_grad) and torch.is_grad_enabled():
@@ -116,6 +119,7 @@ class LinearScan(torch.autograd.Function):
                 states = _op(gates, tokens, dim, backend)
         ctx.save_for_backward(gates, states)
         ctx.how = dim, backend
+        ctx.required = _required()
         return states
 
     @staticmethod
@@ -123,7 +127,11 @@ class LinearScan(torch.autograd.Function):
         gates, states = ctx.saved_tensors
         # Grad mode is on here only under create_graph.
         step = _differentiable_backward if torch.is_grad_enabled() else _backward_op
-        gates_grad, tokens_grad = step(gates, states, states_grad, *ctx.how)
+        if ctx.required is _required():
+            gates_grad, tokens_grad = step(gates, states, states_grad, *ctx.how)
+        else:
+            with policy.as_required(ctx.required):
+                gates_grad, tokens_grad = step(gates, states, states_grad, *ctx.how)
         return gates_grad, tokens_grad, None, None, None
 
 
@@ -200,54 +208,64 @@ def _remember(plans: dict[tuple[Any, ...], Plan], key: tuple[Any, ...], plan: Pl
     return plan
 
 
-def _arranged(inputs: Sequence[Tensor], model: Tensor, dim: int) -> Arrangement | None:
-    """The inputs, and outputs laid out like ``model``, as the kernels want them."""
-    output = torch.empty_like(model, device="meta")
-    return arrange(model.shape, dim, [t.stride() for t in (*inputs, output)])
-
-
-def _launch(
-    direction: Direction, arranged: Arrangement, inputs: Sequence[Tensor], backend: Backend
-) -> tuple[Launch, int]:
-    """The prepared launch of the best binary, and the bytes of workspace it wants."""
+def _share(direction: Direction, inputs: dict[str, Tensor], dim: int) -> Share:
+    """What one direction makes of its inputs, of which the second gives the outputs their layout."""
+    tensors = list(inputs.values())
+    dense = torch.empty_like(tensors[1], device="meta").stride()
+    arranged, copied = arrange_with_copies(
+        tensors[1].shape, dim, [tensor.stride() for tensor in tensors], dense
+    )
+    kept = [tensor for tensor, copy in zip(tensors, copied, strict=True) if not copy]
     problem = LinearScanProblem(
         direction=direction,
-        dtype=_DTYPES[inputs[0].dtype],
-        alignment=common_alignment(tensor.data_ptr() for tensor in inputs),
+        dtype=_DTYPES[tensors[0].dtype],
+        alignment=common_alignment(tensor.data_ptr() for tensor in kept),
         **vars(arranged),
     )
-    ordinal = inputs[0].device.index
-    decision = select(describe_device(ordinal), catalogue().archives, FAMILY, problem, backend)
-    winner = require(decision)
-    return prepare(ordinal, winner.archive, winner.binary, problem)
+    return Share(problem, tuple(name for name, copy in zip(inputs, copied, strict=True) if copy))
 
 
-def _copy_like(source: Tensor, model: Tensor) -> Tensor:
-    """``source`` in the memory layout of ``model``, without any gaps that may have."""
-    return torch.empty_like(model).copy_(source)
+def describe(
+    gates: Tensor, tokens: Tensor, *, dim: int = -1, backend: Backend = "auto"
+) -> dict[str, Share]:
+    """The problems that a call of ``linear_scan`` with these arguments poses, by direction; the
+    backward one only if a derivative is asked for. Nothing is computed."""
+    dim = _check({"gates": gates, "tokens": tokens}, dim, backend)
+    if tokens.numel() == 0:
+        return {}
+    shares = {"forward": _share("forward", {"gates": gates, "tokens": tokens}, dim)}
+    if gates.requires_grad or tokens.requires_grad:
+        states = torch.empty_like(tokens, device="meta")
+        inputs = {"gates": gates, "states": states, "states_grad": states}
+        shares["backward"] = _share("backward", inputs, dim)
+    return shares
 
 
-def _refuse_launch(status: int) -> None:
-    raise DriverError("cuLaunchKernel", status, " in linear_scan")
+def _prepared(
+    direction: Direction, inputs: dict[str, Tensor], dim: int, backend: Backend
+) -> tuple[Prepared, list[str]]:
+    """The best kernel for one direction, and the names of the inputs to copy before it."""
+    share = _share(direction, inputs, dim)
+    ordinal = next(iter(inputs.values())).device.index
+    return prepare(ordinal, FAMILY, share.problem, backend, policy.lowest()), list(share.copied)
 
 
 def _plan_forward(gates: Tensor, tokens: Tensor, dim: int, backend: Backend) -> Plan:
-    dim = _check({"gates": gates, "tokens": tokens}, dim, backend)
+    inputs = {"gates": gates, "tokens": tokens}
+    dim = _check(inputs, dim, backend)
     if tokens.numel() == 0:
         return lambda gates, tokens, *_: torch.empty_like(tokens)
     if not (tokens.is_cuda or tokens.is_cpu):  # meta, or what has no kernel here
         return lambda gates, tokens, *_: _op(gates, tokens, dim, backend)
     if backend == "reference" or tokens.is_cpu:
         return lambda gates, tokens, *_: reference.forward(gates, tokens, dim=dim)
-    arranged = _arranged((gates, tokens), tokens, dim)
-    if arranged is None:
-        if _arranged((tokens,), tokens, dim) is None:
-            return lambda gates, tokens, *_: _forward(
-                gates, _copy_like(tokens, tokens), dim, backend
-            )
-        return lambda gates, tokens, *_: _forward(_copy_like(gates, tokens), tokens, dim, backend)
-    launch, workspace = _launch("forward", arranged, (gates, tokens), backend)
-    run, ordinal, stream = launch.run, tokens.device.index, torch._C._cuda_getCurrentRawStream
+    ready, copied = _prepared("forward", inputs, dim, backend)
+    if ready.launch is None:
+        return lambda gates, tokens, *_: run_reference(
+            ready.decision, lambda: reference.forward(gates, tokens, dim=dim)
+        )
+    run, workspace, ordinal = ready.launch.run, ready.workspace, tokens.device.index
+    stream = torch._C._cuda_getCurrentRawStream
 
     def plan(gates: Tensor, tokens: Tensor, gates_address: int, tokens_address: int) -> Tensor:
         states = torch.empty_like(tokens)
@@ -263,16 +281,21 @@ def _plan_forward(gates: Tensor, tokens: Tensor, dim: int, backend: Backend) -> 
             scratch.data_ptr() if scratch is not None else None,
         )
         if status:
-            _refuse_launch(status)
+            ready.refuse(status)
         return states
 
-    return plan
+    def plan_with_copies(gates: Tensor, tokens: Tensor, *_: int) -> Tensor:
+        gates, tokens = _copied({"gates": gates, "tokens": tokens}, copied, tokens)
+        return plan(gates, tokens, gates.data_ptr(), tokens.data_ptr())
+
+    return plan_with_copies if copied else plan
 
 
 def _plan_backward(
     gates: Tensor, states: Tensor, states_grad: Tensor, dim: int, backend: Backend
 ) -> Plan:
-    dim = _check({"gates": gates, "states": states, "states_grad": states_grad}, dim, backend)
+    inputs = {"gates": gates, "states": states, "states_grad": states_grad}
+    dim = _check(inputs, dim, backend)
     if states.numel() == 0:
         return lambda gates, states, states_grad: (
             torch.empty_like(states),
@@ -280,24 +303,18 @@ def _plan_backward(
         )
     if backend == "reference" or not states.is_cuda:
         return lambda *inputs: reference.backward(*inputs, dim=dim)[:2]
-    inputs = (gates, states, states_grad)
-    arranged = _arranged(inputs, states, dim)
-    if arranged is None:
-        alone = [_arranged((tensor, states), states, dim) is None for tensor in inputs]
-        # Where each fits the states, but not all three together, both others are copied.
-        copied = alone if any(alone) else [True, False, True]
-
-        def rearranged(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-            states = _copy_like(inputs[1], inputs[1]) if copied[1] else inputs[1]
-            gates = _copy_like(inputs[0], states) if copied[0] else inputs[0]
-            states_grad = _copy_like(inputs[2], states) if copied[2] else inputs[2]
-            return _backward(gates, states, states_grad, dim, backend)
-
-        return rearranged
-    launch, workspace = _launch("backward", arranged, inputs, backend)
-    run, ordinal, stream = launch.run, states.device.index, torch._C._cuda_getCurrentRawStream
+    ready, copied = _prepared("backward", inputs, dim, backend)
+    if ready.launch is None:
+        return lambda *inputs: run_reference(
+            ready.decision, lambda: reference.backward(*inputs, dim=dim)[:2]
+        )
+    run, workspace, ordinal = ready.launch.run, ready.workspace, states.device.index
+    stream = torch._C._cuda_getCurrentRawStream
 
     def plan(gates: Tensor, states: Tensor, states_grad: Tensor) -> tuple[Tensor, Tensor]:
+        if copied:
+            named = {"gates": gates, "states": states, "states_grad": states_grad}
+            gates, states, states_grad = _copied(named, copied, states)
         gates_grad, tokens_grad = torch.empty_like(states), torch.empty_like(states)
         scratch = states.new_empty(workspace, dtype=torch.uint8) if workspace else None
         status = run(
@@ -314,10 +331,18 @@ def _plan_backward(
             scratch.data_ptr() if scratch is not None else None,
         )
         if status:
-            _refuse_launch(status)
+            ready.refuse(status)
         return gates_grad, tokens_grad
 
     return plan
+
+
+def _copied(inputs: dict[str, Tensor], names: Sequence[str], model: Tensor) -> list[Tensor]:
+    """The inputs, those that are named copied into the memory layout of ``model`` without its gaps."""
+    return [
+        torch.empty_like(model).copy_(tensor) if name in names else tensor
+        for name, tensor in inputs.items()
+    ]
 
 
 # --- Registration -----------------------------------------------------------------------------
@@ -342,6 +367,7 @@ def _forward(gates: Tensor, tokens: Tensor, dim: int = -1, backend: Backend = "a
         dim,
         backend,
         (addresses[0] | addresses[1]) & 15,
+        _required(),
     )
     try:
         plan = _forward_plans.get(key)
@@ -359,7 +385,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     facts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in (gates, states, states_grad))
     addresses = gates.data_ptr() | states.data_ptr() | states_grad.data_ptr()
-    key = (facts, dim, backend, addresses & 15)
+    key = (facts, dim, backend, addresses & 15, _required())
     plan = _backward_plans.get(key)
     if plan is None:
         plan = _plan_backward(gates, states, states_grad, dim, backend)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import shutil
 import sys
@@ -15,11 +14,11 @@ from typing import Any
 import pytest
 
 from scan_registry import archive
-from scan_registry.aot import cache, elf, nvrtc
-from scan_registry.aot.cache import BuildCache
-from scan_registry.aot.compile import COMPILERS, cache_key, compile_variant, source_digest
+from scan_registry.aot import elf, nvrtc
+from scan_registry.aot.compile import compile_variant, refuse_spill
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
 from scan_registry.archive import digest
+from scan_registry.cache import Cache
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Variant
 from scan_registry.target import Target
@@ -95,8 +94,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
 
 
 @pytest.fixture
-def build_cache(tmp_path: Path) -> BuildCache:
-    return BuildCache(tmp_path / "cache")
+def build_cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
 
 
 @pytest.fixture
@@ -124,6 +123,8 @@ def test_a_binary_states_what_was_compiled(toy: Toy, arch: str) -> None:
     assert (binary.block, binary.dynamic_shared, binary.hidden) == ((128, 1, 1), 0, 0)
     assert (binary.size, binary.sha256) == (len(content), digest(content))
     assert binary.compiler.startswith("nvrtc ")
+    assert binary.oldest_driver == ((12, 9) if target.is_ptx else (12, 0))
+    assert binary.format_version == ("8.8" if target.is_ptx else "7")
     assert f"--gpu-architecture={target}" in binary.options
     assert "--define-macro=SCALE=2" in binary.options
     if target.is_ptx:
@@ -158,10 +159,17 @@ def test_triton(arch: str, made_for: str) -> None:
 
 def test_triton_leaves_the_environment_as_it_was() -> None:
     """A user's own Triton kernels, compiled later in the same process, must not notice."""
-    before = {name: value for name, value in os.environ.items() if name.startswith("TRITON")}
+    before = dict(os.environ)
     compile_variant(TRITON, SM90)
-    after = {name: value for name, value in os.environ.items() if name.startswith("TRITON")}
-    assert after == before
+    assert dict(os.environ) == before
+
+
+def test_triton_does_not_see_a_users_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    binary, _ = compile_variant(TRITON, SM90)
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/nowhere/ptxas")
+    monkeypatch.setenv("PTXAS_OPTIONS", "-O0")
+    assert compile_variant(TRITON, SM90)[0] == binary
 
 
 # --- Failures ---------------------------------------------------------------------------------
@@ -198,24 +206,24 @@ def test_a_triton_error_names_the_variant(monkeypatch: pytest.MonkeyPatch) -> No
     assert "power of 2" in str(caught.value)
 
 
-def test_a_spill_fails_the_build_unless_the_spec_allows_it(
-    toy: Toy, build_cache: BuildCache
-) -> None:
+def test_a_spill_fails_the_build_unless_the_spec_allows_it(toy: Toy) -> None:
     toy.write("copy.cu", SPILL)
-    with pytest.raises(CompileError, match="spills") as caught:
-        compile_variant(toy.variant, SM90, build_cache)
-    assert str(toy.variant) in str(caught.value)
-    assert "may_spill" in str(caught.value)
-    assert not build_cache.folder.exists()  # a failure is not kept
-
-    toy.change(may_spill=frozenset({toy.variant}))
-    binary, _ = compile_variant(toy.variant, SM90, build_cache)
+    binary, _ = compile_variant(toy.variant, SM90)  # which the JIT takes as it is
     assert binary.spill_bytes is not None
     assert binary.spill_bytes > 0
+    with pytest.raises(CompileError, match="spills") as caught:
+        refuse_spill(binary)
+    assert str(toy.variant) in str(caught.value)
+    assert "may_spill" in str(caught.value)
+    toy.change(may_spill=frozenset({toy.variant}))
+    refuse_spill(binary)
 
-    toy.change(may_spill=frozenset())  # the leave is taken back: the cache must not give it again
-    with pytest.raises(CompileError, match="spills"):
+
+def test_a_failure_is_not_kept(toy: Toy, build_cache: Cache) -> None:
+    toy.write("scale.cuh", "no function")
+    with pytest.raises(CompileError):
         compile_variant(toy.variant, SM90, build_cache)
+    assert not list(build_cache.entries())
 
 
 def test_nothing_is_not_a_binary(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +238,7 @@ def test_code_for_another_architecture_is_refused(
 ) -> None:
     other = nvrtc.Nvrtc().compile(toy.kernel, toy.variant, Target.parse("sm80"))
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *args: other)
-    with pytest.raises(CompileError, match="made code for another target"):
+    with pytest.raises(CompileError, match="returned code for sm_80"):
         compile_variant(toy.variant, SM90)
 
 
@@ -239,9 +247,28 @@ def test_no_nvrtc(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: not here")
 
     monkeypatch.setattr("ctypes.CDLL", refuse)
+    monkeypatch.setattr(nvrtc, "_packaged", lambda folder: iter(()))
     nvrtc._library.cache_clear()
-    with pytest.raises(MissingCompilerError, match="pip install nvidia-cuda-nvrtc"):
-        compile_variant(toy.variant, SM90)
+    nvrtc._candidates.cache_clear()
+    try:
+        with pytest.raises(MissingCompilerError, match="pip install nvidia-cuda-nvrtc"):
+            compile_variant(toy.variant, SM90)
+    finally:
+        nvrtc._candidates.cache_clear()
+
+
+def test_the_version_that_is_stated_is_the_one_that_compiles(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key of the cache is made of the stated one, before anything is loaded."""
+    (first, *_) = nvrtc._candidates()
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: (replace(first, version="11.8.89"),))
+    nvrtc._library.cache_clear()
+    try:
+        with pytest.raises(CompileError, match=r"nvrtc 11\.8\.89 is installed, but what loads is"):
+            compile_variant(toy.variant, SM90)
+    finally:
+        nvrtc._library.cache_clear()
 
 
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +280,7 @@ def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- The cache --------------------------------------------------------------------------------
 
 
-def test_a_hit_is_the_same_binary(toy: Toy, build_cache: BuildCache, compiles: list[str]) -> None:
+def test_a_hit_is_the_same_binary(toy: Toy, build_cache: Cache, compiles: list[str]) -> None:
     first = compile_variant(toy.variant, SM90, build_cache)
     assert compile_variant(toy.variant, SM90, build_cache) == first
     assert len(compiles) == 1
@@ -263,7 +290,7 @@ def test_a_hit_is_the_same_binary(toy: Toy, build_cache: BuildCache, compiles: l
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", "cut", "flip"])
 def test_a_damaged_entry_is_built_again(
-    toy: Toy, build_cache: BuildCache, compiles: list[str], damage: Any
+    toy: Toy, build_cache: Cache, compiles: list[str], damage: Any
 ) -> None:
     first = compile_variant(toy.variant, SM90, build_cache)
     (entry,) = build_cache.folder.rglob(f"*{archive.SUFFIX}")
@@ -317,6 +344,8 @@ def change_warps(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def change_compiler(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, _ = nvrtc._library()
+    monkeypatch.setattr(nvrtc, "_library", lambda: (library, "12.9.87"))
     monkeypatch.setattr(nvrtc.Nvrtc, "identity", lambda self: "nvrtc 12.9.87")
 
 
@@ -348,7 +377,7 @@ def change_format(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> tuple[Variant, T
 def test_whatever_determines_a_binary_is_in_its_key(
     change: Change,
     toy: Toy,
-    build_cache: BuildCache,
+    build_cache: Cache,
     compiles: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -364,7 +393,7 @@ def test_whatever_determines_a_binary_is_in_its_key(
 
 
 def test_what_does_not_determine_a_binary_is_not_in_its_key(
-    toy: Toy, build_cache: BuildCache, compiles: list[str], monkeypatch: pytest.MonkeyPatch
+    toy: Toy, build_cache: Cache, compiles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = compile_variant(toy.variant, SM90, build_cache)
     elsewhere = toy.folder.parent.with_name("elsewhere")
@@ -376,77 +405,3 @@ def test_what_does_not_determine_a_binary_is_not_in_its_key(
     toy.change(cost=lambda variant, problem: 1.0)
     assert compile_variant(toy.variant, SM90, build_cache) == first
     assert len(compiles) == 1
-
-
-#: Every parameter of the function that makes keys: a value, and others that have to change the key.
-KEY_PARTS: dict[str, list[Any]] = {
-    "compiler": ["nvrtc 12.9.86", "nvrtc 12.9.87", "triton 3.6.0"],
-    "source_sha256": [digest(b"source"), digest(b"sources")],
-    "entry": ["f", "g", ""],
-    "options": [("-a", "-b"), ("-b", "-a"), ("-a",), ("-a", "-b", "-c"), ("-a -b",), ()],
-    "target": [Target.parse(arch) for arch in ("sm90", "sm90a", "sm80", "ptx90")],
-    "variant": [CUDA, TRITON, LINEAR_SCAN.variants()[1]],
-    "warps": [4, 8],
-}
-
-
-def test_each_part_of_the_key_in_turn() -> None:
-    names = list(inspect.signature(cache_key).parameters)
-    base = {name: KEY_PARTS[name][0] for name in names}
-    keys = [cache_key(**base)]
-    for name in names:
-        keys += [cache_key(**{**base, name: value}) for value in KEY_PARTS[name][1:]]
-    assert len(set(keys)) == len(keys)
-
-
-def test_the_source_digest() -> None:
-    base = source_digest({"a.cu": "x", "b.cuh": "y"})
-    assert source_digest({"b.cuh": "y", "a.cu": "x"}) == base
-    others = [
-        {"a.cu": "y", "b.cuh": "x"},
-        {"a.cu": "x"},
-        {"a.cu": "x", "b.cuh": "y "},
-        {"a.cu": "x", "c.cuh": "y"},
-        {"a.cu": "x", "b.cuh": "y", "c.cuh": ""},
-    ]
-    assert len({base, *map(source_digest, others)}) == 1 + len(others)
-
-
-class Asked(Exception):
-    """Ends a compilation with the key that it looked for."""
-
-
-class AskedCache(BuildCache):
-    def get(self, key: str, target: Target) -> None:
-        raise Asked(key)
-
-
-@pytest.mark.parametrize("arch", ["sm80", "sm90", "ptx80"])
-def test_no_two_variants_share_a_key(tmp_path: Path, arch: str) -> None:
-    """They would evict each other from the cache, build after build."""
-    for kernel in LINEAR_SCAN.kernels:
-        keys = set()
-        for variant in kernel.variants:
-            with pytest.raises(Asked) as caught:
-                compile_variant(variant, Target.parse(arch), AskedCache(tmp_path))
-            keys.add(str(caught.value))
-        assert len(keys) == len(kernel.variants), f"{kernel.name}, {kernel.language}"
-
-
-@pytest.mark.parametrize("language", ["cuda", "triton"])
-def test_the_recorded_options_tell_variants_apart(language: str) -> None:
-    """They are what a reader of the manifest has, to compile the same again."""
-    for kernel in LINEAR_SCAN.kernels:
-        if kernel.language == language:
-            compiler = COMPILERS[kernel.language]
-            options = {compiler.options(kernel, variant, SM90) for variant in kernel.variants}
-            assert len(options) == len(kernel.variants), kernel.name
-
-
-def test_the_folder_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SCAN_REGISTRY_BUILD_CACHE", str(tmp_path))
-    assert cache.default_folder() == tmp_path
-    monkeypatch.delenv("SCAN_REGISTRY_BUILD_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.default_folder().is_relative_to(tmp_path / "xdg")
-    assert not (tmp_path / "xdg").exists()

@@ -161,7 +161,7 @@ def test_wrong_magic(archive_factory: Factory) -> None:
 def test_wrong_name(archive_factory: Factory) -> None:
     path = archive_factory("sm90").path
     renamed = path.rename(path.with_name("sm80.scanreg"))
-    refused(renamed, "holds sm_90", "sm_80")
+    refused(renamed, "holds", "sm_90", "sm_80")
     refused(renamed.rename(path.with_name("backup.scanreg")), "not an architecture's")
 
 
@@ -177,12 +177,12 @@ def test_an_unreadable_file(archive_factory: Factory) -> None:
     refused(path, "Permission denied")
 
 
-@pytest.mark.parametrize("schema", [0, 2, "1", None])
+@pytest.mark.parametrize("schema", [0, 1, 3, "2", None])
 def test_wrong_schema(archive_factory: Factory, schema: object) -> None:
     path = archive_factory("sm90").path
     manifest, blobs = parts(path)
     rewrite(path, {**manifest, "schema": schema}, blobs)
-    refused(path, f"schema {schema!r}; this version reads 1")
+    refused(path, f"schema {schema!r}; this version reads {archive.SCHEMA}")
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "variant": (None, 1, "", "linear_scan", "linear_scan.x:cuda:dtype", [], "a.b:hip:c=1"),
     "target": (None, 90, "", "sm", "gfx90a", {}),
     "format": (None, 1, [], {}),
+    "format_version": (None, 7, [8, 8]),
+    "oldest_driver": (None, "12.9", 12.9, [12], [12, 9, 0], [12, "9"], [-12, 9], [12, True]),
     "entry": (None, 1, []),
     "block": (None, 128, [], [128], [128, 1], [128, 1, 0], [128, 1, "1"], [1, 1, 1, 1]),
     "cluster": (None, 1, [1, 1], [1.5, 1, 1]),

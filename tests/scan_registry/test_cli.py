@@ -228,6 +228,7 @@ def test_the_json_document(installed: Catalogue, capsys: Capture) -> None:
     archive = installed.archives[1]
     assert {key: entry[key] for key in entry if key != "binaries"} == {
         "arch": "sm_90",
+        "provider": "scan-registry",
         "path": str(archive.path),
         "size": archive.path.stat().st_size,
         "version": "9.9.9",

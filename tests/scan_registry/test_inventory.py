@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import scan_registry.kernels
-from scan_registry import inventory
+from scan_registry import inventory, providers
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.inventory import Attestation, Catalogue, catalogue, read_attestations
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.providers import Provider
 
 Factory = Callable[..., Archive]
 Make = Callable[..., tuple[Binary, bytes]]
@@ -122,13 +123,15 @@ def test_another_digest_is_another_binary(a_binary: Make, kernels: Path) -> None
 def test_what_is_installed_is_sorted_and_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Archives are found beside the module; damaged ones are found too, and read later."""
+    """Archives are found in a provider's folder; damaged ones are found too, and read later."""
     (tmp_path / "archives").mkdir()
     for label in ("sm120", "sm90", "sm100", "ptx80", "sm80"):
         (tmp_path / "archives" / f"{label}.scanreg").write_bytes(b"garbage")
     (tmp_path / "archives" / "README").write_text("not an archive")
-    monkeypatch.setattr(inventory, "__file__", str(tmp_path / "inventory.py"))
+    own = Provider("scan-registry", "0.1.0", tmp_path, ">=0.1", {})
+    monkeypatch.setattr(providers, "installed", lambda: (own,))
     found = catalogue.__wrapped__()
+    assert found.providers == (own,)
     assert [a.arch.label for a in found.archives] == ["ptx80", "sm80", "sm90", "sm100", "sm120"]
     with pytest.raises(ArchiveError):
         list(found)

@@ -1,31 +1,33 @@
-"""Selection over imaginary devices and archives: who wins, and what is said of those who lose."""
+"""Selection over imaginary systems: who wins, and what is said of those who lose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scan_registry.archive import Archive, Binary
+from scan_registry.archive import Archive, Binary, digest
 from scan_registry.device import Device
+from scan_registry.fit import Rung, Toolchain
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Language, Variant
 from scan_registry.select import (
     BACKENDS,
     Backend,
+    Candidate,
     Decision,
     NoKernelError,
     Rejected,
-    Rung,
-    require,
+    System,
     select,
 )
-from scan_registry.target import Target
+from scan_registry.target import FIRST_CUDA, TEGRA, Target
 
 Factory = Callable[..., Archive]
 Make = Callable[..., tuple[Binary, bytes]]
@@ -34,7 +36,15 @@ Describe = Callable[..., Device]
 KERNEL = "time_last_forward"
 CUDA = FAMILY.kernel(KERNEL, "cuda").variants
 TRITON = FAMILY.kernel(KERNEL, "triton").variants
-WARPS = {variant: FAMILY.kernel(KERNEL, variant.language).warps(variant) for variant in CUDA}
+NVRTC = Toolchain("nvrtc 12.9.86", (12, 9))
+COMPILERS: Mapping[Language, Toolchain | str] = {
+    "cuda": NVRTC,
+    "triton": Toolchain("triton 3.6.0", (12, 9)),
+}
+MISSING: Mapping[Language, Toolchain | str] = {
+    "cuda": "NVRTC is not installed",
+    "triton": "Triton is not installed",
+}
 
 
 def a_problem(time: int = 1024, dtype: str = "float32", alignment: int = 16) -> LinearScanProblem:
@@ -43,15 +53,46 @@ def a_problem(time: int = 1024, dtype: str = "float32", alignment: int = 16) -> 
     return LinearScanProblem("forward", "time_last", dtype, 2, 3, time, strides, alignment)
 
 
-def in_memory(arch: str, binaries: Iterable[Binary]) -> Archive:
-    """An archive that was never on disk: selection looks at nothing but arch and binaries."""
-    archive = Archive(Path(f"{Target.parse(arch).label}.scanreg"))
-    archive.__dict__["binaries"] = tuple(binaries)
+def in_memory(arch: str, binaries: Iterable[Binary], provider: str = "scan-registry") -> Archive:
+    """An archive that was never on disk: selection looks at nothing but its binaries."""
+    target = Target.parse(arch)
+    archive = Archive(Path(provider) / f"{target.label}.scanreg", provider)
+    held = tuple(binaries)
+    archive.__dict__["binaries"] = held
+    archive.__dict__["_records"] = [{"variant": str(binary.variant)} for binary in held]
+    archive.__dict__["_parsed"] = {number: (binary, 0) for number, binary in enumerate(held)}
     return archive
 
 
-def reasons(decision: Decision) -> str:
-    return "\n".join(f"{loser.subject}: {loser.reason}" for loser in decision.rejected)
+def decide(
+    device: Device | None,
+    archives: Iterable[Archive] = (),
+    problem: LinearScanProblem | None = None,
+    backend: Backend = "auto",
+    lowest: Rung = Rung.REFERENCE,
+    **system: Any,
+) -> Decision:
+    there = System(device, tuple(archives), **system)
+    return select(there, FAMILY, problem or a_problem(), backend, lowest)
+
+
+def binary_of(winner: Candidate | None) -> Binary:
+    assert winner is not None
+    assert winner.binary is not None
+    return winner.binary
+
+
+def variant_of(winner: Candidate | None) -> Variant:
+    assert winner is not None
+    assert winner.variant is not None
+    return winner.variant
+
+
+def told(decision: Decision, subject: str) -> str:
+    """The reasons given for everything that is called so, in one text; there must be one."""
+    found = [loser.reason for loser in decision.rejected if subject in loser.subject]
+    assert found, f"{subject} is not among {[loser.subject for loser in decision.rejected]}"
+    return "\n".join(found)
 
 
 # --- Rungs ------------------------------------------------------------------------------------
@@ -62,11 +103,25 @@ def reasons(decision: Decision) -> str:
     [
         (("ptx80", "sm80", "sm86", "sm90"), (8, 6), "sm_86", Rung.EXACT),
         (("ptx80", "sm80", "sm90"), (8, 6), "sm_80", Rung.SAME_MAJOR),
+        (("sm80",), (8, 6), "sm_80", Rung.SAME_MAJOR),
+        (("ptx80", "sm80", "sm86"), (8, 9), "sm_86", Rung.SAME_MAJOR),
         (("ptx80", "sm90"), (8, 6), "compute_80", Rung.PTX),
         (("ptx80", "sm80", "sm90"), (9, 0), "sm_90", Rung.EXACT),
         (("ptx80", "sm80", "sm90"), (10, 0), "compute_80", Rung.PTX),
-        (("ptx80", "sm100", "sm90"), (10, 3), "sm_100", Rung.SAME_MAJOR),
+        (("ptx80", "ptx90"), (10, 0), "compute_90", Rung.PTX),
         (("sm86", "sm80"), (8, 0), "sm_80", Rung.EXACT),
+        # 8.7 is a Tegra system: desktop machine code does not run there.
+        (("ptx80", "sm80", "sm86"), (8, 7), "compute_80", Rung.PTX),
+        (("sm80", "sm86"), (8, 7), "sm_87", Rung.JIT),
+        (("ptx80", "sm100", "sm90"), (10, 3), "sm_100", Rung.SAME_MAJOR),
+        (("ptx80", "sm90"), (10, 3), "compute_80", Rung.PTX),
+        (("sm90",), (10, 3), "sm_103", Rung.JIT),
+        (("ptx80", "sm120", "sm100"), (12, 1), "sm_120", Rung.SAME_MAJOR),
+        (("ptx80", "sm100"), (12, 1), "compute_80", Rung.PTX),
+        ((), (12, 1), "sm_121", Rung.JIT),
+        # Later than what the compiler knows: PTX for the latest that it does.
+        ((), (13, 0), "compute_121", Rung.JIT),
+        (("sm80", "sm86"), (11, 0), "compute_103", Rung.JIT),
     ],
 )
 def test_the_closest_rung_wins(
@@ -79,21 +134,89 @@ def test_the_closest_rung_wins(
 ) -> None:
     archives = [archive_factory(arch) for arch in archs]
     for order in (archives, archives[::-1]):
-        chosen = require(select(a_device(capability), order, FAMILY, a_problem()))
-        assert (str(chosen.binary.target), chosen.rung) == (winner, rung)
+        chosen = decide(a_device(capability), order, toolchains=COMPILERS).taken()
+        assert (str(chosen.target), chosen.rung) == (winner, rung)
+        assert variant_of(chosen).language == "cuda"
+
+
+def test_too_old_a_gpu_gets_the_reference(archive_factory: Factory, a_device: Describe) -> None:
+    archives = [archive_factory(arch) for arch in ("ptx80", "sm80", "sm90")]
+    decision = decide(a_device((7, 5)), archives, toolchains=COMPILERS)
+    assert decision.taken() == Candidate(Rung.REFERENCE)
+    assert decision.launch() is None
+    assert told(decision, "ptx80.scanreg") == "compute_80 needs 8.0 or later, not 7.5"
+    for language in ("cuda", "triton"):
+        reason = "the kernels need compute capability 8.0; the device's is 7.5"
+        assert told(decision, f"{language} compiled here") == reason
+
+
+def test_nothing_but_the_reference_is_considered_on_the_cpu(archive_factory: Factory) -> None:
+    decision = decide(None, [archive_factory("sm90")], toolchains=COMPILERS)
+    assert decision.taken() == Candidate(Rung.REFERENCE)
+    assert decision.rejected == ()
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "rung", "target"),
+    [
+        # Triton's machine code from 9.0 up runs on one capability only.
+        ((10, 3), ("sm100", "ptx80"), Rung.PTX, "compute_80"),
+        ((10, 3), ("sm100",), Rung.JIT, "sm_103"),
+        ((12, 1), ("sm120", "ptx80"), Rung.PTX, "compute_80"),
+        ((12, 1), ("sm120",), Rung.JIT, "sm_121"),
+        ((8, 6), ("sm80",), Rung.SAME_MAJOR, "sm_80"),
+    ],
+)
+def test_the_ladder_for_triton(
+    a_binary: Make,
+    a_device: Describe,
+    capability: tuple[int, int],
+    archs: tuple[str, ...],
+    rung: Rung,
+    target: str,
+) -> None:
+    specific = {"sm100": "sm100a", "sm120": "sm120a"}
+    archives = [
+        in_memory(arch, [a_binary(TRITON[0], specific.get(arch, arch))[0]]) for arch in archs
+    ]
+    chosen = decide(a_device(capability), archives, backend="triton", toolchains=COMPILERS).taken()
+    assert (chosen.rung, str(chosen.target)) == (rung, target)
 
 
 def test_losers_of_a_later_rung_are_told_so(archive_factory: Factory, a_device: Describe) -> None:
     archives = [archive_factory("sm80", variants=CUDA), archive_factory("ptx80", variants=CUDA)]
-    decision = select(a_device((8, 6)), archives, FAMILY, a_problem())
-    assert "for compute_80: rung ptx; the winner's is same-major" in reasons(decision)
+    decision = decide(a_device((8, 6)), archives, toolchains=COMPILERS)
+    assert "rung ptx; the winner's is same-major" in told(decision, "for compute_80")
+    assert "rung jit; the winner's is same-major" in told(decision, "for sm_86")
+    assert told(decision, "the reference") == "rung reference; the winner's is same-major"
 
 
 def test_cuda_wins_over_triton_on_one_rung(archive_factory: Factory, a_device: Describe) -> None:
     archive = archive_factory("sm90", variants=[*TRITON, *CUDA])
-    decision = select(a_device(), [archive], FAMILY, a_problem())
-    assert require(decision).binary.variant.language == "cuda"
-    assert "cuda comes first" in reasons(decision)
+    decision = decide(a_device(), [archive])
+    assert variant_of(decision.taken()).language == "cuda"
+    assert "cuda comes first" in told(decision, ":triton:")
+    decision = decide(a_device(), toolchains=dict(reversed(COMPILERS.items())))
+    assert variant_of(decision.taken()).language == "cuda"
+    assert "cuda comes first" in told(decision, ":triton:")
+
+
+def test_of_equal_rungs_the_later_architecture_wins(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    archives = [archive_factory(arch, variants=CUDA) for arch in ("sm80", "sm86")]
+    decision = decide(a_device((8, 9)), archives)
+    assert str(decision.taken().target) == "sm_86"
+    assert "sm_86 is closer to the device" in told(decision, "for sm_80")
+
+
+def test_of_equal_binaries_the_first_wins(a_binary: Make, a_device: Describe) -> None:
+    binary, _ = a_binary(CUDA[0], "sm90")
+    archives = [in_memory("sm90", [binary], name) for name in ("scan-registry", "another")]
+    for order in (archives, archives[::-1]):
+        decision = decide(a_device(), order)
+        assert decision.taken().archive is order[0]
+        assert f"{order[0].provider} has it, too" in told(decision, str(CUDA[0]))
 
 
 def test_the_spec_decides_among_equals(archive_factory: Factory, a_device: Describe) -> None:
@@ -104,9 +227,26 @@ def test_the_spec_decides_among_equals(archive_factory: Factory, a_device: Descr
         best = min(able, key=lambda v: kernel.cost(v, problem))
         for order in (CUDA, CUDA[::-1]):
             archive = archive_factory("sm90", variants=order)
-            decision = select(a_device(), [archive], FAMILY, problem)
-            assert require(decision).binary.variant == best
-            assert "the spec prefers the winner" in reasons(decision)
+            decision = decide(a_device(), [archive], problem)
+            assert variant_of(decision.taken()) == best
+            assert "the spec prefers the winner" in told(decision, "")
+            assert decision.taken().cost == kernel.cost(best, problem)
+        compiled = decide(a_device(), problem=problem, toolchains=COMPILERS)
+        assert variant_of(compiled.taken()) == best
+
+
+def test_a_closer_rung_beats_the_preferred_language(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    archives = [archive_factory("ptx80", variants=CUDA), archive_factory("sm90", variants=TRITON)]
+    chosen = decide(a_device(), archives, toolchains=COMPILERS).taken()
+    assert (variant_of(chosen).language, chosen.rung) == ("triton", Rung.EXACT)
+
+
+def test_the_launch_is_the_winners(archive_factory: Factory, a_device: Describe) -> None:
+    decision = decide(a_device(), [archive_factory("sm90")])
+    variant = variant_of(decision.taken())
+    assert decision.launch() == FAMILY.kernel(KERNEL, "cuda").launch(variant, a_problem())
 
 
 # --- Rejections -------------------------------------------------------------------------------
@@ -118,30 +258,34 @@ def test_architecture_specific_code_stays_on_its_architecture(
     """Triton's sm_90a binaries lie in the archive of sm_90, beside CUDA's sm_90."""
     both = [a_binary(TRITON[0], "sm90a"), a_binary(CUDA[0], "sm90")]
     archive = archive_factory("sm90", both)
-    chosen = require(select(a_device((9, 0)), [archive], FAMILY, a_problem(), "triton"))
-    assert (str(chosen.binary.target), chosen.rung) == ("sm_90a", Rung.EXACT)
+    chosen = decide(a_device((9, 0)), [archive], backend="triton").taken()
+    assert (str(binary_of(chosen).target), chosen.rung) == ("sm_90a", Rung.EXACT)
     # No 9.1 exists; were there one, sm_90 code would run on it and sm_90a code would not.
-    decision = select(
-        a_device((9, 1)), [archive], FAMILY, a_problem(dtype=both[0][0].variant.text("dtype"))
-    )
-    assert str(require(decision).binary.target) == "sm_90"
-    assert "sm_90a runs on 9.0 only; the device is 9.1" in reasons(decision)
+    problem = a_problem(dtype=both[0][0].variant.text("dtype"))
+    decision = decide(a_device((9, 1)), [archive], problem)
+    assert str(binary_of(decision.winner).target) == "sm_90"
+    assert told(decision, "for sm_90a") == "sm_90a runs on 9.0 only; the device is 9.1"
 
 
-def test_sm90a_on_a_later_generation(archive_factory: Factory, a_device: Describe) -> None:
-    decision = select(a_device((10, 0)), [archive_factory("sm90a")], FAMILY, a_problem())
-    assert decision.winner is None
-    assert decision.rejected == (
-        Rejected("sm90a.scanreg", "sm_90a runs on 9.0 only; the device is 10.0"),
-    )
-
-
-def test_newer_minor_version(archive_factory: Factory, a_device: Describe) -> None:
-    decision = select(a_device((8, 0)), [archive_factory("sm86")], FAMILY, a_problem())
-    assert decision.winner is None
-    assert decision.rejected == (
-        Rejected("sm86.scanreg", "sm_86 runs on 8.6 and later 8.x; the device is 8.0"),
-    )
+@pytest.mark.parametrize(
+    ("arch", "capability", "reason"),
+    [
+        ("sm90a", (10, 0), "sm_90a runs on 9.0 only; the device is 10.0"),
+        ("sm86", (8, 0), "sm_86 runs on 8.6 and later 8.x; the device is 8.0"),
+        ("sm80", (8, 7), "sm_80 and the device's 8.7 are on different sides of Tegra"),
+        ("ptx90", (8, 9), "compute_90 needs 9.0 or later, not 8.9"),
+    ],
+)
+def test_an_archive_of_another_architecture_is_rejected_as_a_whole(
+    archive_factory: Factory,
+    a_device: Describe,
+    arch: str,
+    capability: tuple[int, int],
+    reason: str,
+) -> None:
+    decision = decide(a_device(capability), [archive_factory(arch)])
+    assert decision.rejected == (Rejected(f"scan-registry's {arch}.scanreg", reason),)
+    assert decision.taken().rung is Rung.REFERENCE
 
 
 def test_an_archive_that_cannot_run_is_not_read(
@@ -149,79 +293,257 @@ def test_an_archive_that_cannot_run_is_not_read(
 ) -> None:
     (tmp_path / "sm80.scanreg").write_bytes(b"garbage")
     others = [Archive(tmp_path / "sm80.scanreg"), Archive(tmp_path / "missing" / "sm120.scanreg")]
-    decision = select(a_device((9, 0)), [*others, archive_factory("sm90")], FAMILY, a_problem())
-    assert decision.winner is not None
-    assert [loser.subject for loser in decision.rejected[:2]] == ["sm80.scanreg", "sm120.scanreg"]
+    decision = decide(a_device((9, 0)), [*others, archive_factory("sm90")])
+    assert decision.taken().rung is Rung.EXACT
+    assert [(loser.subject, loser.damaged) for loser in decision.rejected[:2]] == [
+        ("scan-registry's sm80.scanreg", False),
+        ("scan-registry's sm120.scanreg", False),
+    ]
+
+
+def test_a_damaged_archive_is_named_and_the_next_rung_taken(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    archives = [archive_factory("ptx80"), archive_factory("sm90")]
+    content = bytearray(archives[1].path.read_bytes())
+    content[100] ^= 1
+    archives[1].path.write_bytes(content)
+    decision = decide(a_device((9, 0)), [archives[0], Archive(archives[1].path, "acme")])
+    assert decision.taken().rung is Rung.PTX
+    (loser,) = (loser for loser in decision.rejected if loser.damaged)
+    assert loser.subject == "acme's sm90.scanreg"
+    assert str(archives[1].path) in loser.reason
+    assert "SHA-256" in loser.reason
+
+
+def test_a_file_whose_name_is_no_architecture(a_device: Describe, tmp_path: Path) -> None:
+    decision = decide(a_device(), [Archive(tmp_path / "backup.scanreg")])
+    (loser,) = decision.rejected
+    assert loser.damaged
+    assert "not an architecture's" in loser.reason
 
 
 def test_backend_pins_the_language(archive_factory: Factory, a_device: Describe) -> None:
     archive = archive_factory("sm90", variants=[*CUDA, *TRITON])
     languages: tuple[tuple[Language, Language], ...] = (("cuda", "triton"), ("triton", "cuda"))
     for backend, other in languages:
-        decision = select(a_device(), [archive], FAMILY, a_problem(), backend)
-        assert require(decision).binary.variant.language == backend
-        told = [r for r in decision.rejected if r.reason == f"backend={backend!r} was asked for"]
-        assert len(told) == len(FAMILY.kernel(KERNEL, other).variants)
-    decision = select(a_device(), [archive], FAMILY, a_problem(), "reference")
-    assert decision.winner is None
-
-
-def test_a_closer_rung_beats_the_preferred_language(
-    archive_factory: Factory, a_device: Describe
-) -> None:
-    archives = [archive_factory("ptx80", variants=CUDA), archive_factory("sm90", variants=TRITON)]
-    chosen = require(select(a_device(), archives, FAMILY, a_problem()))
-    assert (chosen.binary.variant.language, chosen.rung) == ("triton", Rung.EXACT)
+        decision = decide(a_device(), [archive], backend=backend, toolchains=COMPILERS)
+        assert variant_of(decision.taken()).language == backend
+        reason = f"backend={backend!r} was asked for"
+        losers = [r.subject for r in decision.rejected if r.reason == reason]
+        # Installed, compiled here, and the reference.
+        assert len(losers) == 2 * len(FAMILY.kernel(KERNEL, other).variants) + 1
+        assert told(decision, "the reference") == reason
+        assert decide(a_device(), backend=backend).winner is None
+    decision = decide(a_device(), [archive], backend="reference", toolchains=COMPILERS)
+    assert decision.taken() == Candidate(Rung.REFERENCE)
+    assert {r.reason for r in decision.rejected} == {"backend='reference' was asked for"}
 
 
 @pytest.mark.parametrize(
     ("limit", "value", "changes", "reason"),
     [
         ("threads_per_block", 64, {}, "128 threads per block; the device has 64"),
-        ("shared_memory_per_block", 1023, {}, "1024 bytes of shared memory; the device has 1023"),
         (
             "shared_memory_per_block",
             100_000,
             {"dynamic_shared": 99_000},
-            "100024 bytes of shared memory; the device has 100000",
+            "100024 bytes of shared memory per block; the device has 100000",
         ),
         ("registers_per_block", 5119, {}, "5120 registers per block; the device has 5119"),
+        (
+            "driver",
+            (12, 4),
+            {"format_version": "8", "oldest_driver": (13, 0)},
+            "ELF ABI 8 for sm_90 needs a driver for CUDA 13.0; this one supports 12.4",
+        ),
     ],
 )
-def test_a_small_device(
+def test_a_binary_that_does_not_fit_is_rejected(
     archive_factory: Factory,
     a_device: Describe,
     a_binary: Make,
     limit: str,
-    value: int,
-    changes: dict[str, int],
+    value: object,
+    changes: dict[str, Any],
     reason: str,
 ) -> None:
     archive = archive_factory("sm90", [a_binary(CUDA[0], **changes)])
     problem = a_problem(dtype=CUDA[0].text("dtype"))
-    decision = select(a_device(**{limit: value}), [archive], FAMILY, problem)
-    assert decision.winner is None
+    decision = decide(a_device(**{limit: value}), [archive], problem)
     assert decision.rejected == (Rejected(f"{CUDA[0]} for sm_90", reason),)
-    enough = {limit: value if limit == "threads_per_block" else value + 24}
-    if limit == "threads_per_block":
-        enough = {limit: 128}
-    assert select(a_device(**enough), [archive], FAMILY, problem).winner is not None
+    assert decide(a_device(), [archive], problem).taken().rung is Rung.EXACT
+
+
+def test_ptx_that_the_driver_is_too_old_for(
+    archive_factory: Factory, a_device: Describe, a_binary: Make
+) -> None:
+    ptx = [a_binary(v, "ptx80", format_version="8.8", oldest_driver=(12, 9)) for v in CUDA]
+    archive = archive_factory("ptx80", ptx)
+    decision = decide(a_device((10, 0), driver=(12, 8)), [archive], toolchains=COMPILERS)
+    assert decision.taken().rung is Rung.JIT
+    reason = "PTX ISA 8.8 for compute_80 needs a driver for CUDA 12.9; this one supports 12.8"
+    assert reason in told(decision, "for compute_80")
 
 
 def test_what_the_spec_does_not_accept(archive_factory: Factory, a_device: Describe) -> None:
     archive = archive_factory("sm90", variants=CUDA)
-    decision = select(a_device(), [archive], FAMILY, a_problem(1023, "float16", alignment=2))
-    variant = require(decision).binary.variant
+    problem = a_problem(1023, "float16", alignment=2)
+    decision = decide(a_device(), [archive], problem, toolchains=COMPILERS)
+    variant = variant_of(decision.taken())
     assert (variant.text("dtype"), variant.text("access")) == ("float16", "generic")
-    assert "dtype=float32" in reasons(decision)
-    assert "dtype float32, not float16" in reasons(decision)
-    assert "rows are not made of whole chunks of 8 float16" in reasons(decision)
+    assert "dtype float32, not float16" in told(decision, "dtype=float32")
+    reason = "rows are not made of whole chunks of 8 float16"
+    assert reason in told(decision, "dtype=float16,access=aligned")
 
 
 def test_other_kernels_are_not_mentioned(archive_factory: Factory, a_device: Describe) -> None:
-    decision = select(a_device(), [archive_factory("sm90")], FAMILY, a_problem())
-    assert len(decision.rejected) == len(CUDA) - 1
-    assert all(KERNEL in loser.subject for loser in decision.rejected)
+    decision = decide(a_device(), [archive_factory("sm90")])
+    assert len(decision.rejected) == len(CUDA)  # the other variants, and the reference
+    assert all(KERNEL in loser.subject for loser in decision.rejected[:-1])
+
+
+def test_more_blocks_than_a_grid_holds(archive_factory: Factory, a_device: Describe) -> None:
+    problem = replace(a_problem(), batch=1, channels=2**34)
+    decision = decide(a_device(), [archive_factory("sm90")], problem, toolchains=COMPILERS)
+    assert decision.taken().rung is Rung.REFERENCE
+    assert f"blocks; a grid holds {2**31 - 1}" in told(decision, KERNEL)
+
+
+def test_variants_of_another_version(a_device: Describe, a_binary: Make) -> None:
+    """A provider's archive may hold what this version's spec does not know how to launch."""
+    other = Variant(FAMILY.name, KERNEL, "cuda", (("dtype", "float32"), ("lanes", 4)))
+    decision = decide(a_device(), [in_memory("sm90", [a_binary(other)[0]])])
+    reason = "this version's spec has no such variant"
+    assert told(decision, str(other)) == reason
+    fewer = replace(FAMILY, kernels=tuple(k for k in FAMILY.kernels if k.language == "cuda"))
+    archive = in_memory("sm90", [a_binary(TRITON[0])[0]])
+    decision = select(System(a_device(), (archive,)), fewer, a_problem())
+    assert told(decision, str(TRITON[0])) == "this version has no such kernel in triton"
+
+
+# --- Denied and failed ------------------------------------------------------------------------
+
+
+def test_a_denied_digest(archive_factory: Factory, a_device: Describe) -> None:
+    archives = [archive_factory("sm90"), archive_factory("ptx80")]
+    best = binary_of(decide(a_device(), archives).taken())
+    decision = decide(a_device(), archives, denied={best.sha256: "denied: it is wrong"})
+    chosen = decision.taken()
+    assert chosen.rung is Rung.EXACT
+    assert binary_of(chosen).sha256 != best.sha256
+    assert told(decision, str(best)) == "denied: it is wrong"
+    # The digest is about those bytes: the same variant from PTX is not denied.
+    everything = {b.sha256: "denied: all" for b in archives[0].binaries}
+    assert decide(a_device(), archives, denied=everything).taken().rung is Rung.PTX
+
+
+def test_a_denied_variant(archive_factory: Factory, a_device: Describe) -> None:
+    archives = [archive_factory("sm90"), archive_factory("ptx80")]
+    best = variant_of(decide(a_device(), archives).taken())
+    denied = {str(best): "denied: it races"}
+    decision = decide(a_device(), archives, denied=denied, toolchains=COMPILERS)
+    assert variant_of(decision.taken()) != best
+    losers = [r for r in decision.rejected if r.subject.startswith(f"{best} for ")]
+    assert [r.subject.rpartition(" ")[2] for r in losers] == ["sm_90", "compute_80", "sm_90"]
+    assert {r.reason for r in losers} == {"denied: it races"}
+
+
+def test_a_denied_variant_is_not_compiled_either(a_device: Describe) -> None:
+    denied = {str(variant): "denied: all" for variant in (*CUDA, *TRITON)}
+    decision = decide(a_device(), denied=denied, toolchains=COMPILERS)
+    assert decision.taken().rung is Rung.REFERENCE
+    assert {r.reason for r in decision.rejected} == {"denied: all"}
+
+
+def test_what_failed_is_passed_over(archive_factory: Factory, a_device: Describe) -> None:
+    archives = [archive_factory("sm90"), archive_factory("ptx80")]
+    failed: dict[tuple[str, str], str] = {}
+    rungs = []
+    for number in range(100):
+        decision = decide(a_device(), archives, failed=failed, toolchains=COMPILERS)
+        if decision.winner is None:
+            break
+        rungs.append(decision.winner.rung)
+        for key, reason in failed.items():
+            assert reason in told(decision, key[0])
+        failed[decision.winner.key] = f"failure {number}"
+    assert decision.winner is None
+    assert rungs == sorted(rungs)
+    assert set(rungs) == {Rung.EXACT, Rung.PTX, Rung.JIT, Rung.REFERENCE}
+
+
+def test_a_failure_is_about_one_archive(a_binary: Make, a_device: Describe) -> None:
+    binary, _ = a_binary(CUDA[0], "sm90")
+    archives = [in_memory("sm90", [binary], name) for name in ("scan-registry", "another")]
+    first = decide(a_device(), archives).taken()
+    decision = decide(a_device(), archives, failed={first.key: "it is damaged"})
+    assert decision.taken().archive is archives[1]
+    assert told(decision, str(binary)) == "it is damaged"
+
+
+# --- Policy -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lowest", list(Rung))
+def test_nothing_below_the_lowest_rung_is_taken(
+    archive_factory: Factory, a_device: Describe, lowest: Rung
+) -> None:
+    """On 8.6 there is sm_80, PTX, a compiler and torch; each is taken down to the lowest rung."""
+    archives = [archive_factory(arch) for arch in ("sm80", "ptx80")]
+    offers = [
+        (archives, COMPILERS, Rung.SAME_MAJOR),
+        (archives[1:], COMPILERS, Rung.PTX),
+        ([], COMPILERS, Rung.JIT),
+        ([], MISSING, Rung.REFERENCE),
+    ]
+    for there, toolchains, rung in offers:
+        decision = decide(a_device((8, 6)), there, lowest=lowest, toolchains=toolchains)
+        if rung <= lowest:
+            assert decision.taken().rung is rung
+        else:
+            assert decision.winner is None
+        for loser in decision.rejected:
+            if "the policy allows none below" in loser.reason:
+                assert loser.reason.endswith(f"none below {lowest}")
+        if lowest < Rung.REFERENCE:
+            reason = f"rung reference; the policy allows none below {lowest}"
+            assert told(decision, "the reference") == reason
+
+
+def test_backend_and_policy_both_hold(archive_factory: Factory, a_device: Describe) -> None:
+    archive = archive_factory("sm90", variants=CUDA)
+    pinned: Backend = "triton"
+    decision = decide(a_device(), [archive], backend=pinned, toolchains=COMPILERS)
+    assert decision.taken().rung is Rung.JIT
+    decision = decide(
+        a_device(), [archive], backend=pinned, lowest=Rung.SAME_MAJOR, toolchains=COMPILERS
+    )
+    assert decision.winner is None
+    assert "rung jit; the policy allows none below same-major" in told(decision, ":triton:")
+
+
+# --- Compilers --------------------------------------------------------------------------------
+
+
+def test_missing_compilers_are_named(a_device: Describe) -> None:
+    decision = decide(a_device(), toolchains=MISSING)
+    assert decision.taken().rung is Rung.REFERENCE
+    assert told(decision, "cuda compiled here") == "NVRTC is not installed"
+    assert told(decision, "triton compiled here") == "Triton is not installed"
+
+
+def test_a_compiler_that_is_too_old_is_named(a_device: Describe) -> None:
+    old: Mapping[Language, Toolchain | str] = {"triton": Toolchain("triton 3.2.0", (12, 4))}
+    decision = decide(a_device((10, 0)), toolchains=old)
+    assert decision.taken().rung is Rung.REFERENCE
+    assert told(decision, "triton compiled here") == "triton 3.2.0 (CUDA 12.4) does not know 10.0"
+
+
+def test_only_variants_of_the_kernel_are_compiled(a_device: Describe) -> None:
+    decision = decide(a_device(), toolchains=COMPILERS)
+    subjects = {r.subject for r in decision.rejected} | {decision.taken().subject}
+    assert subjects == {*(f"{v} for sm_90" for v in (*CUDA, *TRITON)), "the reference"}
 
 
 # --- No winner --------------------------------------------------------------------------------
@@ -233,73 +555,106 @@ def test_no_winner_lists_what_is_installed_and_what_to_do(
     device = a_device((7, 5), name="Tesla T4")
     archives = [archive_factory(arch) for arch in ("ptx80", "sm80", "sm90")]
     with pytest.raises(NoKernelError) as caught:
-        require(select(device, archives, FAMILY, a_problem()))
+        decide(device, archives, lowest=Rung.JIT, toolchains=MISSING).taken()
     message = str(caught.value)
-    assert message.startswith("no installed binary runs time_last_forward on Tesla T4 (sm_75)")
+    assert message.startswith("nothing runs time_last_forward on Tesla T4 (sm_75)")
     for expected in (
         "ptx80.scanreg: compute_80 needs 8.0 or later, not 7.5",
         "sm80.scanreg: sm_80 runs on 8.0 and later 8.x; the device is 7.5",
         "sm90.scanreg: sm_90 runs on 9.0 and later 9.x; the device is 7.5",
+        "NVRTC is not installed",
+        "the reference: rung reference; the policy allows none below jit",
         "need compute capability 8.0",
-        "backend='reference'",
     ):
         assert expected in message
 
 
 def test_no_archive_at_all(a_device: Describe) -> None:
-    with pytest.raises(
-        NoKernelError, match=r"(?s)nothing.*wheel that was built for sm90, or with PTX"
-    ):
-        require(select(a_device(), [], FAMILY, a_problem()))
+    with pytest.raises(NoKernelError, match=r"(?s)nothing.*wheel.*sm90.*ptx80"):
+        decide(a_device(), lowest=Rung.PTX).taken()
 
 
-# --- Any device, any catalogue ----------------------------------------------------------------
+def test_a_kernel_on_the_cpu() -> None:
+    with pytest.raises(NoKernelError, match=r"(?s)on the CPU.*need a CUDA device"):
+        decide(None, backend="cuda").taken()
 
-CAPABILITIES = st.sampled_from([(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+
+# --- Any system -------------------------------------------------------------------------------
+
+CAPABILITIES = st.sampled_from([(7, 5), *(c for c in FIRST_CUDA if c >= (8, 0)), (13, 0)])
 ARCHS = st.sampled_from(
-    ["ptx80", "ptx90", "sm80", "sm86", "sm89", "sm90", "sm90a", "sm100", "sm120"]
+    ["ptx80", "ptx90", "sm80", "sm86", "sm87", "sm89", "sm90", "sm90a", "sm100", "sm120", "sm121a"]
+)
+VERSIONS = st.sampled_from([(11, 4), (12, 0), (12, 4), (12, 8), (12, 9), (13, 0)])
+#: One kernel's variants mostly, so that they compete; and some that must be left out.
+VARIANTS = st.sampled_from([*CUDA, *TRITON, *FAMILY.variants()[-3:]])
+TOOLCHAINS = st.none() | st.fixed_dictionaries(
+    {
+        "cuda": st.builds(Toolchain, st.just("nvrtc"), VERSIONS) | st.just("no NVRTC"),
+        "triton": st.builds(Toolchain, st.just("triton"), VERSIONS) | st.just("no Triton"),
+    }
 )
 
 
 @st.composite
-def catalogues(draw: st.DrawFn, make: Make) -> list[Archive]:
+def devices(draw: st.DrawFn, describe: Describe) -> Device:
+    return describe(
+        draw(CAPABILITIES),
+        threads_per_block=draw(st.sampled_from([512, 1024])),
+        registers_per_block=draw(st.sampled_from([8192, 65_536])),
+        shared_memory_per_block=draw(st.sampled_from([49_152, 101_376, 232_448])),
+        driver=draw(VERSIONS),
+    )
+
+
+@st.composite
+def catalogues(draw: st.DrawFn, make: Make) -> tuple[Archive, ...]:
+    """Archives of several providers. Now and then a binary is not of its archive's architecture."""
     archives = []
-    for arch in draw(st.lists(ARCHS, unique=True, max_size=6)):
-        variants: list[Variant] = draw(
-            st.lists(st.sampled_from(FAMILY.variants()), max_size=6, unique=True)
-        )
-        binaries = [
-            make(
+    origins = st.tuples(ARCHS, st.sampled_from(["scan-registry", "another"]))
+    for arch, provider in draw(st.lists(origins, unique=True, max_size=6)):
+        binaries = []
+        for variant in draw(st.lists(VARIANTS, max_size=6, unique=True)):
+            target = draw(st.sampled_from([arch, arch, arch, "sm90a", "ptx80"]))
+            ptx = target.startswith("ptx")
+            binary, _ = make(
                 variant,
-                arch,
+                target,
                 block=(draw(st.sampled_from([32, 128, 1024])), 1, 1),
                 dynamic_shared=draw(st.sampled_from([0, 50_000, 150_000])),
-                static_shared=None
-                if arch.startswith("ptx")
-                else draw(st.sampled_from([0, 40_000])),
-                registers=None if arch.startswith("ptx") else draw(st.sampled_from([16, 64, 255])),
-            )[0]
-            for variant in variants
-        ]
-        archives.append(in_memory(arch, binaries))
-    return archives
+                static_shared=None if ptx else draw(st.sampled_from([0, 40_000])),
+                registers=None if ptx else draw(st.sampled_from([16, 61, 64, 255])),
+                oldest_driver=draw(VERSIONS),
+            )
+            binaries.append(binary)
+        archives.append(in_memory(arch, binaries, provider))
+    return tuple(archives)
+
+
+def runs(target: Target, capability: tuple[int, int]) -> bool:
+    """What the CUDA documentation says of where code runs."""
+    if target.is_ptx:
+        return target.capability <= capability
+    if target.capability == capability:
+        return True
+    return (
+        target.suffix == ""
+        and target.capability[0] == capability[0]
+        and target.capability[1] <= capability[1]
+        and target.capability not in TEGRA
+        and capability not in TEGRA
+    )
 
 
 def fits(binary: Binary, device: Device) -> bool:
-    """What the CUDA documentation says of where code runs, and the device's limits."""
-    (major, minor), threads = device.capability, binary.block[0]
-    built = binary.target.capability
-    if binary.target.suffix == "a":
-        runs = built == device.capability
-    elif binary.target.is_ptx:
-        runs = built <= device.capability
-    else:
-        # 8.7 is a Tegra system, the only one among CAPABILITIES; no ARCH here is made for it.
-        runs = built[0] == major and built[1] <= minor and device.capability != (8, 7)
+    """``runs``, and the limits of driver and device."""
+    threads = binary.block[0] * binary.block[1] * binary.block[2]
+    registers = 0 if binary.registers is None else (binary.registers + 7) // 8 * 8
     return (
-        runs
+        runs(binary.target, device.capability)
+        and binary.oldest_driver <= device.driver
         and threads <= device.threads_per_block
-        and (binary.registers or 0) * threads <= device.registers_per_block
+        and registers * threads <= device.registers_per_block
         and (binary.static_shared or 0) + binary.dynamic_shared <= device.shared_memory_per_block
     )
 
@@ -310,61 +665,120 @@ def rung(binary: Binary, device: Device) -> Rung:
     return Rung.EXACT if binary.target.capability == device.capability else Rung.SAME_MAJOR
 
 
-@settings(max_examples=300, deadline=None)
+def compiled_for(toolchain: Toolchain, language: str, device: Device) -> Target | None:
+    """What the compiler would make for the device: machine code, or PTX from CUDA C++."""
+    if device.capability < (8, 0):
+        return None
+    known = [c for c, first in FIRST_CUDA.items() if first <= toolchain.cuda]
+    if device.capability in known:
+        return Target(device.capability)
+    earlier = [c for c in known if (8, 0) <= c < device.capability and c not in TEGRA]
+    return Target(max(earlier), "compute") if language == "cuda" and earlier else None
+
+
+Offer = tuple[Rung, str, str]
+
+
+def offers(system: System, problem: LinearScanProblem, backend: Backend) -> list[Offer]:
+    """All that solves the problem, derived anew: rung, subject, and where it comes from."""
+    found: list[Offer] = []
+    device = system.device
+    assert device is not None
+
+    def usable(variant: Variant) -> bool:
+        kernel = FAMILY.kernel(variant.kernel, variant.language)
+        return (
+            variant.kernel == problem.kernel
+            and backend in ("auto", variant.language)
+            and str(variant) not in system.denied
+            and kernel.accepts(variant, problem) is None
+        )
+
+    for archive in system.archives:
+        for binary in archive.binaries if runs(archive.arch, device.capability) else ():
+            if (
+                usable(binary.variant)
+                and fits(binary, device)
+                and binary.sha256 not in system.denied
+            ):
+                found.append((rung(binary, device), str(binary), str(archive.path)))
+    for language, toolchain in (system.toolchains or {}).items():
+        if isinstance(toolchain, Toolchain):
+            target = compiled_for(toolchain, language, device)
+            for variant in FAMILY.kernel(KERNEL, language).variants if target else ():
+                if usable(variant):
+                    found.append((Rung.JIT, f"{variant} for {target}", "here"))
+    if backend in ("auto", "reference"):
+        found.append((Rung.REFERENCE, "the reference", "here"))
+    return [offer for offer in found if offer[1:] not in system.failed]
+
+
+def considered(system: System) -> list[str]:
+    """The subject of every binary, compiler or whole archive that there is something to say of."""
+    device = system.device
+    assert device is not None
+    subjects = ["the reference"]
+    for archive in system.archives:
+        if runs(archive.arch, device.capability):
+            subjects += [str(b) for b in archive.binaries if b.variant.kernel == KERNEL]
+        else:
+            subjects.append(f"{archive.provider}'s {archive.path.name}")
+    for language, toolchain in (system.toolchains or {}).items():
+        target = (
+            compiled_for(toolchain, language, device) if isinstance(toolchain, Toolchain) else None
+        )
+        if target is None:
+            subjects.append(f"{language} compiled here")
+        else:
+            subjects += [f"{v} for {target}" for v in FAMILY.kernel(KERNEL, language).variants]
+    return subjects
+
+
+@settings(max_examples=400, deadline=None)
 @given(data=st.data())
-def test_the_winner_fits_and_nothing_that_fits_is_closer(
-    data: st.DataObject, a_device: Describe, a_binary: Make
-) -> None:
-    device = a_device(
-        data.draw(CAPABILITIES),
-        threads_per_block=data.draw(st.sampled_from([512, 1024])),
-        registers_per_block=data.draw(st.sampled_from([8192, 65_536])),
-        shared_memory_per_block=data.draw(st.sampled_from([49_152, 101_376, 232_448])),
+def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> None:
+    """The winner fits and is allowed, nothing that is allowed is closer, and all else has a reason."""
+    archives = data.draw(catalogues(a_binary), label="archives")
+    held = [binary for archive in archives for binary in archive.binaries]
+    subjects = st.sampled_from([digest(b"unknown"), *(b.sha256 for b in held), *map(str, CUDA)])
+    system = System(
+        device=data.draw(devices(a_device), label="device"),
+        archives=archives,
+        toolchains=data.draw(TOOLCHAINS, label="toolchains"),
+        denied=data.draw(st.dictionaries(subjects, st.just("denied: no"), max_size=3)),
     )
-    archives = data.draw(catalogues(a_binary))
     problem = a_problem(
         data.draw(st.integers(1, 5000)),
         data.draw(st.sampled_from(["float32", "bfloat16"])),
         data.draw(st.sampled_from([4, 16])),
     )
-    backend: Backend = data.draw(st.sampled_from(BACKENDS[:3]))
-    decision = select(device, archives, FAMILY, problem, backend)
+    backend: Backend = data.draw(st.sampled_from(BACKENDS), label="backend")
+    lowest = data.draw(st.sampled_from(Rung), label="lowest")
+    able = offers(system, problem, backend)
+    if able:
+        failures = st.sets(st.sampled_from(sorted({offer[1:] for offer in able})), max_size=2)
+        system = replace(system, failed=dict.fromkeys(data.draw(failures), "it failed"))
+    allowed = [offer for offer in offers(system, problem, backend) if offer[0] <= lowest]
 
-    able = [
-        binary
-        for archive in archives
-        for binary in archive.binaries
-        if binary.variant.kernel == problem.kernel
-        and backend in ("auto", binary.variant.language)
-        and FAMILY.kernel(KERNEL, binary.variant.language).accepts(binary.variant, problem) is None
-        and fits(binary, device)
-    ]
-    assert (decision.winner is None) == (not able)
-    if decision.winner is not None:
-        assert decision.winner.binary in able
-        assert decision.winner.binary in decision.winner.archive.binaries
-        assert decision.winner.rung == min(rung(binary, device) for binary in able)
-    # Everything is accounted for: archives of other architectures as a whole, and each binary of
-    # the kernel in the rest, whether it won or lost.
-    looked_at = [
-        f"{binary.variant} for {binary.target}"
-        for archive in archives
-        if archive.arch.misfit(device.capability) is None
-        for binary in archive.binaries
-        if binary.variant.kernel == problem.kernel
-    ]
-    unread = [a.path.name for a in archives if a.arch.misfit(device.capability) is not None]
-    won = decision.winner and decision.winner.binary
-    accounted = [r.subject for r in decision.rejected] + (
-        [f"{won.variant} for {won.target}"] if won else []
-    )
-    assert sorted(accounted) == sorted(looked_at + unread)
-    assert all(loser.reason for loser in decision.rejected)
+    decision = select(system, FAMILY, problem, backend, lowest)
 
+    winner = decision.winner
+    assert (winner is None) == (not allowed)
+    if winner is None:
+        with pytest.raises(NoKernelError):
+            decision.taken()
+    else:
+        assert (winner.rung, *winner.key) in allowed
+        assert winner.rung == min(offer[0] for offer in allowed)
+        assert decision.taken() is winner
+        if winner.binary is not None:
+            assert winner.archive is not None
+            assert winner.binary in winner.archive.binaries
+        assert (decision.launch() is None) == (winner.rung is Rung.REFERENCE)
+    accounted = [r.subject for r in decision.rejected] + ([winner.subject] if winner else [])
+    assert sorted(accounted) == sorted(considered(system))
+    assert all(loser.reason.strip() and not loser.damaged for loser in decision.rejected)
 
-def test_more_blocks_than_a_grid_holds(archive_factory: Factory, a_device: Describe) -> None:
-    rows = 2**34
-    problem = replace(a_problem(), batch=1, channels=rows)
-    decision = select(a_device(), [archive_factory("sm90")], FAMILY, problem)
-    assert decision.winner is None
-    assert f"blocks; a grid holds {2**31 - 1}" in reasons(decision)
+    if winner is None or winner.rung < Rung.JIT:
+        blind = select(replace(system, toolchains=None), FAMILY, problem, backend, lowest)
+        assert blind.winner == winner

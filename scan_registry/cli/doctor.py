@@ -1,0 +1,412 @@
+"""``scan-registry doctor``: what this installation can do on a GPU, and what is in the way."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from scan_registry import policy, providers
+from scan_registry.archive import Archive, ArchiveError
+from scan_registry.cache import Cache, jit_cache
+from scan_registry.cli.gpus import add_gpu, gpu_of, visible
+from scan_registry.cli.listing import size_text
+from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.device import Device
+from scan_registry.doctor import (
+    Answer,
+    ArchiveState,
+    CacheState,
+    Coverage,
+    Finding,
+    Installation,
+    ProviderState,
+    Report,
+    condensed,
+    coverage,
+    findings_of,
+    lacks,
+)
+from scan_registry.explanation import device_record, dotted
+from scan_registry.fit import Rung
+from scan_registry.inventory import Catalogue
+from scan_registry.providers import CORE, Provider, ProviderError
+from scan_registry.select import Backend, Key, System
+
+_LITTLE = 16 << 20  # bytes: less is too little for a kernel compiled here, and what goes with it
+
+LEGEND = """
+exact, same-major: machine code; ptx: compiled by the driver, at its first use; jit: compiled here, at \
+its first use; reference: plain torch; none: the call raises NoKernelError; –: no such kernel."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command's arguments."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say what runs on a GPU, what does not, and what would help",
+        description="Looks at the installation and at the GPUs here, or at one that --for describes "
+        "and that need not be here: which kernels would run in which form, what is wrong, and what "
+        "to install. Runs and changes nothing.",
+        epilog="Exit status: 0 if every call would run a kernel and nothing installed is damaged or "
+        "does not fit; 1 if not, or if there is no GPU; 2 for arguments that cannot be meant. The "
+        "JSON document is described by scan_registry/schemas/doctor.json.",
+    )
+    add_gpu(parser, "--for")
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, and say what was seen; ``UsageError`` for arguments that cannot be meant."""
+    report = examine(gpu_of(args, "--for"))
+    if args.json:
+        print(json.dumps(document(report), indent=2))
+    else:
+        _print(report)
+    return 0 if report.passed else 1
+
+
+def examine(elsewhere: Device | None = None) -> Report:
+    """This installation, on the GPUs here, or on the one that is given."""
+    from scan_registry import jit
+    from scan_registry.kernels import families
+
+    findings: list[Finding] = []
+    stock = _stock(findings)
+    gpus, driver = _gpus(elsewhere, findings)
+    here = Installation(
+        python=platform.python_version(),
+        version=version(CORE),
+        torch=_version("torch"),
+        driver=driver,
+        toolchains=jit.toolchains(),
+        providers=stock.states,
+        cache=_cache(jit_cache()),
+        lowest=_lowest(findings),
+    )
+    findings += findings_of(here)
+    covered = []
+    for ordinal, device in gpus:
+        system = System(
+            device, stock.found.archives, here.toolchains, stock.found.denied, stock.damaged
+        )
+        covered.append(coverage(system, families(), here.lowest, ordinal))
+        findings += lacks(covered[-1], system, families(), here.lowest)
+    return Report(here, tuple(covered), tuple(findings))
+
+
+# --- Looking ----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Stock:
+    """What providers bring: the part that can be used, and the state of all of it.
+
+    damaged  by key, binaries whose bytes are not those that the manifest states
+    """
+
+    found: Catalogue
+    states: tuple[ProviderState, ...]
+    damaged: dict[Key, str] = field(default_factory=dict)
+
+
+def _stock(findings: list[Finding]) -> _Stock:
+    """What is installed. What makes ``catalogue`` raise is left out, and is a finding."""
+    core = version(CORE)
+    try:
+        installed = providers.installed()
+    except ProviderError as error:
+        text, remedy = f"{error}: every call on a GPU raises it", "reinstall the package it names"
+        findings.append(Finding("error", "providers", text, (remedy,)))
+        installed = _own(core)
+    damaged: dict[Key, str] = {}
+    usable: list[Archive] = []
+    states = []
+    for provider in installed:
+        mismatch = provider.mismatch(core)
+        try:
+            archives = provider.archives
+        except ArchiveError as error:
+            about = f"{provider.name} {provider.version}"
+            text = f"{error}: every call on a GPU raises it"
+            findings.append(Finding("error", about, text, ("remove the file",)))
+            archives = ()
+        states.append(
+            ProviderState(
+                name=provider.name,
+                version=provider.version,
+                core=provider.core,
+                folder=str(provider.folder),
+                mismatch=mismatch,
+                denied=provider.denied,
+                archives=tuple(
+                    _archive(archive, damaged, unread=mismatch is not None) for archive in archives
+                ),
+            )
+        )
+        if mismatch is None:
+            usable += archives
+    ordered = tuple(sorted(usable, key=lambda archive: archive.arch))
+    fitting = tuple(p for p, s in zip(installed, states, strict=True) if s.mismatch is None)
+    return _Stock(Catalogue(ordered, fitting), tuple(states), damaged)
+
+
+def _own(core: str) -> tuple[Provider, ...]:
+    """This package alone, if its own manifest is not what is wrong."""
+    try:
+        return (providers.read(CORE, core, Path(__file__).parents[1]),)
+    except ProviderError:
+        return ()
+
+
+def _archive(archive: Archive, damaged: dict[Key, str], *, unread: bool) -> ArchiveState:
+    """The state of an archive, after every byte was checked; adds to what is ``damaged``."""
+    path, damage, intact = archive.path, [], 0
+    try:
+        for binary in () if unread else archive.binaries:
+            try:
+                archive.read(binary)
+                intact += 1
+            except ArchiveError as error:
+                damage.append(str(error))
+                damaged[str(binary), str(path)] = str(error)
+    except ArchiveError as error:
+        damage.append(str(error))
+    more = f" (so are {len(damage) - 1} more of its binaries)" if len(damage) > 1 else ""
+    return ArchiveState(
+        arch=str(archive.arch),
+        path=str(path),
+        size=path.stat().st_size if path.is_file() else None,
+        binaries=None if unread else intact,
+        damage=f"{damage[0]}{more}" if damage else None,
+    )
+
+
+def _gpus(
+    elsewhere: Device | None, findings: list[Finding]
+) -> tuple[list[tuple[int | None, Device]], tuple[int, int] | None]:
+    """GPUs with their ordinals, and the CUDA version of this machine's driver if that was asked."""
+    if elsewhere is not None:
+        return [(None, elsewhere)], None
+    from scan_registry import driver
+
+    about, remedy = "this machine", "for a GPU that is elsewhere, say which: --for sm_90"
+    only = "only the reference, plain torch, runs here"
+    try:
+        supported = driver.version()
+    except RuntimeError as error:
+        findings.append(Finding("error", about, f"no CUDA driver, so {only}: {error}", (remedy,)))
+        return [], None
+    try:
+        found = visible()
+    except driver.DriverError as error:
+        text = f"the CUDA driver fails, so {only}: {error}"
+        findings.append(Finding("error", about, text, (remedy,)))
+        return [], supported
+    if not found:
+        text = f"the CUDA driver sees no GPU, so {only}"
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = () if shown is None else (f"CUDA_VISIBLE_DEVICES is {shown!r}: unset it",)
+        findings.append(Finding("error", about, text, (*hidden, remedy)))
+    elif trouble := _torch_trouble():
+        text = f"{trouble}: there are no tensors on these GPUs"
+        findings.append(Finding("error", "torch", text, ("install a torch built with CUDA",)))
+    return list(enumerate(found)), supported
+
+
+def _torch_trouble() -> str | None:
+    """Why torch cannot use a GPU, or None if it can."""
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _lowest(findings: list[Finding]) -> Rung:
+    try:
+        return policy.lowest()
+    except ValueError as error:
+        text = f"{error}: every call raises it"
+        findings.append(Finding("error", "policy", text, (f"unset {policy.VARIABLE}",)))
+        return Rung.REFERENCE
+
+
+def _cache(cache: Cache) -> CacheState:
+    there = next(path for path in (cache.folder, *cache.folder.parents) if path.exists())
+    unusable, free = cache.refusal(), shutil.disk_usage(there).free
+    if unusable is None and not os.access(there, os.W_OK | os.X_OK):
+        unusable = f"{there} is read-only"
+    if unusable is None and free < _LITTLE:
+        unusable = f"its disk has {size_text(free)} left"
+    sizes = []
+    for entry in cache.entries():
+        try:
+            sizes.append(entry.path.stat().st_size)
+        except FileNotFoundError:
+            continue  # cleared by another process meanwhile
+    return CacheState(str(cache.folder), unusable, len(sizes), sum(sizes), free)
+
+
+# --- JSON -------------------------------------------------------------------------------------
+
+
+def document(report: Report) -> dict[str, Any]:
+    """The stable form, as ``schemas/doctor.json`` describes it: keys are only ever added."""
+    here = report.installation
+    return {
+        "version": here.version,
+        "passed": report.passed,
+        "python": here.python,
+        "torch": here.torch,
+        "driver": dotted(here.driver) if here.driver else None,
+        "compilers": {
+            language: {"identity": None, "cuda": None, "missing": found}
+            if isinstance(found, str)
+            else {"identity": found.identity, "cuda": dotted(found.cuda), "missing": None}
+            for language, found in here.toolchains.items()
+        },
+        "lowest_rung": str(here.lowest),
+        "cache": asdict(here.cache),
+        "providers": [_provider_record(provider) for provider in here.providers],
+        "gpus": [
+            {
+                "ordinal": gpu.ordinal,
+                "device": device_record(gpu.device),
+                "answers": [_answer_record(answer) for answer in gpu.answers],
+            }
+            for gpu in report.gpus
+        ],
+        "findings": [_finding_record(finding) for finding in report.findings],
+    }
+
+
+def _provider_record(provider: ProviderState) -> dict[str, Any]:
+    denied = [{"subject": s, "reason": reason} for s, reason in provider.denied.items()]
+    archives = [asdict(archive) for archive in provider.archives]
+    return {**asdict(provider), "denied": denied, "archives": archives}
+
+
+def _answer_record(answer: Answer) -> dict[str, Any]:
+    rungs = {backend: _rung(rung) for backend, rung in answer.rungs.items()}
+    return {**asdict(answer), "rungs": rungs}
+
+
+def _finding_record(finding: Finding) -> dict[str, Any]:
+    listed = {"remedies": list(finding.remedies), "reasons": list(finding.reasons)}
+    return {**asdict(finding), **listed}
+
+
+def _rung(rung: Rung | None) -> str | None:
+    return None if rung is None else str(rung)
+
+
+# --- Tables -----------------------------------------------------------------------------------
+
+
+def _print(report: Report) -> None:
+    console = screen()
+    here = report.installation
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, markup=False, soft_wrap=True, style=style)
+
+    console.print(f"[bold]scan-registry {here.version}[/]")
+    say(f"python     {here.python}")
+    say(f"torch      {here.torch or 'not installed'}")
+    for language, found in here.toolchains.items():
+        text = found if isinstance(found, str) else f"{found.identity} (CUDA {dotted(found.cuda)})"
+        say(f"{language:10} {text}")
+    if here.driver:
+        say(f"driver     for CUDA {dotted(here.driver)}")
+    say(f"policy     down to rung {here.lowest} ({policy.VARIABLE})")
+    say(f"cache      {_cache_words(here.cache)}")
+    _print_providers(console, here.providers)
+    for provider in here.providers:
+        for subject, reason in provider.denied.items():
+            say(f"{provider.name} {provider.version}: {subject}: {reason}")
+    for gpu in report.gpus:
+        _print_gpu(console, gpu)
+    if report.gpus:
+        say(LEGEND, "dim")
+    for finding in report.findings:
+        console.print()
+        style = "bold red" if finding.severity == "error" else "bold"
+        head = f"[{style}]{finding.severity}:[/] {escape(finding.about)}: {escape(finding.text)}"
+        console.print(head, soft_wrap=True)
+        for reason in finding.reasons:
+            say(f"    {reason}")
+        for remedy in finding.remedies:
+            say(f"  → {remedy}")
+    say("\nEvery call runs a kernel." if report.passed else "\nNot every call runs a kernel.")
+
+
+def _cache_words(cache: CacheState) -> str:
+    held = f"{cache.entries} entries, {size_text(cache.size)}; {cache.free / 1e9:.1f} GB free"
+    return f"{cache.folder}: {f'unusable, {cache.unusable}' if cache.unusable else held}"
+
+
+def _print_providers(console: Console, states: Sequence[ProviderState]) -> None:
+    table = new_table("archives of", "version", "made for", "agrees", "archives~")
+    for state in states:
+        names = [
+            f"{Path(archive.path).stem}{' [red](damaged)[/]' if archive.damage else ''}"
+            for archive in state.archives
+        ]
+        agrees = "[red]no[/]" if state.mismatch else "yes"
+        core = f"{CORE} {state.core}"
+        table.add_row(state.name, state.version, core, agrees, " ".join(names) or "none")
+    show(console, table)
+
+
+def _print_gpu(console: Console, gpu: Coverage) -> None:
+    kernels: dict[str, list[Answer]] = {}
+    for answer in gpu.answers:
+        kernels.setdefault(f"{answer.family}.{answer.kernel}", []).append(answer)
+    backends = list(dict.fromkeys(b for answer in gpu.answers for b in answer.rungs))
+    table = new_table("kernel", *(f"{backend}~" for backend in backends))
+    for kernel, answers in kernels.items():
+        table.add_row(kernel, *(_cell(answers, backend) for backend in backends))
+    device = gpu.device
+    shared = f"{device.shared_memory_per_block} bytes of shared memory per block"
+    show(
+        console,
+        table,
+        f"[bold]{escape(gpu.name)}[/], {device.multiprocessors} multiprocessors, {shared}, driver "
+        f"for CUDA {dotted(device.driver)}",
+    )
+
+
+def _cell(answers: Iterable[Answer], backend: Backend) -> str:
+    """The rung, or a line for each with what gets it."""
+    rungs: dict[Rung | None, list[tuple[str, str]]] = {}
+    every = []
+    for answer in answers:
+        if backend in answer.rungs:
+            every.append((answer.dtype, answer.access))
+            rungs.setdefault(answer.rungs[backend], []).append(every[-1])
+    lines = []
+    for rung, pairs in rungs.items():
+        name = _rung(rung) or "none"
+        text = f"[red]{name}[/]" if rung in (None, Rung.REFERENCE) else name
+        which = condensed(pairs, every)
+        lines.append(f"{text}: {which}" if which else text)
+    return "\n".join(lines) or "–"

@@ -1,0 +1,308 @@
+"""``scan-registry verify``: whether what is installed is intact, and what the shipped sources give."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from scan_registry.archive import ArchiveError, Binary
+from scan_registry.cli.errors import UsageError
+from scan_registry.cli.listing import (
+    Listed,
+    add_filters,
+    filters_of,
+    narrow,
+    opened,
+    several_providers,
+)
+from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.inventory import Catalogue, catalogue
+from scan_registry.providers import ProviderError
+from scan_registry.verify import Comparison, Defect, altered, check, rebuild
+
+JOBS = "SCAN_REGISTRY_JOBS"
+OUTCOMES = ("identical", "not comparable")  # which have a column; what is different has a line
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found of one archive.
+
+    defects are those of the checks; ``seconds`` went by in checking and compiling, over all processes.
+    """
+
+    listed: Listed
+    defects: tuple[Defect, ...]
+    seconds: float
+    comparisons: tuple[Comparison, ...] = ()
+
+    @property
+    def intact(self) -> int:
+        """How many binaries have no defect."""
+        bad = {defect.binary for defect in self.defects}
+        return sum(binary not in bad for binary in self.listed.binaries)
+
+    @property
+    def differences(self) -> list[Defect]:
+        """What compiling again has shown."""
+        return [
+            Defect(c.archive.path, c.binary, c.reason)
+            for c in self.comparisons
+            if c.outcome == "different"
+        ]
+
+    def count(self, outcome: str) -> int:
+        return sum(comparison.outcome == outcome for comparison in self.comparisons)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in all. ``general`` are defects of more than one archive, or of none."""
+
+    rebuilt: bool
+    general: tuple[Defect, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def defects(self) -> list[Defect]:
+        found = list(self.general)
+        for result in self.results:
+            found += [*result.defects, *result.differences]
+        return found
+
+    @property
+    def checked(self) -> int:
+        return sum(len(result.listed.binaries) for result in self.results)
+
+    @property
+    def compared(self) -> int:
+        return self.count("identical") + self.count("different")
+
+    def count(self, outcome: str) -> int:
+        return sum(result.count(outcome) for result in self.results)
+
+    @property
+    def missing(self) -> str | None:
+        """Why the report tells nothing, or None if it does."""
+        if not self.checked:
+            return "there is nothing to verify: no binary is installed, or none matches"
+        if self.rebuilt and not self.compared:
+            return "there is nothing to compare: see why each binary is not comparable"
+        return None
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command's arguments."""
+    parser = commands.add_parser(
+        "verify",
+        help="check what is installed; compile it again and compare",
+        description="Checks every file, manifest and binary against its digest, the binaries' "
+        "origin against the shipped sources, what each binary says of itself against its manifest, "
+        "and what GPUs have measured. Filters may repeat; what is left matches one value of each.",
+        epilog="Exit status: 0 if all of it is as stated, and with --rebuild at least one binary was "
+        "compared and every one that was is identical; 1 if anything is not; 2 if an argument is "
+        "wrong or there is nothing to check or compare.",
+    )
+    parser.add_argument(
+        "--rebuild",
+        action="store_true",
+        help="compile the binaries again, from the shipped sources with the compilers here, and "
+        f"compare the bytes; {JOBS} sets the number of processes",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead")
+    add_filters(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check what is installed; ``UsageError`` if that is nothing, or a filter names nothing."""
+    workers = _workers()
+    found, general = _installed()
+    listed = opened(found)
+    try:
+        shown = narrow(listed, filters_of(args)) if listed else []
+    except UsageError as error:
+        # What is not known to be there may be in what is damaged, or missing.
+        shown = [entry for entry in listed if entry.damage]
+        if not (shown or general):
+            raise
+        general.append(Defect(None, None, str(error)))
+    results = tuple(_checked(entry, found) for entry in shown)
+    if args.rebuild:
+        results = _rebuilt(results, workers)
+    report = Report(args.rebuild, tuple(general), results)
+    if args.json:
+        print(json.dumps(document(report, found), indent=2))
+    else:
+        _print(report)
+    if report.defects:
+        return 1
+    if report.missing:
+        raise UsageError(report.missing)
+    return 0
+
+
+def _workers() -> int:
+    text = os.environ.get(JOBS) or str(len(os.sched_getaffinity(0)))
+    if not (text.isdecimal() and int(text)):
+        raise UsageError(f"{JOBS} is {text!r}; accepted are 1, 2, 3, …")
+    return int(text)
+
+
+def _installed() -> tuple[Catalogue, list[Defect]]:
+    """The catalogue, empty where there is none, and what is wrong with the packages that make it up."""
+    try:
+        found = catalogue()
+    except (ProviderError, ArchiveError) as error:
+        return Catalogue(()), [Defect(None, None, str(error))]
+    return found, [defect for provider in found.providers for defect in altered(provider)]
+
+
+def _checked(entry: Listed, found: Catalogue) -> Result:
+    started, defects = time.perf_counter(), []
+    if entry.damage:
+        reason = entry.damage.removeprefix(f"{entry.archive.path}: ")
+        defects.append(Defect(entry.archive.path, None, reason))
+    for binary in entry.binaries:
+        defects += check(entry.archive, binary, found.attestations.get(binary.sha256))
+    return Result(entry, tuple(defects), time.perf_counter() - started)
+
+
+def _rebuilt(results: Sequence[Result], workers: int) -> tuple[Result, ...]:
+    """The results with a comparison for every binary."""
+    rows = [(result.listed.archive, b) for result in results for b in result.listed.binaries]
+    by_path: dict[Path, list[Comparison]] = {r.listed.archive.path: [] for r in results}
+    console = Console(stderr=True)
+    for comparison in track(
+        rebuild(rows, workers),
+        "compiling",
+        total=len(rows),
+        console=console,
+        auto_refresh=False,  # which would take a thread, and a fork copies none
+        disable=not console.is_terminal,
+    ):
+        by_path[comparison.archive.path].append(comparison)
+    return tuple(
+        replace(
+            result,
+            comparisons=tuple(made),
+            seconds=result.seconds + sum(comparison.seconds for comparison in made),
+        )
+        for result, made in zip(results, by_path.values(), strict=True)
+    )
+
+
+# --- JSON -------------------------------------------------------------------------------------
+
+
+def document(report: Report, found: Catalogue) -> dict[str, Any]:
+    """The stable form, described by ``schemas/verify.json``: keys are only ever added."""
+    return {
+        "version": version("scan-registry"),
+        "rebuilt": report.rebuilt,
+        "passed": not report.defects and not report.missing,
+        "providers": [
+            {"name": provider.name, "version": provider.version, "folder": str(provider.folder)}
+            for provider in found.providers
+        ],
+        "archives": [
+            {
+                "arch": str(result.listed.archive.arch),
+                "provider": result.listed.archive.provider,
+                "path": str(result.listed.archive.path),
+                "binaries": len(result.listed.binaries),
+                "intact": result.intact,
+                "identical": result.count("identical") if report.rebuilt else None,
+                "not_comparable": result.count("not comparable") if report.rebuilt else None,
+                "seconds": round(result.seconds, 3),
+            }
+            for result in report.results
+        ],
+        "defects": [_record(d.path, d.binary, d.reason) for d in report.defects],
+        "not_comparable": [
+            _record(c.archive.path, c.binary, c.reason)
+            for result in report.results
+            for c in result.comparisons
+            if c.outcome == "not comparable"
+        ],
+    }
+
+
+def _record(path: Path | None, binary: Binary | None, reason: str) -> dict[str, Any]:
+    return {
+        "path": None if path is None else str(path),
+        "variant": None if binary is None else str(binary.variant),
+        "target": None if binary is None else str(binary.target),
+        "reason": reason,
+    }
+
+
+# --- Tables -----------------------------------------------------------------------------------
+
+
+def _print(report: Report) -> None:
+    console = screen()
+    providers = several_providers(result.listed for result in report.results)
+    table = new_table(
+        "arch",
+        *(["provider~"] if providers else []),
+        *("binaries>", "intact>"),
+        *([f"{outcome}>" for outcome in OUTCOMES] if report.rebuilt else []),
+        "seconds>",
+    )
+    for result in report.results:
+        archive = result.listed.archive
+        intact = f"[red]{result.intact}[/]" if result.defects else str(result.intact)
+        table.add_row(
+            archive.arch.label,
+            *([archive.provider] if providers else []),
+            str(len(result.listed.binaries)),
+            intact,
+            *(map(str, map(result.count, OUTCOMES)) if report.rebuilt else []),
+            f"{result.seconds:.2f}",
+        )
+    console.print(f"[bold]scan-registry {version('scan-registry')}[/]")
+    if report.results:
+        show(console, table)
+        console.print()
+    for text, times in _obstacles(report).items():
+        _line(console, f"not comparable: {times} of {text}")
+    for defect in report.defects:
+        _line(console, f"defect: {defect}")
+    console.print(_summary(report))
+
+
+def _obstacles(report: Report) -> Counter[str]:
+    """How many binaries are not comparable, by archive and reason."""
+    return Counter(
+        f"{c.archive.arch.label}, {c.reason}"
+        for result in report.results
+        for c in result.comparisons
+        if c.outcome == "not comparable"
+    )
+
+
+def _summary(report: Report) -> str:
+    intact = sum(result.intact for result in report.results)
+    parts = [f"{intact} of {report.checked} binaries intact"]
+    if report.rebuilt:
+        parts.append(f"{report.count('identical')} of {report.compared} compared are identical")
+    count = len(report.defects)
+    parts.append(f"{count} defect{'' if count == 1 else 's'}")
+    return ", ".join(parts)
+
+
+def _line(console: Console, text: str) -> None:
+    """Print on one line, however long."""
+    words = " / ".join(line.strip() for line in text.splitlines() if line.strip())
+    console.print(words, markup=False, soft_wrap=True)

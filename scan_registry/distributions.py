@@ -1,0 +1,90 @@
+"""Which distributions are installed, by the names of their metadata folders.
+
+``importlib.metadata`` opens and parses every package's metadata to answer that, which takes longer
+than the rest of a first call. The folders' names say it, too: ``<name>-<version>.dist-info``, by the
+packaging specifications.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+_SUFFIX = ".dist-info"
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """An installed distribution: normalized name, version, and the folder of its metadata."""
+
+    name: str
+    version: str
+    folder: Path
+
+
+def version(name: str) -> str | None:
+    """The installed version of a distribution, or None if it is not installed."""
+    found = next(_named(normalized(name)), None)
+    return found.version if found else None
+
+
+def mentioning(group: str) -> list[Distribution]:
+    """The distributions whose entry points mention ``group``. Of one name, the first on the path
+    counts, as when it is imported."""
+    sought, found = group.encode(), []
+    for place, entry in _entries():
+        if sought in _entry_points(f"{place}/{entry}"):
+            distribution = _distribution(place, entry)
+            if next(_named(distribution.name)) == distribution:
+                found.append(distribution)
+    return found
+
+
+def normalized(name: str) -> str:
+    """A distribution's name as the packaging specifications compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _entries() -> tuple[tuple[str, str], ...]:
+    """Every metadata folder on the path: where it is, and its name."""
+    return _listed(tuple(sys.path))
+
+
+@lru_cache(maxsize=1)
+def _listed(path: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    found: list[tuple[str, str]] = []
+    for place in dict.fromkeys(entry or os.curdir for entry in path):
+        try:
+            names = os.listdir(place)
+        except OSError:
+            continue  # no folder, or not there: the import system passes over it, too
+        found += ((place, name) for name in sorted(names) if name.endswith(_SUFFIX))
+    return tuple(found)
+
+
+def _named(name: str) -> Iterator[Distribution]:
+    first = name.partition("-")[0]
+    for place, entry in _entries():
+        if entry[: len(first)].lower() == first:
+            distribution = _distribution(place, entry)
+            if distribution.name == name:
+                yield distribution
+
+
+def _distribution(place: str, entry: str) -> Distribution:
+    name, _, stated = entry[: -len(_SUFFIX)].partition("-")
+    return Distribution(normalized(name), stated, Path(place, entry))
+
+
+def _entry_points(folder: str) -> bytes:
+    try:
+        handle = os.open(f"{folder}/entry_points.txt", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""  # most have none
+    with os.fdopen(handle, "rb", buffering=0) as file:
+        return file.read()

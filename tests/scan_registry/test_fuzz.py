@@ -1,0 +1,427 @@
+"""Ten thousand malformed files: archives, cache entries, providers' manifests and attestations.
+
+Whatever a file holds, reading it ends soon, with what is intact or with the documented error that
+names the file; no bytes come out whose digest is not the one that is stated. The examples follow
+from their numbers alone, so a failure names the example that shows it. ``SCAN_REGISTRY_FUZZ`` sets
+how many there are in all, for a longer search.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import struct
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from scan_registry import archive, providers
+from scan_registry.archive import MAGIC, SUFFIX, Archive, ArchiveError, Binary, digest
+from scan_registry.cache import Cache
+from scan_registry.device import Device
+from scan_registry.fit import misfit
+from scan_registry.inventory import Catalogue, read_attestations, worst_attestations
+from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.providers import ProviderError
+from scan_registry.select import MOST_BLOCKS, System, select
+from scan_registry.target import Target
+
+Make = Callable[..., tuple[Binary, bytes]]
+Describe = Callable[..., Device]
+
+TOTAL = int(os.environ.get("SCAN_REGISTRY_FUZZ") or 10_000)
+TIME_LIMIT = 5.0  # seconds for an example, which takes about a millisecond
+HEADER = struct.Struct("<8sQ32s")
+SM90 = Target.parse("sm90")
+KEY = "ab" + 62 * "0"
+VARIANTS = [
+    FAMILY.kernel("time_last_forward", "cuda").variants[0],
+    FAMILY.kernel("time_last_forward", "triton").variants[0],
+    FAMILY.kernel("channel_last_forward", "cuda").variants[0],
+]
+
+
+def problems() -> Iterator[LinearScanProblem]:
+    """One for each kernel of ``VARIANTS``."""
+    time_last, channel_last = Strides(4096, 1024, 1), Strides(4096, 1, 4)
+    yield LinearScanProblem(
+        "forward", "time_last", "float32", 2, 4, 1024, (time_last,) * 3, alignment=16
+    )
+    yield LinearScanProblem(
+        "forward", "channel_last", "float32", 2, 4, 1024, (channel_last,) * 3, alignment=16
+    )
+
+
+# --- Running examples -------------------------------------------------------------------------
+
+
+class Hang(BaseException):
+    """Not an ``Exception``, so that nobody takes it for an error of theirs."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """``Hang`` if the block takes too long."""
+
+    def ring(*_: object) -> NoReturn:
+        raise Hang(f"took more than {TIME_LIMIT} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run(name: str, share: float, example: Callable[[random.Random], object]) -> None:
+    """Run ``share`` of all examples; fail with the first of each kind that does not end well."""
+    failures: dict[str, str] = {}
+    for number in range(int(TOTAL * share)):
+        try:
+            with limited():
+                example(random.Random(f"{name} {number}"))
+        except (Exception, Hang) as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            where = next(
+                f for f in frames[::-1] if "fuzz" in f.filename or "registry" in f.filename
+            )
+            failures.setdefault(
+                f"{type(error).__name__} in {where.name}",
+                f"example {number}: {error!r:.200} at {where.filename}:{where.lineno}",
+            )
+    assert not failures, "\n".join(failures.values())
+
+
+def check_error(error: Exception, path: Path) -> None:
+    """It names the file, and can be printed."""
+    assert str(path) in str(error)
+    str(error).encode()
+
+
+# --- Malformed JSON ---------------------------------------------------------------------------
+
+#: Values as JSON text, some of which is none.
+TEXTS = [
+    *("null", "true", "false", "0", "-0", "1", "-1", "1.5", "1e3", "2.0", "[]", "{}", '""', '"x"'),
+    *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", str(2**31), str(2**63), str(-(2**63))),
+    *(str(2**64), str(2**70), "9" * 400, "9" * 5000, '"\\ud800"', '"\\u0000"', '"\\udfff\\ud800"'),
+    *('"sm_90"', '"sm_90a"', '"sm_80"', '"compute_80"', '"٩٠"', "[1,1,1]", "[1,1]", "[12,9]"),
+    *("[0,0,0]", "[-1,1,1]", "[1e9,1,1]", "[4294967296,1,1]", '[["x"]]', '{"a":{"a":[]}}'),
+    *('"' + "x" * 70_000 + '"', "[" * 100 + "]" * 100, '{"a":' * 50 + "1" + "}" * 50),
+    *("[" * depth + "]" * depth for depth in (300, 450, 600, 800, 900, 950, 980, 3000, 100_000)),
+    *("", "nul", "{", "]", "'x'", "01", "0x10", '"\\x"', '"\n"', "1,", ",", '"unfinished'),
+]
+#: What statics of variants may be made to say.
+NUMBERS = ["0", "-1", "1", "3", "64", "7777", "x", "", "²", "9" * 30, "9" * 5000, "1.5", "\udc80"]
+
+
+def nodes(value: Any) -> list[tuple[Any, Any]]:
+    """Every place in a JSON value: the object or list, and the key or number in it."""
+    found = []
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in inside:
+        found.append((value, key))
+        if isinstance(inner, (dict, list)):
+            found += nodes(inner)
+    return found
+
+
+def change_text(text: str, chance: random.Random) -> str:
+    """A string that is nearly the given one."""
+    at = chance.randrange(len(text) + 1)
+    kind = chance.randrange(5)
+    if kind == 0 and "=" in text:
+        items = text.split(",")
+        which = chance.randrange(len(items))
+        items[which] = f"{items[which].partition('=')[0]}={chance.choice(NUMBERS)}"
+        return ",".join(items)
+    if kind == 1:
+        return text[:at] + text[at + 1 :]
+    if kind == 2:
+        return (
+            text[:at]
+            + chance.choice(["\0", "\ud800", "\n", ":", ",", "=", ".", "é", "0"])
+            + text[at:]
+        )
+    if kind == 3:
+        return text.upper() if chance.random() < 0.5 else text * 2
+    return text[:at] + chr(ord(chance.choice(text or "x")) ^ 1) + text[at + 1 :]
+
+
+def malformed(value: Any, chance: random.Random) -> bytes:
+    """JSON that differs from the given value in one to three places, in structure or as text."""
+    value = json.loads(json.dumps(value))
+    texts: list[str] = []
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        place, key = chance.choice(nodes(value))
+        old, kind = place[key], chance.randrange(10)
+        others = [p[k] for p, k in nodes(value) if k == key]
+        if kind == 0:
+            del place[key]
+        elif kind == 1 and isinstance(old, int):
+            place[key] = chance.choice([old + 1, old - 1, -old, old << 40, float(old), str(old)])
+        elif kind == 2:
+            # Another binary's offset, size, digest, …
+            place[key] = json.loads(json.dumps(chance.choice(others)))
+        elif kind == 3 and isinstance(old, list):
+            place[key] = old * 2 if chance.random() < 0.5 else old[1:]
+        elif kind <= 6 and isinstance(old, str):
+            place[key] = change_text(old, chance)
+        else:
+            place[key] = f"@@{len(texts)}@@"
+            texts.append(chance.choice(TEXTS))
+    text = json.dumps(value)
+    for number, given in enumerate(texts):
+        text = text.replace(f'"@@{number}@@"', given)
+    if chance.random() < 0.15:  # a key twice
+        key = chance.choice([k for _, k in nodes(value) if isinstance(k, str)] or ["schema"])
+        opened = chance.choice([at for at, c in enumerate(text) if c == "{"] or [0])
+        twice = f"{json.dumps(key)}:{chance.choice(TEXTS)},"
+        text = text[: opened + 1] + twice + text[opened + 1 :]
+    content = text.encode("utf-8", "surrogatepass")
+    return damaged(content, chance) if chance.random() < 0.1 else content
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    """The bytes with flipped bits, cut, mixed up, after a mark of some encoding, or all random."""
+    at, end = sorted(chance.randrange(len(content) + 1) for _ in range(2))
+
+    def flipped() -> bytes:
+        changed = bytearray(content)
+        for _ in range(chance.choice([1, 1, 2, 8]) if content else 0):
+            changed[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        return bytes(changed)
+
+    ways: list[Callable[[], bytes]] = [
+        *(flipped, flipped, flipped),
+        lambda: content[:at],
+        lambda: content[:at] + content[end:],
+        lambda: content[:end] + content[at:],
+        lambda: content[:at] + chance.randbytes(end - at) + content[end:],
+        lambda: chance.randbytes(chance.choice([0, 1, 47, 48, 49, 1000])),
+        lambda: chance.choice([b"\xef\xbb\xbf", b"\xff\xfe", b"\0", b"\xff"]) + content,
+    ]
+    return chance.choice(ways)()
+
+
+# --- Archives ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def held(a_binary: Make) -> list[tuple[Binary, bytes]]:
+    """What is in the archive before it is damaged."""
+    return [a_binary(v, content=bytes([n + 1]) * (50 + n)) for n, v in enumerate(VARIANTS)]
+
+
+@pytest.fixture
+def intact(held: list[tuple[Binary, bytes]], tmp_path: Path) -> tuple[dict[str, Any], bytes, bytes]:
+    """The archive's manifest, the bytes behind it, and the whole file."""
+    path = tmp_path / "intact" / f"sm90{SUFFIX}"
+    archive.write(path, SM90, held, {"version": "9.9.9", "commit": "c0ffee"})
+    whole = path.read_bytes()
+    end = HEADER.size + HEADER.unpack_from(whole)[1]
+    return json.loads(whole[HEADER.size : end]), whole[end:], whole
+
+
+def sealed(manifest: bytes, blobs: bytes, chance: random.Random) -> bytes:
+    """A file whose manifest has the digest that the header states; the length may be a lie."""
+    length = len(manifest)
+    if chance.random() < 0.05:
+        length += chance.choice([-1, 1, 2**32, 2**63 - 1])
+    header = HEADER.pack(MAGIC, length, sha256(manifest).digest())
+    return header + manifest + blobs
+
+
+def consult(path: Path, device: Device) -> list[bytes]:
+    """Do with an archive all that the package does; what could be read of it, with its digest."""
+    contents: list[bytes] = []
+
+    def attempt(action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except ArchiveError as error:
+            check_error(error, path)
+            return None
+
+    def read(opened: Archive, binary: Binary) -> None:
+        content = attempt(lambda: opened.read(binary))
+        if content is not None:
+            assert digest(content) == binary.sha256
+            contents.append(content)
+
+    opened = Archive(path, "acme")
+    attempt(lambda: opened.arch)
+    for binary in attempt(lambda: opened.binaries) or ():
+        str(binary).encode()
+        json.dumps(binary.to_json()).encode()
+        misfit(binary, device)
+        read(opened, binary)
+    for problem in problems():
+        fresh = Archive(path, "acme")
+        of_kernel = partial(fresh.of, FAMILY.name, problem.kernel)
+        for binary in attempt(of_kernel) or ():
+            read(fresh, binary)
+        decision = select(System(device, (Archive(path, "acme"),)), FAMILY, problem)
+        for loser in decision.rejected:
+            assert str(path) in loser.reason or not loser.damaged
+            f"{loser.subject}: {loser.reason}".encode()
+        winner, launch = decision.winner, decision.launch()
+        if launch is not None:
+            assert all(1 <= blocks <= MOST_BLOCKS for blocks in launch.grid)
+            assert launch.workspace >= 0
+        if winner is not None and winner.archive is not None and winner.binary is not None:
+            winner.binary.entry.encode()
+            read(winner.archive, winner.binary)
+    return contents
+
+
+def test_damaged_archives(
+    tmp_path: Path,
+    intact: tuple[dict[str, Any], bytes, bytes],
+    held: list[tuple[Binary, bytes]],
+    a_device: Describe,
+) -> None:
+    device, path = a_device(), tmp_path / f"sm90{SUFFIX}"
+    original = {content for _, content in held}
+
+    def example(chance: random.Random) -> None:
+        path.write_bytes(damaged(intact[2], chance))
+        assert original.issuperset(consult(path, device))
+
+    run("damaged archive", 0.35, example)
+
+
+def test_archives_that_are_sealed_and_wrong(
+    tmp_path: Path, intact: tuple[dict[str, Any], bytes, bytes], a_device: Describe
+) -> None:
+    """A writer with a defect, rather than a disk with one: the manifest's digest is right."""
+    device, path = a_device(), tmp_path / f"sm90{SUFFIX}"
+
+    def example(chance: random.Random) -> None:
+        path.write_bytes(sealed(malformed(intact[0], chance), intact[1], chance))
+        consult(path, device)
+
+    run("sealed archive", 0.4, example)
+
+
+def test_an_undamaged_archive_is_read(
+    tmp_path: Path,
+    intact: tuple[dict[str, Any], bytes, bytes],
+    held: list[tuple[Binary, bytes]],
+    a_device: Describe,
+) -> None:
+    """So that the tests above do not pass because nothing is ever read."""
+    path = tmp_path / f"sm90{SUFFIX}"
+    manifest = json.dumps(intact[0]).encode()
+    never = random.Random()
+    never.random = lambda: 1.0  # type: ignore[method-assign]
+    path.write_bytes(sealed(manifest, intact[1], never))
+    contents = consult(path, a_device())
+    assert set(contents) == {content for _, content in held}
+    assert len(contents) == 8  # each once by itself and once by kernel, and the two winners
+
+
+def test_cache_entries(tmp_path: Path, held: list[tuple[Binary, bytes]]) -> None:
+    """A bad entry counts as missing, and says nothing."""
+    folder = tmp_path / "cache"
+    Cache(folder).put(KEY, SM90, held[0])
+    path = folder / KEY[:2] / KEY / f"sm90{SUFFIX}"
+    whole = path.read_bytes()
+    end = HEADER.size + HEADER.unpack_from(whole)[1]
+    manifest, blobs = json.loads(whole[HEADER.size : end]), whole[end:]
+
+    def example(chance: random.Random) -> None:
+        seal = chance.random() < 0.5
+        content = sealed(malformed(manifest, chance), blobs, chance)
+        path.write_bytes(content if seal else damaged(whole, chance))
+        found = Cache(folder).get(KEY, SM90)
+        if found is not None:
+            assert digest(found[1]) == found[0].sha256
+            assert seal or found == held[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run("cache entry", 0.1, example)
+
+
+# --- Providers and attestations ---------------------------------------------------------------
+
+RANGES = [">=0.1,<0.2", "", "==0.1.*", "~=0.1", "===x", ">=0.1.*", "<", ">=1!0", "0.1", ">=0.1,,<1"]
+RANGES += [">=" + "9" * 5000, ">=" + "1." * 5000 + "1", ">=0.1" + ",>=0.1" * 300, "\ud800", ">=٩"]
+
+
+def test_manifests_of_providers(tmp_path: Path) -> None:
+    path = tmp_path / providers.MANIFEST
+    good = {
+        "schema": 1,
+        "core": ">=0.1,<0.2",
+        "denied": [
+            {"sha256": "0" * 64, "reason": "it races"},
+            {"variant": str(VARIANTS[0]), "reason": "it is slow"},
+        ],
+    }
+
+    def example(chance: random.Random) -> None:
+        stated = {**good, "core": chance.choice([good["core"], *RANGES])}
+        content = (
+            malformed(stated, chance) if chance.random() < 0.9 else json.dumps(stated).encode()
+        )
+        path.write_bytes(content)
+        try:
+            found = providers.read("acme", "1.0", tmp_path)
+        except ProviderError as error:
+            check_error(error, path)
+            return
+        for version in ("0.1.0", "0.2.0.dev1"):
+            assert found.mismatch(version) is None or "acme 1.0" in str(found.mismatch(version))
+        assert found.archives == ()
+        for subject, reason in Catalogue((), (found,)).denied.items():
+            assert isinstance(subject, str)
+            assert reason.startswith("denied: ")
+            f"{subject}: {reason}".encode()
+
+    run("provider", 0.1, example)
+
+
+def test_attestations(tmp_path: Path, held: list[tuple[Binary, bytes]]) -> None:
+    path = tmp_path / "linear_scan" / "attestations" / "gpu.json"
+    path.parent.mkdir(parents=True)
+    records = [
+        {
+            "sha256": binary.sha256,
+            "variant": str(binary.variant),
+            "target": str(binary.target),
+            "error": 1e-7,
+            "tolerance": 1e-6,
+            "cases": 38,
+        }
+        for binary, _ in [held[0], *held]  # one twice: the worse counts
+    ]
+    good = {"gpu": "Imaginary", "date": "2026-01-31", "binaries": records}
+
+    def example(chance: random.Random) -> None:
+        path.write_bytes(malformed(good, chance))
+        for read in (lambda: read_attestations(path), lambda: worst_attestations(tmp_path)):
+            try:
+                found = read()
+            except ValueError as error:
+                check_error(error, path)
+                continue
+            for attestation in found.values() if isinstance(found, dict) else found:
+                assert attestation.passed in (True, False)
+                assert isinstance(attestation.sha256, str)
+                f"{attestation.gpu} {attestation.date} {attestation.cases}".encode()
+
+    run("attestation", 0.05, example)
