@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scan_registry.aot import elf, image
 from scan_registry.aot.nvrtc import Nvrtc
 from scan_registry.aot.toolchain import Compiled, CompileError, Compiler
 from scan_registry.aot.triton import Triton
@@ -101,6 +100,8 @@ def _compile(made_of: Recipe) -> tuple[Binary, bytes]:
 
 def _describe(made_of: Recipe, compiled: Compiled) -> Binary:
     """The manifest's entry; ``ValueError`` where what the compiler returned is not what it was asked."""
+    from scan_registry.aot import elf, image  # a warm start of the JIT describes nothing
+
     if not compiled.content:
         raise ValueError("nothing")
     resources = None

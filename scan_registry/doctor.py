@@ -362,6 +362,8 @@ def _variant(loser: Rejected) -> Variant | None:
 def _concerns(loser: Rejected, family: Family, sample: Sample, backend: Backend) -> bool:
     """Whether it would solve the problem, if it ran: not if its spec, or the call, rules it out."""
     variant = _variant(loser)
+    if loser.subject.endswith(" compiled here"):
+        return backend == "auto" or loser.subject.startswith(f"{backend} ")
     if variant is None:
         return loser.subject != "the reference" or backend == "auto"
     if backend not in ("auto", variant.language):

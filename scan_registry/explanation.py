@@ -9,7 +9,8 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from inspect import signature
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from scan_registry import policy
 from scan_registry.archive import Binary
@@ -182,10 +183,19 @@ def _module(name: str) -> Any:
 
 
 def _described(name: str, args: Any, kwargs: Any) -> tuple[dict[str, Share], Any]:
-    """What the call poses, and the device of its tensors."""
-    shares: dict[str, Share] = _module(name).describe(*args, **kwargs)
-    tensors = [value for value in (*args, *kwargs.values()) if hasattr(value, "device")]
-    return shares, tensors[0].device
+    """What the call poses, and the device of its tensors; ``TypeError`` for no such call."""
+    import torch
+
+    module = _module(name)
+    operator = getattr(module, name)
+    types = get_type_hints(operator)
+    given = signature(operator).bind(*args, **kwargs).arguments
+    tensors = {each: value for each, value in given.items() if types[each] is torch.Tensor}
+    for each, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{each} must be a torch.Tensor, not {type(value).__name__}")
+    shares: dict[str, Share] = module.describe(*args, **kwargs)
+    return shares, next(iter(tensors.values())).device
 
 
 # --- JSON -------------------------------------------------------------------------------------

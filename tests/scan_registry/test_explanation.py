@@ -223,6 +223,12 @@ def test_what_cannot_be_explained(hopper: System) -> None:
         scan_registry.explain(torch.cumsum, tensor, 0)
     with pytest.raises(ValueError, match="on meta; accepted are the CPU and CUDA devices"):
         scan_registry.explain(scan_registry.linear_scan, meta(2, 8), meta(2, 8))
+    with pytest.raises(TypeError, match=r"tokens must be a torch\.Tensor, not list"):
+        scan_registry.explain(scan_registry.linear_scan, tensor, [1.0])
+    with pytest.raises(TypeError, match="missing a required argument: 'tokens'"):
+        scan_registry.explain(scan_registry.linear_scan, tensor)
+    with pytest.raises(TypeError, match="'axis'"):
+        scan_registry.explain(scan_registry.linear_scan, tensor, tensor, axis=0)
     with pytest.raises(ValueError, match="they must be equal"):
         scan_registry.explain(scan_registry.linear_scan, tensor, torch.rand(2, 9))
     with pytest.raises(ValueError, match="'scan'; accepted are linear_scan"):
