@@ -14,8 +14,8 @@ from typing import Literal
 from scan_registry import policy
 from scan_registry.archive import Archive, ArchiveError
 from scan_registry.device import Device, cuda_of_driver
-from scan_registry.explanation import called, dotted, grouped
-from scan_registry.fit import OLDEST, Rung, Toolchain
+from scan_registry.explanation import called, grouped
+from scan_registry.fit import OLDEST, Rung, Toolchain, dotted
 from scan_registry.kernels.model import Family, Language, Sample, Variant
 from scan_registry.select import Backend, Decision, Rejected, System, select
 from scan_registry.target import FIRST_CUDA, CudaVersion

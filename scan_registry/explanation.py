@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from scan_registry import policy
 from scan_registry.archive import Binary
 from scan_registry.device import Device
-from scan_registry.fit import Rung
+from scan_registry.fit import Rung, dotted
 from scan_registry.inventory import Attestation, worst_attestations
 from scan_registry.kernels import ROOT, family
 from scan_registry.kernels.model import Variant
@@ -255,11 +255,6 @@ def device_record(device: Device) -> dict[str, Any]:
 def _attestations() -> Mapping[str, Attestation]:
     """By digest. They come with this package, whatever archives there are to ask about."""
     return worst_attestations(ROOT)
-
-
-def dotted(version: Iterable[int]) -> str:
-    """``12.9`` for (12, 9)."""
-    return ".".join(map(str, version))
 
 
 def grouped(losers: Iterable[Rejected]) -> dict[str, tuple[str, ...]]:

@@ -48,7 +48,7 @@ def misfit(binary: Binary, device: Device) -> str | None:
         return reason
     if binary.oldest_driver > device.driver:
         form = "PTX ISA" if binary.target.is_ptx else "ELF ABI"
-        needed, there = _dotted(binary.oldest_driver), _dotted(device.driver)
+        needed, there = dotted(binary.oldest_driver), dotted(device.driver)
         return (
             f"{form} {binary.format_version} for {binary.target} needs a driver for CUDA {needed}; "
             f"this one supports {there}"
@@ -77,17 +77,31 @@ def jit_target(toolchain: Toolchain, language: str, capability: Capability) -> T
     Machine code where it knows the capability; else, from CUDA C++, PTX for the latest one before
     that, which leaves the rest to the device's driver.
     """
-    there = _dotted(capability)
+    there = dotted(capability)
     if capability < OLDEST:
-        return f"the kernels need compute capability {_dotted(OLDEST)}; the device's is {there}"
+        return f"the kernels need compute capability {dotted(OLDEST)}; the device's is {there}"
     known = {c for c, first in FIRST_CUDA.items() if first <= toolchain.cuda}
     if capability in known:
         return Target(capability)
     earlier = [c for c in known - TEGRA if OLDEST <= c <= capability]
     if language != "cuda" or not earlier:
-        return f"{toolchain.identity} (CUDA {_dotted(toolchain.cuda)}) does not know {there}"
+        return f"{toolchain.identity} (CUDA {dotted(toolchain.cuda)}) does not know {there}"
     return Target(max(earlier), "compute")
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def jit_driver(toolchain: Toolchain, target: Target) -> CudaVersion:
+    """The CUDA version that a driver has to support to load what a compiler here makes.
+
+    What has been compiled states it itself (``Binary.oldest_driver``); this is known before. See
+    ``aot.image`` for the rules.
+    """
+    if target.is_ptx:
+        return toolchain.cuda
+    abi_8 = toolchain.cuda >= (13, 0) and target.capability < (10, 0)
+    release = (13, 0) if abi_8 else (12, 0)
+    return max(release, FIRST_CUDA.get(target.capability, release))
+
+
+def dotted(version: tuple[int, int]) -> str:
+    """``12.9`` for (12, 9)."""
     return "{}.{}".format(*version)

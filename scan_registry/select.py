@@ -12,7 +12,16 @@ from typing import Literal
 
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.device import Device
-from scan_registry.fit import OLDEST, Rung, Toolchain, jit_target, misfit, nearest_rung
+from scan_registry.fit import (
+    OLDEST,
+    Rung,
+    Toolchain,
+    dotted,
+    jit_driver,
+    jit_target,
+    misfit,
+    nearest_rung,
+)
 from scan_registry.kernels.model import Family, Kernel, Language, Launch, Problem, Variant
 from scan_registry.target import Target
 
@@ -210,6 +219,14 @@ def _from_source(
     if isinstance(target, str):
         yield Rejected(label, target)
         return
+    needed = jit_driver(toolchain, target)
+    if needed > device.driver:
+        reason = (
+            f"what {toolchain.identity} makes for {target} needs a driver for CUDA "
+            f"{dotted(needed)}; this one supports {dotted(device.driver)}"
+        )
+        yield Rejected(label, reason)
+        return
     for kernel in family.kernels:
         if (kernel.name, kernel.language) != (problem.kernel, language):
             continue
@@ -283,6 +300,6 @@ def advice(decision: Decision) -> str:
     if device is None:
         return "The kernels need a CUDA device"
     if device.capability < OLDEST:
-        return "The kernels need compute capability {}.{}: use a later GPU".format(*OLDEST)
+        return f"The kernels need compute capability {dotted(OLDEST)}: use a later GPU"
     label = device.arch.replace("_", "")
     return f"Install a scan-registry wheel that was built for {label}, or with PTX (ptx80)"

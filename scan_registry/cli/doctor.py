@@ -38,8 +38,8 @@ from scan_registry.doctor import (
     findings_of,
     lacks,
 )
-from scan_registry.explanation import device_record, dotted
-from scan_registry.fit import Rung
+from scan_registry.explanation import device_record
+from scan_registry.fit import Rung, dotted
 from scan_registry.inventory import Catalogue
 from scan_registry.providers import CORE, Provider, ProviderError
 from scan_registry.select import Backend, Key, System

@@ -165,6 +165,18 @@ def test_the_oldest_driver_that_helps_is_named(
     assert only(there, severity="error").remedies[0] == "install a driver for CUDA 99.1"
 
 
+def test_a_driver_that_is_too_old_for_what_is_compiled_here(a_device: Describe) -> None:
+    there = System(a_device((12, 0), driver=(12, 4)), (), {**MISSING, "cuda": NVRTC})
+    found = only(there, severity="error")
+    assert found.remedies[0] == "install driver 570 or later, for CUDA 12.8"
+    assert (
+        "cuda compiled here: what nvrtc 12.9.86 makes for sm_120 needs a driver for CUDA 12.8; "
+        "this one supports 12.4"
+    ) in found.reasons
+    enough = replace(there, device=a_device((12, 0), driver=(12, 8)))
+    assert rungs(enough, "auto") == {"jit"}
+
+
 def test_no_driver_is_advised_that_would_not_help(
     archive_factory: Factory, a_device: Describe
 ) -> None:

@@ -9,7 +9,15 @@ import pytest
 
 from scan_registry.archive import Binary
 from scan_registry.device import Device, described
-from scan_registry.fit import OLDEST, Rung, Toolchain, jit_target, misfit, nearest_rung
+from scan_registry.fit import (
+    OLDEST,
+    Rung,
+    Toolchain,
+    jit_driver,
+    jit_target,
+    misfit,
+    nearest_rung,
+)
 from scan_registry.target import FIRST_CUDA, TEGRA, Target
 
 Make = Callable[..., tuple[Binary, bytes]]
@@ -183,6 +191,29 @@ def test_a_compiler_that_is_older_than_every_gpu_the_kernels_run_on() -> None:
 def test_nothing_is_compiled_for_what_is_too_old(language: str) -> None:
     made = jit_target(NVRTC_12_9, language, (7, 5))
     assert made == "the kernels need compute capability 8.0; the device's is 7.5"
+
+
+@pytest.mark.parametrize(
+    ("toolchain", "target", "driver"),
+    [
+        (NVRTC_12_9, "sm80", (12, 0)),  # every driver of the compiler's major release
+        (NVRTC_12_9, "sm90", (12, 0)),
+        (TRITON, "sm90a", (12, 0)),
+        (NVRTC_12_9, "sm120", (12, 8)),  # the first that knows the GPU
+        (NVRTC_12_9, "sm121", (12, 9)),
+        (NVRTC_13_0, "sm90", (13, 0)),
+        (NVRTC_13_0, "sm89", (13, 0)),
+        (NVRTC_13_0, "sm100", (12, 8)),  # CUDA 12's compilers make the same ABI for it
+        (NVRTC_13_0, "sm110", (13, 0)),
+        (NVRTC_12_9, "ptx121", (12, 9)),  # the compiler's own release
+        (NVRTC_12_0, "ptx90", (12, 0)),
+        (NVRTC_13_0, "ptx80", (13, 0)),
+    ],
+)
+def test_the_driver_that_compiled_code_needs(
+    toolchain: Toolchain, target: str, driver: tuple[int, int]
+) -> None:
+    assert jit_driver(toolchain, Target.parse(target)) == driver
 
 
 def test_a_described_device_is_as_large_as_its_capability_promises(a_binary: Make) -> None:

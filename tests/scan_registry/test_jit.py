@@ -18,7 +18,7 @@ from scan_registry.aot import nvrtc, worker
 from scan_registry.aot.compile import COMPILERS, compile_variant, recipe
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
 from scan_registry.archive import Binary, digest
-from scan_registry.fit import Toolchain
+from scan_registry.fit import Toolchain, jit_driver
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 from scan_registry.target import Target
@@ -104,6 +104,19 @@ def test_missing_compilers_are_named_with_what_gives_them(nothing_installed: Non
         "NVRTC is not installed; `pip install nvidia-cuda-nvrtc-cu12` gives it"
     )
     assert found["triton"] == "Triton is not installed; `pip install triton` gives it"
+
+
+@needs_nvrtc
+@needs_triton
+@pytest.mark.parametrize(
+    ("variant", "arch"),
+    [(CUDA, "sm80"), (CUDA, "sm120"), (CUDA, "ptx90"), (TRITON, "sm90"), (TRITON, "sm120")],
+)
+def test_the_driver_that_is_needed_is_known_before(variant: Variant, arch: str) -> None:
+    toolchain, target = AVAILABLE[variant.language], Target.parse(arch)
+    assert isinstance(toolchain, Toolchain)
+    binary, _ = compile_variant(variant, target)
+    assert jit_driver(toolchain, target) == binary.oldest_driver
 
 
 def test_compiling_without_a_compiler(folder: Path, nothing_installed: None) -> None:

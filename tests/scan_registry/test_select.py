@@ -540,6 +540,36 @@ def test_a_compiler_that_is_too_old_is_named(a_device: Describe) -> None:
     assert told(decision, "triton compiled here") == "triton 3.2.0 (CUDA 12.4) does not know 10.0"
 
 
+@pytest.mark.parametrize(
+    ("cuda", "capability", "driver", "target", "needs"),
+    [
+        ((13, 0), (9, 0), (12, 9), "sm_90", "13.0"),
+        ((12, 9), (12, 0), (12, 4), "sm_120", "12.8"),
+        ((12, 9), (8, 0), (11, 8), "sm_80", "12.0"),
+        ((12, 9), (13, 0), (12, 8), "compute_121", "12.9"),
+    ],
+)
+def test_what_the_driver_would_not_load_is_not_compiled(
+    a_device: Describe,
+    cuda: tuple[int, int],
+    capability: tuple[int, int],
+    driver: tuple[int, int],
+    target: str,
+    needs: str,
+) -> None:
+    here: Mapping[Language, Toolchain | str] = {"cuda": Toolchain("nvrtc 99.1", cuda)}
+    decision = decide(a_device(capability, driver=driver), toolchains=here)
+    assert decision.taken().rung is Rung.REFERENCE
+    there = ".".join(map(str, driver))
+    assert told(decision, "cuda compiled here") == (
+        f"what nvrtc 99.1 makes for {target} needs a driver for CUDA {needs}; "
+        f"this one supports {there}"
+    )
+    enough = tuple(map(int, needs.split(".")))
+    chosen = decide(a_device(capability, driver=enough), toolchains=here).taken()
+    assert (chosen.rung, str(chosen.target)) == (Rung.JIT, target)
+
+
 def test_only_variants_of_the_kernel_are_compiled(a_device: Describe) -> None:
     decision = decide(a_device(), toolchains=COMPILERS)
     subjects = {r.subject for r in decision.rejected} | {decision.taken().subject}
@@ -666,14 +696,20 @@ def rung(binary: Binary, device: Device) -> Rung:
 
 
 def compiled_for(toolchain: Toolchain, language: str, device: Device) -> Target | None:
-    """What the compiler would make for the device: machine code, or PTX from CUDA C++."""
+    """What the compiler would make for the device, if its driver can load it: machine code, or PTX
+    from CUDA C++."""
     if device.capability < (8, 0):
         return None
     known = [c for c, first in FIRST_CUDA.items() if first <= toolchain.cuda]
     if device.capability in known:
-        return Target(device.capability)
+        # CUDA 13's compilers write machine code for GPUs before 10.0 in a form of their own.
+        own_form = toolchain.cuda >= (13, 0) and device.capability < (10, 0)
+        oldest = max((13, 0) if own_form else (12, 0), FIRST_CUDA[device.capability])
+        return Target(device.capability) if device.driver >= oldest else None
     earlier = [c for c in known if (8, 0) <= c < device.capability and c not in TEGRA]
-    return Target(max(earlier), "compute") if language == "cuda" and earlier else None
+    if language != "cuda" or not earlier or device.driver < toolchain.cuda:
+        return None
+    return Target(max(earlier), "compute")
 
 
 Offer = tuple[Rung, str, str]
