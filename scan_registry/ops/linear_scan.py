@@ -218,7 +218,7 @@ def _share(direction: Direction, inputs: dict[str, Tensor], dim: int) -> Share:
     kept = [tensor for tensor, copy in zip(tensors, copied, strict=True) if not copy]
     problem = LinearScanProblem(
         direction=direction,
-        dtype=_DTYPES[tensors[0].dtype],
+        dtype=str(tensors[0].dtype).removeprefix("torch."),
         alignment=common_alignment(tensor.data_ptr() for tensor in kept),
         **vars(arranged),
     )

@@ -208,6 +208,17 @@ def test_tensors_on_the_cpu() -> None:
     assert "help" not in facts(str(found), "forward")
 
 
+def test_what_only_the_reference_takes(hopper: System) -> None:
+    """float64, on the CPU and where the reference is asked for."""
+    tensor = torch.rand(2, 8, dtype=torch.float64, requires_grad=True)
+    found = scan_registry.explain(scan_registry.linear_scan, tensor, tensor)
+    assert [str(step.decision.taken().rung) for step in found.steps] == ["reference"] * 2
+    for step in ("forward", "backward"):
+        assert "dtype float64" in facts(str(found), step)["problem"]
+    assert "float64" in json.dumps(found.to_json())
+    assert explain_for(hopper, "linear_scan", tensor, tensor, backend="reference").runs
+
+
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_a_language_may_be_asked_for_whatever_the_tensors_are_on(
     hopper: System, backend: str
