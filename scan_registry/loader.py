@@ -22,9 +22,9 @@ from scan_registry.cache import jit_cache
 from scan_registry.device import device
 from scan_registry.fit import Rung, misfit, nearest_rung
 from scan_registry.inventory import catalogue
-from scan_registry.kernels.model import Family, Problem
+from scan_registry.kernels.model import Family, Problem, Variant
 from scan_registry.policy import FallbackWarning
-from scan_registry.select import Backend, Candidate, Decision, Key, System, advice, select
+from scan_registry.select import Backend, Candidate, Decision, Key, System, advice, remedies, select
 
 
 class UnfitError(Exception):
@@ -119,7 +119,7 @@ def prepare(
 
 
 def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Prepared:
-    binary, read = _fetch(ordinal, winner)
+    binary, read = _fetch(ordinal, decision, winner)
     function = load(ordinal, binary, read, _described(decision, binary))
     launch = bind(ordinal, decision.family, decision.problem, binary, function)
     shape = decision.launch()
@@ -127,7 +127,9 @@ def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Prepared:
     return Prepared(decision, binary, launch, shape.workspace)
 
 
-def _fetch(ordinal: int, winner: Candidate) -> tuple[Binary, Callable[[], bytes]]:
+def _fetch(
+    ordinal: int, decision: Decision, winner: Candidate
+) -> tuple[Binary, Callable[[], bytes]]:
     """The winner's binary, compiled if need be, and how to get its bytes."""
     if winner.archive is not None and winner.binary is not None:
         archive, binary = winner.archive, winner.binary
@@ -142,7 +144,7 @@ def _fetch(ordinal: int, winner: Candidate) -> tuple[Binary, Callable[[], bytes]
     reason = catalogue().denied.get(binary.sha256) or misfit(binary, device(ordinal))
     if reason:
         raise UnfitError(reason)
-    _tell_compiled(winner, compiled, ordinal)
+    _tell_compiled(decision, winner.variant, compiled)
     return binary, lambda: compiled.content
 
 
@@ -209,16 +211,16 @@ def _tell(key: object, text: str) -> None:
         warnings.warn(text, FallbackWarning, stacklevel=2)
 
 
-def _tell_compiled(winner: Candidate, compiled: jit.Compiled, ordinal: int) -> None:
-    variant, there = winner.variant, device(ordinal)
-    assert variant is not None
+def _tell_compiled(decision: Decision, variant: Variant, compiled: jit.Compiled) -> None:
+    there = decision.system.device
+    assert there is not None
+    ship = "ship what `scan-registry cache export` makes"
     how = "taken from the cache" if compiled.cached else f"compiled by {compiled.binary.compiler}"
     _tell(
         (variant.kernel, variant.language, Rung.JIT),
-        f"{variant.family}.{variant.kernel} runs on rung jit on {there.name} ({there.arch}), for "
-        f"which nothing installed was built: {variant} was {how} in {compiled.milliseconds:.0f} ms, "
-        f"folder {jit_cache().folder}. To avoid it, install a scan-registry wheel with "
-        f"{there.arch.replace('_', '')} or ptx80, or ship what `scan-registry cache export` makes",
+        f"{variant.family}.{variant.kernel} runs on rung jit on {there.name} ({there.arch}), as "
+        f"nothing that is installed fits: {variant} was {how} in {compiled.milliseconds:.0f} ms, "
+        f"folder {jit_cache().folder}. To avoid it, {', or '.join([*remedies(decision), ship])}",
     )
 
 

@@ -7,7 +7,7 @@ on any machine. Dispatch, ``explain`` and ``doctor`` alike read the :class:`Deci
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from scan_registry.archive import Archive, ArchiveError, Binary
@@ -23,11 +23,12 @@ from scan_registry.fit import (
     nearest_rung,
 )
 from scan_registry.kernels.model import Family, Kernel, Language, Launch, Problem, Variant
-from scan_registry.target import Target
+from scan_registry.target import FIRST_CUDA, CudaVersion, Target
 
 Backend = Literal["auto", "cuda", "triton", "reference"]
 Key = tuple[str, str]
 MOST_BLOCKS = 2**31 - 1  # along x, on every GPU
+_LATEST_DRIVER: CudaVersion = (999, 0)  # later than any there will be
 BACKENDS: tuple[Backend, ...] = ("auto", "cuda", "triton", "reference")
 
 
@@ -295,11 +296,65 @@ def _where(device: Device | None) -> str:
 
 
 def advice(decision: Decision) -> str:
-    """What would lift the decision to a higher rung."""
+    """What would lift the decision to a higher rung, in one sentence."""
     device = decision.system.device
     if device is None:
         return "The kernels need a CUDA device"
     if device.capability < OLDEST:
         return f"The kernels need compute capability {dotted(OLDEST)}: use a later GPU"
-    label = device.arch.replace("_", "")
-    return f"Install a scan-registry wheel that was built for {label}, or with PTX (ptx80)"
+    text = ", or ".join(remedies(decision)) or "no wheel and no driver is known to help"
+    return text[0].upper() + text[1:]
+
+
+def remedies(decision: Decision) -> Iterator[str]:
+    """Each of which would lift the decision, as far as what there is can tell."""
+    system, device = decision.system, decision.system.device
+    assert device is not None
+    rung = decision.winner.rung if decision.winner else len(Rung)
+    latest = replace(system, device=replace(device, driver=_LATEST_DRIVER))
+    later = select(latest, decision.family, decision.problem, decision.backend, decision.lowest)
+    if later.winner and later.winner.rung < rung:
+        needed = dotted(_driver_of(later.winner, system))
+        yield f"update the GPU's driver to one that supports CUDA {needed}"
+    if decision.backend != "reference":
+        there = _targets(decision, device)
+        wanted = []
+        if device.capability in FIRST_CUDA and not any(
+            target.capability == device.capability and not target.is_ptx for target in there
+        ):
+            wanted.append(f"built for {device.arch.replace('_', '')}")
+        if decision.lowest >= Rung.PTX and rung > Rung.PTX and not any(t.is_ptx for t in there):
+            wanted.append("with PTX (ptx80)")
+        if wanted:
+            yield f"install a scan-registry wheel {' or '.join(wanted)}"
+    if decision.winner is None:
+        allowed = select(system, decision.family, decision.problem, decision.backend).winner
+        if allowed is not None:
+            yield f"allow rung {allowed.rung}"
+
+
+def _driver_of(winner: Candidate, system: System) -> CudaVersion:
+    """The CUDA version that a driver has to support for it."""
+    if winner.binary is not None:
+        return winner.binary.oldest_driver
+    assert winner.variant is not None
+    assert winner.target is not None
+    toolchain = (system.toolchains or {})[winner.variant.language]
+    assert isinstance(toolchain, Toolchain)
+    return jit_driver(toolchain, winner.target)
+
+
+def _targets(decision: Decision, device: Device) -> set[Target]:
+    """The architectures that the device runs and for which intact archives hold binaries of the
+    kernel, in the language that was asked for."""
+    found = set()
+    for archive in decision.system.archives:
+        try:
+            if archive.arch.misfit(device.capability) is not None:
+                continue
+            held = archive.of(decision.family.name, decision.problem.kernel)
+        except ArchiveError:
+            continue  # it is among the reasons
+        if any(decision.backend in ("auto", binary.variant.language) for binary in held):
+            found.add(archive.arch)
+    return found

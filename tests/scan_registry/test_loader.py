@@ -478,6 +478,8 @@ report(ready=facts(ready), status=run(ready), compiler=mapped("libnvrtc"))
         for word in ("Later", str(rig.stub.folder / "cache"), found["ready"]["variant"]):
             assert word in warning
     assert "compiled by nvrtc" in first["told"][0]
+    assert "install a scan-registry wheel" in first["told"][0]
+    assert "or ship what `scan-registry cache export` makes" in first["told"][0]
     assert "taken from the cache" in second["told"][0]
     assert (first["compiler"], second["compiler"]) == (True, False)
     assert rig.loads() == [(0, target, 0)] * 2

@@ -17,6 +17,7 @@ from scan_registry.fit import Rung, Toolchain
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Language, Variant
+from scan_registry.policy import LEVELS, Level
 from scan_registry.select import (
     BACKENDS,
     Backend,
@@ -25,6 +26,7 @@ from scan_registry.select import (
     NoKernelError,
     Rejected,
     System,
+    advice,
     select,
 )
 from scan_registry.target import FIRST_CUDA, TEGRA, Target
@@ -597,6 +599,86 @@ def test_no_winner_lists_what_is_installed_and_what_to_do(
         "need compute capability 8.0",
     ):
         assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "driver", "lowest", "expected"),
+    [
+        ((), (9, 0), (13, 0), "reference", "Install {wheel} built for sm90 or with PTX (ptx80)"),
+        (
+            ("sm90",),
+            (8, 7),
+            (13, 0),
+            "reference",
+            "Install {wheel} built for sm87 or with PTX (ptx80)",
+        ),
+        (
+            ("sm90",),
+            (8, 7),
+            (13, 0),
+            "aot",
+            "Install {wheel} built for sm87, or allow rung reference",
+        ),
+        (("sm120",), (12, 1), (12, 8), "reference", "Install {wheel} built for sm121"),
+        # There is PTX, and the driver is too old for it.
+        (
+            ("ptx80",),
+            (8, 7),
+            (12, 4),
+            "reference",
+            "{driver} 12.9, or install {wheel} built for sm87",
+        ),
+        (("ptx80",), (13, 0), (12, 4), "reference", "{driver} 12.9"),
+        # There is PTX, and it is not allowed.
+        (("ptx80",), (8, 7), (13, 0), "aot", "Install {wheel} built for sm87, or allow rung ptx"),
+        (("ptx80",), (13, 0), (13, 0), "aot", "Allow rung ptx"),
+        # There is PTX, and nothing is closer.
+        (("ptx80",), (13, 0), (13, 0), "reference", "No wheel and no driver is known to help"),
+    ],
+)
+def test_advice_fits_what_is_there(
+    archive_factory: Factory,
+    a_device: Describe,
+    archs: tuple[str, ...],
+    capability: tuple[int, int],
+    driver: tuple[int, int],
+    lowest: Level,
+    expected: str,
+) -> None:
+    archives = [archive_factory(arch) for arch in archs]
+    device = a_device(capability, driver=driver)
+    decision = decide(device, archives, lowest=LEVELS[lowest], toolchains=MISSING)
+    assert advice(decision) == expected.format(
+        wheel="a scan-registry wheel",
+        driver="Update the GPU's driver to one that supports CUDA",
+    )
+
+
+def test_advice_is_about_the_language_that_was_asked_for(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    """An archive of other kernels, or of the same in another language, is as good as none."""
+    archives = [archive_factory("sm90"), archive_factory("ptx80")]  # of CUDA variants
+    decision = decide(a_device(), archives, backend="triton")
+    assert advice(decision) == "Install a scan-registry wheel built for sm90 or with PTX (ptx80)"
+    backward = [v for v in FAMILY.variants() if v.kernel != KERNEL]
+    other = decide(a_device(), [archive_factory("sm90", variants=backward)], lowest=Rung.PTX)
+    assert advice(other).startswith("Install a scan-registry wheel built for sm90 or with PTX")
+    pinned = decide(a_device(), archives, backend="reference", lowest=Rung.JIT)
+    assert advice(pinned) == "Allow rung reference"
+
+
+def test_a_driver_is_advised_for_what_could_be_compiled_here(a_device: Describe) -> None:
+    decision = decide(a_device((12, 0), driver=(12, 4)), toolchains=COMPILERS)
+    start = "Update the GPU's driver to one that supports CUDA 12.8, or install"
+    assert advice(decision).startswith(start)
+
+
+def test_damage_is_no_archive(archive_factory: Factory, a_device: Describe) -> None:
+    held = archive_factory("sm90")
+    held.path.write_bytes(b"")
+    decision = decide(a_device(), [Archive(held.path), archive_factory("ptx80")])
+    assert advice(decision) == "Install a scan-registry wheel built for sm90"
 
 
 def test_no_archive_at_all(a_device: Describe) -> None:
