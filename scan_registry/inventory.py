@@ -13,7 +13,7 @@ from typing import Any
 from scan_registry import providers
 from scan_registry.archive import Archive, Binary, parse_json
 from scan_registry.kernels import ROOT
-from scan_registry.providers import Provider, ProviderError
+from scan_registry.providers import MISNAMED, Provider, ProviderError
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class Catalogue:
         for archive in self.archives:
             for binary in archive.binaries:
                 yield archive, binary
+
+    @cached_property
+    def ignored(self) -> tuple[str, ...]:
+        """Files that lie among the archives and are none, each with the reason."""
+        return tuple(f"{path} {MISNAMED}" for p in self.providers for path in p.misnamed)
 
     @cached_property
     def denied(self) -> dict[str, str]:
@@ -114,14 +119,28 @@ def _checked(attestation: Attestation) -> Attestation:
 def catalogue() -> Catalogue:
     """What is installed, by architecture; of equals, this package's own come first.
 
-    ``ProviderError`` if a provider is not made for this version, naming both.
+    ``ProviderError`` if a provider is not intact, or is not made for this version, naming both.
     """
-    found = providers.installed()
+    found, problems = survey()
+    if problems:
+        raise problems[0]
+    return found
+
+
+def survey() -> tuple[Catalogue, tuple[ProviderError, ...]]:
+    """The catalogue of the providers that are intact and made for this version, and what is wrong
+    with the others."""
+    found, errors = providers.installed()
+    core = own_version(found)
+    problems, fitting = list(errors), []
     for provider in found:
-        if reason := provider.mismatch(own_version(found)):
-            raise ProviderError(reason)
-    archives = [archive for provider in found for archive in provider.archives]
-    return Catalogue(tuple(sorted(archives, key=lambda archive: archive.arch)), found)
+        if reason := provider.mismatch(core):
+            problems.append(ProviderError(reason))
+        else:
+            fitting.append(provider)
+    archives = [archive for provider in fitting for archive in provider.archives]
+    ordered = sorted(archives, key=lambda archive: archive.arch)
+    return Catalogue(tuple(ordered), tuple(fitting)), tuple(problems)
 
 
 def own_version(found: tuple[Provider, ...]) -> str:

@@ -104,6 +104,8 @@ def prepare(
     for a reason that is not the binary's.
     """
     with _lock:
+        for file in catalogue().ignored if ordinal is not None else ():
+            _tell(file, file)
         while True:
             decision = decide(ordinal, family, problem, backend, lowest)
             for loser in decision.rejected:

@@ -14,6 +14,7 @@ This package is a provider, too; it need not say which versions of itself it goe
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution
@@ -21,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from scan_registry import distributions
-from scan_registry.archive import SUFFIX, Archive, parse_json
+from scan_registry.archive import SUFFIX, Archive, ArchiveError, parse_json
+from scan_registry.distributions import Distribution as Installed
+from scan_registry.kernels.model import Variant
 
 GROUP = "scan_registry.archives"
 CORE = "scan-registry"
 MANIFEST = "provider.json"
 SCHEMA = 1
+MISNAMED = f"is not used: it is named after no architecture, as sm90{SUFFIX} is"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class ProviderError(RuntimeError):
@@ -50,9 +55,17 @@ class Provider:
 
     @property
     def archives(self) -> tuple[Archive, ...]:
-        """By architecture."""
-        found = (Archive(path, self.name) for path in (self.folder / "archives").glob(f"*{SUFFIX}"))
-        return tuple(sorted(found, key=lambda archive: archive.arch))
+        """By architecture; unread."""
+        return tuple(sorted(filter(_is_named, self._files()), key=lambda archive: archive.arch))
+
+    @property
+    def misnamed(self) -> tuple[Path, ...]:
+        """Files among the archives that are named after no architecture, and not used."""
+        return tuple(sorted(held.path for held in self._files() if not _is_named(held)))
+
+    def _files(self) -> list[Archive]:
+        found = (self.folder / "archives").glob(f"*{SUFFIX}")
+        return [Archive(path, self.name) for path in found]
 
     def mismatch(self, core: str) -> str | None:
         """Why it does not go with version ``core`` of this package, or None if it does."""
@@ -69,34 +82,44 @@ class Provider:
         )
 
 
-def installed() -> tuple[Provider, ...]:
-    """Every provider on this machine, this package first.
-
-    ``ProviderError`` if one is not intact. Whether one fits is for ``Provider.mismatch`` to say.
-    """
-    providers = [read(*found) for found in _entry_points()]
-    return tuple(sorted(providers, key=lambda provider: (provider.name != CORE, provider.name)))
-
-
-def _entry_points() -> Iterator[tuple[str, str, Path]]:
-    """Name and version of each distribution that has the entry point, and the package's folder."""
+def installed() -> tuple[tuple[Provider, ...], tuple[ProviderError, ...]]:
+    """Every provider on this machine that is intact, this package first, and what is wrong with the
+    others. Whether one fits is for ``Provider.mismatch`` to say."""
+    providers: list[Provider] = []
+    errors = []
     for distribution in distributions.mentioning(GROUP):
-        name, version = distribution.name, distribution.version
-        points = Distribution.at(distribution.folder).entry_points.select(group=GROUP)
-        for point in points:
-            if not point.value.isidentifier():
-                raise ProviderError(
-                    f"{name} {version}: its entry point {point.name} = {point.value!r} must name a "
-                    "top-level package"
-                )
-            spec = importlib.util.find_spec(point.value)
-            folders = list(spec.submodule_search_locations or ()) if spec else []
-            if not folders:
-                raise ProviderError(
-                    f"{name} {version}: its package {point.value!r} is not installed; "
-                    f"reinstall {name}"
-                )
-            yield name, version, Path(folders[0])
+        try:
+            for folder in _folders(distribution):
+                providers.append(read(distribution.name, distribution.version, folder))
+        except ProviderError as error:
+            errors.append(error)
+    providers.sort(key=lambda provider: (provider.name != CORE, provider.name))
+    return tuple(providers), tuple(errors)
+
+
+def _folders(distribution: Installed) -> Iterator[Path]:
+    """The folders of the packages that a distribution's entry points name."""
+    name, version = distribution.name, distribution.version
+    try:
+        points = list(Distribution.at(distribution.folder).entry_points.select(group=GROUP))
+    except (TypeError, ValueError) as error:  # as lines that are not name = value make it raise
+        raise ProviderError(
+            f"{name} {version}: {distribution.folder / 'entry_points.txt'} cannot be read: "
+            f"{error}; reinstall {name}"
+        ) from error
+    for point in points:
+        if not point.value.isidentifier():
+            raise ProviderError(
+                f"{name} {version}: its entry point {point.name} = {point.value!r} must name a "
+                "top-level package"
+            )
+        spec = importlib.util.find_spec(point.value)
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        if not folders:
+            raise ProviderError(
+                f"{name} {version}: its package {point.value!r} is not installed; reinstall {name}"
+            )
+        yield Path(folders[0])
 
 
 def read(name: str, version: str, folder: Path) -> Provider:
@@ -114,15 +137,25 @@ def read(name: str, version: str, folder: Path) -> Provider:
         raise ProviderError(f"{name} {version}: {path}: {error}") from error
 
 
+def _is_named(held: Archive) -> bool:
+    """Whether the file is named after an architecture."""
+    try:
+        return bool(held.arch)
+    except ArchiveError:
+        return False
+
+
 def _is_range(text: str) -> bool:
+    """Whether it states a range of versions; an empty text would not."""
     # Imported where it is needed: in most environments this package is the only provider.
     from packaging.specifiers import SpecifierSet
 
     try:
-        SpecifierSet(text).contains("0.1", prereleases=True)
+        stated = SpecifierSet(text)
+        stated.contains("0.1", prereleases=True)
     except ValueError:  # InvalidSpecifier is one, and so are numbers that are too long
         return False
-    return True
+    return len(stated) > 0
 
 
 def _parse(manifest: Any, *, own: bool) -> tuple[str, dict[str, str]]:
@@ -136,13 +169,26 @@ def _parse(manifest: Any, *, own: bool) -> tuple[str, dict[str, str]]:
         raise ValueError(f"core is {core!r}, not a range of versions such as >=0.1,<0.2")
     if not isinstance(listed, list):
         raise ValueError(f"denied is {listed!r}, not a list")
-    denied = {}
-    for entry in listed:
-        given = entry if isinstance(entry, dict) else {}
-        subject = given.get("sha256") or given.get("variant")
-        if not (isinstance(subject, str) and isinstance(given.get("reason"), str)):
+    return core, dict(map(_denial, listed))
+
+
+def _denial(entry: Any) -> tuple[str, str]:
+    """The subject and the reason. What could match nothing is refused: it would deny nothing."""
+    given = entry if isinstance(entry, dict) else {}
+    if ("sha256" in given) == ("variant" in given) or not isinstance(given.get("reason"), str):
+        raise ValueError(
+            f"denied has {entry!r}; accepted are objects with either sha256 or variant, and with "
+            "reason, a text"
+        )
+    subject = given.get("sha256", given.get("variant"))
+    if "sha256" in given:
+        if not (isinstance(subject, str) and _SHA256.fullmatch(subject)):
             raise ValueError(
-                f"denied has {entry!r}, not an object with sha256 or variant, and reason"
+                f"denied has sha256 {subject!r}; accepted are 64 hexadecimal digits in lower case"
             )
-        denied[subject] = f"denied: {given['reason']}"
-    return core, denied
+    else:
+        try:
+            subject = str(Variant.parse(str(subject)))
+        except ValueError as error:
+            raise ValueError(f"denied has a variant that is none: {error}") from error
+    return subject, f"denied: {given['reason']}"

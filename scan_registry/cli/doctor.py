@@ -41,7 +41,7 @@ from scan_registry.doctor import (
 from scan_registry.explanation import device_record
 from scan_registry.fit import Rung, dotted
 from scan_registry.inventory import Catalogue
-from scan_registry.providers import CORE, Provider, ProviderError
+from scan_registry.providers import CORE, MISNAMED
 from scan_registry.select import Backend, Key, System
 
 _LITTLE = 16 << 20  # bytes: less is too little for a kernel compiled here, and what goes with it
@@ -124,24 +124,18 @@ class _Stock:
 def _stock(findings: list[Finding]) -> _Stock:
     """What is installed. What makes ``catalogue`` raise is left out, and is a finding."""
     core = version(CORE)
-    try:
-        installed = providers.installed()
-    except ProviderError as error:
+    installed, broken = providers.installed()
+    for error in broken:
         text, remedy = f"{error}: every call on a GPU raises it", "reinstall the package it names"
         findings.append(Finding("error", "providers", text, (remedy,)))
-        installed = _own(core)
     damaged: dict[Key, str] = {}
     usable: list[Archive] = []
     states = []
     for provider in installed:
         mismatch = provider.mismatch(core)
-        try:
-            archives = provider.archives
-        except ArchiveError as error:
-            about = f"{provider.name} {provider.version}"
-            text = f"{error}: every call on a GPU raises it"
-            findings.append(Finding("error", about, text, ("remove the file",)))
-            archives = ()
+        archives, about = provider.archives, f"{provider.name} {provider.version}"
+        for path in provider.misnamed:
+            findings.append(Finding("warning", about, f"{path} {MISNAMED}", ("remove the file",)))
         states.append(
             ProviderState(
                 name=provider.name,
@@ -160,14 +154,6 @@ def _stock(findings: list[Finding]) -> _Stock:
     ordered = tuple(sorted(usable, key=lambda archive: archive.arch))
     fitting = tuple(p for p, s in zip(installed, states, strict=True) if s.mismatch is None)
     return _Stock(Catalogue(ordered, fitting), tuple(states), damaged)
-
-
-def _own(core: str) -> tuple[Provider, ...]:
-    """This package alone, if its own manifest is not what is wrong."""
-    try:
-        return (providers.read(CORE, core, Path(__file__).parents[1]),)
-    except ProviderError:
-        return ()
 
 
 def _archive(archive: Archive, damaged: dict[Key, str], *, unread: bool) -> ArchiveState:

@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """List what is installed; ``UsageError`` if a filter names nothing installed."""
     found = catalogue()
     listed = read(found)
+    for file in found.ignored:
+        print(f"scan-registry: warning: {file}", file=sys.stderr)
     for entry in listed:
         if entry.damage:
             print(f"scan-registry: error: {entry.damage}", file=sys.stderr)

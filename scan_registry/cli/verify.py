@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from scan_registry.archive import ArchiveError, Binary
+from scan_registry.archive import Binary
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.listing import (
     Listed,
@@ -27,8 +27,8 @@ from scan_registry.cli.listing import (
     several_providers,
 )
 from scan_registry.cli.tables import new_table, screen, show
-from scan_registry.inventory import Catalogue, catalogue
-from scan_registry.providers import ProviderError
+from scan_registry.inventory import Catalogue, survey
+from scan_registry.providers import MISNAMED
 from scan_registry.verify import Comparison, Defect, altered, check, rebuild
 
 JOBS = "SCAN_REGISTRY_JOBS"
@@ -160,12 +160,13 @@ def _workers() -> int:
 
 
 def _installed() -> tuple[Catalogue, list[Defect]]:
-    """The catalogue, empty where there is none, and what is wrong with the packages that make it up."""
-    try:
-        found = catalogue()
-    except (ProviderError, ArchiveError) as error:
-        return Catalogue(()), [Defect(None, None, str(error))]
-    return found, [defect for provider in found.providers for defect in altered(provider)]
+    """The catalogue of the packages that can be used, and what is wrong with any package."""
+    found, problems = survey()
+    defects = [Defect(None, None, str(problem)) for problem in problems]
+    for provider in found.providers:
+        defects += altered(provider)
+        defects += [Defect(path, None, MISNAMED) for path in provider.misnamed]
+    return found, defects
 
 
 def _checked(entry: Listed, found: Catalogue) -> Result:

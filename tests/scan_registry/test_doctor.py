@@ -302,7 +302,7 @@ def errors(found: Mapping[str, Any]) -> list[str]:
 def provide(tmp_path: Path, a_binary: Make, monkeypatch: pytest.MonkeyPatch) -> Provide:
     """Installs an imaginary provider, beside those before it and instead of the real ones."""
     installed: list[Provider] = []
-    monkeypatch.setattr(providers, "installed", lambda: tuple(installed))
+    monkeypatch.setattr(providers, "installed", lambda: (tuple(installed), ()))
     monkeypatch.setattr("scan_registry.jit.toolchains", lambda: MISSING)
     monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
@@ -410,16 +410,17 @@ def test_a_provider_that_does_not_fit(provide: Provide, capsys: Capture) -> None
     assert {a["rungs"]["auto"] for a in found["gpus"][0]["answers"]} == {"reference"}
 
 
-def test_a_provider_that_is_not_intact(
+def test_providers_that_are_not_intact(
     provide: Provide, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> tuple[Provider, ...]:
-        raise ProviderError("more-kernels 1.2: provider.json is not JSON")
-
-    monkeypatch.setattr(providers, "installed", refuse)
-    found = document(capsys, "--for", "sm_90", status=1)
-    assert "provider.json is not JSON" in errors(found)[0]
-    assert [p["name"] for p in found["providers"]] == ["scan-registry"]  # the real one
+    """It says so of each, and goes on with the others."""
+    intact = provide(archs=["sm90"]), provide("fine-kernels", ["sm120"])
+    broken = (ProviderError("a 1.2: provider.json is not JSON"), ProviderError("b 1.0: gone"))
+    monkeypatch.setattr(providers, "installed", lambda: (intact, broken))
+    found = document(capsys, "--for", "sm_120", status=1)
+    assert errors(found) == [f"{error}: every call on a GPU raises it" for error in broken]
+    assert [p["name"] for p in found["providers"]] == ["scan-registry", "fine-kernels"]
+    assert {a["rungs"]["auto"] for a in found["gpus"][0]["answers"]} == {"exact"}
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
@@ -455,10 +456,17 @@ def test_damaged_bytes_do_not_count_as_a_kernel(provide: Provide, capsys: Captur
 
 
 def test_a_file_that_is_no_architectures(provide: Provide, capsys: Capture) -> None:
+    """It is not used; that is no reason for anything else not to work."""
     held = provide(archs=["sm90"])
-    (held.folder / "archives" / "hopper.scanreg").write_bytes(b"")
-    found = document(capsys, "--for", "sm_90", status=1)
-    assert any("hopper.scanreg: the file's name is not" in message for message in errors(found))
+    path = held.folder / "archives" / "hopper.scanreg"
+    path.write_bytes(b"")
+    found = document(capsys, "--for", "sm_90")
+    (finding,) = found["findings"]
+    assert (finding["severity"], finding["about"]) == ("warning", "scan-registry 1.2")
+    assert finding["text"] == f"{path} {providers.MISNAMED}"
+    assert finding["remedies"] == ["remove the file"]
+    assert [a["arch"] for a in found["providers"][0]["archives"]] == ["sm_90"]
+    assert {a["rungs"]["auto"] for a in found["gpus"][0]["answers"]} == {"exact"}
 
 
 def test_the_policy_in_force(

@@ -127,7 +127,7 @@ ALLOWED = {
     "target": set[str](),
     "distributions": set[str](),
     "archive": {"kernels", "target"},
-    "providers": {"archive", "distributions"},
+    "providers": {"archive", "distributions", "kernels"},
     "inventory": {"archive", "kernels", "providers"},
     "driver": {"_launcher"},
     "device": {"driver", "target"},

@@ -128,11 +128,18 @@ def test_what_is_installed_is_sorted_and_unread(
     for label in ("sm120", "sm90", "sm100", "ptx80", "sm80"):
         (tmp_path / "archives" / f"{label}.scanreg").write_bytes(b"garbage")
     (tmp_path / "archives" / "README").write_text("not an archive")
+    strays = [tmp_path / "archives" / f"{name}.scanreg" for name in ("backup", "sm90 (copy)")]
+    for stray in strays:
+        stray.write_bytes(b"garbage")
     own = Provider("scan-registry", "0.1.0", tmp_path, ">=0.1", {})
-    monkeypatch.setattr(providers, "installed", lambda: (own,))
+    monkeypatch.setattr(providers, "installed", lambda: ((own,), ()))
     found = catalogue.__wrapped__()
     assert found.providers == (own,)
     assert [a.arch.label for a in found.archives] == ["ptx80", "sm80", "sm90", "sm100", "sm120"]
+    assert found.ignored == tuple(
+        f"{stray} is not used: it is named after no architecture, as sm90.scanreg is"
+        for stray in strays
+    )
     with pytest.raises(ArchiveError):
         list(found)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from scan_registry import archive, jit
+from scan_registry import archive, jit, providers
 from scan_registry.aot.compile import compile_variant
 from scan_registry.archive import Binary
 from scan_registry.kernels.linear_scan.spec import FAMILY
@@ -40,7 +40,9 @@ import ctypes, json, os, sys, threading, time, warnings
 from scan_registry import providers
 
 installed = providers.installed
-providers.installed = lambda: tuple(p for p in installed() if p.name == "acme-kernels")
+providers.installed = lambda: (
+    tuple(p for p in installed()[0] if p.name == "acme-kernels"), ()
+)
 
 from scan_registry import driver, jit, loader, policy
 from scan_registry.fit import Rung
@@ -278,6 +280,22 @@ report(ready=[facts(r) for r in ready])
     (warning,) = found["told"]
     assert warning.startswith("FallbackWarning")
     assert str(path) in warning
+
+
+def test_a_file_that_is_named_after_no_architecture_warns_once(
+    rig: Rig, synthetic: Synthetic
+) -> None:
+    rig.stub.gpu((9, 0))
+    path = rig.holds("sm90", synthetic("sm90"))
+    backup = path.with_name(f"sm90 (copy){archive.SUFFIX}")
+    backup.write_bytes(path.read_bytes())
+    found = rig.run("""
+ready = [prepare(), prepare(time=2048)]
+report(ready=[facts(r) for r in ready])
+""")
+    assert [ready["rung"] for ready in found["ready"]] == ["exact", "exact"]
+    (warning,) = found["told"]
+    assert warning == f"FallbackWarning: {backup} {providers.MISNAMED}"
 
 
 def test_one_damaged_binary_does_not_spoil_its_archive(rig: Rig, synthetic: Synthetic) -> None:

@@ -17,7 +17,7 @@ from scan_registry import archive, providers
 from scan_registry.archive import Binary
 from scan_registry.device import Device
 from scan_registry.fit import Rung, Toolchain
-from scan_registry.inventory import Catalogue, catalogue
+from scan_registry.inventory import Catalogue, catalogue, survey
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Problem
 from scan_registry.providers import CORE, ProviderError
@@ -99,7 +99,7 @@ def decide(
 
 
 def test_this_package_is_a_provider() -> None:
-    first = providers.installed()[0]
+    first = providers.installed()[0][0]
     assert (first.name, first.version) == (CORE, version(CORE))
     assert first.archives == () or first.archives[0].provider == CORE
 
@@ -131,7 +131,7 @@ def test_of_equals_the_first_provider_wins(
 
 def test_names_are_normalized(provide: Provide) -> None:
     provide("My_Archives")
-    assert "my-archives" in [provider.name for provider in providers.installed()]
+    assert "my-archives" in [provider.name for provider in providers.installed()[0]]
 
 
 def test_a_providers_code_is_never_imported(
@@ -175,7 +175,7 @@ def test_a_misfit_is_one_line_on_the_command_line(provide: Provide) -> None:
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("core", ["", ">=0", FITS, f">={version(CORE)},<900"])
+@pytest.mark.parametrize("core", [">=0", FITS, f">={version(CORE)},<900"])
 def test_a_range_that_holds_this_version(provide: Provide, core: str) -> None:
     provide("fine", manifest={"schema": 1, "core": core})
     assert "fine" in [provider.name for provider in catalogue().providers]
@@ -184,6 +184,8 @@ def test_a_range_that_holds_this_version(provide: Provide, core: str) -> None:
 # --- Those that are broken --------------------------------------------------------------------
 
 DENIED = {"schema": 1, "core": ">=0"}
+WHY = {"reason": "it races"}
+DIGITS = "accepted are 64 hexadecimal digits in lower case"
 
 
 @pytest.mark.parametrize(
@@ -199,12 +201,19 @@ DENIED = {"schema": 1, "core": ">=0"}
         ({"schema": 1}, "core is None"),
         ({"schema": 1, "core": 1}, "core is 1"),
         ({"schema": 1, "core": "0.1 or so"}, "core is '0.1 or so', not a range"),
+        ({"schema": 1, "core": ""}, "core is '', not a range of versions such as >=0.1,<0.2"),
+        ({"schema": 1, "core": " , "}, "core is ' , ', not a range"),
         ({**DENIED, "denied": {}}, "denied is {}, not a list"),
         ({**DENIED, "denied": ["abc"]}, "denied has 'abc'"),
         ({**DENIED, "denied": [{"sha256": "abc"}]}, "denied has {'sha256': 'abc'}"),
         ({**DENIED, "denied": [{"reason": "wrong"}]}, "denied has {'reason': 'wrong'}"),
-        ({**DENIED, "denied": [{"variant": 1, "reason": "wrong"}]}, "denied has {'variant': 1"),
         ({**DENIED, "denied": [{"variant": "a", "reason": 1}]}, "denied has {'variant': 'a'"),
+        ({**DENIED, "denied": [{"variant": 1, **WHY}]}, "'1' is not a variant; expected family."),
+        ({**DENIED, "denied": [{"variant": "a", **WHY}]}, "'a' is not a variant; expected"),
+        ({**DENIED, "denied": [{"sha256": 5, **WHY}]}, f"denied has sha256 5; {DIGITS}"),
+        ({**DENIED, "denied": [{"sha256": "", **WHY}]}, f"denied has sha256 ''; {DIGITS}"),
+        ({**DENIED, "denied": [{"sha256": 64 * "A", **WHY}]}, DIGITS),
+        ({**DENIED, "denied": [{"sha256": 64 * "0", "variant": "a", **WHY}]}, "either sha256 or"),
     ],
 )
 def test_a_broken_manifest_is_named(provide: Provide, manifest: Any, words: str) -> None:
@@ -213,6 +222,47 @@ def test_a_broken_manifest_is_named(provide: Provide, manifest: Any, words: str)
         catalogue()
     assert str(caught.value).startswith(f"broken 1.2.3: {package / 'provider.json'}")
     assert words in str(caught.value)
+
+
+def test_each_broken_provider_is_named_and_the_others_are_there(provide: Provide) -> None:
+    provide("a", manifest=b"")
+    provide("b")
+    provide("c", manifest={"schema": 1, "core": ">=900"})
+    provide("d", point="no_such_package_of_archives")
+    found, problems = survey()
+    assert [provider.name for provider in found.providers] == [CORE, "b"]
+    assert sorted(str(problem)[:7] for problem in problems) == ["a 1.2.3", "c 1.2.3", "d 1.2.3"]
+    with pytest.raises(ProviderError, match=str(problems[0])[:8]):
+        catalogue()
+
+
+def test_entry_points_that_cannot_be_read(provide: Provide) -> None:
+    place = provide("odd").parent
+    path = place / "odd-1.2.3.dist-info" / "entry_points.txt"
+    path.write_text(f"[{providers.GROUP}]\nodd\n")
+    found, (problem,) = survey()
+    assert [provider.name for provider in found.providers] == [CORE]
+    assert str(problem).startswith(f"odd 1.2.3: {path} cannot be read: ")
+
+
+def test_a_file_that_is_named_after_no_architecture(provide: Provide, a_binary: Make) -> None:
+    """It is passed over, and named."""
+    package = provide("untidy", ("sm103", all_cuda(a_binary, "sm103")))
+    stray = package / "archives" / "backup.scanreg"
+    stray.write_bytes((package / "archives" / "sm103.scanreg").read_bytes())
+    found = catalogue()
+    assert [a.arch.label for a in found.archives if a.provider == "untidy"] == ["sm103"]
+    assert found.ignored == (f"{stray} {providers.MISNAMED}",)
+    result = subprocess.run(
+        [sys.executable, "-m", "scan_registry", "inspect", "--arch", "sm103"],
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == f"scan-registry: warning: {stray} {providers.MISNAMED}\n"
 
 
 def test_a_missing_manifest_is_named(provide: Provide) -> None:
@@ -302,7 +352,7 @@ def test_of_two_copies_the_first_on_the_path_counts(
     """As everywhere in Python; a folder that is not there is passed over."""
 
     def versions() -> dict[str, str]:
-        return {provider.name: provider.version for provider in providers.installed()}
+        return {provider.name: provider.version for provider in providers.installed()[0]}
 
     provide("twice", number="1.0")
     monkeypatch.syspath_prepend(str(tmp_path / "not there"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -21,13 +22,13 @@ import pytest
 
 from scan_registry import archive, inventory, providers, verify
 from scan_registry.aot.compile import COMPILERS, compile_variant
-from scan_registry.archive import Archive, ArchiveError, Binary, digest
+from scan_registry.archive import Archive, Binary, digest
 from scan_registry.cli import main
 from scan_registry.cli import verify as command
 from scan_registry.inventory import Attestation, Catalogue
 from scan_registry.jit import CompileError
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.providers import Provider, ProviderError
+from scan_registry.providers import Provider
 from scan_registry.target import Target
 
 Capture = pytest.CaptureFixture[str]
@@ -56,10 +57,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         path = tmp_path / f"{label}{archive.SUFFIX}"
         archive.write(path, Target.parse(label), binaries, {"version": "9.9.9"})
         held.append(Archive(path, "made-up"))
-        monkeypatch.setattr(command, "catalogue", lambda: Catalogue(tuple(held)))
+        monkeypatch.setattr(command, "survey", lambda: (Catalogue(tuple(held)), ()))
         return held[-1]
 
-    monkeypatch.setattr(command, "catalogue", lambda: Catalogue(()))
+    monkeypatch.setattr(command, "survey", lambda: (Catalogue(()), ()))
     monkeypatch.setenv("COLUMNS", "120")
     return make
 
@@ -402,20 +403,34 @@ def test_nothing_is_known_of_what_was_not_recorded(
     assert verify.altered(replace(read_provider(provided), name="not-installed-at-all")) == []
 
 
-@pytest.mark.parametrize("error", [ProviderError, ArchiveError])
-def test_without_a_catalogue_there_is_a_defect(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, error: type[Exception]
-) -> None:
-    """Such as for a provider of another range of versions, or a file that is no architecture's."""
+@pytest.mark.parametrize("core", [">=900", "", None])
+def test_a_broken_provider_is_a_defect_and_hides_no_other(provided: Path, core: str | None) -> None:
+    """Whether it is for other versions, or its manifest is not one."""
+    place = provided.parent / "broken"
+    shutil.copytree(provided, place)
+    (place / "archives_that_are_verified").rename(place / "archives_that_are_broken")
+    (place / "verified-1.2.3.dist-info").rename(place / "broken-1.2.3.dist-info")
+    for path in (place / "broken-1.2.3.dist-info").iterdir():
+        path.write_text(path.read_text().replace("verified", "broken"))
+    manifest = place / "archives_that_are_broken" / "provider.json"
+    manifest.write_text(json.dumps({"schema": 1, "core": core}))
+    found = valid(shell(Path(f"{place}{os.pathsep}{provided}"), "--json", status=1))
+    assert [held["intact"] for held in found["archives"]] == [2]
+    assert [p["name"] for p in found["providers"]][1:] == ["verified"]
+    (defect,) = found["defects"]
+    assert defect["reason"].startswith("broken 1.2.3")
+    out = shell(Path(f"{place}{os.pathsep}{provided}"), status=1)
+    assert "defect: broken 1.2.3" in out
+    assert out.splitlines()[-1] == "2 of 2 binaries intact, 1 defect"
 
-    def broken() -> Catalogue:
-        raise error("other 1.0 is made for scan-registry >=900")
 
-    monkeypatch.setattr(command, "catalogue", broken)
-    found = document(capsys, status=1)
-    reasons = [defect["reason"] for defect in found["defects"]]
-    assert reasons == ["other 1.0 is made for scan-registry >=900"]
-    assert "defect: other 1.0 is made for" in run(capsys, status=1)
+def test_a_file_that_is_named_after_no_architecture_is_a_defect(provided: Path) -> None:
+    stray = provided / "archives_that_are_verified" / "archives" / "hopper.scanreg"
+    stray.write_bytes(b"")
+    found = valid(shell(provided, "--json", status=1))
+    assert [held["intact"] for held in found["archives"]] == [2]
+    (defect,) = found["defects"]
+    assert (defect["path"], defect["reason"]) == (str(stray), providers.MISNAMED)
 
 
 # --- Compiling again --------------------------------------------------------------------------
