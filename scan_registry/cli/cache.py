@@ -22,6 +22,9 @@ from scan_registry.inventory import catalogue
 from scan_registry.providers import CORE
 
 _LABEL = re.compile(r"[a-z0-9]+([-_][a-z0-9]+)*")
+#: Packages that this project releases are named after architectures alone.
+_ARCHITECTURE = r"(sm|ptx|compute)[-_]?\d+[af]?"
+_OFFICIAL = re.compile(rf"{_ARCHITECTURE}([-_]{_ARCHITECTURE})*")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,7 +54,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     exported.add_argument("folder", type=Path, metavar="DIR", help="to be made; may exist if empty")
     exported.add_argument(
-        "--name", metavar="NAME", help=f"of the package: {CORE}-NAME; default: its architectures"
+        "--name",
+        metavar="NAME",
+        help=f"of the package: {CORE}-NAME; default: jit and its architectures, as jit-sm90",
     )
     exported.add_argument(
         "--arch",
@@ -196,8 +201,13 @@ def _export(cache: Cache, args: argparse.Namespace) -> int:
             f"--name {args.name!r} does not name a package; accepted are lower-case letters and "
             "digits, in words joined by - or _"
         )
+    if args.name is not None and _OFFICIAL.fullmatch(args.name):
+        raise UsageError(
+            f"--name {args.name!r}: {CORE}-{args.name} is kept for packages that are released with "
+            f"{CORE} itself; accepted is a name with another word in it, such as my-{args.name}"
+        )
     choice = _chosen(cache, args.arch)
-    label = args.name or "-".join(target.label for target in choice.taken)
+    label = args.name or "-".join(["jit", *(target.label for target in choice.taken)])
     package = Package(label, version(CORE), choice.taken)
     try:
         if folder.exists() and any(folder.iterdir()):

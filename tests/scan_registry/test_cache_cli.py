@@ -249,7 +249,7 @@ def test_clear_says_how_much_it_deleted(folder: Path, capsys: Capture) -> None:
 def test_what_a_package_holds(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     place = tmp_path / "package"
     found = document(capsys, "export", str(place))
-    name = "scan-registry-sm90-sm103"
+    name = "scan-registry-jit-sm90-sm103"
     assert found["name"] == name
     assert found["version"].startswith(f"{version('scan-registry')}+c")
     assert found["core"] == core_range(version("scan-registry"))
@@ -366,6 +366,19 @@ def test_a_name_that_names_no_package(
     assert "lower-case letters" in error
 
 
+@pytest.mark.parametrize("name", ["sm90", "sm_90", "sm90a", "ptx80", "sm90-ptx80", "sm90_sm103"])
+def test_a_name_of_architectures_alone_is_not_for_exports(
+    folder: Path, tmp_path: Path, capsys: Capture, name: str
+) -> None:
+    """pip would take it for a package that this project releases, and replace one by the other."""
+    error = refused(capsys, "export", str(tmp_path / "package"), f"--name={name}")
+    assert f"--name {name!r}: scan-registry-{name} is kept for packages that are released" in error
+    assert f"such as my-{name}" in error
+    assert not (tmp_path / "package").exists()
+    made = document(capsys, "export", str(tmp_path / "package"), f"--name=my-{name}")
+    assert made["name"] == f"scan-registry-my-{name.replace('_', '-')}"
+
+
 def test_places_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     full = tmp_path / "full"
     full.mkdir()
@@ -464,7 +477,7 @@ def test_the_wheel_installs_offline_and_its_binaries_are_exact(
     found = json.loads(quiet(python, "-c", SELECT))
     variant, _ = wanted()
     assert (found["rung"], found["variant"]) == ("exact", str(variant))
-    assert found["from"] == "scan-registry-sm90-sm103"
+    assert found["from"] == "scan-registry-jit-sm90-sm103"
     assert [name for name, _ in found["providers"]] == ["scan-registry", found["from"]]
     # What is installed is held against the wheel's RECORD, which pip has kept.
     words = [python, "-m", "scan_registry", "verify", "--arch", "sm103", "--json"]
