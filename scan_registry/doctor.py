@@ -303,7 +303,7 @@ class _Group:
         if later and self._better(system=with_driver(later[-1])):
             best = self._winners(with_driver(later[-1]))
             version = next(v for v in later if self._winners(with_driver(v)) == best)
-            yield f"install {_driver(version)}"
+            yield f"install {driver_text(version)}"
 
     def _wheels(self, device: Device) -> Iterator[str]:
         """An architecture that no archive is for, and that one could be for."""
@@ -384,7 +384,7 @@ def _branches() -> Mapping[CudaVersion, int]:
     return first
 
 
-def _driver(version: CudaVersion) -> str:
+def driver_text(version: CudaVersion) -> str:
     """``driver 575 or later, for CUDA 12.9``."""
     branch = _branches().get(version)
     start = "a driver" if branch is None else f"driver {branch} or later,"

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -35,6 +35,7 @@ from scan_registry.doctor import (
     Report,
     condensed,
     coverage,
+    driver_text,
     findings_of,
     lacks,
 )
@@ -43,7 +44,9 @@ from scan_registry.fit import Rung, dotted
 from scan_registry.inventory import Catalogue
 from scan_registry.providers import CORE, MISNAMED
 from scan_registry.select import Backend, Key, System
+from scan_registry.target import CudaVersion
 
+_TORCH_BUILDS = "https://pytorch.org/get-started/locally/"
 _LITTLE = 16 << 20  # bytes: less is too little for a kernel compiled here, and what goes with it
 
 LEGEND = """
@@ -181,7 +184,7 @@ def _archive(archive: Archive, damaged: dict[Key, str], *, unread: bool) -> Arch
 
 def _gpus(
     elsewhere: Device | None, findings: list[Finding]
-) -> tuple[list[tuple[int | None, Device]], tuple[int, int] | None]:
+) -> tuple[list[tuple[int | None, Device]], CudaVersion | None]:
     """GPUs with their ordinals, and the CUDA version of this machine's driver if that was asked."""
     if elsewhere is not None:
         return [(None, elsewhere)], None
@@ -205,19 +208,32 @@ def _gpus(
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = () if shown is None else (f"CUDA_VISIBLE_DEVICES is {shown!r}: unset it",)
         findings.append(Finding("error", about, text, (*hidden, remedy)))
-    elif trouble := _torch_trouble():
-        text = f"{trouble}: there are no tensors on these GPUs"
-        findings.append(Finding("error", "torch", text, ("install a torch built with CUDA",)))
+    else:
+        findings += _torch_findings(supported)
     return list(enumerate(found)), supported
 
 
-def _torch_trouble() -> str | None:
-    """Why torch cannot use a GPU, or None if it can."""
+def _torch_findings(driver: CudaVersion) -> Iterator[Finding]:
+    """Why torch cannot use the GPUs that the driver sees, if it cannot."""
+    built = f"install a torch that is built for CUDA {driver[0]}: {_TORCH_BUILDS} gives the command"
+    consequence = (
+        "it cannot put tensors on these GPUs, and every call runs the reference on the CPU"
+    )
     if find_spec("torch") is None:
-        return "torch is not installed"
+        yield Finding("error", "torch", f"not installed: {consequence}", (built,))
+        return
     import torch
 
-    return None if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+    cuda = torch.version.cuda
+    if cuda is None:
+        text = f"{torch.__version__} is built without CUDA: {consequence}"
+        yield Finding("error", "torch", text, (built,))
+    elif (release := int(cuda.partition(".")[0])) > driver[0]:
+        text = (
+            f"{torch.__version__} needs a driver for CUDA {release}.0, and this one supports "
+            f"{dotted(driver)}: {consequence}"
+        )
+        yield Finding("error", "torch", text, (f"install {driver_text((release, 0))}", built))
 
 
 def _version(package: str) -> str | None:
@@ -346,7 +362,8 @@ def _print(report: Report) -> None:
 
 
 def _cache_words(cache: CacheState) -> str:
-    held = f"{cache.entries} entries, {size_text(cache.size)}; {cache.free / 1e9:.1f} GB free"
+    count = f"{cache.entries} {'entry' if cache.entries == 1 else 'entries'}"
+    held = f"{count}, {size_text(cache.size)}; {cache.free / 1e9:.1f} GB free"
     return f"{cache.folder}: {f'unusable, {cache.unusable}' if cache.unusable else held}"
 
 

@@ -502,7 +502,7 @@ def test_the_cache(provide: Provide, capsys: Capture, tmp_path: Path, a_binary: 
     path = folder / key[:2] / key / "sm90.scanreg"
     cache = document(capsys, "--for", "sm_90")["cache"]
     assert (cache["entries"], cache["size"]) == (1, path.stat().st_size)
-    assert "1 entries" in text(capsys, "--for", "sm_90")
+    assert ": 1 entry, " in text(capsys, "--for", "sm_90")
 
 
 def test_a_cache_that_others_can_write_to(
@@ -576,33 +576,56 @@ def test_a_described_gpu_asks_nothing_of_the_driver(
 
 
 @pytest.mark.parametrize(
-    ("cuda", "there", "trouble"),
+    ("cuda", "there", "supported", "trouble", "remedies"),
     [
-        ("13.0", True, None),
-        (None, True, "is built without CUDA"),
-        ("13.0", False, "torch is not installed"),
+        ("13.0", True, (13, 0), None, []),
+        ("12.9", True, (12, 0), None, []),
+        (
+            None,
+            True,
+            (13, 0),
+            "is built without CUDA: it cannot",
+            ["torch that is built for CUDA 13"],
+        ),
+        ("13.0", False, (12, 4), "not installed: it cannot", ["torch that is built for CUDA 12"]),
+        (
+            "13.0",
+            True,
+            (12, 9),
+            "needs a driver for CUDA 13.0, and this one supports 12.9: it cannot",
+            ["install driver 580 or later, for CUDA 13.0", "torch that is built for CUDA 12"],
+        ),
     ],
 )
-def test_torch_without_cuda(
+def test_a_torch_that_cannot_use_the_gpus(
     provide: Provide,
     capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
     a_device: Describe,
     cuda: str | None,
     there: bool,
+    supported: tuple[int, int],
     trouble: str | None,
+    remedies: list[str],
 ) -> None:
+    """Its calls all run the reference on the CPU: an error, whatever the kernels could do."""
     provide(archs=["sm90"])
-    monkeypatch.setattr(driver, "version", lambda: (13, 0))
+    monkeypatch.setattr(driver, "version", lambda: supported)
     monkeypatch.setattr(command, "visible", lambda: (a_device(), a_device((9, 0), name="B")))
     monkeypatch.setattr("torch.version.cuda", cuda)
     monkeypatch.setattr(command, "find_spec", lambda _: object() if there else None)
     status = 1 if trouble else 0
     found = document(capsys, status=status)
     assert [gpu["ordinal"] for gpu in found["gpus"]] == [0, 1]
-    assert found["driver"] == "13.0"
-    assert len(errors(found)) == status
-    assert all(str(trouble) in message for message in errors(found))
+    assert found["driver"] == ".".join(map(str, supported))
+    mine = [f for f in found["findings"] if f["about"] == "torch"]
+    assert len(errors(found)) == len(mine) == status
+    for finding in mine:
+        assert str(trouble) in finding["text"]
+        assert finding["text"].endswith("every call runs the reference on the CPU")
+        assert len(finding["remedies"]) == len(remedies)
+        for given, expected in zip(finding["remedies"], remedies, strict=True):
+            assert expected in given
     assert "cuda:1, B (sm_90), 132 multiprocessors" in text(capsys, status=status)
 
 
