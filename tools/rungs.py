@@ -10,9 +10,9 @@ then a second process does the same with what the first has left in the caches (
     forward    the first call, to its synchronised result
     backward   the first derivative, likewise
 
-and the relative error ‖out − ref‖ / ‖ref‖ of the states and of both gradients of a part of that,
-(2, 96, 2048), against the float64 reference, the largest, in every dtype. The exit status is 1 if a rung is not the one that was to be
-forced, or if an error is beyond its tolerance.
+and, in every dtype, the largest relative error ‖out − ref‖ / ‖ref‖ of the states and of both
+gradients of a part of that, (2, 96, 2048), against the float64 reference. The exit status is 1 if a
+rung is not the one that was to be forced, or if an error is beyond its tolerance.
 """
 
 from __future__ import annotations
