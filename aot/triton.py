@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,16 @@ _CUDA_OF_TRITON: tuple[tuple[tuple[int, int], CudaVersion], ...] = (
 #: Settings of a user's own kernels, which must not change ours.
 _FOREIGN = ("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_PTXAS_OPT", "NVPTX_")
 
-_POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+_IMPORT = re.compile(r"^from scan_registry\.kernels\.(\w+)\.(\w+) import", re.MULTILINE)
+
+#: A complex number is two floats to Triton; specs name those.
+_POINTER = {
+    "float32": "*fp32",
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float64": "*fp64",
+    "int64": "*i64",
+}
 
 
 @contextmanager
@@ -74,7 +84,10 @@ def _compile(
             return triton.compile(
                 _source(kernel, variant),
                 target=GPUTarget("cuda", target.number, 32),
-                options={"num_warps": kernel.warps(variant), "enable_fp_fusion": True},
+                options={
+                    "num_warps": kernel.warps(variant),
+                    "enable_fp_fusion": kernel.fuses(variant),
+                },
             )
         except Exception as error:  # Triton raises many kinds; each is a failed compile
             raise CompileError(_words(error)) from error
@@ -88,8 +101,11 @@ def _source(kernel: Kernel, variant: Variant) -> Any:
         f"scan_registry.kernels.{kernel.family}.{kernel.source.removesuffix('.py')}"
     )
     constants = dict(kernel.constants(variant))
-    pointer = _POINTER[variant.text("dtype")]
-    signature = {p.name: pointer if p.kind == "pointer" else "i64" for p in kernel.parameters}
+    elements = kernel.elements(variant)
+    signature = {
+        p.name: _POINTER[elements[p.name]] if p.kind == "pointer" else "i64"
+        for p in kernel.parameters
+    }
     divisible = kernel.divisible(variant)
     return ASTSource(
         fn=getattr(module, kernel.entry),
@@ -117,15 +133,27 @@ class Triton:
         return next((cuda for first, cuda in _CUDA_OF_TRITON if release >= first), (12, 4))
 
     def sources(self, kernel: Kernel) -> Mapping[str, str]:
-        return {kernel.source: (ROOT / kernel.family / kernel.source).read_text()}
+        folder = ROOT / kernel.family
+        texts: dict[str, str] = {}
+        pending = [kernel.source]
+        while pending:
+            name = pending.pop()
+            if name not in texts:
+                texts[name] = (folder / name).read_text()
+                pending += [
+                    f"{module}.py"
+                    for of, module in _IMPORT.findall(texts[name])
+                    if of == kernel.family
+                ]
+        return texts
 
     def options(self, kernel: Kernel, variant: Variant, target: Target) -> tuple[str, ...]:
         constants = kernel.constants(variant)
         return (
             f"target=cuda:{target.number}",
-            f"pointers={_POINTER[variant.text('dtype')]}",
+            f"pointers={'+'.join(kernel.elements(variant).values())}",
             f"num_warps={kernel.warps(variant)}",
-            "enable_fp_fusion=True",
+            f"enable_fp_fusion={kernel.fuses(variant)}",
             f"divisible_by_16={'+'.join(sorted(kernel.divisible(variant)))}",
             *(f"{name}={value}" for name, value in constants.items()),
         )

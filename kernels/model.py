@@ -6,9 +6,9 @@ needs no compiler, no GPU and no tensor library.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -16,9 +16,9 @@ Language = Literal["cuda", "triton"]
 Static: TypeAlias = str | int
 
 #: Bytes of one element.
-ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8}
 
-_VARIANT = re.compile(r"(?P<family>\w+)\.(?P<kernel>\w+):(?P<language>cuda|triton):(?P<statics>.+)")
+_LANGUAGES: Mapping[str, Language] = {"cuda": "cuda", "triton": "triton"}
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,26 @@ class Variant:
 
     def __str__(self) -> str:
         statics = ",".join(f"{name}={value}" for name, value in self.statics)
-        return f"{self.family}.{self.kernel}:{self.language}:{statics}"
+        return f"{self.head}:{statics}"
 
     @classmethod
     def parse(cls, text: str) -> Variant:
         """The variant that prints as ``text``; ``ValueError`` if there can be none."""
-        match = _VARIANT.fullmatch(text)
-        if match is None:
+        family, _, rest = text.partition(".")
+        kernel, _, rest = rest.partition(":")
+        language, _, items = rest.partition(":")
+        known = _LANGUAGES.get(language)
+        if not (known and family.isidentifier() and kernel.isidentifier()):
             raise ValueError(
                 f"{text!r} is not a variant; expected family.kernel:language:name=value,…"
             )
         statics: list[tuple[str, Static]] = []
-        for item in match["statics"].split(","):
+        for item in items.split(","):
             name, separator, value = item.partition("=")
             if not (name.isidentifier() and separator and value):
                 raise ValueError(f"{item!r} in variant {text!r} is not name=value")
             statics.append((name, int(value) if value.isdigit() else value))
-        language: Language = "cuda" if match["language"] == "cuda" else "triton"
-        return cls(match["family"], match["kernel"], language, tuple(statics))
+        return cls(family, kernel, known, tuple(statics))
 
     def text(self, name: str) -> str:
         """The static parameter ``name``, which must be a string."""
@@ -62,6 +64,11 @@ class Variant:
     def number(self, name: str) -> int:
         """The static parameter ``name``, which must be an integer."""
         return int(dict(self.statics)[name])
+
+    @property
+    def head(self) -> str:
+        """What it prints as, before the static parameters."""
+        return f"{self.family}.{self.kernel}:{self.language}"
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,8 @@ class Kernel:
     constants    variant -> preprocessor definitions (CUDA) or constexpr values (Triton)
     warps        variant -> warps per block
     divisible    variant -> parameters that are promised to be divisible by 16 (Triton)
+    elements     variant -> dtype of what each pointer points to (Triton)
+    fuses        variant -> whether products and sums may be contracted to one rounding (Triton)
     accepts      variant, problem -> None, or the reason why the variant cannot solve the problem
     cost         variant, problem -> smaller is better, among variants that accept
     launch       variant, problem -> grid, scalars, workspace
@@ -123,7 +132,14 @@ class Kernel:
     cost: Callable[[Variant, Any], float]
     launch: Callable[[Variant, Any], Launch]
     divisible: Callable[[Variant], frozenset[str]] = lambda variant: frozenset()
+    elements: Callable[[Variant], Mapping[str, str]] = lambda variant: {}
+    fuses: Callable[[Variant], bool] = lambda variant: True
     may_spill: frozenset[Variant] = field(default_factory=frozenset)
+
+    @cached_property
+    def by_text(self) -> Mapping[str, Variant]:
+        """The variants by what they print as, which is faster to look up than to parse."""
+        return {str(variant): variant for variant in self.variants}
 
     @property
     def pointers(self) -> tuple[str, ...]:
@@ -152,6 +168,15 @@ class Family:
     folder: Path
     kernels: tuple[Kernel, ...]
     samples: tuple[Sample, ...] = ()
+
+    def by_text(self, kernel: str) -> Mapping[str, Variant]:
+        """The variants of one kernel, in both languages, by what they print as."""
+        return {
+            text: variant
+            for each in self.kernels
+            if each.name == kernel
+            for text, variant in each.by_text.items()
+        }
 
     def variants(self) -> tuple[Variant, ...]:
         """Every variant of every kernel, in the spec's order."""

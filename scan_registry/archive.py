@@ -1,4 +1,4 @@
-"""Archives: the binaries of one architecture and their manifest, in one file.
+"""Archives: the binaries of one architecture and what describes them, in one file.
 
 Layout, little-endian:
 
@@ -7,10 +7,13 @@ Layout, little-endian:
           16   32         SHA-256 of the manifest
           48   …          the manifest, UTF-8 JSON
            …   …          binaries back to back, each distinct content once
+           …   …          sections, UTF-8 JSON: the entries of one kernel in one language each
 
-The manifest gives, for each binary, the offset (from the end of the manifest), size and SHA-256 of
-its bytes, so that one binary is read and checked without touching the others. Nothing in a file is
-believed before its digest is checked: every defect raises :class:`ArchiveError`.
+The manifest gives the offset, size and SHA-256 of each section, and a section's entries give those of
+their binaries; offsets count from the end of the manifest. So a first call reads and checks the
+entries of its kernel and one binary, however many there are. What all entries of a section have in
+common, the section says once. Nothing in a file is believed before its digest is checked: every
+defect raises :class:`ArchiveError`.
 """
 
 from __future__ import annotations
@@ -21,17 +24,18 @@ import os
 import struct
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from scan_registry.kernels.model import Variant
 from scan_registry.target import CudaVersion, Target
 
-MAGIC = b"SCANREG\x01"
-SCHEMA = 2
+MAGIC = b"SCANREG\x02"
+SCHEMA = 3
 SUFFIX = ".scanreg"
 _HEADER = struct.Struct("<8sQ32s")
 
@@ -150,7 +154,7 @@ def _read_texts(name: str, value: Any) -> tuple[str, ...]:
 _READERS: Mapping[str, Callable[[str, Any], Any]] = defaultdict(
     lambda: _read_text,
     variant=lambda name, value: Variant.parse(str(value)),
-    target=lambda name, value: Target.parse(str(value)),
+    target=lambda name, value: _target(str(value)),
     oldest_driver=_read_version,
     block=_read_extent,
     cluster=_read_extent,
@@ -163,6 +167,7 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = defaultdict(
     options=_read_texts,
 )
 _NAMES = tuple(field.name for field in fields(Binary))
+_target: Callable[[str], Target] = lru_cache(Target.parse)
 
 
 def parse_json(content: bytes) -> Any:
@@ -190,32 +195,112 @@ def write(
     ``provenance`` is the package's version and source commit. Binaries keep their order; equal
     bytes are stored once.
     """
-    records, blobs, offsets, end = [], [], {}, 0
+    records, parts, offsets, end = [], [], {}, 0
     for binary, content in binaries:
         if digest(content) != binary.sha256:
             raise ValueError(f"the bytes of {binary.variant} do not have the digest it states")
         if binary.sha256 not in offsets:
             offsets[binary.sha256] = end
-            blobs.append(content)
+            parts.append(content)
             end += len(content)
         records.append({**binary.to_json(), "offset": offsets[binary.sha256]})
-    manifest = json.dumps(
-        {"schema": SCHEMA, "arch": str(arch), **provenance, "binaries": records},
-        separators=(",", ":"),
-        sort_keys=True,
-    ).encode()
+    sections = []
+    for of, group in groupby(records, lambda record: Variant.parse(record["variant"]).head):
+        parts.append(_dumped(_section(list(group))))
+        place = {"offset": end, "size": len(parts[-1]), "sha256": digest(parts[-1])}
+        sections.append({"of": of, **place})
+        end += len(parts[-1])
+    manifest = _dumped({"schema": SCHEMA, "arch": str(arch), **provenance, "sections": sections})
     header = _HEADER.pack(MAGIC, len(manifest), hashlib.sha256(manifest).digest())
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(header + manifest)
-            file.writelines(blobs)
+            file.writelines(parts)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entries, with what they have in common taken out of them."""
+    first, *others = records
+    common = {
+        name: value
+        for name, value in first.items()
+        if others and all(record[name] == value for record in others)
+    }
+    own = [{k: v for k, v in record.items() if k not in common} for record in records]
+    return {"common": common, "binaries": own}
+
+
+def _dumped(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+
+
+class Entry:
+    """What an archive says of one binary. All of it is read only for one that is of use: a first call
+    has no time for the others."""
+
+    def __init__(self, record: Any, where: str) -> None:
+        """``text`` is how its variant prints. ``ArchiveError``, which starts with ``where``, if what is
+        given is no entry."""
+        if not isinstance(record, Mapping):
+            raise ArchiveError(f"{where}: {record!r} is not an object")
+        self._record, self._where = record, where
+        self.text = str(record.get("variant"))
+
+    def __str__(self) -> str:
+        return f"{self.text} for {self._record.get('target')}"
+
+    @cached_property
+    def variant(self) -> Variant:
+        """``ArchiveError`` if it names none."""
+        try:
+            return Variant.parse(self.text)
+        except ValueError as error:
+            raise ArchiveError(f"{self._where}: {error}") from error
+
+    @property
+    def binary(self) -> Binary:
+        """All of it; ``ArchiveError`` if something in the entry is not of its type."""
+        return self._read[0]
+
+    @property
+    def offset(self) -> int:
+        """Of the binary's bytes, from the end of the manifest; ``ArchiveError`` likewise."""
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[Binary, int]:
+        try:
+            return Binary.from_json(self._record), _read_count("offset", self._record.get("offset"))
+        except (ValueError, RecursionError) as error:
+            raise ArchiveError(f"{self._where}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Where the entries of one kernel in one language lie: ``of`` is how their variants begin."""
+
+    of: str
+    offset: int
+    size: int
+    sha256: str
+
+    @classmethod
+    def read(cls, record: Any) -> _Section:
+        if not isinstance(record, Mapping):
+            raise ValueError(f"{record!r} is not an object")
+        return cls(
+            _read_text("of", record.get("of")),
+            _read_count("offset", record.get("offset")),
+            _read_count("size", record.get("size")),
+            _read_text("sha256", record.get("sha256")),
+        )
 
 
 class Archive:
@@ -242,28 +327,19 @@ class Archive:
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """The manifest, checked against its digest."""
-        try:
-            with self.path.open("rb") as file:
-                header = file.read(_HEADER.size)
-                if len(header) < _HEADER.size:
-                    raise ArchiveError(f"{self.path}: {len(header)} bytes are no archive")
-                magic, length, expected = _HEADER.unpack(header)
-                if magic != MAGIC:
-                    raise ArchiveError(
-                        f"{self.path}: starts with {magic!r}; this version reads {MAGIC!r}"
-                    )
-                content = file.read(min(length, os.fstat(file.fileno()).st_size))
-        except OSError as error:
-            raise ArchiveError(f"{self.path}: {error.strerror or error}") from error
+        header = self._bytes(0, _HEADER.size)
+        if len(header) < _HEADER.size:
+            raise ArchiveError(f"{self.path}: {len(header)} bytes are no archive")
+        magic, length, expected = _HEADER.unpack(header)
+        if magic != MAGIC:
+            raise ArchiveError(f"{self.path}: starts with {magic!r}; this version reads {MAGIC!r}")
+        content = self._bytes(_HEADER.size, length)
         if hashlib.sha256(content).digest() != expected:
             raise ArchiveError(
                 f"{self.path}: the manifest's SHA-256 is {digest(content)}, "
                 f"the header states {expected.hex()}"
             )
-        try:
-            manifest = parse_json(content)
-        except (ValueError, RecursionError) as error:
-            raise ArchiveError(f"{self.path}: the manifest is not JSON: {error}") from error
+        manifest = self._parsed("the manifest", content)
         if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
             stated = manifest.get("schema") if isinstance(manifest, dict) else manifest
             raise ArchiveError(
@@ -278,71 +354,81 @@ class Archive:
 
     @cached_property
     def binaries(self) -> tuple[Binary, ...]:
-        """What the archive holds, in the spec's order."""
-        return tuple(self._parse(number)[0] for number in range(len(self._records)))
+        """What the archive holds, in the spec's order; ``ArchiveError`` if any entry is not right."""
+        return tuple(entry.binary for section in self._sections for entry in self._entries(section))
 
-    def of(self, family: str, kernel: str) -> tuple[Binary, ...]:
-        """Those that are variants of one kernel. Only their entries of the manifest are parsed: a
-        first call has no time for the others."""
-        return tuple(self._parse(number)[0] for number in self._kernels.get((family, kernel), ()))
-
-    @cached_property
-    def _records(self) -> list[Any]:
-        records = self.manifest.get("binaries")
-        if not isinstance(records, list):
-            raise ArchiveError(f"{self.path}: the manifest lists no binaries")
-        return records
+    def of(self, family: str, kernel: str) -> tuple[Entry, ...]:
+        """The entries of one kernel's variants; the others remain unread."""
+        prefix = f"{family}.{kernel}:"
+        return tuple(
+            entry
+            for section in self._sections
+            if section.of.startswith(prefix)
+            for entry in self._entries(section)
+        )
 
     @cached_property
-    def _kernels(self) -> dict[tuple[str, str], list[int]]:
-        """Numbers of the entries by family and kernel; of those that say neither, none."""
-        numbers: dict[tuple[str, str], list[int]] = {}
-        for number, record in enumerate(self._records):
-            variant = record.get("variant") if isinstance(record, dict) else None
-            family, dot, rest = str(variant).partition(".")
-            if dot:
-                numbers.setdefault((family, rest.partition(":")[0]), []).append(number)
-        return numbers
+    def _sections(self) -> tuple[_Section, ...]:
+        listed = self.manifest.get("sections")
+        if not isinstance(listed, list):
+            raise ArchiveError(f"{self.path}: the manifest lists no sections")
+        try:
+            return tuple(map(_Section.read, listed))
+        except ValueError as error:
+            raise ArchiveError(f"{self.path}: the manifest's sections: {error}") from error
+
+    def _entries(self, section: _Section) -> tuple[Entry, ...]:
+        if section not in self._read_sections:
+            self._read_sections[section] = tuple(self._read_section(section))
+        return self._read_sections[section]
 
     @cached_property
-    def _parsed(self) -> dict[int, tuple[Binary, int]]:
+    def _read_sections(self) -> dict[_Section, tuple[Entry, ...]]:
         return {}
 
-    def _parse(self, number: int) -> tuple[Binary, int]:
-        """An entry of the manifest: the binary it describes, and the offset of its bytes."""
-        if number not in self._parsed:
-            record = self._records[number]
-            try:
-                if not isinstance(record, dict):
-                    raise ValueError(f"{record!r} is not an object")
-                if not _count(record.get("offset")):
-                    raise ValueError(f"offset is {record.get('offset')!r}, not a count of bytes")
-                self._parsed[number] = Binary.from_json(record), int(record["offset"])
-            except (ValueError, RecursionError) as error:
-                raise ArchiveError(
-                    f"{self.path}: binary {number} of the manifest: {error}"
-                ) from error
-        return self._parsed[number]
+    def _read_section(self, section: _Section) -> Iterator[Entry]:
+        name = f"the section {section.of}"
+        content = self._bytes(self.manifest["start"] + section.offset, section.size)
+        if digest(content) != section.sha256:
+            raise ArchiveError(
+                f"{self.path}: {name} has SHA-256 {digest(content)}, "
+                f"the manifest states {section.sha256}"
+            )
+        document = self._parsed(name, content)
+        common = document.get("common") if isinstance(document, dict) else None
+        if not isinstance(common, dict) or not isinstance(document.get("binaries"), list):
+            raise ArchiveError(f"{self.path}: {name} lists no binaries")
+        for number, own in enumerate(document["binaries"]):
+            record = {**common, **own} if isinstance(own, dict) else own
+            entry = Entry(record, f"{self.path}: binary {number} of {name}")
+            if not entry.text.startswith(f"{section.of}:"):
+                raise ArchiveError(f"{self.path}: binary {number} of {name} is {entry.text!r}")
+            yield entry
 
-    def _offset(self, binary: Binary) -> int:
-        for known, offset in self._parsed.values():
-            if known == binary:
-                return offset
-        for number in range(len(self._records)):
-            known, offset = self._parse(number)
-            if known == binary:
-                return offset
-        raise KeyError(f"{self.path} does not hold {binary}")
+    def _parsed(self, name: str, content: bytes) -> Any:
+        try:
+            return parse_json(content)
+        except (ValueError, RecursionError) as error:
+            raise ArchiveError(f"{self.path}: {name} is not JSON: {error}") from error
 
-    def read(self, binary: Binary) -> bytes:
-        """The bytes of ``binary``, checked against its digest."""
-        start = self.manifest["start"] + self._offset(binary)
+    def _bytes(self, start: int, size: int) -> bytes:
+        """A part of the file: less than ``size`` bytes if it ends before."""
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
-                content = file.read(min(binary.size, os.fstat(file.fileno()).st_size))
+                return file.read(min(size, os.fstat(file.fileno()).st_size))
         except (OSError, OverflowError, ValueError) as error:
-            raise ArchiveError(f"{self.path}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ArchiveError(f"{self.path}: {reason}") from error
+
+    def read(self, binary: Binary) -> bytes:
+        """The bytes of ``binary``, checked against its digest."""
+        held = self.of(binary.variant.family, binary.variant.kernel)
+        alike = (entry for entry in held if entry.text == str(binary.variant))
+        entry = next((entry for entry in alike if entry.binary == binary), None)
+        if entry is None:
+            raise KeyError(f"{self.path} does not hold {binary}")
+        content = self._bytes(self.manifest["start"] + entry.offset, binary.size)
         found = digest(content)
         if found != binary.sha256:
             cut = "" if len(content) == binary.size else f" ({len(content)} of {binary.size} bytes)"

@@ -64,6 +64,8 @@ class Step:
         yield "problem", _problem(decision)
         if winner is None:
             yield "outcome", "the call raises NoKernelError"
+        elif winner.variant is None and not decision.system.device and decision.backend == "auto":
+            yield "runs", "this package's compiled code for the CPU"
         elif winner.variant is None:
             yield "runs", "plain torch, step by step along time"
         else:
@@ -191,10 +193,7 @@ def _described(name: str, args: Any, kwargs: Any) -> tuple[dict[str, Share], Any
     types = get_type_hints(operator)
     given = signature(operator).bind(*args, **kwargs).arguments
     tensors = {each: value for each, value in given.items() if types[each] is torch.Tensor}
-    for each, value in tensors.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{each} must be a torch.Tensor, not {type(value).__name__}")
-    shares: dict[str, Share] = module.describe(*args, **kwargs)
+    shares: dict[str, Share] = module.describe(*args, **kwargs)  # which checks them
     return shares, next(iter(tensors.values())).device
 
 

@@ -14,9 +14,11 @@ This package is a provider, too; it need not say which versions of itself it goe
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
@@ -56,16 +58,22 @@ class Provider:
     @property
     def archives(self) -> tuple[Archive, ...]:
         """By architecture; unread."""
-        return tuple(sorted(filter(_is_named, self._files()), key=lambda archive: archive.arch))
+        return tuple(sorted(filter(_is_named, self._files), key=lambda archive: archive.arch))
 
     @property
     def misnamed(self) -> tuple[Path, ...]:
         """Files among the archives that are named after no architecture, and not used."""
-        return tuple(sorted(held.path for held in self._files() if not _is_named(held)))
+        return tuple(sorted(held.path for held in self._files if not _is_named(held)))
 
-    def _files(self) -> list[Archive]:
-        found = (self.folder / "archives").glob(f"*{SUFFIX}")
-        return [Archive(path, self.name) for path in found]
+    @cached_property
+    def _files(self) -> tuple[Archive, ...]:
+        """What lay in the folder when it was first asked for."""
+        folder = self.folder / "archives"
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            return ()  # a provider may bring denials alone
+        return tuple(Archive(folder / n, self.name) for n in names if n.endswith(SUFFIX))
 
     def mismatch(self, core: str) -> str | None:
         """Why it does not go with version ``core`` of this package, or None if it does."""

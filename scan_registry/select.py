@@ -189,15 +189,24 @@ def _from_archive(
         if reason := archive.arch.misfit(device.capability):
             yield Rejected(label, reason)
             return
-        binaries = archive.of(family.name, problem.kernel)
+        entries = archive.of(family.name, problem.kernel)
     except ArchiveError as error:
         yield Rejected(label, str(error), damaged=True)
         return
-    for binary in binaries:
-        cost = _cost(system, family, binary.variant, problem, backend)
-        reason = system.denied.get(binary.sha256) or misfit(binary, device)
-        if isinstance(cost, str) or reason:
-            yield Rejected(str(binary), cost if isinstance(cost, str) else str(reason))
+    known = family.by_text(problem.kernel)
+    for entry in entries:
+        try:
+            variant = known.get(entry.text) or entry.variant
+            cost = _cost(system, family, variant, entry.text, problem, backend)
+            if isinstance(cost, str):
+                yield Rejected(str(entry), cost)
+                continue
+            binary = entry.binary
+        except ArchiveError as error:
+            yield Rejected(str(entry), str(error), damaged=True)
+            continue
+        if reason := system.denied.get(binary.sha256) or misfit(binary, device):
+            yield Rejected(str(entry), reason)
         else:
             rung = nearest_rung(binary.target, device)
             yield Candidate(rung, binary.variant, binary.target, archive, binary, cost)
@@ -232,33 +241,35 @@ def _from_source(
         if (kernel.name, kernel.language) != (problem.kernel, language):
             continue
         for variant in kernel.variants:
-            cost = _cost(system, family, variant, problem, backend)
+            text = str(variant)
+            cost = _cost(system, family, variant, text, problem, backend)
             if isinstance(cost, str):
-                yield Rejected(f"{variant} for {target}", cost)
+                yield Rejected(f"{text} for {target}", cost)
             else:
                 yield Candidate(Rung.JIT, variant, target, cost=cost)
 
 
 def _cost(
-    system: System, family: Family, variant: Variant, problem: Problem, backend: Backend
+    system: System, family: Family, variant: Variant, text: str, problem: Problem, backend: Backend
 ) -> float | str:
-    """The spec's estimate for a variant that can and may solve the problem, or why it does not."""
-    reason = _refusal(system, family, variant, problem, backend)
+    """The spec's estimate for a variant that can and may solve the problem, or why it does not.
+    ``text`` is what the variant prints as."""
+    reason = _refusal(system, family, variant, text, problem, backend)
     return _kernel(family, variant).cost(variant, problem) if reason is None else reason
 
 
 def _refusal(
-    system: System, family: Family, variant: Variant, problem: Problem, backend: Backend
+    system: System, family: Family, variant: Variant, text: str, problem: Problem, backend: Backend
 ) -> str | None:
     if backend not in ("auto", variant.language):
         return _not_asked(backend)
-    if reason := system.denied.get(str(variant)):
+    if reason := system.denied.get(text):
         return reason
     try:
         kernel = _kernel(family, variant)
     except KeyError:
         return f"this version has no such kernel in {variant.language}"
-    if variant not in kernel.variants:
+    if text not in kernel.by_text:
         return "this version's spec has no such variant"
     if reason := kernel.accepts(variant, problem):
         return reason
@@ -355,6 +366,6 @@ def _targets(decision: Decision, device: Device) -> set[Target]:
             held = archive.of(decision.family.name, decision.problem.kernel)
         except ArchiveError:
             continue  # it is among the reasons
-        if any(decision.backend in ("auto", binary.variant.language) for binary in held):
+        if any(decision.backend in ("auto", entry.variant.language) for entry in held):
             found.add(archive.arch)
     return found

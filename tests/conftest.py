@@ -7,10 +7,13 @@ rather than ``python -m pytest``, which would put the sources' folder first on t
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
+import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +123,59 @@ def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
         return Archive(path)
 
     return make
+
+
+@dataclass
+class Parts:
+    """An archive taken apart, to be changed and put together with the digests that belong to it.
+
+    ``sections`` are the documents, by how their variants begin; ``code`` is the binaries' bytes.
+    """
+
+    manifest: dict[str, Any]
+    sections: dict[str, Any]
+    code: bytes
+
+    HEADER = struct.Struct("<8sQ32s")
+
+    @classmethod
+    def of(cls, content: bytes) -> Parts:
+        end = cls.HEADER.size + cls.HEADER.unpack_from(content)[1]
+        manifest, rest = json.loads(content[cls.HEADER.size : end]), content[end:]
+        sections = {
+            place["of"]: json.loads(rest[place["offset"] :][: place["size"]])
+            for place in manifest["sections"]
+        }
+        return cls(manifest, sections, rest[: manifest["sections"][0]["offset"]])
+
+    @classmethod
+    def flipped(cls, content: bytes) -> bytes:
+        """The file, with one bit of its last binary another."""
+        code = cls.of(content).code
+        at = content.index(code) + len(code) - 1
+        return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+    def together(self, **changed: bytes) -> bytes:
+        """The file. ``changed`` is JSON to stand for a section, if its kernel's name is the keyword."""
+        rest, places = self.code, []
+        for of, document in self.sections.items():
+            text = changed.get(of.split(".")[1].split(":")[0], json.dumps(document).encode())
+            place = {"offset": len(rest), "size": len(text), "sha256": digest(text)}
+            places.append({"of": of, **place})
+            rest += text
+        return self.sealed(json.dumps({**self.manifest, "sections": places}).encode(), rest)
+
+    @classmethod
+    def sealed(cls, manifest: bytes, rest: bytes, length: int | None = None) -> bytes:
+        """A file with that manifest, whatever it says, and its digest."""
+        length = len(manifest) if length is None else length
+        return cls.HEADER.pack(archive.MAGIC, length, sha256(manifest).digest()) + manifest + rest
+
+
+@pytest.fixture(scope="session")
+def archive_parts() -> type[Parts]:
+    """The class ``Parts``: an archive taken apart."""
+    return Parts
 
 
 def _stub_module() -> Any:

@@ -77,7 +77,7 @@ def attest(family: Family, quick: bool) -> list[dict[str, Any]]:
     errors: dict[str, list[float]] = {binary.sha256: [] for _, binary in binaries}
     shapes = cases.QUICK if quick else cases.THOROUGH
     for dtype, tolerance in cases.TOLERANCE.items():
-        for trial in track(cases.trials(dtype, shapes, "cuda"), dtype, total=len(shapes)):
+        for trial in track(list(cases.trials(dtype, shapes, "cuda")), dtype):
             for archive, binary in binaries:
                 variant = binary.variant
                 kernel = family.kernel(variant.kernel, variant.language)
@@ -88,7 +88,7 @@ def attest(family: Family, quick: bool) -> list[dict[str, Any]]:
                         errors[binary.sha256].append(case.error())
                         if errors[binary.sha256][-1] > tolerance:
                             error = errors[binary.sha256][-1]
-                            print(f"{variant} {binary.target} {trial.shape}: error {error:.2e}")
+                            print(f"{variant} {binary.target} {trial}: error {error:.2e}")
     return [
         {
             "sha256": binary.sha256,

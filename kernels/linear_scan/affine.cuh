@@ -3,20 +3,131 @@
 #pragma once
 #include "element.cuh"
 
-struct Affine {
-    State scale = State(1), shift = State(0);
+// a * b with its rounding error added to `error`.
+__device__ inline float exact_product(float a, float b, float& error) {
+    const float product = __fmul_rn(a, b);
+    error += __fmaf_rn(a, b, -product);
+    return product;
+}
+__device__ inline double exact_product(double a, double b, double& error) {
+    const double product = __dmul_rn(a, b);
+    error += __fma_rn(a, b, -product);
+    return product;
+}
+// Likewise a + b.
+__device__ inline float exact_sum(float a, float b, float& error) {
+    const float sum = __fadd_rn(a, b), back = __fadd_rn(sum, -a);
+    error += __fadd_rn(a, -__fadd_rn(sum, -back)) + __fadd_rn(b, -back);
+    return sum;
+}
+__device__ inline double exact_sum(double a, double b, double& error) {
+    const double sum = __dadd_rn(a, b), back = __dadd_rn(sum, -a);
+    error += __dadd_rn(a, -__dadd_rn(sum, -back)) + __dadd_rn(b, -back);
+    return sum;
+}
+__device__ inline Complex exact_sum(Complex a, Complex b, Complex& error) {
+    return {exact_sum(a.re, b.re, error.re), exact_sum(a.im, b.im, error.im)};
+}
+__device__ inline Complex exact_product(Complex a, Complex b, Complex& error) {
+    const float re = exact_product(a.re, b.re, error.re), im = exact_product(a.re, b.im, error.im);
+    const float re2 = exact_product(-a.im, b.im, error.re), im2 = exact_product(a.im, b.re, error.im);
+    return {exact_sum(re, re2, error.re), exact_sum(im, im2, error.im)};
+}
 
-    __device__ State operator()(State x) const { return scale * x + shift; }
+// Where sequences are packed, the first step of each forgets what came before: its map has scale 0,
+// and even an infinite state has to be lost in it. Only generic variants see packed sequences.
+__device__ inline bool forgets(State scale) { return !ALIGNED && scale == State(0); }
+
+// One step's map, exact.
+struct Step {
+    State scale, shift;
+
+    __device__ State operator()(State x) const {
+        return forgets(scale) ? shift : scale * x + shift;
+    }
+};
+
+// A run's map. Its scale is a product of many gates, and where they are all alike, so are its
+// rounding errors, which then add up in proportion to the length of the run. `rest` keeps them,
+// unless the states are stored too coarsely for that to show.
+constexpr bool WITH_REST = sizeof(Storage) >= 4;
+
+// The state that goes from tile to tile, with what rounding took from it: where gates are close to
+// one, what is lost there stays lost.
+struct Carried {
+    State x, rest;
+
+    __device__ Carried(State x = State(0), State rest = State(0)) : x(x), rest(rest) {}
+};
+
+struct Affine {
+    State scale = State(1), rest = State(0), shift = State(0);
+
+    __device__ State operator()(State x) const {
+        if (forgets(scale)) return shift;
+        if constexpr (WITH_REST) return scale * x + (rest * x + shift);
+        else return scale * x + shift;
+    }
+
+    __device__ Carried operator()(Carried carried) const {
+        if (forgets(scale)) return shift;
+        if constexpr (!WITH_REST) return scale * carried.x + shift;
+        State small = rest * carried.x + scale * carried.rest, error = State(0);
+        const State product = exact_product(scale, carried.x, small);
+        const State sum = exact_sum(product, shift, small);
+        const State x = exact_sum(sum, small, error);
+        return {x, error};
+    }
 };
 
 __device__ inline Affine then(Affine first, Affine second) {
-    return {first.scale * second.scale, second(first.shift)};
+    if (forgets(second.scale)) return {State(0), State(0), second.shift};
+    if constexpr (!WITH_REST)
+        return {first.scale * second.scale, State(0), second(first.shift)};
+    State rest = first.rest * second.scale + first.scale * second.rest;
+    const State scale = exact_product(first.scale, second.scale, rest);
+    return {scale, rest, second(first.shift)};
+}
+
+__device__ inline Affine then(Affine first, Step second) {
+    if (forgets(second.scale)) return {State(0), State(0), second.shift};
+    if constexpr (!WITH_REST)
+        return {first.scale * second.scale, State(0), second(first.shift)};
+    State rest = first.rest * second.scale;
+    const State scale = exact_product(first.scale, second.scale, rest);
+    return {scale, rest, second(first.shift)};
 }
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
 
+template <class T>
+__device__ T from_lane(T x, int lane) {
+    return __shfl_sync(FULL_WARP, x, lane);
+}
+template <class T>
+__device__ T from_lower(T x, int distance) {
+    return __shfl_up_sync(FULL_WARP, x, distance);
+}
+template <class T>
+__device__ T from_higher(T x, int distance) {
+    return __shfl_down_sync(FULL_WARP, x, distance);
+}
+__device__ inline Complex from_lane(Complex x, int lane) {
+    return {from_lane(x.re, lane), from_lane(x.im, lane)};
+}
+__device__ inline Complex from_lower(Complex x, int distance) {
+    return {from_lower(x.re, distance), from_lower(x.im, distance)};
+}
+__device__ inline Complex from_higher(Complex x, int distance) {
+    return {from_higher(x.re, distance), from_higher(x.im, distance)};
+}
 __device__ inline Affine from_lane(Affine map, int lane) {
-    return {__shfl_sync(FULL_WARP, map.scale, lane), __shfl_sync(FULL_WARP, map.shift, lane)};
+    return {from_lane(map.scale, lane), WITH_REST ? from_lane(map.rest, lane) : State(0),
+            from_lane(map.shift, lane)};
+}
+__device__ inline Affine from_lower(Affine map, int distance) {
+    return {from_lower(map.scale, distance), WITH_REST ? from_lower(map.rest, distance) : State(0),
+            from_lower(map.shift, distance)};
 }
 
 // Composition of the maps of all lower lanes that are congruent to this one modulo STRIDE;
@@ -25,12 +136,10 @@ template <int STRIDE = 1>
 __device__ inline Affine exclusive_scan(Affine& map, int lane) {
 #pragma unroll
     for (int distance = STRIDE; distance < 32; distance *= 2) {
-        const Affine lower = {__shfl_up_sync(FULL_WARP, map.scale, distance),
-                              __shfl_up_sync(FULL_WARP, map.shift, distance)};
+        const Affine lower = from_lower(map, distance);
         if (lane >= distance) map = then(lower, map);
     }
-    Affine before = {__shfl_up_sync(FULL_WARP, map.scale, STRIDE),
-                     __shfl_up_sync(FULL_WARP, map.shift, STRIDE)};
+    Affine before = from_lower(map, STRIDE);
     if (lane < STRIDE) before = Affine{};
     return before;
 }

@@ -1,13 +1,15 @@
 """Random problems for the linear_scan kernels, with what the float64 reference makes of them.
 
-``selftest`` and ``tools/attest.py`` run binaries on these one by one, so every pointer parameter of
-every kernel is covered, whether or not a public function passes it.
+``selftest`` and ``tools/attest.py`` run binaries on these one by one, so every pointer parameter and
+every option of every kernel is covered, whether or not a public function passes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,51 +26,102 @@ from scan_registry.kernels.linear_scan.problem import (
 from scan_registry.kernels.linear_scan.spec import DIRECTIONS, LAYOUTS
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as proven.
-TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+TOLERANCE = {
+    "float32": 1e-6,
+    "float16": 1e-3,
+    "bfloat16": 8e-3,
+    "float64": 1e-14,
+    "complex64": 2e-6,
+}
 
 Shape = tuple[int, int, int]
 
+
+@dataclass(frozen=True)
+class Setting:
+    """The options of a problem.
+
+    states     whether there are states before and after the scan, and gradients of them
+    packed     whether sequences are packed along time, empty ones among them
+    broadcast  the dimensions, of outer, batch, channel and time, along which gates are broadcast
+    mixed      whether gates are float32 whatever the dtype
+    outer      how many of the batches the outer dimension takes
+    """
+
+    states: bool = False
+    reverse: bool = False
+    packed: bool = False
+    broadcast: tuple[str, ...] = ()
+    mixed: bool = False
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
+
+
+PLAIN = (Setting(), Setting(states=True), Setting(reverse=True), Setting(True, True))
+OPTIONS = (
+    Setting(packed=True),
+    Setting(states=True, packed=True),
+    Setting(states=True, packed=True, reverse=True),
+    Setting(states=True, broadcast=("time",)),
+    Setting(states=True, broadcast=("outer", "batch", "time"), outer=2),
+    Setting(reverse=True, broadcast=("channel",), outer=2),
+    Setting(states=True, packed=True, broadcast=("batch",)),
+    Setting(broadcast=("outer", "batch", "channel", "time")),
+    Setting(states=True, mixed=True),
+    Setting(states=True, mixed=True, broadcast=("channel", "time"), reverse=True, packed=True),
+)
+
 #: (batch, channels, time) of a quick check, and of an attestation: few and many rows, one step and
 #: very many, primes, powers of two and their neighbours.
-QUICK: tuple[Shape, ...] = ((2, 48, 1), (3, 33, 257), (2, 64, 1024), (1, 80, 4112))
+QUICK: tuple[Shape, ...] = ((2, 48, 1), (4, 33, 257), (2, 64, 1024), (2, 80, 4112))
 THOROUGH: tuple[Shape, ...] = (
     (1, 1, 1),
     (1, 7, 2),
-    (5, 13, 3),
+    (6, 13, 3),
     (1000, 100, 1),
     (100, 1000, 16),
     (16, 64, 31),
-    (3, 257, 127),
+    (4, 257, 127),
     (2, 1536, 128),
-    (7, 129, 129),
+    (8, 129, 129),
     (4, 16, 509),
     (2, 96, 512),
-    (1, 1000, 1023),
+    (2, 1000, 1023),
     (8, 64, 1024),
-    (3, 65, 1025),
+    (4, 65, 1025),
     (2, 128, 2048),
     (2, 31, 4099),
     (1, 256, 8192),
     (1, 16, 32752),
     (1, 1, 131071),
 )
+#: The longest scan that options are tried on: the reference takes it step by step.
+_LONG = 5000
 
 _KERNELS: dict[str, tuple[Layout, Direction]] = {
     f"{layout}_{direction}": (layout, direction) for layout in LAYOUTS for direction in DIRECTIONS
 }
-_SEQUENCES = ("states", "gates_grad", "tokens_grad")
+_SEQUENCES = ("gates", "tokens", "states", "states_grad", "gates_grad", "tokens_grad")
 
 #: What each direction writes.
 OUTPUTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("states", "final_state"),
     "backward": ("gates_grad", "tokens_grad", "initial_state_grad"),
+    "reduction": ("gates_grad",),
 }
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
     """‖out − expected‖ / ‖expected‖; infinite where ``out`` holds a NaN."""
-    error = (out.detach().double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    error = (out.detach().to(expected.dtype) - expected).norm() / expected.norm().clamp_min(1e-30)
     return float(error.nan_to_num(nan=torch.inf))
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float64 or complex128."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 @dataclass(frozen=True)
@@ -85,121 +138,169 @@ class Case:
         for name, expected in self.expected.items():
             out = self.tensors[name]
             assert out is not None
+            if self.problem.direction == "reduction":
+                out = out.sum(0)
             worst = max(worst, relative_error(out, expected))
         return worst
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Inputs of one problem in one dtype, and the float64 results.
+    """Inputs of one problem in one dtype, and the results in float64 or complex128.
 
-    Sequences are (batch, channels, time), states (batch, channels); a problem without states of its
-    own before and after the scan has None there.
+    Sequences are (outer, batch, channels, time), with 1 where gates are broadcast; states are (outer,
+    batch, channels), and where sequences are packed (outer, batch, channels, sequences).
     """
 
     shape: Shape
+    setting: Setting
     dtype: str
     inputs: dict[str, Tensor | None]
     expected: dict[str, Tensor]
 
+    def __str__(self) -> str:
+        return f"{self.shape} {self.setting}".strip()
+
     def case(self, kernel: str, *, aligned: bool) -> Case:
-        """The launch of ``kernel`` that computes this, in memory laid out as it wants."""
+        """The launch of ``kernel`` that computes this, in memory laid out as it wants. A backward
+        kernel gives no gradient to gates that are broadcast; a reduction does."""
         layout, direction = _KERNELS[kernel]
-        outputs = OUTPUTS[direction]
-        if self.inputs["initial_state"] is None:
-            outputs = tuple(name for name in outputs if name in _SEQUENCES)
-        expected = {name: self.expected[name] for name in outputs}
-        dtype = getattr(torch, self.dtype)
-        poison = {
-            name: torch.full_like(value, torch.nan, dtype=dtype) for name, value in expected.items()
+        expected = {name: self.expected[name] for name in OUTPUTS[direction]}
+        if direction == "reduction":
+            expected = {"gates_grad": self.expected["reduced_gates_grad"]}
+        elif self.setting.broadcast:
+            expected.pop("gates_grad", None)
+        if not self.setting.states:
+            expected.pop("initial_state_grad", None)
+        tensors: dict[str, Tensor | None] = {
+            name: _placed(t, layout, aligned) if t is not None and name in _SEQUENCES else t
+            for name, t in self.inputs.items()
+            if name not in OUTPUTS[direction]
         }
-        tensors = {
-            name: _placed(value, layout, aligned)
-            if value is not None and value.dim() == 3
-            else value
-            for name, value in (self.inputs | poison).items()
-        }
-        strided = [
-            tensor
-            for name in STRIDED[direction]
-            if (tensor := tensors["gates_grad" if name == "grads" else name]) is not None
-        ]
-        initial = self.inputs["initial_state"]
-        aligned_alike = strided if initial is None else [*strided, initial]
-        batch, channels, time = self.shape
+        for name, value in expected.items():
+            if direction != "reduction":
+                tensors[name] = self._poison(name, value, layout, aligned)
+        sequences = {n: t for n, t in tensors.items() if t is not None and n in _SEQUENCES}
+        strides = {n: Strides(*t.expand(self._full).stride()) for n, t in sequences.items()}
+        strides["grads"] = strides.get("tokens_grad", Strides(0, 0, 0, 0))
+        strides["state"] = _state_strides(self._state_shape)
+        if direction == "reduction":
+            gates = sequences["gates"].contiguous()
+            strides["gates_grad"] = Strides(*gates.expand(self._full).stride())
+        outer, batch, channels, time = self._full
         problem = LinearScanProblem(
             direction=direction,
             layout=layout,
             dtype=self.dtype,
+            gates_dtype=self._gates_dtype,
+            outer=outer,
             batch=batch,
             channels=channels,
             time=time,
-            strides=tuple(Strides(*tensor.stride()) for tensor in strided),
-            alignment=common_alignment(tensor.data_ptr() for tensor in aligned_alike),
+            sequences=self._sequences,
+            reverse=self.setting.reverse,
+            strides=tuple(strides[name] for name in STRIDED[direction]),
+            alignment=common_alignment(t.data_ptr() for t in sequences.values()),
         )
+        if direction == "reduction":
+            pieces = (problem.reduction().pieces, *expected["gates_grad"].shape)
+            tensors["gates_grad"] = self._poison("state", expected["gates_grad"].expand(pieces))
         return Case(problem, tensors, expected)
 
-    def reference_errors(self) -> dict[str, float]:
-        """Error of the reference in the trial's own dtype, by direction."""
-        given, wide = self.inputs, self.expected
-        gates, tokens, states, grad = (
-            given[name] for name in ("gates", "tokens", "states", "states_grad")
+    @property
+    def _full(self) -> tuple[int, int, int, int]:
+        batch, channels, time = self.shape
+        return self.setting.outer, batch // self.setting.outer, channels, time
+
+    @property
+    def _sequences(self) -> int:
+        offsets = self.inputs["offsets"]
+        return 0 if offsets is None else len(offsets) - 1
+
+    @property
+    def _state_shape(self) -> tuple[int, ...]:
+        return (*self._full[:3], *([self._sequences] if self._sequences else []))
+
+    @property
+    def _gates_dtype(self) -> str:
+        return "float32" if self.setting.mixed else self.dtype
+
+    def _poison(
+        self, name: str, like: Tensor, layout: Layout = "time_last", aligned: bool = True
+    ) -> Tensor:
+        """Room for an output, full of NaN; final states of empty sequences are the initial ones, and
+        so with their gradients, which the kernels leave alone."""
+        dtype = getattr(torch, self._gates_dtype if name == "gates_grad" else self.dtype)
+        if name in _SEQUENCES:
+            return _placed(torch.full_like(like, torch.nan, dtype=dtype), layout, aligned)
+        out = torch.full_like(like, torch.nan, dtype=reference.compute_dtype(dtype))
+        source = {"final_state": "initial_state", "initial_state_grad": "final_state_grad"}.get(
+            name
         )
-        assert gates is not None
-        assert tokens is not None
-        assert states is not None
-        assert grad is not None
-        initial, final_grad = given["initial_state"], given["final_state_grad"]
-        out = reference.forward(gates, tokens, initial)
-        grads = reference.backward(gates, states, grad, initial, final_grad)
-        return {
-            "forward": relative_error(out, wide["states"]),
-            "backward": max(
-                relative_error(found, wide[name])
-                for found, name in zip(grads, OUTPUTS["backward"], strict=True)
-            ),
-        }
+        offsets = self.inputs["offsets"]
+        if source and offsets is not None:
+            given = self.inputs[source]
+            empty = offsets.diff() == 0
+            out[..., empty] = 0 if given is None else given[..., empty]
+        return out
 
 
-def draw(shape: Shape, dtype: str, device: torch.device | str, *, with_states: bool) -> Trial:
-    """Fresh random inputs: gates in (0, 1), a good part of them close to 1; the rest normal.
-
-    Drawn, and solved in float64, on the CPU: only the kernels under test run on ``device``.
-    """
-    batch, channels, _ = shape
+def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
+    """Fresh random inputs: gates in the unit disc, a good part of them close to its rim; the rest
+    normal. Drawn, and solved in float64, on the CPU: only the kernels under test run on ``device``."""
+    batch, channels, time = shape
+    full = (setting.outer, batch // setting.outer, channels, time)
     narrow = getattr(torch, dtype)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size).to(narrow)
-
-    gates = (1 - torch.rand(*shape) ** 3).to(narrow)
-    tokens, states_grad = normal(*shape), normal(*shape)
-    initial = normal(batch, channels) if with_states else None
-    final_grad = normal(batch, channels) if with_states else None
-    initial64 = None if initial is None else initial.double()
-    final_grad64 = None if final_grad is None else final_grad.double()
-    states = reference.forward(gates.double(), tokens.double(), initial64)
-    gates_grad, tokens_grad, initial_grad = reference.backward(
-        gates.double(), states, states_grad.double(), initial64, final_grad64
+    state_dtype = reference.compute_dtype(narrow)
+    of_gates = [
+        1 if name in setting.broadcast else size
+        for name, size in zip(("outer", "batch", "channel", "time"), full, strict=True)
+    ]
+    gates = 1 - torch.rand(of_gates, dtype=torch.float64) ** 3
+    if narrow.is_complex:
+        gates = torch.polar(gates, 6.28 * torch.rand(of_gates, dtype=torch.float64))
+    gates = gates.to(torch.float32 if setting.mixed else narrow)
+    # Small enough that the sum over all steps of a scan, squared, is within float16's range.
+    size = 1 / 32 if setting.broadcast else 1
+    tokens, states_grad = (size * torch.randn(full, dtype=narrow) for _ in range(2))
+    if len(setting.broadcast) == len(full):  # one sum of everything, which must not cancel
+        tokens, states_grad = tokens.abs().to(narrow), states_grad.abs().to(narrow)
+    offsets = _offsets(time) if setting.packed else None
+    initial = final_grad = None
+    if setting.states:
+        of_state = full[:3] if offsets is None else (*full[:3], len(offsets) - 1)
+        initial, final_grad = (torch.randn(of_state, dtype=state_dtype) for _ in range(2))
+    wide_initial, wide_final_grad = (None if t is None else wide(t) for t in (initial, final_grad))
+    options: dict[str, Any] = {"reverse": setting.reverse, "cu_seqlens": offsets}
+    states, final_state = reference.forward(wide(gates), wide(tokens), wide_initial, **options)
+    grads = reference.backward(
+        wide(gates), states, wide(states_grad), wide_initial, wide_final_grad, **options
     )
+    gates_grad, tokens_grad, initial_grad = grads
+    # The backward pass gets the states, and the reduction the gradient too, as they were rounded.
     inputs = {
         "gates": gates,
         "tokens": tokens,
         "initial_state": initial,
-        # The backward pass gets the states as the forward pass has rounded them.
         "states": states.to(narrow),
         "states_grad": states_grad,
         "final_state_grad": final_grad,
+        "tokens_grad": tokens_grad.to(narrow),
+        "offsets": offsets,
     }
+    before = reference.preceding(wide(states.to(narrow)), wide_initial, **options)
+    products = wide(tokens_grad.to(narrow)) * before.conj()
     expected = {
         "states": states,
-        "final_state": states[..., -1],
+        "final_state": final_state,
         "gates_grad": gates_grad,
         "tokens_grad": tokens_grad,
         "initial_state_grad": initial_grad,
+        "reduced_gates_grad": products.sum_to_size(of_gates),
     }
     return Trial(
         shape,
+        setting,
         dtype,
         inputs={name: None if t is None else t.to(device) for name, t in inputs.items()},
         expected={name: t.to(device) for name, t in expected.items()},
@@ -207,15 +308,40 @@ def draw(shape: Shape, dtype: str, device: torch.device | str, *, with_states: b
 
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
-    """One trial per shape; every second one has an initial and a final state."""
-    for number, shape in enumerate(shapes):
-        yield draw(shape, dtype, device, with_states=number % 2 == 1)
+    """Two plain trials per shape, and two with options where that takes no hour, all in turn."""
+    plain, options = cycle(PLAIN), cycle(OPTIONS)
+    for shape in shapes:
+        chosen = [next(plain), next(plain)]
+        if shape[2] <= _LONG:
+            chosen += [next(options), next(options), next(options)]
+        for setting in chosen:
+            if setting.mixed and dtype not in ("bfloat16", "float16"):
+                continue
+            if shape[0] % setting.outer == 0:
+                yield draw(shape, setting, dtype, device)
+
+
+def _offsets(time: int) -> Tensor:
+    """Bounds of random sequences, the first of them empty and another one perhaps."""
+    cuts = torch.randint(0, time + 1, (min(7, time),)).sort().values
+    return torch.cat([torch.tensor([0, 0]), cuts, cuts[-1:], torch.tensor([time])])
+
+
+def _state_strides(shape: tuple[int, ...]) -> Strides:
+    strides = torch.empty(shape, device="meta").stride()
+    outer, batch, channel, *between = strides
+    return Strides(outer, batch, channel, *(between or [0]))
 
 
 def _placed(tensor: Tensor, layout: Layout, aligned: bool) -> Tensor:
-    """A copy with the layout's dimension contiguous, off the 16-byte grid unless ``aligned``."""
-    order = (0, 1, 2) if layout == "time_last" else (0, 2, 1)
+    """A copy with the layout's dimension contiguous; unless ``aligned``, off the 16-byte grid and with
+    gaps between its rows."""
+    order = (0, 1, 2, 3) if layout == "time_last" else (0, 1, 3, 2)
     moved = tensor.permute(order)
-    room = torch.empty(moved.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    gap = 0 if aligned else 3
+    *rows, length = moved.shape
+    room = torch.empty(
+        [moved.numel() // length * (length + gap) + 1], dtype=tensor.dtype, device=tensor.device
+    )
     flat = room[:-1] if aligned else room[1:]
-    return flat.view(moved.shape).copy_(moved).permute(order)
+    return flat.view(*rows, length + gap)[..., :length].copy_(moved).permute(order)

@@ -9,33 +9,38 @@
 //        |    slot 1          | STEPS rows                                  |
 //        v    …               SLOTS = 32 × WARPS / LANES
 //
-// Order runs with time in the forward scan and against it in the backward scan. Along it, a thread
-// composes its rows' maps, a warp scans its slots, and the first threads of the block (the spine,
-// one per channel) chain the warps' totals onto the state that the tile before published. The tile
-// index comes from a counter, so a tile's predecessor is always running or done.
+// Order runs along the walk, with time or against it. Along it, a thread composes its rows' maps, a
+// warp scans its slots, and the first threads of the block (the spine, one per channel) chain the
+// warps' totals onto the state that the tile before published. The tile index comes from a counter,
+// so a tile's predecessor is always running or done.
 //
-// workspace, zeroed before the launch: a counter in its first 16 bytes, then for each tile in time
-// and each channel of each column one word: the state that leaves the tile, and a mark above it.
-// Value and mark travel in one 8-byte store, so they need no fence. A problem of one tile in time
-// passes null.
+// workspace, zeroed before the launch: a counter in its first 16 bytes, then two slots, of even and of
+// odd tiles in time, which hold for each channel of each column the state that leaves such a tile, and
+// its rest: a word for each 32 bits of them, with the tile's number above. Value and number travel in
+// one 8-byte store, so they need no fence. A tile may write over the state of the one before the last,
+// because the last has read it: what a tile publishes is computed from what it has read. A problem of
+// one tile in time passes null.
 #pragma once
-#include "affine.cuh"
+#include "sequences.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int SLOTS_PER_WARP = 32 / LANES;
 constexpr int CHANNELS = LANES * VECTOR;
 constexpr int TIMES = WARPS * SLOTS_PER_WARP * STEPS;
+constexpr int STATE_WORDS = sizeof(State) / 4;
+constexpr int CARRIED_WORDS = (WITH_REST ? 2 : 1) * STATE_WORDS;
 static_assert(32 % LANES == 0 && CHANNELS <= THREADS, "a channel needs a thread of the spine");
 
 struct Position {
     i64 index;    // of the tile along its order
-    i64 column;   // of tiles: batch * column tiles + column tile
-    i64 batch;
-    i64 channel;  // first one of this thread
+    i64 column;   // of tiles: (outer * batch) * column tiles + column tile
+    i64 outer, batch;
+    i64 tile_channel, channel;  // first one of the tile, and of this thread
     i64 first;    // order of this thread's first row
+    i64 columns;  // how many there are
     int warp, lane;
 
-    __device__ Position(u64* workspace, i64 batches, i64 channels) {
+    __device__ Position(u64* workspace, i64 outers, i64 batches, i64 channels) {
         i64 tile = blockIdx.x;
         if (workspace) {
             __shared__ unsigned ticket;
@@ -44,66 +49,133 @@ struct Position {
             tile = ticket;
         }
         const i64 across = (channels + CHANNELS - 1) / CHANNELS;
-        index = tile / (batches * across);
-        column = tile % (batches * across);
+        columns = outers * batches * across;
+        index = tile / columns;
+        column = tile % columns;
+        outer = 0;
         batch = column / across;
+        if constexpr (!ALIGNED) outer = batch / batches, batch %= batches;
         warp = threadIdx.x / 32;
         lane = threadIdx.x % 32;
-        channel = column % across * CHANNELS + lane % LANES * VECTOR;
+        tile_channel = column % across * CHANNELS;
+        channel = tile_channel + lane % LANES * VECTOR;
         first = index * TIMES + (warp * SLOTS_PER_WARP + lane / LANES) * STEPS;
     }
+
+    // Of this batch in a tensor with these strides.
+    __device__ i64 offset(i64 by_outer, i64 by_batch) const {
+        return outer * by_outer + batch * by_batch;
+    }
 };
+
+// A thread's rows of a tensor: VECTOR channels at each of the orders first, first + 1, …
+template <class E>
+struct Rows {
+    typename E::Storage* row;  // the first one
+    i64 to_next, by_channel, channel, channels;
+    i64 count;  // rows before the walk's end
+
+    __device__ Rows(const typename E::Storage* batch, i64 by_channel, i64 by_time, i64 channels,
+                    const Position& at, const Walk& walk)
+        : row(const_cast<typename E::Storage*>(batch) + walk.at(at.first) * by_time),
+          to_next(walk.step(by_time)),
+          by_channel(ALIGNED ? 1 : by_channel),
+          channel(at.channel),
+          channels(channels),
+          count(walk.time - at.first) {}
+
+    __device__ Chunk<E, VECTOR> load(int k, typename E::Storage outside) const {
+        return ::load<VECTOR>(Line<E>{row + k * to_next, by_channel}, channel,
+                              k < count ? channels : 0, outside);
+    }
+
+    __device__ void store(int k, const Chunk<E, VECTOR>& chunk) const {
+        ::store(Line<E>{row + k * to_next, by_channel}, channel, k < count ? channels : 0, chunk);
+    }
+};
+
+// Room for the marks of a thread's rows, which all threads of a slot share.
+__device__ inline Places* own_places() {
+    if constexpr (ALIGNED) return nullptr;
+    __shared__ Places places[ALIGNED ? 1 : TIMES];
+    return places + (threadIdx.x / LANES) * STEPS;
+}
 
 struct Spine {
     Affine total[WARPS][CHANNELS];
     State entering[WARPS][CHANNELS];
 };
 
-__device__ inline void publish(u64* word, State x) {
-    const u64 value = (u64(1) << 32) | __float_as_uint(x);
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+__device__ inline void publish(u64* words, unsigned tile, State x) {
+    const auto bits = Element::Whole::narrow(x);
+#pragma unroll
+    for (int w = 0; w < STATE_WORDS; w++) {
+        const u64 value = u64(tile) << 32 | unsigned(u64(bits) >> (32 * w));
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(words + w), "l"(value) : "memory");
+    }
 }
 
-__device__ inline State await(const u64* word) {
-    u64 value;
-    do {
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-    } while (value >> 32 == 0);
-    return __uint_as_float(unsigned(value));
+__device__ inline State await(const u64* words, unsigned tile) {
+    u64 bits = 0;
+#pragma unroll
+    for (int w = 0; w < STATE_WORDS; w++) {
+        u64 value;
+        do {
+            asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                         : "=l"(value)
+                         : "l"(words + w)
+                         : "memory");
+        } while (value >> 32 != tile);
+        bits |= u64(unsigned(value)) << (32 * w);
+    }
+    return Element::Whole::widen(typename Element::Whole::Storage(bits));
+}
+
+__device__ inline void publish(u64* words, unsigned tile, Carried carried) {
+    publish(words, tile, carried.x);
+    if constexpr (WITH_REST) publish(words + STATE_WORDS, tile, carried.rest);
+}
+
+__device__ inline Carried await_carried(const u64* words, unsigned tile) {
+    const State x = await(words, tile);
+    if constexpr (!WITH_REST) return x;
+    return {x, await(words + STATE_WORDS, tile)};
 }
 
 // The state that enters this thread's rows, for each of its channels. `rows` holds the maps of the
-// thread's own rows, `initial` (null or one per batch and channel) the state before all tiles, and
-// `last` (null or likewise) takes the state after them.
+// thread's own rows. Unless sequences are packed, `before` (null or one per channel) is the state
+// before all tiles, and `after` (null or likewise) takes the state after them.
 __device__ inline void enter_rows(Affine (&rows)[VECTOR], State (&entering)[VECTOR],
-                                  const Position& at, u64* workspace, i64 batches, i64 channels,
-                                  i64 time, const Storage* initial, Storage* last) {
+                                  const Position& at, const Walk& walk, u64* workspace,
+                                  i64 channels, const State* before, State* after,
+                                  i64 state_channel) {
     __shared__ Spine spine;
-    Affine before[VECTOR];
+    Affine before_slot[VECTOR];
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) {
-        before[v] = exclusive_scan<LANES>(rows[v], at.lane);
+        before_slot[v] = exclusive_scan<LANES>(rows[v], at.lane);
         if (at.lane >= 32 - LANES) spine.total[at.warp][at.lane % LANES * VECTOR + v] = rows[v];
     }
     __syncthreads();
 
     if (threadIdx.x < CHANNELS) {
-        const i64 across = (channels + CHANNELS - 1) / CHANNELS;
-        const i64 c = at.column % across * CHANNELS + threadIdx.x;
-        const i64 state_index = at.batch * channels + c;
-        u64* const words = workspace + 2 + at.column * CHANNELS + threadIdx.x;
-        const i64 pitch = batches * across * CHANNELS;
+        const i64 c = at.tile_channel + threadIdx.x;
+        const bool with_state = c < channels && !walk.packed();
+        u64* const words = workspace + 2 + (at.column * CHANNELS + threadIdx.x) * CARRIED_WORDS;
+        const i64 slot = at.columns * CHANNELS * CARRIED_WORDS;
+        const unsigned tile = unsigned(at.index) + 1;  // its number: a slot holds 0 before the first
 
         Affine total;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) total = then(total, spine.total[w][threadIdx.x]);
-        State x = State(0);
-        if (at.index > 0) x = await(words + (at.index - 1) * pitch);
-        else if (initial && c < channels) x = Element::widen(initial[state_index]);
+        Carried carried;
+        if (at.index > 0) carried = await_carried(words + (tile & 1) * slot, tile - 1);
+        else if (before && with_state) carried = before[c * state_channel];
 
-        const bool is_last = (at.index + 1) * TIMES >= time;
-        if (!is_last) publish(words + at.index * pitch, total(x));
-        else if (last && c < channels) last[state_index] = narrow(total(x));
+        const bool is_last = (at.index + 1) * TIMES >= walk.time;
+        if (!is_last) publish(words + (~tile & 1) * slot, tile, total(carried));
+        else if (after && with_state) after[c * state_channel] = total(carried).x;
+        State x = carried.x;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             spine.entering[w][threadIdx.x] = x;
@@ -113,5 +185,5 @@ __device__ inline void enter_rows(Affine (&rows)[VECTOR], State (&entering)[VECT
     __syncthreads();
 #pragma unroll
     for (int v = 0; v < VECTOR; v++)
-        entering[v] = before[v](spine.entering[at.warp][at.lane % LANES * VECTOR + v]);
+        entering[v] = before_slot[v](spine.entering[at.warp][at.lane % LANES * VECTOR + v]);
 }

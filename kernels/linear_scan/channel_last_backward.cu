@@ -1,72 +1,113 @@
 // linear_scan, backward, channels contiguous. With h[t] the gradient that reaches x[t-1],
 //
 //     tokens_grad[t] = states_grad[t] + h[t+1]
-//     gates_grad[t]  = tokens_grad[t] * x[t-1]
-//     h[t]           = gates[t] * tokens_grad[t]
+//     gates_grad[t]  = tokens_grad[t] * conj(x[t-1])
+//     h[t]           = conj(gates[t]) * tokens_grad[t]
 //
-// which is the forward scan run backwards in time over the maps h -> gates[t] * (states_grad[t] + h).
-// The states are read one row earlier than the rest. Three reads and two writes: 20 bytes per
-// element in float32, 10 in bfloat16 and float16. The tile picture is in channel_last.cuh.
+// which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h).
+// The states are read one step further along the walk than the rest. Three reads and two writes: 20
+// bytes per element in float32, 10 in bfloat16 and float16. The tile picture is in channel_last.cuh.
 #include "channel_last.cuh"
 
-// initial_state, final_state_grad and initial_state_grad are (batch, channels), contiguous, and may
-// be null. offsets and flags are reserved for packed sequences and reversed scans: null and 0.
-extern "C" __global__ void __launch_bounds__(THREADS) linear_scan_channel_last_backward(
-    const Storage* __restrict__ gates, const Storage* __restrict__ states,
-    const Storage* __restrict__ states_grad, const Storage* __restrict__ initial_state,
-    const Storage* __restrict__ final_state_grad, Storage* __restrict__ gates_grad,
-    Storage* __restrict__ tokens_grad, Storage* __restrict__ initial_state_grad,
+// All pointers but gates and states_grad may be null; states are needed only for gates_grad.
+// flags: 1 if x[t] follows from x[t+1].
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_channel_last_backward(
+    const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
+    const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
+    const State* __restrict__ final_state_grad, GateStorage* __restrict__ gates_grad,
+    Storage* __restrict__ tokens_grad, State* __restrict__ initial_state_grad,
     const i64* __restrict__ offsets, u64* workspace,
-    i64 batch, i64 channels, i64 time,
-    i64 gates_batch, i64 gates_channel, i64 gates_time,
-    i64 states_batch, i64 states_channel, i64 states_time,
-    i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
-    i64 grads_batch, i64 grads_channel, i64 grads_time, i64 flags) {
-    const Position at(workspace, batch, channels);
-    const i64 latest = time - 1 - at.first;  // the time of this thread's first row in order
-    gates += at.batch * gates_batch + latest * gates_time;
-    states += at.batch * states_batch + (latest - 1) * states_time;
-    states_grad += at.batch * states_grad_batch + latest * states_grad_time;
-    gates_grad += at.batch * grads_batch + latest * grads_time;
-    tokens_grad += at.batch * grads_batch + latest * grads_time;
+    i64 outer, i64 batch, i64 channels, i64 time, i64 sequences,
+    i64 gates_outer, i64 gates_batch, i64 gates_channel, i64 gates_time,
+    i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
+    i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
+    i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
+    i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
+    const Position at(workspace, outer, batch, channels);
+    const Walk walk(time, !(flags & 1), offsets, sequences);
+    const Rows<GateElement> gates_rows(gates + at.offset(gates_outer, gates_batch), gates_channel,
+                                       gates_time, channels, at, walk);
+    const Rows<Element> states_rows(states + at.offset(states_outer, states_batch), states_channel,
+                                    states_time, channels, at, walk);
+    const Rows<Element> grads_rows(
+        states_grad + at.offset(states_grad_outer, states_grad_batch), states_grad_channel,
+        states_grad_time, channels, at, walk);
+    const i64 own = at.offset(grads_outer, grads_batch);
+    const Rows<GateElement> gates_grad_rows(gates_grad + own, grads_channel, grads_time, channels,
+                                            at, walk);
+    const Rows<Element> tokens_grad_rows(tokens_grad + own, grads_channel, grads_time, channels, at,
+                                         walk);
+    const i64 state = at.offset(state_outer, state_batch);
+    if (initial_state) initial_state += state;
+    if (final_state_grad) final_state_grad += state;
+    if (initial_state_grad) initial_state_grad += state;
 
-    Chunk<VECTOR> gate[STEPS], earlier[STEPS], grad[STEPS];
+    Chunk<GateElement, VECTOR> gate[STEPS];
+    Chunk<Element, VECTOR> earlier[STEPS], grad[STEPS];
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
-        const i64 end = latest - k >= 0 ? channels : 0;
-        gate[k] = load<VECTOR>(gates - k * gates_time, at.channel, 0, end, Element::ONE);
-        grad[k] = load<VECTOR>(states_grad - k * states_grad_time, at.channel, 0, end, 0);
-        const bool is_first = latest - k == 0;  // its earlier state is the initial one
-        const Storage* const row =
-            is_first ? initial_state + at.batch * channels : states - k * states_time;
-        earlier[k] = load<VECTOR>(row, at.channel, 0, is_first && !initial_state ? 0 : end, 0);
+        gate[k] = gates_rows.load(k, GateElement::ONE);
+        grad[k] = grads_rows.load(k, 0);
+        if (!gates_grad) continue;
+        if (k + 1 < states_rows.count) {
+            earlier[k] = states_rows.load(k + 1, 0);
+        } else {  // the walk's last step, or past it
+            State initial[VECTOR];
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) {
+                const bool given = initial_state && !walk.packed() && at.channel + v < channels;
+                initial[v] = given ? initial_state[(at.channel + v) * state_channel] : State(0);
+            }
+            earlier[k].set(initial);
+        }
     }
+
+    // Packed sequences come with VECTOR 1: their states are those of one channel.
+    const i64 c = at.channel < channels ? at.channel : 0;
+    const Boundary before{
+        initial_state ? const_cast<State*>(initial_state) + c * state_channel : nullptr,
+        state_time};
+    const Boundary after_grad{
+        final_state_grad ? const_cast<State*>(final_state_grad) + c * state_channel : nullptr,
+        state_time};
+    const Boundary before_grad{
+        initial_state_grad ? initial_state_grad + c * state_channel : nullptr, state_time};
+    const Marks marks = walk.marks(at.first, STEPS, own_places());
 
     Affine rows[VECTOR];
 #pragma unroll
     for (int k = 0; k < STEPS; k++)
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) {
-            const State g = gate[k].get(v);
-            rows[v] = then(rows[v], {g, g * grad[k].get(v)});
-        }
+        for (int v = 0; v < VECTOR; v++)
+            rows[v] = then(rows[v], backward_step(conj(gate[k].get(v)), grad[k].get(v), k, marks,
+                                                  after_grad));
 
     State h[VECTOR];
-    enter_rows(rows, h, at, workspace, batch, channels, time, final_state_grad, initial_state_grad);
+    enter_rows(rows, h, at, walk, workspace, channels, final_state_grad, initial_state_grad,
+               state_channel);
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
         State for_gates[VECTOR], for_tokens[VECTOR];
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
+            State x = earlier[k].get(v);
+            if (marks.starts_at(k)) h[v] = after_grad.read(marks.places[k].of_first);
+            if (marks.ends_at(k)) x = before.read(marks.places[k].of_last);
             for_tokens[v] = grad[k].get(v) + h[v];
-            for_gates[v] = for_tokens[v] * earlier[k].get(v);
-            h[v] = gate[k].get(v) * for_tokens[v];
+            for_gates[v] = for_tokens[v] * conj(x);
+            h[v] = conj(gate[k].get(v)) * for_tokens[v];
+            if (marks.ends_at(k) && at.channel < channels)
+                before_grad.write(marks.places[k].of_last, h[v]);
         }
-        const i64 end = latest - k >= 0 ? channels : 0;
-        Chunk<VECTOR> chunk;
-        chunk.set(for_gates);
-        store(gates_grad - k * grads_time, at.channel, 0, end, chunk);
-        chunk.set(for_tokens);
-        store(tokens_grad - k * grads_time, at.channel, 0, end, chunk);
+        if (gates_grad) {
+            Chunk<GateElement, VECTOR> chunk;
+            chunk.set(for_gates);
+            gates_grad_rows.store(k, chunk);
+        }
+        if (tokens_grad) {
+            Chunk<Element, VECTOR> chunk;
+            chunk.set(for_tokens);
+            tokens_grad_rows.store(k, chunk);
+        }
     }
 }

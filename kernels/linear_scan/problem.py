@@ -8,24 +8,36 @@ from typing import Literal
 
 from scan_registry.kernels.model import ITEM_SIZE
 
-Direction = Literal["forward", "backward"]
+Direction = Literal["forward", "backward", "reduction"]
 Layout = Literal["time_last", "channel_last"]
 
 #: The tensors that have strides of their own, per direction, in the kernels' order. ``grads`` are
-#: ``gates_grad`` and ``tokens_grad``, which share one layout.
-STRIDED = {
-    "forward": ("gates", "tokens", "states"),
-    "backward": ("gates", "states", "states_grad", "grads"),
+#: ``gates_grad`` and ``tokens_grad``, which share one layout; ``state`` are the states before and
+#: after the scan and their gradients, which share one too.
+STRIDED: dict[Direction, tuple[str, ...]] = {
+    "forward": ("gates", "tokens", "states", "state"),
+    "backward": ("gates", "states", "states_grad", "grads", "state"),
+    "reduction": ("tokens_grad", "states", "gates_grad", "state"),
 }
+
+#: Elements along the contiguous and along the other dimension that one block of a reduction sums.
+REDUCTION_TILE = (32, 64)
+#: Blocks of a reduction worth having; batches are summed apart until there are as many.
+REDUCTION_BLOCKS = 1024
 
 
 @dataclass(frozen=True)
 class Strides:
-    """Distance between neighbours along each dimension, in elements."""
+    """Distance between neighbours along each dimension, in elements. Along the time of ``state``,
+    neighbours are the states of successive sequences."""
 
+    outer: int
     batch: int
     channel: int
     time: int
+
+
+DIMENSIONS = ("outer", "batch", "channel", "time")
 
 
 def common_alignment(addresses: Iterable[int]) -> int:
@@ -36,52 +48,136 @@ def common_alignment(addresses: Iterable[int]) -> int:
     return together & -together
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a sum over the dimensions along which gates are broadcast is cut into pieces.
+
+    groups  runs of summed (outer, batch) pairs, each of which gives pieces of its own
+    kept    (outer, batch) pairs that are not summed
+    across  tiles along channels and along time
+    pieces  partial sums for each gate, to be added up in the end
+    """
+
+    groups: int
+    kept: int
+    across: tuple[int, int]
+    pieces: int
+
+
 @dataclass(frozen=True)
 class LinearScanProblem:
-    """One direction of one scan over (batch, channels, time).
+    """One direction of one scan over (outer, batch, channels, time).
 
-    layout     which dimension has unit stride in every tensor
-    strides    of the tensors that ``STRIDED`` names, in that order
-    alignment  bytes, at most 16, that divide the address of every sequence and of initial_state
+    layout       which dimension has unit stride: time, or channels
+    dtype        of states, and of tokens and all gradients but that of gates
+    gates_dtype  of gates and their gradient
+    sequences    how many are packed along time, with their ends in ``offsets``; 0 if not packed
+    reverse      whether x[t] follows from x[t+1]
+    strides      of the tensors that ``STRIDED`` names, in that order; 0 where gates are broadcast
+    alignment    bytes, at most 16, that divide the address of every (batch, channels, time) tensor
     """
 
     direction: Direction
     layout: Layout
     dtype: str
+    gates_dtype: str
+    outer: int
     batch: int
     channels: int
     time: int
     strides: tuple[Strides, ...]
     alignment: int
+    sequences: int = 0
+    reverse: bool = False
 
     @property
     def kernel(self) -> str:
         return f"{self.layout}_{self.direction}"
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Of the four dimensions."""
+        return self.outer, self.batch, self.channels, self.time
+
     def scalars(self) -> dict[str, int]:
         """Every integer parameter of the kernels, by name."""
-        values = {"batch": self.batch, "channels": self.channels, "time": self.time, "flags": 0}
+        values = {
+            "outer": self.outer,
+            "batch": self.batch,
+            "channels": self.channels,
+            "time": self.time,
+            "sequences": self.sequences,
+            "flags": int(self.reverse),
+        }
         for name, strides in zip(STRIDED[self.direction], self.strides, strict=True):
-            values[f"{name}_batch"] = strides.batch
-            values[f"{name}_channel"] = strides.channel
-            values[f"{name}_time"] = strides.time
+            for dimension, stride in zip(DIMENSIONS, vars(strides).values(), strict=True):
+                values[f"{name}_{dimension}"] = stride
+        if self.direction == "reduction":
+            values["groups"] = self.reduction().groups
         return values
+
+    def strides_of(self, tensor: str) -> Strides:
+        """The strides of one of the tensors that ``STRIDED`` names."""
+        return self.strides[STRIDED[self.direction].index(tensor)]
+
+    def sequence_strides(self) -> tuple[Strides, ...]:
+        """Those of the tensors that have a time: all but ``state``."""
+        return self.strides[:-1]
+
+    def plain(self) -> bool:
+        """Whether nothing is packed, broadcast or mixed, and one batch dimension says it all."""
+        row, unit = (
+            (self.time, "time") if self.layout == "time_last" else (self.channels, "channel")
+        )
+        return (
+            self.outer == 1
+            and self.sequences == 0
+            and self.gates_dtype == self.dtype
+            and all(row == 1 or getattr(s, unit) == 1 for s in self.sequence_strides())
+        )
 
     def whole_chunks(self, elements: int) -> bool:
         """Whether every row starts at, and consists of, whole chunks of ``elements``."""
         if self.alignment < 16:
             return False
-        row = self.time if self.layout == "time_last" else self.channels
-        jumps = (
-            ((self.batch, s.batch), (self.channels, s.channel))
-            if self.layout == "time_last"
-            else ((self.batch, s.batch), (self.time, s.time))
-            for s in self.strides
+        row, across = (
+            (self.time, "channel") if self.layout == "time_last" else (self.channels, "time")
         )
+        sizes = dict(zip(DIMENSIONS, self.sizes, strict=True))
         return row % elements == 0 and all(
-            size == 1 or stride % elements == 0 for pairs in jumps for size, stride in pairs
+            sizes[dimension] == 1 or getattr(strides, dimension) % elements == 0
+            for strides in self.sequence_strides()
+            for dimension in ("outer", "batch", across)
         )
 
     def chunk(self) -> int:
         """Elements in 16 bytes."""
         return 16 // ITEM_SIZE[self.dtype]
+
+    def reduction(self) -> Reduction:
+        """How the sum over broadcast gates is cut into pieces."""
+        gates_grad = self.strides_of("gates_grad")
+        summed = [
+            size > 1 and stride == 0
+            for size, stride in zip(self.sizes, vars(gates_grad).values(), strict=True)
+        ]
+        kept = summed_batches = 1
+        for size, is_summed in zip(self.sizes[:2], summed[:2], strict=True):
+            if is_summed:
+                summed_batches *= size
+            else:
+                kept *= size
+        unit, other = REDUCTION_TILE
+        channel, time = (other, unit) if self.layout == "time_last" else (unit, other)
+        across = ceil_div(self.channels, channel), ceil_div(self.time, time)
+        blocks = kept * across[0] * across[1]
+        groups = min(summed_batches, ceil_div(REDUCTION_BLOCKS, blocks))
+        pieces = groups
+        for tiles, is_summed in zip(across, summed[2:], strict=True):
+            pieces *= tiles if is_summed else 1
+        return Reduction(groups, kept, across, pieces)

@@ -1,21 +1,28 @@
 """What the linear_scan family is made of: kernels, variants, what each accepts and how it launches.
 
-Sources: ``time_last_*.cu`` and ``channel_last_*.cu`` with their ``.cuh`` headers, and
-``triton_kernels.py``. The order of ``PARAMETERS`` is the order of every entry point's signature.
+Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with their ``.cuh`` headers,
+and ``triton_kernels.py``. ``parameters`` gives the signature of every entry point.
+
+Access ``aligned`` moves 16 bytes at a time, and takes scans without options; ``generic`` takes all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
 from scan_registry.kernels.linear_scan.problem import (
+    DIMENSIONS,
+    REDUCTION_TILE,
     STRIDED,
     Direction,
     Layout,
     LinearScanProblem,
     Strides,
+    ceil_div,
 )
 from scan_registry.kernels.model import (
     ITEM_SIZE,
@@ -31,14 +38,16 @@ from scan_registry.kernels.model import (
 
 FAMILY_NAME = "linear_scan"
 DTYPES = tuple(ITEM_SIZE)
+#: Of tokens and gates, where they differ: narrow tokens under float32 gates.
+MIXED = (("bfloat16", "float32"), ("float16", "float32"))
 ACCESSES = ("aligned", "generic")
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "reduction")
 LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
 
-#: Static parameters beside dtype and access, by access.
-Tiles: TypeAlias = dict[str, tuple[dict[str, Static], ...]]
+#: Static parameters beside dtypes and access.
+Tile: TypeAlias = Mapping[str, Static]
 
-_POINTERS = {
+_POINTERS: dict[Direction, tuple[str, ...]] = {
     "forward": (
         "gates",
         "tokens",
@@ -60,70 +69,102 @@ _POINTERS = {
         "offsets",
         "workspace",
     ),
+    "reduction": ("tokens_grad", "states", "initial_state", "gates_grad", "offsets"),
 }
 
 
 def parameters(direction: Direction) -> tuple[Parameter, ...]:
     """The signature shared by all kernels of one direction."""
     pointers = [Parameter(name, "pointer") for name in _POINTERS[direction]]
-    strides = (
-        Parameter(f"{tensor}_{dimension}", "i64")
-        for tensor in STRIDED[direction]
-        for dimension in ("batch", "channel", "time")
-    )
-    sizes = [Parameter(name, "i64") for name in ("batch", "channels", "time")]
-    return (*pointers, *sizes, *strides, Parameter("flags", "i64"))
+    sizes = ["outer", "batch", "channels", "time", "sequences"]
+    strides = [f"{tensor}_{each}" for tensor, each in product(STRIDED[direction], DIMENSIONS)]
+    groups = ["groups"] if direction == "reduction" else []
+    integers = (Parameter(name, "i64") for name in (*sizes, *strides, *groups, "flags"))
+    return (*pointers, *integers)
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+def _state(dtype: str) -> str:
+    """The dtype that the recurrence is computed in."""
+    return dtype if ITEM_SIZE[dtype] == 8 else "float32"
 
 
-def _variants(kernel: str, language: Language, tiles: Tiles) -> tuple[Variant, ...]:
+def _variants(
+    kernel: str, language: Language, tiles: Callable[[str, str], tuple[Tile, ...]]
+) -> tuple[Variant, ...]:
+    """One for each tile that ``tiles`` gives a dtype and an access; mixed dtypes are generic."""
+    kinds = [
+        *((dtype, dtype, access) for dtype, access in product(DTYPES, ACCESSES)),
+        *((dtype, gates, "generic") for dtype, gates in MIXED),
+    ]
     return tuple(
         Variant(
-            FAMILY_NAME, kernel, language, (("dtype", dtype), ("access", access), *tile.items())
+            FAMILY_NAME,
+            kernel,
+            language,
+            (("dtype", dtype), ("gates", gates), ("access", access), *tile.items()),
         )
-        for dtype, access in product(DTYPES, ACCESSES)
-        for tile in tiles[access]
+        for dtype, gates, access in kinds
+        for tile in tiles(dtype, access)
     )
 
 
-def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
+def _reductions(kernel: str, language: Language, tile: Tile) -> tuple[Variant, ...]:
+    """A reduction writes partial sums in the dtype of the state, whatever the gates' is."""
+    return tuple(
+        Variant(FAMILY_NAME, kernel, language, (("dtype", dtype), *tile.items()))
+        for dtype in DTYPES
+    )
+
+
+def _rejects_dtype(variant: Variant, problem: LinearScanProblem) -> str | None:
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
     return None
 
 
+def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
+    if reason := _rejects_dtype(variant, problem):
+        return reason
+    if variant.text("gates") != problem.gates_dtype:
+        return f"gates in {variant.text('gates')}, not {problem.gates_dtype}"
+    if variant.text("access") == "aligned" and not problem.plain():
+        return "sequences are packed, gates broadcast, or batches do not fold into one dimension"
+    return None
+
+
+def _reduction_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
+    cut = problem.reduction()
+    channels, times = cut.across
+    return Launch((cut.kept * cut.groups * channels * times, 1, 1), problem.scalars())
+
+
 # --- CUDA -------------------------------------------------------------------------------------
 
-#: Tiles of the time-last kernels: warps that share a row, rows per block, chunks a lane holds.
-TIME_LAST_TILES: Tiles = {
-    "aligned": (
-        {"warps": 1, "rows": 4, "steps": 1},
-        {"warps": 2, "rows": 1, "steps": 2},
-        {"warps": 4, "rows": 1, "steps": 2},
-        {"warps": 8, "rows": 1, "steps": 2},
-    ),
-    "generic": (
-        {"warps": 1, "rows": 4, "steps": 1},
-        {"warps": 4, "rows": 1, "steps": 2},
-    ),
-}
 
-#: Tiles of the channel-last kernels: warps per block, threads along the channels, channels and rows
-#: per thread. Either way a tile is 32 channels wide, so that many of them run side by side.
-CHANNEL_LAST_TILES: Tiles = {
-    "aligned": ({"warps": 4, "lanes": 8, "vector": 4, "steps": 8},),
-    "generic": ({"warps": 8, "lanes": 32, "vector": 1, "steps": 8},),
-}
+def _time_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
+    """Warps that share a row, rows per block, chunks a lane holds."""
+    short: Tile = {"warps": 1, "rows": 4, "steps": 1}
+    wide = ITEM_SIZE[dtype] == 8
+    warps = (2, 4, 8) if access == "aligned" and not wide else (4,)
+    return (short, *({"warps": each, "rows": 1, "steps": 2} for each in warps))
+
+
+def _channel_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
+    """Warps per block, threads along the channels, channels and rows per thread. Either way a tile is
+    32 channels wide, so that many of them run side by side."""
+    if access == "generic":
+        return ({"warps": 8, "lanes": 32, "vector": 1, "steps": 8},)
+    vector = 2 if ITEM_SIZE[dtype] == 8 else 4
+    return ({"warps": 4, "lanes": 32 // vector, "vector": vector, "steps": 8},)
 
 
 def _cuda_constants(variant: Variant) -> dict[str, Static]:
+    statics = dict(variant.statics)
     tile = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
     return {
         "ELEMENT": variant.text("dtype"),
-        "ALIGNED": int(variant.text("access") == "aligned"),
+        "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
+        "ALIGNED": int(statics.get("access") == "aligned"),
         **tile,
     }
 
@@ -148,7 +189,8 @@ def _walk_cost(variant: Variant, problem: LinearScanProblem, tile: int) -> float
     The more warps meet at a tile's barrier, the more tiles it takes to hide that.
     """
     generic = 0.5 if variant.text("access") == "generic" else 0.0
-    enough = problem.time >= tile * variant.number("warps") / 2
+    steps = problem.time // max(1, problem.sequences)
+    enough = steps >= tile * variant.number("warps") / 2
     return (-tile if enough else tile) + generic
 
 
@@ -157,8 +199,8 @@ def _time_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
 
 
 def _time_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
-    blocks = _ceil_div(problem.batch * problem.channels, variant.number("rows"))
-    return Launch((blocks, 1, 1), problem.scalars())
+    rows = problem.outer * problem.batch * problem.channels
+    return Launch((ceil_div(rows, variant.number("rows")), 1, 1), problem.scalars())
 
 
 def _channel_last_tile(variant: Variant) -> tuple[int, int]:
@@ -173,9 +215,11 @@ def _channel_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
 
 def _channel_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
     channels, times = _channel_last_tile(variant)
-    columns = problem.batch * _ceil_div(problem.channels, channels)
-    tiles = _ceil_div(problem.time, times)
-    words = columns * channels * (tiles - 1)
+    columns = problem.outer * problem.batch * ceil_div(problem.channels, channels)
+    tiles = ceil_div(problem.time, times)
+    with_rest = 2 if ITEM_SIZE[problem.dtype] >= 4 else 1
+    each = with_rest * ITEM_SIZE[_state(problem.dtype)] // 4
+    words = min(tiles - 1, 2) * columns * channels * each
     return Launch((columns * tiles, 1, 1), problem.scalars(), 16 + 8 * words if tiles > 1 else 0)
 
 
@@ -189,7 +233,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         source=f"{name}.cu",
         entry=f"{FAMILY_NAME}_{name}",
         parameters=parameters(direction),
-        variants=_variants(name, "cuda", TIME_LAST_TILES if time_last else CHANNEL_LAST_TILES),
+        variants=_variants(name, "cuda", _time_last_tiles if time_last else _channel_last_tiles),
         constants=_cuda_constants,
         warps=lambda variant: (
             variant.number("warps") * (variant.number("rows") if time_last else 1)
@@ -200,36 +244,88 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     )
 
 
+def _cuda_reduction(layout: Layout) -> Kernel:
+    name = f"{layout}_reduction"
+    return Kernel(
+        family=FAMILY_NAME,
+        name=name,
+        language="cuda",
+        source="reduction.cu",
+        entry=f"{FAMILY_NAME}_reduction",
+        parameters=parameters("reduction"),
+        variants=_reductions(name, "cuda", {"warps": 8}),
+        constants=lambda variant: {
+            **_cuda_constants(variant),
+            "TIME_LAST": int(layout == "time_last"),
+        },
+        warps=lambda variant: variant.number("warps"),
+        accepts=_rejects_dtype,
+        cost=lambda variant, problem: 0.0,
+        launch=_reduction_launch,
+    )
+
+
 # --- Triton -----------------------------------------------------------------------------------
 
-#: Tiles of the Triton kernels: rows and times per step of a program's walk along time.
-TRITON_TILES: dict[Layout, tuple[dict[str, Static], ...]] = {
-    "time_last": (
-        {"rows": 1, "times": 256, "warps": 1},
-        {"rows": 1, "times": 1024, "warps": 4},
-    ),
-    "channel_last": ({"channels": 32, "times": 16, "warps": 2},),
-}
+
+#: As CUDA limits them. Packed sequences lie along y, and more of them along z.
+_MOST_BLOCKS_Y = 65_535
 
 
-def _triton_constants(variant: Variant) -> dict[str, Static]:
-    return {
+def _triton_tiles(layout: Layout, dtype: str, access: str) -> tuple[Tile, ...]:
+    """Rows or channels of a program, times per step of its walk along time, warps."""
+    wide = ITEM_SIZE[dtype] == 8  # of which fewer fit in the registers
+    if layout == "channel_last":
+        if wide:
+            return ({"channels": 16, "times": 16, "warps": 8 if dtype == "complex64" else 4},)
+        return ({"channels": 32, "times": 16, "warps": 2 if access == "aligned" else 4},)
+    times = 128 if access == "generic" else 256
+    short: Tile = {"rows": 1, "times": times, "warps": 1}
+    long: Tile = {"rows": 1, "times": 4 * times, "warps": 4}
+    tiles = (short,) if wide else (short, long)
+    if access == "generic":
+        return tiles
+    # Which way 16 bytes are read is for the compiler to know.
+    return tuple({**tile, "reverse": way} for tile, way in product(tiles, (0, 1)))
+
+
+def _triton_constants(variant: Variant) -> Mapping[str, Static]:
+    statics = dict(variant.statics)
+    tile = {
         name.upper(): value
         for name, value in variant.statics
         if isinstance(value, int) and name != "warps"
     }
+    complex_numbers = {"COMPLEX": int(variant.text("dtype") == "complex64")}
+    if "access" not in statics:
+        return complex_numbers | tile
+    if "rows" in statics:
+        tile.setdefault("REVERSE", 0)
+    return {"ALIGNED": int(statics["access"] == "aligned")} | complex_numbers | tile
+
+
+def _triton_elements(variant: Variant, direction: Direction) -> dict[str, str]:
+    """What each pointer points to; a complex number is two floats in Triton."""
+    dtype = variant.text("dtype")
+    state = _state(dtype)
+    gates = state if direction == "reduction" else variant.text("gates")
+    of = {"gates": gates, "gates_grad": gates, "offsets": "int64", "workspace": "int64"}
+    boundary = ("initial_state", "final_state", "initial_state_grad", "final_state_grad")
+    of |= dict.fromkeys(boundary, state)
+    found = {name: of.get(name, dtype) for name in _POINTERS[direction]}
+    return {n: "float32" if each == "complex64" else each for n, each in found.items()}
 
 
 def _triton_divisible(variant: Variant, layout: Layout, direction: Direction) -> frozenset[str]:
     """In the aligned variants: the sequences, their rows' length and the strides between rows."""
-    if variant.text("access") != "aligned":
+    if dict(variant.statics).get("access") != "aligned":
         return frozenset()
     across = ("batch", "channel") if layout == "time_last" else ("batch", "time")
-    strides = {f"{tensor}_{dim}" for tensor in STRIDED[direction] for dim in across}
+    sequences = {name for name in STRIDED[direction] if name != "state"}
+    strides = {f"{tensor}_{dim}" for tensor in sequences for dim in across}
     row = "time" if layout == "time_last" else "channels"
     outputs = ("gates_grad", "tokens_grad") if direction == "backward" else ()
-    sequences = {name for name in STRIDED[direction] if name != "grads"}
-    return frozenset({*sequences, *outputs, *strides, row})
+    return frozenset({*(sequences - {"grads"}), *outputs, *strides, row})
 
 
 def _triton_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
@@ -237,6 +333,9 @@ def _triton_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
         return reason
     if variant.text("access") == "aligned" and not problem.whole_chunks(16):
         return "row length and strides are not multiples of 16 elements"
+    reverse = dict(variant.statics).get("reverse")
+    if reverse is not None and reverse != problem.reverse:
+        return "it scans the other way"
     return None
 
 
@@ -245,15 +344,20 @@ def _triton_cost(variant: Variant, problem: LinearScanProblem) -> float:
 
 
 def _triton_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
+    batches = problem.outer * problem.batch
     if problem.layout == "time_last":
-        programs = _ceil_div(problem.batch * problem.channels, variant.number("rows"))
+        programs = ceil_div(batches * problem.channels, variant.number("rows"))
     else:
-        programs = problem.batch * _ceil_div(problem.channels, variant.number("channels"))
-    return Launch((programs, 1, 1), problem.scalars())
+        programs = batches * ceil_div(problem.channels, variant.number("channels"))
+    sequences = max(1, problem.sequences)
+    y = min(sequences, _MOST_BLOCKS_Y)
+    return Launch((programs, y, ceil_div(sequences, y)), problem.scalars())
 
 
 def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
+    reduction = direction == "reduction"
+    unit, other = REDUCTION_TILE
     return Kernel(
         family=FAMILY_NAME,
         name=name,
@@ -261,44 +365,60 @@ def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
         source="triton_kernels.py",
         entry=name,
         parameters=parameters(direction),
-        variants=_variants(name, "triton", dict.fromkeys(ACCESSES, TRITON_TILES[layout])),
+        variants=_reductions(name, "triton", {"unit": unit, "other": other, "warps": 4})
+        if reduction
+        else _variants(name, "triton", partial(_triton_tiles, layout)),
         constants=_triton_constants,
         warps=lambda variant: variant.number("warps"),
-        accepts=_triton_accepts,
-        cost=_triton_cost,
-        launch=_triton_launch,
+        accepts=_rejects_dtype if reduction else _triton_accepts,
+        cost=(lambda variant, problem: 0.0) if reduction else _triton_cost,
+        launch=_reduction_launch if reduction else _triton_launch,
         divisible=lambda variant: _triton_divisible(variant, layout, direction),
+        elements=lambda variant: _triton_elements(variant, direction),
+        # Where rests are kept: a sum's rounding error can be had only if its terms are rounded first.
+        fuses=lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
     )
+
+
+# --- The family -------------------------------------------------------------------------------
 
 
 def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> Sample:
     batch, channels, time = (8, 1024, 2048) if access == "aligned" else (8, 1021, 2039)
     strides = (
-        Strides(channels * time, time, 1)
+        Strides(0, channels * time, time, 1)
         if layout == "time_last"
-        else Strides(channels * time, 1, channels)
+        else Strides(0, channels * time, 1, channels)
     )
     problem = LinearScanProblem(
         direction=direction,
         layout=layout,
         dtype=dtype,
+        gates_dtype=dtype,
+        outer=1,
         batch=batch,
         channels=channels,
         time=time,
-        strides=(strides,) * len(STRIDED[direction]),
+        strides=(*(strides,) * (len(STRIDED[direction]) - 1), Strides(0, channels, 1, 0)),
         alignment=16 if access == "aligned" else ITEM_SIZE[dtype],
     )
     return Sample(problem, dtype, access)
+
+
+def _kernels(language: Language) -> tuple[Kernel, ...]:
+    if language == "triton":
+        return tuple(_triton_kernel(*each) for each in product(LAYOUTS, DIRECTIONS))
+    scans = product(LAYOUTS, DIRECTIONS[:2])
+    return (
+        *(_cuda_kernel(layout, direction) for layout, direction in scans),
+        *(_cuda_reduction(layout) for layout in LAYOUTS),
+    )
 
 
 FAMILY = Family(
     name=FAMILY_NAME,
     summary="x[t] = gates[t] * x[t-1] + tokens[t]",
     folder=Path(__file__).parent,
-    kernels=tuple(
-        build(layout, direction)
-        for build in (_cuda_kernel, _triton_kernel)
-        for layout, direction in product(LAYOUTS, DIRECTIONS)
-    ),
+    kernels=(*_kernels("cuda"), *_kernels("triton")),
     samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
 )

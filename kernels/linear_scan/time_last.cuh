@@ -8,48 +8,108 @@
 //            | step 0      | step 1  | …  | step 0      | step 1  | …  |
 //            | 32 lanes × VECTOR elements |
 //
-// Order runs with time in the forward scan and against it in the backward scan; either way a lane's
-// chunk is 16 consecutive bytes. While a tile is computed, the next one is already loading.
+// Order runs along the walk, with time or against it; either way an aligned
+// lane's chunk is 16 consecutive bytes. While a tile is computed, the next one is already loading.
 #pragma once
-#include "affine.cuh"
+#include "sequences.cuh"
 
-constexpr int VECTOR = 16 / sizeof(Storage);
+constexpr int VECTOR = ALIGNED || sizeof(Storage) > 4 ? 16 / sizeof(Storage) : 4;
 constexpr int WARP_TILE = STEPS * 32 * VECTOR;
 constexpr int TILE = WARPS * WARP_TILE;
 constexpr int THREADS = WARPS * ROWS * 32;
 static_assert(WARPS == 1 || ROWS == 1, "warps that share a row meet at a block-wide barrier");
 
 struct Position {
-    i64 row;   // batch * channels + channel
+    i64 row;  // of outer * batch * channels
+    i64 outer, batch, channel;
     int warp;  // within the row
     int lane;
 
-    __device__ Position()
+    __device__ Position(i64 batches, i64 channels)
         : row(i64(blockIdx.x) * ROWS + threadIdx.x / (32 * WARPS)),
+          outer(0),
+          batch(row / channels),
+          channel(row % channels),
           warp(threadIdx.x / 32 % WARPS),
-          lane(threadIdx.x % 32) {}
+          lane(threadIdx.x % 32) {
+        if constexpr (!ALIGNED) outer = batch / batches, batch %= batches;
+    }
 
     // Order of this lane's chunk in a step of a tile.
     __device__ i64 order(i64 tile, int step) const {
         return tile + warp * WARP_TILE + (step * 32 + lane) * VECTOR;
     }
+
+    // Of this row in a tensor with these strides.
+    __device__ i64 offset(i64 by_outer, i64 by_batch, i64 by_channel) const {
+        return outer * by_outer + batch * by_batch + channel * by_channel;
+    }
 };
+
+// A chunk in the order of a walk. TURNED says that memory has it in the opposite order.
+template <class E, bool TURNED>
+struct Steps {
+    Chunk<E, VECTOR> chunk;
+
+    __device__ typename E::State get(int i) const { return chunk.get(TURNED ? VECTOR - 1 - i : i); }
+
+    __device__ void set(const typename E::State (&x)[VECTOR]) {
+        typename E::State in_memory[VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) in_memory[i] = x[TURNED ? VECTOR - 1 - i : i];
+        chunk.set(in_memory);
+    }
+};
+
+// A row of a tensor along a walk. Aligned rows are read as they lie, and TURNED if the walk goes
+// against time; the others are turned by their stride.
+template <class E, bool TURNED>
+struct Row {
+    Line<E> along;
+    i64 time;
+
+    __device__ Row(const typename E::Storage* row, i64 stride, const Walk& walk)
+        : along(ALIGNED ? line<E>(row, 1) : line<E>(row + walk.at(0) * stride, walk.step(stride))),
+          time(walk.time) {}
+
+    __device__ i64 begin(i64 order) const { return TURNED ? time - order - VECTOR : order; }
+
+    // The steps [order, order + VECTOR).
+    __device__ Steps<E, TURNED> load(i64 order, typename E::Storage outside) const {
+        return {::load<VECTOR>(along, begin(order), time, outside)};
+    }
+    __device__ void store(i64 order, const Steps<E, TURNED>& steps) const {
+        ::store(along, begin(order), time, steps.chunk);
+    }
+
+    __device__ typename E::State get(i64 order) const {
+        return E::widen(*along.at(TURNED ? time - 1 - order : order));
+    }
+};
+
+// Room for the marks of a thread's chunks.
+__device__ inline Places* own_places(int step) {
+    if constexpr (ALIGNED) return nullptr;
+    __shared__ Places places[ALIGNED ? 1 : STEPS * VECTOR * THREADS];
+    return places + (threadIdx.x * STEPS + step) * VECTOR;
+}
 
 // The state that enters this warp's part of the tile. `carry` is the state that enters the tile
 // and becomes the one that leaves it. Two buffers alternate, so that one barrier a tile is enough.
-__device__ inline State enter_warp(Affine warp_total, int warp, int lane, int parity, State& carry) {
+__device__ inline State enter_warp(Affine warp_total, int warp, int lane, int parity,
+                                   Carried& carry) {
     if constexpr (WARPS == 1) {
-        const State entering = carry;
+        const State entering = carry.x;
         carry = warp_total(carry);
         return entering;
     } else {
         __shared__ Affine totals[2][WARPS];
         if (lane == 0) totals[parity][warp] = warp_total;
         __syncthreads();
-        State entering = carry;
+        State entering = carry.x;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            if (w == warp) entering = carry;
+            if (w == warp) entering = carry.x;
             carry = totals[parity][w](carry);
         }
         return entering;

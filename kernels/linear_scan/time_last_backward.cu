@@ -1,120 +1,159 @@
 // linear_scan, backward, time contiguous. With h[t] the gradient that reaches x[t-1],
 //
 //     tokens_grad[t] = states_grad[t] + h[t+1]
-//     gates_grad[t]  = tokens_grad[t] * x[t-1]
-//     h[t]           = gates[t] * tokens_grad[t]
+//     gates_grad[t]  = tokens_grad[t] * conj(x[t-1])
+//     h[t]           = conj(gates[t]) * tokens_grad[t]
 //
-// which is the forward scan run backwards in time over the maps h -> gates[t] * (states_grad[t] + h):
+// which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h):
 // no gate has to be read one place off its own. Three reads and two writes: 20 bytes per element in
 // float32, 10 in bfloat16 and float16. The tile picture is in time_last.cuh.
 #include "time_last.cuh"
 
+template <bool TURNED>
 struct Inputs {
-    Chunk<VECTOR> gates[STEPS], grads[STEPS], states[STEPS];
-    Storage edge[STEPS];  // x[t-1] for the chunk's first element, where no other lane holds it
+    Steps<GateElement, TURNED> gates[STEPS];
+    Steps<Element, TURNED> grads[STEPS], states[STEPS];
+    State edge[STEPS];  // the state one step further along the walk than the last of the chunk
 
-    // Chunk of order q covers the times [time - q - VECTOR, time - q).
-    __device__ void load_tile(const Storage* gates_row, const Storage* grads_row,
-                              const Storage* states_row, Storage initial, const Position& at,
-                              i64 tile, i64 time) {
+    // Aligned chunks of states lie on their own grid, and a lane gets that state from the next lane;
+    // the others are read where they are needed. `initial` is the state after the walk's last step.
+    __device__ void load_tile(const Row<GateElement, TURNED>& gates_row, const Row<Element, TURNED>& grads_row,
+                              const Row<Element, TURNED>& states_row, State initial, bool with_states,
+                              const Position& at, i64 tile) {
+        const i64 time = gates_row.time;
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            const i64 begin = time - at.order(tile, k) - VECTOR;
-            gates[k] = load<VECTOR>(gates_row, begin, 0, time, Element::ONE);
-            grads[k] = load<VECTOR>(grads_row, begin, 0, time, 0);
-            if constexpr (ALIGNED) {
-                states[k] = load<VECTOR>(states_row, begin, 0, time, 0);
-                edge[k] = begin > 0 && at.lane == 31 ? states_row[begin - 1] : initial;
-            } else {
-                states[k] = load<VECTOR>(states_row - 1, begin, 1, time, 0);
-                edge[k] = initial;
-            }
+            const i64 order = at.order(tile, k);
+            gates[k] = gates_row.load(order, GateElement::ONE);
+            grads[k] = grads_row.load(order, 0);
+            if (!with_states) continue;
+            states[k] = states_row.load(order, 0);
+            edge[k] = initial;
+            if ((!ALIGNED || at.lane == 31) && order + VECTOR < time)
+                edge[k] = states_row.get(order + VECTOR);
         }
     }
 
-    // x[t-1] for every t of the chunk; `begin` is the chunk's first time.
-    __device__ Chunk<VECTOR> earlier(int k, i64 begin, int lane) const {
-        if constexpr (ALIGNED) {
-            const Storage neighbour = __shfl_down_sync(FULL_WARP, unsigned(states[k].bits(VECTOR - 1)), 1);
-            return states[k].delayed(begin > 0 && lane < 31 ? neighbour : edge[k]);
-        } else {
-            Chunk<VECTOR> chunk = states[k];
+    // The state before each step of a chunk; a lane's chunk ends at the walk's last step, or a
+    // neighbour has the state wanted.
+    __device__ void earlier(int k, i64 order, i64 time, int lane, State (&x)[VECTOR]) const {
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) {
-                if (begin + i != 0) continue;
-                if constexpr (Chunk<VECTOR>::PER_WORD == 1) chunk.word[i] = edge[k];
-                else chunk.word[i / 2] |= unsigned(edge[k]) << (16 * (i % 2));
-            }
-            return chunk;
+        for (int i = 0; i + 1 < VECTOR; i++) x[i] = states[k].get(i + 1);
+        x[VECTOR - 1] = edge[k];
+        if constexpr (ALIGNED) {
+            const State neighbour = from_higher(states[k].get(0), 1);
+            if (lane < 31 && order + VECTOR < time) x[VECTOR - 1] = neighbour;
+        } else {
+#pragma unroll
+            for (int i = 0; i + 1 < VECTOR; i++)
+                if (order + i + 1 == time) x[i] = edge[k];
         }
     }
 };
 
-// initial_state, final_state_grad and initial_state_grad are (batch, channels), contiguous, and may
-// be null. offsets and flags are reserved for packed sequences and reversed scans: null and 0.
-extern "C" __global__ void __launch_bounds__(THREADS) linear_scan_time_last_backward(
-    const Storage* __restrict__ gates, const Storage* __restrict__ states,
-    const Storage* __restrict__ states_grad, const Storage* __restrict__ initial_state,
-    const Storage* __restrict__ final_state_grad, Storage* __restrict__ gates_grad,
-    Storage* __restrict__ tokens_grad, Storage* __restrict__ initial_state_grad,
-    const i64* __restrict__ offsets, void* workspace,
-    i64 batch, i64 channels, i64 time,
-    i64 gates_batch, i64 gates_channel, i64 gates_time,
-    i64 states_batch, i64 states_channel, i64 states_time,
-    i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
-    i64 grads_batch, i64 grads_channel, i64 grads_time, i64 flags) {
-    const Position at;
-    if (at.row >= batch * channels) return;
-    const i64 b = at.row / channels, c = at.row % channels;
-    gates += b * gates_batch + c * gates_channel;
-    states += b * states_batch + c * states_channel;
-    states_grad += b * states_grad_batch + c * states_grad_channel;
-    gates_grad += b * grads_batch + c * grads_channel;
-    tokens_grad += b * grads_batch + c * grads_channel;
-
-    const Storage initial = initial_state ? initial_state[at.row] : Storage(0);
-    State carry = final_state_grad ? Element::widen(final_state_grad[at.row]) : State(0);
-    Inputs next;
-    next.load_tile(gates, states_grad, states, initial, at, 0, time);
+template <bool TURNED>
+__device__ __forceinline__ void scan_row(
+    const Row<GateElement, TURNED>& gates_row, const Row<Element, TURNED>& grads_row,
+    const Row<Element, TURNED>& states_row, const Row<GateElement, TURNED>& gates_grad_row,
+    const Row<Element, TURNED>& tokens_grad_row, bool with_gates, bool with_tokens,
+    const Boundary& before, const Boundary& before_grad, const Boundary& after_grad,
+    const Position& at, const Walk& walk) {
+    const State initial = walk.packed() ? State(0) : before.read(0);
+    Carried carry = walk.packed() ? State(0) : after_grad.read(0);
+    const i64 time = walk.time;
+    Inputs<TURNED> next;
+    next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, 0);
     int parity = 0;
     for (i64 tile = 0; tile < time; tile += TILE, parity ^= 1) {
-        const Inputs here = next;
+        const Inputs<TURNED> here = next;
         if (tile + TILE < time)
-            next.load_tile(gates, states_grad, states, initial, at, tile + TILE, time);
+            next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, tile + TILE);
 
-        Affine total, before[STEPS];
+        Affine total, before_chunk[STEPS];
+        Marks marks[STEPS];
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
+            const i64 order = at.order(tile, k);
+            marks[k] = walk.marks(order, VECTOR, own_places(k));
             Affine chunk;
 #pragma unroll
-            for (int i = VECTOR - 1; i >= 0; i--) {
-                const State gate = here.gates[k].get(i);
-                chunk = then(chunk, {gate, gate * here.grads[k].get(i)});
-            }
-            before[k] = then(total, exclusive_scan(chunk, at.lane));
+            for (int i = 0; i < VECTOR; i++)
+                chunk = then(chunk, backward_step(conj(here.gates[k].get(i)), here.grads[k].get(i),
+                                                  i, marks[k], after_grad));
+            before_chunk[k] = then(total, exclusive_scan(chunk, at.lane));
             total = then(total, from_lane(chunk, 31));
         }
 
         const State entering = enter_warp(total, at.warp, at.lane, parity, carry);
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            const i64 begin = time - at.order(tile, k) - VECTOR;
-            const Chunk<VECTOR> earlier = here.earlier(k, begin, at.lane);
-            State h = before[k](entering), for_gates[VECTOR], for_tokens[VECTOR];
+            const i64 order = at.order(tile, k);
+            State earlier[VECTOR], for_gates[VECTOR], for_tokens[VECTOR];
+            here.earlier(k, order, time, at.lane, earlier);
+            State h = before_chunk[k](entering);
 #pragma unroll
-            for (int i = VECTOR - 1; i >= 0; i--) {
-                const State grad = here.grads[k].get(i) + h;
-                for_tokens[i] = grad;
-                for_gates[i] = grad * earlier.get(i);
-                h = here.gates[k].get(i) * grad;
+            for (int i = 0; i < VECTOR; i++) {
+                const Marks& mark = marks[k];
+                if (mark.starts_at(i)) h = after_grad.read(mark.places[i].of_first);
+                if (mark.ends_at(i)) earlier[i] = before.read(mark.places[i].of_last);
+                for_tokens[i] = here.grads[k].get(i) + h;
+                for_gates[i] = for_tokens[i] * conj(earlier[i]);
+                h = conj(here.gates[k].get(i)) * for_tokens[i];
+                if (mark.ends_at(i)) before_grad.write(mark.places[i].of_last, h);
             }
-            Chunk<VECTOR> chunk;
-            chunk.set(for_gates);
-            store(gates_grad, begin, 0, time, chunk);
-            chunk.set(for_tokens);
-            store(tokens_grad, begin, 0, time, chunk);
+            if (with_gates) {
+                Steps<GateElement, TURNED> steps;
+                steps.set(for_gates);
+                gates_grad_row.store(order, steps);
+            }
+            if (with_tokens) {
+                Steps<Element, TURNED> steps;
+                steps.set(for_tokens);
+                tokens_grad_row.store(order, steps);
+            }
         }
     }
-    if (initial_state_grad && at.warp == 0 && at.lane == 0)
-        initial_state_grad[at.row] = narrow(carry);
+    if (!walk.packed() && at.warp == 0 && at.lane == 0) before_grad.write(0, carry.x);
+}
+
+// All pointers but gates and states_grad may be null; states are needed only for gates_grad.
+// flags: 1 if x[t] follows from x[t+1].
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_time_last_backward(
+    const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
+    const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
+    const State* __restrict__ final_state_grad, GateStorage* __restrict__ gates_grad,
+    Storage* __restrict__ tokens_grad, State* __restrict__ initial_state_grad,
+    const i64* __restrict__ offsets, void* workspace,
+    i64 outer, i64 batch, i64 channels, i64 time, i64 sequences,
+    i64 gates_outer, i64 gates_batch, i64 gates_channel, i64 gates_time,
+    i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
+    i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
+    i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
+    i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
+    const Position at(batch, channels);
+    if (at.row >= outer * batch * channels) return;
+    const Walk walk(time, !(flags & 1), offsets, sequences);
+    gates += at.offset(gates_outer, gates_batch, gates_channel);
+    states += at.offset(states_outer, states_batch, states_channel);
+    states_grad += at.offset(states_grad_outer, states_grad_batch, states_grad_channel);
+    const bool with_gates = gates_grad, with_tokens = tokens_grad;
+    gates_grad += at.offset(grads_outer, grads_batch, grads_channel);
+    tokens_grad += at.offset(grads_outer, grads_batch, grads_channel);
+    const i64 state = at.offset(state_outer, state_batch, state_channel);
+    const Boundary before{initial_state ? const_cast<State*>(initial_state) + state : nullptr,
+                          state_time};
+    const Boundary before_grad{initial_state_grad ? initial_state_grad + state : nullptr,
+                               state_time};
+    const Boundary after_grad{
+        final_state_grad ? const_cast<State*>(final_state_grad) + state : nullptr, state_time};
+    if (ALIGNED && walk.against)
+        scan_row<ALIGNED>({gates, gates_time, walk}, {states_grad, states_grad_time, walk},
+                          {states, states_time, walk}, {gates_grad, grads_time, walk},
+                          {tokens_grad, grads_time, walk}, with_gates, with_tokens, before,
+                          before_grad, after_grad, at, walk);
+    else
+        scan_row<false>({gates, gates_time, walk}, {states_grad, states_grad_time, walk},
+                        {states, states_time, walk}, {gates_grad, grads_time, walk},
+                        {tokens_grad, grads_time, walk}, with_gates, with_tokens, before,
+                        before_grad, after_grad, at, walk);
 }

@@ -6,67 +6,96 @@
 // 6 in bfloat16 and float16. The tile picture is in time_last.cuh.
 #include "time_last.cuh"
 
+template <bool TURNED>
 struct Inputs {
-    Chunk<VECTOR> gates[STEPS], tokens[STEPS];
+    Steps<GateElement, TURNED> gates[STEPS];
+    Steps<Element, TURNED> tokens[STEPS];
 
-    __device__ void load_tile(const Storage* gates_row, const Storage* tokens_row,
-                              const Position& at, i64 tile, i64 time) {
+    __device__ void load_tile(const Row<GateElement, TURNED>& gates_row,
+                              const Row<Element, TURNED>& tokens_row, const Position& at,
+                              i64 tile) {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            const i64 begin = at.order(tile, k);
-            gates[k] = load<VECTOR>(gates_row, begin, 0, time, Element::ONE);
-            tokens[k] = load<VECTOR>(tokens_row, begin, 0, time, 0);
+            gates[k] = gates_row.load(at.order(tile, k), GateElement::ONE);
+            tokens[k] = tokens_row.load(at.order(tile, k), 0);
         }
     }
 };
 
-// initial_state and final_state are (batch, channels), contiguous, and may be null.
-// offsets and flags are reserved for packed sequences and reversed scans: null and 0.
-extern "C" __global__ void __launch_bounds__(THREADS) linear_scan_time_last_forward(
-    const Storage* __restrict__ gates, const Storage* __restrict__ tokens,
-    const Storage* __restrict__ initial_state, Storage* __restrict__ states,
-    Storage* __restrict__ final_state, const i64* __restrict__ offsets, void* workspace,
-    i64 batch, i64 channels, i64 time,
-    i64 gates_batch, i64 gates_channel, i64 gates_time,
-    i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
-    i64 states_batch, i64 states_channel, i64 states_time, i64 flags) {
-    const Position at;
-    if (at.row >= batch * channels) return;
-    const i64 b = at.row / channels, c = at.row % channels;
-    gates += b * gates_batch + c * gates_channel;
-    tokens += b * tokens_batch + c * tokens_channel;
-    states += b * states_batch + c * states_channel;
-
-    State carry = initial_state ? Element::widen(initial_state[at.row]) : State(0);
-    Inputs next;
-    next.load_tile(gates, tokens, at, 0, time);
+template <bool TURNED>
+__device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_row,
+                                         const Row<Element, TURNED>& tokens_row,
+                                         const Row<Element, TURNED>& states_row,
+                                         const Boundary& before, const Boundary& after,
+                                         const Position& at, const Walk& walk) {
+    Carried carry = walk.packed() ? State(0) : before.read(0);
+    const i64 time = walk.time;
+    Inputs<TURNED> next;
+    next.load_tile(gates_row, tokens_row, at, 0);
     int parity = 0;
     for (i64 tile = 0; tile < time; tile += TILE, parity ^= 1) {
-        const Inputs here = next;
-        if (tile + TILE < time) next.load_tile(gates, tokens, at, tile + TILE, time);
+        const Inputs<TURNED> here = next;
+        if (tile + TILE < time) next.load_tile(gates_row, tokens_row, at, tile + TILE);
 
-        Affine total, before[STEPS];
+        Affine total, before_chunk[STEPS];
+        Marks marks[STEPS];
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
+            const i64 order = at.order(tile, k);
+            marks[k] = walk.marks(order, VECTOR, own_places(k));
             Affine chunk;
 #pragma unroll
             for (int i = 0; i < VECTOR; i++)
-                chunk = then(chunk, {here.gates[k].get(i), here.tokens[k].get(i)});
-            before[k] = then(total, exclusive_scan(chunk, at.lane));
+                chunk = then(chunk, forward_step(here.gates[k].get(i), here.tokens[k].get(i),
+                                                 i, marks[k], before));
+            before_chunk[k] = then(total, exclusive_scan(chunk, at.lane));
             total = then(total, from_lane(chunk, 31));
         }
 
         const State entering = enter_warp(total, at.warp, at.lane, parity, carry);
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            State x = before[k](entering), out[VECTOR];
+            const i64 order = at.order(tile, k);
+            State x = before_chunk[k](entering), out[VECTOR];
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++)
-                out[i] = x = here.gates[k].get(i) * x + here.tokens[k].get(i);
-            Chunk<VECTOR> chunk;
-            chunk.set(out);
-            store(states, at.order(tile, k), 0, time, chunk);
+            for (int i = 0; i < VECTOR; i++) {
+                const Step step = forward_step(here.gates[k].get(i), here.tokens[k].get(i), i,
+                                                 marks[k], before);
+                out[i] = x = step(x);
+                if (marks[k].ends_at(i)) after.write(marks[k].places[i].of_last, x);
+            }
+            Steps<Element, TURNED> steps;
+            steps.set(out);
+            states_row.store(order, steps);
         }
     }
-    if (final_state && at.warp == 0 && at.lane == 0) final_state[at.row] = narrow(carry);
+    if (!walk.packed() && at.warp == 0 && at.lane == 0) after.write(0, carry.x);
+}
+
+// initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1].
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_time_last_forward(
+    const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
+    const State* __restrict__ initial_state, Storage* __restrict__ states,
+    State* __restrict__ final_state, const i64* __restrict__ offsets, void* workspace,
+    i64 outer, i64 batch, i64 channels, i64 time, i64 sequences,
+    i64 gates_outer, i64 gates_batch, i64 gates_channel, i64 gates_time,
+    i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
+    i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
+    i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
+    const Position at(batch, channels);
+    if (at.row >= outer * batch * channels) return;
+    const Walk walk(time, flags & 1, offsets, sequences);
+    gates += at.offset(gates_outer, gates_batch, gates_channel);
+    tokens += at.offset(tokens_outer, tokens_batch, tokens_channel);
+    states += at.offset(states_outer, states_batch, states_channel);
+    const i64 state = at.offset(state_outer, state_batch, state_channel);
+    const Boundary before{initial_state ? const_cast<State*>(initial_state) + state : nullptr,
+                          state_time};
+    const Boundary after{final_state ? final_state + state : nullptr, state_time};
+    if (ALIGNED && walk.against)
+        scan_row<ALIGNED>({gates, gates_time, walk}, {tokens, tokens_time, walk},
+                          {states, states_time, walk}, before, after, at, walk);
+    else
+        scan_row<false>({gates, gates_time, walk}, {tokens, tokens_time, walk},
+                        {states, states_time, walk}, before, after, at, walk);
 }

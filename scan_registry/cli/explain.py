@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from scan_registry import policy
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.gpus import add_gpu, gpu_of, visible
+from scan_registry.cli.tables import SHORT_DTYPES
 from scan_registry.explanation import OPERATORS, Explanation, explain_for
 from scan_registry.inventory import catalogue
 from scan_registry.select import BACKENDS, System
@@ -18,15 +19,8 @@ from scan_registry.select import BACKENDS, System
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "half": "float16",
-}
+#: By what each may be called.
+DTYPES = {word: name for name, short in SHORT_DTYPES.items() for word in (name, short)}
 _MOST_ELEMENTS = 2**60  # their bytes can still be counted
 
 
@@ -46,6 +40,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--shape", required=True, metavar="N,N,…", help="of each tensor, such as 8,1536,4096"
     )
     parser.add_argument("--dim", type=int, default=-1, help="the time dimension; default: the last")
+    parser.add_argument("--gates-dtype", metavar="X", help="where it differs")
+    parser.add_argument("--gates-shape", metavar="N,N,…", help="where they are broadcast")
+    parser.add_argument("--reverse", action="store_true", help="scan from the end")
+    parser.add_argument(
+        "--sequences", type=int, metavar="N", help="how many are packed along the time dimension"
+    )
     parser.add_argument("--backend", default="auto", metavar="X", help=" ".join(BACKENDS))
     parser.add_argument("--device", metavar="cuda:N", help="a GPU of this machine, else its first")
     add_gpu(parser, "--arch")
@@ -58,15 +58,28 @@ def run(args: argparse.Namespace) -> int:
     """Explain the call; ``UsageError`` for arguments that cannot be meant."""
     for name, accepted in (("operator", OPERATORS), ("dtype", DTYPES), ("backend", BACKENDS)):
         _known(name if name == "operator" else f"--{name}", getattr(args, name), [*accepted])
+    if args.gates_dtype is not None:
+        _known("--gates-dtype", args.gates_dtype, [*DTYPES])
     if args.require is not None:
         _known("--require", args.require, [*policy.LEVELS])
-    shape, there = _shape(args.shape), _system(args)
+    if args.sequences is not None and args.sequences < 1:
+        raise UsageError(f"--sequences is {args.sequences}; accepted are numbers from 1 on")
+    shape, there = _shape("--shape", args.shape), _system(args)
     try:
         with policy.require(args.require or "reference"):
             found = explain_for(
-                there, args.operator, *_tensors(args, shape), dim=args.dim, backend=args.backend
+                there,
+                args.operator,
+                *_tensors(args, shape),
+                dim=args.dim,
+                reverse=args.reverse,
+                cu_seqlens=_bounds(args),
+                backend=args.backend,
             )
-    except ValueError as error:  # of the operator's own checks, or of SCAN_REGISTRY_REQUIRE
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # of the operator's own checks, or of SCAN_REGISTRY_REQUIRE
         raise UsageError(str(error)) from error
     if args.json:
         print(json.dumps(document(found, args, shape), indent=2))
@@ -88,6 +101,10 @@ def document(
             "shape": list(shape),
             "dim": args.dim,
             "backend": args.backend,
+            "gates_dtype": DTYPES[args.gates_dtype or args.dtype],
+            "gates_shape": list(_shape("--gates-shape", args.gates_shape or args.shape)),
+            "reverse": args.reverse,
+            "sequences": args.sequences,
         },
         **found.to_json(),
     }
@@ -98,13 +115,13 @@ def _known(name: str, value: str, accepted: list[str]) -> None:
         raise UsageError(f"{name} is {value!r}; accepted are {', '.join(accepted)}")
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _shape(option: str, text: str) -> tuple[int, ...]:
     sizes = text.split(",")
     if not all(size.strip().isdecimal() for size in sizes):
-        raise UsageError(f"--shape is {text!r}; accepted are sizes such as 8,1536,4096")
+        raise UsageError(f"{option} is {text!r}; accepted are sizes such as 8,1536,4096")
     shape = tuple(map(int, sizes))
     if math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
-        raise UsageError(f"--shape is {text!r}; accepted are at most 2**60 elements")
+        raise UsageError(f"{option} is {text!r}; accepted are at most 2**60 elements")
     return shape
 
 
@@ -112,9 +129,21 @@ def _tensors(args: argparse.Namespace, shape: tuple[int, ...]) -> tuple[Tensor, 
     """What every operator takes, contiguous and aligned, with derivatives asked for."""
     import torch
 
-    dtype = getattr(torch, DTYPES[args.dtype])
-    each = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-    return each, each
+    def tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
+        return torch.empty(
+            shape, dtype=getattr(torch, DTYPES[dtype]), device="meta", requires_grad=True
+        )
+
+    of_gates = shape if args.gates_shape is None else _shape("--gates-shape", args.gates_shape)
+    return tensor(of_gates, args.gates_dtype or args.dtype), tensor(shape, args.dtype)
+
+
+def _bounds(args: argparse.Namespace) -> Tensor | None:
+    import torch
+
+    if args.sequences is None:
+        return None
+    return torch.empty(args.sequences + 1, dtype=torch.int64, device="meta")
 
 
 def _system(args: argparse.Namespace) -> System:

@@ -22,8 +22,9 @@ from scan_registry.cli.listing import (
     several_providers,
     size_text,
 )
-from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
 from scan_registry.inventory import Catalogue, catalogue
+from scan_registry.kernels.model import Static
 
 MOST_ROWS = 60  # of the list that a filter may ask for without saying --all
 
@@ -213,7 +214,7 @@ def _print_binaries(
             table.add_row(
                 binary.target.label,
                 *([archive.provider] if providers else []),
-                *(str(values.get(name, "")) for name in statics),
+                *(_short(values.get(name, "")) for name in statics),
                 _optional(binary.registers),
                 _optional(binary.spill_bytes),
                 f"{_optional(binary.static_shared)}+{binary.dynamic_shared}",
@@ -225,9 +226,13 @@ def _print_binaries(
     if rows:
         console.print(
             "\nregs, spill: registers and spilled bytes per thread; shared: bytes per block, static"
-            " + dynamic; ?: the driver decides. proven: relative error measured on a GPU.",
+            " + dynamic; ?: the driver decides. proven: the relative error measured on a GPU; !: beyond tolerance.",
             style="dim",
         )
+
+
+def _short(value: Static) -> str:
+    return SHORT_DTYPES.get(str(value), str(value))
 
 
 def _proof(binary: Binary, found: Catalogue) -> str:
@@ -235,7 +240,7 @@ def _proof(binary: Binary, found: Catalogue) -> str:
     if attestation is None:
         return "no"
     error = f"{attestation.error:.1e}"
-    return f"yes, {error}" if attestation.passed else f"[red]failed, {error}[/]"
+    return error if attestation.passed else f"[red]! {error}[/]"
 
 
 def _proven(binaries: Sequence[Binary], found: Catalogue) -> str:

@@ -1,7 +1,8 @@
-"""How tensors of any rank lie in memory, as (batch, channels, time).
+"""How tensors of any rank lie in memory, as (outer, batch, channels, time).
 
 Pure arithmetic on shapes and strides. The kernels need one dimension of unit stride, the same in
-every tensor: time, or channels. The other dimensions are folded together where their strides allow.
+every tensor that is not broadcast along it: time, or channels. The other dimensions are folded
+together where their strides allow.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from scan_registry.kernels.linear_scan.problem import Layout, Strides
-from scan_registry.kernels.model import Problem
+from scan_registry.kernels.linear_scan.problem import Layout, LinearScanProblem, Strides
+
+_FOLDED = 3  # dimensions beside time
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Several tensors of one shape, seen as (batch, channels, time)."""
+    """Several tensors of one shape, seen as (outer, batch, channels, time)."""
 
     layout: Layout
+    outer: int
     batch: int
     channels: int
     time: int
@@ -29,7 +32,7 @@ class Arrangement:
 class Share:
     """One kernel's share of a call: its problem, and the names of the inputs that are copied first."""
 
-    problem: Problem
+    problem: LinearScanProblem
     copied: tuple[str, ...]
 
 
@@ -39,10 +42,25 @@ class _Axis:
     strides: tuple[int, ...]  # one per tensor
 
 
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps for ``shape``, with the dimensions from outermost to innermost as given."""
+    strides, step = [0] * len(shape), 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= max(1, shape[dimension])
+    return tuple(strides)
+
+
+def memory_order(strides: Sequence[int]) -> list[int]:
+    """The dimensions from outermost to innermost."""
+    return sorted(range(len(strides)), key=lambda d: strides[d], reverse=True)
+
+
 def _fold(axes: list[_Axis]) -> list[_Axis]:
-    """Merge neighbours wherever, in every tensor, the outer one steps over whole inner ones."""
+    """Merge neighbours wherever, in every tensor, the outer one steps over whole inner ones. The last
+    tensors are dense, and set the order."""
     folded: list[_Axis] = []
-    for axis in sorted(axes, key=lambda axis: axis.strides, reverse=True):
+    for axis in sorted(axes, key=lambda axis: axis.strides[::-1], reverse=True):
         outer = folded[-1] if folded else None
         if outer and all(
             o == i * axis.size for o, i in zip(outer.strides, axis.strides, strict=True)
@@ -54,57 +72,74 @@ def _fold(axes: list[_Axis]) -> list[_Axis]:
 
 
 def arrange(
-    shape: Sequence[int], dim: int, tensor_strides: Sequence[Sequence[int]]
+    shape: Sequence[int],
+    dim: int,
+    sequences: Sequence[Sequence[int]],
+    states: Sequence[Sequence[int]] = (),
 ) -> Arrangement | None:
-    """Tensors of ``shape`` with these strides as (batch, channels, time), time being ``dim``.
+    """Tensors of ``shape`` as (outer, batch, channels, time), time being ``dim``: first those that
+    have a time, by their strides, then those of ``states``, whose stride along ``dim`` is the one
+    between sequences and which need no unit stride.
 
-    None if no dimension has unit stride in all of them, or if the dimensions do not fold: then a
-    copy is needed. Strides are in elements; those of dimensions of size 1 do not count.
+    None if no dimension has unit stride in all sequences, those aside that are broadcast along it, or
+    if the dimensions do not fold: then a copy is needed. Strides are in elements; those of dimensions
+    of size 1 do not count.
     """
-    count = len(tensor_strides)
-    missing = _Axis(1, (0,) * count)
-    time = _Axis(shape[dim], tuple(strides[dim] for strides in tensor_strides))
-    if time.size == 1:
-        time = missing
+    count = len(sequences)
+    tensors = [*sequences, *states]
+    missing = _Axis(1, (0,) * len(tensors))
+    along = tuple(strides[dim] for strides in tensors)
+    time = _Axis(shape[dim], along if shape[dim] > 1 else (*(0,) * count, *along[count:]))
     others = _fold(
         [
-            _Axis(size, tuple(strides[d] for strides in tensor_strides))
+            _Axis(size, tuple(strides[d] for strides in tensors))
             for d, size in enumerate(shape)
             if d != dim and size > 1
         ]
     )
-    if len(others) > 2:
+    if len(others) > _FOLDED:
         return None
-    unit = (1,) * count
-    if time.strides == unit:
-        batch, channel = ([missing] * 2 + others)[-2:]
-        return _arrangement("time_last", batch, channel, time)
-    contiguous = [axis for axis in others if axis.strides == unit]
+
+    def unit(axis: _Axis) -> bool:
+        found = set(axis.strides[:count])
+        return 1 in found and found <= {0, 1}
+
+    if unit(time):
+        outer, batch, channel = ([missing] * _FOLDED + others)[-_FOLDED:]
+        return _arrangement("time_last", outer, batch, channel, time)
+    contiguous = [axis for axis in others if unit(axis)]
     if contiguous or not (others or time.size > 1):
-        channel = contiguous[0] if contiguous else missing
-        batch = next((axis for axis in others if axis is not channel), missing)
-        return _arrangement("channel_last", batch, channel, time)
+        channel = contiguous[-1] if contiguous else missing
+        outer, batch = ([missing] * 2 + [axis for axis in others if axis is not channel])[-2:]
+        return _arrangement("channel_last", outer, batch, channel, time)
     return None
 
 
-def _arrangement(layout: Layout, batch: _Axis, channel: _Axis, time: _Axis) -> Arrangement:
-    strides = tuple(
-        Strides(*each) for each in zip(batch.strides, channel.strides, time.strides, strict=True)
-    )
-    return Arrangement(layout, batch.size, channel.size, time.size, strides)
+def _arrangement(
+    layout: Layout, outer: _Axis, batch: _Axis, channel: _Axis, time: _Axis
+) -> Arrangement:
+    axes = outer, batch, channel, time
+    strides = tuple(Strides(*each) for each in zip(*(axis.strides for axis in axes), strict=True))
+    return Arrangement(layout, outer.size, batch.size, channel.size, time.size, strides)
 
 
 def arrange_with_copies(
-    shape: Sequence[int], dim: int, inputs: Sequence[Sequence[int]], dense: Sequence[int]
+    shape: Sequence[int],
+    dim: int,
+    inputs: Sequence[Sequence[int]],
+    dense: Sequence[int],
+    outputs: Sequence[Sequence[int]] = (),
+    states: Sequence[Sequence[int]] = (),
 ) -> tuple[Arrangement, tuple[bool, ...]]:
-    """The inputs and an output of strides ``dense`` as the kernels want them, and which inputs have to
-    be copied to those strides first: as few as possible, the earlier ones rather than the later.
+    """The inputs and ``outputs`` (one of strides ``dense`` by default) as the kernels want them, and
+    which inputs have to be copied to those strides first: as few as possible, the earlier ones rather
+    than the later.
 
     ``dense`` are strides without gaps in any order of the dimensions, which always fit.
     """
     for kept in sorted(product((True, False), repeat=len(inputs)), key=_preference):
         strides = [own if keep else dense for own, keep in zip(inputs, kept, strict=True)]
-        arranged = arrange(shape, dim, [*strides, dense])
+        arranged = arrange(shape, dim, [*strides, *(outputs or [dense])], states)
         if arranged is not None:
             return arranged, tuple(not keep for keep in kept)
     raise AssertionError(f"strides {dense} of shape {shape} are not dense")

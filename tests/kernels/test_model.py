@@ -23,6 +23,8 @@ def test_a_kernel_of_a_spec(kernel: Kernel) -> None:
         assert variant.language == kernel.language
         assert 1 <= kernel.warps(variant) <= 32
         assert kernel.divisible(variant) <= set(names)
+        if kernel.language == "triton":
+            assert tuple(kernel.elements(variant)) == kernel.pointers
         assert Variant.parse(str(variant)) == variant
     assert kernel.may_spill <= set(kernel.variants)
 
@@ -35,7 +37,7 @@ def test_variants_differ_in_what_the_compiler_sees() -> None:
                 tuple(kernel.constants(variant).items()),
                 kernel.warps(variant),
                 kernel.divisible(variant),
-                variant.text("dtype"),
+                tuple(kernel.elements(variant).items()),
             )
             for variant in kernel.variants
         }

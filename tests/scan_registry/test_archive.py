@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
-import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,30 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scan_registry import archive
-from scan_registry.archive import MAGIC, Archive, ArchiveError, Binary, digest
+from scan_registry.archive import Archive, ArchiveError, Binary, digest
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.target import Target
 
 Factory = Callable[..., Archive]
 Make = Callable[..., tuple[Binary, bytes]]
 
-HEADER = struct.Struct("<8sQ32s")
 SM90 = Target.parse("sm90")
 VARIANTS = FAMILY.variants()
-
-
-def parts(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The manifest and the bytes behind it."""
-    content = path.read_bytes()
-    _, length, _ = HEADER.unpack_from(content)
-    return json.loads(content[HEADER.size :][:length]), content[HEADER.size + length :]
-
-
-def rewrite(path: Path, manifest: Any, blobs: bytes = b"") -> None:
-    """Write a file whose manifest, whatever it says, has the digest that the header states."""
-    text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
-    header = HEADER.pack(MAGIC, len(text), hashlib.sha256(text).digest())
-    path.write_bytes(header + text + blobs)
 
 
 def read_all(path: Path) -> dict[Binary, bytes]:
@@ -75,11 +58,13 @@ def test_two_writes_are_equal(archive_factory: Factory) -> None:
     assert archive_factory("sm90").path.read_bytes() == first
 
 
-def test_equal_bytes_are_stored_once(archive_factory: Factory, a_binary: Make) -> None:
+def test_equal_bytes_are_stored_once(
+    archive_factory: Factory, a_binary: Make, archive_parts: Any
+) -> None:
     content = bytes(range(256)) * 16
     written = archive_factory("sm90", [a_binary(v, content=content) for v in VARIANTS[:5]])
     assert written.path.read_bytes().count(content) == 1
-    assert parts(written.path)[1] == content
+    assert archive_parts.of(written.path.read_bytes()).code == content
     assert set(read_all(written.path).values()) == {content}
 
 
@@ -116,26 +101,44 @@ def test_written_files_are_readable_by_all(archive_factory: Factory) -> None:
     assert stat.S_IMODE(archive_factory("sm90").path.stat().st_mode) == 0o644
 
 
-def test_a_cut_is_noticed_wherever_it_is(archive_factory: Factory, a_binary: Make) -> None:
+def test_a_cut_is_noticed_wherever_it_is(
+    archive_factory: Factory, a_binary: Make, archive_parts: Any
+) -> None:
     path = archive_factory("sm90", [a_binary(v) for v in VARIANTS[:2]]).path
     whole = path.read_bytes()
-    manifest_end = len(whole) - len(parts(path)[1])
+    manifest_end = archive_parts.HEADER.size + archive_parts.HEADER.unpack_from(whole)[1]
     for length in (0, 7, 8, 15, 47, 48, 49, manifest_end - 1):
         path.write_bytes(whole[:length])
         refused(path)
     for length in (manifest_end, manifest_end + 1, len(whole) - 1):
         path.write_bytes(whole[:length])
-        refused(path, "manifest states", "bytes)", "reinstall")
+        refused(path, "the section linear_scan.", "manifest states")
 
 
-def test_an_edited_manifest_shows_both_digests(archive_factory: Factory) -> None:
+def test_a_section_is_read_when_it_is_needed(archive_factory: Factory) -> None:
+    """Damage to one does not keep the others from being used."""
+    kernels = FAMILY.kernels[:2]
+    path = archive_factory("sm90", variants=[k.variants[0] for k in kernels]).path
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+    opened = Archive(path)
+    (entry,) = opened.of("linear_scan", kernels[0].name)
+    assert opened.read(entry.binary)
+    with pytest.raises(ArchiveError, match=f"the section linear_scan.{kernels[1].name}:cuda has"):
+        opened.of("linear_scan", kernels[1].name)
+
+
+def test_an_edited_manifest_shows_both_digests(
+    archive_factory: Factory, archive_parts: Any
+) -> None:
     path = archive_factory("sm90").path
     content = bytearray(path.read_bytes())
     stated = content[16:48].hex()
-    content[content.index(b"imaginary")] ^= 1
+    content[content.index(b"c0ffee")] ^= 1
     path.write_bytes(content)
-    length = HEADER.unpack_from(content)[1]
-    refused(path, stated, digest(bytes(content[HEADER.size :][:length])))
+    start, length = archive_parts.HEADER.size, archive_parts.HEADER.unpack_from(content)[1]
+    refused(path, stated, digest(bytes(content[start:][:length])))
 
 
 def test_an_edited_binary_shows_both_digests_and_its_name(
@@ -154,8 +157,8 @@ def test_an_edited_binary_shows_both_digests_and_its_name(
 
 def test_wrong_magic(archive_factory: Factory) -> None:
     path = archive_factory("sm90").path
-    path.write_bytes(b"SCANREG\x02" + path.read_bytes()[8:])
-    refused(path, r"SCANREG\x02", r"SCANREG\x01")
+    path.write_bytes(b"SCANREG\x01" + path.read_bytes()[8:])
+    refused(path, r"SCANREG\x01", r"SCANREG\x02")
 
 
 def test_wrong_name(archive_factory: Factory) -> None:
@@ -177,27 +180,74 @@ def test_an_unreadable_file(archive_factory: Factory) -> None:
     refused(path, "Permission denied")
 
 
-@pytest.mark.parametrize("schema", [0, 1, 3, "2", None])
-def test_wrong_schema(archive_factory: Factory, schema: object) -> None:
+@pytest.mark.parametrize("schema", [0, 1, 2, "3", None])
+def test_wrong_schema(archive_factory: Factory, archive_parts: Any, schema: object) -> None:
     path = archive_factory("sm90").path
-    manifest, blobs = parts(path)
-    rewrite(path, {**manifest, "schema": schema}, blobs)
+    parts = archive_parts.of(path.read_bytes())
+    parts.manifest["schema"] = schema
+    path.write_bytes(parts.together())
     refused(path, f"schema {schema!r}; this version reads {archive.SCHEMA}")
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff\xfe", b"[" * 200_000, b"{}"]
 )
-def test_a_manifest_that_is_none(tmp_path: Path, text: bytes) -> None:
-    rewrite(tmp_path / "sm90.scanreg", text)
+def test_a_manifest_that_is_none(tmp_path: Path, archive_parts: Any, text: bytes) -> None:
+    (tmp_path / "sm90.scanreg").write_bytes(archive_parts.sealed(text, b""))
     refused(tmp_path / "sm90.scanreg", "manifest")
 
 
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff\xfe", b"[" * 200_000, b"{}"]
+)
+def test_a_section_that_is_none(archive_factory: Factory, archive_parts: Any, text: bytes) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:2]).path
+    parts = archive_parts.of(path.read_bytes())
+    path.write_bytes(parts.together(**{VARIANTS[0].kernel: text}))
+    refused(path, f"the section linear_scan.{VARIANTS[0].kernel}:cuda")
+
+
+@pytest.mark.parametrize("common", [None, [], 1, "x"])
 @pytest.mark.parametrize("binaries", [None, {}, 1, "x", [1], [None], [[]], [{}]])
-def test_binaries_that_are_none(archive_factory: Factory, binaries: object) -> None:
+def test_binaries_that_are_none(
+    archive_factory: Factory, archive_parts: Any, common: object, binaries: object
+) -> None:
     path = archive_factory("sm90").path
-    rewrite(path, {**parts(path)[0], "binaries": binaries})
+    parts = archive_parts.of(path.read_bytes())
+    for document in parts.sections.values():
+        document.update(binaries=binaries, common=common)
+    path.write_bytes(parts.together())
     refused(path)
+
+
+PLACE = {"of": "a.b:cuda", "offset": 0, "size": 1, "sha256": "ab"}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        *(None, {}, 1, "x", [1], [None], [[]], [{}]),
+        *([{**PLACE, key: wrong}] for key in PLACE for wrong in (None, [], 1.5, -1, {})),
+        *([{**PLACE, key: far}] for key in ("offset", "size") for far in (2**40, 2**62, 2**70)),
+        [PLACE],
+    ],
+)
+def test_sections_that_are_none(
+    archive_factory: Factory, archive_parts: Any, sections: object
+) -> None:
+    path = archive_factory("sm90").path
+    manifest = {**archive_parts.of(path.read_bytes()).manifest, "sections": sections}
+    path.write_bytes(archive_parts.sealed(json.dumps(manifest).encode(), b"rest"))
+    refused(path, "section")
+
+
+def test_a_section_that_holds_another_kernel(archive_factory: Factory, archive_parts: Any) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:2]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    parts.sections = {"linear_scan.another:cuda": document}
+    path.write_bytes(parts.together())
+    refused(path, "binary 0 of the section linear_scan.another:cuda is", str(VARIANTS[0]))
 
 
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -226,23 +276,40 @@ WRONG: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize(
     ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
 )
-def test_a_wrong_type_in_the_manifest(archive_factory: Factory, key: str, value: object) -> None:
+def test_a_wrong_type_in_an_entry(
+    archive_factory: Factory, archive_parts: Any, key: str, value: object
+) -> None:
     path = archive_factory("sm90").path
-    manifest, blobs = parts(path)
-    manifest["binaries"][1][key] = value
-    rewrite(path, manifest, blobs)
-    refused(path, "binary 1 of the manifest")
+    parts = archive_parts.of(path.read_bytes())
+    next(iter(parts.sections.values()))["binaries"][1][key] = value
+    path.write_bytes(parts.together())
+    refused(path, f"binary 1 of the section linear_scan.{VARIANTS[0].kernel}:cuda")
 
 
-def test_every_field_of_a_manifest_is_required(archive_factory: Factory) -> None:
+def test_every_field_of_an_entry_is_required(archive_factory: Factory, archive_parts: Any) -> None:
     path = archive_factory("sm90").path
-    manifest, blobs = parts(path)
-    assert set(manifest["binaries"][0]) == set(WRONG)
+    whole = path.read_bytes()
+    document = next(iter(archive_parts.of(whole).sections.values()))
+    assert {*document["common"], *document["binaries"][0]} == set(WRONG)
     for key in set(WRONG) - {"registers", "static_shared", "spill_bytes"}:
-        changed = json.loads(json.dumps(manifest))
-        del changed["binaries"][0][key]
-        rewrite(path, changed, blobs)
-        refused(path, "binary 0 of the manifest")
+        parts = archive_parts.of(whole)
+        document = next(iter(parts.sections.values()))
+        for holder in (document["common"], *document["binaries"]):
+            holder.pop(key, None)
+        path.write_bytes(parts.together())
+        refused(path, "binary 0 of the section")
+
+
+def test_what_entries_have_in_common_is_said_once(
+    archive_factory: Factory, archive_parts: Any, a_binary: Make
+) -> None:
+    one, two = a_binary(VARIANTS[0]), a_binary(VARIANTS[1], registers=7)
+    path = archive_factory("sm90", [one, two]).path
+    (document,) = archive_parts.of(path.read_bytes()).sections.values()
+    assert "compiler" in document["common"]
+    assert all("compiler" not in own for own in document["binaries"])
+    assert [own["registers"] for own in document["binaries"]] == [40, 7]
+    assert Archive(path).binaries == (one[0], two[0])
 
 
 @pytest.mark.parametrize(
@@ -256,12 +323,14 @@ def test_every_field_of_a_manifest_is_required(archive_factory: Factory) -> None
         ("size", 2**70),
     ],
 )
-def test_a_wrong_place(archive_factory: Factory, a_binary: Make, key: str, value: int) -> None:
+def test_a_wrong_place(
+    archive_factory: Factory, a_binary: Make, archive_parts: Any, key: str, value: int
+) -> None:
     """Numbers of the right type that lead elsewhere give other bytes, and so another digest."""
     path = archive_factory("sm90", [a_binary(v) for v in VARIANTS[:2]]).path
-    manifest, blobs = parts(path)
-    manifest["binaries"][0][key] = value
-    rewrite(path, manifest, blobs)
+    parts = archive_parts.of(path.read_bytes())
+    next(iter(parts.sections.values()))["binaries"][0][key] = value
+    path.write_bytes(parts.together())
     refused(path)
 
 
@@ -328,16 +397,15 @@ JSON = st.recursive(
 
 @settings(deadline=None, max_examples=300)
 @given(key=st.sampled_from(sorted(WRONG)), value=JSON)
-def test_any_value_in_a_manifest_of_the_right_digest(
-    intact: tuple[bytes, dict[str, bytes]], key: str, value: object
+def test_any_value_in_an_entry_of_the_right_digest(
+    intact: tuple[bytes, dict[str, bytes]], archive_parts: Any, key: str, value: object
 ) -> None:
     """A writer with a defect is no reason for another kind of error, or for wrong bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sm90.scanreg"
-        path.write_bytes(intact[0])
-        manifest, blobs = parts(path)
-        manifest["binaries"][1][key] = value
-        rewrite(path, manifest, blobs)
+        parts = archive_parts.of(intact[0])
+        next(iter(parts.sections.values()))["binaries"][1][key] = value
+        path.write_bytes(parts.together())
         survives(path, intact[1])
 
 

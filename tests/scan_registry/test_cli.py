@@ -16,6 +16,7 @@ from scan_registry import inventory
 from scan_registry.archive import Archive, Binary
 from scan_registry.cli import COMMANDS, main
 from scan_registry.cli import inspect as command
+from scan_registry.cli.tables import SHORT_DTYPES
 from scan_registry.inventory import Catalogue
 from scan_registry.kernels.linear_scan.spec import FAMILY
 
@@ -59,7 +60,7 @@ def installed(
     monkeypatch.setattr(inventory, "ROOT", tmp_path)
     found = Catalogue(tuple(archive_factory(arch, held) for arch, held in binaries.items()))
     monkeypatch.setattr(command, "catalogue", lambda: found)
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "120")
     return found
 
 
@@ -116,12 +117,13 @@ def test_one_row_per_binary(installed: Catalogue, capsys: Capture) -> None:
         "channel_last_backward, cuda",
     ):
         assert f"linear_scan.{title}" in out
-    statics = [str(value) for _, value in FORWARD.statics]
+    statics = [SHORT_DTYPES.get(str(value), str(value)) for _, value in FORWARD.statics]
+    assert statics[0] == "fp32"
     size = [str(len(f"code of {FORWARD} for sm_90")), "B"]
-    expected = ["sm90", *statics, "40", "0", "1024+512", "128", *size, "yes,", "1.2e-07"]
+    expected = ["sm90", *statics, "40", "0", "1024+512", "128", *size, "1.2e-07"]
     assert cells(out, "sm90", *statics) == expected
-    assert cells(out, "sm90a")[-2:] == ["failed,", "3.0e-02"]
-    statics = [str(value) for _, value in BACKWARD.statics]
+    assert cells(out, "sm90a")[-2:] == ["!", "3.0e-02"]
+    statics = [SHORT_DTYPES.get(str(value), str(value)) for _, value in BACKWARD.statics]
     row = cells(out, "ptx80", *statics)
     assert row[1 + len(statics) :][:4] == ["?", "?", "?+0", "256"]
     assert row[-1] == "no"

@@ -446,11 +446,11 @@ def test_a_refused_binary_is_told_from_a_failing_driver(
     assert "cuModuleLoadData" in error["words"]
 
 
-def test_a_damaged_binary_never_reaches_the_driver(stub_driver: Any, one_binary: Archive) -> None:
+def test_a_damaged_binary_never_reaches_the_driver(
+    stub_driver: Any, one_binary: Archive, archive_parts: Any
+) -> None:
     stub_driver.gpu()
-    content = bytearray(one_binary.path.read_bytes())
-    content[-1] ^= 1
-    one_binary.path.write_bytes(content)
+    one_binary.path.write_bytes(archive_parts.flipped(one_binary.path.read_bytes()))
     error = play_loader(stub_driver, one_binary, "print(json.dumps(failure(load)))")
     assert str(one_binary.path) in error["words"]
     assert not stub_driver.calls("cuModuleLoadData")
@@ -472,5 +472,6 @@ def test_a_failed_launch_runs_again(stub_driver: Any, one_binary: Archive) -> No
 
 def a_problem() -> LinearScanProblem:
     """Two batches of three channels."""
-    strides = (Strides(3072, 1024, 1),) * 3
-    return LinearScanProblem("forward", "time_last", "float32", 2, 3, 1024, strides, 16)
+    strides = (*(Strides(0, 3072, 1024, 1),) * 3, Strides(0, 3, 1, 0))
+    dtypes, sizes = ("float32", "float32"), (1, 2, 3, 1024)
+    return LinearScanProblem("forward", "time_last", *dtypes, *sizes, strides, 16)

@@ -240,7 +240,7 @@ def test_what_cannot_be_explained(hopper: System) -> None:
         scan_registry.explain(scan_registry.linear_scan, tensor)
     with pytest.raises(TypeError, match="'axis'"):
         scan_registry.explain(scan_registry.linear_scan, tensor, tensor, axis=0)
-    with pytest.raises(ValueError, match="they must be equal"):
+    with pytest.raises(ValueError, match="they must broadcast to one shape"):
         scan_registry.explain(scan_registry.linear_scan, tensor, torch.rand(2, 9))
     with pytest.raises(ValueError, match="'scan'; accepted are linear_scan"):
         explain_for(hopper, "scan", tensor, tensor)
@@ -274,7 +274,11 @@ def test_whatever_is_installed_has_the_schemas_form(
     assert found["call"] == {
         "dtype": "bfloat16",
         "shape": [2, 8, 4096],
+        "gates_dtype": "bfloat16",
+        "gates_shape": [2, 8, 4096],
         "dim": -1,
+        "reverse": False,
+        "sequences": None,
         "backend": "auto",
     }
     archives = [a for a in catalogue().archives if a.arch.misfit(capability) is None]
@@ -374,7 +378,7 @@ def test_a_denied_binary_is_not_taken(installed: Catalogue, capsys: Capture) -> 
     ("words", "message"),
     [
         (["scan"], "operator is 'scan'; accepted are linear_scan"),
-        (["--dtype", "float64"], "--dtype is 'float64'; accepted are float32, fp32, bfloat16"),
+        (["--dtype", "int8"], "--dtype is 'int8'; accepted are float32, fp32, bfloat16"),
         (["--backend", "hip"], "--backend is 'hip'; accepted are auto, cuda, triton, reference"),
         (["--require", "fast"], "--require is 'fast'; accepted are aot, ptx, jit, reference"),
         (["--shape", "8x7"], "--shape is '8x7'; accepted are sizes such as"),
@@ -382,7 +386,7 @@ def test_a_denied_binary_is_not_taken(installed: Catalogue, capsys: Capture) -> 
         (["--shape", "-1,7"], "--shape is '-1,7'"),
         (["--shape", f"{2**40},{2**40}"], "accepted are at most 2**60 elements"),
         (["--shape", f"{2**70},0"], "accepted are at most 2**60 elements"),
-        (["--dim", "3"], "dim is 3; a tensor of 3 dimensions accepts -3 to 2"),
+        (["--dim", "3"], "dim is 3; tensors of 3 dimensions accept -3 to 2"),
         (["--arch", "hopper"], "--arch is 'hopper'; accepted is a GPU's architecture, such as"),
         (["--arch", "ptx80"], "--arch is 'ptx80'"),
         (["--arch", "sm_90a"], "--arch is 'sm_90a'"),

@@ -12,20 +12,18 @@ import json
 import os
 import random
 import signal
-import struct
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from scan_registry import archive, providers
-from scan_registry.archive import MAGIC, SUFFIX, Archive, ArchiveError, Binary, digest
+from scan_registry.archive import SUFFIX, Archive, ArchiveError, Binary, digest
 from scan_registry.cache import Cache
 from scan_registry.device import Device
 from scan_registry.fit import misfit
@@ -41,7 +39,6 @@ Describe = Callable[..., Device]
 
 TOTAL = int(os.environ.get("SCAN_REGISTRY_FUZZ") or 10_000)
 TIME_LIMIT = 5.0  # seconds for an example, which takes about a millisecond
-HEADER = struct.Struct("<8sQ32s")
 SM90 = Target.parse("sm90")
 KEY = "ab" + 62 * "0"
 VARIANTS = [
@@ -53,13 +50,23 @@ VARIANTS = [
 
 def problems() -> Iterator[LinearScanProblem]:
     """One for each kernel of ``VARIANTS``."""
-    time_last, channel_last = Strides(4096, 1024, 1), Strides(4096, 1, 4)
-    yield LinearScanProblem(
-        "forward", "time_last", "float32", 2, 4, 1024, (time_last,) * 3, alignment=16
-    )
-    yield LinearScanProblem(
-        "forward", "channel_last", "float32", 2, 4, 1024, (channel_last,) * 3, alignment=16
-    )
+    state = Strides(0, 4, 1, 0)
+    for layout, strides in (
+        ("time_last", Strides(0, 4096, 1024, 1)),
+        ("channel_last", Strides(0, 4096, 1, 4)),
+    ):
+        yield LinearScanProblem(
+            "forward",
+            layout,
+            "float32",
+            "float32",
+            outer=1,
+            batch=2,
+            channels=4,
+            time=1024,
+            strides=(strides, strides, strides, state),
+            alignment=16,
+        )
 
 
 # --- Running examples -------------------------------------------------------------------------
@@ -226,22 +233,26 @@ def held(a_binary: Make) -> list[tuple[Binary, bytes]]:
 
 
 @pytest.fixture
-def intact(held: list[tuple[Binary, bytes]], tmp_path: Path) -> tuple[dict[str, Any], bytes, bytes]:
-    """The archive's manifest, the bytes behind it, and the whole file."""
+def intact(held: list[tuple[Binary, bytes]], tmp_path: Path) -> bytes:
+    """The archive's content."""
     path = tmp_path / "intact" / f"sm90{SUFFIX}"
     archive.write(path, SM90, held, {"version": "9.9.9", "commit": "c0ffee"})
-    whole = path.read_bytes()
-    end = HEADER.size + HEADER.unpack_from(whole)[1]
-    return json.loads(whole[HEADER.size : end]), whole[end:], whole
+    return path.read_bytes()
 
 
-def sealed(manifest: bytes, blobs: bytes, chance: random.Random) -> bytes:
-    """A file whose manifest has the digest that the header states; the length may be a lie."""
+def sealed(parts: Any, chance: random.Random) -> bytes:
+    """A file with a malformed manifest, or one malformed section, and the digests that belong to
+    them; the manifest's length may be a lie."""
+    if chance.random() < 0.6:
+        of = chance.choice([*parts.sections])
+        text = malformed(parts.sections[of], chance)
+        return bytes(parts.together(**{of.split(".")[1].split(":")[0]: text}))
+    end = parts.HEADER.size + parts.HEADER.unpack_from(whole := parts.together())[1]
+    manifest = malformed(json.loads(whole[parts.HEADER.size : end]), chance)
     length = len(manifest)
     if chance.random() < 0.05:
         length += chance.choice([-1, 1, 2**32, 2**63 - 1])
-    header = HEADER.pack(MAGIC, length, sha256(manifest).digest())
-    return header + manifest + blobs
+    return bytes(parts.sealed(manifest, whole[end:], length))
 
 
 def consult(path: Path, device: Device) -> list[bytes]:
@@ -271,8 +282,11 @@ def consult(path: Path, device: Device) -> list[bytes]:
     for problem in problems():
         fresh = Archive(path, "acme")
         of_kernel = partial(fresh.of, FAMILY.name, problem.kernel)
-        for binary in attempt(of_kernel) or ():
-            read(fresh, binary)
+        for entry in attempt(of_kernel) or ():
+            str(entry).encode()
+            binary = attempt(partial(getattr, entry, "binary"))
+            if binary is not None:
+                read(fresh, binary)
         decision = select(System(device, (Archive(path, "acme"),)), FAMILY, problem)
         for loser in decision.rejected:
             assert str(path) in loser.reason or not loser.damaged
@@ -289,7 +303,7 @@ def consult(path: Path, device: Device) -> list[bytes]:
 
 def test_damaged_archives(
     tmp_path: Path,
-    intact: tuple[dict[str, Any], bytes, bytes],
+    intact: bytes,
     held: list[tuple[Binary, bytes]],
     a_device: Describe,
 ) -> None:
@@ -297,20 +311,20 @@ def test_damaged_archives(
     original = {content for _, content in held}
 
     def example(chance: random.Random) -> None:
-        path.write_bytes(damaged(intact[2], chance))
+        path.write_bytes(damaged(intact, chance))
         assert original.issuperset(consult(path, device))
 
     run("damaged archive", 0.35, example)
 
 
 def test_archives_that_are_sealed_and_wrong(
-    tmp_path: Path, intact: tuple[dict[str, Any], bytes, bytes], a_device: Describe
+    tmp_path: Path, intact: bytes, archive_parts: Any, a_device: Describe
 ) -> None:
-    """A writer with a defect, rather than a disk with one: the manifest's digest is right."""
+    """A writer with a defect, rather than a disk with one: the digests are right."""
     device, path = a_device(), tmp_path / f"sm90{SUFFIX}"
 
     def example(chance: random.Random) -> None:
-        path.write_bytes(sealed(malformed(intact[0], chance), intact[1], chance))
+        path.write_bytes(sealed(archive_parts.of(intact), chance))
         consult(path, device)
 
     run("sealed archive", 0.4, example)
@@ -318,34 +332,32 @@ def test_archives_that_are_sealed_and_wrong(
 
 def test_an_undamaged_archive_is_read(
     tmp_path: Path,
-    intact: tuple[dict[str, Any], bytes, bytes],
+    intact: bytes,
     held: list[tuple[Binary, bytes]],
+    archive_parts: Any,
     a_device: Describe,
 ) -> None:
     """So that the tests above do not pass because nothing is ever read."""
     path = tmp_path / f"sm90{SUFFIX}"
-    manifest = json.dumps(intact[0]).encode()
-    never = random.Random()
-    never.random = lambda: 1.0  # type: ignore[method-assign]
-    path.write_bytes(sealed(manifest, intact[1], never))
+    path.write_bytes(archive_parts.of(intact).together())
     contents = consult(path, a_device())
     assert set(contents) == {content for _, content in held}
     assert len(contents) == 8  # each once by itself and once by kernel, and the two winners
 
 
-def test_cache_entries(tmp_path: Path, held: list[tuple[Binary, bytes]]) -> None:
+def test_cache_entries(
+    tmp_path: Path, held: list[tuple[Binary, bytes]], archive_parts: Any
+) -> None:
     """A bad entry counts as missing, and says nothing."""
     folder = tmp_path / "cache"
     Cache(folder).put(KEY, SM90, held[0])
     path = folder / KEY[:2] / KEY / f"sm90{SUFFIX}"
     whole = path.read_bytes()
-    end = HEADER.size + HEADER.unpack_from(whole)[1]
-    manifest, blobs = json.loads(whole[HEADER.size : end]), whole[end:]
 
     def example(chance: random.Random) -> None:
         seal = chance.random() < 0.5
-        content = sealed(malformed(manifest, chance), blobs, chance)
-        path.write_bytes(content if seal else damaged(whole, chance))
+        content = sealed(archive_parts.of(whole), chance) if seal else damaged(whole, chance)
+        path.write_bytes(content)
         found = Cache(folder).get(KEY, SM90)
         if found is not None:
             assert digest(found[1]) == found[0].sha256

@@ -55,8 +55,9 @@ warnings.showwarning = lambda message, *_: told.append(f"{type(message).__name__
 
 
 def prepare(ordinal=0, backend="auto", time=1024, lowest=Rung.REFERENCE):
-    strides = (Strides(3 * time, time, 1),) * 3
-    problem = LinearScanProblem("forward", "time_last", "float32", 2, 3, time, strides, 16)
+    strides = (*(Strides(0, 3 * time, time, 1),) * 3, Strides(0, 3, 1, 0))
+    dtypes, sizes = ("float32", "float32"), (1, 2, 3, time)
+    problem = LinearScanProblem("forward", "time_last", *dtypes, *sizes, strides, 16)
     return loader.prepare(ordinal, FAMILY, problem, backend, lowest)
 
 

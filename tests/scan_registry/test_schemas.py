@@ -126,6 +126,9 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         "inspect": document("inspect"),
         "selftest": document("selftest", "--device", "cpu"),
+        "bench": document(
+            *("bench", "--device", "cpu", "--bs", "1", "--d_model", "8", "--seqlens", "16")
+        ),
         "verify": document("verify"),
         "cache-list": document("cache", "list"),
         "cache-export": document("cache", "export", str(folder / "package"), "--wheel"),
@@ -133,7 +136,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-NAMES = ["inspect", "selftest", "verify", "cache-list", "cache-export", "cache-clear"]
+NAMES = ["inspect", "selftest", "bench", "verify", "cache-list", "cache-export", "cache-clear"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scan_registry.archive import Archive, Binary, digest
+from scan_registry.archive import Archive, Binary, Entry, digest
 from scan_registry.device import Device
 from scan_registry.fit import Rung, Toolchain
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
@@ -51,19 +52,25 @@ MISSING: Mapping[Language, Toolchain | str] = {
 
 def a_problem(time: int = 1024, dtype: str = "float32", alignment: int = 16) -> LinearScanProblem:
     """Forward, time contiguous, two batches of three channels."""
-    strides = (Strides(3 * time, time, 1),) * 3
-    return LinearScanProblem("forward", "time_last", dtype, 2, 3, time, strides, alignment)
+    strides = (*(Strides(0, 3 * time, time, 1),) * 3, Strides(0, 3, 1, 0))
+    sizes = (1, 2, 3, time)
+    return LinearScanProblem("forward", "time_last", dtype, dtype, *sizes, strides, alignment)
 
 
 def in_memory(arch: str, binaries: Iterable[Binary], provider: str = "scan-registry") -> Archive:
-    """An archive that was never on disk: selection looks at nothing but its binaries."""
+    """An archive that was never on disk: selection looks at nothing but its entries."""
     target = Target.parse(arch)
-    archive = Archive(Path(provider) / f"{target.label}.scanreg", provider)
-    held = tuple(binaries)
-    archive.__dict__["binaries"] = held
-    archive.__dict__["_records"] = [{"variant": str(binary.variant)} for binary in held]
-    archive.__dict__["_parsed"] = {number: (binary, 0) for number, binary in enumerate(held)}
+    archive = InMemory(Path(provider) / f"{target.label}.scanreg", provider)
+    archive.__dict__["binaries"] = tuple(binaries)
     return archive
+
+
+class InMemory(Archive):
+    def of(self, family: str, kernel: str) -> tuple[Entry, ...]:
+        key = family, kernel
+        held = (b for b in self.binaries if (b.variant.family, b.variant.kernel) == key)
+        records = (json.loads(json.dumps({**b.to_json(), "offset": 0})) for b in held)
+        return tuple(Entry(record, str(self.path)) for record in records)
 
 
 def decide(
@@ -396,7 +403,7 @@ def test_what_the_spec_does_not_accept(archive_factory: Factory, a_device: Descr
     assert (variant.text("dtype"), variant.text("access")) == ("float16", "generic")
     assert "dtype float32, not float16" in told(decision, "dtype=float32")
     reason = "rows are not made of whole chunks of 8 float16"
-    assert reason in told(decision, "dtype=float16,access=aligned")
+    assert reason in told(decision, "dtype=float16,gates=float16,access=aligned")
 
 
 def test_other_kernels_are_not_mentioned(archive_factory: Factory, a_device: Describe) -> None:

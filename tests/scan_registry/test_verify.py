@@ -157,12 +157,10 @@ def test_a_number_of_processes_that_is_none(
 
 
 def test_a_binary_with_other_bytes(
-    install: Install, compiled: dict[str, list[Entry]], capsys: Capture
+    install: Install, compiled: dict[str, list[Entry]], capsys: Capture, archive_parts: Any
 ) -> None:
     held = install("sm103", compiled["sm103"])
-    content = bytearray(held.path.read_bytes())
-    content[-1] ^= 1  # of the last binary
-    held.path.write_bytes(content)
+    held.path.write_bytes(archive_parts.flipped(held.path.read_bytes()))
     found = document(capsys, status=1)
     (defect,) = found["defects"]
     assert (defect["path"], defect["variant"]) == (str(held.path), str(SECOND))
@@ -491,13 +489,14 @@ def compared(held: Archive) -> list[verify.Comparison]:
 
 
 def test_what_is_not_worth_compiling(
-    install: Install, compiled: dict[str, list[Entry]], monkeypatch: pytest.MonkeyPatch
+    install: Install,
+    compiled: dict[str, list[Entry]],
+    monkeypatch: pytest.MonkeyPatch,
+    archive_parts: Any,
 ) -> None:
     first, second = compiled["sm103"]
     held = install("sm103", [altered(first, source_sha256="ab" * 32), second])
-    content = bytearray(held.path.read_bytes())
-    content[-1] ^= 1
-    held.path.write_bytes(content)
+    held.path.write_bytes(archive_parts.flipped(held.path.read_bytes()))
     other, damaged = compared(held)
     assert (other.outcome, damaged.outcome) == ("not comparable", "not comparable")
     assert other.reason == "made from other sources or options"

@@ -1,0 +1,21 @@
+from typing import Literal, TypeAlias
+
+_Addresses: TypeAlias = tuple[int | None, ...]
+_Integers: TypeAlias = tuple[int, ...]
+
+def forward(
+    dtype: str, gates_dtype: str, pointers: _Addresses, scalars: _Integers, threads: int, /
+) -> None: ...
+def backward(
+    dtype: str, gates_dtype: str, pointers: _Addresses, scalars: _Integers, threads: int, /
+) -> None: ...
+def reduction(
+    dtype: str,
+    gates_dtype: str,
+    pointers: _Addresses,
+    scalars: _Integers,
+    threads: int,
+    layout: Literal["time_last", "channel_last"],
+    /,
+) -> None: ...
+def instructions(name: str = ..., /) -> str: ...

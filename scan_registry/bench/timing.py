@@ -1,0 +1,156 @@
+"""Timing several implementations fairly: in turns, over inputs that no cache holds.
+
+On a GPU a recording is a CUDA graph of launches, so that what is measured is the kernels; where
+something cannot be recorded, the launches themselves between two events. On the CPU it is the wall
+clock of the calls.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Call = Callable[[], Any]
+
+LAUNCHES = 12  # in a recording, at least
+ENOUGH_MS = 5.0  # of calls that no graph records, for one recording
+WARM_UP, ROUNDS = 4, 11  # replays of each recording
+CACHES = 3  # inputs rotate over this many last-level caches
+MOST_SETS = 64  # of inputs, however small they are
+LEAST_STREAMED = 1 << 22  # floats, where the cache is small
+_USUAL_CACHE = 32 << 20  # where the C library does not tell
+
+
+class Recording(Protocol):
+    """Calls that can be made again and again."""
+
+    def ms(self) -> float:
+        """Make them all; the time of one."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A CUDA graph of launches, and how many."""
+
+    graph: torch.cuda.CUDAGraph
+    launches: int
+    calls: Sequence[Call]  # kept alive, with their inputs
+
+    def ms(self) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / self.launches
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Launches one after the other; a kernel shorter than its launch is measured as that."""
+
+    turns: int
+    calls: Sequence[Call]
+
+    def ms(self) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(self.turns):
+            for call in self.calls:
+                call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / (self.turns * len(self.calls))
+
+
+@dataclass(frozen=True)
+class WallClock:
+    """Calls that return when they are done."""
+
+    turns: int
+    calls: Sequence[Call]
+
+    def ms(self) -> float:
+        begin = time.perf_counter()
+        for _ in range(self.turns):
+            for call in self.calls:
+                call()
+        return 1e3 * (time.perf_counter() - begin) / (self.turns * len(self.calls))
+
+
+def record(calls: Sequence[Call], device: torch.device, captured: bool = True) -> Recording:
+    """Enough turns of the calls; on a GPU those of one turn write memory of their own.
+
+    captured: whether a CUDA graph can record them.
+    """
+    for call in calls[:2]:
+        call()
+    if device.type == "cpu":
+        once = WallClock(1, calls).ms() * len(calls)
+        return WallClock(max(1, round(ENOUGH_MS / max(once, 1e-3))), calls)
+    torch.cuda.synchronize()
+    turns = -(-LAUNCHES // len(calls))
+    if not captured:
+        once = Launches(1, calls).ms() * len(calls)
+        return Launches(max(1, min(turns, round(ENOUGH_MS / max(once, 1e-3)))), calls)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(turns):
+            outputs = [call() for call in calls]
+            del outputs
+    return Graph(graph, turns * len(calls), calls)
+
+
+def compete(recordings: Sequence[Recording]) -> list[tuple[float, float]]:
+    """Median and spread of each recording's ms per call; all of them in turns, after a warm-up."""
+    times: list[list[float]] = [[] for _ in recordings]
+    for number in range(-WARM_UP, ROUNDS):
+        for recording, measured in zip(recordings, times, strict=True):
+            ms = recording.ms()
+            if number >= 0:
+                measured.append(ms)
+    return [(statistics.median(measured), max(measured) - min(measured)) for measured in times]
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the cache before the memory: a GPU's L2, a processor's L3."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    try:
+        size = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+    except (ValueError, OSError):
+        size = 0
+    return size if size > 0 else _USUAL_CACHE
+
+
+def sets_of_inputs(traffic: int, device: torch.device) -> int:
+    """How many sets a call that moves so many bytes rotates over."""
+    return min(MOST_SETS, max(1, -(-CACHES * cache_bytes(device) // traffic)))
+
+
+def streaming_bandwidth(device: torch.device) -> float:
+    """Bytes per ms of a large elementwise operation with two reads and a write."""
+    count = 1 << 28 if device.type == "cuda" else max(LEAST_STREAMED, cache_bytes(device) // 4)
+    a, b, out = (torch.randn(count, device=device) for _ in range(3))
+    ((ms, _),) = compete([record([lambda: torch.add(a, b, out=out)], device)])
+    return 3 * a.numel() * a.element_size() / ms
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be taken; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,6 @@
+"""Stands in for ``accelerated-scan`` 0.3.1: ``warp``, ``scalar``, ``complex`` and ``ref``, each with its
+``scan``; and ``triton``, as ``scalar`` was called up to 0.2.0.
+
+All compute h[t] = gates[t] * h[t-1] + tokens[t] along the last dimension of (B, C, T) tensors, from
+h[-1] = 0.
+"""

@@ -1,0 +1,33 @@
+"""Stands in for ``accelerated_scan.triton`` of 0.2.0, which has been ``accelerated_scan.scalar`` since."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from scan_registry.compat.arguments import backend_for, check_pair
+from scan_registry.ops.linear_scan import linear_scan
+
+
+def scan(gates: Tensor, tokens: Tensor) -> Tensor:
+    """h[t] = gates[t] * h[t-1] + tokens[t] along the last dimension, from h[-1] = 0.
+
+    Runs the Triton kernels of this package, which are compiled ahead of time. As
+    ``accelerated_scan.triton.scan`` of 0.2.0, except that
+
+    - T is any length, not a power of two, and no kernel is compiled for each;
+    - neither tensor has to be contiguous, and they may be on the CPU;
+    - the recurrence is computed in float32 or better, and second derivatives are right.
+
+    Args:
+        gates: (B, C, T).
+        tokens: (B, C, T).
+
+    Returns:
+        The states, (B, C, T), in the dtype of ``tokens``.
+
+    Raises:
+        TypeError, ValueError: the arguments are not as described.
+        NoKernelError: no Triton kernel runs on this GPU.
+    """
+    check_pair("(B, C, T)", gates=gates, tokens=tokens)
+    return linear_scan(gates, tokens, backend=backend_for(tokens, "triton"))

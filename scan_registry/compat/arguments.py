@@ -1,0 +1,39 @@
+"""What the stand-ins check before ``linear_scan`` checks the rest: in the names of their arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from scan_registry.select import Backend
+
+
+def check_pair(layout: str, **given: Any) -> None:
+    """Refuse anything but two tensors of numbers with fractions, of one shape of three dimensions,
+    on one device; ``TypeError`` or ``ValueError`` names the argument. ``layout`` names the dimensions.
+    """
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+        if not (value.is_floating_point() or value.is_complex()):
+            raise TypeError(
+                f"{name} has dtype {value.dtype}; accepted are floating-point and complex numbers"
+            )
+        if value.dim() != 3:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {layout}")
+    (one, first), (other, second) = given.items()
+    if first.shape != second.shape:
+        raise ValueError(
+            f"{one} has shape {tuple(first.shape)}, {other} {tuple(second.shape)}; "
+            f"both must be {layout} of the same sizes"
+        )
+    if first.device != second.device:
+        raise ValueError(
+            f"{one} is on {first.device}, {other} on {second.device}; they must be on one device"
+        )
+
+
+def backend_for(tensor: Tensor, pinned: Backend) -> Backend:
+    """The language that the replaced function is written in; on the CPU, whatever there is."""
+    return pinned if tensor.is_cuda else "auto"

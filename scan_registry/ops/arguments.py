@@ -1,0 +1,193 @@
+"""What ``linear_scan`` accepts, and how its arguments become what the kernels take.
+
+Conversions are torch's own operators, so gradients flow back through them: to the dtype, and by a sum
+to the shape, that was given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape, states_dtype
+from scan_registry.select import BACKENDS
+
+COMPILED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+#: complex128 has no kernels for GPUs; it is there for tests of derivatives.
+ACCEPTED = (*COMPILED, torch.complex128)
+_NARROW = (torch.bfloat16, torch.float16)
+_OFFSETS = (torch.int32, torch.int64)
+
+
+class Options(NamedTuple):
+    """The arguments of a scan that are no tensors. ``dim`` is negative: it counts from the last
+    dimension, and so stays right where a dimension is added in front."""
+
+    dim: int = -1
+    reverse: bool = False
+    final: bool = False
+    backend: str = "auto"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensors(gates: Any, tokens: Any, initial_state: Any, cu_seqlens: Any) -> None:
+    """Refuse what are no dense tensors on one device; ``TypeError`` or ``ValueError`` names it."""
+    optional = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    given = {"gates": gates, "tokens": tokens}
+    given |= {name: value for name, value in optional.items() if value is not None}
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+        if value.layout != torch.strided or value.is_nested:
+            raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
+    for name, value in given.items():
+        if value.device != tokens.device:
+            raise ValueError(
+                f"{name} is on {value.device}, tokens on {tokens.device}; "
+                "they must be on one device"
+            )
+
+
+def check_options(gates: Tensor, tokens: Tensor, options: Options) -> tuple[torch.Size, Options]:
+    """The shape of the states, and the options with a negative ``dim``; an exception names what is not
+    accepted."""
+    backend, dim = options.backend, options.dim
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+    accepted = COMPILED if tokens.is_cuda and backend != "reference" else ACCEPTED
+    for name, tensor in (("gates", gates), ("tokens", tokens)):
+        if tensor.dtype not in accepted:
+            names = ", ".join(map(_name, accepted))
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted are {names}")
+    _check_mix(gates.dtype, tokens.dtype)
+    if not tokens.is_cuda and backend in ("cuda", "triton"):
+        raise ValueError(
+            f"backend is {backend!r}, which needs a CUDA device; tokens are on {tokens.device}"
+        )
+    for name, value in (("reverse", options.reverse), ("return_final_state", options.final)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be a bool")
+    shape = _broadcast(gates.shape, tokens.shape)
+    if shape is None:
+        raise ValueError(
+            f"gates have shape {tuple(gates.shape)}, tokens {tuple(tokens.shape)}; "
+            "they must broadcast to one shape"
+        )
+    if not isinstance(dim, (int, torch.SymInt)):
+        raise TypeError(f"dim is {dim!r}; it must be an int")
+    if len(shape) == 0:
+        raise ValueError("gates and tokens are scalars; they need a time dimension")
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(
+            f"dim is {dim}; tensors of {len(shape)} dimensions accept "
+            f"{-len(shape)} to {len(shape) - 1}"
+        )
+    negative = dim if dim < 0 else dim - len(shape)
+    return shape, Options(negative, options.reverse, options.final, backend)
+
+
+def _broadcast(one: Sequence[int], other: Sequence[int]) -> torch.Size | None:
+    """The shape that both broadcast to, if there is one."""
+    if one == other:
+        return torch.Size(one)
+    try:
+        both: torch.Size = torch.broadcast_shapes(tuple(one), tuple(other))
+        return both
+    except RuntimeError:
+        return None
+
+
+def _check_mix(gates: torch.dtype, tokens: torch.dtype) -> None:
+    """float64 and complex128 mix with one another, and the narrower ones with one another."""
+    wide = (torch.float64, torch.complex128)
+    if (gates in wide) != (tokens in wide):
+        raise TypeError(
+            f"gates have dtype {gates}, tokens {tokens}; float64 does not mix with narrower dtypes"
+        )
+
+
+def kernel_dtypes(gates: torch.dtype, tokens: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """What gates and tokens have to be converted to, without loss, for a kernel to take them: both are
+    of the states' dtype, or narrow tokens have float32 gates."""
+    states = states_dtype(gates, tokens)
+    if gates == states or (states in _NARROW and gates == torch.float32):
+        return gates, states
+    return (torch.float32 if states in _NARROW else states), states
+
+
+def check_initial_state(initial_state: Tensor, shape: Sequence[int], states: torch.dtype) -> None:
+    """Refuse a state that does not broadcast to ``shape``, or is not of a dtype that goes with it."""
+    if _broadcast(initial_state.shape, torch.Size(shape)) != torch.Size(shape):
+        raise ValueError(
+            f"initial_state has shape {tuple(initial_state.shape)}; it must broadcast to the "
+            f"state's shape, {tuple(shape)}"
+        )
+    fractions = initial_state.is_floating_point() or initial_state.is_complex()
+    if not fractions or (initial_state.is_complex() and not states.is_complex):
+        raise TypeError(
+            f"initial_state has dtype {initial_state.dtype}, which does not go with states of "
+            f"{states}"
+        )
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
+    """Refuse bounds of packed sequences that are none. On a GPU their values are checked only under
+    ``SCAN_REGISTRY_DEBUG``, as that waits for them."""
+    if cu_seqlens.dtype not in _OFFSETS:
+        raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one "
+            "sequence at least"
+        )
+    if cu_seqlens.is_cpu or (cu_seqlens.is_cuda and os.environ.get("SCAN_REGISTRY_DEBUG")):
+        check_bounds(cu_seqlens, time)
+
+
+def check_bounds(cu_seqlens: Tensor, time: int) -> None:
+    """``ValueError`` unless the bounds rise from 0 to ``time``."""
+    if (
+        torch.compiler.is_compiling()
+        or type(cu_seqlens) is not Tensor
+        or torch._C._functorch.is_batchedtensor(cu_seqlens)
+    ):
+        return
+    rises = bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if not rises or first != 0 or last != time:
+        how = "falls somewhere" if not rises else f"runs from {first} to {last}"
+        raise ValueError(
+            f"cu_seqlens {how}; it must rise from 0 to the {time} steps of the time dimension"
+        )
+
+
+def normalised(
+    gates: Any, tokens: Any, initial_state: Any, cu_seqlens: Any, options: Options
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Options]:
+    """The arguments as the operator takes them: gates that broadcast to the tokens' shape, in dtypes
+    that a kernel has; a state in its full shape and the dtype of the computation; int64 bounds."""
+    check_tensors(gates, tokens, initial_state, cu_seqlens)
+    shape, options = check_options(gates, tokens, options)
+    gates_dtype, states = kernel_dtypes(gates.dtype, tokens.dtype)
+    gates, tokens = gates.to(gates_dtype), tokens.to(states)
+    if tokens.shape != shape:
+        tokens = tokens.expand(shape)
+    sequences = None
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, shape[options.dim])
+        cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        of_state = state_shape(shape, options.dim % len(shape), sequences)
+        check_initial_state(initial_state, of_state, states)
+        initial_state = initial_state.to(compute_dtype(states))
+        if initial_state.shape != of_state:
+            initial_state = initial_state.expand(of_state)
+    return gates, tokens, initial_state, cu_seqlens, options

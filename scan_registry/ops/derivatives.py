@@ -1,0 +1,433 @@
+"""The operator in torch: dispatch, and derivatives in both modes, of any order.
+
+The first reverse-mode derivative is a kernel, or two where gates are broadcast. Everything else is
+written in differentiable operators, of which the scan is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad, profiler
+from torch.nn import Parameter
+
+from scan_registry import policy
+from scan_registry.kernels.linear_scan.reference import compute_dtype
+from scan_registry.ops import plans
+from scan_registry.ops.arguments import Options
+from scan_registry.ops.plans import Wanted
+from scan_registry.ops.problems import StateRoom
+
+Outputs = tuple[Tensor, Tensor | None]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+_PLAIN_TYPES = (Tensor, Parameter)
+_PLAIN_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+_is_compiling = torch.compiler.is_compiling
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # under is_grads_batched
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms_active = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
+_required = policy.required.get
+
+
+def unobserved(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher would do no more than find the kernels, which costs more than this.
+
+    Subclasses, lazy negations and conjugations, modes, transforms, tracers, profilers and
+    forward-mode derivatives see, or change, only what it dispatches.
+    """
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in _PLAIN_TYPES
+            or tensor.is_neg()
+            or tensor.is_conj()
+            or tensor._is_zerotensor()
+            or tensor.is_nested
+            or _is_legacy_batched(tensor)
+        ):
+            return False
+    return _nobody_watches()
+
+
+def _nobody_watches() -> bool:
+    return (
+        not _dispatch_modes()
+        and not _transforms_active()
+        and _tracing_state() is None
+        and not profiler._is_profiler_enabled
+        and not _forward_mode()
+    )
+
+
+def plain_addresses(gates: Any, tokens: Any) -> tuple[int, int] | None:
+    """Where two tensors lie that are of one shape and one real dtype, and ``unobserved``; else None.
+
+    The same as asking for all that, at less cost: tensors that only stand for others, or for zeros,
+    have no address, and real ones no lazy conjugate.
+    """
+    if type(gates) not in _PLAIN_TYPES or type(tokens) not in _PLAIN_TYPES:
+        return None
+    try:
+        dtype = gates.dtype
+        if (
+            dtype is not tokens.dtype
+            or dtype not in _PLAIN_DTYPES
+            or gates.shape != tokens.shape
+            or gates.is_neg()
+            or tokens.is_neg()
+            or not _nobody_watches()
+        ):
+            return None
+        places = gates.data_ptr(), tokens.data_ptr()
+    except RuntimeError:  # sparse or nested, or a batch that a transform of old maps over
+        return None
+    return places if all(places) else None
+
+
+def _forward_mode() -> bool:
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+def scan(
+    gates: Tensor,
+    tokens: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+) -> Outputs:
+    """The scan of ``normalised`` arguments, differentiable; None for a final state not asked for."""
+    tensors = gates, tokens, initial_state, cu_seqlens
+    if not _is_compiling():
+        if _transforms_active() or _forward_mode():
+            states, last = TransformedScan.apply(*tensors, options)  # type: ignore[no-untyped-call]
+            return states, last if options.final else None
+        if unobserved(*tensors):
+            if torch.is_grad_enabled() and _differentiated(*tensors[:3]):
+                return LinearScan.apply(*tensors, options, True)  # type: ignore[no-any-return, no-untyped-call]
+            return plans.forward(*tensors, options)
+    states, last = _op(*tensors, *options)
+    return states, last if options.final else None
+
+
+def _differentiated(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+# --- Reverse mode, first order: kernels -------------------------------------------------------
+
+
+class LinearScan(torch.autograd.Function):
+    """Saves gates, and states if gates want a gradient. ``direct`` goes round the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gates: Tensor,
+        tokens: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        options: Options,
+        direct: bool,
+    ) -> Outputs:
+        tensors = gates, tokens, initial_state, cu_seqlens
+        if direct:
+            states, last = plans.forward(*tensors, options)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                states, last = _op(*tensors, *options)
+        _save(ctx, gates, states, initial_state, cu_seqlens, options)
+        return states, last
+
+    @staticmethod
+    def backward(ctx: Any, states_grad: Tensor | None, last_grad: Tensor | None) -> Any:
+        if states_grad is None and (last_grad is None or not ctx.options.final):
+            return (None,) * 6
+        return *_backward(ctx, states_grad, last_grad), None, None, None
+
+
+class PlainScan(torch.autograd.Function):
+    """The same for a scan without options, at the least cost."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gates: Tensor, tokens: Tensor, dim: int, backend: Any, places: tuple[int, int]
+    ) -> Tensor:
+        states = plans.plain_forward(gates, tokens, dim, backend, places)
+        _save(ctx, gates, states, None, None, (dim, backend))
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, states_grad: Tensor | None) -> Any:
+        if states_grad is None:
+            return (None,) * 5
+        dim, backend = ctx.options
+        ctx.options = Options(dim if dim < 0 else dim - states_grad.dim(), backend=backend)
+        gradients = _backward(ctx, states_grad, None)
+        ctx.options = dim, backend
+        return *gradients[:2], None, None, None
+
+
+def _save(
+    ctx: Any, gates: Tensor, states: Tensor, initial: Tensor | None, bounds: Any, options: Any
+) -> None:
+    ctx.set_materialize_grads(False)
+    if ctx.needs_input_grad[0]:
+        ctx.save_for_backward(gates, states, initial, bounds)
+    else:
+        ctx.save_for_backward(gates, None, None, bounds)
+    ctx.of_states = states.shape, states.dtype
+    ctx.options, ctx.required = options, _required()
+
+
+def _backward(ctx: Any, states_grad: Tensor | None, last_grad: Tensor | None) -> Gradients:
+    gates, states, initial_state, cu_seqlens = ctx.saved_tensors
+    if states_grad is None:
+        shape, dtype = ctx.of_states
+        states_grad = gates.new_zeros((), dtype=dtype).expand(shape)
+    if not ctx.options.final:
+        last_grad = None
+    needs = ctx.needs_input_grad
+    wanted = needs[0], needs[1], needs[2]
+    tensors = gates, states, states_grad, initial_state, last_grad, cu_seqlens
+    with policy.as_required(ctx.required):
+        # Under create_graph, and where batches of gradients are mapped over.
+        if torch.is_grad_enabled() or _transforms_active():
+            return differentiable_backward(*tensors, ctx.options, wanted)
+        if unobserved(*tensors):
+            return plans.backward(*tensors, ctx.options, wanted)
+        return _dispatched_backward(*tensors, ctx.options, wanted)
+
+
+def _dispatched_backward(*args: Any) -> Gradients:
+    *tensors, options, wanted = args
+    found = _backward_op(*tensors, options.dim, options.reverse, options.backend, list(wanted))
+    gates_grad, tokens_grad, initial_grad = (
+        each if want else None for each, want in zip(found, wanted, strict=True)
+    )
+    return gates_grad, tokens_grad, initial_grad
+
+
+# --- Everything else: differentiable operators ------------------------------------------------
+
+
+def _before(
+    x: Tensor, boundary: Tensor | None, cu_seqlens: Tensor | None, options: Options
+) -> Tensor:
+    """What comes before each step along the walk; ``boundary``, or zero, before the first steps."""
+    dim, reverse = options.dim, options.reverse
+    count = x.shape[dim]
+    if count == 0:
+        return x
+    if cu_seqlens is None:
+        edge = torch.zeros_like(x.narrow(dim, 0, 1))
+        if boundary is not None:
+            edge = boundary.unsqueeze(dim % x.dim())
+        parts = (
+            [x.narrow(dim, 1, count - 1), edge] if reverse else [edge, x.narrow(dim, 0, count - 1)]
+        )
+        return torch.cat(parts, dim)
+    times = torch.arange(count, device=x.device)
+    number = torch.searchsorted(cu_seqlens, times, right=True) - 1
+    number = number.clamp(0, cu_seqlens.shape[0] - 2)
+    first = times + 1 == cu_seqlens[number + 1] if reverse else times == cu_seqlens[number]
+    along = [1] * x.dim()
+    along[dim] = count
+    edge = torch.zeros_like(x)
+    if boundary is not None:
+        edge = boundary.index_select(dim, number)
+    return torch.where(first.view(along), edge, x.roll(-1 if reverse else 1, dim))
+
+
+def differentiable_backward(
+    gates: Tensor,
+    states: Tensor | None,
+    states_grad: Tensor,
+    initial_state: Tensor | None,
+    last_grad: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+    wanted: Wanted,
+) -> Gradients:
+    """The backward pass in differentiable operators: with h[t] the gradient that reaches x[t-1], a
+    scan against the forward one over h[t] = conj(gates[t]) * (states_grad[t] + h[t+1])."""
+    compute = compute_dtype(states_grad.dtype)
+    factor, grad = gates.to(compute).conj().resolve_conj(), states_grad.to(compute)
+    against = Options(options.dim, not options.reverse, True, options.backend)
+    h, initial_grad = scan(factor, factor * grad, last_grad, cu_seqlens, against)
+    adjoint = grad + _before(h, last_grad, cu_seqlens, against)
+    gates_grad = None
+    if wanted[0]:
+        assert states is not None
+        earlier = _before(states.to(compute), initial_state, cu_seqlens, options)
+        gates_grad = (adjoint * earlier.conj()).sum_to_size(gates.shape).to(gates.dtype)
+    return (
+        gates_grad,
+        adjoint.to(states_grad.dtype) if wanted[1] else None,
+        initial_grad if wanted[2] else None,
+    )
+
+
+def _alive(tensor: Any) -> Any:
+    """What a transform that has ended wrapped, for pullbacks that are called after it."""
+    return None if tensor is None else torch._C._functorch.unwrap_if_dead(tensor)
+
+
+def _primal(tensor: Any) -> Any:
+    return None if tensor is None else forward_ad.unpack_dual(_alive(tensor)).primal
+
+
+class TransformedScan(torch.autograd.Function):
+    """The scan under ``torch.func`` and in forward mode; always with the final state."""
+
+    @staticmethod
+    def forward(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, options: Options) -> Any:
+        with_last = Options(options.dim, options.reverse, True, options.backend)
+        return scan(gates, tokens, initial, bounds, with_last)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        gates, _, initial, bounds, options = inputs
+        states, _ = output
+        ctx.save_for_backward(gates, states, initial, bounds)
+        ctx.save_for_forward(gates, states, initial, bounds)
+        ctx.options = options
+
+    @staticmethod
+    def backward(ctx: Any, states_grad: Tensor, last_grad: Tensor) -> Any:
+        gates, states, initial, bounds = map(_alive, ctx.saved_tensors)
+        wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        tensors = gates, states, states_grad, initial, last_grad, bounds
+        return *differentiable_backward(*tensors, ctx.options, wanted), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, gates_dot: Any, tokens_dot: Any, initial_dot: Any, *_: None) -> Any:
+        # torch switches forward mode off here, for the levels around this one too, which are to see
+        # what is computed; this level is not.
+        with forward_ad._set_fwd_grad_enabled(True):
+            gates, states, initial, bounds = (_primal(saved) for saved in ctx.saved_tensors)
+            options, compute = ctx.options, compute_dtype(states.dtype)
+            shift = states.new_zeros((), dtype=compute).expand(states.shape)
+            if tokens_dot is not None:
+                shift = tokens_dot.to(compute)
+            if gates_dot is not None:
+                shift = shift + gates_dot.to(compute) * _before(
+                    states.to(compute), initial, bounds, options
+                )
+            with_last = Options(options.dim, options.reverse, True, options.backend)
+            states_dot, last_dot = scan(gates.to(compute), shift, initial_dot, bounds, with_last)
+            return states_dot.to(states.dtype), last_dot
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        gates, tokens, initial, bounds, options = args
+        of_gates, of_tokens, of_initial, of_bounds, _ = in_dims
+        if of_bounds is not None:
+            raise ValueError("cu_seqlens is mapped over by vmap; all maps share one cu_seqlens")
+
+        def in_front(tensor: Any, place: int | None) -> Any:
+            if tensor is None:
+                return None
+            if place is None:
+                return tensor.expand(info.batch_size, *tensor.shape)
+            return tensor.movedim(place, 0)
+
+        rank = tokens.dim() - (of_tokens is not None)
+        if of_gates is not None:  # the others broadcast as they are
+            gates = gates.movedim(of_gates, 0)
+            missing = rank - (gates.dim() - 1)
+            gates = gates.reshape(gates.shape[0], *[1] * missing, *gates.shape[1:])
+        tokens, initial = in_front(tokens, of_tokens), in_front(initial, of_initial)
+        return TransformedScan.apply(gates, tokens, initial, bounds, options), (0, 0)  # type: ignore[no-untyped-call]
+
+
+# --- Registration -----------------------------------------------------------------------------
+
+
+def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """Operators return tensors; this one stands for none."""
+    return like.new_empty(0) if tensor is None else tensor
+
+
+def _forward(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any) -> Any:
+    states, last = plans.forward(gates, tokens, initial, bounds, Options(*options))
+    return states, _or_empty(last, states)
+
+
+def _forward_fake(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any) -> Any:
+    how, states = Options(*options), torch.empty_like(tokens)
+    return states, _or_empty(
+        StateRoom.of(states, how.dim, bounds).empty() if how.final else None, states
+    )
+
+
+def _forward_autograd(
+    gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any
+) -> Any:
+    tensors = gates, tokens, initial, bounds
+    if torch.is_grad_enabled() and _differentiated(*tensors[:3]):
+        return LinearScan.apply(*tensors, Options(*options), False)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _op(*tensors, *options)
+
+
+def _backward_impl(*args: Any) -> Any:
+    gates, states, states_grad, initial, last_grad, bounds, dim, reverse, backend, wanted = args
+    options, wanted = Options(dim, reverse, False, backend), tuple(wanted)
+    found = plans.backward(gates, states, states_grad, initial, last_grad, bounds, options, wanted)
+    return tuple(_or_empty(each, states_grad) for each in found)
+
+
+def _backward_fake(*args: Any) -> Any:
+    gates, states, states_grad, _, _, bounds, dim, _, _, wanted = args
+    model = states_grad if states is None else states
+    made = (
+        gates.new_empty(gates.shape)
+        if gates.shape != model.shape
+        else torch.empty_like(model, dtype=gates.dtype),
+        torch.empty_like(model),
+        StateRoom.of(torch.empty_like(model), dim, bounds).empty(),
+    )
+    return tuple(
+        each if want else model.new_empty(0) for each, want in zip(made, wanted, strict=True)
+    )
+
+
+def _backward_autograd(*args: Any) -> Any:
+    gates, states, states_grad, initial, last_grad, bounds, dim, reverse, backend, wanted = args
+    if torch.is_grad_enabled() and _differentiated(gates, states, states_grad, initial, last_grad):
+        options, wanted = Options(dim, reverse, False, backend), tuple(wanted)
+        found = differentiable_backward(
+            gates, states, states_grad, initial, last_grad, bounds, options, wanted
+        )
+        return tuple(_or_empty(each, states_grad) for each in found)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_op(*args)
+
+
+_LIBRARY = torch.library.Library("scan_registry", "DEF")
+_LIBRARY.define(
+    "linear_scan(Tensor gates, Tensor tokens, Tensor? initial_state, Tensor? cu_seqlens, int dim, "
+    "bool reverse, bool final, str backend) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.define(
+    "linear_scan_backward(Tensor gates, Tensor? states, Tensor states_grad, Tensor? initial_state, "
+    "Tensor? final_state_grad, Tensor? cu_seqlens, int dim, bool reverse, str backend, "
+    "bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+for _dispatch_key in ("CPU", "CUDA"):
+    # A kernel that runs inside a compiled function is no frame for torch.compile to look into.
+    _LIBRARY.impl("linear_scan", _disable_dynamo(_forward), _dispatch_key)
+    _LIBRARY.impl("linear_scan_backward", _disable_dynamo(_backward_impl), _dispatch_key)
+_LIBRARY.impl("linear_scan", _forward_autograd, "Autograd")
+_LIBRARY.impl("linear_scan_backward", _backward_autograd, "Autograd")
+torch.library.register_fake("scan_registry::linear_scan", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("scan_registry::linear_scan_backward", _backward_fake, lib=_LIBRARY)
+
+_op = torch.ops.scan_registry.linear_scan.default
+_backward_op = torch.ops.scan_registry.linear_scan_backward.default

@@ -1,0 +1,369 @@
+"""How a scan runs: the forward pass, and the backward pass with the sum over broadcast gates.
+
+A call with shapes, strides and dtypes seen before costs one dictionary look-up before the launch: the
+selection and the integer parameters are in the plan that it finds. Arguments are as ``normalised``
+makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scan_registry import _cpu, policy
+from scan_registry.kernels.linear_scan import reference
+from scan_registry.kernels.linear_scan.problem import LinearScanProblem
+from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
+from scan_registry.loader import prepare, run_reference
+from scan_registry.ops.arguments import Options, normalised
+from scan_registry.ops.problems import StateRoom, reduction_share, share
+from scan_registry.select import Decision
+
+_MOST_PLANS = 4096  # of each direction; past that the oldest half goes
+
+Plan = Callable[..., Any]
+#: Runs a kernel on tensors by the names of its pointers; those that are not there are null.
+Run = Callable[[Mapping[str, Tensor | None]], None]
+Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+_required = policy.required.get
+_POINTERS = {
+    direction: [p.name for p in parameters(direction) if p.kind == "pointer"]
+    for direction in ("forward", "backward", "reduction")
+}
+
+
+def remember(plans: dict[tuple[Any, ...], Plan], key: tuple[Any, ...], plan: Plan) -> Plan:
+    """Keep a plan, and not too many."""
+    if len(plans) >= _MOST_PLANS:
+        for old in list(plans)[: _MOST_PLANS // 2]:
+            plans.pop(old, None)
+    plans[key] = plan
+    return plan
+
+
+# --- Running one kernel -----------------------------------------------------------------------
+
+
+def runner(problem: LinearScanProblem, device: torch.device, backend: Any) -> Run | Decision:
+    """A function that runs the best kernel for the problem; where only the reference solves it, the
+    decision that says so."""
+    names = _POINTERS[problem.direction]
+    if device.type == "cpu":
+        kernel, scalars = getattr(_cpu, problem.direction), problem.scalars()
+        numbers = tuple(scalars[p.name] for p in parameters(problem.direction) if p.kind == "i64")
+        layout = (problem.layout,) if problem.direction == "reduction" else ()
+
+        def run_here(tensors: Mapping[str, Tensor | None]) -> None:
+            pointers = tuple([_address(tensors.get(name)) for name in names])
+            threads = torch.get_num_threads()
+            kernel(problem.dtype, problem.gates_dtype, pointers, numbers, threads, *layout)
+
+        return run_here
+
+    ready = prepare(device.index, FAMILY, problem, backend, policy.lowest())
+    if ready.launch is None:
+        return ready.decision
+    launch, workspace, ordinal = ready.launch.run, ready.workspace, device.index
+    stream = torch._C._cuda_getCurrentRawStream
+
+    def run(tensors: Mapping[str, Tensor | None]) -> None:
+        pointers = [_address(tensors.get(name)) for name in names]
+        scratch = None
+        if workspace:
+            scratch = torch.empty(workspace, dtype=torch.uint8, device=device)
+            pointers[-1] = scratch.data_ptr()
+        if status := launch(stream(ordinal), *pointers):
+            ready.refuse(status)
+
+    return run
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _copied(tensors: dict[str, Tensor], names: Sequence[str], model: Tensor) -> dict[str, Tensor]:
+    """The tensors, those named copied into the memory layout of ``model`` without its gaps."""
+    copies = {
+        name: torch.empty_like(model, dtype=tensors[name].dtype).copy_(tensors[name])
+        for name in names
+    }
+    return tensors | copies
+
+
+def _check_bounds(cu_seqlens: Tensor | None) -> None:
+    """The operator itself may be called with anything, and kernels read what they are given."""
+    if cu_seqlens is not None and (
+        cu_seqlens.dtype != torch.int64 or cu_seqlens.dim() != 1 or not cu_seqlens.is_contiguous()
+    ):
+        raise TypeError(
+            f"cu_seqlens has dtype {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)}; the "
+            "operator takes int64 of one dimension, without gaps"
+        )
+
+
+def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What a plan depends on."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+# --- Forward ----------------------------------------------------------------------------------
+
+
+def forward(
+    gates: Tensor,
+    tokens: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor | None]:
+    """States, and the final state if ``options`` asks for it."""
+    facts = tuple(_facts(tensor) for tensor in (gates, tokens, initial_state, cu_seqlens))
+    key = (facts, options, (gates.data_ptr() | tokens.data_ptr()) & 15, _required())
+    plan = _plans.get(key)
+    if plan is None:
+        made = _plan_forward(gates, tokens, cu_seqlens, options)
+        plan = remember(_plans, key, made)
+    outputs: tuple[Tensor, Tensor | None] = plan(gates, tokens, initial_state, cu_seqlens)
+    return outputs
+
+
+def plain_forward(
+    gates: Tensor, tokens: Tensor, dim: int, backend: Any, addresses: tuple[int, int]
+) -> Tensor:
+    """States of a scan without options, of gates and tokens of one shape and dtype, neither of them
+    checked or ``normalised``: a plan's first call does that."""
+    # Everything that a plan depends on, spelled out because this is what a call costs.
+    key = (
+        gates.shape,
+        gates.stride(),
+        tokens.stride(),
+        gates.dtype,
+        gates.device,
+        tokens.device,
+        dim,
+        backend,
+        (addresses[0] | addresses[1]) & 15,
+        _required(),
+    )
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an option that cannot be a key; the checks have better words for it
+        normalised(gates, tokens, None, None, Options(dim, backend=backend))
+        raise
+    if plan is None:
+        plan = remember(_plans, key, _plan_plain_forward(gates, tokens, dim, backend))
+    states: Tensor = plan(gates, tokens, *addresses)
+    return states
+
+
+def _plan_plain_forward(gates: Tensor, tokens: Tensor, dim: int, backend: Any) -> Plan:
+    *_, options = normalised(gates, tokens, None, None, Options(dim, backend=backend))
+    ready = None
+    if tokens.is_cuda and backend != "reference" and tokens.numel() > 0:
+        asked = share("forward", gates, {"tokens": tokens}, None, options.dim, False)
+        if not asked.copied:
+            ready = prepare(tokens.device.index, FAMILY, asked.problem, backend, policy.lowest())
+    if ready is None or ready.launch is None:
+        return lambda gates, tokens, *_: forward(gates, tokens, None, None, options)[0]
+    run, workspace, ordinal = ready.launch.run, ready.workspace, tokens.device.index
+    stream = torch._C._cuda_getCurrentRawStream
+
+    def plan(gates: Tensor, tokens: Tensor, gates_address: int, tokens_address: int) -> Tensor:
+        states = torch.empty_like(tokens)
+        scratch = tokens.new_empty(workspace, dtype=torch.uint8) if workspace else None
+        status = run(
+            stream(ordinal),
+            gates_address,
+            tokens_address,
+            None,
+            states.data_ptr(),
+            None,
+            None,
+            scratch.data_ptr() if scratch is not None else None,
+        )
+        if status:
+            ready.refuse(status)
+        return states
+
+    return plan
+
+
+def _plan_forward(
+    gates: Tensor, tokens: Tensor, cu_seqlens: Tensor | None, options: Options
+) -> Plan:
+    dim, reverse, final = options.dim, options.reverse, options.final
+    _check_bounds(cu_seqlens)
+    device = tokens.device
+    room = StateRoom.of(torch.empty_like(tokens), dim, cu_seqlens)
+
+    def by_reference(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
+        states, last = reference.forward(
+            gates, tokens, initial, dim=dim, reverse=reverse, cu_seqlens=bounds
+        )
+        return states, last if final else None
+
+    if tokens.numel() == 0:
+
+        def nothing(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
+            return torch.empty_like(tokens), room.unchanged(initial) if final else None
+
+        return nothing
+    if options.backend == "reference":
+        return by_reference
+    asked = share("forward", gates, {"tokens": tokens}, cu_seqlens, dim, reverse)
+    run = runner(asked.problem, device, options.backend)
+    if not callable(run):
+        decision = run
+        return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
+
+    def plan(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
+        states = torch.empty_like(tokens)
+        entering = room.entering(initial)
+        last = room.leaving(entering) if final else None
+        inputs = {"gates": gates, "tokens": tokens}
+        if asked.copied:
+            inputs = _copied({**inputs, "gates": gates.expand(tokens.shape)}, asked.copied, tokens)
+        others = {"initial_state": entering, "final_state": last, "offsets": bounds}
+        run({**inputs, **others, "states": states})
+        return states, last
+
+    return plan
+
+
+# --- Backward ---------------------------------------------------------------------------------
+
+
+def backward(
+    gates: Tensor,
+    states: Tensor | None,
+    states_grad: Tensor,
+    initial_state: Tensor | None,
+    final_state_grad: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+    wanted: Wanted,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients that are wanted, of gates (in their own shape), tokens and the initial state.
+    ``states`` are needed only for that of gates."""
+    tensors = gates, states, states_grad, initial_state, final_state_grad, cu_seqlens
+    facts = tuple(_facts(tensor) for tensor in tensors)
+    addresses = gates.data_ptr() | states_grad.data_ptr()
+    addresses |= 0 if states is None else states.data_ptr()
+    key = (facts, options, wanted, addresses & 15, _required())
+    plan = _plans.get(key)
+    if plan is None:
+        made = _plan_backward(gates, states, states_grad, cu_seqlens, options, wanted)
+        plan = remember(_plans, key, made)
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = plan(*tensors)
+    return gradients
+
+
+def _plan_backward(
+    gates: Tensor,
+    states: Tensor | None,
+    states_grad: Tensor,
+    cu_seqlens: Tensor | None,
+    options: Options,
+    wanted: Wanted,
+) -> Plan:
+    dim, reverse = options.dim, options.reverse
+    _check_bounds(cu_seqlens)
+    device = gates.device
+    for_gates, for_tokens, for_initial = wanted
+    model = states_grad if states is None else states
+    room = StateRoom.of(torch.empty_like(model), dim, cu_seqlens)
+
+    def by_reference(
+        gates: Tensor, states: Any, grad: Tensor, initial: Any, last_grad: Any, bounds: Any
+    ) -> Any:
+        known = torch.zeros_like(grad) if states is None else states
+        found = reference.backward(
+            gates, known, grad, initial, last_grad, dim=dim, reverse=reverse, cu_seqlens=bounds
+        )
+        return tuple(each if want else None for each, want in zip(found, wanted, strict=True))
+
+    if model.numel() == 0:
+
+        def nothing(gates: Any, states: Any, grad: Any, initial: Any, last: Any, _: Any) -> Any:
+            return (
+                torch.zeros_like(gates) if for_gates else None,
+                torch.empty_like(grad) if for_tokens else None,
+                room.unchanged(last) if for_initial else None,
+            )
+
+        return nothing
+    if options.backend == "reference":
+        return by_reference
+    others = {"states": model, "states_grad": states_grad}
+    asked = share("backward", gates, others, cu_seqlens, dim, reverse)
+    run = runner(asked.problem, device, options.backend)
+    if not callable(run):
+        decision = run
+        return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
+    broadcast = for_gates and gates.shape != model.shape
+    reduce = _plan_reduction(gates, model, cu_seqlens, options) if broadcast else None
+
+    def plan(
+        gates: Tensor, states: Any, grad: Tensor, initial: Any, last_grad: Any, bounds: Any
+    ) -> Any:
+        model = grad if states is None else states
+        initial, entering = room.entering(initial), room.entering(last_grad)
+        leaving = room.leaving(entering) if for_initial else None
+        gates_grad = tokens_grad = None
+        if for_gates and reduce is None:
+            gates_grad = torch.empty_like(model, dtype=gates.dtype)
+        if for_tokens or reduce is not None:
+            tokens_grad = torch.empty_like(model)
+        inputs = {"gates": gates, "states": model, "states_grad": grad}
+        if asked.copied:
+            inputs = _copied({**inputs, "gates": gates.expand(model.shape)}, asked.copied, model)
+        run(
+            {
+                **inputs,
+                "states": inputs["states"] if for_gates else None,
+                "initial_state": initial,
+                "final_state_grad": entering,
+                "gates_grad": gates_grad,
+                "tokens_grad": tokens_grad,
+                "initial_state_grad": leaving,
+                "offsets": bounds,
+            }
+        )
+        if reduce is not None:
+            gates_grad = reduce(gates, model, tokens_grad, initial, bounds)
+        elif gates_grad is not None and broadcast:
+            gates_grad = gates_grad.sum_to_size(gates.shape).contiguous()
+        return gates_grad, tokens_grad if for_tokens else None, leaving
+
+    return plan
+
+
+def _plan_reduction(
+    gates: Tensor, states: Tensor, cu_seqlens: Tensor | None, options: Options
+) -> Plan | None:
+    """How broadcast gates get their gradient without one for every element; None if they cannot."""
+    dense = torch.empty_like(states, device="meta").stride() == states.stride()
+    asked = reduction_share(gates, states, cu_seqlens, options.dim, options.reverse)
+    if asked is None or not dense:
+        return None
+    problem = asked.problem
+    run = runner(problem, states.device, options.backend)
+    if not callable(run):
+        return None
+    dtype, pieces = reference.compute_dtype(states.dtype), problem.reduction().pieces
+
+    def plan(gates: Tensor, states: Tensor, tokens_grad: Any, initial: Any, bounds: Any) -> Any:
+        partial = torch.empty((pieces, *gates.shape), dtype=dtype, device=states.device)
+        inputs = {"tokens_grad": tokens_grad, "states": states, "initial_state": initial}
+        run({**inputs, "gates_grad": partial, "offsets": bounds})
+        return (partial.sum(0) if pieces > 1 else partial[0]).to(gates.dtype)
+
+    return plan

@@ -1,0 +1,145 @@
+"""The problems that a scan poses to kernels: how its tensors lie, and how its states do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.linear_scan.problem import (
+    Direction,
+    LinearScanProblem,
+    common_alignment,
+)
+from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
+from scan_registry.ops.layout import (
+    Arrangement,
+    Share,
+    arrange,
+    arrange_with_copies,
+    dense_strides,
+    memory_order,
+)
+
+
+def state_strides(states: Tensor, dim: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    """Strides of a state without gaps, its dimensions in the order of the states' own, with ``dim``
+    counting sequences (one, where none are packed)."""
+    shape = [*states.shape]
+    shape[dim] = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return dense_strides(shape, memory_order(states.stride()))
+
+
+@dataclass(frozen=True)
+class StateRoom:
+    """How the states before and after a scan lie: without gaps, in the order of its states' own."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    packed: bool
+
+    @classmethod
+    def of(cls, states: Tensor, dim: int, cu_seqlens: Tensor | None) -> StateRoom:
+        """The room for a state of the scan whose states are given."""
+        dim %= states.dim()
+        strides = [*state_strides(states, dim, cu_seqlens)]
+        if cu_seqlens is None:
+            sequences = None
+            del strides[dim]
+        else:
+            sequences = cu_seqlens.shape[0] - 1
+        shape = state_shape(states.shape, dim, sequences)
+        dtype = compute_dtype(states.dtype)
+        return cls(shape, tuple(strides), dtype, states.device, sequences is not None)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+    def entering(self, state: Tensor | None) -> Tensor | None:
+        """A state that lies so: itself where it does."""
+        if state is None or (
+            state.stride() == self.strides
+            and state.shape == self.shape
+            and state.dtype == self.dtype
+        ):
+            return state
+        return self.empty().copy_(state)
+
+    def leaving(self, entering: Tensor | None) -> Tensor:
+        """Room for the state that a walk leaves. Kernels write none for sequences without steps,
+        which leave what enters them."""
+        if not self.packed:
+            return self.empty()
+        return self.unchanged(entering)
+
+    def unchanged(self, entering: Tensor | None) -> Tensor:
+        """What a walk without steps leaves, in memory of its own."""
+        return self.empty().zero_() if entering is None else self.empty().copy_(entering)
+
+
+def _problem(
+    direction: Direction,
+    arranged: Arrangement,
+    states: Tensor,
+    gates: Tensor,
+    aligned: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+) -> LinearScanProblem:
+    return LinearScanProblem(
+        direction=direction,
+        dtype=str(states.dtype).removeprefix("torch."),
+        gates_dtype=str(gates.dtype).removeprefix("torch."),
+        alignment=common_alignment(tensor.data_ptr() for tensor in aligned),
+        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        reverse=reverse,
+        **vars(arranged),
+    )
+
+
+def share(
+    direction: Direction,
+    gates: Tensor,
+    others: dict[str, Tensor],
+    cu_seqlens: Tensor | None,
+    dim: int,
+    reverse: bool,
+) -> Share:
+    """What one scan makes of its inputs, of which the second gives the outputs their layout."""
+    model = next(iter(others.values()))
+    dim %= model.dim()
+    inputs = {"gates": gates.expand(model.shape), **others}
+    dense = torch.empty_like(model, device="meta")
+    arranged, copied = arrange_with_copies(
+        model.shape,
+        dim,
+        [tensor.stride() for tensor in inputs.values()],
+        dense.stride(),
+        states=[state_strides(dense, dim, cu_seqlens)],
+    )
+    kept = [tensor for tensor, copy in zip(inputs.values(), copied, strict=True) if not copy]
+    problem = _problem(direction, arranged, model, gates, kept, cu_seqlens, reverse)
+    return Share(problem, tuple(name for name, copy in zip(inputs, copied, strict=True) if copy))
+
+
+def reduction_share(
+    gates: Tensor, states: Tensor, cu_seqlens: Tensor | None, dim: int, reverse: bool
+) -> Share | None:
+    """The sum that gives broadcast gates their gradient, from states and a gradient laid out alike;
+    None if the dimensions do not fold."""
+    dim %= states.dim()
+    of_gates = torch.empty(gates.shape, device="meta").expand(states.shape).stride()
+    arranged = arrange(
+        states.shape,
+        dim,
+        [states.stride()] * 2,
+        [of_gates, state_strides(states, dim, cu_seqlens)],
+    )
+    if arranged is None:
+        return None
+    problem = _problem("reduction", arranged, states, gates, [states], cu_seqlens, reverse)
+    return Share(problem, ())

@@ -1,0 +1,325 @@
+"""The stand-ins for accelerated-scan: its signatures, against plain loops, and without its limits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from scan_registry.compat.accelerated_scan import complex as complex_scan
+from scan_registry.compat.accelerated_scan import ref, scalar, triton, warp
+from scan_registry.compat.arguments import backend_for
+
+REAL = [warp, scalar, triton, ref]
+ALL = [*REAL, complex_scan]
+#: Of the states, relative, by dtype: that of one rounding to it, with room for the recurrence.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+    torch.complex64: 1e-5,
+    torch.complex128: 1e-12,
+}
+
+
+def loop(gates: Tensor, tokens: Tensor, reverse: bool = False) -> Tensor:
+    """One step after the other, in double precision."""
+    wide = torch.complex128 if gates.is_complex() else torch.float64
+    gates, tokens = gates.to(wide), tokens.to(wide)
+    states, x = torch.empty_like(tokens), tokens.new_zeros(tokens.shape[:-1])
+    times = range(tokens.shape[-1])
+    for t in reversed(times) if reverse else times:
+        x = gates[..., t] * x + tokens[..., t]
+        states[..., t] = x
+    return states
+
+
+def pair(module: ModuleType, time: int, dtype: Any = None, batch: int = 2) -> list[Tensor]:
+    """Gates in the unit disc, and tokens, as the module takes them."""
+    dtype = dtype or (torch.complex64 if module is complex_scan else torch.float32)
+    torch.manual_seed(time)
+    gates = torch.randn(batch, 3, time, dtype=torch.complex128 if dtype.is_complex else None)
+    gates = gates / (1 + gates.abs())
+    return [gates.to(dtype), torch.randn(batch, 3, time, dtype=dtype)]
+
+
+def close(states: Tensor, expected: Tensor) -> None:
+    error = (states.to(expected.dtype) - expected).abs().max() if expected.numel() else 0.0
+    scale = expected.abs().max() if expected.numel() else 1.0
+    assert error <= TOLERANCE[states.dtype] * scale
+
+
+# --- Signatures -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (warp.scan, "gates tokens"),
+        (warp.scan_forward, "gates tokens reverse"),
+        (scalar.scan, "forget inputs"),
+        (triton.scan, "gates tokens"),
+        (complex_scan.scan, "forget inputs"),
+        (ref.scan, "gates tokens mul add zeros_like ones_like reverse"),
+    ],
+)
+def test_arguments_are_those_of_the_package(function: Callable[..., Any], names: str) -> None:
+    parameters = inspect.signature(function).parameters
+    assert [*parameters] == names.split()
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+    defaults = {
+        "mul": torch.mul,
+        "add": torch.add,
+        "zeros_like": torch.zeros_like,
+        "ones_like": torch.ones_like,
+        "reverse": False,
+    }
+    for name, parameter in parameters.items():
+        assert parameter.default == defaults.get(name, parameter.empty)
+
+
+def test_every_module_says_what_it_replaces() -> None:
+    for module in ALL:
+        name = module.__name__.rpartition(".")[2]
+        assert f"``accelerated_scan.{name}``" in (module.__doc__ or "")
+        assert f"``accelerated_scan.{name}.scan``" in (module.scan.__doc__ or "")
+
+
+@pytest.mark.parametrize("language", ["cuda", "triton"])
+def test_the_language_is_pinned_on_a_gpu_only(language: Any) -> None:
+    class OnGpu:
+        is_cuda = True
+
+    on_gpu: Any = OnGpu()
+    assert backend_for(on_gpu, language) == language
+    assert backend_for(torch.zeros(1), language) == "auto"
+
+
+# --- States -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("time", [0, 1, 2, 31, 33, 100, 1000])
+@pytest.mark.parametrize("module", ALL, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_any_length(module: ModuleType, time: int) -> None:
+    gates, tokens = pair(module, time)
+    states = module.scan(gates, tokens)
+    assert states.shape == tokens.shape
+    assert states.dtype == tokens.dtype
+    close(states, loop(gates, tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("module", REAL, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_narrow_and_wide_floats(module: ModuleType, dtype: torch.dtype) -> None:
+    """Narrow ones at a length where the errors of a recurrence computed in them would show."""
+    gates, tokens = pair(module, 5000, dtype, batch=1)
+    states = module.scan(gates, tokens)
+    assert states.dtype == dtype
+    close(states, loop(gates, tokens))
+
+
+@pytest.mark.parametrize("module", ALL, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_any_strides(module: ModuleType) -> None:
+    gates, tokens = pair(module, 40)
+    expected = loop(gates, tokens)
+    turned = [t.permute(2, 0, 1).contiguous().permute(1, 2, 0) for t in (gates, tokens)]
+    sliced = [torch.stack((t, t), -1)[..., 0] for t in (gates, tokens)]
+    for inputs in (turned, sliced, [gates, turned[1]]):
+        assert not all(t.is_contiguous() for t in inputs)
+        close(module.scan(*inputs), expected)
+
+
+def test_warp_runs_backwards_too() -> None:
+    gates, tokens = pair(warp, 50)
+    close(warp.scan_forward(gates, tokens, True), loop(gates, tokens, reverse=True))
+    assert torch.equal(warp.scan_forward(gates, tokens), warp.scan(gates, tokens))
+
+
+def test_complex_gates_take_real_tokens() -> None:
+    gates, tokens = pair(complex_scan, 60)[0], torch.randn(2, 3, 60)
+    states = complex_scan.scan(gates, tokens)
+    assert states.dtype == torch.complex64
+    close(states, loop(gates, tokens))
+    lazily = complex_scan.scan(gates.conj(), tokens)
+    close(lazily, loop(gates.conj(), tokens))
+
+
+# --- Derivatives ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ALL, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_derivatives_of_first_and_second_order(module: ModuleType) -> None:
+    dtype = torch.complex128 if module is complex_scan else torch.float64
+    inputs = [t.requires_grad_() for t in pair(module, 5, dtype, batch=1)]
+    assert gradcheck(module.scan, inputs)
+    assert gradgradcheck(module.scan, inputs)
+
+
+def test_real_tokens_have_a_real_gradient() -> None:
+    gates = pair(complex_scan, 5, torch.complex128)[0].requires_grad_()
+    tokens = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(TypeError, match="float64 does not mix"):
+        complex_scan.scan(gates.to(torch.complex64), tokens)
+    assert gradcheck(complex_scan.scan, (gates, tokens))
+    complex_scan.scan(gates, tokens).abs().sum().backward()
+    assert tokens.grad is not None
+    assert tokens.grad.dtype == torch.float64
+
+
+@pytest.mark.parametrize("module", ALL, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_backward_leaves_the_states_alone(module: ModuleType) -> None:
+    inputs = [t.requires_grad_() for t in pair(module, 64)]
+    states = module.scan(*inputs)
+    before, seed = states.detach().clone(), torch.randn_like(states)
+    first = torch.autograd.grad(states, inputs, seed, retain_graph=True)
+    second = torch.autograd.grad(states, inputs, seed)
+    assert torch.equal(states, before)
+    assert all(torch.equal(*each) for each in zip(first, second, strict=True))
+
+
+# --- ref: any multiplication and addition -----------------------------------------------------
+
+
+def minus_infinity_like(x: Tensor) -> Tensor:
+    return torch.full_like(x, -torch.inf)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("time", [0, *range(1, 18), 100])
+def test_ref_scans_logarithms(time: int, reverse: bool) -> None:
+    torch.manual_seed(time)
+    gates, tokens = torch.rand(2, 2, 3, time, dtype=torch.float64)
+    states = ref.scan(
+        gates.log(),
+        tokens.log(),
+        mul=torch.add,
+        add=torch.logaddexp,
+        zeros_like=minus_infinity_like,
+        ones_like=torch.zeros_like,
+        reverse=reverse,
+    )
+    close(states.exp(), loop(gates, tokens, reverse))
+
+
+def test_ref_finds_best_paths() -> None:
+    torch.manual_seed(0)
+    gates, tokens = torch.randn(2, 2, 3, 29)
+    states = ref.scan(gates, tokens, torch.add, torch.maximum, minus_infinity_like)
+    best = torch.full_like(tokens[..., 0], -torch.inf)
+    for t in range(29):
+        best = torch.maximum(best + gates[..., t], tokens[..., t])
+        torch.testing.assert_close(states[..., t], best)
+
+
+def test_ref_multiplies_from_the_left() -> None:
+    """2 × 2 matrices, one along the channels: their product depends on the order."""
+    torch.manual_seed(0)
+    gates, tokens = torch.randn(2, 1, 4, 13, dtype=torch.float64)
+
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        batch, _, count = a.shape
+        left, right = (t.permute(0, 2, 1).reshape(batch, count, 2, 2) for t in (a, b))
+        return (left @ right).reshape(batch, count, 4).permute(0, 2, 1)
+
+    states = ref.scan(gates, tokens, mul=matmul)
+    x = torch.zeros(1, 4, 1, dtype=torch.float64)
+    for t in range(13):
+        x = matmul(gates[..., t : t + 1], x) + tokens[..., t : t + 1]
+        torch.testing.assert_close(states[..., t : t + 1], x)
+
+
+def test_ref_starts_from_zeros_like() -> None:
+    gates, tokens = pair(ref, 21, torch.float64)
+    start = torch.randn(2, 3, 1, dtype=torch.float64)
+    states = ref.scan(gates, tokens, zeros_like=start.expand_as)
+    moved = torch.cat((tokens[..., :1] + gates[..., :1] * start, tokens[..., 1:]), -1)
+    close(states, loop(gates, moved))
+
+
+def test_ref_with_other_operators_is_differentiable() -> None:
+    gates, tokens = (t.requires_grad_() for t in pair(ref, 6, torch.float64, batch=1))
+
+    def scan(gates: Tensor, tokens: Tensor) -> Tensor:
+        return ref.scan(gates, tokens, lambda a, b: 2 * a * b)
+
+    assert gradcheck(scan, (gates, tokens))
+    assert gradgradcheck(scan, (gates, tokens))
+
+
+def test_ref_scans_integers_and_broadcasts() -> None:
+    gates, tokens = torch.tensor([[[1, 2, 3, 4]]]), torch.ones(2, 3, 4, dtype=torch.int64)
+    assert ref.scan(gates, tokens)[1, 2].tolist() == [1, 3, 10, 41]
+    assert ref.scan(tokens, gates, reverse=True)[1, 2].tolist() == [10, 9, 7, 4]
+    assert ref.scan(gates.double(), tokens.double())[1, 2].tolist() == [1, 3, 10, 41]
+
+
+def test_ref_does_not_go_on_step_by_step() -> None:
+    calls = []
+
+    def count(a: Tensor, b: Tensor) -> Tensor:
+        calls.append(a.shape)
+        return torch.mul(a, b)
+
+    ref.scan(*pair(ref, 4096), mul=count)
+    assert len(calls) < 40
+
+
+# --- Bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ALL, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_bad_input_is_named(module: ModuleType) -> None:
+    one, other = inspect.signature(module.scan).parameters.keys() & {
+        "gates", "tokens", "forget", "inputs"
+    }  # fmt: skip
+    one, other = sorted((one, other))  # gates tokens, forget inputs
+    gates, tokens = pair(module, 8)
+    with pytest.raises(TypeError, match=f"{one} must be a torch.Tensor, not list"):
+        module.scan([1.0], tokens)
+    with pytest.raises(ValueError, match=rf"{other} has shape \(3, 8\); it must be \(B, C, T\)"):
+        module.scan(gates, tokens[0])
+    with pytest.raises(ValueError, match=rf"{one} ha(s|ve) shape \(2, 3, 8\), {other} \(2, 3, 7\)"):
+        module.scan(gates, tokens[..., :7])
+    if module is not ref:
+        with pytest.raises(ValueError, match=rf"{one} has shape .*, {other} \(1, 3, 8\)"):
+            module.scan(gates, tokens[:1])
+        with pytest.raises(TypeError, match=f"{other} has dtype torch.int64"):
+            module.scan(gates, torch.ones(2, 3, 8, dtype=torch.int64))
+        with pytest.raises(ValueError, match=f"{one} is on cpu, {other} on meta"):
+            module.scan(gates, tokens.to("meta"))
+
+
+def test_complex_gates_have_to_be_complex() -> None:
+    gates, tokens = pair(scalar, 8)
+    with pytest.raises(TypeError, match=r"forget has dtype torch.float32; it must be a complex"):
+        complex_scan.scan(gates, tokens)
+
+
+@pytest.mark.parametrize("name", ["mul", "add", "zeros_like", "ones_like"])
+def test_operators_have_to_be_functions(name: str) -> None:
+    operators: dict[str, Any] = {name: 3}
+    with pytest.raises(TypeError, match=f"{name} is 3; it must be a function"):
+        ref.scan(*pair(ref, 8), **operators)
+
+
+# --- On a GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", ALL, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_on_a_gpu(module: ModuleType) -> None:
+    inputs = [t.cuda().requires_grad_() for t in pair(module, 1000)]
+    states = module.scan(*inputs)
+    close(states.detach().cpu(), loop(*(t.detach().cpu() for t in inputs)))
+    grads = torch.autograd.grad(states.abs().sum(), inputs)
+    here = [t.detach().cpu().requires_grad_() for t in inputs]
+    expected = torch.autograd.grad(module.scan(*here).abs().sum(), here)
+    for grad, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad.cpu(), other, rtol=1e-3, atol=1e-3)
