@@ -15,6 +15,7 @@ from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
 from scan_registry import policy
+from scan_registry._signature import bind, signature
 from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options
@@ -25,13 +26,19 @@ Outputs = tuple[Tensor, Tensor | None]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _PLAIN_TYPES = (Tensor, Parameter)
-_PLAIN_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 _is_compiling = torch.compiler.is_compiling
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # under is_grads_batched
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms_active = torch._C._are_functorch_transforms_active
 _tracing_state = torch._C._get_tracing_state
 _required = policy.required.get
+
+bind(
+    _PLAIN_TYPES,
+    (_dispatch_modes, _transforms_active, _tracing_state),
+    Tensor.is_neg,
+    getattr(Tensor, "__dlpack_c_exchange_api__", None),
+)
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
@@ -50,10 +57,6 @@ def unobserved(*tensors: Tensor | None) -> bool:
             or _is_legacy_batched(tensor)
         ):
             return False
-    return _nobody_watches()
-
-
-def _nobody_watches() -> bool:
     return (
         not _dispatch_modes()
         and not _transforms_active()
@@ -63,29 +66,12 @@ def _nobody_watches() -> bool:
     )
 
 
-def plain_addresses(gates: Any, tokens: Any) -> tuple[int, int] | None:
-    """Where two tensors lie that are of one shape and one real dtype, and ``unobserved``; else None.
-
-    The same as asking for all that, at less cost: tensors that only stand for others, or for zeros,
-    have no address, and real ones no lazy conjugate.
-    """
-    if type(gates) not in _PLAIN_TYPES or type(tokens) not in _PLAIN_TYPES:
+def plain_signature(gates: Any, tokens: Any) -> tuple[bytes, int, int] | None:
+    """What the plan of a scan without options depends on, and where its tensors lie, if they are of one
+    shape and one real dtype, on one device, and ``unobserved``; else None."""
+    if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
         return None
-    try:
-        dtype = gates.dtype
-        if (
-            dtype is not tokens.dtype
-            or dtype not in _PLAIN_DTYPES
-            or gates.shape != tokens.shape
-            or gates.is_neg()
-            or tokens.is_neg()
-            or not _nobody_watches()
-        ):
-            return None
-        places = gates.data_ptr(), tokens.data_ptr()
-    except RuntimeError:  # sparse or nested, or a batch that a transform of old maps over
-        return None
-    return places if all(places) else None
+    return signature(gates, tokens)
 
 
 def _forward_mode() -> bool:
@@ -154,9 +140,14 @@ class PlainScan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gates: Tensor, tokens: Tensor, dim: int, backend: Any, places: tuple[int, int]
+        ctx: Any,
+        gates: Tensor,
+        tokens: Tensor,
+        dim: int,
+        backend: Any,
+        found: tuple[bytes, int, int],
     ) -> Tensor:
-        states = plans.plain_forward(gates, tokens, dim, backend, places)
+        states = plans.plain_forward(gates, tokens, dim, backend, found)
         _save(ctx, gates, states, None, None, (dim, backend))
         return states
 

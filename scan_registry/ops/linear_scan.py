@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options, normalised
-from scan_registry.ops.derivatives import PlainScan, plain_addresses, scan
+from scan_registry.ops.derivatives import PlainScan, plain_signature, scan
 from scan_registry.ops.layout import Share
 from scan_registry.ops.problems import reduction_share, share
 from scan_registry.select import Backend
@@ -108,11 +108,11 @@ def linear_scan(
         and reverse is False
         and return_final_state is False
         and not _is_compiling()
-        and (places := plain_addresses(gates, tokens))
+        and (found := plain_signature(gates, tokens))
     ):
         if (gates.requires_grad or tokens.requires_grad) and torch.is_grad_enabled():
-            return PlainScan.apply(gates, tokens, dim, backend, places)  # type: ignore[no-any-return, no-untyped-call]
-        return plans.plain_forward(gates, tokens, dim, backend, places)
+            return PlainScan.apply(gates, tokens, dim, backend, found)  # type: ignore[no-any-return, no-untyped-call]
+        return plans.plain_forward(gates, tokens, dim, backend, found)
     options = Options(dim, reverse, return_final_state, backend)
     states, last = scan(*normalised(gates, tokens, initial_state, cu_seqlens, options))
     return states if last is None else (states, last)

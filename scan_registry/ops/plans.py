@@ -136,23 +136,12 @@ def forward(
 
 
 def plain_forward(
-    gates: Tensor, tokens: Tensor, dim: int, backend: Any, addresses: tuple[int, int]
+    gates: Tensor, tokens: Tensor, dim: int, backend: Any, found: tuple[bytes, int, int]
 ) -> Tensor:
-    """States of a scan without options, of gates and tokens of one shape and dtype, neither of them
-    checked or ``normalised``: a plan's first call does that."""
-    # Everything that a plan depends on, spelled out because this is what a call costs.
-    key = (
-        gates.shape,
-        gates.stride(),
-        tokens.stride(),
-        gates.dtype,
-        gates.device,
-        tokens.device,
-        dim,
-        backend,
-        (addresses[0] | addresses[1]) & 15,
-        _required(),
-    )
+    """States of a scan without options, of gates and tokens with a plain signature, ``found``. ``dim``
+    and ``backend`` are as given: a plan's first call checks them."""
+    signature, *addresses = found
+    key = signature, dim, backend, _required()
     try:
         plan = _plans.get(key)
     except TypeError:  # an option that cannot be a key; the checks have better words for it

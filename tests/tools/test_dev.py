@@ -18,6 +18,8 @@ COMPLETE = (
     "scan_registry/__init__.py",
     "scan_registry/_launcher.abi3.so",
     "scan_registry/_launcher.pyi",
+    "scan_registry/_signature.abi3.so",
+    "scan_registry/_cpu.abi3.so",
     "scan_registry/py.typed",
     "scan_registry/aot/plan.py",
     "scan_registry/archives/ptx80.scanreg",
@@ -74,7 +76,11 @@ def test_the_data_folder_is_refused(dev: ModuleType, tmp_path: Path, place: str)
 
 
 @pytest.mark.parametrize(
-    "ending", ["_launcher.abi3.so", "_launcher.pyi", "py.typed", ".cu", ".cuh", ".scanreg"]
+    "ending",
+    [
+        *("_launcher.abi3.so", "_launcher.pyi", "_signature.abi3.so", "_cpu.abi3.so"),
+        *("py.typed", ".cu", ".cuh", ".scanreg"),
+    ],
 )
 def test_a_missing_part_is_named(dev: ModuleType, tmp_path: Path, ending: str) -> None:
     rest = [name for name in COMPLETE if not name.endswith(ending)]
