@@ -256,13 +256,20 @@ class Entry:
     def __str__(self) -> str:
         return f"{self.text} for {self._record.get('target')}"
 
+    @property
+    def language(self) -> str:
+        return self.text.split(":")[1]
+
     @cached_property
     def variant(self) -> Variant:
         """``ArchiveError`` if it names none."""
         try:
-            return Variant.parse(self.text)
+            variant = Variant.parse(self.text)
+            if str(variant) != self.text:
+                raise ValueError(f"{self.text!r} is not how {variant} prints")
         except ValueError as error:
             raise ArchiveError(f"{self._where}: {error}") from error
+        return variant
 
     @property
     def binary(self) -> Binary:
@@ -276,6 +283,7 @@ class Entry:
 
     @cached_property
     def _read(self) -> tuple[Binary, int]:
+        _ = self.variant  # an error if it names none
         try:
             return Binary.from_json(self._record), _read_count("offset", self._record.get("offset"))
         except (ValueError, RecursionError) as error:
@@ -401,7 +409,7 @@ class Archive:
         for number, own in enumerate(document["binaries"]):
             record = {**common, **own} if isinstance(own, dict) else own
             entry = Entry(record, f"{self.path}: binary {number} of {name}")
-            if not entry.text.startswith(f"{section.of}:"):
+            if entry.text.rpartition(":")[0] != section.of:
                 raise ArchiveError(f"{self.path}: binary {number} of {name} is {entry.text!r}")
             yield entry
 
@@ -434,6 +442,6 @@ class Archive:
             cut = "" if len(content) == binary.size else f" ({len(content)} of {binary.size} bytes)"
             raise ArchiveError(
                 f"{self.path}: {binary} has SHA-256 {found}{cut}, "
-                f"the manifest states {binary.sha256}; reinstall the package that brought this file"
+                f"its entry states {binary.sha256}; reinstall the package that brought this file"
             )
         return content

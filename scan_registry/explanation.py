@@ -150,7 +150,10 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         raise ValueError(f"the tensors are on {device}; accepted are the CPU and CUDA devices")
     ordinal = device.index if device.type == "cuda" else None
     backend = kwargs.get("backend", "auto")
-    return decided(name, shares, system(ordinal), backend, policy.lowest())
+    lowest = (
+        Rung.REFERENCE if ordinal is None else policy.lowest()
+    )  # it is GPUs' calls that compile
+    return decided(name, shares, system(ordinal), backend, lowest)
 
 
 def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Explanation:
@@ -166,7 +169,8 @@ def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Expla
     if there.device is None:
         kwargs["backend"] = backend  # on a GPU any will do, whatever the tensors are on
     shares, _ = _described(name, args, kwargs)
-    return decided(name, shares, there, backend, policy.lowest())
+    lowest = Rung.REFERENCE if there.device is None else policy.lowest()
+    return decided(name, shares, there, backend, lowest)
 
 
 def decided(

@@ -123,7 +123,10 @@ def prepare(
 def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Prepared:
     binary, read = _fetch(ordinal, decision, winner)
     function = load(ordinal, binary, read, _described(decision, binary))
-    launch = bind(ordinal, decision.family, decision.problem, binary, function)
+    try:
+        launch = bind(ordinal, decision.family, decision.problem, binary, function)
+    except (OverflowError, ValueError) as error:  # an entry that asks for what no launch has
+        raise UnfitError(str(error)) from error
     shape = decision.launch()
     assert shape is not None
     return Prepared(decision, binary, launch, shape.workspace)

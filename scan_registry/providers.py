@@ -121,7 +121,12 @@ def _folders(distribution: Installed) -> Iterator[Path]:
                 f"{name} {version}: its entry point {point.name} = {point.value!r} must name a "
                 "top-level package"
             )
-        spec = importlib.util.find_spec(point.value)
+        try:
+            spec = importlib.util.find_spec(point.value)
+        except (ImportError, ValueError) as error:
+            raise ProviderError(
+                f"{name} {version}: its package {point.value!r} cannot be found: {error}"
+            ) from error
         folders = list(spec.submodule_search_locations or ()) if spec else []
         if not folders:
             raise ProviderError(

@@ -366,6 +366,6 @@ def _targets(decision: Decision, device: Device) -> set[Target]:
             held = archive.of(decision.family.name, decision.problem.kernel)
         except ArchiveError:
             continue  # it is among the reasons
-        if any(decision.backend in ("auto", entry.variant.language) for entry in held):
+        if any(decision.backend in ("auto", entry.language) for entry in held):
             found.add(archive.arch)
     return found

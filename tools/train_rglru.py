@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -138,6 +139,8 @@ def main() -> int:
     worst = 0.0
     for run in done:
         apart = max(abs(a - b) for a, b in zip(run.losses, done[0].losses, strict=True))
+        if not all(map(math.isfinite, run.losses)):
+            apart = math.inf  # max() passes over a NaN
         worst = max(worst, apart)
         table.add_row(
             run.name,

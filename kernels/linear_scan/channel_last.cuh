@@ -18,8 +18,8 @@
 // odd tiles in time, which hold for each channel of each column the state that leaves such a tile, and
 // its rest: a word for each 32 bits of them, with the tile's number above. Value and number travel in
 // one 8-byte store, so they need no fence. A tile may write over the state of the one before the last,
-// because the last has read it: what a tile publishes is computed from what it has read. A problem of
-// one tile in time passes null.
+// because the last has read it: a tile publishes only after its wait for what it reads is over. A
+// problem of one tile in time passes null.
 #pragma once
 #include "sequences.cuh"
 

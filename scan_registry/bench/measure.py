@@ -136,8 +136,15 @@ class Bench:
         if not recordings:
             raise NoKernelError("\n".join(missing.values()))
         self.skipped = missing | self.skipped
-        for contender in (*self._scale(case, direction), *self._theirs(case, direction)):
+        for contender in self._scale(case, direction):
             recordings[contender.who] = self._record(contender, traffic)
+        for contender in self._theirs(case, direction):
+            try:
+                recordings[contender.who] = self._record(contender, traffic)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever another package's compilation or launch raises
+                self._give_up(contender.who, error)
         times = compete([*recordings.values()])
         for who, (ms, spread) in zip(recordings, times, strict=True):
             yield Timing(case, direction, who, ms, spread, traffic / self.bandwidth)
@@ -184,11 +191,14 @@ class Bench:
                 with _output_as_errors():
                     make = peer.kernel_call(case, direction, self.device)
             except Exception as error:  # whatever another package's import raises
-                self.skipped[peer.name] = f"{type(error).__name__}: {error}"
-                self._broken.add(peer.name)
+                self._give_up(peer.name, error)
                 continue
             if make is not None:
                 yield _Contender(peer.name, make, peer.captured)
+
+    def _give_up(self, peer: str, error: Exception) -> None:
+        self.skipped[peer] = f"{type(error).__name__}: {error}"
+        self._broken.add(peer)
 
     def document(self) -> dict[str, Any]:
         """The stable form, as ``schemas/bench.json`` describes it: keys are only ever added."""

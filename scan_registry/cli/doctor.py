@@ -191,7 +191,7 @@ def _gpus(
     from scan_registry import driver
 
     about, remedy = "this machine", "for a GPU that is elsewhere, say which: --for sm_90"
-    only = "only the reference, plain torch, runs here"
+    only = "calls run on the CPU alone, by this package's code for it"
     try:
         supported = driver.version()
     except RuntimeError as error:
@@ -216,9 +216,7 @@ def _gpus(
 def _torch_findings(driver: CudaVersion) -> Iterator[Finding]:
     """Why torch cannot use the GPUs that the driver sees, if it cannot."""
     built = f"install a torch that is built for CUDA {driver[0]}: {_TORCH_BUILDS} gives the command"
-    consequence = (
-        "it cannot put tensors on these GPUs, and every call runs the reference on the CPU"
-    )
+    consequence = "it cannot put tensors on these GPUs, and calls run on the CPU alone"
     if find_spec("torch") is None:
         yield Finding("error", "torch", f"not installed: {consequence}", (built,))
         return

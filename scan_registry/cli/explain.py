@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 #: By what each may be called.
 DTYPES = {word: name for name, short in SHORT_DTYPES.items() for word in (name, short)}
 _MOST_ELEMENTS = 2**60  # their bytes can still be counted
+_MOST_SEQUENCES = 2**31 - 1
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -62,8 +63,10 @@ def run(args: argparse.Namespace) -> int:
         _known("--gates-dtype", args.gates_dtype, [*DTYPES])
     if args.require is not None:
         _known("--require", args.require, [*policy.LEVELS])
-    if args.sequences is not None and args.sequences < 1:
-        raise UsageError(f"--sequences is {args.sequences}; accepted are numbers from 1 on")
+    if args.sequences is not None and not 1 <= args.sequences <= _MOST_SEQUENCES:
+        raise UsageError(
+            f"--sequences is {args.sequences}; accepted are numbers from 1 to {_MOST_SEQUENCES}"
+        )
     shape, there = _shape("--shape", args.shape), _system(args)
     try:
         with policy.require(args.require or "reference"):

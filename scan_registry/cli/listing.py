@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.cli.errors import UsageError
+from scan_registry.cli.tables import SHORT_DTYPES
 from scan_registry.inventory import Catalogue
 from scan_registry.target import Target
 
@@ -124,7 +125,7 @@ def _known(name: str, values: Sequence[str], listed: Sequence[Listed]) -> set[st
     )
     known = set()
     for value in values:
-        spelled = arch_label(value) if name == "arch" else value
+        spelled = _SPELLED[name](value) if name in _SPELLED else value
         if spelled not in installed:
             accepted = ", ".join(installed) or "none"
             raise UsageError(f"--{name} {value!r} is not installed; accepted are: {accepted}")
@@ -138,3 +139,11 @@ def arch_label(text: str) -> str:
         return Target.parse(text).label
     except ValueError:
         return text
+
+
+_LONG = {short: name for name, short in SHORT_DTYPES.items()}
+#: How values of a filter that may be spelled in several ways are spelled where they are installed.
+_SPELLED: Mapping[str, Callable[[str], str]] = {
+    "arch": arch_label,
+    "dtype": lambda text: _LONG.get(text, text),
+}

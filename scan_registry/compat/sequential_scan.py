@@ -75,6 +75,7 @@ def _narrowed(tensor: Tensor) -> Tensor:
         isinstance(tensor, Tensor)
         and tensor.is_floating_point()
         and tensor.dtype is not torch.float64
+        and tensor.device.type in ("cpu", "cuda")
         and torch.is_autocast_enabled(tensor.device.type)
     ):
         return tensor.to(torch.bfloat16)

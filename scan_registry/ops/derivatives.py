@@ -132,7 +132,7 @@ class LinearScan(torch.autograd.Function):
     def backward(ctx: Any, states_grad: Tensor | None, last_grad: Tensor | None) -> Any:
         if states_grad is None and (last_grad is None or not ctx.options.final):
             return (None,) * 6
-        return *_backward(ctx, states_grad, last_grad), None, None, None
+        return *_backward(ctx, ctx.options, states_grad, last_grad), None, None, None
 
 
 class PlainScan(torch.autograd.Function):
@@ -156,10 +156,8 @@ class PlainScan(torch.autograd.Function):
         if states_grad is None:
             return (None,) * 5
         dim, backend = ctx.options
-        ctx.options = Options(dim if dim < 0 else dim - states_grad.dim(), backend=backend)
-        gradients = _backward(ctx, states_grad, None)
-        ctx.options = dim, backend
-        return *gradients[:2], None, None, None
+        options = Options(dim if dim < 0 else dim - states_grad.dim(), backend=backend)
+        return *_backward(ctx, options, states_grad, None)[:2], None, None, None
 
 
 def _save(
@@ -174,12 +172,14 @@ def _save(
     ctx.options, ctx.required = options, _required()
 
 
-def _backward(ctx: Any, states_grad: Tensor | None, last_grad: Tensor | None) -> Gradients:
+def _backward(
+    ctx: Any, options: Options, states_grad: Tensor | None, last_grad: Tensor | None
+) -> Gradients:
     gates, states, initial_state, cu_seqlens = ctx.saved_tensors
     if states_grad is None:
         shape, dtype = ctx.of_states
         states_grad = gates.new_zeros((), dtype=dtype).expand(shape)
-    if not ctx.options.final:
+    if not options.final:
         last_grad = None
     needs = ctx.needs_input_grad
     wanted = needs[0], needs[1], needs[2]
@@ -187,10 +187,10 @@ def _backward(ctx: Any, states_grad: Tensor | None, last_grad: Tensor | None) ->
     with policy.as_required(ctx.required):
         # Under create_graph, and where batches of gradients are mapped over.
         if torch.is_grad_enabled() or _transforms_active():
-            return differentiable_backward(*tensors, ctx.options, wanted)
+            return differentiable_backward(*tensors, options, wanted)
         if unobserved(*tensors):
-            return plans.backward(*tensors, ctx.options, wanted)
-        return _dispatched_backward(*tensors, ctx.options, wanted)
+            return plans.backward(*tensors, options, wanted)
+        return _dispatched_backward(*tensors, options, wanted)
 
 
 def _dispatched_backward(*args: Any) -> Gradients:

@@ -107,6 +107,7 @@ def linear_scan(
         and cu_seqlens is None
         and reverse is False
         and return_final_state is False
+        and type(dim) is int
         and not _is_compiling()
         and (found := plain_signature(gates, tokens))
     ):

@@ -22,7 +22,7 @@ from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.problems import StateRoom, reduction_share, share
 from scan_registry.select import Decision
 
-_MOST_PLANS = 4096  # of each direction; past that the oldest half goes
+_MOST_PLANS = 4096  # past that the oldest half goes
 
 Plan = Callable[..., Any]
 #: Runs a kernel on tensors by the names of its pointers; those that are not there are null.
@@ -96,8 +96,26 @@ def _copied(tensors: dict[str, Tensor], names: Sequence[str], model: Tensor) -> 
     return tensors | copies
 
 
-def _check_bounds(cu_seqlens: Tensor | None) -> None:
-    """The operator itself may be called with anything, and kernels read what they are given."""
+def _check(gates: Tensor, alike: Sequence[Tensor], cu_seqlens: Tensor | None) -> None:
+    """The operator itself may be called with anything, and kernels read what they are given. ``alike``
+    are to be of one shape, to which the gates broadcast, and one dtype."""
+    first, *others = alike
+    for other in others:
+        if other.shape != first.shape or other.dtype != first.dtype:
+            raise ValueError(
+                f"the operator's tensors have shapes {tuple(first.shape)} and {tuple(other.shape)} "
+                f"and dtypes {first.dtype} and {other.dtype}; both must be equal"
+            )
+    if torch.broadcast_shapes(gates.shape, first.shape) != first.shape:
+        raise ValueError(
+            f"gates of shape {tuple(gates.shape)} do not broadcast to {tuple(first.shape)}"
+        )
+    for tensor in (gates, *others, *(() if cu_seqlens is None else (cu_seqlens,))):
+        if tensor.device != first.device:
+            raise ValueError(
+                f"the operator's tensors are on {first.device} and {tensor.device}; they must be on "
+                "one device"
+            )
     if cu_seqlens is not None and (
         cu_seqlens.dtype != torch.int64 or cu_seqlens.dim() != 1 or not cu_seqlens.is_contiguous()
     ):
@@ -189,7 +207,7 @@ def _plan_forward(
     gates: Tensor, tokens: Tensor, cu_seqlens: Tensor | None, options: Options
 ) -> Plan:
     dim, reverse, final = options.dim, options.reverse, options.final
-    _check_bounds(cu_seqlens)
+    _check(gates, [tokens], cu_seqlens)
     device = tokens.device
     room = StateRoom.of(torch.empty_like(tokens), dim, cu_seqlens)
 
@@ -197,7 +215,7 @@ def _plan_forward(
         states, last = reference.forward(
             gates, tokens, initial, dim=dim, reverse=reverse, cu_seqlens=bounds
         )
-        return states, last if final else None
+        return states, room.entering(last) if final else None
 
     if tokens.numel() == 0:
 
@@ -264,7 +282,7 @@ def _plan_backward(
     wanted: Wanted,
 ) -> Plan:
     dim, reverse = options.dim, options.reverse
-    _check_bounds(cu_seqlens)
+    _check(gates, [states_grad] if states is None else [states, states_grad], cu_seqlens)
     device = gates.device
     for_gates, for_tokens, for_initial = wanted
     model = states_grad if states is None else states
@@ -274,9 +292,10 @@ def _plan_backward(
         gates: Tensor, states: Any, grad: Tensor, initial: Any, last_grad: Any, bounds: Any
     ) -> Any:
         known = torch.zeros_like(grad) if states is None else states
-        found = reference.backward(
+        of_gates, of_tokens, leaving = reference.backward(
             gates, known, grad, initial, last_grad, dim=dim, reverse=reverse, cu_seqlens=bounds
         )
+        found = of_gates, of_tokens, room.entering(leaving)
         return tuple(each if want else None for each, want in zip(found, wanted, strict=True))
 
     if model.numel() == 0:

@@ -300,6 +300,26 @@ def test_every_field_of_an_entry_is_required(archive_factory: Factory, archive_p
         refused(path, "binary 0 of the section")
 
 
+@pytest.mark.parametrize(
+    ("of", "variant"),
+    [
+        ("linear_scan.x:cuda", "linear_scan.x:cuda:warps=01"),
+        ("linear_scan.x", "linear_scan.x:cuda:warps=1"),
+        ("linear_scan.x:cuda:warps=1", "linear_scan.x:cuda:warps=1,steps=2"),
+    ],
+)
+def test_variants_and_sections_are_named_in_one_way(
+    archive_factory: Factory, archive_parts: Any, of: str, variant: str
+) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:1]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    document["binaries"][0]["variant"] = variant
+    parts.sections = {of: document}
+    path.write_bytes(parts.together())
+    refused(path, "binary 0 of the section")
+
+
 def test_what_entries_have_in_common_is_said_once(
     archive_factory: Factory, archive_parts: Any, a_binary: Make
 ) -> None:

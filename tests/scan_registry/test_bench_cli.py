@@ -478,8 +478,8 @@ def test_the_cpu_has_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peers_are_timed_where_they_take_the_case(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One is, one refuses one case, and one does not import, which is tried once; what the import
-    prints does not get among the results."""
+    """One is, one refuses one case, one does not import and one does not run, which are tried once;
+    what the import prints does not get among the results."""
     module: Any = types.ModuleType("a_peer")
     module.passes = []
     monkeypatch.setitem(sys.modules, "a_peer", module)
@@ -497,8 +497,16 @@ def test_peers_are_timed_where_they_take_the_case(
             os.write(1, b"compiling, too\n")
             raise OSError("no compiler")
 
+    def failing(*_: Any) -> Any:
+        def launch() -> None:
+            tried.append("failing")
+            raise RuntimeError("no such instruction")
+
+        return launch
+
     peers = (
         Peer("fits", "x", "a_peer", "scan", kernel),
+        Peer("failing", "x", "a_peer", "scan", failing),
         Peer(
             "picky", "x", "a_peer", "scan", kernel, lambda c: "too short" if c.time < 32 else None
         ),
@@ -514,8 +522,12 @@ def test_peers_are_timed_where_they_take_the_case(
     assert {(32, direction, "picky") for direction in PASSES} <= who
     assert (16, "forward", "picky") not in who
     assert set(module.passes) == set(PASSES)
-    assert tried == ["broken"]
-    assert here.skipped == {"picky": "too short", "broken": "OSError: no compiler"}
+    assert sorted(tried) == ["broken", "failing"]
+    assert here.skipped == {
+        "picky": "too short",
+        "broken": "OSError: no compiler",
+        "failing": "RuntimeError: no such instruction",
+    }
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "compiling\n" in captured.err

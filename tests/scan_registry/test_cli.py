@@ -384,3 +384,9 @@ heavy = {{"torch", "triton", "numpy", "cuda"}} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", script], cwd="/", check=True, stdout=subprocess.DEVNULL)
+
+
+def test_short_names_of_dtypes(installed: Catalogue, capsys: Capture) -> None:
+    assert inspect(capsys, "--dtype", "fp32", "--all") == inspect(
+        capsys, "--dtype", "float32", "--all"
+    )

@@ -576,7 +576,9 @@ def test_no_driver(provide: Provide, capsys: Capture, monkeypatch: pytest.Monkey
     assert found["gpus"] == []
     assert found["driver"] is None
     (message,) = errors(found)
-    assert message.startswith("no CUDA driver, so only the reference, plain torch, runs here: ")
+    assert message.startswith(
+        "no CUDA driver, so calls run on the CPU alone, by this package's code for it: "
+    )
     assert "--for sm_90" in text(capsys, status=1)
 
 
@@ -638,7 +640,7 @@ def test_a_torch_that_cannot_use_the_gpus(
     assert len(errors(found)) == len(mine) == status
     for finding in mine:
         assert str(trouble) in finding["text"]
-        assert finding["text"].endswith("every call runs the reference on the CPU")
+        assert finding["text"].endswith("calls run on the CPU alone")
         assert len(finding["remedies"]) == len(remedies)
         for given, expected in zip(finding["remedies"], remedies, strict=True):
             assert expected in given
@@ -680,7 +682,7 @@ def test_every_gpu_of_a_machine(stub_driver: Any, tmp_path: Path) -> None:
 def test_a_driver_without_a_gpu(stub_driver: Any) -> None:
     result = shell(**stub_driver.environment(), CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1
-    assert "the CUDA driver sees no GPU, so only the reference" in result.stdout
+    assert "the CUDA driver sees no GPU, so calls run on the CPU alone" in result.stdout
     assert "CUDA_VISIBLE_DEVICES is ''" in result.stdout
     assert "driver     for CUDA 13.0" in result.stdout
 
@@ -689,7 +691,7 @@ def test_a_driver_that_fails(stub_driver: Any) -> None:
     stub_driver.gpu().fail("cuInit", 3)
     result = shell(**stub_driver.environment())
     assert result.returncode == 1
-    assert "the CUDA driver fails, so only the reference" in result.stdout
+    assert "the CUDA driver fails, so calls run on the CPU alone" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -504,3 +504,12 @@ def test_what_it_says_is_what_dispatch_decides(stub_driver: Any) -> None:
         assert {k: v for k, v in line.items() if k not in losers} == {
             k: v for k, v in step.items() if k not in {*losers, "step", "copied"}
         }
+
+
+def test_levels_concern_gpus_alone() -> None:
+    """A call on the CPU runs whatever is required, and so it is explained."""
+    tensor = torch.rand(2, 8)
+    with policy.require("aot"):
+        scan_registry.linear_scan(tensor, tensor)
+        assert scan_registry.explain(scan_registry.linear_scan, tensor, tensor).runs
+        assert explained(System(None)).runs

@@ -288,6 +288,12 @@ def test_an_entry_point_names_a_package(provide: Provide, point: str) -> None:
         assert word in str(caught.value)
 
 
+def test_a_module_without_a_spec(provide: Provide) -> None:
+    provide("odd", point="__main__")
+    with pytest.raises(ProviderError, match=r"odd 1\.2\.3: its package '__main__'"):
+        catalogue()
+
+
 def test_a_module_is_no_package(provide: Provide) -> None:
     place = provide("odd", point="a_module_without_archives").parent
     (place / "a_module_without_archives.py").write_text(IMPORTED)

@@ -325,6 +325,24 @@ def test_a_damaged_archive_is_named_and_the_next_rung_taken(
     assert "SHA-256" in loser.reason
 
 
+def test_an_entry_that_names_no_variant(
+    archive_factory: Factory, archive_parts: Any, a_device: Describe
+) -> None:
+    """It is rejected alone, and the advice does without it."""
+    path = archive_factory("sm90", variants=CUDA[:1]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    document["binaries"][0]["variant"] = f"linear_scan.{KERNEL}:cuda:bad"
+    path.write_bytes(parts.together())
+    decision = decide(a_device(), [Archive(path)])
+    assert decision.taken().rung is Rung.REFERENCE
+    (loser,) = (loser for loser in decision.rejected if loser.damaged)
+    assert str(path) in loser.reason
+    assert advice(decision)
+    with pytest.raises(NoKernelError, match="is not name=value"):
+        decide(a_device(), [Archive(path)], lowest=Rung.PTX).taken()
+
+
 def test_a_file_whose_name_is_no_architecture(a_device: Describe, tmp_path: Path) -> None:
     decision = decide(a_device(), [Archive(tmp_path / "backup.scanreg")])
     (loser,) = decision.rejected

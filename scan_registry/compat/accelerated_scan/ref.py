@@ -74,7 +74,8 @@ def scan(
             raise TypeError(f"{name} is {operator!r}; it must be a function")
     plain = mul is torch.mul and add is torch.add and zeros_like is torch.zeros_like
     if plain and all(t.is_floating_point() or t.is_complex() for t in (gates, tokens)):
-        return linear_scan(gates, tokens, reverse=bool(reverse))
+        dtype = torch.promote_types(gates.dtype, tokens.dtype)
+        return linear_scan(gates.to(dtype), tokens.to(dtype), reverse=bool(reverse))
     if reverse:
         gates, tokens = gates.flip(-1), tokens.flip(-1)
     before = zeros_like(tokens[..., :1])

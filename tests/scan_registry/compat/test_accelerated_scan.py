@@ -105,6 +105,24 @@ def test_the_language_is_pinned_on_a_gpu_only(language: Any) -> None:
 # --- States -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("gates", "tokens"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float64),
+    ],
+    ids=str,
+)
+def test_dtypes_of_the_reference_promote(gates: torch.dtype, tokens: torch.dtype) -> None:
+    """As torch's operators do, with the default ones and with others."""
+    pair_ = torch.rand(1, 2, 4).to(gates), torch.rand(1, 2, 4).to(tokens)
+    expected = torch.promote_types(gates, tokens)
+    assert ref.scan(*pair_).dtype == expected
+    assert ref.scan(*pair_, mul=lambda a, b: a * b).dtype == expected
+
+
 @pytest.mark.parametrize("time", [0, 1, 2, 31, 33, 100, 1000])
 @pytest.mark.parametrize("module", ALL, ids=lambda m: m.__name__.rpartition(".")[2])
 def test_any_length(module: ModuleType, time: int) -> None:

@@ -336,3 +336,24 @@ def test_bounds_with_gaps_in_memory() -> None:
     negated = torch.ops.scan_registry.linear_scan  # which takes them as kernels do
     with pytest.raises(TypeError, match="operator takes int64 of one dimension, without gaps"):
         negated(gates, tokens, None, cu_seqlens, -1, False, False, "auto")
+
+
+def test_a_dim_is_an_int_whatever_was_called_before() -> None:
+    tokens = torch.randn(2, 3)
+    linear_scan(tokens, tokens, dim=1)
+    for dim in (1.0, True + 0.0):
+        with pytest.raises(TypeError, match=r"dim is 1\.0; it must be an int"):
+            linear_scan(tokens, tokens, dim=dim)  # type: ignore[call-overload]
+
+
+def test_the_operators_of_torch_refuse_what_kernels_would_overrun() -> None:
+    forward = torch.ops.scan_registry.linear_scan
+    backward = torch.ops.scan_registry.linear_scan_backward
+    small, wide = torch.rand(1, 8), torch.rand(2, 8)
+    how = None, None, None, -1, False, "auto", [True, True, False]
+    with pytest.raises(ValueError, match="shapes"):
+        backward(wide, wide, small, *how)
+    with pytest.raises(ValueError, match="dtypes"):
+        backward(wide, wide, wide.bfloat16(), *how)
+    with pytest.raises(ValueError, match="do not broadcast"):
+        forward(wide, small, None, None, -1, False, False, "auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from typing import Any
@@ -362,3 +363,26 @@ def test_vmap_over_bounds_is_refused() -> None:
         torch.func.vmap(lambda t: linear_scan(t, t, cu_seqlens=torch.tensor([0, 4])))(
             tokens.expand(3, 5)
         )
+
+
+def test_one_graph_is_walked_by_several_threads() -> None:
+    gates, tokens = (t.requires_grad_() for t in (disc(4, 64), torch.randn(4, 64, dtype=REAL)))
+    states, weight = linear_scan(gates, tokens), torch.randn(4, 64, dtype=REAL)
+    expected = torch.autograd.grad(states, (gates, tokens), weight, retain_graph=True)
+    with ThreadPoolExecutor(4) as pool:
+        walks = [
+            pool.submit(torch.autograd.grad, states, (gates, tokens), weight, retain_graph=True)
+            for _ in range(400)
+        ]
+    for walk in walks:
+        torch.testing.assert_close(walk.result(), expected, rtol=0, atol=0)
+
+
+def test_a_backward_pass_that_failed_fails_alike_again() -> None:
+    gates, tokens = disc(2, 4), torch.randn(2, 4, dtype=REAL, requires_grad=True)
+    states = linear_scan(gates.requires_grad_(), tokens)
+    with torch.no_grad():
+        gates.zero_()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            states.sum().backward(retain_graph=True)

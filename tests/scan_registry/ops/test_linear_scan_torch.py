@@ -383,3 +383,19 @@ def test_deterministic_algorithms_are_all_there_is() -> None:
     torch.use_deterministic_algorithms(False)
     found = torch.autograd.grad(linear_scan(*both, reverse=True), both, weight)
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_compiled_states_lie_as_they_are_promised_to(backend: Any) -> None:
+    """Also those of the reference, and of tensors whose first dimension is not the outermost."""
+
+    def scan(gates: Tensor, tokens: Tensor, state: Tensor) -> Any:
+        return linear_scan(gates, tokens, state, return_final_state=True, backend=backend)
+
+    tensors = [torch.rand(3, 4, 5).permute(1, 0, 2).requires_grad_() for _ in range(2)]
+    tensors.append(torch.rand(4, 3, requires_grad=True))
+    compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(compiled(*tensors), scan(*tensors), strict=True):
+        torch.testing.assert_close(found, expected)
+        assert found.stride() == expected.stride()
+    torch.library.opcheck(OP, (*tensors, None, -1, False, True, backend))
