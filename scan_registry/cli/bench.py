@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Times the forward and the backward pass over a range of sequence lengths: on a GPU "
         "both languages of this package and the peers that are installed (accelerated-scan, "
         "sequential_scan), as CUDA graphs of kernel launches; on the CPU the calls, beside torch.mul on "
-        "tensors of the same size. Inputs rotate over several sets, to be out of the caches. The floor is "
+        "tensors of the same size. Inputs rotate over up to 64 sets, to be out of the caches. The floor is "
         "the time in which a large torch.add moves as many bytes.",
         epilog="Exit status: 0; 2 for arguments that cannot be meant, and where nothing can be timed. "
         "The JSON document is described by scan_registry/schemas/bench.json.",
@@ -161,7 +161,7 @@ def _cases(args: argparse.Namespace, kind: str) -> list[Case]:
 
     text = SEQLENS[kind] if args.seqlens is None else args.seqlens
     sizes = [size.strip() for size in text.split(",")]
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+    if not all(size.isdecimal() and len(size) < 100 and int(size) > 0 for size in sizes):
         raise UsageError(f"--seqlens is {text!r}; accepted are lengths such as 1024,2048")
     lengths = list(dict.fromkeys(map(int, sizes)))
     if args.bs * args.d_model * max(lengths) > _MOST_ELEMENTS:

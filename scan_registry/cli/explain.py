@@ -120,7 +120,7 @@ def _known(name: str, value: str, accepted: list[str]) -> None:
 
 def _shape(option: str, text: str) -> tuple[int, ...]:
     sizes = text.split(",")
-    if not all(size.strip().isdecimal() for size in sizes):
+    if not all(size.strip().isdecimal() and len(size) < 100 for size in sizes):
         raise UsageError(f"{option} is {text!r}; accepted are sizes such as 8,1536,4096")
     shape = tuple(map(int, sizes))
     if math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:

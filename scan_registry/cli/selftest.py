@@ -46,7 +46,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "selftest",
         help="run every kernel on this machine and compare it with the float64 reference",
-        description=__doc__,
+        description="Run every kernel of this machine on random problems and compare it with the "
+        "float64 reference.",
+        epilog="The exit status is 1 if an error is beyond its tolerance or nothing ran. --json prints "
+        "the form of scan_registry/schemas/selftest.json.",
     )
     parser.add_argument("--device", help="cpu or cuda:N; default: the first GPU, else the CPU")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")

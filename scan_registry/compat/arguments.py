@@ -1,4 +1,4 @@
-"""What the stand-ins check before ``linear_scan`` checks the rest: in the names of their arguments."""
+"""What the stand-ins check in the names of their arguments; ``linear_scan`` checks the rest in its own."""
 
 from __future__ import annotations
 

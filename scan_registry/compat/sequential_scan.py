@@ -34,7 +34,7 @@ def scan_cu(alpha: Tensor, beta: Tensor) -> Tensor:
         beta: (B, T, D), the tokens.
 
     Returns:
-        The states, (B, T, D), in the dtype of ``beta``.
+        The states, (B, T, D), in the dtype of ``beta``; complex if ``alpha`` is.
 
     Raises:
         TypeError, ValueError: the arguments are not as described.

@@ -180,6 +180,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--seqlens", "16,"], "--seqlens is '16,'; accepted are lengths such as 1024,2048"),
         (["--seqlens", "0"], "--seqlens is '0'; accepted are lengths such as"),
         (["--seqlens", "1e3"], "--seqlens is '1e3'; accepted are lengths such as"),
+        (["--seqlens", "9" * 5000], "accepted are lengths such as 1024,2048"),
         (["--seqlens", str(2**60)], "is a tensor of more than 2**60 elements"),
         (["--plot", "no/such/x.png"], "--plot is 'no/such/x.png'; its folder does not exist"),
         (["--plot", "x.bmp"], "--plot is 'x.bmp'; accepted are files in pdf, png, svg"),

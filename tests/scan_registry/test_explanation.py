@@ -385,6 +385,8 @@ def test_a_denied_binary_is_not_taken(installed: Catalogue, capsys: Capture) -> 
         (["--shape", "8,,7"], "--shape is '8,,7'"),
         (["--shape", "-1,7"], "--shape is '-1,7'"),
         (["--shape", f"{2**40},{2**40}"], "accepted are at most 2**60 elements"),
+        (["--shape", "9" * 5000], "accepted are sizes such as 8,1536,4096"),
+        (["--sequences", str(2**70)], "accepted are numbers from 1 to 2147483647"),
         (["--shape", f"{2**70},0"], "accepted are at most 2**60 elements"),
         (["--dim", "3"], "dim is 3; tensors of 3 dimensions accept -3 to 2"),
         (["--arch", "hopper"], "--arch is 'hopper'; accepted is a GPU's architecture, such as"),

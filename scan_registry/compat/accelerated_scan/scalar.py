@@ -23,7 +23,7 @@ def scan(forget: Tensor, inputs: Tensor) -> Tensor:
         inputs: (B, C, T), the tokens.
 
     Returns:
-        The states, (B, C, T), in the dtype of ``inputs``.
+        The states, (B, C, T), in the dtype of ``inputs``; complex if the gates are.
 
     Raises:
         TypeError, ValueError: the arguments are not as described.

@@ -23,7 +23,7 @@ def scan(gates: Tensor, tokens: Tensor) -> Tensor:
         tokens: (B, C, T).
 
     Returns:
-        The states, (B, C, T), in the dtype of ``tokens``.
+        The states, (B, C, T), in the dtype of ``tokens``; complex if the gates are.
 
     Raises:
         TypeError, ValueError: the arguments are not as described.
