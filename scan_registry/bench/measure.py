@@ -209,6 +209,8 @@ class Bench:
             "scan_registry": version("scan-registry"),
             "streaming_bytes_per_ms": self.bandwidth,
             "timings": [asdict(timing) for timing in self.timings],
+            "device": self.name,
+            "skipped": dict(self.skipped),
         }
 
 

@@ -98,19 +98,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import track
 
-    from scan_registry.bench.measure import Bench
-
     if device.type == "cpu" and args.backend in ("cuda", "triton"):
         raise UsageError(
             f"--backend is {args.backend!r}, which needs a GPU; accepted on the CPU are auto and "
             "reference"
         )
-    bench = Bench.on(
-        device,
-        None if args.backend is None else (args.backend,),
-        peers=not args.no_peers,
-        passes=("forward",) if args.fwd_only else ("forward", "backward"),
-    )
+    bench = _bench(args, device)
     try:
         for case in cases:
             bench.check_room(case)
@@ -129,6 +122,23 @@ def run(args: argparse.Namespace) -> int:
     if plot is not None:
         _draw(bench, args, plot)
     return 0
+
+
+def _bench(args: argparse.Namespace, device: Device) -> Bench:
+    """What times on the device, whose bandwidth it measures first."""
+    import torch
+
+    from scan_registry.bench.measure import Bench
+
+    try:
+        return Bench.on(
+            device,
+            None if args.backend is None else (args.backend,),
+            peers=not args.no_peers,
+            passes=("forward",) if args.fwd_only else ("forward", "backward"),
+        )
+    except torch.OutOfMemoryError as error:
+        raise UsageError(f"{device} has no room to measure its bandwidth: {error}") from error
 
 
 def show_table(bench: Bench) -> None:

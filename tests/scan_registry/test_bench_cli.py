@@ -524,6 +524,7 @@ def test_peers_are_timed_where_they_take_the_case(
     assert (16, "forward", "picky") not in who
     assert set(module.passes) == set(PASSES)
     assert sorted(tried) == ["broken", "failing"]
+    assert here.document()["skipped"] == here.skipped
     assert here.skipped == {
         "picky": "too short",
         "broken": "OSError: no compiler",
