@@ -380,7 +380,7 @@ def _backward_fake(*args: Any) -> Any:
         if gates.shape != model.shape
         else torch.empty_like(model, dtype=gates.dtype),
         torch.empty_like(model),
-        StateRoom.of(torch.empty_like(model), dim, bounds).empty(),
+        StateRoom.of(model, dim, bounds).empty(),
     )
     return tuple(
         each if want else model.new_empty(0) for each, want in zip(made, wanted, strict=True)

@@ -209,7 +209,7 @@ def _plan_forward(
     dim, reverse, final = options.dim, options.reverse, options.final
     _check(gates, [tokens], cu_seqlens)
     device = tokens.device
-    room = StateRoom.of(torch.empty_like(tokens), dim, cu_seqlens)
+    room = StateRoom.of(tokens, dim, cu_seqlens)
 
     def by_reference(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
         states, last = reference.forward(
@@ -286,7 +286,7 @@ def _plan_backward(
     device = gates.device
     for_gates, for_tokens, for_initial = wanted
     model = states_grad if states is None else states
-    room = StateRoom.of(torch.empty_like(model), dim, cu_seqlens)
+    room = StateRoom.of(model, dim, cu_seqlens)
 
     def by_reference(
         gates: Tensor, states: Any, grad: Tensor, initial: Any, last_grad: Any, bounds: Any

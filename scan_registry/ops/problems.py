@@ -43,8 +43,10 @@ class StateRoom:
     packed: bool
 
     @classmethod
-    def of(cls, states: Tensor, dim: int, cu_seqlens: Tensor | None) -> StateRoom:
-        """The room for a state of the scan whose states are given."""
+    def of(cls, model: Tensor, dim: int, cu_seqlens: Tensor | None) -> StateRoom:
+        """The room for a state of a scan whose states have the shape, dtype and device of ``model``, and
+        lie as an output that is like it does."""
+        states = torch.empty_like(model, device="meta")
         dim %= states.dim()
         strides = [*state_strides(states, dim, cu_seqlens)]
         if cu_seqlens is None:
@@ -54,7 +56,7 @@ class StateRoom:
             sequences = cu_seqlens.shape[0] - 1
         shape = state_shape(states.shape, dim, sequences)
         dtype = compute_dtype(states.dtype)
-        return cls(shape, tuple(strides), dtype, states.device, sequences is not None)
+        return cls(shape, tuple(strides), dtype, model.device, sequences is not None)
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
