@@ -130,16 +130,18 @@ __device__ inline Affine from_lower(Affine map, int distance) {
             from_lower(map.shift, distance)};
 }
 
-// Composition of the maps of all lower lanes that are congruent to this one modulo STRIDE;
-// `map` becomes the composition that includes this lane's own.
-template <int STRIDE = 1>
+// Composition of the maps of all lower lanes that are congruent to this one modulo STRIDE, within
+// runs of WIDTH lanes; `map` becomes the composition that includes this lane's own.
+template <int STRIDE = 1, int WIDTH = 32>
 __device__ inline Affine exclusive_scan(Affine& map, int lane) {
+    const int place = lane % WIDTH;
 #pragma unroll
-    for (int distance = STRIDE; distance < 32; distance *= 2) {
+    for (int distance = STRIDE; distance < WIDTH; distance *= 2) {
         const Affine lower = from_lower(map, distance);
-        if (lane >= distance) map = then(lower, map);
+        if (place >= distance) map = then(lower, map);
     }
-    Affine before = from_lower(map, STRIDE);
-    if (lane < STRIDE) before = Affine{};
+    if constexpr (STRIDE >= WIDTH) return {};
+    Affine before = from_lower(map, STRIDE % 32);
+    if (place < STRIDE) before = Affine{};
     return before;
 }

@@ -6,24 +6,110 @@
 //
 // which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h).
 // The states are read one step further along the walk than the rest. Three reads and two writes: 20
-// bytes per element in float32, 10 in bfloat16 and float16. The tile picture is in channel_last.cuh.
+// bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in
+// channel_stream.cuh (aligned) and channel_last.cuh (generic).
+#if ALIGNED
+#include "channel_stream.cuh"
+#else
 #include "channel_last.cuh"
+#endif
 
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1].
-extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_channel_last_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
     const State* __restrict__ final_state_grad, GateStorage* __restrict__ gates_grad,
     Storage* __restrict__ tokens_grad, State* __restrict__ initial_state_grad,
-    const i64* __restrict__ offsets, u64* workspace,
+    const i64* __restrict__ offsets, void* workspace,
     i64 outer, i64 batch, i64 channels, i64 time, i64 sequences,
     i64 gates_outer, i64 gates_batch, i64 gates_channel, i64 gates_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-    const Position at(workspace, outer, batch, channels);
+#if ALIGNED
+    const Scans scans(batch, channels, time);
+    const Walk walk(time, !(flags & 1), nullptr, 0);
+    const Plane gates_plane(gates, gates_batch, gates_time);
+    const Plane grads_plane(states_grad, states_grad_batch, states_grad_time);
+    const Plane states_plane(states, states_batch, states_time);
+    const Plane gates_grad_plane(gates_grad, grads_batch, grads_time);
+    const Plane tokens_grad_plane(tokens_grad, grads_batch, grads_time);
+    Schedule schedule(scans.grid, workspace, blockIdx.x, gridDim.x);
+    Crossing<CHANNELS> crossing(schedule, workspace);
+    Ring<3> ring;
+
+    for (int round = 1;; round++) {
+        const Tile coming = schedule.at(schedule.coming);
+        if (coming.there) {
+            const Position at(scans, coming);
+            const auto gates_rows = gates_plane.rows(at, walk), grads_rows = grads_plane.rows(at, walk);
+            const auto states_rows = states_plane.rows(at, walk);
+            // Those whose earlier state is among the states; that of the walk's last one is not.
+            const bool has_last = at.first + at.rows == time && at.rows > 0;
+            const int earlier_rows = gates_grad ? at.rows - has_last : 0;
+#pragma unroll
+            for (int k = 0; k < STEPS; k++) {
+                ring.copy(0, k, gates_rows.at(k), k < at.rows);
+                ring.copy(1, k, grads_rows.at(k), k < at.rows);
+                ring.copy(2, k, states_rows.at(k + 1), k < earlier_rows);
+            }
+            ring.fill(0, at.rows, Element::ONE);
+            ring.fill(1, at.rows, 0);
+            if (gates_grad && earlier_rows < at.rows) {
+                State initial[VECTOR];
+#pragma unroll
+                for (int v = 0; v < VECTOR; v++)
+                    initial[v] = initial_state ? initial_state[at.batch * state_batch +
+                                                               (at.channel + v) * state_channel]
+                                               : State(0);
+                ring.put(2, earlier_rows, initial);
+            }
+        }
+        commit_copies();
+        ring.turn();
+        schedule.advance(schedule.coming);
+        if (round < STAGES) continue;  // the ring is still to be filled
+
+        const Tile tile = schedule.at(schedule.current);
+        if (!tile.there) break;
+        wait_for_copies<STAGES - 1>();
+        const Position at(scans, tile);
+        Affine rows[VECTOR];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const auto gate = ring.get(0, k), grad = ring.get(1, k);
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) {
+                const State kept = conj(gate.get(v));
+                rows[v] = then(rows[v], Step{kept, kept * grad.get(v)});
+            }
+        }
+        State h[VECTOR];
+        enter_rows(rows, h, tile, at, crossing,
+                   spine_state(final_state_grad, state_batch, state_channel, at, scans),
+                   spine_state(initial_state_grad, state_batch, state_channel, at, scans));
+        const auto gates_grad_rows = gates_grad_plane.rows(at, walk);
+        const auto tokens_grad_rows = tokens_grad_plane.rows(at, walk);
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const auto gate = ring.get(0, k), grad = ring.get(1, k), earlier = ring.get(2, k);
+            State for_gates[VECTOR], for_tokens[VECTOR];
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) {
+                for_tokens[v] = grad.get(v) + h[v];
+                for_gates[v] = for_tokens[v] * conj(earlier.get(v));
+                h[v] = conj(gate.get(v)) * for_tokens[v];
+            }
+            if (k >= at.rows) continue;
+            if (gates_grad) gates_grad_rows.put(k, for_gates);
+            if (tokens_grad) tokens_grad_rows.put(k, for_tokens);
+        }
+        schedule.advance(schedule.current);
+    }
+#else
+    const Position at(static_cast<u64*>(workspace), outer, batch, channels);
     const Walk walk(time, !(flags & 1), offsets, sequences);
     const Rows<GateElement> gates_rows(gates + at.offset(gates_outer, gates_batch), gates_channel,
                                        gates_time, channels, at, walk);
@@ -83,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
                                                   after_grad));
 
     State h[VECTOR];
-    enter_rows(rows, h, at, walk, workspace, channels, final_state_grad, initial_state_grad,
+    enter_rows(rows, h, at, walk, static_cast<u64*>(workspace), channels, final_state_grad, initial_state_grad,
                state_channel);
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
@@ -110,4 +196,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
             tokens_grad_rows.store(k, chunk);
         }
     }
+#endif
 }

@@ -3,20 +3,79 @@
 // A thread holds STEPS rows of VECTOR channels and walks them twice: once to compose their maps,
 // once, when the state that enters them is known, to write the states. One read of each input and
 // one write of the output: 12 bytes per element in float32, 6 in bfloat16 and float16. The tile
-// picture is in channel_last.cuh.
+// pictures are in channel_stream.cuh (aligned) and channel_last.cuh (generic).
+#if ALIGNED
+#include "channel_stream.cuh"
+#else
 #include "channel_last.cuh"
+#endif
 
 // initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1].
-extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_channel_last_forward(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
-    State* __restrict__ final_state, const i64* __restrict__ offsets, u64* workspace,
+    State* __restrict__ final_state, const i64* __restrict__ offsets, void* workspace,
     i64 outer, i64 batch, i64 channels, i64 time, i64 sequences,
     i64 gates_outer, i64 gates_batch, i64 gates_channel, i64 gates_time,
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-    const Position at(workspace, outer, batch, channels);
+#if ALIGNED
+    const Scans scans(batch, channels, time);
+    const Walk walk(time, flags & 1, nullptr, 0);
+    const Plane gates_plane(gates, gates_batch, gates_time);
+    const Plane tokens_plane(tokens, tokens_batch, tokens_time);
+    const Plane states_plane(states, states_batch, states_time);
+    Schedule schedule(scans.grid, workspace, blockIdx.x, gridDim.x);
+    Crossing<CHANNELS> crossing(schedule, workspace);
+    Ring<2> ring;
+
+    for (int round = 1;; round++) {
+        const Tile coming = schedule.at(schedule.coming);
+        if (coming.there) {
+            const Position at(scans, coming);
+            const auto gates_rows = gates_plane.rows(at, walk), tokens_rows = tokens_plane.rows(at, walk);
+#pragma unroll
+            for (int k = 0; k < STEPS; k++) {
+                ring.copy(0, k, gates_rows.at(k), k < at.rows);
+                ring.copy(1, k, tokens_rows.at(k), k < at.rows);
+            }
+            ring.fill(0, at.rows, Element::ONE);
+            ring.fill(1, at.rows, 0);
+        }
+        commit_copies();
+        ring.turn();
+        schedule.advance(schedule.coming);
+        if (round < STAGES) continue;  // the ring is still to be filled
+
+        const Tile tile = schedule.at(schedule.current);
+        if (!tile.there) break;
+        wait_for_copies<STAGES - 1>();
+        const Position at(scans, tile);
+        Affine rows[VECTOR];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const auto gate = ring.get(0, k), token = ring.get(1, k);
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++)
+                rows[v] = then(rows[v], Step{gate.get(v), token.get(v)});
+        }
+        State x[VECTOR];
+        enter_rows(rows, x, tile, at, crossing,
+                   spine_state(initial_state, state_batch, state_channel, at, scans),
+                   spine_state(final_state, state_batch, state_channel, at, scans));
+        const auto states_rows = states_plane.rows(at, walk);
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const auto gate = ring.get(0, k), token = ring.get(1, k);
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) x[v] = Step{gate.get(v), token.get(v)}(x[v]);
+            if (k < at.rows) states_rows.put(k, x);
+        }
+        schedule.advance(schedule.current);
+    }
+#else
+    const Position at(static_cast<u64*>(workspace), outer, batch, channels);
     const Walk walk(time, flags & 1, offsets, sequences);
     const Rows<GateElement> gates_rows(gates + at.offset(gates_outer, gates_batch), gates_channel,
                                        gates_time, channels, at, walk);
@@ -53,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
                            forward_step(gate[k].get(v), token[k].get(v), k, marks, before));
 
     State x[VECTOR];
-    enter_rows(rows, x, at, walk, workspace, channels, initial_state, final_state, state_channel);
+    enter_rows(rows, x, at, walk, static_cast<u64*>(workspace), channels, initial_state, final_state, state_channel);
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
 #pragma unroll
@@ -68,4 +127,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
         chunk.set(x);
         states_rows.store(k, chunk);
     }
+#endif
 }

@@ -132,7 +132,9 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
     return None
 
 
-def _reduction_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
+def _reduction_launch(
+    variant: Variant, problem: LinearScanProblem, multiprocessors: int
+) -> Launch:
     cut = problem.reduction()
     channels, times = cut.across
     return Launch((cut.kept * cut.groups * channels * times, 1, 1), problem.scalars())
@@ -149,13 +151,23 @@ def _time_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
     return (short, *({"warps": each, "rows": 1, "steps": 2} for each in warps))
 
 
-def _channel_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
-    """Warps per block, threads along the channels, channels and rows per thread. Either way a tile is
-    32 channels wide, so that many of them run side by side."""
+def _channel_last_tiles(direction: Direction, dtype: str, access: str) -> tuple[Tile, ...]:
+    """Warps per block, threads along the channels, channels and rows per thread. Of aligned variants
+    also the tiles on their way to shared memory and the one there, and the blocks per SM."""
     if access == "generic":
         return ({"warps": 8, "lanes": 32, "vector": 1, "steps": 8},)
-    vector = 2 if ITEM_SIZE[dtype] == 8 else 4
-    return ({"warps": 4, "lanes": 32 // vector, "vector": vector, "steps": 8},)
+    vector = 16 // ITEM_SIZE[dtype]
+    return tuple(
+        {
+            "warps": 4,
+            "lanes": lanes,
+            "vector": vector,
+            "steps": 8,
+            "stages": 3 if direction == "forward" else 2,
+            "blocks": 2,
+        }
+        for lanes in (8, 4, 2)
+    )
 
 
 def _cuda_constants(variant: Variant) -> dict[str, Static]:
@@ -198,7 +210,9 @@ def _time_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
     return _walk_cost(variant, problem, _time_last_tile(variant))
 
 
-def _time_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
+def _time_last_launch(
+    variant: Variant, problem: LinearScanProblem, multiprocessors: int
+) -> Launch:
     rows = problem.outer * problem.batch * problem.channels
     return Launch((ceil_div(rows, variant.number("rows")), 1, 1), problem.scalars())
 
@@ -209,11 +223,65 @@ def _channel_last_tile(variant: Variant) -> tuple[int, int]:
     return lanes * vector, variant.number("warps") * (32 // lanes) * variant.number("steps")
 
 
+def _columns(variant: Variant, problem: LinearScanProblem) -> int:
+    channels, _ = _channel_last_tile(variant)
+    return problem.outer * problem.batch * ceil_div(problem.channels, channels)
+
+
+#: Columns that keep a large GPU busy.
+_ENOUGH_COLUMNS = 120
+
+
 def _channel_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
-    return 0.5 if variant.text("access") == "generic" else 0.0
+    """Of those that make enough columns the widest, else the narrowest; aligned before generic."""
+    if variant.text("access") == "generic":
+        return 1e9
+    channels, _ = _channel_last_tile(variant)
+    return -channels if _columns(variant, problem) >= _ENOUGH_COLUMNS else channels
 
 
-def _channel_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
+def _channel_last_shared(direction: Direction, variant: Variant) -> int:
+    """Bytes of the ring of tiles."""
+    if variant.text("access") == "generic":
+        return 0
+    inputs = 2 if direction == "forward" else 3
+    channels, times = _channel_last_tile(variant)
+    return variant.number("stages") * inputs * channels * times * ITEM_SIZE[variant.text("dtype")]
+
+
+#: Maps that a thread of a split scan fetches of the tiles before its own.
+_LOOK = 8
+
+
+def _lines(words: int) -> int:
+    """Of 16 bytes, each of which takes three words and a mark."""
+    return ceil_div(words, 3)
+
+
+def _stream_launch(
+    variant: Variant, problem: LinearScanProblem, multiprocessors: int
+) -> Launch:
+    """A block for each column where those fill the GPU; else columns are split, and as many blocks as
+    it holds share the tiles."""
+    channels, times = _channel_last_tile(variant)
+    columns, levels = _columns(variant, problem), ceil_div(problem.time, times)
+    if columns >= 0.75 * multiprocessors or levels < 4:
+        return Launch((columns, 1, 1), problem.scalars())
+    words = ITEM_SIZE[_state(problem.dtype)] // 4
+    with_rest = ITEM_SIZE[problem.dtype] >= 4
+    group = _LOOK * 32 * variant.number("warps") // channels
+    maps = columns * levels * _lines((3 if with_rest else 2) * words)
+    leaving = columns * (levels // group) * _lines((2 if with_rest else 1) * words)
+    blocks = min(columns * levels, multiprocessors * variant.number("blocks"))
+    workspace = 16 * (1 + channels * (maps + leaving))
+    return Launch((blocks, 1, 1), problem.scalars(), workspace)
+
+
+def _channel_last_launch(
+    variant: Variant, problem: LinearScanProblem, multiprocessors: int
+) -> Launch:
+    if variant.text("access") == "aligned":
+        return _stream_launch(variant, problem, multiprocessors)
     channels, times = _channel_last_tile(variant)
     columns = problem.outer * problem.batch * ceil_div(problem.channels, channels)
     tiles = ceil_div(problem.time, times)
@@ -233,7 +301,9 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         source=f"{name}.cu",
         entry=f"{FAMILY_NAME}_{name}",
         parameters=parameters(direction),
-        variants=_variants(name, "cuda", _time_last_tiles if time_last else _channel_last_tiles),
+        variants=_variants(
+            name, "cuda", _time_last_tiles if time_last else partial(_channel_last_tiles, direction)
+        ),
         constants=_cuda_constants,
         warps=lambda variant: (
             variant.number("warps") * (variant.number("rows") if time_last else 1)
@@ -241,6 +311,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         accepts=_cuda_accepts,
         cost=_time_last_cost if time_last else _channel_last_cost,
         launch=_time_last_launch if time_last else _channel_last_launch,
+        shared=(lambda variant: 0) if time_last else partial(_channel_last_shared, direction),
     )
 
 
@@ -343,7 +414,7 @@ def _triton_cost(variant: Variant, problem: LinearScanProblem) -> float:
     return _walk_cost(variant, problem, variant.number("times"))
 
 
-def _triton_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
+def _triton_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
     batches = problem.outer * problem.batch
     if problem.layout == "time_last":
         programs = ceil_div(batches * problem.channels, variant.number("rows"))

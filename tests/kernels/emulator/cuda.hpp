@@ -1,0 +1,278 @@
+// CUDA C++ on the CPU: what a kernel's source takes for granted, for one kernel per library.
+//
+// A block runs in one thread of the system, its threads as coroutines of which one runs at a time,
+// until it has to wait; who runs next is drawn. Several blocks run at once, and start in an order
+// that is drawn, so whatever CUDA leaves open is tried. Shared memory starts as garbage.
+#pragma once
+#include <ucontext.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+
+struct uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+struct Index {
+    unsigned x, y, z;
+};
+inline thread_local Index threadIdx, blockIdx;
+inline Index blockDim, gridDim;
+
+namespace emulator {
+
+constexpr int WARP = 32;
+constexpr std::size_t STACK = 256 << 10;
+
+[[noreturn]] inline void fail(const char* reason) {
+    std::fprintf(stderr, "emulator: %s\n", reason);
+    std::fflush(stderr);
+    std::_Exit(70);
+}
+
+// An asynchronous copy, which may be carried out at any time before it is waited for.
+struct Copy {
+    void* to;
+    const void* from;
+    std::size_t bytes;
+    int group;
+};
+
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    bool done = false;
+    long exchanges = 0, barriers = 0;  // that it has arrived at
+    int groups = 0;                    // of copies that it has committed
+    std::vector<Copy> copies;
+};
+
+struct Block {
+    std::vector<Thread> threads;
+    std::vector<char> dynamic;
+    std::vector<char> slots;  // of each thread two values of at most 16 bytes, on their way to a warp
+    std::function<void()> kernel;
+    std::mt19937 random;
+    ucontext_t outside;
+    int running = 0;
+    long steps_in_vain = 0;
+
+    Block(int count, std::size_t shared, unsigned seed)
+        : threads(count), dynamic(shared + 16), slots(count * 32), random(seed) {}
+
+    void run(Index index) {
+        blockIdx = index;
+        for (auto& byte : dynamic) byte = char(random());
+        for (auto& thread : threads) {
+            thread.done = false;
+            thread.exchanges = thread.barriers = 0;
+            thread.groups = 0;
+            thread.copies.clear();
+            getcontext(&thread.context);
+            thread.context.uc_stack.ss_sp = thread.stack.get();
+            thread.context.uc_stack.ss_size = STACK;
+            thread.context.uc_link = &outside;
+            makecontext(&thread.context, reinterpret_cast<void (*)()>(enter), 0);
+        }
+        for (int next = pick(-1); next >= 0; next = pick(-1)) {
+            resume(next);
+            swapcontext(&outside, &threads[next].context);
+        }
+    }
+
+    static Block*& current() {
+        static thread_local Block* block;
+        return block;
+    }
+    static void enter() {
+        Block& block = *current();
+        block.kernel();
+        Thread& thread = block.threads[block.running];
+        if (!thread.copies.empty()) fail("a thread left with copies under way");
+        thread.done = true;
+    }
+
+    void resume(int number) {
+        running = number;
+        threadIdx = {unsigned(number), 0, 0};
+    }
+
+    // A thread that is not done, other than `but` if there is one; -1 if there is none.
+    int pick(int but) {
+        const int count = int(threads.size()), begin = int(random() % count);
+        for (int i = 0; i < count; i++) {
+            const int number = (begin + i) % count;
+            if (!threads[number].done && number != but) return number;
+        }
+        return but >= 0 && !threads[but].done ? but : -1;
+    }
+
+    // Let others run until `ready`.
+    template <class Ready>
+    void wait(Ready ready) {
+        while (!ready()) {
+            const int self = running, next = pick(self);
+            if (++steps_in_vain % (long(threads.size()) * 4) == 0) std::this_thread::yield();
+            if (steps_in_vain > 200000000) fail("nobody gets on: threads wait for what never comes");
+            if (next == self) continue;
+            resume(next);
+            swapcontext(&threads[self].context, &threads[next].context);
+        }
+        steps_in_vain = 0;
+    }
+
+    Thread& self() { return threads[running]; }
+};
+
+inline Block& block() { return *Block::current(); }
+
+// Meet the other threads of the warp; the value that `source` brought.
+template <class T>
+T exchange(T mine, int source) {
+    static_assert(sizeof(T) <= 16);
+    Block& b = block();
+    const int first = b.running / WARP * WARP;
+    const long number = ++b.self().exchanges;
+    char* const slots = b.slots.data() + (number & 1) * b.threads.size() * 16;
+    std::memcpy(slots + b.running * 16, &mine, sizeof mine);
+    b.wait([&] {
+        for (int lane = first; lane < first + WARP; lane++) {
+            if (b.threads[lane].exchanges >= number) continue;
+            if (b.threads[lane].done) fail("a warp exchanges values without a lane that has left");
+            return false;
+        }
+        return true;
+    });
+    T theirs;
+    std::memcpy(&theirs, slots + (first + source) * 16, sizeof theirs);
+    return theirs;
+}
+
+inline void copy_now(const Copy& copy) { std::memcpy(copy.to, copy.from, copy.bytes); }
+
+inline void copy_async(void* to, const void* from, std::size_t bytes) {
+    if (std::uintptr_t(to) % bytes || std::uintptr_t(from) % bytes) fail("a copy is not aligned");
+    Block& b = block();
+    const Copy copy{to, from, bytes, b.self().groups};
+    if (b.random() & 1) copy_now(copy);
+    else b.self().copies.push_back(copy);
+}
+
+inline void commit() { block().self().groups++; }
+
+// Until at most `pending` of the groups that this thread committed are under way.
+inline void wait_for_copies(int pending) {
+    Thread& self = block().self();
+    std::vector<Copy> later;
+    for (const Copy& copy : self.copies)
+        if (copy.group < self.groups - pending) copy_now(copy);
+        else later.push_back(copy);
+    self.copies = std::move(later);
+}
+
+template <class... A, std::size_t... I>
+void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+    kernel(*static_cast<A*>(arguments[I])...);
+}
+
+template <class... A>
+void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsigned threads,
+            unsigned shared, unsigned blocks_at_once, unsigned seed) {
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {threads, 1, 1};
+    const std::size_t blocks = std::size_t(grid[0]) * grid[1] * grid[2];
+    std::vector<std::size_t> order(blocks);
+    for (std::size_t i = 0; i < blocks; i++) order[i] = i;
+    std::mt19937 random(seed);
+    for (std::size_t i = blocks; i > 1; i--) std::swap(order[i - 1], order[random() % i]);
+
+    std::atomic<std::size_t> next{0};
+    const auto work = [&](unsigned number) {
+        Block block(int(threads), shared, seed * 977 + number);
+        Block::current() = &block;
+        block.kernel = [&] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
+        for (std::size_t i = next++; i < blocks; i = next++) {
+            const auto at = order[i];
+            block.run({unsigned(at % grid[0]), unsigned(at / grid[0] % grid[1]),
+                       unsigned(at / grid[0] / grid[1])});
+        }
+    };
+    std::vector<std::thread> workers;
+    for (unsigned i = 0; i < blocks_at_once && i < blocks; i++) workers.emplace_back(work, i);
+    for (auto& worker : workers) worker.join();
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() {
+    auto& b = emulator::block();
+    const long number = ++b.self().barriers;
+    b.wait([&] {
+        for (const auto& thread : b.threads)
+            if (!thread.done && thread.barriers < number) return false;
+        return true;
+    });
+}
+inline void __syncwarp() { emulator::exchange(0, 0); }
+
+inline int emulated_lane() { return int(threadIdx.x % emulator::WARP); }
+template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
+    return emulator::exchange(x, lane & 31);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T x, int distance) {
+    const int lane = emulated_lane();
+    return emulator::exchange(x, lane < distance ? lane : lane - distance);
+}
+template <class T>
+T __shfl_down_sync(unsigned, T x, int distance) {
+    const int lane = emulated_lane();
+    return emulator::exchange(x, lane + distance > 31 ? lane : lane + distance);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+    return emulator::exchange(x, emulated_lane() ^ mask);
+}
+
+inline unsigned atomicAdd(unsigned* to, unsigned value) {
+    return __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
+}
+
+template <class To, class From>
+To emulated_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
+inline long long __double_as_longlong(double x) { return emulated_bits<long long>(x); }
+inline double __longlong_as_double(long long x) { return emulated_bits<double>(x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
