@@ -143,12 +143,20 @@ def _reduction_launch(
 # --- CUDA -------------------------------------------------------------------------------------
 
 
-def _time_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
-    """Warps that share a row, rows per block, chunks a lane holds."""
-    short: Tile = {"warps": 1, "rows": 4, "steps": 1}
-    wide = ITEM_SIZE[dtype] == 8
-    warps = (2, 4, 8) if access == "aligned" and not wide else (4,)
-    return (short, *({"warps": each, "rows": 1, "steps": 2} for each in warps))
+def _time_last_tiles(direction: Direction, dtype: str, access: str) -> tuple[Tile, ...]:
+    """Warps that share a row, and rows or warps side by side. Of generic variants the chunks a lane
+    holds; of aligned ones the lanes that share a row, the pieces a lane holds, the tiles on their way to
+    shared memory and the one there, and the blocks per SM."""
+    if access == "generic":
+        return (
+            {"warps": 1, "rows": 4, "steps": 1},
+            {"warps": 4, "rows": 1, "steps": 2},
+        )
+    ring: Tile = {"stages": 3 if direction == "forward" else 2, "blocks": 3}
+    return (
+        *({"warps": 1, "rows": 4, "lanes": lanes, "pieces": 4, **ring} for lanes in (1, 4, 8, 32)),
+        {"warps": 8, "rows": 1, "lanes": 32, "pieces": 4, "stages": 2, "blocks": 2},
+    )
 
 
 def _channel_last_tiles(direction: Direction, dtype: str, access: str) -> tuple[Tile, ...]:
@@ -191,8 +199,21 @@ def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def _time_last_tile(variant: Variant) -> int:
+    """Times of a tile."""
     chunk = 16 // ITEM_SIZE[variant.text("dtype")]
+    if variant.text("access") == "aligned":
+        return variant.number("warps") * variant.number("lanes") * variant.number("pieces") * chunk
     return variant.number("warps") * variant.number("steps") * 32 * chunk
+
+
+def _time_last_shared(direction: Direction, variant: Variant) -> int:
+    """Bytes of the ring of tiles."""
+    if variant.text("access") == "generic":
+        return 0
+    pieces = (2 if direction == "forward" else 3) * 32 * variant.number("pieces")
+    if direction == "backward":  # of the states one more a row
+        pieces += 32 // variant.number("lanes")
+    return 16 * variant.number("stages") * variant.number("warps") * variant.number("rows") * pieces
 
 
 def _walk_cost(variant: Variant, problem: LinearScanProblem, tile: int) -> float:
@@ -206,15 +227,35 @@ def _walk_cost(variant: Variant, problem: LinearScanProblem, tile: int) -> float
     return (-tile if enough else tile) + generic
 
 
+#: Rows that keep a large GPU busy with a warp for each.
+_ENOUGH_ROWS = 1000
+
+
 def _time_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
-    return _walk_cost(variant, problem, _time_last_tile(variant))
+    """Of aligned variants the one whose tiles are filled best, and of those the widest; where there are
+    few rows, the one whose warps share them."""
+    if variant.text("access") == "generic":
+        return 1e9 + _walk_cost(variant, problem, _time_last_tile(variant))
+    rows = problem.batch * problem.channels
+    tile = _time_last_tile(variant)
+    few = rows < _ENOUGH_ROWS and problem.time > 1024
+    fits = (variant.number("warps") > 1) == few
+    return (0 if fits else 1e6) + 1000 * ceil_div(problem.time, tile) * tile / problem.time - tile
 
 
 def _time_last_launch(
     variant: Variant, problem: LinearScanProblem, multiprocessors: int
 ) -> Launch:
     rows = problem.outer * problem.batch * problem.channels
-    return Launch((ceil_div(rows, variant.number("rows")), 1, 1), problem.scalars())
+    blocks = ceil_div(rows, variant.number("rows"))
+    if variant.text("access") == "generic":
+        return Launch((blocks, 1, 1), problem.scalars())
+    at_once = multiprocessors * variant.number("blocks")
+    if variant.number("warps") > 1:
+        levels = ceil_div(problem.time, _time_last_tile(variant))
+        return _stream_launch(variant, problem, multiprocessors, rows, levels, 1)
+    blocks = ceil_div(rows, variant.number("rows") * 32 // variant.number("lanes"))
+    return Launch((at_once if blocks > 4 * at_once else blocks, 1, 1), problem.scalars())
 
 
 def _channel_last_tile(variant: Variant) -> tuple[int, int]:
@@ -259,29 +300,33 @@ def _lines(words: int) -> int:
 
 
 def _stream_launch(
-    variant: Variant, problem: LinearScanProblem, multiprocessors: int
+    variant: Variant,
+    problem: LinearScanProblem,
+    multiprocessors: int,
+    columns: int,
+    levels: int,
+    scans: int,
 ) -> Launch:
-    """A block for each column where those fill the GPU; else columns are split, and as many blocks as
-    it holds share the tiles."""
-    channels, times = _channel_last_tile(variant)
-    columns, levels = _columns(variant, problem), ceil_div(problem.time, times)
+    """A block for each column of so many scans where those fill the GPU; else columns are split into
+    their levels, and as many blocks as it holds share the tiles."""
     if columns >= 0.75 * multiprocessors or levels < 4:
         return Launch((columns, 1, 1), problem.scalars())
     words = ITEM_SIZE[_state(problem.dtype)] // 4
     with_rest = ITEM_SIZE[problem.dtype] >= 4
-    group = _LOOK * 32 * variant.number("warps") // channels
+    group = _LOOK * 32 * variant.number("warps") // scans
     maps = columns * levels * _lines((3 if with_rest else 2) * words)
     leaving = columns * (levels // group) * _lines((2 if with_rest else 1) * words)
     blocks = min(columns * levels, multiprocessors * variant.number("blocks"))
-    workspace = 16 * (1 + channels * (maps + leaving))
-    return Launch((blocks, 1, 1), problem.scalars(), workspace)
+    return Launch((blocks, 1, 1), problem.scalars(), 16 * (1 + scans * (maps + leaving)))
 
 
 def _channel_last_launch(
     variant: Variant, problem: LinearScanProblem, multiprocessors: int
 ) -> Launch:
     if variant.text("access") == "aligned":
-        return _stream_launch(variant, problem, multiprocessors)
+        channels, times = _channel_last_tile(variant)
+        columns, levels = _columns(variant, problem), ceil_div(problem.time, times)
+        return _stream_launch(variant, problem, multiprocessors, columns, levels, channels)
     channels, times = _channel_last_tile(variant)
     columns = problem.outer * problem.batch * ceil_div(problem.channels, channels)
     tiles = ceil_div(problem.time, times)
@@ -302,7 +347,9 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         entry=f"{FAMILY_NAME}_{name}",
         parameters=parameters(direction),
         variants=_variants(
-            name, "cuda", _time_last_tiles if time_last else partial(_channel_last_tiles, direction)
+            name,
+            "cuda",
+            partial(_time_last_tiles if time_last else _channel_last_tiles, direction),
         ),
         constants=_cuda_constants,
         warps=lambda variant: (
@@ -311,7 +358,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         accepts=_cuda_accepts,
         cost=_time_last_cost if time_last else _channel_last_cost,
         launch=_time_last_launch if time_last else _channel_last_launch,
-        shared=(lambda variant: 0) if time_last else partial(_channel_last_shared, direction),
+        shared=partial(_time_last_shared if time_last else _channel_last_shared, direction),
     )
 
 

@@ -3,7 +3,73 @@
 // Each lane composes the affine maps of its chunk, a warp scan and one exchange between the warps
 // of the row give the state that enters each chunk, and a second walk over the registers writes
 // the states. One read of each input and one write of the output: 12 bytes per element in float32,
-// 6 in bfloat16 and float16. The tile picture is in time_last.cuh.
+// 6 in bfloat16 and float16. The tile pictures are in
+// time_stream.cuh (aligned) and time_last.cuh (generic).
+#if ALIGNED
+#include "time_stream.cuh"
+
+template <bool TURNED>
+__device__ void scan_rows(const Rows<TURNED>& gates, const Rows<TURNED>& tokens,
+                          const Rows<TURNED>& states, const State* initial_state,
+                          State* final_state, const Strides& of_state, void* workspace,
+                          const Scans& scans) {
+    const unsigned place = blockIdx.x * ROWS + (WARPS == 1 ? threadIdx.x / 32 : 0);
+    Schedule schedule(scans.grid, workspace, place, gridDim.x * ROWS);
+    Crossing<1> crossing(schedule, workspace);
+    Entrance enter{crossing};
+    Ring<2, 0> ring;
+    RowOffset offset(scans);
+    offset.expect(gates.strides), offset.expect(tokens.strides), offset.expect(states.strides);
+    offset.expect(of_state);
+
+    for (int round = 1;; round++) {
+        const Tile coming = schedule.at(schedule.coming);
+        __syncwarp();  // what the stage held has been read
+        if (coming.there) {
+            const Position at(coming);
+            copy_in(ring, 0, gates, offset, at, scans, [](unsigned) { return Element::ONE; });
+            copy_in(ring, 1, tokens, offset, at, scans, [](unsigned) { return Storage(0); });
+        }
+        commit_copies();
+        ring.turn();
+        schedule.advance(schedule.coming);
+        if (round < STAGES) continue;  // the ring is still to be filled
+
+        const Tile tile = schedule.at(schedule.current);
+        if (!tile.there) break;
+        wait_for_copies<STAGES - 1>();
+        __syncwarp();
+        const Position at(tile);
+        Affine map;
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+            const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) map = then(map, Step{gate.get(i), token.get(i)});
+        }
+        const bool has_row = at.row() < scans.rows;
+        const i64 state = has_row ? offset(of_state, at.row()) : 0;
+        State x = enter(map, tile, at, has_row && initial_state ? initial_state + state : nullptr,
+                        has_row && final_state ? final_state + state : nullptr);
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+            uint4* const place = ring.place(1, at.lane * PIECES + p);
+            Piece<TURNED> piece{read_piece(place)};
+            State out[VECTOR];
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) out[i] = x = Step{gate.get(i), piece.get(i)}(x);
+            piece.set(out);
+            *place = words_of(piece.chunk);
+        }
+        __syncwarp();
+        copy_out(ring, 1, states, offset, at, scans);
+        schedule.advance(schedule.current);
+    }
+}
+
+#else
 #include "time_last.cuh"
 
 template <bool TURNED>
@@ -71,9 +137,10 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
     }
     if (!walk.packed() && at.warp == 0 && at.lane == 0) after.write(0, carry.x);
 }
+#endif
 
 // initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1].
-extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_time_last_forward(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
     State* __restrict__ final_state, const i64* __restrict__ offsets, void* workspace,
@@ -82,6 +149,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
+#if ALIGNED
+    const Scans scans(batch, channels, time);
+    const Strides of_state{state_batch, state_channel};
+    const auto run = [&](auto turned) {
+        using Way = Rows<decltype(turned)::value>;
+        const auto rows = [&](const Storage* first, i64 by_batch, i64 by_channel) {
+            return Way{const_cast<Storage*>(first), {by_batch, by_channel}, time};
+        };
+        scan_rows(rows(gates, gates_batch, gates_channel), rows(tokens, tokens_batch, tokens_channel),
+                  rows(states, states_batch, states_channel), initial_state, final_state, of_state,
+                  workspace, scans);
+    };
+    if (flags & 1) run(Against{});
+    else run(Along{});
+#else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;
     const Walk walk(time, flags & 1, offsets, sequences);
@@ -98,4 +180,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
     else
         scan_row<false>({gates, gates_time, walk}, {tokens, tokens_time, walk},
                         {states, states_time, walk}, before, after, at, walk);
+#endif
 }
