@@ -51,6 +51,8 @@ struct Step {
 // rounding errors, which then add up in proportion to the length of the run. `rest` keeps them,
 // unless the states are stored too coarsely for that to show.
 constexpr bool WITH_REST = sizeof(Storage) >= 4;
+// How far to unroll what composes maps: one of complex numbers is a hundred instructions.
+constexpr int UNROLLED = sizeof(State) > 4 ? 1 : 32;
 
 // The state that goes from tile to tile, with what rounding took from it: where gates are close to
 // one, what is lost there stays lost.
@@ -135,7 +137,7 @@ __device__ inline Affine from_lower(Affine map, int distance) {
 template <int STRIDE = 1, int WIDTH = 32>
 __device__ inline Affine exclusive_scan(Affine& map, int lane) {
     const int place = lane % WIDTH;
-#pragma unroll
+#pragma unroll(UNROLLED)
     for (int distance = STRIDE; distance < WIDTH; distance *= 2) {
         const Affine lower = from_lower(map, distance);
         if (place >= distance) map = then(lower, map);

@@ -77,19 +77,12 @@ __device__ inline Carried await_state(const uint4* from, i64 apart) {
 template <int MOST>
 __device__ inline Affine await_maps(const uint4* from, i64 stride, i64 apart, int count) {
     Words<MAP_LINES> words[MOST];
-    bool there[MOST], all = true;
+    unsigned missing = count >= MOST ? (1u << MOST) - 1 : count > 0 ? (1u << count) - 1 : 0;
+#pragma unroll 1
+    while (missing) {
 #pragma unroll
-    for (int i = 0; i < MOST; i++) {
-        there[i] = i >= count || words[i].fetch(from + i * stride, apart);
-        all = all && there[i];
-    }
-    while (!all) {
-        all = true;
-#pragma unroll
-        for (int i = 0; i < MOST; i++) {
-            if (!there[i]) there[i] = words[i].fetch(from + i * stride, apart);
-            all = all && there[i];
-        }
+        for (int i = 0; i < MOST; i++)
+            if (missing >> i & 1 && words[i].fetch(from + i * stride, apart)) missing &= ~(1u << i);
     }
     Affine composed;
 #pragma unroll

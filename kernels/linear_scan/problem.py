@@ -141,6 +141,10 @@ class LinearScanProblem:
             and all(row == 1 or getattr(s, unit) == 1 for s in self.sequence_strides())
         )
 
+    def folds(self) -> bool:
+        """Whether in every tensor one stride leads from each channel to the next, whatever its batch."""
+        return self.batch == 1 or all(s.batch == s.channel * self.channels for s in self.strides)
+
     def whole_chunks(self, elements: int) -> bool:
         """Whether every row starts at, and consists of, whole chunks of ``elements``."""
         if self.alignment < 16:

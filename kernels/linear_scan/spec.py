@@ -195,6 +195,10 @@ def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     chunk = problem.chunk() if problem.layout == "time_last" else variant.number("vector")
     if variant.text("access") == "aligned" and not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
+    if dict(variant.statics).get("lanes", 32) < 32 and not (
+        problem.layout == "channel_last" or problem.folds()
+    ):
+        return "rows do not follow one another at one stride"
     return None
 
 
@@ -291,7 +295,7 @@ def _channel_last_shared(direction: Direction, variant: Variant) -> int:
 
 
 #: Maps that a thread of a split scan fetches of the tiles before its own.
-_LOOK = 8
+_LOOK = 4
 
 
 def _lines(words: int) -> int:

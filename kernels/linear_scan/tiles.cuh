@@ -78,7 +78,7 @@ struct Schedule {
 template <int SCANS>
 struct Crossing {
     // Threads that fetch maps of earlier tiles of the group for the same scan, and how many each.
-    static constexpr int LOOK = 8;
+    static constexpr int LOOK = 4;
     static constexpr int SLICES = 32 * WARPS / SCANS;
     static constexpr unsigned GROUP = SLICES * LOOK;
     // What these make of them: one map of each warp, or of each slice if that takes several.
@@ -120,7 +120,7 @@ struct Crossing {
         const unsigned own = threadIdx.x % SCANS, in_group = tile.level % GROUP;
         Affine total;
         if (in_spine) {
-#pragma unroll
+#pragma unroll(UNROLLED)
             for (int w = 0; w < WARPS; w++) total = then(total, all.total[w][own]);
             if (lines && in_group < GROUP - 1)
                 publish(map(tile.level, tile.column) + own, SCANS, total);
@@ -141,7 +141,7 @@ struct Crossing {
             } else if (lines && in_group == GROUP - 1) {
                 publish(leaving(tile.level / GROUP, tile.column) + own, SCANS, carried);
             }
-#pragma unroll
+#pragma unroll(UNROLLED)
             for (int w = 0; w < WARPS; w++) {
                 all.entering[w][own] = x;
                 x = all.total[w][own](x);

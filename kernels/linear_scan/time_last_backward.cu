@@ -11,29 +11,25 @@
 #if ALIGNED
 #include "time_stream.cuh"
 
-template <bool TURNED>
 struct Backward {
-    Rows<TURNED> gates, states, grads, gates_grad, tokens_grad;
+    Rows gates, states, grads, gates_grad, tokens_grad;
     const State *initial_state, *final_grad;
     State* initial_grad;
     Strides of_state;
 };
 
 template <bool TURNED>
-__device__ void scan_rows(const Backward<TURNED>& of, void* workspace, const Scans& scans) {
+__device__ void scan_rows(const Backward& of, void* workspace, const Scans& scans) {
     const unsigned place = blockIdx.x * ROWS + (WARPS == 1 ? threadIdx.x / 32 : 0);
+    if (WARPS == 1) workspace = nullptr;  // rows are not split
     Schedule schedule(scans.grid, workspace, place, gridDim.x * ROWS);
     Crossing<1> crossing(schedule, workspace);
     Entrance enter{crossing};
     Ring<3, 1> ring;
     const bool with_gates = of.gates_grad.first;
-    RowOffset offset(scans);
-    offset.expect(of.gates.strides), offset.expect(of.states.strides);
-    offset.expect(of.grads.strides), offset.expect(of.gates_grad.strides);
-    offset.expect(of.of_state);
     const auto initial = [&](unsigned row) {
         return of.initial_state && row < scans.rows
-                   ? Element::narrow(of.initial_state[offset(of.of_state, row)])
+                   ? Element::narrow(of.initial_state[of.of_state.offset(row, scans.channels)])
                    : Storage(0);
     };
 
@@ -42,15 +38,18 @@ __device__ void scan_rows(const Backward<TURNED>& of, void* workspace, const Sca
         __syncwarp();  // what the stage held has been read
         if (coming.there) {
             const Position at(coming);
-            copy_in(ring, 0, of.gates, offset, at, scans, [](unsigned) { return Element::ONE; });
-            copy_in(ring, 1, of.grads, offset, at, scans, [](unsigned) { return Storage(0); });
+            copy_in<TURNED>(ring, 0, of.gates, at, scans,
+                            [](unsigned) { return Element::ONE; });
+            copy_in<TURNED>(ring, 1, of.grads, at, scans,
+                            [](unsigned) { return Storage(0); });
             if (with_gates) {
-                copy_in(ring, 2, of.states, offset, at, scans, initial);
+                copy_in<TURNED>(ring, 2, of.states, at, scans, initial);
                 const unsigned row = at.first_row + at.lane;
                 const i64 next = at.first + WARP_TIMES;
                 const bool inside = row < scans.rows && next < scans.time;
                 if (at.lane < SIDE) {
-                    copy_async<16>(ring.extra(at.lane), of.states.at(offset, row, next), inside);
+                    copy_async<16>(ring.extra(at.lane),
+                                   of.states.at<TURNED>(scans, row, next), inside);
                     if (!inside) *ring.extra(at.lane) = piece_of(initial(row));
                 }
             }
@@ -77,7 +76,7 @@ __device__ void scan_rows(const Backward<TURNED>& of, void* workspace, const Sca
             }
         }
         const bool has_row = at.row() < scans.rows;
-        const i64 state = has_row ? offset(of.of_state, at.row()) : 0;
+        const i64 state = has_row ? of.of_state.offset(at.row(), scans.channels) : 0;
         State h = enter(map, tile, at, has_row && of.final_grad ? of.final_grad + state : nullptr,
                         has_row && of.initial_grad ? of.initial_grad + state : nullptr);
 #pragma unroll
@@ -102,8 +101,8 @@ __device__ void scan_rows(const Backward<TURNED>& of, void* workspace, const Sca
             *ring.place(1, own) = words_of(grad.chunk);
         }
         __syncwarp();
-        if (with_gates) copy_out(ring, 0, of.gates_grad, offset, at, scans);
-        if (of.tokens_grad.first) copy_out(ring, 1, of.tokens_grad, offset, at, scans);
+        if (with_gates) copy_out<TURNED>(ring, 0, of.gates_grad, at, scans);
+        if (of.tokens_grad.first) copy_out<TURNED>(ring, 1, of.tokens_grad, at, scans);
         schedule.advance(schedule.current);
     }
 }
@@ -235,22 +234,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if ALIGNED
     const Scans scans(batch, channels, time);
-    const auto run = [&](auto turned) {
-        constexpr bool TURNED = decltype(turned)::value;
-        const auto rows = [&](const Storage* first, i64 by_batch, i64 by_channel) {
-            return Rows<TURNED>{const_cast<Storage*>(first), {by_batch, by_channel}, time};
-        };
-        scan_rows(Backward<TURNED>{rows(gates, gates_batch, gates_channel),
-                                   rows(states, states_batch, states_channel),
-                                   rows(states_grad, states_grad_batch, states_grad_channel),
-                                   rows(gates_grad, grads_batch, grads_channel),
-                                   rows(tokens_grad, grads_batch, grads_channel), initial_state,
-                                   final_state_grad, initial_state_grad,
-                                   {state_batch, state_channel}},
-                  workspace, scans);
-    };
-    if (flags & 1) run(Along{});
-    else run(Against{});
+    const Backward of{{gates, gates_batch, gates_channel},
+                      {states, states_batch, states_channel},
+                      {states_grad, states_grad_batch, states_grad_channel},
+                      {gates_grad, grads_batch, grads_channel},
+                      {tokens_grad, grads_batch, grads_channel},
+                      initial_state,
+                      final_state_grad,
+                      initial_state_grad,
+                      {state_batch, state_channel}};
+    if (flags & 1) scan_rows<false>(of, workspace, scans);
+    else scan_rows<true>(of, workspace, scans);
 #else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;

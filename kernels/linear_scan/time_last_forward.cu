@@ -8,27 +8,31 @@
 #if ALIGNED
 #include "time_stream.cuh"
 
+struct Forward {
+    Rows gates, tokens, states;
+    const State* initial_state;
+    State* final_state;
+    Strides of_state;
+};
+
 template <bool TURNED>
-__device__ void scan_rows(const Rows<TURNED>& gates, const Rows<TURNED>& tokens,
-                          const Rows<TURNED>& states, const State* initial_state,
-                          State* final_state, const Strides& of_state, void* workspace,
-                          const Scans& scans) {
+__device__ void scan_rows(const Forward& of, void* workspace, const Scans& scans) {
     const unsigned place = blockIdx.x * ROWS + (WARPS == 1 ? threadIdx.x / 32 : 0);
+    if (WARPS == 1) workspace = nullptr;  // rows are not split
     Schedule schedule(scans.grid, workspace, place, gridDim.x * ROWS);
     Crossing<1> crossing(schedule, workspace);
     Entrance enter{crossing};
     Ring<2, 0> ring;
-    RowOffset offset(scans);
-    offset.expect(gates.strides), offset.expect(tokens.strides), offset.expect(states.strides);
-    offset.expect(of_state);
 
     for (int round = 1;; round++) {
         const Tile coming = schedule.at(schedule.coming);
         __syncwarp();  // what the stage held has been read
         if (coming.there) {
             const Position at(coming);
-            copy_in(ring, 0, gates, offset, at, scans, [](unsigned) { return Element::ONE; });
-            copy_in(ring, 1, tokens, offset, at, scans, [](unsigned) { return Storage(0); });
+            copy_in<TURNED>(ring, 0, of.gates, at, scans,
+                            [](unsigned) { return Element::ONE; });
+            copy_in<TURNED>(ring, 1, of.tokens, at, scans,
+                            [](unsigned) { return Storage(0); });
         }
         commit_copies();
         ring.turn();
@@ -49,9 +53,9 @@ __device__ void scan_rows(const Rows<TURNED>& gates, const Rows<TURNED>& tokens,
             for (int i = 0; i < VECTOR; i++) map = then(map, Step{gate.get(i), token.get(i)});
         }
         const bool has_row = at.row() < scans.rows;
-        const i64 state = has_row ? offset(of_state, at.row()) : 0;
-        State x = enter(map, tile, at, has_row && initial_state ? initial_state + state : nullptr,
-                        has_row && final_state ? final_state + state : nullptr);
+        const i64 state = has_row ? of.of_state.offset(at.row(), scans.channels) : 0;
+        State x = enter(map, tile, at, has_row && of.initial_state ? of.initial_state + state : nullptr,
+                        has_row && of.final_state ? of.final_state + state : nullptr);
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
@@ -64,7 +68,7 @@ __device__ void scan_rows(const Rows<TURNED>& gates, const Rows<TURNED>& tokens,
             *place = words_of(piece.chunk);
         }
         __syncwarp();
-        copy_out(ring, 1, states, offset, at, scans);
+        copy_out<TURNED>(ring, 1, of.states, at, scans);
         schedule.advance(schedule.current);
     }
 }
@@ -151,18 +155,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if ALIGNED
     const Scans scans(batch, channels, time);
-    const Strides of_state{state_batch, state_channel};
-    const auto run = [&](auto turned) {
-        using Way = Rows<decltype(turned)::value>;
-        const auto rows = [&](const Storage* first, i64 by_batch, i64 by_channel) {
-            return Way{const_cast<Storage*>(first), {by_batch, by_channel}, time};
-        };
-        scan_rows(rows(gates, gates_batch, gates_channel), rows(tokens, tokens_batch, tokens_channel),
-                  rows(states, states_batch, states_channel), initial_state, final_state, of_state,
-                  workspace, scans);
-    };
-    if (flags & 1) run(Against{});
-    else run(Along{});
+    const Forward of{{gates, gates_batch, gates_channel},
+                     {tokens, tokens_batch, tokens_channel},
+                     {states, states_batch, states_channel},
+                     initial_state,
+                     final_state,
+                     {state_batch, state_channel}};
+    if (flags & 1) scan_rows<true>(of, workspace, scans);
+    else scan_rows<false>(of, workspace, scans);
 #else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;

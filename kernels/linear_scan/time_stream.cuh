@@ -27,14 +27,6 @@ constexpr int WARP_TIMES = LANES * ITEMS;      // that a warp covers
 constexpr int TIMES = WARPS * WARP_TIMES;      // that a tile covers
 static_assert(WARPS == 1 || (ROWS == 1 && LANES == 32));
 
-// Which way a walk goes.
-struct Along {
-    static constexpr bool value = false;
-};
-struct Against {
-    static constexpr bool value = true;
-};
-
 // What is scanned: rows of `time` elements, batches × channels of them.
 struct Scans {
     unsigned channels;
@@ -48,23 +40,15 @@ struct Scans {
           grid{unsigned((rows + SIDE - 1) / SIDE), unsigned((time + TIMES - 1) / TIMES)} {}
 };
 
-// Strides between rows. Where one stride leads from each row to the next, by_channel is that and there
-// is no dividing.
+// Strides between rows. Where a warp has several rows side by side, one stride leads from each to the
+// next, whatever their batch.
 struct Strides {
     i64 by_batch, by_channel;
-};
-struct RowOffset {
-    unsigned channels;
-    bool folded;
 
-    __device__ RowOffset(const Scans& scans) : channels(scans.channels), folded(true) {}
-    __device__ void expect(const Strides& strides) {
-        folded = folded && strides.by_batch == strides.by_channel * channels;
-    }
-    __device__ i64 operator()(const Strides& strides, unsigned row) const {
-        if (folded) return row * strides.by_channel;
+    __device__ i64 offset(unsigned row, unsigned channels) const {
+        if constexpr (SIDE > 1) return row * by_channel;
         const unsigned batch = row / channels;
-        return batch * strides.by_batch + (row - batch * channels) * strides.by_channel;
+        return batch * by_batch + (row - batch * channels) * by_channel;
     }
 };
 
@@ -124,15 +108,18 @@ struct Piece {
 };
 
 // Rows of a tensor.
-template <bool TURNED>
 struct Rows {
     Storage* first;
     Strides strides;
-    i64 time;
+
+    __device__ Rows(const Storage* first, i64 by_batch, i64 by_channel)
+        : first(const_cast<Storage*>(first)), strides{by_batch, by_channel} {}
 
     // Where the piece is whose order is `order`.
-    __device__ Storage* at(const RowOffset& offset, unsigned row, i64 order) const {
-        return first + offset(strides, row) + (TURNED ? time - order - VECTOR : order);
+    template <bool TURNED>
+    __device__ Storage* at(const Scans& scans, unsigned row, i64 order) const {
+        return first + strides.offset(row, scans.channels) +
+               (TURNED ? scans.time - order - VECTOR : order);
     }
 };
 
@@ -152,26 +139,25 @@ struct Turn {
 
 // `outside` gives for a row what its elements past the walk's end read as.
 template <bool TURNED, int INPUTS, int EXTRA, class Outside>
-__device__ void copy_in(const Ring<INPUTS, EXTRA>& ring, int input, const Rows<TURNED>& rows,
-                        const RowOffset& offset, const Position& at, const Scans& scans,
-                        Outside outside) {
+__device__ void copy_in(const Ring<INPUTS, EXTRA>& ring, int input, const Rows& rows,
+                        const Position& at, const Scans& scans, Outside outside) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const Turn turn(i, at, scans);
         uint4* const place = ring.place(input, turn.piece);
-        copy_async<16>(place, rows.at(offset, turn.row, turn.order), turn.inside);
+        copy_async<16>(place, rows.at<TURNED>(scans, turn.row, turn.order), turn.inside);
         if (!turn.inside) *place = piece_of(outside(turn.row));
     }
 }
 
 template <bool TURNED, int INPUTS, int EXTRA>
-__device__ void copy_out(const Ring<INPUTS, EXTRA>& ring, int input, const Rows<TURNED>& rows,
-                         const RowOffset& offset, const Position& at, const Scans& scans) {
+__device__ void copy_out(const Ring<INPUTS, EXTRA>& ring, int input, const Rows& rows,
+                         const Position& at, const Scans& scans) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const Turn turn(i, at, scans);
         if (turn.inside)
-            store_global(rows.at(offset, turn.row, turn.order), *ring.place(input, turn.piece));
+            store_global(rows.at<TURNED>(scans, turn.row, turn.order), *ring.place(input, turn.piece));
     }
 }
 
