@@ -111,7 +111,7 @@ __device__ inline void publish(u64* words, unsigned tile, State x) {
 #pragma unroll
     for (int w = 0; w < STATE_WORDS; w++) {
         const u64 value = u64(tile) << 32 | unsigned(u64(bits) >> (32 * w));
-        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(words + w), "l"(value) : "memory");
+        store_relaxed(words + w, value);
     }
 }
 
@@ -120,12 +120,8 @@ __device__ inline State await(const u64* words, unsigned tile) {
 #pragma unroll
     for (int w = 0; w < STATE_WORDS; w++) {
         u64 value;
-        do {
-            asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
-                         : "=l"(value)
-                         : "l"(words + w)
-                         : "memory");
-        } while (value >> 32 != tile);
+        do value = load_relaxed(words + w);
+        while (value >> 32 != tile);
         bits |= u64(unsigned(value)) << (32 * w);
     }
     return Element::Whole::widen(typename Element::Whole::Storage(bits));

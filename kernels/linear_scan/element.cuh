@@ -1,12 +1,9 @@
 // Elements as they lie in memory, and chunks of them that one thread reads or writes at once.
 //
 // ELEMENT and GATE_ELEMENT (float32, bfloat16, float16, float64, complex64) and ALIGNED (0, 1) come
-// from the build. No header is included and none is needed: conversions are single PTX instructions
-// of sm_80 and later.
+// from the build. No header of the toolkit is included and none is needed.
 #pragma once
-
-using i64 = long long;
-using u64 = unsigned long long;
+#include "ptx.cuh"
 
 struct Complex {
     float re, im;
@@ -41,11 +38,7 @@ struct bfloat16 {
     using State = float;
     static constexpr Storage ONE = 0x3f80u;
     static __device__ State widen(Storage bits) { return __uint_as_float(unsigned(bits) << 16); }
-    static __device__ unsigned narrow_two(State low, State high) {
-        unsigned word;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-        return word;
-    }
+    static __device__ unsigned narrow_two(State low, State high) { return bfloat16_pair(low, high); }
     static __device__ Storage narrow(State x) { return Storage(narrow_two(x, x)); }
 };
 
@@ -54,16 +47,8 @@ struct float16 {
     using Storage = unsigned short;
     using State = float;
     static constexpr Storage ONE = 0x3c00u;
-    static __device__ State widen(Storage bits) {
-        State x;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-        return x;
-    }
-    static __device__ unsigned narrow_two(State low, State high) {
-        unsigned word;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-        return word;
-    }
+    static __device__ State widen(Storage bits) { return from_float16(bits); }
+    static __device__ unsigned narrow_two(State low, State high) { return float16_pair(low, high); }
     static __device__ Storage narrow(State x) { return Storage(narrow_two(x, x)); }
 };
 

@@ -1,0 +1,108 @@
+"""CUDA kernels on the CPU: a kernel's source, compiled as C++ around an emulator of the GPU.
+
+For tests on machines without one. It tells whether a kernel computes what it should, in any order that
+CUDA allows; how fast a kernel is it does not tell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from scan_registry.aot.nvrtc import Nvrtc
+from scan_registry.kernels.model import Kernel, Static, Variant
+
+EMULATOR = Path(__file__).with_name("emulator")
+BLOCKS_AT_ONCE = 6
+
+_MAIN = """
+#include "cuda.hpp"
+#include "{source}"
+extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads,
+                        unsigned blocks_at_once, unsigned seed) {{
+    emulator::launch({entry}, arguments, grid, threads, blocks_at_once, seed);
+}}
+"""
+
+
+@cache
+def compiler() -> str | None:
+    """A C++ compiler, if there is one."""
+    return shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """One variant, compiled for the CPU."""
+
+    kernel: Kernel
+    variant: Variant
+    library: Path
+
+    def run(self, problem: Any, tensors: Mapping[str, Tensor | None], seed: int) -> None:
+        """Launch it on tensors in the CPU's memory, by parameter; workspace is zeroed, like on a GPU."""
+        launch = self.kernel.launch(self.variant, problem)
+        scratch = (ctypes.c_uint64 * (launch.workspace // 8 + 2))()
+        workspace = -(-ctypes.addressof(scratch) // 16) * 16 if launch.workspace else None
+        values: list[Any] = []
+        for parameter in self.kernel.parameters:
+            if parameter.kind == "i64":
+                values.append(ctypes.c_int64(launch.scalars[parameter.name]))
+            elif parameter.name == "workspace":
+                values.append(ctypes.c_void_p(workspace))
+            else:
+                tensor = tensors.get(parameter.name)
+                values.append(ctypes.c_void_p(None if tensor is None else tensor.data_ptr()))
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        emulate = ctypes.CDLL(str(self.library)).emulate
+        emulate(
+            pointers,
+            (ctypes.c_uint * 3)(*launch.grid),
+            ctypes.c_uint(32 * self.kernel.warps(self.variant)),
+            ctypes.c_uint(BLOCKS_AT_ONCE),
+            ctypes.c_uint(seed),
+        )
+
+
+def emulated(kernel: Kernel, variant: Variant, folder: Path) -> Emulated:
+    """Compile a variant, in ``folder``."""
+    texts = Nvrtc().sources(kernel)
+    library = library_of(kernel.source, kernel.entry, texts, kernel.constants(variant), folder)
+    return Emulated(kernel, variant, library)
+
+
+def library_of(
+    source: str,
+    entry: str,
+    texts: Mapping[str, str],
+    constants: Mapping[str, Static],
+    folder: Path,
+) -> Path:
+    """A library in a new folder inside ``folder``, of the file ``source`` among ``texts``."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    for name, text in texts.items():
+        (place / name).write_text(text)
+    for header in EMULATOR.iterdir():
+        shutil.copy(header, place)
+    (place / "main.cpp").write_text(_MAIN.format(source=source, entry=entry))
+    library = place / "kernel.so"
+    command = [
+        *(str(compiler()), "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-w"),
+        "-U_FORTIFY_SOURCE",  # which takes a jump from stack to stack for an error
+        # Or several libraries would share what has to be each one's own.
+        "-fno-gnu-unique",
+        "-ffp-contract=off",
+        *(f"-D{name}={value}" for name, value in constants.items()),
+        *("-o", str(library), str(place / "main.cpp")),
+    ]
+    subprocess.run(command, check=True)
+    return library

@@ -1,0 +1,243 @@
+// CUDA C++ on the CPU: what a kernel's source takes for granted, for one kernel per library.
+//
+// A block runs in one thread of the system, its threads as coroutines of which one runs at a time,
+// until it has to wait; who runs next is drawn. Several blocks run at once, and start in an order
+// that is drawn, so whatever CUDA leaves open is tried. Shared memory starts as what was left there.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+
+struct uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+struct Index {
+    unsigned x, y, z;
+};
+inline thread_local Index threadIdx, blockIdx;
+inline Index blockDim, gridDim;
+
+namespace emulator {
+
+constexpr int WARP = 32;
+constexpr std::size_t STACK = 256 << 10;
+
+[[noreturn]] inline void fail(const char* reason) {
+    std::fprintf(stderr, "emulator: %s\n", reason);
+    std::fflush(stderr);
+    std::_Exit(70);
+}
+
+struct Thread {
+    ucontext_t context;  // to begin with; after that, `place` is where it goes on
+    jmp_buf place;
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    bool begun = false, done = false;
+    long exchanges = 0, barriers = 0;  // that it has arrived at
+};
+
+struct Block {
+    std::vector<Thread> threads;
+    std::vector<char> slots;  // of each thread two values of at most 16 bytes, on their way to a warp
+    std::function<void()> kernel;
+    std::mt19937 random;
+    jmp_buf outside;
+    int running = 0;
+    long steps_in_vain = 0;
+
+    Block(int count, unsigned seed) : threads(count), slots(count * 32), random(seed) {}
+
+    void run(Index index) {
+        blockIdx = index;
+        for (auto& thread : threads) {
+            thread.begun = thread.done = false;
+            thread.exchanges = thread.barriers = 0;
+            getcontext(&thread.context);
+            thread.context.uc_stack.ss_sp = thread.stack.get();
+            thread.context.uc_stack.ss_size = STACK;
+            thread.context.uc_link = nullptr;
+            makecontext(&thread.context, reinterpret_cast<void (*)()>(enter), 0);
+        }
+        for (int next = pick(-1); next >= 0; next = pick(-1))
+            if (!_setjmp(outside)) resume(next);
+    }
+
+    static Block*& current() {
+        static thread_local Block* block;
+        return block;
+    }
+    static void enter() {
+        Block& block = *current();
+        block.kernel();
+        block.self().done = true;
+        _longjmp(block.outside, 1);
+    }
+
+    [[noreturn]] void resume(int number) {
+        running = number;
+        threadIdx = {unsigned(number), 0, 0};
+        Thread& thread = threads[number];
+        if (thread.begun) _longjmp(thread.place, 1);
+        thread.begun = true;
+        setcontext(&thread.context);
+        fail("a thread could not begin");
+    }
+
+    // A thread that is not done, other than `but` if there is one; -1 if there is none.
+    int pick(int but) {
+        const int count = int(threads.size()), begin = int(random() % count);
+        for (int i = 0; i < count; i++) {
+            const int number = (begin + i) % count;
+            if (!threads[number].done && number != but) return number;
+        }
+        return but >= 0 && !threads[but].done ? but : -1;
+    }
+
+    // Let others run until `ready`.
+    template <class Ready>
+    void wait(Ready ready) {
+        while (!ready()) {
+            const int self = running, next = pick(self);
+            if (++steps_in_vain % (long(threads.size()) * 4) == 0) std::this_thread::yield();
+            if (steps_in_vain > 200000000) fail("nobody gets on: threads wait for what never comes");
+            if (next != self && !_setjmp(threads[self].place)) resume(next);
+        }
+        steps_in_vain = 0;
+    }
+
+    Thread& self() { return threads[running]; }
+};
+
+inline Block& block() { return *Block::current(); }
+
+// Meet the other threads of the warp; the value that `source` brought.
+template <class T>
+T exchange(T mine, int source) {
+    static_assert(sizeof(T) <= 16);
+    Block& b = block();
+    const int first = b.running / WARP * WARP;
+    const long number = ++b.self().exchanges;
+    char* const slots = b.slots.data() + (number & 1) * b.threads.size() * 16;
+    std::memcpy(slots + b.running * 16, &mine, sizeof mine);
+    b.wait([&] {
+        for (int lane = first; lane < first + WARP; lane++) {
+            if (b.threads[lane].exchanges >= number) continue;
+            if (b.threads[lane].done) fail("a warp exchanges values without a lane that has left");
+            return false;
+        }
+        return true;
+    });
+    T theirs;
+    std::memcpy(&theirs, slots + (first + source) * 16, sizeof theirs);
+    return theirs;
+}
+
+template <class... A, std::size_t... I>
+void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+    kernel(*static_cast<A*>(arguments[I])...);
+}
+
+template <class... A>
+void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsigned threads,
+            unsigned blocks_at_once, unsigned seed) {
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {threads, 1, 1};
+    const std::size_t blocks = std::size_t(grid[0]) * grid[1] * grid[2];
+    std::vector<std::size_t> order(blocks);
+    for (std::size_t i = 0; i < blocks; i++) order[i] = i;
+    std::mt19937 random(seed);
+    for (std::size_t i = blocks; i > 1; i--) std::swap(order[i - 1], order[random() % i]);
+
+    std::atomic<std::size_t> next{0};
+    const auto work = [&](unsigned number) {
+        Block block(int(threads), seed * 977 + number);
+        Block::current() = &block;
+        block.kernel = [&] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
+        for (std::size_t i = next++; i < blocks; i = next++) {
+            const auto at = order[i];
+            block.run({unsigned(at % grid[0]), unsigned(at / grid[0] % grid[1]),
+                       unsigned(at / grid[0] / grid[1])});
+        }
+    };
+    std::vector<std::thread> workers;
+    for (unsigned i = 0; i < blocks_at_once && i < blocks; i++) workers.emplace_back(work, i);
+    for (auto& worker : workers) worker.join();
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() {
+    auto& b = emulator::block();
+    const long number = ++b.self().barriers;
+    b.wait([&] {
+        for (const auto& thread : b.threads)
+            if (!thread.done && thread.barriers < number) return false;
+        return true;
+    });
+}
+inline void __syncwarp() { emulator::exchange(0, 0); }
+
+inline int emulated_lane() { return int(threadIdx.x % emulator::WARP); }
+template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
+    return emulator::exchange(x, lane & 31);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T x, int distance) {
+    const int lane = emulated_lane();
+    return emulator::exchange(x, lane < distance ? lane : lane - distance);
+}
+template <class T>
+T __shfl_down_sync(unsigned, T x, int distance) {
+    const int lane = emulated_lane();
+    return emulator::exchange(x, lane + distance > 31 ? lane : lane + distance);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+    return emulator::exchange(x, emulated_lane() ^ mask);
+}
+
+inline unsigned atomicAdd(unsigned* to, unsigned value) {
+    return __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
+}
+
+template <class To, class From>
+To emulated_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
+inline long long __double_as_longlong(double x) { return emulated_bits<long long>(x); }
+inline double __longlong_as_double(long long x) { return emulated_bits<double>(x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }

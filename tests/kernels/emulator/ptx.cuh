@@ -1,0 +1,31 @@
+// What kernels/linear_scan/ptx.cuh says in PTX, for the emulator.
+#pragma once
+#include "cuda.hpp"
+
+using i64 = long long;
+using u64 = unsigned long long;
+
+inline unsigned short emulated_bfloat16(float x) {
+    const unsigned bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+    return (unsigned short)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+inline unsigned bfloat16_pair(float low, float high) {
+    return unsigned(emulated_bfloat16(high)) << 16 | emulated_bfloat16(low);
+}
+inline unsigned float16_pair(float low, float high) {
+    return unsigned(emulated_bits<unsigned short>(_Float16(high))) << 16 |
+           emulated_bits<unsigned short>(_Float16(low));
+}
+inline float from_float16(unsigned short bits) { return float(emulated_bits<_Float16>(bits)); }
+
+inline void store_relaxed(u64* to, u64 value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
+// A thread that polls lets others run.
+inline void emulated_turn() {
+    bool turn = false;
+    emulator::block().wait([&] { return std::exchange(turn, true); });
+}
+inline u64 load_relaxed(const u64* from) {
+    emulated_turn();
+    return __atomic_load_n(from, __ATOMIC_RELAXED);
+}
