@@ -7,9 +7,9 @@ CUDA allows; how fast a kernel is it does not tell.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -22,9 +22,9 @@ from scan_registry.aot.nvrtc import Nvrtc
 from scan_registry.kernels.model import Kernel, Static, Variant
 
 EMULATOR = Path(__file__).with_name("emulator")
+BLOCKS_AT_ONCE = 6
 #: Multiprocessors of the GPU that is emulated: few, so that small problems fill it.
 MULTIPROCESSORS = 3
-BLOCKS_AT_ONCE = 6
 
 _MAIN = """
 #include "cuda.hpp"
@@ -77,22 +77,35 @@ class Emulated:
 
 
 def emulated(kernel: Kernel, variant: Variant, folder: Path) -> Emulated:
-    """Compile a variant into ``folder``."""
-    constants: Mapping[str, Static] = kernel.constants(variant)
-    name = hashlib.sha256(f"{kernel.entry} {sorted(constants.items())}".encode()).hexdigest()[:16]
-    place = folder / name
-    place.mkdir()
-    for header, text in Nvrtc().sources(kernel).items():
-        (place / header).write_text(text)
-    for replaced in EMULATOR.iterdir():
-        shutil.copy(replaced, place)
-    (place / "main.cpp").write_text(_MAIN.format(source=kernel.source, entry=kernel.entry))
+    """Compile a variant, in ``folder``."""
+    texts = Nvrtc().sources(kernel)
+    library = library_of(kernel.source, kernel.entry, texts, kernel.constants(variant), folder)
+    return Emulated(kernel, variant, library)
+
+
+def library_of(
+    source: str,
+    entry: str,
+    texts: Mapping[str, str],
+    constants: Mapping[str, Static],
+    folder: Path,
+) -> Path:
+    """A library in a new folder inside ``folder``, of the file ``source`` among ``texts``."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    for name, text in texts.items():
+        (place / name).write_text(text)
+    for header in EMULATOR.iterdir():
+        shutil.copy(header, place)
+    (place / "main.cpp").write_text(_MAIN.format(source=source, entry=entry))
     library = place / "kernel.so"
     command = [
-        *(str(compiler()), "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread"),
-        *("-ffp-contract=off", "-fno-gnu-unique", "-w"),
+        *(str(compiler()), "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-w"),
+        "-U_FORTIFY_SOURCE",  # which takes a jump from stack to stack for an error
+        # Or several libraries would share what has to be each one's own.
+        "-fno-gnu-unique",
+        "-ffp-contract=off",
         *(f"-D{name}={value}" for name, value in constants.items()),
         *("-o", str(library), str(place / "main.cpp")),
     ]
     subprocess.run(command, check=True)
-    return Emulated(kernel, variant, library)
+    return library

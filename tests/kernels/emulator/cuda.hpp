@@ -4,6 +4,7 @@
 // until it has to wait; who runs next is drawn. Several blocks run at once, and start in an order
 // that is drawn, so whatever CUDA leaves open is tried. Shared memory starts as garbage.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <atomic>
@@ -59,9 +60,10 @@ struct Copy {
 };
 
 struct Thread {
-    ucontext_t context;
+    ucontext_t context;  // to begin with; after that, `place` is where it goes on
+    jmp_buf place;
     std::unique_ptr<char[]> stack{new char[STACK]};
-    bool done = false;
+    bool begun = false, done = false;
     long exchanges = 0, barriers = 0;  // that it has arrived at
     int groups = 0;                    // of copies that it has committed
     std::vector<Copy> copies;
@@ -73,7 +75,7 @@ struct Block {
     std::vector<char> slots;  // of each thread two values of at most 16 bytes, on their way to a warp
     std::function<void()> kernel;
     std::mt19937 random;
-    ucontext_t outside;
+    jmp_buf outside;
     int running = 0;
     long steps_in_vain = 0;
 
@@ -84,20 +86,18 @@ struct Block {
         blockIdx = index;
         for (auto& byte : dynamic) byte = char(random());
         for (auto& thread : threads) {
-            thread.done = false;
+            thread.begun = thread.done = false;
             thread.exchanges = thread.barriers = 0;
             thread.groups = 0;
             thread.copies.clear();
             getcontext(&thread.context);
             thread.context.uc_stack.ss_sp = thread.stack.get();
             thread.context.uc_stack.ss_size = STACK;
-            thread.context.uc_link = &outside;
+            thread.context.uc_link = nullptr;
             makecontext(&thread.context, reinterpret_cast<void (*)()>(enter), 0);
         }
-        for (int next = pick(-1); next >= 0; next = pick(-1)) {
-            resume(next);
-            swapcontext(&outside, &threads[next].context);
-        }
+        for (int next = pick(-1); next >= 0; next = pick(-1))
+            if (!_setjmp(outside)) resume(next);
     }
 
     static Block*& current() {
@@ -110,11 +110,17 @@ struct Block {
         Thread& thread = block.threads[block.running];
         if (!thread.copies.empty()) fail("a thread left with copies under way");
         thread.done = true;
+        _longjmp(block.outside, 1);
     }
 
-    void resume(int number) {
+    [[noreturn]] void resume(int number) {
         running = number;
         threadIdx = {unsigned(number), 0, 0};
+        Thread& thread = threads[number];
+        if (thread.begun) _longjmp(thread.place, 1);
+        thread.begun = true;
+        setcontext(&thread.context);
+        fail("a thread could not begin");
     }
 
     // A thread that is not done, other than `but` if there is one; -1 if there is none.
@@ -134,9 +140,7 @@ struct Block {
             const int self = running, next = pick(self);
             if (++steps_in_vain % (long(threads.size()) * 4) == 0) std::this_thread::yield();
             if (steps_in_vain > 200000000) fail("nobody gets on: threads wait for what never comes");
-            if (next == self) continue;
-            resume(next);
-            swapcontext(&threads[self].context, &threads[next].context);
+            if (next != self && !_setjmp(threads[self].place)) resume(next);
         }
         steps_in_vain = 0;
     }

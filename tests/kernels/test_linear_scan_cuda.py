@@ -1,0 +1,100 @@
+"""The CUDA kernels of linear_scan on the CPU, in an emulator of the GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from scan_registry.kernels.linear_scan import cases
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import Variant
+
+#: (batch, channels, time): one step, lengths that fill no tile, and many tiles.
+SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024))
+
+
+def chosen() -> Iterator[Variant]:
+    """All variants in bfloat16 with gates of that kind, and of two more dtypes one for each kernel and
+    access."""
+    seen = set()
+    for variant in FAMILY.variants():
+        statics = dict(variant.statics)
+        if variant.language != "cuda" or statics["dtype"] in ("float16", "float64"):
+            continue
+        kind = (variant.kernel, statics["dtype"], statics.get("gates"), statics.get("access"))
+        narrow = statics["dtype"] == statics.get("gates", "bfloat16") == "bfloat16"
+        if narrow or kind not in seen:
+            seen.add(kind)
+            yield variant
+
+
+@pytest.mark.parametrize("variant", list(chosen()), ids=str)
+def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
+    """With every option, in whatever order the blocks and their threads run."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(variant.kernel, "cuda")
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    dtype = variant.text("dtype")
+    checked = 0
+    for trial in cases.trials(dtype, SHAPES, "cpu"):
+        for aligned in (True, False):
+            case = trial.case(kernel.name, aligned=aligned)
+            if kernel.accepts(variant, case.problem) is None:
+                library.run(case.problem, case.tensors, seed=checked)
+                assert case.error() <= cases.TOLERANCE[dtype], str(trial)
+                checked += 1
+    assert checked
+
+
+# --- The emulator -----------------------------------------------------------------------------
+
+#: Threads hand a number on to their neighbour; LEAVES, CROSSES and MEETS pin what goes wrong.
+HANDED_ON = """
+extern "C" __global__ void hand_on(const int* from, int* to) {
+    __shared__ int places[64];
+    const int own = threadIdx.x;
+    if (LEAVES && own == 40) return;
+    int value = from[own];
+    if (CROSSES) value = __shfl_xor_sync(~0u, value, 1);
+    places[own] = value;
+    if (MEETS) __syncthreads();
+    to[own] = places[(own + 1) % 64];
+}
+"""
+RUN = """
+import ctypes, sys
+kernel = ctypes.CDLL(sys.argv[1]).emulate
+numbers, out = (ctypes.c_int * 64)(*range(64)), (ctypes.c_int * 64)()
+pointers = [ctypes.c_void_p(ctypes.addressof(each)) for each in (numbers, out)]
+arguments = (ctypes.c_void_p * 2)(*map(ctypes.addressof, pointers))
+kernel(arguments, (ctypes.c_uint * 3)(1, 1, 1), 64, 0, 1, 3)
+print(*out)
+"""
+
+
+def test_the_emulator_runs_threads_as_a_gpu_may(cuda_emulator: ModuleType, tmp_path: Path) -> None:
+    """A missing barrier shows, and so does an exchange with a thread that has left."""
+
+    def hand_on(leaves: int, crosses: int, meets: int) -> tuple[str, str]:
+        """What the threads got, and what the emulator said."""
+        texts = {"hand_on.cu": HANDED_ON}
+        constants = {"LEAVES": leaves, "CROSSES": crosses, "MEETS": meets}
+        library = cuda_emulator.library_of("hand_on.cu", "hand_on", texts, constants, tmp_path)
+        command = [sys.executable, "-c", RUN, str(library)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        return ran.stdout.strip(), ran.stderr
+
+    in_order = " ".join(str((own + 1) % 64) for own in range(64))
+    crossed = " ".join(str((own + 1) % 64 ^ 1) for own in range(64))
+    assert hand_on(leaves=0, crosses=0, meets=1) == (in_order, "")
+    assert hand_on(leaves=0, crosses=1, meets=1) == (crossed, "")
+    assert hand_on(leaves=0, crosses=0, meets=0)[0] not in ("", in_order)
+    nothing, words = hand_on(leaves=1, crosses=1, meets=1)
+    assert nothing == ""
+    assert "a lane that has left" in words
