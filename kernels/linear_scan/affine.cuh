@@ -35,8 +35,10 @@ __device__ inline Complex exact_product(Complex a, Complex b, Complex& error) {
 }
 
 // Where sequences are packed, the first step of each forgets what came before: its map has scale 0,
-// and even an infinite state has to be lost in it. Only generic variants see packed sequences.
-__device__ inline bool forgets(State scale) { return !ALIGNED && scale == State(0); }
+// and even an infinite state has to be lost in it. Aligned variants see none.
+__device__ inline bool forgets(State scale) {
+    return (!ALIGNED || PACKED) && scale == State(0);
+}
 
 // One step's map, exact.
 struct Step {

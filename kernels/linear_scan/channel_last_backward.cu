@@ -30,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if ALIGNED
     const Scans scans(batch, channels, time);
-    const Walk walk(time, !(flags & 1), nullptr, 0);
+    const Walk walk(time, !(flags & 1), offsets, sequences);
+    Sequences packed{walk};
     const Plane gates_plane(gates, gates_batch, gates_time);
     const Plane grads_plane(states_grad, states_grad_batch, states_grad_time);
     const Plane states_plane(states, states_batch, states_time);
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
             }
             ring.fill(0, at.rows, Element::ONE);
             ring.fill(1, at.rows, 0);
-            if (gates_grad && earlier_rows < at.rows) {
+            if (!PACKED && gates_grad && earlier_rows < at.rows) {
                 State initial[VECTOR];
 #pragma unroll
                 for (int v = 0; v < VECTOR; v++)
@@ -76,15 +77,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
         if (!tile.there) break;
         wait_for_copies<STAGES - 1>();
         const Position at(scans, tile);
+        const bool meets = packed.meet(tile);
+        const ChannelStates before(initial_state, state_batch, state_channel, state_time, at);
+        const ChannelStates before_grad(initial_state_grad, state_batch, state_channel, state_time,
+                                        at);
+        const ChannelStates after_grad(final_state_grad, state_batch, state_channel, state_time, at);
+        const auto step = [&](int k, int v, bool starts, i64 sequence) -> Step {
+            const State kept = conj(ring.get(0, k).get(v)), grad = ring.get(1, k).get(v);
+            if (starts) return {State(0), kept * (grad + after_grad.read(sequence, v))};
+            return {kept, kept * grad};
+        };
         Affine rows[VECTOR];
+        if (meets) {
+            packed.rows(at, [&](int k, bool starts, bool, i64 sequence) {
 #pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            const auto gate = ring.get(0, k), grad = ring.get(1, k);
+                for (int v = 0; v < VECTOR; v++)
+                    rows[v] = then(rows[v], step(k, v, starts, sequence));
+            });
+        } else {
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) {
-                const State kept = conj(gate.get(v));
-                rows[v] = then(rows[v], Step{kept, kept * grad.get(v)});
-            }
+            for (int k = 0; k < STEPS; k++)
+#pragma unroll
+                for (int v = 0; v < VECTOR; v++) rows[v] = then(rows[v], step(k, v, false, 0));
         }
         State h[VECTOR];
         enter_rows(rows, h, tile, at, crossing,
@@ -92,19 +106,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                    spine_state(initial_state_grad, state_batch, state_channel, at, scans));
         const auto gates_grad_rows = gates_grad_plane.rows(at, walk);
         const auto tokens_grad_rows = tokens_grad_plane.rows(at, walk);
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) {
+        const auto walk_row = [&](int k, bool starts, bool ends, i64 sequence) {
             const auto gate = ring.get(0, k), grad = ring.get(1, k), earlier = ring.get(2, k);
             State for_gates[VECTOR], for_tokens[VECTOR];
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
+                if (starts) h[v] = after_grad.read(sequence, v);
+                const State x = ends ? before.read(sequence, v) : earlier.get(v);
                 for_tokens[v] = grad.get(v) + h[v];
-                for_gates[v] = for_tokens[v] * conj(earlier.get(v));
+                for_gates[v] = for_tokens[v] * conj(x);
                 h[v] = conj(gate.get(v)) * for_tokens[v];
+                if (ends) before_grad.write(sequence, v, h[v]);
             }
-            if (k >= at.rows) continue;
+            if (k >= at.rows) return;
             if (gates_grad) gates_grad_rows.put(k, for_gates);
             if (tokens_grad) tokens_grad_rows.put(k, for_tokens);
+        };
+        if (meets) {
+            packed.rows(at, walk_row);
+        } else {
+#pragma unroll
+            for (int k = 0; k < STEPS; k++) walk_row(k, false, false, 0);
         }
         schedule.advance(schedule.current);
     }

@@ -22,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if ALIGNED
     const Scans scans(batch, channels, time);
-    const Walk walk(time, flags & 1, nullptr, 0);
+    const Walk walk(time, flags & 1, offsets, sequences);
+    Sequences packed{walk};
     const Plane gates_plane(gates, gates_batch, gates_time);
     const Plane tokens_plane(tokens, tokens_batch, tokens_time);
     const Plane states_plane(states, states_batch, states_time);
@@ -52,25 +53,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
         if (!tile.there) break;
         wait_for_copies<STAGES - 1>();
         const Position at(scans, tile);
+        const bool meets = packed.meet(tile);
+        const ChannelStates before(initial_state, state_batch, state_channel, state_time, at);
+        const ChannelStates after(final_state, state_batch, state_channel, state_time, at);
+        const auto step = [&](int k, int v, bool starts, i64 sequence) -> Step {
+            const State gate = ring.get(0, k).get(v), token = ring.get(1, k).get(v);
+            if (starts) return {State(0), gate * before.read(sequence, v) + token};
+            return {gate, token};
+        };
         Affine rows[VECTOR];
+        if (meets) {
+            packed.rows(at, [&](int k, bool starts, bool, i64 sequence) {
 #pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            const auto gate = ring.get(0, k), token = ring.get(1, k);
+                for (int v = 0; v < VECTOR; v++)
+                    rows[v] = then(rows[v], step(k, v, starts, sequence));
+            });
+        } else {
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++)
-                rows[v] = then(rows[v], Step{gate.get(v), token.get(v)});
+            for (int k = 0; k < STEPS; k++)
+#pragma unroll
+                for (int v = 0; v < VECTOR; v++) rows[v] = then(rows[v], step(k, v, false, 0));
         }
         State x[VECTOR];
         enter_rows(rows, x, tile, at, crossing,
                    spine_state(initial_state, state_batch, state_channel, at, scans),
                    spine_state(final_state, state_batch, state_channel, at, scans));
         const auto states_rows = states_plane.rows(at, walk);
+        if (meets) {
+            packed.rows(at, [&](int k, bool starts, bool ends, i64 sequence) {
 #pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            const auto gate = ring.get(0, k), token = ring.get(1, k);
+                for (int v = 0; v < VECTOR; v++) {
+                    x[v] = step(k, v, starts, sequence)(x[v]);
+                    if (ends) after.write(sequence, v, x[v]);
+                }
+                states_rows.put(k, x);
+            });
+        } else {
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) x[v] = Step{gate.get(v), token.get(v)}(x[v]);
-            if (k < at.rows) states_rows.put(k, x);
+            for (int k = 0; k < STEPS; k++) {
+#pragma unroll
+                for (int v = 0; v < VECTOR; v++) x[v] = step(k, v, false, 0)(x[v]);
+                if (k < at.rows) states_rows.put(k, x);
+            }
         }
         schedule.advance(schedule.current);
     }

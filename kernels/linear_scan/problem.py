@@ -130,13 +130,12 @@ class LinearScanProblem:
         return self.strides[:-1]
 
     def plain(self) -> bool:
-        """Whether nothing is packed, broadcast or mixed, and one batch dimension says it all."""
+        """Whether nothing is broadcast or mixed, and one batch dimension says it all."""
         row, unit = (
             (self.time, "time") if self.layout == "time_last" else (self.channels, "channel")
         )
         return (
             self.outer == 1
-            and self.sequences == 0
             and self.gates_dtype == self.dtype
             and all(row == 1 or getattr(s, unit) == 1 for s in self.sequence_strides())
         )

@@ -3,7 +3,8 @@
 Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with their ``.cuh`` headers,
 and ``triton_kernels.py``. ``parameters`` gives the signature of every entry point.
 
-Access ``aligned`` moves 16 bytes at a time, and takes scans without options; ``generic`` takes all.
+Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``packed`` likewise those
+whose sequences are packed; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _variants(
 ) -> tuple[Variant, ...]:
     """One for each tile that ``tiles`` gives a dtype and an access; mixed dtypes are generic."""
     kinds = [
-        *((dtype, dtype, access) for dtype, access in product(DTYPES, ACCESSES)),
+        *((dtype, dtype, access) for dtype, access in product(DTYPES, (*ACCESSES, "packed"))),
         *((dtype, gates, "generic") for dtype, gates in MIXED),
     ]
     return tuple(
@@ -127,8 +128,13 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
         return reason
     if variant.text("gates") != problem.gates_dtype:
         return f"gates in {variant.text('gates')}, not {problem.gates_dtype}"
-    if variant.text("access") == "aligned" and not problem.plain():
-        return "sequences are packed, gates broadcast, or batches do not fold into one dimension"
+    access = variant.text("access")
+    if access == "packed" and problem.sequences == 0:
+        return "no sequences are packed"
+    if access == "aligned" and problem.sequences > 0:
+        return "sequences are packed"
+    if access != "generic" and not problem.plain():
+        return "gates are mixed or broadcast, or batches do not fold into one dimension"
     return None
 
 
@@ -147,6 +153,8 @@ def _time_last_tiles(direction: Direction, dtype: str, access: str) -> tuple[Til
     """Warps that share a row, and rows or warps side by side. Of generic variants the chunks a lane
     holds; of aligned ones the lanes that share a row, the pieces a lane holds, the tiles on their way to
     shared memory and the one there, and the blocks per SM."""
+    if access == "packed":
+        return ()
     if access == "generic":
         return (
             {"warps": 1, "rows": 4, "steps": 1},
@@ -174,7 +182,7 @@ def _channel_last_tiles(direction: Direction, dtype: str, access: str) -> tuple[
             "stages": 3 if direction == "forward" else 2,
             "blocks": 2,
         }
-        for lanes in (8, 4, 2)
+        for lanes in ((8, 4, 2) if access == "aligned" else (8,))
     )
 
 
@@ -184,17 +192,24 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
     return {
         "ELEMENT": variant.text("dtype"),
         "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
-        "ALIGNED": int(statics.get("access") == "aligned"),
+        "ALIGNED": int(statics.get("access") in ("aligned", "packed")),
+        "PACKED": int(statics.get("access") == "packed"),
         **tile,
     }
+
+
+#: That a kernel of aligned rows numbers in 32 bits.
+_MOST_ROWS = 2**31 - 1
 
 
 def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     if reason := _rejects_static(variant, problem):
         return reason
     chunk = problem.chunk() if problem.layout == "time_last" else variant.number("vector")
-    if variant.text("access") == "aligned" and not problem.whole_chunks(chunk):
+    if variant.text("access") != "generic" and not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
+    if variant.text("access") != "generic" and problem.batch * problem.channels > _MOST_ROWS:
+        return f"{problem.batch * problem.channels} rows; it counts {_MOST_ROWS}"
     if dict(variant.statics).get("lanes", 32) < 32 and not (
         problem.layout == "channel_last" or problem.folds()
     ):
@@ -327,7 +342,7 @@ def _stream_launch(
 def _channel_last_launch(
     variant: Variant, problem: LinearScanProblem, multiprocessors: int
 ) -> Launch:
-    if variant.text("access") == "aligned":
+    if variant.text("access") != "generic":
         channels, times = _channel_last_tile(variant)
         columns, levels = _columns(variant, problem), ceil_div(problem.time, times)
         return _stream_launch(variant, problem, multiprocessors, columns, levels, channels)
@@ -396,6 +411,8 @@ _MOST_BLOCKS_Y = 65_535
 
 def _triton_tiles(layout: Layout, dtype: str, access: str) -> tuple[Tile, ...]:
     """Rows or channels of a program, times per step of its walk along time, warps."""
+    if access == "packed":
+        return ()
     wide = ITEM_SIZE[dtype] == 8  # of which fewer fit in the registers
     if layout == "channel_last":
         if wide:
