@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from scan_registry import archive
-from scan_registry.aot import elf, nvrtc
+from scan_registry.aot import elf, nvrtc, triton
 from scan_registry.aot.compile import compile_variant, refuse_spill
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
 from scan_registry.archive import digest
@@ -104,9 +104,9 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     run: list[str] = []
     original = nvrtc.Nvrtc.compile
 
-    def counted(self: nvrtc.Nvrtc, kernel: Kernel, variant: Variant, target: Target) -> Any:
+    def counted(self: nvrtc.Nvrtc, kernel: Kernel, variant: Variant, *rest: Any) -> Any:
         run.append(str(variant))
-        return original(self, kernel, variant, target)
+        return original(self, kernel, variant, *rest)
 
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", counted)
     return run
@@ -170,6 +170,30 @@ def test_triton_does_not_see_a_users_settings(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/nowhere/ptxas")
     monkeypatch.setenv("PTXAS_OPTIONS", "-O0")
     assert compile_variant(TRITON, SM90)[0] == binary
+
+
+@pytest.mark.parametrize("variant", [CUDA, TRITON], ids=lambda variant: variant.language)
+def test_what_architectures_share_changes_no_byte(
+    variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = [Target.parse(arch) for arch in ("sm80", "sm90", "ptx80")]
+    alone = [compile_variant(variant, target) for target in targets]
+    lowered: list[str] = []
+    original = triton._source
+    monkeypatch.setattr(
+        triton, "_source", lambda *given: lowered.append(str(given[1])) or original(*given)
+    )
+    programs: list[Target] = []
+    images = nvrtc.Nvrtc._images
+    monkeypatch.setattr(
+        nvrtc.Nvrtc,
+        "_images",
+        lambda self, *given: programs.append(given[2]) or images(self, *given),
+    )
+    shared: dict[str, Any] = {}
+    assert [compile_variant(variant, target, None, shared) for target in targets] == alone
+    # The PTX of 8.0 is a by-product of its machine code.
+    assert len(lowered) + len(programs) == 2
 
 
 # --- Failures ---------------------------------------------------------------------------------
@@ -236,7 +260,7 @@ def test_nothing_is_not_a_binary(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> N
 def test_code_for_another_architecture_is_refused(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = nvrtc.Nvrtc().compile(toy.kernel, toy.variant, Target.parse("sm80"))
+    other = nvrtc.Nvrtc().compile(toy.kernel, toy.variant, Target.parse("sm80"), {})
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *args: other)
     with pytest.raises(CompileError, match="returned code for sm_80"):
         compile_variant(toy.variant, SM90)

@@ -646,7 +646,7 @@ def test_threads_compile_once(rig: Rig) -> None:
     found = rig.run("""
 from scan_registry.aot import compile as compiling
 compiles, real = [], compiling._compile
-compiling._compile = lambda made_of: compiles.append(str(made_of.variant)) or real(made_of)
+compiling._compile = lambda made_of, *rest: compiles.append(str(made_of.variant)) or real(made_of)
 barrier = threading.Barrier(16)
 
 def work():
