@@ -15,13 +15,14 @@ from typing import Any
 
 from setuptools import build_meta
 
+from aot import COMPILERS
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-COMPILERS = ["triton==3.6.0", "nvidia-cuda-nvrtc-cu12==12.9.86"]
 
 Settings = Mapping[str, Any] | None
 
@@ -62,7 +63,7 @@ def _archives(settings: Settings) -> None:
 def _requirements(base: list[str], settings: Settings) -> list[str]:
     from scan_registry.aot.plan import chosen_archs
 
-    return base + (COMPILERS if chosen_archs(settings) else [])
+    return [*base, *(COMPILERS if chosen_archs(settings) else ())]
 
 
 _mount()
