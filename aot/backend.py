@@ -15,8 +15,6 @@ from typing import Any
 
 from setuptools import build_meta
 
-from aot import COMPILERS
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -61,6 +59,7 @@ def _archives(settings: Settings) -> None:
 
 
 def _requirements(base: list[str], settings: Settings) -> list[str]:
+    from scan_registry.aot import COMPILERS
     from scan_registry.aot.plan import chosen_archs
 
     return [*base, *(COMPILERS if chosen_archs(settings) else ())]

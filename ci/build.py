@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,7 +108,7 @@ def assemble(environment: Environment, wheels: Sequence[Path], folder: Path) -> 
 
 def sdist(environment: Environment, folder: Path) -> None:
     """The sources, beside what indexes get."""
-    words = ("-m", "build", "--sdist", "--outdir", folder / "pypi", ROOT)
+    words = ("-m", "build", "-q", "--sdist", "--no-isolation", "--outdir", folder / "pypi", ROOT)
     require("pack the sources", [environment.python, *words])
 
 
@@ -125,19 +124,10 @@ def check(environment: Environment, again: Path | None, every: int, record: bool
     require("check", command)
 
 
-def table(clock: Clock) -> None:
-    say("\npackage, MB, archives")
-    for path in sorted(DIST.rglob("*")):
-        if path.suffix == ".whl":
-            with zipfile.ZipFile(path) as wheel:
-                held = sum(name.endswith(".scanreg") for name in wheel.namelist())
-            say(f"  {path.relative_to(DIST)}  {path.stat().st_size / 1e6:.2f}  {held}")
-        elif path.is_file():
-            say(f"  {path.relative_to(DIST)}  {path.stat().st_size / 1e6:.2f}")
-    say("\nseconds")
-    for title, seconds in clock.steps.items():
-        say(f"  {title}: {seconds:.0f}")
-    say(f"  all: {sum(clock.steps.values()):.0f}")
+def told(clock: Clock) -> None:
+    say("\nseconds, step")
+    for title, seconds in (*clock.steps.items(), ("all of it", sum(clock.steps.values()))):
+        say(f"{seconds:7.0f}  {title}")
 
 
 def build_all(fresh: bool, every: int, record: bool) -> None:
@@ -160,7 +150,7 @@ def build_all(fresh: bool, every: int, record: bool) -> None:
         check(environment, place / "dist", every, record)
     with clock.step("sources"):
         sdist(environment, DIST)
-    table(clock)
+    told(clock)
 
 
 def build_from(fresh: bool, wheels: Sequence[Path], every: int, record: bool) -> None:
@@ -173,7 +163,7 @@ def build_from(fresh: bool, wheels: Sequence[Path], every: int, record: bool) ->
         check(environment, None, every, record)
     with clock.step("sources"):
         sdist(environment, DIST)
-    table(clock)
+    told(clock)
 
 
 def build_in_container(fresh: bool, archs: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,10 +168,26 @@ code; `scan-registry` finds it once it is installed.
 """
 
 
+def table(folder: Path, paths: Iterable[Path]) -> None:
+    """What was written: name, size, and how many binaries it holds."""
+    print(f"{'MB':>8}  {'binaries':>8}  package")
+    for path in sorted(paths):
+        count = sum(len(held.binaries) for held in _archives_in(path))
+        print(f"{path.stat().st_size / 1e6:8.2f}  {count:8}  {path.relative_to(folder)}")
+
+
+def _archives_in(path: Path) -> Iterator[Archive]:
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as wheel:
+        for name in wheel.namelist():
+            if name.endswith(SUFFIX):
+                yield Archive(Path(wheel.extract(name, folder)))
+
+
 def main() -> int:
     folder, *names = map(Path, sys.argv[1:])
     try:
-        write(parts(map(Wheel.read, names), load()), load(), folder)
+        paths = write(parts(map(Wheel.read, names), load()), load(), folder)
+        table(folder, (path for path in paths if path.suffix == ".whl"))
     except (ArchiveError, DevError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

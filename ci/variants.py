@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from scan_registry.target import Target
@@ -44,10 +45,11 @@ def write(default: Wheel, made: Mapping[Target, Wheel], folder: Path) -> list[Pa
 
 
 def _write_one(target: Target, wheel: Wheel, place: Path, folder: Path) -> Path:
-    """Write a variant into ``folder``, by way of ``place``."""
+    """Write a variant into ``folder``. variantlib makes one in ``place`` of the metadata alone, for which
+    it does not have to pack the archives."""
     project = place / "pyproject.toml"
     project.write_text(PROVIDER)
-    plain = wheel.write(place)
+    plain = replace(wheel, files={}).write(place)
     _variantlib(
         "make-variant",
         *("--file", plain, "--output-directory", place),
@@ -56,9 +58,9 @@ def _write_one(target: Target, wheel: Wheel, place: Path, folder: Path) -> Path:
         *("--variant-label", target.label),
     )
     name = plain.name.replace(".whl", f"-{target.label}.whl")
-    variant = Wheel.read((place / name).rename(plain))
-    text = variant.information[METADATA].replace(STATED.encode(), SCHEMA.encode())
-    return variant.with_information({METADATA: text}).write(place).rename(folder / name)
+    made = Wheel.read((place / name).rename(plain)).information[METADATA]
+    text = made.replace(STATED.encode(), SCHEMA.encode())
+    return wheel.with_information({METADATA: text}).write(place).rename(folder / name)
 
 
 def _variantlib(*words: str | Path) -> None:
