@@ -25,9 +25,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from aot import COMPILERS
-from ci.matrix import HOST
 from ci.workspace import (
     CONSTRAINTS,
+    DISTRIBUTION,
     REQUIREMENTS,
     ROOT,
     DevError,
@@ -99,11 +99,15 @@ def second_tree() -> Path:
 def assemble(environment: Environment, wheels: Sequence[Path], folder: Path) -> None:
     """Every product from the jobs' wheels; installs one of them for that."""
     shutil.rmtree(folder, ignore_errors=True)
-    newest = next(wheel for wheel in wheels if os.uname().machine in wheel.name)
-    options = ("-q", "--force-reinstall", "--no-deps")
-    require("install the wheel", environment.pip("install", *options, newest))
+    install(environment, next(wheel for wheel in wheels if os.uname().machine in wheel.name))
     script = ROOT / "ci" / "products.py"
     require("assemble", [environment.python, script, folder, *wheels])
+
+
+def install(environment: Environment, wheel: Path) -> None:
+    """Without torch: what is needed beside it is among the tools."""
+    options = ("-q", "--force-reinstall", "--no-deps")
+    require("install the wheel", environment.pip("install", *options, wheel))
 
 
 def sdist(environment: Environment, folder: Path) -> None:
@@ -167,15 +171,26 @@ def build_from(fresh: bool, wheels: Sequence[Path], every: int, record: bool) ->
 
 
 def build_in_container(fresh: bool, archs: str) -> None:
-    if not (shutil.which("docker") or shutil.which("podman")):
+    """One job: cibuildwheel builds, repairs and tests a wheel in the matrix's container, and then every
+    binary is compiled again outside of it, to the same bytes."""
+    if shutil.which("docker"):
+        engine = "docker"
+    elif shutil.which("podman"):
+        engine = "podman"
+    else:
         raise DevError("neither docker nor podman is installed; --all needs no container")
     environment = tools(fresh)
-    machine = os.uname().machine
-    os.environ["CIBW_ENVIRONMENT"] = f"SCAN_REGISTRY_ARCHS={archs.replace(',', ';')}"
-    if shutil.which("docker") is None:
-        os.environ["CIBW_CONTAINER_ENGINE"] = "podman"
-    command = [environment.program("cibuildwheel"), "--platform", "linux", "--archs", machine]
-    require("build in a container", [*command, "--output-dir", WORK / "wheelhouse", ROOT])
+    os.environ |= {"SCAN_REGISTRY_ARCHS": archs, "CIBW_CONTAINER_ENGINE": engine}
+    folder = WORK / "wheelhouse"
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [environment.program("cibuildwheel"), "--platform", "linux"]
+    command += ["--archs", os.uname().machine, "--output-dir", folder]
+    require("build in a container", [*command, ROOT])
+    if archs != "none":
+        (wheel,) = folder.glob("*.whl")
+        install(environment, wheel)
+        program = environment.program(DISTRIBUTION)
+        require("compile all of it again", [program, "verify", "--rebuild"], cwd=WORK)
 
 
 def main() -> int:
@@ -185,7 +200,7 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--all", action="store_true", help="compile, assemble, check")
     what.add_argument("--from", nargs="+", type=Path, metavar="WHEEL", dest="wheels")
-    what.add_argument("--container", metavar="ARCHS", help=f"such as sm90, or none; on {HOST}")
+    what.add_argument("--container", metavar="ARCHS", help="such as sm90, or none")
     parser.add_argument("--fresh", action="store_true", help="make a new environment")
     parser.add_argument(
         "--rebuild",

@@ -51,6 +51,14 @@ def test_what_the_package_knows_of() -> None:
     assert tuple(arch.label for arch in chosen_archs({"archs": "all"})) == labels
 
 
+def test_attestations_are_asked_for_of_the_same_architectures() -> None:
+    tool = (ROOT / "tools" / "attest.py").read_text()
+    stated = re.search(r"^MUST_BE_PROVEN = \((.*)\)$", tool, re.MULTILINE)
+    assert stated is not None
+    attested = [str(Target.parse(arch.label)) for arch in MATRIX.archs if arch.attested]
+    assert re.findall(r'"(\w+)"', stated[1]) == attested
+
+
 def test_capabilities_are_those_of_the_architectures() -> None:
     for arch in MATRIX.archs:
         target = Target.parse(arch.label)
