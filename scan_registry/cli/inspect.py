@@ -161,8 +161,11 @@ def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue
 
 
 def _source(archive: Archive) -> str:
-    commit, dirty = archive.manifest.get("commit"), archive.manifest.get("dirty")
-    return f"{commit[:10]}{' (dirty)' if dirty else ''}" if commit else "unknown"
+    """The version and the commit that it was compiled from."""
+    manifest = archive.manifest
+    commit, dirty = manifest.get("commit"), manifest.get("dirty")
+    source = f"{commit[:10]}{' (dirty)' if dirty else ''}" if commit else "unknown"
+    return f"{manifest.get('version', '')} {source}".strip()
 
 
 def _print_kernels(console: Console, rows: Sequence[Row], found: Catalogue) -> None:
