@@ -5,7 +5,7 @@
 ``--again``    the same products, built a second time elsewhere: every file must be the same
 ``--rebuild``  compile every Nth binary anew, without any cache, and compare; 1 for all of them, 0 for none
 
-Needs the default wheel installed, the compilers and the tools of requirements.txt; no GPU.
+Needs the wheel of any job installed, the compilers and the tools of requirements.txt; no GPU.
 """
 
 from __future__ import annotations
@@ -204,7 +204,8 @@ def metadata(release: Release) -> Gate:
 
 def portable(release: Release, compiled_here: bool) -> Gate:
     """The machine code for CPUs needs no more than its tag promises, and only the stable ABI; the tag is
-    the matrix's, or any of manylinux for what was not compiled in the matrix's containers."""
+    one of the matrix's, each of which has a wheel, or any of manylinux for what was not compiled in the
+    matrix's containers."""
     wrong, wheels = [], [p for p in release.wheels("pypi", "index") if "-abi3-" in p.name]
     accepted = {platform.tag for platform in release.matrix.platforms}
     tags = set()
@@ -226,6 +227,8 @@ def portable(release: Release, compiled_here: bool) -> Gate:
         ):
             wrong.append(f"{path.name}: auditwheel: {shown.stdout}{shown.stderr}")
         wrong += _tool(f"{path.name}: abi3audit", "abi3audit", "--strict", path)
+    if not compiled_here:
+        wrong += [f"there is no wheel for {tag}" for tag in sorted(accepted - tags)]
     return Gate("portable", f"{len(wheels)} wheels, {', '.join(sorted(tags))}", tuple(wrong))
 
 

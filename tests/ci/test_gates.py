@@ -203,6 +203,8 @@ def test_a_wheel_for_any_linux(release: Release) -> None:
     for compiled_here in (True, False):
         wrong = gates.portable(release, compiled_here).wrong
         assert sum("is not for manylinux_2_28_" in text for text in wrong) == 3
+        missing = [text for text in wrong if text.startswith("there is no wheel for ")]
+        assert len(missing) == (0 if compiled_here else 2)
 
 
 def test_a_failed_gate_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -559,7 +559,7 @@ class Broken:
         self.real = real
     def __getattr__(self, name):
         return getattr(self.real, name)
-    def compile(self, kernel, variant, target):
+    def compile(self, kernel, variant, target, shared):
         raise jit.CompileError("ptxas fatal: this compiler is broken")
 
 real = dict(compiling.COMPILERS)
