@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,8 +32,8 @@ MATRIX = load()
 
 
 def cibuildwheel(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    program = shutil.which("cibuildwheel")
-    assert program is not None, "pip install -r ci/requirements.txt"
+    program = Path(sys.executable).with_name("cibuildwheel")
+    assert program.is_file(), "pip install -r ci/requirements.txt"
     return subprocess.run(
         [program, *words, str(ROOT)],
         env={**os.environ, **environment},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -41,9 +40,9 @@ def archives(target: Path) -> set[str]:
 
 def uv(index: Path, target: Path, *words: str, **environment: str) -> set[str]:
     """The archives that uv installs."""
-    program = shutil.which("uv")
-    assert program is not None, "pip install -r ci/requirements.txt"
-    command = [program, "pip", "install", "--no-cache", "--no-index", "--no-deps", *words]
+    program = Path(sys.executable).with_name("uv")
+    assert program.is_file(), "pip install -r ci/requirements.txt"
+    command = [str(program), "pip", "install", "--no-cache", "--no-index", "--no-deps", *words]
     command += ["--python", sys.executable, "--find-links", str(index), "--target", str(target)]
     subprocess.run(
         [*command, "scan-registry"],
