@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
-
-#: What a wheel holds unless told otherwise: machine code per GPU generation, and PTX for the rest.
-DEFAULT_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "ptx80")
+from scan_registry.target import RELEASED, Target
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class Job:
 
 
 def chosen_archs(settings: Mapping[str, object] | None = None) -> tuple[Target, ...]:
-    """The architectures to build: ``-C archs=…``, else ``SCAN_REGISTRY_ARCHS``, else the default.
+    """The architectures to build: ``-C archs=…``, else ``SCAN_REGISTRY_ARCHS``, else what releases hold.
 
     A list separated by commas, semicolons or blanks; ``all`` is the default and ``none`` builds no
     binaries. ``ValueError`` names a word that is not an architecture.
@@ -34,7 +31,7 @@ def chosen_archs(settings: Mapping[str, object] | None = None) -> tuple[Target, 
     if words == ["none"]:
         return ()
     if words == ["all"]:
-        words = list(DEFAULT_ARCHS)
+        words = list(RELEASED)
     if not words:
         raise ValueError(
             f"archs is {text!r}, which names no architecture; `none` builds no binaries"

@@ -18,7 +18,7 @@ from scan_registry.explanation import called, grouped
 from scan_registry.fit import OLDEST, Rung, Toolchain, dotted
 from scan_registry.kernels.model import Family, Language, Sample, Variant
 from scan_registry.select import Backend, Decision, Rejected, System, select
-from scan_registry.target import FIRST_CUDA, CudaVersion
+from scan_registry.target import FIRST_CUDA, RELEASED, CudaVersion, Target
 
 Severity = Literal["error", "warning", "note"]
 Families = Mapping[str, Family]
@@ -161,6 +161,10 @@ def findings_of(there: Installation) -> Iterator[Finding]:
         for archive in provider.archives:
             if archive.damage:
                 yield Finding("error", about, archive.damage, (f"reinstall {provider.name}",))
+    if not any(provider.archives for provider in there.providers):
+        text = "no package with GPU kernels is installed"
+        chosen = f"`pip install scan-registry-…`, of {', '.join(RELEASED)}, for your GPU"
+        yield Finding("warning", f"scan-registry {there.version}", text, (chosen,))
     if there.cache.unusable:
         about = f"cache folder {there.cache.folder}"
         private = "set SCAN_REGISTRY_CACHE to a folder that only you can write to"
@@ -310,13 +314,12 @@ class _Group:
         archives = _fitting(self.system.archives, device)
         label = device.arch.replace("_", "")
         exact = any(archive.arch.capability == device.capability for archive in archives)
-        wanted = []
-        if not exact and device.capability in FIRST_CUDA:
-            wanted.append(f"built for {label}")
+        if not exact and label in RELEASED:
+            yield package_for(label)
+        elif not exact and device.capability in FIRST_CUDA:
+            yield f"install a scan-registry wheel built for {label}"
         if self._above(Rung.PTX) and not any(archive.arch.is_ptx for archive in archives):
-            wanted.append("with PTX (ptx80)")
-        if wanted:
-            yield f"install a scan-registry wheel {' or '.join(wanted)}"
+            yield from map(package_for, (each for each in RELEASED if Target.parse(each).is_ptx))
 
     def _above(self, rung: Rung) -> bool:
         """Whether ``rung`` is allowed and closer than what there is."""
@@ -389,6 +392,11 @@ def driver_text(version: CudaVersion) -> str:
     branch = _branches().get(version)
     start = "a driver" if branch is None else f"driver {branch} or later,"
     return f"{start} for CUDA {dotted(version)}"
+
+
+def package_for(label: str) -> str:
+    """What to do for an architecture that releases hold."""
+    return f"`pip install scan-registry-{label}`"
 
 
 # --- Words ------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from scan_registry.cache import Cache, jit_cache
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.listing import arch_label, size_text
 from scan_registry.cli.tables import new_table, screen, show
-from scan_registry.export import Cached, Choice, Package, choose, contents
+from scan_registry.export import Cached, Choice, choose, contents, exported
 from scan_registry.inventory import catalogue
+from scan_registry.package import Package
 from scan_registry.providers import CORE
 
 _LABEL = re.compile(r"[a-z0-9]+([-_][a-z0-9]+)*")
@@ -208,12 +209,12 @@ def _export(cache: Cache, args: argparse.Namespace) -> int:
         )
     choice = _chosen(cache, args.arch)
     label = args.name or "-".join(["jit", *(target.label for target in choice.taken)])
-    package = Package(label, version(CORE), choice.taken)
+    package = exported(label, version(CORE), choice.taken)
     try:
         if folder.exists() and any(folder.iterdir()):
             raise UsageError(f"{folder} is not empty; name a folder that is, or none")
-        sources = package.write(folder)
-        wheel = package.write_wheel(folder, sources) if args.wheel else None
+        package.write(folder)
+        wheel = package.wheel().write(folder / "dist") if args.wheel else None
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error}") from error
     if args.json:

@@ -104,9 +104,9 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     run: list[str] = []
     original = nvrtc.Nvrtc.compile
 
-    def counted(self: nvrtc.Nvrtc, kernel: Kernel, variant: Variant, target: Target) -> Any:
+    def counted(self: nvrtc.Nvrtc, kernel: Kernel, variant: Variant, *rest: Any) -> Any:
         run.append(str(variant))
-        return original(self, kernel, variant, target)
+        return original(self, kernel, variant, *rest)
 
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", counted)
     return run
@@ -170,6 +170,34 @@ def test_triton_does_not_see_a_users_settings(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/nowhere/ptxas")
     monkeypatch.setenv("PTXAS_OPTIONS", "-O0")
     assert compile_variant(TRITON, SM90)[0] == binary
+
+
+@pytest.mark.parametrize("variant", [CUDA, TRITON], ids=lambda variant: variant.language)
+def test_what_architectures_share_changes_no_byte(
+    variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = [Target.parse(arch) for arch in ("sm80", "sm90", "ptx80")]
+    alone = [compile_variant(variant, target) for target in targets]
+    lowered: list[str] = []
+    generator = importlib.import_module("triton.compiler.code_generator")
+    lower = generator.ast_to_ttir
+
+    def counted(*given: Any, **named: Any) -> Any:
+        lowered.append("once")
+        return lower(*given, **named)
+
+    monkeypatch.setattr(generator, "ast_to_ttir", counted)
+    programs: list[Target] = []
+    images = nvrtc.Nvrtc._images
+    monkeypatch.setattr(
+        nvrtc.Nvrtc,
+        "_images",
+        lambda self, *given: programs.append(given[2]) or images(self, *given),
+    )
+    shared: dict[str, Any] = {}
+    assert [compile_variant(variant, target, None, shared) for target in targets] == alone
+    # The PTX of 8.0 is a by-product of its machine code; of Triton, only the later forms are made anew.
+    assert (len(lowered), len(programs)) == ((0, 2) if variant.language == "cuda" else (1, 0))
 
 
 # --- Failures ---------------------------------------------------------------------------------
@@ -236,7 +264,7 @@ def test_nothing_is_not_a_binary(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> N
 def test_code_for_another_architecture_is_refused(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = nvrtc.Nvrtc().compile(toy.kernel, toy.variant, Target.parse("sm80"))
+    other = nvrtc.Nvrtc().compile(toy.kernel, toy.variant, Target.parse("sm80"), {})
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *args: other)
     with pytest.raises(CompileError, match="returned code for sm_80"):
         compile_variant(toy.variant, SM90)

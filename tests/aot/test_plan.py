@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from scan_registry.aot.plan import DEFAULT_ARCHS, Job, chosen_archs, plan
+from scan_registry.aot.plan import Job, chosen_archs, plan
 from scan_registry.kernels import families
-from scan_registry.target import Target
+from scan_registry.target import RELEASED, Target
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +22,11 @@ def labels(settings: Any = None) -> list[str]:
 
 def test_the_default() -> None:
     for settings in (None, {}, {"archs": "all"}, {"archs": ""}, {"other": "sm90"}):
-        assert labels(settings) == list(DEFAULT_ARCHS)
+        assert labels(settings) == list(RELEASED)
 
 
 def test_the_default_runs_everywhere_from_sm_80_up() -> None:
-    targets = [Target.parse(arch) for arch in DEFAULT_ARCHS]
+    targets = [Target.parse(arch) for arch in RELEASED]
     for device in ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)):
         assert any(target.misfit(device) is None for target in targets)
 

@@ -27,10 +27,11 @@ from scan_registry.cache import Cache
 from scan_registry.cli import main
 from scan_registry.cli.cache import age_text
 from scan_registry.device import described
-from scan_registry.export import contents, core_range
+from scan_registry.export import contents
 from scan_registry.inventory import Catalogue
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
+from scan_registry.providers import core_range
 from scan_registry.select import System, select
 from scan_registry.target import Target
 

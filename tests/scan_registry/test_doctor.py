@@ -92,7 +92,7 @@ def test_a_language_that_is_missing(archive_factory: Factory, a_device: Describe
     assert found.severity == "warning"
     assert 'with backend="triton"' in found.text
     assert "every kernel" in found.text
-    ptx = "install a scan-registry wheel with PTX (ptx80)"
+    ptx = "`pip install scan-registry-ptx80`"
     assert found.remedies == (ptx, "Triton is not installed")
     assert found.reasons[-1] == "triton compiled here: Triton is not installed"
 
@@ -113,13 +113,13 @@ def test_a_kernel_without_a_language_has_no_answer_in_it(a_device: Describe) -> 
         (["sm90", "ptx80"], (12, 1), "note", "ptx", ["built for sm121"]),
         (["sm86", "ptx80"], (8, 7), "note", "ptx", ["built for sm87"]),
         (["sm90", "ptx80"], (13, 0), "note", "ptx", []),
-        (["sm90"], (13, 0), "error", "reference", ["with PTX (ptx80)", *MISSING.values()]),
+        (["sm90"], (13, 0), "error", "reference", ["-ptx80`", *MISSING.values()]),
         (
             ["sm90"],
             (12, 0),
             "error",
             "reference",
-            ["built for sm120 or with PTX (ptx80)", *MISSING.values()],
+            ["-sm120`", "-ptx80`", *MISSING.values()],
         ),
         (["sm90", "ptx80"], (7, 5), "error", "reference", ["8.0 or later"]),
     ],
@@ -205,7 +205,10 @@ def test_a_compiler_stands_in(archive_factory: Factory, a_device: Describe) -> N
     jit, triton = findings(there)
     assert (jit.severity, triton.severity) == ("warning", "warning")
     assert jit.text == "compiled here, at its first use: every kernel"
-    assert jit.remedies == ("install a scan-registry wheel built for sm120 or with PTX (ptx80)",)
+    assert jit.remedies == (
+        "`pip install scan-registry-sm120`",
+        "`pip install scan-registry-ptx80`",
+    )
     assert "Triton is not installed" in triton.remedies
 
 

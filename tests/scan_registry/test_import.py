@@ -127,6 +127,8 @@ ALLOWED = {
     "target": set[str](),
     "distributions": set[str](),
     "archive": {"kernels", "target"},
+    "wheel": set[str](),
+    "package": {"archive", "providers", "target", "wheel"},
     "providers": {"archive", "distributions", "kernels"},
     "inventory": {"archive", "kernels", "providers"},
     "driver": {"_launcher"},

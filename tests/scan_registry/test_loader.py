@@ -559,7 +559,7 @@ class Broken:
         self.real = real
     def __getattr__(self, name):
         return getattr(self.real, name)
-    def compile(self, kernel, variant, target):
+    def compile(self, kernel, variant, target, shared):
         raise jit.CompileError("ptxas fatal: this compiler is broken")
 
 real = dict(compiling.COMPILERS)
@@ -646,7 +646,7 @@ def test_threads_compile_once(rig: Rig) -> None:
     found = rig.run("""
 from scan_registry.aot import compile as compiling
 compiles, real = [], compiling._compile
-compiling._compile = lambda made_of: compiles.append(str(made_of.variant)) or real(made_of)
+compiling._compile = lambda made_of, *rest: compiles.append(str(made_of.variant)) or real(made_of)
 barrier = threading.Barrier(16)
 
 def work():
