@@ -23,6 +23,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from scan_registry import archive
+from scan_registry.aot.pack import tunings_for
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.cache import Cache
 from scan_registry.kernels import families
@@ -113,7 +114,8 @@ def choose(entries: Iterable[Cached], denied: Mapping[str, str]) -> Choice:
                     reason = f"{first.compiler} has made it, too"
         if reason is not None:
             left_out.append((entry, reason))
-    variants = [str(v) for family in families().values() for v in family.variants()]
+    kernels = [kernel for family in families().values() for kernel in family.kernels]
+    variants = [str(variant) for kernel in kernels for variant in kernel.every]
     taken = {
         target: tuple(best[target, v] for v in variants if (target, v) in best)
         for target in sorted({target for target, _ in best})
@@ -205,7 +207,7 @@ class Package:
         for target, rows in self.held.items():
             path = folder / self.module / "archives" / f"{target.label}{archive.SUFFIX}"
             binaries = [(binary, held.read(binary)) for held, binary in rows]
-            archive.write(path, target, binaries, provenance)
+            archive.write(path, target, binaries, provenance, tunings_for(target))
             paths.append(path)
         return paths
 
