@@ -84,6 +84,16 @@ class Tuning:
         }
         return cls(arch, gpu, date, names, labels, kinds)
 
+    def with_newer(self, newer: Tuning) -> Tuning:
+        """This with the rows of a later one for the same GPU, which replace those of the same sizes;
+        ``ValueError`` if rows of either are not right."""
+        rows: dict[str, list[Row]] = {}
+        for kind in dict.fromkeys((*self.kinds, *newer.kinds)):
+            later = newer.rows(kind)
+            sizes = [row.sizes for row in later]
+            rows[kind] = [*later, *(row for row in self.rows(kind) if row.sizes not in sizes)]
+        return Tuning.of(newer.arch, newer.gpu, newer.date, rows)
+
     @property
     def capability(self) -> tuple[int, int]:
         """(9, 0) for ``sm_90``."""

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(elsewhere: Device | None = None) -> Report:
     """This installation, on the GPUs here, or on the one that is given."""
-    from scan_registry import jit
+    from scan_registry import jit, local
     from scan_registry.kernels import families
 
     findings: list[Finding] = []
@@ -102,7 +102,12 @@ def examine(elsewhere: Device | None = None) -> Report:
     covered = []
     for ordinal, device in gpus:
         system = System(
-            device, stock.found.archives, here.toolchains, stock.found.denied, stock.damaged
+            device,
+            stock.found.archives,
+            here.toolchains,
+            stock.found.denied,
+            stock.damaged,
+            tuned=None if ordinal is None else local.tuned(device),
         )
         covered.append(coverage(system, families(), here.lowest, ordinal))
         findings += lacks(covered[-1], system, families(), here.lowest)

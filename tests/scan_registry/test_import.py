@@ -136,7 +136,8 @@ ALLOWED = {
     "rows": {"archive", "device", "kernels"},
     "select": {"archive", "device", "fit", "kernels", "rows", "target"},
     "policy": {"fit"},
-    "cache": {"archive", "target"},
+    "cache": {"archive", "kernels", "target"},
+    "local": {"archive", "cache", "device", "kernels", "target"},
     "aot": {"archive", "cache", "distributions", "kernels", "target"},
     "jit": {"aot", "archive", "cache", "fit", "kernels", "target"},
 }
