@@ -18,15 +18,26 @@ from scan_registry import archive
 from scan_registry.aot.compile import compile_variant, refuse_spill
 from scan_registry.aot.pack import pack
 from scan_registry.aot.plan import Job, plan
+from scan_registry.aot.toolchain import CompileError, MissingCompilerError
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.cache import Cache
 from scan_registry.target import Target
 
+Outcome = tuple[Binary, bytes] | str
 
-def _compile(job: Job, cache_folder: Path | None) -> tuple[Binary, bytes]:
+
+def _compile(job: Job, cache_folder: Path | None) -> Outcome:
+    """The binary, or why an optional one is left out."""
     cache = Cache(cache_folder, "SCAN_REGISTRY_BUILD_CACHE") if cache_folder else None
-    binary, content = compile_variant(job.variant, job.arch, cache)
-    refuse_spill(binary)
+    try:
+        binary, content = compile_variant(job.variant, job.arch, cache)
+        refuse_spill(binary)
+    except MissingCompilerError:
+        raise
+    except CompileError as error:
+        if job.optional:
+            return str(error)
+        raise
     return binary, content
 
 
@@ -42,7 +53,7 @@ def build_archives(
     everything = [job for per_arch in jobs.values() for job in per_arch]
     results = dict(zip(everything, compile_all(everything, cache_folder), strict=True))
     paths = [
-        pack(folder, arch, (results[job] for job in per_arch), origin)
+        pack(folder, arch, _held(results[job] for job in per_arch), origin)
         for arch, per_arch in jobs.items()
     ]
     for stale in set(folder.glob(f"*{archive.SUFFIX}")) - set(paths):
@@ -50,10 +61,15 @@ def build_archives(
     return paths
 
 
-def compile_all(jobs: Sequence[Job], cache_folder: Path | None) -> Sequence[tuple[Binary, bytes]]:
+def _held(outcomes: Iterable[Outcome]) -> list[tuple[Binary, bytes]]:
+    return [outcome for outcome in outcomes if not isinstance(outcome, str)]
+
+
+def compile_all(jobs: Sequence[Job], cache_folder: Path | None) -> Sequence[Outcome]:
     """Compile with one process per core; report on stderr. Without a folder, compile everything."""
     workers = int(os.environ.get("SCAN_REGISTRY_JOBS") or len(os.sched_getaffinity(0)))
-    started, results = time.monotonic(), []
+    started = time.monotonic()
+    results: list[Outcome] = []
     console = Console(stderr=True)
     progress = Progress(
         TextColumn("compiling"),
@@ -81,10 +97,11 @@ def compile_all(jobs: Sequence[Job], cache_folder: Path | None) -> Sequence[tupl
     return results
 
 
-def _report(
-    arch: Target, results: Sequence[tuple[Binary, bytes]], jobs: Sequence[Job], started: float
-) -> None:
-    made = [binary for (binary, _), job in zip(results, jobs, strict=False) if job.arch == arch]
+def _report(arch: Target, results: Sequence[Outcome], jobs: Sequence[Job], started: float) -> None:
+    outcomes = [each for each, job in zip(results, jobs, strict=False) if job.arch == arch]
+    made = [binary for binary, _ in _held(outcomes)]
+    for reason in (each for each in outcomes if isinstance(each, str)):
+        print(f"scan-registry: {arch.label}: left out: {reason}", file=sys.stderr)
     size = sum(binary.size for binary in made)
     print(
         f"scan-registry: {arch.label}: {len(made)} binaries, {size / 1e6:.2f} MB, "

@@ -23,7 +23,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from scan_registry import archive
-from scan_registry.aot.pack import tunings_for
+from scan_registry.aot.pack import tunings
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.cache import Cache
 from scan_registry.kernels import families
@@ -207,7 +207,7 @@ class Package:
         for target, rows in self.held.items():
             path = folder / self.module / "archives" / f"{target.label}{archive.SUFFIX}"
             binaries = [(binary, held.read(binary)) for held, binary in rows]
-            archive.write(path, target, binaries, provenance, tunings_for(target))
+            archive.write(path, target, binaries, provenance, tunings(target))
             paths.append(path)
         return paths
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scan_registry.aot import pack as packing
-from scan_registry.aot.pack import pack, provenance, tunings_for
+from scan_registry.aot.pack import pack, provenance, tunings
 from scan_registry.archive import Archive, Binary
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.tuning import Tuning
@@ -104,8 +104,8 @@ def test_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_machine_code_gets_the_nearest_tuning_and_ptx_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    tunings = tuple(Tuning.of(arch, "x", "d", {}) for arch in ("sm_80", "sm_90"))
-    kernel = replace(FAMILY.kernels[0], tunings=lambda: tunings)
+    every = tuple(Tuning.of(arch, "x", "d", {}) for arch in ("sm_80", "sm_90"))
+    kernel = replace(FAMILY.kernels[0], tunings=lambda: every)
     family = replace(FAMILY, kernels=(kernel, replace(FAMILY.kernels[1], tunings=tuple)))
     monkeypatch.setattr(packing, "families", lambda: {family.name: family})
     for arch, expected in (
@@ -114,6 +114,6 @@ def test_machine_code_gets_the_nearest_tuning_and_ptx_all(monkeypatch: pytest.Mo
         ("sm120", ["sm_90"]),
         ("ptx80", ["sm_80", "sm_90"]),
     ):
-        found = tunings_for(Target.parse(arch))
+        found = tunings(Target.parse(arch))
         assert [*found] == [kernel.head]
         assert [tuning.arch for tuning in found[kernel.head]] == expected

@@ -13,6 +13,7 @@ from scan_registry.archive import Archive, Binary
 from scan_registry.device import Device
 from scan_registry.jit import CompileError
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import Variant
 from scan_registry.tuner.binaries import obtain, obtain_all
 
 Factory = Callable[..., Archive]
@@ -103,12 +104,11 @@ def test_without_a_compiler(a_device: Describe, monkeypatch: pytest.MonkeyPatch)
 @needs_nvrtc
 def test_many_are_compiled_side_by_side(a_device: Describe) -> None:
     """With the real compiler: the bytes are those of the JIT's cache."""
-    kernel = next(iter(FAMILY.kernels))
-    wanted = [v for v in kernel.every if v.text("dtype") == "float32"][:4]
-    done: list[int] = []
-    found = obtain_all(a_device(), [], [*wanted, *wanted], lambda: done.append(1))
+    wanted = [v for v in KERNEL.every if v.text("dtype") == "float32"][:4]
+    broken = Variant.parse(str(wanted[0]).replace("warps=1", "warps=3"))
+    assert "did not compile" in str(obtain_all(a_device(), [], [broken])[broken])
+    found = obtain_all(a_device(), [], [*wanted, *wanted])
     assert [*found] == wanted
-    assert len(done) == 4
     for variant, held in found.items():
         assert not isinstance(held, str), held
         assert held[0].variant == variant
