@@ -244,10 +244,7 @@ def _tuning_record(decision: Decision) -> dict[str, Any] | None:
         return None
     found = winner.tuned
     return {
-        "arch": found.tuning.arch,
-        "gpu": found.tuning.gpu,
-        "date": found.tuning.date,
-        "source": "local" if found.local else "shipped",
+        **asdict(found.origin),
         "own_arch": found.tuning.arch == device.arch,
         "sizes": dict(found.row.sizes),
         "distance": found.distance,
@@ -327,8 +324,7 @@ def _tuning(decision: Decision, winner: Candidate) -> str:
     if found is None or device is None:
         return f"no row for problems of this kind; {estimate}"
     sizes = ", ".join(f"{name} {size:g}" for name, size in found.row.sizes.items() if size != 1)
-    source = "tuned here" if found.local else "the shipped table"
-    origin = f"{source}, {found.tuning.arch}, {found.tuning.gpu}, {found.tuning.date}"
+    origin = str(found.origin)
     if found.tuning.arch != device.arch:
         origin += f"; another architecture's, as there is none for {device.arch}"
     named = f"{winner.ms:g} ms there" if winner.ms is not None else None

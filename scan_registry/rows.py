@@ -13,6 +13,21 @@ from scan_registry.kernels.tuning import Row, Tuning, strangeness
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where rows come from: the GPU that they were measured on, and when; ``source`` is "local" for
+    what was tuned on this machine, else "shipped"."""
+
+    arch: str
+    gpu: str
+    date: str
+    source: str
+
+    def __str__(self) -> str:
+        source = "tuned here" if self.source == "local" else "the shipped table"
+        return f"{source}, {self.arch}, {self.gpu}, {self.date}"
+
+
+@dataclass(frozen=True)
 class Tuned:
     """What tuning knows of a problem: the row of the nearest one, in which a variant need not be.
 
@@ -24,6 +39,12 @@ class Tuned:
     row: Row
     distance: float
     local: bool
+
+    @property
+    def origin(self) -> Origin:
+        tuning = self.tuning
+        source = "local" if self.local else "shipped"
+        return Origin(tuning.arch, tuning.gpu, tuning.date, source)
 
 
 def nearest_row(

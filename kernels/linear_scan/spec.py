@@ -433,3 +433,6 @@ FAMILY = Family(
     kernels=(*_kernels("cuda"), *_kernels("triton")),
     samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
 )
+
+for _kernel in FAMILY.kernels:
+    _ = _kernel.by_text  # while importing: a first call has no time to print variants

@@ -297,6 +297,7 @@ def document(report: Report) -> dict[str, Any]:
                 "ordinal": gpu.ordinal,
                 "device": device_record(gpu.device),
                 "answers": [_answer_record(answer) for answer in gpu.answers],
+                "tuned": [asdict(each) for each in gpu.tuned],
             }
             for gpu in report.gpus
         ],
@@ -399,6 +400,8 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
         f"[bold]{escape(gpu.name)}[/], {device.multiprocessors} multiprocessors, {shared}, driver "
         f"for CUDA {dotted(device.driver)}",
     )
+    tuned = "; ".join(map(str, gpu.tuned)) or "no table for it; the specs' estimates decide"
+    console.print(f"\ntuning: {tuned}", markup=False, soft_wrap=True)
 
 
 def _cell(answers: Iterable[Answer], backend: Backend) -> str:
