@@ -6,11 +6,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scan_registry.bench.measure import Timing
 
 FORMATS = ("pdf", "png", "svg")
+_LEGEND_INCHES = 5.0  # beside the panels, where many kinds have to be told apart
+_STYLES = {
+    "float32": "-",
+    "bfloat16": "--",
+    "float16": ":",
+    "float64": "-.",
+    "complex64": (0, (5, 1, 1, 1, 1, 1)),
+}
 
 
 class PlotError(RuntimeError):
@@ -32,13 +40,15 @@ def draw(timings: Sequence[Timing], title: str, path: Path) -> None:
     """Write the picture to ``path``, in the format that its suffix names.
 
     One line for everyone who was timed on each kind of case, cases that differ in time alone; where
-    there is one kind, a dashed one for the floor, at which the bytes stream.
+    there is one kind, a dashed one for the floor, at which the bytes stream. Of several kinds, those that
+    differ in the dtype have one colour.
     """
     figures = load()
     passes = list(dict.fromkeys(timing.direction for timing in timings))
-    figure = figures.Figure(figsize=(6.4 * len(passes), 9.6), layout="constrained")
-    above, below = figure.subplots(2, len(passes), squeeze=False)
     kinds = list(dict.fromkeys(map(_kind, timings)))
+    beside = _LEGEND_INCHES if len(kinds) > 1 else 0.0
+    figure = figures.Figure(figsize=(6.4 * len(passes) + beside, 9.6), layout="constrained")
+    above, below = figure.subplots(2, len(passes), squeeze=False)
     for column, direction in enumerate(passes):
         here = [timing for timing in timings if timing.direction == direction]
         _panel(above[column], here, kinds, direction)
@@ -46,25 +56,32 @@ def draw(timings: Sequence[Timing], title: str, path: Path) -> None:
         if len(kinds) == 1:
             floor = {timing.case.time: timing.floor_ms for timing in here}
             above[column].plot(*_points(floor), linestyle="--", color="gray", label="streaming")
-        for axes in (above[column], below[column]):
-            axes.legend(fontsize="small" if len(kinds) == 1 else "xx-small")
+            above[column].legend()
+            below[column].legend()
+    if len(kinds) > 1:
+        handles, labels = above[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", fontsize="x-small")
     figure.suptitle(title)
     figure.savefig(path)
 
 
 def _panel(
-    axes: Any, here: Sequence[Timing], kinds: Sequence[str], title: str, *, fraction: bool = False
+    axes: Any, here: Sequence[Timing], kinds: Sequence[_Kind], title: str, *, fraction: bool = False
 ) -> None:
+    groups = list(dict.fromkeys(kind.group for kind in kinds))
     for kind in kinds:
         of_kind = [timing for timing in here if _kind(timing) == kind]
+        look = {"color": f"C{groups.index(kind.group)}", "linestyle": _STYLES[kind.dtype]}
         for who in dict.fromkeys(timing.who for timing in of_kind):
             line = {
                 timing.case.time: timing.floor_ms / timing.ms if fraction else timing.ms
                 for timing in of_kind
                 if timing.who == who
             }
-            label = who if len(kinds) == 1 else f"{kind}, {who}"
-            axes.plot(*_points(line), marker="o", label=label)
+            if len(kinds) == 1:
+                axes.plot(*_points(line), marker="o", label=who)
+            else:
+                axes.plot(*_points(line), marker=".", label=f"{kind}, {who}", **look)
     axes.set(title=title, xlabel="sequence length", ylabel="floor / time" if fraction else "ms")
     axes.set_xscale("log", base=2)
     if fraction:
@@ -74,11 +91,20 @@ def _panel(
     axes.grid(visible=True, alpha=0.3)
 
 
-def _kind(timing: Timing) -> str:
-    """What cases of one line have in common."""
+class _Kind(NamedTuple):
+    """What cases of one line have in common; ``group`` is that without the dtype."""
+
+    group: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.group}, {self.dtype}"
+
+
+def _kind(timing: Timing) -> _Kind:
     case = timing.case
-    words = [case.layout, f"{case.batch} × {case.channels}", case.dtype, case.options]
-    return ", ".join(word for word in words if word)
+    words = [case.layout, f"{case.batch} × {case.channels}", case.options]
+    return _Kind(", ".join(word for word in words if word), case.dtype)
 
 
 def _points(line: dict[int, float]) -> tuple[list[int], list[float]]:

@@ -244,10 +244,14 @@ class Figure:
                 {label: [x, y]}
             )
             panel.set = lambda panel=panel, title=None, **_: setattr(panel, "title", title)
+            panel.get_legend_handles_labels = lambda panel=panel: ([], [*panel.lines])
             for name in ("set_xscale", "set_yscale", "set_ylim", "grid", "legend"):
                 setattr(panel, name, lambda *_, **__: None)
             self.panels.append(panel)
         return [self.panels[:columns], self.panels[columns:]]
+
+    def legend(self, handles: Any, labels: list[str], **_: Any) -> None:
+        assert labels == [*self.panels[0].lines]
 
     def suptitle(self, text: str) -> None:
         self.title = text
@@ -295,7 +299,7 @@ def test_cases_of_several_kinds_have_lines_of_their_own(
     drawn = json.loads((tmp_path / "out.png").read_text())
     assert drawn["panels"]["forward, of the floor"] == {
         "channel_last, 2 × 8, float32, us": [[16, 32], [0.5, 0.5]],
-        "channel_last, 2 × 8, float32, a gate per channel, us": [[16], [0.5]],
+        "channel_last, 2 × 8, a gate per channel, float32, us": [[16], [0.5]],
     }
 
 
