@@ -67,8 +67,8 @@ def _target(device: Device, variant: Variant) -> Target:
     return target
 
 
-def _compiled(variant: Variant, target: Target) -> Obtained:
-    compiled = jit.compile(variant, target)
+def _compiled(variant: Variant, target: Target, *, alone: bool = False) -> Obtained:
+    compiled = jit.compile(variant, target, alone=alone)
     return compiled.binary, compiled.content
 
 
@@ -104,7 +104,7 @@ def obtain_all(
 def _compiled_or_reason(variant: Variant, target: Target) -> Obtained | str:
     """In a process of its own."""
     try:
-        return _compiled(variant, target)
+        return _compiled(variant, target, alone=True)
     except CompileError as error:
         return str(error)
 
