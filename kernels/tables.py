@@ -101,7 +101,7 @@ class Table:
                     "sizes": dict(each.shape.sizes),
                     "run": runs.index(json.dumps(asdict(each.run))),
                     "ms_spread_rounds": {
-                        label: [timing.ms, timing.spread, timing.rounds]
+                        _short(label, each.shape.kind): [timing.ms, timing.spread, timing.rounds]
                         for label, timing in each.timings.items()
                     },
                 }
@@ -150,7 +150,7 @@ class Table:
 def _measured(record: Mapping[str, Any], runs: Sequence[Run]) -> Measured:
     sizes = {str(name): positive(size) for name, size in record["sizes"].items()}
     timings = {
-        str(label): Timing(positive(ms), spread, rounds)
+        _long(str(label), record["kind"]): Timing(positive(ms), spread, rounds)
         for label, (ms, spread, rounds) in record["ms_spread_rounds"].items()
     }
     if not timings:
@@ -158,6 +158,16 @@ def _measured(record: Mapping[str, Any], runs: Sequence[Run]) -> Measured:
     return Measured(
         record["kernel"], record["problem"], Shape(record["kind"], sizes), timings, runs[record["run"]]
     )  # fmt: skip
+
+
+def _short(label: str, kind: str) -> str:
+    """The label without the kind, which most of them begin with: what is left begins with a comma."""
+    rest = label.removeprefix(kind)
+    return rest if rest.startswith(",") else label
+
+
+def _long(short: str, kind: str) -> str:
+    return f"{kind}{short}" if short.startswith(",") else short
 
 
 def _reduced(arch: str, measured: Sequence[Measured]) -> Tuning:

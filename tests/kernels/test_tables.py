@@ -57,6 +57,15 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
     assert tables(tmp_path / "b_family") == ()
 
 
+def test_what_labels_have_in_common_with_the_kind_is_written_once(tmp_path: Path) -> None:
+    timings = {"kind,warps=4": Timing(1.0, 0.1, 11), "kinder,warps=4": Timing(2.0, 0.1, 3)}
+    table = a_table(replace(measured(8, a=1.0), timings=timings))
+    path = written(tmp_path, table)
+    (record,) = json.loads(path.read_text())["measured"]
+    assert [*record["ms_spread_rounds"]] == [",warps=4", "kinder,warps=4"]
+    assert Table.read(path) == table
+
+
 def test_newer_measurements_replace_older_ones() -> None:
     table = a_table(measured(8, a=1.0), measured(16, a=1.0))
     other = measured(8, kernel="a_family.a_kernel:triton", a=7.0)
