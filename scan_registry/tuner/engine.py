@@ -109,8 +109,8 @@ class Tuner:
 
     def tune(self, problems: Iterable[Posed]) -> None:
         """Measure all problems, one kind of one kernel after the other, in the order of their first
-        problems. An interruption (Ctrl-C) ends it as the end of the budget does: what has been measured
-        stays."""
+        problems. An interruption (Ctrl-C), or a GPU that fails, ends it as the end of the budget does: what
+        has been measured stays."""
         groups: dict[tuple[str, str], list[Posed]] = {}
         for each in problems:
             groups.setdefault(each.place, []).append(each)
@@ -130,6 +130,9 @@ class Tuner:
                 self.keep()
         except KeyboardInterrupt:
             self.tell("interrupted; what was measured is kept")
+        except RuntimeError as error:  # after an illegal access, say, nothing runs in this process
+            reason = str(error).splitlines()[0]
+            self.tell(f"{waiting[0]}: the GPU failed; what was measured is kept: {reason}")
         self.left_out += waiting
 
     def binaries(self, labels: Mapping[str, Iterable[str]]) -> list[Obtained]:

@@ -414,6 +414,18 @@ def test_a_graph_records_a_dozen_launches_at_least(
     assert stream.now - before == launches
 
 
+@pytest.mark.parametrize(("sets", "launches"), [(1, 3), (2, 4), (5, 5)])
+def test_a_graph_records_as_many_launches_as_are_asked_for(
+    sets: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(monkeypatch)
+    recording = timing.record([stream.call] * sets, torch.device("cuda:0"), launches=3)
+    assert isinstance(recording, timing.Graph)
+    assert stream.captured == recording.launches == launches
+    (found,) = timing.compete([recording], warm_up=1, rounds=2)
+    assert found == (1.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("sets", "enough", "turns"), [(1, 5.0, 5), (1, 50.0, 12), (3, 50.0, 4), (3, 0, 1)]
 )
@@ -900,3 +912,6 @@ def test_on_a_gpu(capsys: Capture) -> None:
         for direction in PASSES
         for language in ("cuda", "triton")
     ]
+    for entry in found["timings"]:
+        assert entry["floor"].startswith("stream.stream:cuda:")
+        assert entry["floor_ms"] < 10 * entry["ms"]

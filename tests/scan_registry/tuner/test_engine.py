@@ -160,6 +160,20 @@ def test_an_interruption_keeps_what_was_measured(workshop: Any) -> None:
     assert "interrupted" in workshop.told[-1]
 
 
+def test_a_gpu_that_fails_ends_it(workshop: Any) -> None:
+    asked = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32")
+    tuner = workshop.tuner()
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nand more")
+
+    tuner.done = lambda: setattr(engine.check, "start", failing)  # the fixture restores it
+    tuner.tune(asked)
+    assert [each.posed for each in tuner.tuned] == asked[:1]
+    assert tuner.left_out == asked[1:]
+    assert "the GPU failed; what was measured is kept: CUDA error: an illegal" in workshop.told[-1]
+
+
 def test_a_problem_too_large_for_the_memory_is_left_out(
     workshop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
