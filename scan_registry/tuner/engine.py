@@ -204,7 +204,7 @@ class Tuner:
                 if expected is None:
                     expected = results
                 elif reason := _difference(results, expected, posed.case.dtype):
-                    self.refused[variant] = f"{posed}: {reason}"
+                    self._distrust(variant, posed, reason)
                     continue
                 label = posed.kernel.label(variant)
                 recordings[label] = record(calls, device, launches=launches)
@@ -212,6 +212,20 @@ class Tuner:
                 self.refused[variant] = f"{posed}: {str(error).splitlines()[0]}"
         shipped = None if chosen is None else posed.kernel.label(chosen)
         return _race(recordings, shipped)
+
+    def _distrust(self, variant: Variant, posed: Posed, reason: str) -> None:
+        """A variant that is wrong once is not to be taken anywhere, however right it was before."""
+        self.refused[variant] = f"{posed}: {reason}"
+        del self._binaries[variant]
+        label = posed.kernel.label(variant)
+        kept = []
+        for each in self.tuned:
+            timings = dict(each.measured.timings)
+            if each.posed.kernel is posed.kernel:
+                timings.pop(label, None)
+            if timings:
+                kept.append(replace(each, measured=replace(each.measured, timings=timings)))
+        self.tuned[:] = kept
 
     def _calls(
         self, posed: Posed, variant: Variant, sets: Sequence[Mapping[str, Tensor | None]]

@@ -89,6 +89,21 @@ def test_what_gives_other_results_is_refused(workshop: Any) -> None:
     assert problem.kernel.label(wrong) not in tuner.tuned[0].measured.timings
 
 
+def test_what_is_wrong_once_is_taken_nowhere(workshop: Any) -> None:
+    asked = problems("time_last:2,8,512:float32", "time_last:2,8,1024:float32")
+    chosen = {engine.untuned(0, each) for each in asked}
+    turning = next(v for v in asked[0].variants() if v not in chosen)
+    workshop.ms = lambda variant: 0.1 if variant == turning else 1.0
+    tuner = workshop.tuner()
+    tuner.done = lambda: workshop.wrong.add(turning)
+    tuner.tune(asked)
+    assert turning in tuner.refused
+    for each in tuner.tuned:
+        assert asked[0].kernel.label(turning) not in each.measured.timings
+        assert each.best_ms == 1.0
+    assert len(tuner.tuned) == 2
+
+
 def test_what_writes_nothing_is_refused(workshop: Any) -> None:
     (problem,) = problems()
     chosen = engine.untuned(0, problem)
