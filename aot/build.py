@@ -18,22 +18,33 @@ from scan_registry import archive
 from scan_registry.aot.compile import compile_variant, refuse_spill
 from scan_registry.aot.pack import pack
 from scan_registry.aot.plan import Job, plan
-from scan_registry.aot.toolchain import Shared
+from scan_registry.aot.toolchain import CompileError, MissingCompilerError, Shared
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.cache import Cache
 from scan_registry.kernels.model import Variant
 from scan_registry.target import Target
 
 Made = tuple[Binary, bytes]
+#: A binary, or why an optional one is left out.
+Outcome = Made | str
 
 
-def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Made]:
+def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Outcome]:
     """One variant for all of its architectures, which have part of the work in common."""
     cache = Cache(cache_folder, "SCAN_REGISTRY_BUILD_CACHE") if cache_folder else None
-    made, shared = {}, Shared()
+    made, shared = dict[Job, Outcome](), Shared()
     for job in sorted(jobs, key=lambda job: job.arch.is_ptx):
-        made[job] = compile_variant(job.variant, job.arch, cache, shared)
-        refuse_spill(made[job][0])
+        try:
+            binary, content = compile_variant(job.variant, job.arch, cache, shared)
+            refuse_spill(binary)
+        except MissingCompilerError:
+            raise
+        except CompileError as error:
+            if not job.optional:
+                raise
+            made[job] = str(error)
+        else:
+            made[job] = binary, content
     return made
 
 
@@ -48,7 +59,7 @@ def build_archives(
     jobs = plan(archs)
     made = compile_all([job for per_arch in jobs.values() for job in per_arch], cache_folder)
     paths = [
-        pack(folder, arch, (made[job] for job in per_arch), origin)
+        pack(folder, arch, _held(made[job] for job in per_arch), origin)
         for arch, per_arch in jobs.items()
     ]
     for stale in set(folder.glob(f"*{archive.SUFFIX}")) - set(paths):
@@ -56,30 +67,39 @@ def build_archives(
     return paths
 
 
-def compile_all(jobs: Iterable[Job], cache_folder: Path | None) -> Mapping[Job, Made]:
+def _held(outcomes: Iterable[Outcome]) -> list[Made]:
+    return [outcome for outcome in outcomes if not isinstance(outcome, str)]
+
+
+def compile_all(jobs: Iterable[Job], cache_folder: Path | None) -> Mapping[Job, Outcome]:
     """Compile with one process per core; report on stderr. Without a folder, compile everything."""
     by_variant: dict[Variant, list[Job]] = {}
     for job in jobs:
         by_variant.setdefault(job.variant, []).append(job)
     workers = int(os.environ.get("SCAN_REGISTRY_JOBS") or len(os.sched_getaffinity(0)))
-    made: dict[Job, Made] = {}
+    made: dict[Job, Outcome] = {}
     # Forked workers inherit how this process finds the packages, whatever that is.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(max(1, workers), mp_context=context)
     try:
-        outcomes = pool.map(_compile, by_variant.values(), [cache_folder] * len(by_variant))
-        for outcome in _reported(outcomes, len(by_variant)):
+        finished = pool.map(_compile, by_variant.values(), [cache_folder] * len(by_variant))
+        for outcome in _reported(finished, len(by_variant)):
             made |= outcome
     finally:
         pool.shutdown(cancel_futures=True)
     for arch in dict.fromkeys(job.arch for job in made):
-        size = sum(binary.size for job, (binary, _) in made.items() if job.arch == arch)
-        count = sum(job.arch == arch for job in made)
-        _say(f"{arch.label}: {count} binaries, {size / 1e6:.2f} MB")
+        outcomes = [outcome for job, outcome in made.items() if job.arch == arch]
+        for reason in (outcome for outcome in outcomes if isinstance(outcome, str)):
+            _say(f"{arch.label}: left out: {reason}")
+        held = _held(outcomes)
+        size = sum(binary.size for binary, _ in held)
+        _say(f"{arch.label}: {len(held)} binaries, {size / 1e6:.2f} MB")
     return made
 
 
-def _reported(outcomes: Iterable[dict[Job, Made]], variants: int) -> Iterator[dict[Job, Made]]:
+def _reported(
+    outcomes: Iterable[dict[Job, Outcome]], variants: int
+) -> Iterator[dict[Job, Outcome]]:
     """The outcomes, with a bar on terminals and four lines elsewhere."""
     started = time.monotonic()
     console = Console(stderr=True)

@@ -17,6 +17,7 @@ from scan_registry.device import Device, cuda_of_driver
 from scan_registry.explanation import called, grouped
 from scan_registry.fit import OLDEST, Rung, Toolchain, dotted
 from scan_registry.kernels.model import Family, Language, Sample, Variant
+from scan_registry.rows import Origin
 from scan_registry.select import Backend, Decision, Rejected, System, select
 from scan_registry.target import FIRST_CUDA, RELEASED, CudaVersion, Target
 
@@ -65,11 +66,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Coverage:
-    """One GPU, by its ordinal if it is here, and what every sample of every family gets on it."""
+    """One GPU, by its ordinal if it is here, and what every sample of every family gets on it.
+
+    tuned  where the rows come from that samples go by; empty where the specs' estimates decide
+    """
 
     device: Device
     ordinal: int | None
     answers: tuple[Answer, ...]
+    tuned: tuple[Origin, ...] = ()
 
     @property
     def name(self) -> str:
@@ -183,14 +188,19 @@ def coverage(
     """What every sample gets on the system's GPU, with no language asked for and with each."""
     assert there.device is not None
     answers = []
+    tuned: dict[Origin, None] = {}
     for family, sample in _samples(families):
-        rungs = {
-            backend: _rung(select(there, family, sample.problem, backend, lowest))
+        decisions = {
+            backend: select(there, family, sample.problem, backend, lowest)
             for backend in _backends(family, sample)
         }
+        rungs = {backend: _rung(decision) for backend, decision in decisions.items()}
+        winner = decisions["auto"].winner
+        if winner and winner.tuned and winner.ms is not None:
+            tuned[winner.tuned.origin] = None
         kernel = sample.problem.kernel
         answers.append(Answer(family.name, kernel, sample.dtype, sample.access, rungs))
-    return Coverage(there.device, ordinal, tuple(answers))
+    return Coverage(there.device, ordinal, tuple(answers), tuple(tuned))
 
 
 def lacks(found: Coverage, there: System, families: Families, lowest: Rung) -> Iterator[Finding]:

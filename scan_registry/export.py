@@ -12,6 +12,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from scan_registry import archive
+from scan_registry.aot.pack import tunings
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.cache import Cache
 from scan_registry.kernels import families
@@ -100,7 +101,8 @@ def choose(entries: Iterable[Cached], denied: Mapping[str, str]) -> Choice:
                     reason = f"{first.compiler} has made it, too"
         if reason is not None:
             left_out.append((entry, reason))
-    variants = [str(v) for family in families().values() for v in family.variants()]
+    kernels = [kernel for family in families().values() for kernel in family.kernels]
+    variants = [str(variant) for kernel in kernels for variant in kernel.every]
     taken = {
         target: tuple(best[target, v] for v in variants if (target, v) in best)
         for target in sorted({target for target, _ in best})
@@ -129,7 +131,7 @@ def exported(label: str, made_with: str, held: Mapping[Target, tuple[Row, ...]])
         for target, rows in held.items():
             path = Path(folder, f"{target.label}{archive.SUFFIX}")
             binaries = [(binary, source.read(binary)) for source, binary in rows]
-            archive.write(path, target, binaries, provenance)
+            archive.write(path, target, binaries, provenance, tunings(target))
             archives[target] = path.read_bytes()
     return Package(label, _version(made_with, held), made_with, archives)
 

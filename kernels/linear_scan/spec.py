@@ -8,12 +8,12 @@ Access ``aligned`` moves 16 bytes at a time, and takes scans without options; ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
+from scan_registry.kernels.linear_scan import space
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
     REDUCTION_TILE,
@@ -23,6 +23,15 @@ from scan_registry.kernels.linear_scan.problem import (
     LinearScanProblem,
     Strides,
     ceil_div,
+)
+from scan_registry.kernels.linear_scan.space import (
+    ACCESSES,
+    DTYPES,
+    FAMILY_NAME,
+    FOLDER,
+    Tile,
+    reductions,
+    scans,
 )
 from scan_registry.kernels.model import (
     ITEM_SIZE,
@@ -36,16 +45,8 @@ from scan_registry.kernels.model import (
     Variant,
 )
 
-FAMILY_NAME = "linear_scan"
-DTYPES = tuple(ITEM_SIZE)
-#: Of tokens and gates, where they differ: narrow tokens under float32 gates.
-MIXED = (("bfloat16", "float32"), ("float16", "float32"))
-ACCESSES = ("aligned", "generic")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "reduction")
 LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
-
-#: Static parameters beside dtypes and access.
-Tile: TypeAlias = Mapping[str, Static]
 
 _POINTERS: dict[Direction, tuple[str, ...]] = {
     "forward": (
@@ -86,34 +87,6 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
 def _state(dtype: str) -> str:
     """The dtype that the recurrence is computed in."""
     return dtype if ITEM_SIZE[dtype] == 8 else "float32"
-
-
-def _variants(
-    kernel: str, language: Language, tiles: Callable[[str, str], tuple[Tile, ...]]
-) -> tuple[Variant, ...]:
-    """One for each tile that ``tiles`` gives a dtype and an access; mixed dtypes are generic."""
-    kinds = [
-        *((dtype, dtype, access) for dtype, access in product(DTYPES, ACCESSES)),
-        *((dtype, gates, "generic") for dtype, gates in MIXED),
-    ]
-    return tuple(
-        Variant(
-            FAMILY_NAME,
-            kernel,
-            language,
-            (("dtype", dtype), ("gates", gates), ("access", access), *tile.items()),
-        )
-        for dtype, gates, access in kinds
-        for tile in tiles(dtype, access)
-    )
-
-
-def _reductions(kernel: str, language: Language, tile: Tile) -> tuple[Variant, ...]:
-    """A reduction writes partial sums in the dtype of the state, whatever the gates' is."""
-    return tuple(
-        Variant(FAMILY_NAME, kernel, language, (("dtype", dtype), *tile.items()))
-        for dtype in DTYPES
-    )
 
 
 def _rejects_dtype(variant: Variant, problem: LinearScanProblem) -> str | None:
@@ -226,6 +199,7 @@ def _channel_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch
 def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
+    defaults = scans(_time_last_tiles if time_last else _channel_last_tiles)
     return Kernel(
         family=FAMILY_NAME,
         name=name,
@@ -233,7 +207,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         source=f"{name}.cu",
         entry=f"{FAMILY_NAME}_{name}",
         parameters=parameters(direction),
-        variants=_variants(name, "cuda", _time_last_tiles if time_last else _channel_last_tiles),
+        defaults=defaults,
         constants=_cuda_constants,
         warps=lambda variant: (
             variant.number("warps") * (variant.number("rows") if time_last else 1)
@@ -241,6 +215,14 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         accepts=_cuda_accepts,
         cost=_time_last_cost if time_last else _channel_last_cost,
         launch=_time_last_launch if time_last else _channel_last_launch,
+        space=scans(space.cuda_time_last if time_last else space.cuda_channel_last),
+        **space.tuned(
+            name,
+            "cuda",
+            defaults,
+            _cuda_accepts,
+            _time_last_tile if time_last else lambda variant: _channel_last_tile(variant)[1],
+        ),
     )
 
 
@@ -253,7 +235,7 @@ def _cuda_reduction(layout: Layout) -> Kernel:
         source="reduction.cu",
         entry=f"{FAMILY_NAME}_reduction",
         parameters=parameters("reduction"),
-        variants=_reductions(name, "cuda", {"warps": 8}),
+        defaults=reductions({"warps": 8}),
         constants=lambda variant: {
             **_cuda_constants(variant),
             "TIME_LAST": int(layout == "time_last"),
@@ -356,28 +338,50 @@ def _triton_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
 
 def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
-    reduction = direction == "reduction"
+    defaults = scans(partial(_triton_tiles, layout))
+    tiles = space.triton_time_last if layout == "time_last" else space.triton_channel_last
+    return Kernel(
+        **_triton_source(layout, direction),
+        defaults=defaults,
+        accepts=_triton_accepts,
+        cost=_triton_cost,
+        launch=_triton_launch,
+        space=scans(tiles),
+        given=frozenset({"reverse"}),
+        **space.tuned(
+            name, "triton", defaults, _triton_accepts, lambda variant: variant.number("times")
+        ),
+    )
+
+
+def _triton_reduction(layout: Layout) -> Kernel:
     unit, other = REDUCTION_TILE
     return Kernel(
-        family=FAMILY_NAME,
-        name=name,
-        language="triton",
-        source="triton_kernels.py",
-        entry=name,
-        parameters=parameters(direction),
-        variants=_reductions(name, "triton", {"unit": unit, "other": other, "warps": 4})
-        if reduction
-        else _variants(name, "triton", partial(_triton_tiles, layout)),
-        constants=_triton_constants,
-        warps=lambda variant: variant.number("warps"),
-        accepts=_rejects_dtype if reduction else _triton_accepts,
-        cost=(lambda variant, problem: 0.0) if reduction else _triton_cost,
-        launch=_reduction_launch if reduction else _triton_launch,
-        divisible=lambda variant: _triton_divisible(variant, layout, direction),
-        elements=lambda variant: _triton_elements(variant, direction),
-        # Where rests are kept: a sum's rounding error can be had only if its terms are rounded first.
-        fuses=lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
+        **_triton_source(layout, "reduction"),
+        defaults=reductions({"unit": unit, "other": other, "warps": 4}),
+        accepts=_rejects_dtype,
+        cost=lambda variant, problem: 0.0,
+        launch=_reduction_launch,
     )
+
+
+def _triton_source(layout: Layout, direction: Direction) -> dict[str, Any]:
+    """What all Triton kernels say alike."""
+    name = f"{layout}_{direction}"
+    return {
+        "family": FAMILY_NAME,
+        "name": name,
+        "language": "triton",
+        "source": "triton_kernels.py",
+        "entry": name,
+        "parameters": parameters(direction),
+        "constants": _triton_constants,
+        "warps": lambda variant: variant.number("warps"),
+        "divisible": lambda variant: _triton_divisible(variant, layout, direction),
+        "elements": lambda variant: _triton_elements(variant, direction),
+        # Where rests are kept: a sum's rounding error can be had only if its terms are rounded first.
+        "fuses": lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
+    }
 
 
 # --- The family -------------------------------------------------------------------------------
@@ -407,10 +411,17 @@ def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> Sa
 
 def _kernels(language: Language) -> tuple[Kernel, ...]:
     if language == "triton":
-        return tuple(_triton_kernel(*each) for each in product(LAYOUTS, DIRECTIONS))
-    scans = product(LAYOUTS, DIRECTIONS[:2])
+        return tuple(
+            _triton_reduction(layout)
+            if direction == "reduction"
+            else _triton_kernel(layout, direction)
+            for layout, direction in product(LAYOUTS, DIRECTIONS)
+        )
     return (
-        *(_cuda_kernel(layout, direction) for layout, direction in scans),
+        *(
+            _cuda_kernel(layout, direction)
+            for layout, direction in product(LAYOUTS, DIRECTIONS[:2])
+        ),
         *(_cuda_reduction(layout) for layout in LAYOUTS),
     )
 
@@ -418,7 +429,10 @@ def _kernels(language: Language) -> tuple[Kernel, ...]:
 FAMILY = Family(
     name=FAMILY_NAME,
     summary="x[t] = gates[t] * x[t-1] + tokens[t]",
-    folder=Path(__file__).parent,
+    folder=FOLDER,
     kernels=(*_kernels("cuda"), *_kernels("triton")),
     samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
 )
+
+for _kernel in FAMILY.kernels:
+    _ = _kernel.by_text  # while importing: a first call has no time to print variants

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from scan_registry import archive
-from scan_registry.aot import elf, nvrtc
+from scan_registry.aot import build, elf, nvrtc
 from scan_registry.aot.compile import compile_variant, refuse_spill
+from scan_registry.aot.plan import Job
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
-from scan_registry.archive import digest
+from scan_registry.archive import Archive, digest
 from scan_registry.cache import Cache
 from scan_registry.kernels import family
-from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Variant
+from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space, Variant
 from scan_registry.target import Target
 
 # The module, which the package's attribute of this name may hide behind a function one day.
@@ -63,7 +64,7 @@ class Toy:
             source="copy.cu",
             entry="toy",
             parameters=(Parameter("x", "pointer"),),
-            variants=(self.variant,),
+            defaults=Space((self.variant.statics,), lambda kind: ((),)),
             constants=lambda variant: {"SCALE": variant.number("scale")},
             warps=lambda variant: 4,
             accepts=lambda variant, problem: None,
@@ -433,3 +434,21 @@ def test_what_does_not_determine_a_binary_is_not_in_its_key(
     toy.change(cost=lambda variant, problem: 1.0)
     assert compile_variant(toy.variant, SM90, build_cache) == first
     assert len(compiles) == 1
+
+
+def test_an_optional_variant_may_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left out, and that is said; another one that fails ends the build."""
+    bad = Variant.parse(str(CUDA).replace("warps=1", "warps=3"))
+
+    def planned(*jobs: Job) -> None:
+        monkeypatch.setattr(build, "plan", lambda archs: {SM90: jobs})
+
+    planned(Job(CUDA, SM90), Job(bad, SM90, optional=True))
+    (path,) = build.build_archives(tmp_path / "out", [SM90], tmp_path / "cache", {})
+    assert [binary.variant for binary in Archive(path).binaries] == [CUDA]
+    assert f"sm90: left out: {bad} for sm_90 did not compile" in capsys.readouterr().err
+    planned(Job(CUDA, SM90), Job(bad, SM90))
+    with pytest.raises(CompileError, match="did not compile"):
+        build.build_archives(tmp_path / "out", [SM90], tmp_path / "cache", {})

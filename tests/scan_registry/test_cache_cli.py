@@ -194,6 +194,7 @@ def test_an_empty_cache_is_listed(
         "obstacle": None,
         "bytes": 0,
         "entries": [],
+        "tuned": [],
     }
     assert run(capsys, "list") == f"folder {place}\n0 binaries, 0 B\n"
     assert not place.parent.exists()  # looking makes nothing
@@ -236,7 +237,7 @@ def test_ages(seconds: float, text: str) -> None:
 def test_clear_says_how_much_it_deleted(folder: Path, capsys: Capture) -> None:
     size = sum(path.stat().st_size for path in paths(folder))
     found = document(capsys, "clear")
-    assert found == {"folder": str(folder), "entries": 3, "bytes": size}
+    assert found == {"folder": str(folder), "entries": 3, "bytes": size, "tuned": 0}
     assert paths(folder) == []
     assert run(capsys, "clear") == f"deleted 0 binaries, 0 B, from {folder}\n"
     variant, target = wanted()
