@@ -21,7 +21,6 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-COMPILERS = ["triton==3.6.0", "nvidia-cuda-nvrtc-cu12==12.9.86"]
 
 Settings = Mapping[str, Any] | None
 
@@ -60,9 +59,10 @@ def _archives(settings: Settings) -> None:
 
 
 def _requirements(base: list[str], settings: Settings) -> list[str]:
+    from scan_registry.aot import COMPILERS
     from scan_registry.aot.plan import chosen_archs
 
-    return base + (COMPILERS if chosen_archs(settings) else [])
+    return [*base, *(COMPILERS if chosen_archs(settings) else ())]
 
 
 _mount()

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,34 @@ from scan_registry import archive
 from scan_registry.aot.compile import compile_variant, refuse_spill
 from scan_registry.aot.pack import pack
 from scan_registry.aot.plan import Job, plan
+from scan_registry.aot.toolchain import CompileError, MissingCompilerError, Shared
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.cache import Cache
+from scan_registry.kernels.model import Variant
 from scan_registry.target import Target
 
+Made = tuple[Binary, bytes]
+#: A binary, or why an optional one is left out.
+Outcome = Made | str
 
-def _compile(job: Job, cache_folder: Path | None) -> tuple[Binary, bytes]:
+
+def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Outcome]:
+    """One variant for all of its architectures, which have part of the work in common."""
     cache = Cache(cache_folder, "SCAN_REGISTRY_BUILD_CACHE") if cache_folder else None
-    binary, content = compile_variant(job.variant, job.arch, cache)
-    refuse_spill(binary)
-    return binary, content
+    made, shared = dict[Job, Outcome](), Shared()
+    for job in sorted(jobs, key=lambda job: job.arch.is_ptx):
+        try:
+            binary, content = compile_variant(job.variant, job.arch, cache, shared)
+            refuse_spill(binary)
+        except MissingCompilerError:
+            raise
+        except CompileError as error:
+            if not job.optional:
+                raise
+            made[job] = str(error)
+        else:
+            made[job] = binary, content
+    return made
 
 
 def build_archives(
@@ -39,10 +57,9 @@ def build_archives(
     before are then left as they were.
     """
     jobs = plan(archs)
-    everything = [job for per_arch in jobs.values() for job in per_arch]
-    results = dict(zip(everything, compile_all(everything, cache_folder), strict=True))
+    made = compile_all([job for per_arch in jobs.values() for job in per_arch], cache_folder)
     paths = [
-        pack(folder, arch, (results[job] for job in per_arch), origin)
+        pack(folder, arch, _held(made[job] for job in per_arch), origin)
         for arch, per_arch in jobs.items()
     ]
     for stale in set(folder.glob(f"*{archive.SUFFIX}")) - set(paths):
@@ -50,48 +67,54 @@ def build_archives(
     return paths
 
 
-def compile_all(jobs: Sequence[Job], cache_folder: Path | None) -> Sequence[tuple[Binary, bytes]]:
+def _held(outcomes: Iterable[Outcome]) -> list[Made]:
+    return [outcome for outcome in outcomes if not isinstance(outcome, str)]
+
+
+def compile_all(jobs: Iterable[Job], cache_folder: Path | None) -> Mapping[Job, Outcome]:
     """Compile with one process per core; report on stderr. Without a folder, compile everything."""
+    by_variant: dict[Variant, list[Job]] = {}
+    for job in jobs:
+        by_variant.setdefault(job.variant, []).append(job)
     workers = int(os.environ.get("SCAN_REGISTRY_JOBS") or len(os.sched_getaffinity(0)))
-    started, results = time.monotonic(), []
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("compiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[job]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+    made: dict[Job, Outcome] = {}
     # Forked workers inherit how this process finds the packages, whatever that is.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(max(1, workers), mp_context=context)
     try:
-        with progress:
-            bar = progress.add_task("compile", total=len(jobs), job="")
-            outcomes = pool.map(_compile, jobs, [cache_folder] * len(jobs))
-            for job, outcome in zip(jobs, outcomes, strict=True):
-                results.append(outcome)
-                progress.update(bar, advance=1, job=f"{job.arch}")
-                if len(results) == len(jobs) or jobs[len(results)].arch != job.arch:
-                    _report(job.arch, results, jobs, started)
+        finished = pool.map(_compile, by_variant.values(), [cache_folder] * len(by_variant))
+        for outcome in _reported(finished, len(by_variant)):
+            made |= outcome
     finally:
         pool.shutdown(cancel_futures=True)
-    return results
+    for arch in dict.fromkeys(job.arch for job in made):
+        outcomes = [outcome for job, outcome in made.items() if job.arch == arch]
+        for reason in (outcome for outcome in outcomes if isinstance(outcome, str)):
+            _say(f"{arch.label}: left out: {reason}")
+        held = _held(outcomes)
+        size = sum(binary.size for binary, _ in held)
+        _say(f"{arch.label}: {len(held)} binaries, {size / 1e6:.2f} MB")
+    return made
 
 
-def _report(
-    arch: Target, results: Sequence[tuple[Binary, bytes]], jobs: Sequence[Job], started: float
-) -> None:
-    made = [binary for (binary, _), job in zip(results, jobs, strict=False) if job.arch == arch]
-    size = sum(binary.size for binary in made)
-    print(
-        f"scan-registry: {arch.label}: {len(made)} binaries, {size / 1e6:.2f} MB, "
-        f"{time.monotonic() - started:.1f} s",
-        file=sys.stderr,
-        flush=True,
-    )
+def _reported(
+    outcomes: Iterable[dict[Job, Outcome]], variants: int
+) -> Iterator[dict[Job, Outcome]]:
+    """The outcomes, with a bar on terminals and four lines elsewhere."""
+    started = time.monotonic()
+    console = Console(stderr=True)
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("compile", total=variants)
+        for number, outcome in enumerate(outcomes, 1):
+            progress.advance(bar)
+            if not console.is_terminal and number * 4 // variants > (number - 1) * 4 // variants:
+                _say(f"{number} of {variants} variants, {time.monotonic() - started:.0f} s")
+            yield outcome
+
+
+def _say(text: str) -> None:
+    print(f"scan-registry: {text}", file=sys.stderr, flush=True)
 
 
 def check_archives(paths: Iterable[Path]) -> None:

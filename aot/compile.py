@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scan_registry.aot.nvrtc import Nvrtc
-from scan_registry.aot.toolchain import Compiled, CompileError, Compiler
+from scan_registry.aot.toolchain import Compiled, CompileError, Compiler, Shared
 from scan_registry.aot.triton import Triton
 from scan_registry.archive import Binary, digest
 from scan_registry.cache import Cache
@@ -72,24 +72,29 @@ def recipe(variant: Variant, target: Target) -> Recipe:
 
 
 def compile_variant(
-    variant: Variant, target: Target, cache: Cache | None = None
+    variant: Variant, target: Target, cache: Cache | None = None, shared: Shared | None = None
 ) -> tuple[Binary, bytes]:
     """Compile ``variant`` for ``target``, or take it from ``cache``.
 
+    Calls for several targets of the same variant are faster with the same ``shared``, a dictionary
+    that is empty at first; PTX then comes cheapest after machine code of its capability.
     ``CompileError`` names the variant and holds the compiler's log; a cubin of another architecture
     is one, too.
     """
     made_of = recipe(variant, target)
     if cache is None:
-        return _compile(made_of)
-    return cache.obtain(made_of.key, target, lambda: _compile(made_of))
+        return _compile(made_of, shared)
+    return cache.obtain(made_of.key, target, lambda: _compile(made_of, shared))
 
 
-def _compile(made_of: Recipe) -> tuple[Binary, bytes]:
+def _compile(made_of: Recipe, shared: Shared | None = None) -> tuple[Binary, bytes]:
     variant, target = made_of.variant, made_of.target
     subject = f"{variant} for {target}"
+    compiler = COMPILERS[variant.language]
     try:
-        compiled = COMPILERS[variant.language].compile(_kernel(variant), variant, target)
+        compiled = compiler.compile(
+            _kernel(variant), variant, target, {} if shared is None else shared
+        )
     except CompileError as error:
         raise type(error)(f"{subject} did not compile\n{error}") from error
     try:

@@ -11,12 +11,12 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from scan_registry import distributions
-from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError
+from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError, Shared
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.target import CudaVersion, Target
@@ -125,7 +125,27 @@ class Nvrtc:
             *(f"--define-macro={name}={value}" for name, value in constants.items()),
         )
 
-    def compile(self, kernel: Kernel, variant: Variant, target: Target) -> Compiled:
+    def compile(self, kernel: Kernel, variant: Variant, target: Target, shared: Shared) -> Compiled:
+        if str(target) not in shared:
+            shared.update(self._images(kernel, variant, target))
+        content, log = shared.pop(str(target))
+        return Compiled(
+            content=content,
+            target=target,
+            format="ptx" if target.is_ptx else "cubin",
+            entry=kernel.entry,
+            block=(32 * kernel.warps(variant), 1, 1),
+            cluster=(1, 1, 1),
+            dynamic_shared=kernel.shared(variant),
+            hidden=0,
+            log=log,
+        )
+
+    def _images(
+        self, kernel: Kernel, variant: Variant, target: Target
+    ) -> dict[str, tuple[bytes, str]]:
+        """The image for a target, and where that is machine code, also the PTX that it was made from;
+        each with the log."""
         texts = dict(self.sources(kernel))
         main = texts.pop(kernel.source)
         headers = (c_char_p * len(texts))(*(text.encode() for text in texts.values()))
@@ -150,20 +170,10 @@ class Nvrtc:
             )
             log = _fetch(program, "ProgramLog").rstrip(b"\0").decode()
             _check(status, log)
-            if target.is_ptx:
-                content, form = _fetch(program, "PTX").rstrip(b"\0"), "ptx"
-            else:
-                content, form = _fetch(program, "CUBIN"), "cubin"
+            ptx = replace(target, kind="compute")
+            images = {str(ptx): (_fetch(program, "PTX").rstrip(b"\0"), log)}
+            if not target.is_ptx:
+                images[str(target)] = _fetch(program, "CUBIN"), log
         finally:
             library.nvrtcDestroyProgram(byref(program))
-        return Compiled(
-            content=content,
-            target=target,
-            format=form,
-            entry=kernel.entry,
-            block=(32 * kernel.warps(variant), 1, 1),
-            cluster=(1, 1, 1),
-            dynamic_shared=kernel.shared(variant),
-            hidden=0,
-            log=log,
-        )
+        return images

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from scan_registry import archive
+from scan_registry.aot.plan import tunings_for
 from scan_registry.archive import Binary
+from scan_registry.kernels import families
+from scan_registry.kernels.tuning import Tuning
 from scan_registry.target import Target
 
 
@@ -44,5 +47,12 @@ def pack(
 ) -> Path:
     """Write ``<folder>/<arch>.scanreg`` and return its path."""
     path = folder / f"{arch.label}{archive.SUFFIX}"
-    archive.write(path, arch, binaries, origin)
+    archive.write(path, arch, binaries, origin, tunings(arch))
     return path
+
+
+def tunings(arch: Target) -> dict[str, tuple[Tuning, ...]]:
+    """What tuning found that is of use in an archive, by how the kernels' variants begin."""
+    kernels = [kernel for family in families().values() for kernel in family.kernels]
+    found = {kernel.head: tunings_for(kernel, arch) for kernel in kernels}
+    return {head: tuned for head, tuned in found.items() if tuned}

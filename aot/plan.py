@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from scan_registry.kernels import families
-from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
-
-#: What a wheel holds unless told otherwise: machine code per GPU generation, and PTX for the rest.
-DEFAULT_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "ptx80")
+from scan_registry.kernels.model import Kernel, Variant
+from scan_registry.kernels.tuning import Tuning, nearest_arch
+from scan_registry.target import RELEASED, Target
 
 
 @dataclass(frozen=True)
 class Job:
-    """One variant to compile for one architecture."""
+    """One variant to compile for one architecture.
+
+    An ``optional`` one is left out, and that is said, where it does not compile or spills: it was found
+    to be good on another architecture.
+    """
 
     variant: Variant
     arch: Target
+    optional: bool = False
 
 
 def chosen_archs(settings: Mapping[str, object] | None = None) -> tuple[Target, ...]:
-    """The architectures to build: ``-C archs=…``, else ``SCAN_REGISTRY_ARCHS``, else the default.
+    """The architectures to build: ``-C archs=…``, else ``SCAN_REGISTRY_ARCHS``, else what releases hold.
 
     A list separated by commas, semicolons or blanks; ``all`` is the default and ``none`` builds no
     binaries. ``ValueError`` names a word that is not an architecture.
@@ -34,7 +37,7 @@ def chosen_archs(settings: Mapping[str, object] | None = None) -> tuple[Target, 
     if words == ["none"]:
         return ()
     if words == ["all"]:
-        words = list(DEFAULT_ARCHS)
+        words = list(RELEASED)
     if not words:
         raise ValueError(
             f"archs is {text!r}, which names no architecture; `none` builds no binaries"
@@ -43,6 +46,34 @@ def chosen_archs(settings: Mapping[str, object] | None = None) -> tuple[Target, 
 
 
 def plan(archs: Iterable[Target]) -> dict[Target, tuple[Job, ...]]:
-    """The jobs of each architecture's archive, in the order of the specs."""
-    variants = [variant for family in families().values() for variant in family.variants()]
-    return {arch: tuple(Job(variant, arch) for variant in variants) for arch in archs}
+    """The jobs of each architecture's archive, in the order of the specs: the kernels' defaults, and
+    what the tunings name that go into the archive."""
+    kernels = [kernel for family in families().values() for kernel in family.kernels]
+    return {arch: tuple(job for kernel in kernels for job in _jobs(kernel, arch)) for arch in archs}
+
+
+def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
+    tunings = tunings_for(kernel, arch)
+    named = {label for tuning in tunings for label in tuning.labels}
+    own = {
+        label
+        for tuning in tunings
+        if not arch.is_ptx and tuning.capability == arch.capability
+        for label in tuning.labels
+    }
+    for variant in kernel.variants:
+        label = kernel.label(variant)
+        if str(variant) in kernel.by_text:
+            yield Job(variant, arch)
+        elif label in named:
+            yield Job(variant, arch, optional=label not in own)
+
+
+def tunings_for(kernel: Kernel, arch: Target) -> tuple[Tuning, ...]:
+    """What tuning found of a kernel that is of use in an archive: machine code runs on one kind of GPU,
+    and gets what is nearest to it; PTX gets everything."""
+    every = kernel.tunings()
+    nearest = nearest_arch(every, arch.capability)
+    if nearest is None:
+        return ()
+    return every if arch.is_ptx else (nearest,)

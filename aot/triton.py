@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from scan_registry import distributions
-from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError
+from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError, Shared
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.target import CudaVersion, Target
@@ -65,7 +65,7 @@ def _words(error: BaseException | None) -> str:
 
 
 def _compile(
-    kernel: Kernel, variant: Variant, target: Target
+    kernel: Kernel, variant: Variant, target: Target, shared: Shared
 ) -> Any:  # triton ships no type information
     # Triton's own cache is keyed by paths; ours is not, so its folder is thrown away. With line
     # information the code would embed the source's path, and differ from folder to folder.
@@ -82,7 +82,7 @@ def _compile(
             ) from error
         try:
             return triton.compile(
-                _source(kernel, variant),
+                _source(kernel, variant, shared),
                 target=GPUTarget("cuda", target.number, 32),
                 options={
                     "num_warps": kernel.warps(variant),
@@ -93,9 +93,28 @@ def _compile(
             raise CompileError(_words(error)) from error
 
 
-def _source(kernel: Kernel, variant: Variant) -> Any:
-    """The kernel's function with its signature, constants and promises of divisibility."""
+def _source(kernel: Kernel, variant: Variant, shared: Shared) -> Any:
+    """The kernel's function with its signature, constants and promises of divisibility.
+
+    Its translation to Triton's first form knows no architecture, so one serves all of them.
+    """
     from triton.compiler import ASTSource
+
+    class Source(ASTSource):  # type: ignore[misc]  # triton ships no type information
+        def make_ir(self, *given: Any) -> Any:
+            context = given[-1]
+            if "ttir" not in shared:
+                made = super().make_ir(*given)
+                shared["ttir"] = str(made)
+                return made
+            from triton._C.libtriton import ir
+
+            with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
+                file.write(shared["ttir"])
+                file.flush()
+                module = ir.parse_mlir_module(file.name, context)
+            module.context = context  # which has to live as long
+            return module
 
     module = importlib.import_module(
         f"scan_registry.kernels.{kernel.family}.{kernel.source.removesuffix('.py')}"
@@ -107,7 +126,7 @@ def _source(kernel: Kernel, variant: Variant) -> Any:
         for p in kernel.parameters
     }
     divisible = kernel.divisible(variant)
-    return ASTSource(
+    return Source(
         fn=getattr(module, kernel.entry),
         signature=signature | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
@@ -158,8 +177,11 @@ class Triton:
             *(f"{name}={value}" for name, value in constants.items()),
         )
 
-    def compile(self, kernel: Kernel, variant: Variant, target: Target) -> Compiled:
-        compiled = _compile(kernel, variant, target)
+    def compile(self, kernel: Kernel, variant: Variant, target: Target, shared: Shared) -> Compiled:
+        made = f"sm_{target.number}"  # machine code and PTX of one architecture are made together
+        if made not in shared:
+            shared[made] = _compile(kernel, variant, target, shared)
+        compiled = shared[made]
         metadata = compiled.metadata
         if target.is_ptx:
             content, form, made_for = compiled.asm["ptx"].encode(), "ptx", target

@@ -6,14 +6,18 @@ needs no compiler, no GPU and no tensor library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from scan_registry.kernels.tuning import Shape, Source
+
 Language = Literal["cuda", "triton"]
 Static: TypeAlias = str | int
+#: Static parameters with their values.
+Pins: TypeAlias = tuple[tuple[str, Static], ...]
 
 #: Bytes of one element.
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8}
@@ -32,11 +36,10 @@ class Variant:
     family: str
     kernel: str
     language: Language
-    statics: tuple[tuple[str, Static], ...]
+    statics: Pins
 
     def __str__(self) -> str:
-        statics = ",".join(f"{name}={value}" for name, value in self.statics)
-        return f"{self.head}:{statics}"
+        return f"{self.head}:{pinned(self.statics)}"
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -69,6 +72,42 @@ class Variant:
     def head(self) -> str:
         """What it prints as, before the static parameters."""
         return f"{self.family}.{self.kernel}:{self.language}"
+
+
+def pinned(statics: Pins) -> str:
+    """``dtype=bfloat16,warps=4``."""
+    return ",".join(f"{name}={value}" for name, value in statics)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Variants that there can be of a kernel, as pinnings of its static parameters.
+
+    kinds  what a variant may be for, such as dtypes and access; their parameters come first
+    tiles  kind -> every pinning of the other parameters that its constraints allow
+    """
+
+    kinds: tuple[Pins, ...]
+    tiles: Callable[[Pins], tuple[Pins, ...]]
+
+    def __iter__(self) -> Iterator[Pins]:
+        return ((*kind, *tile) for kind in self.kinds for tile in self.tiles(kind))
+
+    def __contains__(self, statics: Pins) -> bool:
+        """Looks at one kind alone: a first call has no time for all of them."""
+        return any(
+            statics[: len(kind)] == kind and statics[len(kind) :] in self._tiles(kind)
+            for kind in self.kinds
+        )
+
+    def _tiles(self, kind: Pins) -> frozenset[Pins]:
+        if kind not in self._known:
+            self._known[kind] = frozenset(self.tiles(kind))
+        return self._known[kind]
+
+    @cached_property
+    def _known(self) -> dict[Pins, frozenset[Pins]]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -107,7 +146,7 @@ class Kernel:
     source       file in the family's folder; it may include others of that folder
     entry        symbol of the entry point (CUDA) or name of the function (Triton)
     parameters   in the order of the entry point's signature; pointers come first
-    variants     every pinning of the static parameters that is built
+    defaults     the variants that every wheel holds, whatever tuning finds
     constants    variant -> preprocessor definitions (CUDA) or constexpr values (Triton)
     warps        variant -> warps per block
     divisible    variant -> parameters that are promised to be divisible by 16 (Triton)
@@ -118,6 +157,11 @@ class Kernel:
     launch       variant, problem, multiprocessors of the GPU -> grid, scalars, workspace
     shared       variant -> bytes of dynamic shared memory per block (CUDA)
     may_spill    variants that are allowed to spill registers, each an exception to justify
+    space        the variants that tuning may choose from, beside the defaults; None for no others
+    shape        problem -> where it lies among those that the kernel is tuned for; None: it never is
+    worth        variant, problem -> whether tuning should time a variant that accepts the problem
+    given        static parameters that the problem decides, and not tuning
+    tunings      () -> what tuning found, on each architecture that has a table
     """
 
     family: str
@@ -126,7 +170,7 @@ class Kernel:
     source: str
     entry: str
     parameters: tuple[Parameter, ...]
-    variants: tuple[Variant, ...]
+    defaults: Space
     constants: Callable[[Variant], Mapping[str, Static]]
     warps: Callable[[Variant], int]
     accepts: Callable[[Variant, Any], str | None]
@@ -137,11 +181,53 @@ class Kernel:
     fuses: Callable[[Variant], bool] = lambda variant: True
     shared: Callable[[Variant], int] = lambda variant: 0
     may_spill: frozenset[Variant] = field(default_factory=frozenset)
+    space: Space | None = None
+    shape: Callable[[Any], Shape] | None = None
+    worth: Callable[[Variant, Any], bool] = lambda variant, problem: True
+    given: frozenset[str] = frozenset()
+    tunings: Source = tuple
+
+    @property
+    def head(self) -> str:
+        """What its variants print as, before the static parameters."""
+        return f"{self.family}.{self.name}:{self.language}"
 
     @cached_property
     def by_text(self) -> Mapping[str, Variant]:
-        """The variants by what they print as, which is faster to look up than to parse."""
-        return {str(variant): variant for variant in self.variants}
+        """The defaults by what they print as, which is faster to look up than to parse."""
+        return {str(variant): variant for variant in self._of(self.defaults)}
+
+    @cached_property
+    def variants(self) -> tuple[Variant, ...]:
+        """What wheels hold: the defaults, and what a table names. Reads the tables."""
+        named = {label for tuning in self.tunings() for label in tuning.labels}
+        tuned = (variant for variant in self.every if self.label(variant) in named)
+        return tuple(dict.fromkeys((*self.by_text.values(), *tuned)))
+
+    @cached_property
+    def every(self) -> tuple[Variant, ...]:
+        """The whole space, defaults first."""
+        others = () if self.space is None else self._of(self.space)
+        return tuple(dict.fromkeys((*self.by_text.values(), *others)))
+
+    def allows(self, variant: Variant) -> bool:
+        """Whether there can be such a variant; enumerates no more than its kind."""
+        if (variant.family, variant.kernel, variant.language) != (
+            self.family,
+            self.name,
+            self.language,
+        ):
+            return False
+        return variant.statics in self.defaults or (
+            self.space is not None and variant.statics in self.space
+        )
+
+    def label(self, variant: Variant) -> str:
+        """What tunings call a variant: its static parameters but for what the problem decides."""
+        return pinned(tuple(pin for pin in variant.statics if pin[0] not in self.given))
+
+    def _of(self, space: Space) -> tuple[Variant, ...]:
+        return tuple(Variant(self.family, self.name, self.language, statics) for statics in space)
 
     @property
     def pointers(self) -> tuple[str, ...]:
@@ -172,7 +258,7 @@ class Family:
     samples: tuple[Sample, ...] = ()
 
     def by_text(self, kernel: str) -> Mapping[str, Variant]:
-        """The variants of one kernel, in both languages, by what they print as."""
+        """The defaults of one kernel, in both languages, by what they print as."""
         return {
             text: variant
             for each in self.kernels
@@ -181,7 +267,7 @@ class Family:
         }
 
     def variants(self) -> tuple[Variant, ...]:
-        """Every variant of every kernel, in the spec's order."""
+        """Every variant that wheels hold, of every kernel, in the spec's order."""
         return tuple(variant for kernel in self.kernels for variant in kernel.variants)
 
     def kernel(self, name: str, language: Language) -> Kernel:

@@ -12,7 +12,7 @@ Layout, little-endian:
 The manifest gives the offset, size and SHA-256 of each section, and a section's entries give those of
 their binaries; offsets count from the end of the manifest. So a first call reads and checks the
 entries of its kernel and one binary, however many there are. What all entries of a section have in
-common, the section says once. Nothing in a file is believed before its digest is checked: every
+common, the section says once; where the kernel was tuned, it holds its tunings, too. Nothing in a file is believed before its digest is checked: every
 defect raises :class:`ArchiveError`.
 """
 
@@ -23,16 +23,30 @@ import json
 import os
 import struct
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from scan_registry.binary import Binary, read_count, read_text
 from scan_registry.kernels.model import Variant
-from scan_registry.target import CudaVersion, Target
+from scan_registry.kernels.tuning import Tuning
+from scan_registry.target import Target
+
+__all__ = [
+    "MAGIC",
+    "SCHEMA",
+    "SUFFIX",
+    "Archive",
+    "ArchiveError",
+    "Binary",
+    "Entry",
+    "digest",
+    "parse_json",
+    "write",
+]
 
 MAGIC = b"SCANREG\x02"
 SCHEMA = 3
@@ -42,132 +56,6 @@ _HEADER = struct.Struct("<8sQ32s")
 
 class ArchiveError(Exception):
     """A file that is not an intact archive; the message names the file and what is wrong."""
-
-
-@dataclass(frozen=True)
-class Binary:
-    """A variant compiled for one target.
-
-    format          "cubin" or "ptx"
-    format_version  of its ELF ABI ("7") or PTX ISA ("8.8")
-    oldest_driver   CUDA version that a driver has to support to load it
-    entry           symbol of the entry point
-    block           threads per block, along x, y and z
-    cluster         blocks per cluster, likewise
-    dynamic_shared  bytes of dynamic shared memory to ask for at launch
-    hidden          null pointers to append to the parameters (Triton's scratch buffers)
-    registers, static_shared, spill_bytes
-                    per thread, per block and per thread; None for PTX, where the driver decides
-    size, sha256    of the binary's bytes
-    compiler        name and version
-    options         what the compiler was given, in order
-    source_sha256   digest of the sources, whatever their path
-    """
-
-    variant: Variant
-    target: Target
-    format: str
-    format_version: str
-    oldest_driver: CudaVersion
-    entry: str
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    dynamic_shared: int
-    hidden: int
-    registers: int | None
-    static_shared: int | None
-    spill_bytes: int | None
-    size: int
-    sha256: str
-    compiler: str
-    options: tuple[str, ...]
-    source_sha256: str
-
-    def to_json(self) -> dict[str, Any]:
-        record = asdict(self)
-        record["variant"] = str(self.variant)
-        record["target"] = str(self.target)
-        return record
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Binary:
-        """The binary a manifest entry describes; ``ValueError`` if it does not describe one."""
-        if not isinstance(record, Mapping):
-            raise ValueError(f"{record!r} is not an object")
-        return cls(**{name: _READERS[name](name, record.get(name)) for name in _NAMES})
-
-    def __str__(self) -> str:
-        return f"{self.variant} for {self.target}"
-
-    @property
-    def threads(self) -> int:
-        """Per block."""
-        return self.block[0] * self.block[1] * self.block[2]
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory per block, static and dynamic."""
-        return self.dynamic_shared + (self.static_shared or 0)
-
-
-def _count(value: object) -> bool:
-    """A number of bytes, registers or the like that a file can mean."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _read_text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {value!r}, not a string")
-    return value
-
-
-def _read_count(name: str, value: Any) -> int:
-    if not _count(value):
-        raise ValueError(f"{name} is {value!r}, not a count")
-    return int(value)
-
-
-def _read_optional_count(name: str, value: Any) -> int | None:
-    return None if value is None else _read_count(name, value)
-
-
-def _read_extent(name: str, value: Any) -> tuple[int, ...]:
-    extent = isinstance(value, list) and len(value) == 3 and all(_count(n) and n for n in value)
-    if not extent:
-        raise ValueError(f"{name} is {value!r}, not three positive integers")
-    return tuple(value)
-
-
-def _read_version(name: str, value: Any) -> tuple[int, ...]:
-    if not (isinstance(value, list) and len(value) == 2 and all(map(_count, value))):
-        raise ValueError(f"{name} is {value!r}, not a version of two numbers")
-    return tuple(value)
-
-
-def _read_texts(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is {value!r}, not a list")
-    return tuple(map(str, value))
-
-
-#: How the fields of a binary are read from a manifest; what is not named here is text.
-_READERS: Mapping[str, Callable[[str, Any], Any]] = defaultdict(
-    lambda: _read_text,
-    variant=lambda name, value: Variant.parse(str(value)),
-    target=lambda name, value: _target(str(value)),
-    oldest_driver=_read_version,
-    block=_read_extent,
-    cluster=_read_extent,
-    dynamic_shared=_read_count,
-    hidden=_read_count,
-    registers=_read_optional_count,
-    static_shared=_read_optional_count,
-    spill_bytes=_read_optional_count,
-    size=_read_count,
-    options=_read_texts,
-)
-_NAMES = tuple(field.name for field in fields(Binary))
-_target: Callable[[str], Target] = lru_cache(Target.parse)
 
 
 def parse_json(content: bytes) -> Any:
@@ -189,11 +77,13 @@ def write(
     arch: Target,
     binaries: Iterable[tuple[Binary, bytes]],
     provenance: Mapping[str, Any],
+    tunings: Mapping[str, Sequence[Tuning]] | None = None,
 ) -> None:
     """Write an archive in one step: readers see the old file or the new one, never a part.
 
     ``provenance`` is the package's version and source commit. Binaries keep their order; equal
-    bytes are stored once.
+    bytes are stored once. ``tunings`` go by how their kernel's variants begin; without binaries of
+    it, they are left out.
     """
     records, parts, offsets, end = [], [], {}, 0
     for binary, content in binaries:
@@ -206,7 +96,7 @@ def write(
         records.append({**binary.to_json(), "offset": offsets[binary.sha256]})
     sections = []
     for of, group in groupby(records, lambda record: Variant.parse(record["variant"]).head):
-        parts.append(_dumped(_section(list(group))))
+        parts.append(_dumped(_section(list(group), (tunings or {}).get(of, ()))))
         place = {"offset": end, "size": len(parts[-1]), "sha256": digest(parts[-1])}
         sections.append({"of": of, **place})
         end += len(parts[-1])
@@ -225,8 +115,8 @@ def write(
         raise
 
 
-def _section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The entries, with what they have in common taken out of them."""
+def _section(records: Sequence[Mapping[str, Any]], tunings: Sequence[Tuning]) -> dict[str, Any]:
+    """The entries, with what they have in common taken out of them, and the tunings if there are any."""
     first, *others = records
     common = {
         name: value
@@ -234,7 +124,8 @@ def _section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if others and all(record[name] == value for record in others)
     }
     own = [{k: v for k, v in record.items() if k not in common} for record in records]
-    return {"common": common, "binaries": own}
+    tuned = {"tunings": [asdict(tuning) for tuning in tunings]} if tunings else {}
+    return {"common": common, "binaries": own, **tuned}
 
 
 def _dumped(document: Mapping[str, Any]) -> bytes:
@@ -285,7 +176,7 @@ class Entry:
     def _read(self) -> tuple[Binary, int]:
         _ = self.variant  # an error if it names none
         try:
-            return Binary.from_json(self._record), _read_count("offset", self._record.get("offset"))
+            return Binary.from_json(self._record), read_count("offset", self._record.get("offset"))
         except (ValueError, RecursionError) as error:
             raise ArchiveError(f"{self._where}: {error}") from error
 
@@ -304,11 +195,19 @@ class _Section:
         if not isinstance(record, Mapping):
             raise ValueError(f"{record!r} is not an object")
         return cls(
-            _read_text("of", record.get("of")),
-            _read_count("offset", record.get("offset")),
-            _read_count("size", record.get("size")),
-            _read_text("sha256", record.get("sha256")),
+            read_text("of", record.get("of")),
+            read_count("offset", record.get("offset")),
+            read_count("size", record.get("size")),
+            read_text("sha256", record.get("sha256")),
         )
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a section says."""
+
+    entries: tuple[Entry, ...]
+    tunings: tuple[Tuning, ...]
 
 
 class Archive:
@@ -375,6 +274,15 @@ class Archive:
             for entry in self._entries(section)
         )
 
+    def tunings(self, head: str) -> tuple[Tuning, ...]:
+        """What tuning found of a kernel in a language, given by how its variants begin."""
+        return tuple(
+            tuning
+            for section in self._sections
+            if section.of == head
+            for tuning in self._section(section).tunings
+        )
+
     @cached_property
     def _sections(self) -> tuple[_Section, ...]:
         listed = self.manifest.get("sections")
@@ -386,15 +294,18 @@ class Archive:
             raise ArchiveError(f"{self.path}: the manifest's sections: {error}") from error
 
     def _entries(self, section: _Section) -> tuple[Entry, ...]:
+        return self._section(section).entries
+
+    def _section(self, section: _Section) -> _Content:
         if section not in self._read_sections:
-            self._read_sections[section] = tuple(self._read_section(section))
+            self._read_sections[section] = self._read_section(section)
         return self._read_sections[section]
 
     @cached_property
-    def _read_sections(self) -> dict[_Section, tuple[Entry, ...]]:
+    def _read_sections(self) -> dict[_Section, _Content]:
         return {}
 
-    def _read_section(self, section: _Section) -> Iterator[Entry]:
+    def _read_section(self, section: _Section) -> _Content:
         name = f"the section {section.of}"
         content = self._bytes(self.manifest["start"] + section.offset, section.size)
         if digest(content) != section.sha256:
@@ -406,11 +317,21 @@ class Archive:
         common = document.get("common") if isinstance(document, dict) else None
         if not isinstance(common, dict) or not isinstance(document.get("binaries"), list):
             raise ArchiveError(f"{self.path}: {name} lists no binaries")
-        for number, own in enumerate(document["binaries"]):
-            record = {**common, **own} if isinstance(own, dict) else own
-            entry = Entry(record, f"{self.path}: binary {number} of {name}")
+        entries = tuple(self._listed(section, common, document["binaries"]))
+        try:
+            tunings = tuple(map(Tuning.from_json, document.get("tunings", ())))
+        except (TypeError, ValueError) as error:
+            raise ArchiveError(f"{self.path}: {name}: {error}") from error
+        return _Content(entries, tunings)
+
+    def _listed(
+        self, section: _Section, common: Mapping[str, Any], binaries: Iterable[Any]
+    ) -> Iterator[Entry]:
+        for number, own in enumerate(binaries):
+            where = f"{self.path}: binary {number} of the section {section.of}"
+            entry = Entry({**common, **own} if isinstance(own, dict) else own, where)
             if entry.text.rpartition(":")[0] != section.of:
-                raise ArchiveError(f"{self.path}: binary {number} of {name} is {entry.text!r}")
+                raise ArchiveError(f"{where} is {entry.text!r}")
             yield entry
 
     def _parsed(self, name: str, content: bytes) -> Any:

@@ -5,6 +5,7 @@ step and checked when it is read, as any archive. A bad entry counts as missing 
 
     <folder>/<ke>/<key>/<arch>.scanreg    the entries
     <folder>/locks/<ke>                   taken while one of the keys is compiled; never deleted
+    <folder>/tuned/…                      a cache of its own: see ``local``
 
 Correctness rests on the atomic rename and the digests alone. The locks only keep processes from
 doing the same work side by side, so where a file system has none, or a holder hangs, nobody waits
@@ -20,12 +21,14 @@ import stat
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from scan_registry import archive
 from scan_registry.archive import Archive, ArchiveError, Binary
+from scan_registry.kernels.tuning import Tuning
 from scan_registry.target import Target
 
 Entry = tuple[Binary, bytes]
@@ -53,9 +56,10 @@ def _chosen(variable: str, name: str) -> Path:
     chosen = os.environ.get(variable)
     if chosen:
         return Path(chosen).expanduser().absolute()
-    import platformdirs
-
-    return platformdirs.user_cache_path("scan-registry") / name
+    # By the XDG base directory specification. A library that knows it takes longer to import than a
+    # first call has, and a first call looks for what was tuned here.
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else "~/.cache").expanduser() / "scan-registry" / name
 
 
 class Cache:
@@ -85,37 +89,66 @@ class Cache:
         """The entry, or None where there is none or it is damaged."""
         if (key, target) in self._memory:
             return self._memory[key, target]
-        if self._refusal_of(key) is not None:
-            return None
+        found = self.open(key, target)
         try:
-            found = Archive(self._path(key, target))
-            if found.manifest.get("cache_key") != key:
+            if found is None:
                 return None
             (binary,) = found.binaries
             return binary, found.read(binary)
         except (ArchiveError, ValueError):
             return None
 
+    def open(self, key: str, target: Target) -> Archive | None:
+        """The file of an entry, of which no more than the manifest is checked yet; None where there is
+        none, it is of another key, or others can write to its folder."""
+        if self._refusal_of(key) is not None:
+            return None
+        found = Archive(self._path(key, target), provider=str(self.folder))
+        try:
+            return found if found.manifest.get("cache_key") == key else None
+        except ArchiveError:
+            return None
+
     def put(self, key: str, target: Target, entry: Entry) -> None:
         """Publish an entry, or keep it in memory with a warning."""
         try:
-            try:
-                self._publish(key, target, entry)
-            except FileNotFoundError:  # somebody is clearing the cache
-                self._publish(key, target, entry)
+            self.publish(key, target, [entry])
         except OSError as error:
             self._memory[key, target] = entry
             where = f": {error.filename}" if error.filename else ""
             self._warn(f"{error.strerror}{where}" if error.strerror else str(error))
 
-    def _publish(self, key: str, target: Target, entry: Entry) -> None:
-        self._usable_folder()
+    def publish(
+        self,
+        key: str,
+        target: Target,
+        entries: Sequence[Entry],
+        provenance: Mapping[str, Any] | None = None,
+        tunings: Mapping[str, Sequence[Tuning]] | None = None,
+    ) -> None:
+        """Write a file of one binary or more, in one step, over one that is there; ``OSError`` if the
+        folder cannot be used."""
+        what = [*entries], {**(provenance or {}), "cache_key": key}, tunings
+        try:
+            self._publish(key, target, *what)
+        except FileNotFoundError:  # somebody is clearing the cache
+            self._publish(key, target, *what)
+
+    def _publish(
+        self,
+        key: str,
+        target: Target,
+        entries: Sequence[Entry],
+        provenance: Mapping[str, Any],
+        tunings: Mapping[str, Sequence[Tuning]] | None,
+    ) -> None:
+        self.make_folder()
         if (reason := self._refusal_of(key)) is not None:
             raise OSError(reason)
         path = self._path(key, target)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
-        archive.write(path, target, [entry], {"cache_key": key})
+        archive.write(path, target, entries, provenance, tunings)
 
     def entries(self) -> Iterator[Archive]:
         """Every entry, intact or not."""
@@ -171,7 +204,7 @@ class Cache:
     def _path(self, key: str, target: Target) -> Path:
         return self.folder / key[:2] / key / f"{target.label}{archive.SUFFIX}"
 
-    def _usable_folder(self) -> None:
+    def make_folder(self) -> None:
         """Make the folder, for this user alone; ``OSError`` if it cannot be made or is refused."""
         if not self.folder.exists():
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +217,7 @@ class Cache:
         """Hold the key's lock, unless the file system has none or its holder takes too long."""
         handle = None
         try:
-            self._usable_folder()
+            self.make_folder()
             locks = self.folder / _LOCKS
             locks.mkdir(mode=0o700, exist_ok=True)
             handle = os.open(locks / key[:2], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -17,8 +17,9 @@ from scan_registry.device import Device, cuda_of_driver
 from scan_registry.explanation import called, grouped
 from scan_registry.fit import OLDEST, Rung, Toolchain, dotted
 from scan_registry.kernels.model import Family, Language, Sample, Variant
+from scan_registry.rows import Origin
 from scan_registry.select import Backend, Decision, Rejected, System, select
-from scan_registry.target import FIRST_CUDA, CudaVersion
+from scan_registry.target import FIRST_CUDA, RELEASED, CudaVersion, Target
 
 Severity = Literal["error", "warning", "note"]
 Families = Mapping[str, Family]
@@ -65,11 +66,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Coverage:
-    """One GPU, by its ordinal if it is here, and what every sample of every family gets on it."""
+    """One GPU, by its ordinal if it is here, and what every sample of every family gets on it.
+
+    tuned  where the rows come from that samples go by; empty where the specs' estimates decide
+    """
 
     device: Device
     ordinal: int | None
     answers: tuple[Answer, ...]
+    tuned: tuple[Origin, ...] = ()
 
     @property
     def name(self) -> str:
@@ -161,6 +166,10 @@ def findings_of(there: Installation) -> Iterator[Finding]:
         for archive in provider.archives:
             if archive.damage:
                 yield Finding("error", about, archive.damage, (f"reinstall {provider.name}",))
+    if not any(provider.archives for provider in there.providers):
+        text = "no package with GPU kernels is installed"
+        chosen = f"`pip install scan-registry-…`, of {', '.join(RELEASED)}, for your GPU"
+        yield Finding("warning", f"scan-registry {there.version}", text, (chosen,))
     if there.cache.unusable:
         about = f"cache folder {there.cache.folder}"
         private = "set SCAN_REGISTRY_CACHE to a folder that only you can write to"
@@ -179,14 +188,19 @@ def coverage(
     """What every sample gets on the system's GPU, with no language asked for and with each."""
     assert there.device is not None
     answers = []
+    tuned: dict[Origin, None] = {}
     for family, sample in _samples(families):
-        rungs = {
-            backend: _rung(select(there, family, sample.problem, backend, lowest))
+        decisions = {
+            backend: select(there, family, sample.problem, backend, lowest)
             for backend in _backends(family, sample)
         }
+        rungs = {backend: _rung(decision) for backend, decision in decisions.items()}
+        winner = decisions["auto"].winner
+        if winner and winner.tuned and winner.ms is not None:
+            tuned[winner.tuned.origin] = None
         kernel = sample.problem.kernel
         answers.append(Answer(family.name, kernel, sample.dtype, sample.access, rungs))
-    return Coverage(there.device, ordinal, tuple(answers))
+    return Coverage(there.device, ordinal, tuple(answers), tuple(tuned))
 
 
 def lacks(found: Coverage, there: System, families: Families, lowest: Rung) -> Iterator[Finding]:
@@ -310,13 +324,12 @@ class _Group:
         archives = _fitting(self.system.archives, device)
         label = device.arch.replace("_", "")
         exact = any(archive.arch.capability == device.capability for archive in archives)
-        wanted = []
-        if not exact and device.capability in FIRST_CUDA:
-            wanted.append(f"built for {label}")
+        if not exact and label in RELEASED:
+            yield package_for(label)
+        elif not exact and device.capability in FIRST_CUDA:
+            yield f"install a scan-registry wheel built for {label}"
         if self._above(Rung.PTX) and not any(archive.arch.is_ptx for archive in archives):
-            wanted.append("with PTX (ptx80)")
-        if wanted:
-            yield f"install a scan-registry wheel {' or '.join(wanted)}"
+            yield from map(package_for, (each for each in RELEASED if Target.parse(each).is_ptx))
 
     def _above(self, rung: Rung) -> bool:
         """Whether ``rung`` is allowed and closer than what there is."""
@@ -389,6 +402,11 @@ def driver_text(version: CudaVersion) -> str:
     branch = _branches().get(version)
     start = "a driver" if branch is None else f"driver {branch} or later,"
     return f"{start} for CUDA {dotted(version)}"
+
+
+def package_for(label: str) -> str:
+    """What to do for an architecture that releases hold."""
+    return f"`pip install scan-registry-{label}`"
 
 
 # --- Words ------------------------------------------------------------------------------------

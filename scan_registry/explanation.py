@@ -19,7 +19,7 @@ from scan_registry.fit import Rung, dotted
 from scan_registry.inventory import Attestation, worst_attestations
 from scan_registry.kernels import ROOT, family
 from scan_registry.kernels.model import Variant
-from scan_registry.select import BACKENDS, Backend, Decision, Rejected, System, select
+from scan_registry.select import BACKENDS, Backend, Candidate, Decision, Rejected, System, select
 
 if TYPE_CHECKING:
     from scan_registry.ops.layout import Share
@@ -79,8 +79,7 @@ class Step:
                 yield "proven", _proof(winner.binary)
             yield "launch", _launch(decision)
             yield "copies", ", ".join(self.copied) + " first" if self.copied else "none"
-            estimate = f"the spec's estimate decided ({winner.cost:g}, smaller is better)"
-            yield "tuning", f"no row, as there is no table yet; {estimate}"
+            yield "tuning", _tuning(decision, winner)
         device = decision.system.device
         if device and decision.backend != "reference" and (not winner or winner.rung > Rung.PTX):
             yield "help", "`scan-registry doctor` tells what would lift it to a closer rung"
@@ -223,7 +222,7 @@ def decision_record(decision: Decision) -> dict[str, Any]:
         "proven": bool(attestation and attestation.passed) if binary else None,
         "attestation": asdict(attestation) if attestation else None,
         "cost": winner.cost if winner and winner.variant else None,
-        "tuning": None,
+        "tuning": _tuning_record(decision),
         "launch": {
             "grid": list(launch.grid),
             "block": list(binary.block) if binary else None,
@@ -235,6 +234,22 @@ def decision_record(decision: Decision) -> dict[str, Any]:
         if launch
         else None,
         "rejected": [asdict(loser) for loser in decision.rejected],
+    }
+
+
+def _tuning_record(decision: Decision) -> dict[str, Any] | None:
+    """The row that the winner goes by; ``ms`` is null where the row does not name it."""
+    winner, device = decision.winner, decision.system.device
+    if winner is None or winner.tuned is None or device is None:
+        return None
+    found = winner.tuned
+    return {
+        **asdict(found.origin),
+        "own_arch": found.tuning.arch == device.arch,
+        "sizes": dict(found.row.sizes),
+        "distance": found.distance,
+        "ms": winner.ms,
+        "times": dict(found.row.times),
     }
 
 
@@ -300,6 +315,21 @@ def _problem(decision: Decision) -> str:
     plain = {k: v for k, v in vars(decision.problem).items() if isinstance(v, str | int)}
     facts = ", ".join(f"{name} {value}" for name, value in plain.items())
     return f"{decision.problem.kernel}: {facts}"
+
+
+def _tuning(decision: Decision, winner: Candidate) -> str:
+    """The row of the nearest tuned problem, and where it comes from; or what decided without one."""
+    estimate = f"the spec's estimate decided ({winner.cost:g}, smaller is better)"
+    found, device = winner.tuned, decision.system.device
+    if found is None or device is None:
+        return f"no row for problems of this kind; {estimate}"
+    sizes = ", ".join(f"{name} {size:g}" for name, size in found.row.sizes.items() if size != 1)
+    origin = str(found.origin)
+    if found.tuning.arch != device.arch:
+        origin += f"; another architecture's, as there is none for {device.arch}"
+    named = f"{winner.ms:g} ms there" if winner.ms is not None else None
+    outcome = named or f"which names nothing that runs here: {estimate}"
+    return f"the row of {sizes or 'size 1'} ({origin}), {outcome}"
 
 
 def _proof(binary: Binary) -> str:

@@ -45,8 +45,9 @@ def toolchains() -> Mapping[Language, Toolchain | str]:
     return found
 
 
-def compile(variant: Variant, target: Target) -> Compiled:
-    """The variant compiled for the target, out of the cache if it is there.
+def compile(variant: Variant, target: Target, *, alone: bool = False) -> Compiled:
+    """The variant compiled for the target, out of the cache if it is there. ``alone`` says that this
+    process does nothing else.
 
     ``CompileError`` names the variant and holds the compiler's log.
     """
@@ -58,7 +59,8 @@ def compile(variant: Variant, target: Target) -> Compiled:
     def make() -> tuple[Binary, bytes]:
         made.append(variant.language)
         # Triton's settings are the whole process's, so it gets a process of its own.
-        return (compile_apart if variant.language == "triton" else compile_variant)(variant, target)
+        apart = variant.language == "triton" and not alone
+        return (compile_apart if apart else compile_variant)(variant, target)
 
     started = time.perf_counter()
     binary, content = jit_cache().obtain(recipe(variant, target).key, target, make)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from scan_registry import driver, jit
+from scan_registry import driver, jit, local
 from scan_registry._launcher import Launch
 from scan_registry.archive import ArchiveError, Binary
 from scan_registry.cache import jit_cache
@@ -66,10 +66,11 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def system(ordinal: int | None, reach: Rung = Rung.JIT) -> System:
+def system(ordinal: int | None, reach: Rung = Rung.JIT, pinned: Variant | None = None) -> System:
     """What there is to choose from on device ``ordinal``, or on the CPU.
 
-    ``reach`` leaves out what can only be on a lower rung: archives, and compilers.
+    ``reach`` leaves out what can only be on a lower rung: archives, and compilers. ``pinned`` is the
+    one variant that may run, which need not be in any wheel.
     """
     if ordinal is None:
         return System(None)
@@ -80,25 +81,37 @@ def system(ordinal: int | None, reach: Rung = Rung.JIT) -> System:
         toolchains=jit.toolchains() if reach >= Rung.JIT else None,
         denied=found.denied,
         failed=dict(_failed.get(ordinal, {})),
+        tuned=local.tuned(there),
+        pinned=pinned,
     )
 
 
 def decide(
-    ordinal: int | None, family: Family, problem: Problem, backend: Backend, lowest: Rung
+    ordinal: int | None,
+    family: Family,
+    problem: Problem,
+    backend: Backend,
+    lowest: Rung,
+    pinned: Variant | None = None,
 ) -> Decision:
     """The decision for a problem. No more of the ladder is looked at than it takes to find the winner:
     nearly always, that is one archive."""
     for reach in (Rung.EXACT, Rung.PTX):
-        decision = select(system(ordinal, reach), family, problem, backend, lowest)
+        decision = select(system(ordinal, reach, pinned), family, problem, backend, lowest)
         if decision.winner and decision.winner.rung <= reach:
             return decision
-    return select(system(ordinal), family, problem, backend, lowest)
+    return select(system(ordinal, pinned=pinned), family, problem, backend, lowest)
 
 
 def prepare(
-    ordinal: int | None, family: Family, problem: Problem, backend: Backend, lowest: Rung
+    ordinal: int | None,
+    family: Family,
+    problem: Problem,
+    backend: Backend,
+    lowest: Rung,
+    pinned: Variant | None = None,
 ) -> Prepared:
-    """The best way to solve the problem that does run here.
+    """The best way to solve the problem that does run here, or the one that is pinned.
 
     ``NoKernelError`` if the policy or ``backend`` leaves none, ``DriverError`` if the driver fails
     for a reason that is not the binary's.
@@ -107,7 +120,7 @@ def prepare(
         for file in catalogue().ignored if ordinal is not None else ():
             _tell(file, file)
         while True:
-            decision = decide(ordinal, family, problem, backend, lowest)
+            decision = decide(ordinal, family, problem, backend, lowest, pinned)
             for loser in decision.rejected:
                 if loser.damaged:
                     _tell(loser.reason, f"{loser.subject} is not used: {loser.reason}")
@@ -149,7 +162,8 @@ def _fetch(
     reason = catalogue().denied.get(binary.sha256) or misfit(binary, device(ordinal))
     if reason:
         raise UnfitError(reason)
-    _tell_compiled(decision, winner.variant, compiled)
+    if decision.system.pinned is None:  # nobody who pins a variant needs to be told of it
+        _tell_compiled(decision, winner.variant, compiled)
     return binary, lambda: compiled.content
 
 

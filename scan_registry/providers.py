@@ -79,15 +79,24 @@ class Provider:
         """Why it does not go with version ``core`` of this package, or None if it does."""
         if self.name == CORE:
             return None
-        from packaging.specifiers import SpecifierSet
-
-        if SpecifierSet(self.core).contains(core, prereleases=True):
-            return None
-        return (
-            f"{self.name} {self.version} is made for {CORE} {self.core}, but {CORE} {core} is "
-            f"installed; `pip install '{CORE}{self.core}'`, or install the {self.name} that goes "
-            f"with {core}"
+        ours = self.name.startswith(f"{CORE}-")  # and so of the same versions
+        accepted = release_line(core)
+        remedy = (
+            f"`pip install '{self.name}{accepted}'`"
+            if ours
+            else f"install the {self.name} that goes with {core}"
         )
+        if not _within(core, self.core):
+            return (
+                f"{self.name} {self.version} is made for {CORE} {self.core}, but {CORE} {core} is "
+                f"installed; `pip install '{CORE}{self.core}'`, or {remedy}"
+            )
+        if ours and not _within(self.version, accepted):
+            return (
+                f"{CORE} {core} goes with {self.name} {accepted}, but {self.name} {self.version} is "
+                f"installed; {remedy}"
+            )
+        return None
 
 
 def installed() -> tuple[tuple[Provider, ...], tuple[ProviderError, ...]]:
@@ -148,6 +157,37 @@ def read(name: str, version: str, folder: Path) -> Provider:
         return Provider(name, version, folder, *_parse(manifest, own=name == CORE))
     except ValueError as error:
         raise ProviderError(f"{name} {version}: {path}: {error}") from error
+
+
+def core_range(version: str) -> str:
+    """The versions that go with what ``version`` compiles: itself and later ones, up to the next that
+    may change the archives' format or the kernels' parameters (a major one; before 1.0, a minor)."""
+    from packaging.version import Version
+
+    own = Version(version)
+    return f">={own.public},<{_following(own)}"
+
+
+def release_line(version: str) -> str:
+    """The versions of this project's own providers that go with ``version`` of this package: all up to
+    that next one, as long as they accept ``version``, too."""
+    from packaging.version import Version
+
+    own = Version(version)
+    return f">={own.major if own.major else f'0.{own.minor}'}.dev0,<{_following(own)}"
+
+
+def _following(own: Any) -> str:
+    return f"{own.major + 1}" if own.major else f"0.{own.minor + 1}"
+
+
+def _within(version: str, stated: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        return SpecifierSet(stated).contains(version, prereleases=True)
+    except ValueError:  # a folder's name that holds no version
+        return False
 
 
 def _is_named(held: Archive) -> bool:

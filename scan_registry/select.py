@@ -23,6 +23,7 @@ from scan_registry.fit import (
     nearest_rung,
 )
 from scan_registry.kernels.model import Family, Kernel, Language, Launch, Problem, Variant
+from scan_registry.rows import Tuned, nearest_row
 from scan_registry.target import FIRST_CUDA, CudaVersion, Target
 
 Backend = Literal["auto", "cuda", "triton", "reference"]
@@ -42,6 +43,8 @@ class System:
                 what was compiled ahead of time comes first anyway
     denied      reasons why a binary, by its digest, or a variant must not run
     failed      reasons why what fits does not run here after all, by key: found out by trying
+    tuned       what was tuned on this GPU, with its binaries; comes before the other archives
+    pinned      the one variant that may run; None: any
     """
 
     device: Device | None
@@ -49,6 +52,13 @@ class System:
     toolchains: Mapping[Language, Toolchain | str] | None = None
     denied: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[Key, str] = field(default_factory=dict)
+    tuned: Archive | None = None
+    pinned: Variant | None = None
+
+    @property
+    def every_archive(self) -> tuple[Archive, ...]:
+        """In order of preference among equals."""
+        return self.archives if self.tuned is None else (self.tuned, *self.archives)
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,9 @@ class Candidate:
     """Something that solves the problem on the device.
 
     archive and binary are None where nothing has been compiled yet (jit); the variant and its
-    target, too, for the reference. ``cost`` is the spec's estimate: smaller is better.
+    target, too, for the reference. ``cost`` is the spec's estimate: smaller is better. It decides
+    where nothing is ``tuned``, or among variants that the row does not name; ``ms`` is the variant's
+    time in that row, if it does.
     """
 
     rung: Rung
@@ -65,6 +77,8 @@ class Candidate:
     archive: Archive | None = None
     binary: Binary | None = None
     cost: float = 0.0
+    tuned: Tuned | None = None
+    ms: float | None = None
 
     @property
     def subject(self) -> str:
@@ -76,11 +90,14 @@ class Candidate:
         return self.subject, str(self.archive.path) if self.archive else "here"
 
     @property
-    def order(self) -> tuple[int, int, int, float]:
-        """Rung first, CUDA before Triton, the latest architecture, then the spec's preference."""
+    def order(self) -> tuple[int, int, int, bool, float]:
+        """Rung first, CUDA before Triton, the latest architecture, then what tuning found to be the
+        fastest, then the spec's preference."""
         if self.variant is None or self.target is None:
-            return self.rung, 0, 0, 0.0
-        return self.rung, int(self.variant.language != "cuda"), -self.target.number, self.cost
+            return self.rung, 0, 0, False, 0.0
+        other = int(self.variant.language != "cuda")
+        preference = self.cost if self.ms is None else self.ms
+        return self.rung, other, -self.target.number, self.ms is None, preference
 
 
 @dataclass(frozen=True)
@@ -152,6 +169,7 @@ def select(
             rejected.append(Rejected(outcome.subject, system.failed[outcome.key]))
         else:
             candidates.append(outcome)
+    candidates = _placed(system, family, problem, candidates)
     candidates.sort(key=lambda candidate: candidate.order)
     winner = candidates[0] if candidates else None
     for loser in candidates[1:]:
@@ -167,7 +185,7 @@ def _outcomes(
 ) -> Iterator[Outcome]:
     """Everything there is, from the top of the ladder down."""
     if system.device is not None:
-        for archive in system.archives:
+        for archive in system.every_archive:
             yield from _from_archive(system, system.device, archive, family, problem, backend)
         for language, toolchain in (system.toolchains or {}).items():
             yield from _from_source(
@@ -212,7 +230,7 @@ def _from_archive(
             yield Rejected(str(entry), reason)
         else:
             rung = nearest_rung(binary.target, device)
-            yield Candidate(rung, binary.variant, binary.target, archive, binary, cost)
+            yield Candidate(rung, variant, binary.target, archive, binary, cost)
 
 
 def _from_source(
@@ -243,13 +261,46 @@ def _from_source(
     for kernel in family.kernels:
         if (kernel.name, kernel.language) != (problem.kernel, language):
             continue
-        for variant in kernel.variants:
+        for variant in _buildable(system, kernel):
             text = str(variant)
             cost = _cost(system, family, variant, text, problem, backend)
             if isinstance(cost, str):
                 yield Rejected(f"{text} for {target}", cost)
             else:
                 yield Candidate(Rung.JIT, variant, target, cost=cost)
+
+
+def _buildable(system: System, kernel: Kernel) -> tuple[Variant, ...]:
+    """What may be compiled: what wheels hold, and anything that there can be if it is pinned."""
+    pinned = system.pinned
+    if pinned is not None and kernel.allows(pinned):
+        return (pinned,)
+    return kernel.variants
+
+
+def _placed(
+    system: System, family: Family, problem: Problem, candidates: list[Candidate]
+) -> list[Candidate]:
+    """The candidates with what tuning knows of them. All of one language go by the same row, wherever
+    they come from, so that their times can be compared."""
+    rows: dict[Language, Tuned | None] = {}
+    placed = []
+    for candidate in candidates:
+        variant = candidate.variant
+        if variant is None or system.device is None:
+            placed.append(candidate)
+            continue
+        kernel = _kernel(family, variant)
+        if variant.language not in rows:
+            fitting = [a for a in system.archives if not a.arch.misfit(system.device.capability)]
+            spec = system.toolchains is not None
+            rows[variant.language] = nearest_row(
+                system.device, system.tuned, fitting, spec, kernel, problem
+            )
+        row = rows[variant.language]
+        ms = None if row is None else row.row.times.get(kernel.label(variant))
+        placed.append(replace(candidate, tuned=row, ms=ms))
+    return placed
 
 
 def _cost(
@@ -266,19 +317,23 @@ def _refusal(
 ) -> str | None:
     if backend not in ("auto", variant.language):
         return _not_asked(backend)
-    if reason := system.denied.get(text):
+    if reason := system.denied.get(text) or _unpinned(system, variant):
         return reason
     try:
         kernel = _kernel(family, variant)
     except KeyError:
         return f"this version has no such kernel in {variant.language}"
-    if text not in kernel.by_text:
+    if text not in kernel.by_text and not kernel.allows(variant):
         return "this version's spec has no such variant"
     if reason := kernel.accepts(variant, problem):
         return reason
     assert system.device is not None
     blocks = kernel.launch(variant, problem, system.device.multiprocessors).grid[0]
     return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None
+
+
+def _unpinned(system: System, variant: Variant) -> str | None:
+    return None if system.pinned in (None, variant) else f"{system.pinned} is pinned"
 
 
 def _kernel(family: Family, variant: Variant) -> Kernel:
@@ -303,7 +358,15 @@ def _outranked(loser: Candidate, winner: Candidate) -> str:
         return f"{winner.target} is closer to the device"
     if loser.variant == winner.variant and loser.archive and winner.archive:
         return f"{winner.archive.provider} has it, too"
-    return f"the spec prefers the winner ({winner.cost:g} against {loser.cost:g})"
+    return _less_liked(loser, winner)
+
+
+def _less_liked(loser: Candidate, winner: Candidate) -> str:
+    if winner.ms is None:
+        return f"the spec prefers the winner ({winner.cost:g} against {loser.cost:g})"
+    if loser.ms is None:
+        return "the nearest tuned problem's row names the winner, and not this"
+    return f"tuning found the winner faster ({winner.ms:g} ms against {loser.ms:g})"
 
 
 def _where(device: Device | None) -> str:
@@ -363,7 +426,7 @@ def _targets(decision: Decision, device: Device) -> set[Target]:
     """The architectures that the device runs and for which intact archives hold binaries of the
     kernel, in the language that was asked for."""
     found = set()
-    for archive in decision.system.archives:
+    for archive in decision.system.every_archive:
         try:
             if archive.arch.misfit(device.capability) is not None:
                 continue

@@ -29,6 +29,10 @@ FIRST_CUDA: Mapping[Capability, CudaVersion] = {
     (12, 1): (12, 9),
 }
 
+#: What releases hold: machine code per GPU generation, and PTX for the rest. Each is in the default wheel,
+#: and in a package of its own, such as scan-registry-sm90; ci/matrix.json describes them.
+RELEASED = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "ptx80")
+
 _TARGET = re.compile(r"(?P<kind>sm|compute|ptx)_?(?P<number>\d{2,3})(?P<suffix>[af]?)")
 
 

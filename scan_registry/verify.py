@@ -112,7 +112,7 @@ def origin(binary: Binary) -> str | None:
     """
     variant = binary.variant
     kernel = _kernel(variant)
-    if kernel is None or variant not in kernel.variants:
+    if kernel is None or not kernel.allows(variant):
         return "this version's specs have no such variant"
     compiler = COMPILERS[variant.language]
     options = compiler.options(kernel, variant, binary.target)

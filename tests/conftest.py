@@ -104,7 +104,8 @@ def a_binary() -> Callable[..., tuple[Binary, bytes]]:
 def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
     """Writes an archive for an arch into ``tmp_path`` and returns it, unread.
 
-    ``binaries`` defaults to one for each of ``variants``, and these to all CUDA variants.
+    ``binaries`` defaults to one for each of ``variants``, and these to the CUDA kernels' defaults, which
+    no tuning table changes.
     """
 
     def make(
@@ -116,7 +117,12 @@ def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
     ) -> Archive:
         target = Target.parse(arch)
         if binaries is None:
-            chosen = variants or (v for v in FAMILY.variants() if v.language == "cuda")
+            chosen = variants or (
+                variant
+                for kernel in FAMILY.kernels
+                if kernel.language == "cuda"
+                for variant in kernel.by_text.values()
+            )
             binaries = [make_binary(variant, target) for variant in chosen]
         path = tmp_path / f"{target.label}{archive.SUFFIX}"
         archive.write(path, target, binaries, {**PROVENANCE, **provenance})

@@ -7,8 +7,8 @@
 The measuring is that of ``scan-registry bench``, in ``scan_registry/bench``: each timing is a CUDA
 graph of launches over several sets of inputs, more of them than the L2 cache holds. All graphs of a
 case are replayed in turns, and the median replay counts. Peers are timed at their kernels, without
-their wrappers' checks and zero fills. The floor is the bytes that must move over the bandwidth of a
-large ``torch.add``.
+their wrappers' checks and zero fills. The floor is the time of the fastest stream kernel, which reads
+and writes as many tensors of the same size, in the same turns.
 """
 
 from __future__ import annotations

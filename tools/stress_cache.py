@@ -133,9 +133,9 @@ class Gang:
         """Log the begin and the end of each compile in this process."""
         real = compiling._compile
 
-        def logged(made_of: Any) -> Any:
+        def logged(made_of: Any, *rest: Any) -> Any:
             self._mark("begin", made_of.key)
-            made = real(made_of)
+            made = real(made_of, *rest)
             self._mark("end", made_of.key)
             return made
 

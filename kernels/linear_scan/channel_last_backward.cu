@@ -7,8 +7,8 @@
 // which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h).
 // The states are read one step further along the walk than the rest. Three reads and two writes: 20
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in
-// channel_stream.cuh (aligned) and channel_last.cuh (generic).
-#if ALIGNED
+// channel_stream.cuh (staged) and channel_last.cuh (held in registers).
+#if STAGES
 #include "channel_stream.cuh"
 #else
 #include "channel_last.cuh"
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#if ALIGNED
+#if STAGES
     const Scans scans(batch, channels, time);
     const Walk walk(time, !(flags & 1), offsets, sequences);
     Sequences packed{walk};

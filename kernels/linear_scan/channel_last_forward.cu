@@ -3,8 +3,8 @@
 // A thread holds STEPS rows of VECTOR channels and walks them twice: once to compose their maps,
 // once, when the state that enters them is known, to write the states. One read of each input and
 // one write of the output: 12 bytes per element in float32, 6 in bfloat16 and float16. The tile
-// pictures are in channel_stream.cuh (aligned) and channel_last.cuh (generic).
-#if ALIGNED
+// pictures are in channel_stream.cuh (staged) and channel_last.cuh (held in registers).
+#if STAGES
 #include "channel_stream.cuh"
 #else
 #include "channel_last.cuh"
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#if ALIGNED
+#if STAGES
     const Scans scans(batch, channels, time);
     const Walk walk(time, flags & 1, offsets, sequences);
     Sequences packed{walk};

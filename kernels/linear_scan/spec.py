@@ -9,12 +9,12 @@ whose sequences are packed; ``generic`` takes all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
+from scan_registry.kernels.linear_scan import space, streams
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
     REDUCTION_TILE,
@@ -24,6 +24,15 @@ from scan_registry.kernels.linear_scan.problem import (
     LinearScanProblem,
     Strides,
     ceil_div,
+)
+from scan_registry.kernels.linear_scan.space import (
+    ACCESSES,
+    DTYPES,
+    FAMILY_NAME,
+    FOLDER,
+    Tile,
+    reductions,
+    scans,
 )
 from scan_registry.kernels.model import (
     ITEM_SIZE,
@@ -37,16 +46,8 @@ from scan_registry.kernels.model import (
     Variant,
 )
 
-FAMILY_NAME = "linear_scan"
-DTYPES = tuple(ITEM_SIZE)
-#: Of tokens and gates, where they differ: narrow tokens under float32 gates.
-MIXED = (("bfloat16", "float32"), ("float16", "float32"))
-ACCESSES = ("aligned", "generic")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "reduction")
 LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
-
-#: Static parameters beside dtypes and access.
-Tile: TypeAlias = Mapping[str, Static]
 
 _POINTERS: dict[Direction, tuple[str, ...]] = {
     "forward": (
@@ -89,34 +90,6 @@ def _state(dtype: str) -> str:
     return dtype if ITEM_SIZE[dtype] == 8 else "float32"
 
 
-def _variants(
-    kernel: str, language: Language, tiles: Callable[[str, str], tuple[Tile, ...]]
-) -> tuple[Variant, ...]:
-    """One for each tile that ``tiles`` gives a dtype and an access; mixed dtypes are generic."""
-    kinds = [
-        *((dtype, dtype, access) for dtype, access in product(DTYPES, (*ACCESSES, "packed"))),
-        *((dtype, gates, "generic") for dtype, gates in MIXED),
-    ]
-    return tuple(
-        Variant(
-            FAMILY_NAME,
-            kernel,
-            language,
-            (("dtype", dtype), ("gates", gates), ("access", access), *tile.items()),
-        )
-        for dtype, gates, access in kinds
-        for tile in tiles(dtype, access)
-    )
-
-
-def _reductions(kernel: str, language: Language, tile: Tile) -> tuple[Variant, ...]:
-    """A reduction writes partial sums in the dtype of the state, whatever the gates' is."""
-    return tuple(
-        Variant(FAMILY_NAME, kernel, language, (("dtype", dtype), *tile.items()))
-        for dtype in DTYPES
-    )
-
-
 def _rejects_dtype(variant: Variant, problem: LinearScanProblem) -> str | None:
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
@@ -149,41 +122,21 @@ def _reduction_launch(
 # --- CUDA -------------------------------------------------------------------------------------
 
 
-def _time_last_tiles(direction: Direction, dtype: str, access: str) -> tuple[Tile, ...]:
-    """Warps that share a row, and rows or warps side by side. Of generic variants the chunks a lane
-    holds; of aligned ones the lanes that share a row, the pieces a lane holds, the tiles on their way to
-    shared memory and the one there, and the blocks per SM."""
-    if access == "packed":
-        return ()
-    if access == "generic":
-        return (
-            {"warps": 1, "rows": 4, "steps": 1},
-            {"warps": 4, "rows": 1, "steps": 2},
-        )
-    ring: Tile = {"stages": 3 if direction == "forward" else 2, "blocks": 3}
-    return (
-        *({"warps": 1, "rows": 4, "lanes": lanes, "pieces": 4, **ring} for lanes in (1, 4, 8, 32)),
-        {"warps": 8, "rows": 1, "lanes": 32, "pieces": 4, "stages": 2, "blocks": 2},
-    )
+def _time_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
+    """Warps that share a row, rows per block, chunks a lane holds."""
+    short: Tile = {"warps": 1, "rows": 4, "steps": 1}
+    wide = ITEM_SIZE[dtype] == 8
+    warps = (2, 4, 8) if access == "aligned" and not wide else (4,)
+    return (short, *({"warps": each, "rows": 1, "steps": 2} for each in warps))
 
 
-def _channel_last_tiles(direction: Direction, dtype: str, access: str) -> tuple[Tile, ...]:
-    """Warps per block, threads along the channels, channels and rows per thread. Of aligned variants
-    also the tiles on their way to shared memory and the one there, and the blocks per SM."""
+def _channel_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
+    """Warps per block, threads along the channels, channels and rows per thread. Either way a tile is
+    32 channels wide, so that many of them run side by side."""
     if access == "generic":
         return ({"warps": 8, "lanes": 32, "vector": 1, "steps": 8},)
-    vector = 16 // ITEM_SIZE[dtype]
-    return tuple(
-        {
-            "warps": 4,
-            "lanes": lanes,
-            "vector": vector,
-            "steps": 8,
-            "stages": 3 if direction == "forward" else 2,
-            "blocks": 2,
-        }
-        for lanes in ((8, 4, 2) if access == "aligned" else (8,))
-    )
+    vector = 2 if ITEM_SIZE[dtype] == 8 else 4
+    return ({"warps": 4, "lanes": 32 // vector, "vector": vector, "steps": 8},)
 
 
 def _cuda_constants(variant: Variant) -> dict[str, Static]:
@@ -194,12 +147,9 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
         "ALIGNED": int(statics.get("access") in ("aligned", "packed")),
         "PACKED": int(statics.get("access") == "packed"),
+        "STAGES": 0,
         **tile,
     }
-
-
-#: That a kernel of aligned rows numbers in 32 bits.
-_MOST_ROWS = 2**31 - 1
 
 
 def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
@@ -208,31 +158,14 @@ def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     chunk = problem.chunk() if problem.layout == "time_last" else variant.number("vector")
     if variant.text("access") != "generic" and not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
-    if variant.text("access") != "generic" and problem.batch * problem.channels > _MOST_ROWS:
-        return f"{problem.batch * problem.channels} rows; it counts {_MOST_ROWS}"
-    if dict(variant.statics).get("lanes", 32) < 32 and not (
-        problem.layout == "channel_last" or problem.folds()
-    ):
-        return "rows do not follow one another at one stride"
-    return None
+    return streams.refuses(variant, problem) if streams.is_streamed(variant) else None
 
 
 def _time_last_tile(variant: Variant) -> int:
-    """Times of a tile."""
+    if streams.is_streamed(variant):
+        return streams.times(variant)
     chunk = 16 // ITEM_SIZE[variant.text("dtype")]
-    if variant.text("access") == "aligned":
-        return variant.number("warps") * variant.number("lanes") * variant.number("pieces") * chunk
     return variant.number("warps") * variant.number("steps") * 32 * chunk
-
-
-def _time_last_shared(direction: Direction, variant: Variant) -> int:
-    """Bytes of the ring of tiles."""
-    if variant.text("access") == "generic":
-        return 0
-    pieces = (2 if direction == "forward" else 3) * 32 * variant.number("pieces")
-    if direction == "backward":  # of the states one more a row
-        pieces += 32 // variant.number("lanes")
-    return 16 * variant.number("stages") * variant.number("warps") * variant.number("rows") * pieces
 
 
 def _walk_cost(variant: Variant, problem: LinearScanProblem, tile: int) -> float:
@@ -246,35 +179,19 @@ def _walk_cost(variant: Variant, problem: LinearScanProblem, tile: int) -> float
     return (-tile if enough else tile) + generic
 
 
-#: Rows that keep a large GPU busy with a warp for each.
-_ENOUGH_ROWS = 1000
-
-
 def _time_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
-    """Of aligned variants the one whose tiles are filled best, and of those the widest; where there are
-    few rows, the one whose warps share them."""
-    if variant.text("access") == "generic":
-        return 1e9 + _walk_cost(variant, problem, _time_last_tile(variant))
-    rows = problem.batch * problem.channels
-    tile = _time_last_tile(variant)
-    few = rows < _ENOUGH_ROWS and problem.time > 1024
-    fits = (variant.number("warps") > 1) == few
-    return (0 if fits else 1e6) + 1000 * ceil_div(problem.time, tile) * tile / problem.time - tile
+    if streams.is_streamed(variant):
+        return streams.cost(variant, problem)
+    return _walk_cost(variant, problem, _time_last_tile(variant))
 
 
 def _time_last_launch(
     variant: Variant, problem: LinearScanProblem, multiprocessors: int
 ) -> Launch:
+    if streams.is_streamed(variant):
+        return streams.launch(variant, problem, multiprocessors)
     rows = problem.outer * problem.batch * problem.channels
-    blocks = ceil_div(rows, variant.number("rows"))
-    if variant.text("access") == "generic":
-        return Launch((blocks, 1, 1), problem.scalars())
-    at_once = multiprocessors * variant.number("blocks")
-    if variant.number("warps") > 1:
-        levels = ceil_div(problem.time, _time_last_tile(variant))
-        return _stream_launch(variant, problem, multiprocessors, rows, levels, 1)
-    blocks = ceil_div(rows, variant.number("rows") * 32 // variant.number("lanes"))
-    return Launch((at_once if blocks > 4 * at_once else blocks, 1, 1), problem.scalars())
+    return Launch((ceil_div(rows, variant.number("rows")), 1, 1), problem.scalars())
 
 
 def _channel_last_tile(variant: Variant) -> tuple[int, int]:
@@ -283,69 +200,17 @@ def _channel_last_tile(variant: Variant) -> tuple[int, int]:
     return lanes * vector, variant.number("warps") * (32 // lanes) * variant.number("steps")
 
 
-def _columns(variant: Variant, problem: LinearScanProblem) -> int:
-    channels, _ = _channel_last_tile(variant)
-    return problem.outer * problem.batch * ceil_div(problem.channels, channels)
-
-
-#: Columns that keep a large GPU busy.
-_ENOUGH_COLUMNS = 120
-
-
 def _channel_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
-    """Of those that make enough columns the widest, else the narrowest; aligned before generic."""
-    if variant.text("access") == "generic":
-        return 1e9
-    channels, _ = _channel_last_tile(variant)
-    return -channels if _columns(variant, problem) >= _ENOUGH_COLUMNS else channels
-
-
-def _channel_last_shared(direction: Direction, variant: Variant) -> int:
-    """Bytes of the ring of tiles."""
-    if variant.text("access") == "generic":
-        return 0
-    inputs = 2 if direction == "forward" else 3
-    channels, times = _channel_last_tile(variant)
-    return variant.number("stages") * inputs * channels * times * ITEM_SIZE[variant.text("dtype")]
-
-
-#: Maps that a thread of a split scan fetches of the tiles before its own.
-_LOOK = 4
-
-
-def _lines(words: int) -> int:
-    """Of 16 bytes, each of which takes three words and a mark."""
-    return ceil_div(words, 3)
-
-
-def _stream_launch(
-    variant: Variant,
-    problem: LinearScanProblem,
-    multiprocessors: int,
-    columns: int,
-    levels: int,
-    scans: int,
-) -> Launch:
-    """A block for each column of so many scans where those fill the GPU; else columns are split into
-    their levels, and as many blocks as it holds share the tiles."""
-    if columns >= 0.75 * multiprocessors or levels < 4:
-        return Launch((columns, 1, 1), problem.scalars())
-    words = ITEM_SIZE[_state(problem.dtype)] // 4
-    with_rest = ITEM_SIZE[problem.dtype] >= 4
-    group = _LOOK * 32 * variant.number("warps") // scans
-    maps = columns * levels * _lines((3 if with_rest else 2) * words)
-    leaving = columns * (levels // group) * _lines((2 if with_rest else 1) * words)
-    blocks = min(columns * levels, multiprocessors * variant.number("blocks"))
-    return Launch((blocks, 1, 1), problem.scalars(), 16 * (1 + scans * (maps + leaving)))
+    if streams.is_streamed(variant):
+        return streams.cost(variant, problem)
+    return 0.5 if variant.text("access") == "generic" else 0.0
 
 
 def _channel_last_launch(
     variant: Variant, problem: LinearScanProblem, multiprocessors: int
 ) -> Launch:
-    if variant.text("access") != "generic":
-        channels, times = _channel_last_tile(variant)
-        columns, levels = _columns(variant, problem), ceil_div(problem.time, times)
-        return _stream_launch(variant, problem, multiprocessors, columns, levels, channels)
+    if streams.is_streamed(variant):
+        return streams.launch(variant, problem, multiprocessors)
     channels, times = _channel_last_tile(variant)
     columns = problem.outer * problem.batch * ceil_div(problem.channels, channels)
     tiles = ceil_div(problem.time, times)
@@ -355,9 +220,20 @@ def _channel_last_launch(
     return Launch((columns * tiles, 1, 1), problem.scalars(), 16 + 8 * words if tiles > 1 else 0)
 
 
+def _cuda_tiles(layout: Layout, direction: Direction, dtype: str, access: str) -> list[Tile]:
+    """What tuning may choose from."""
+    time_last = layout == "time_last"
+    streamed = streams.time_last if time_last else streams.channel_last
+    if access == space.PACKED:
+        return list(streamed(direction, dtype))
+    held = (space.cuda_time_last if time_last else space.cuda_channel_last)(dtype, access)
+    return [*held, *(streamed(direction, dtype) if access == "aligned" else ())]
+
+
 def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
+    defaults = scans(_time_last_tiles if time_last else _channel_last_tiles)
     return Kernel(
         family=FAMILY_NAME,
         name=name,
@@ -365,11 +241,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         source=f"{name}.cu",
         entry=f"{FAMILY_NAME}_{name}",
         parameters=parameters(direction),
-        variants=_variants(
-            name,
-            "cuda",
-            partial(_time_last_tiles if time_last else _channel_last_tiles, direction),
-        ),
+        defaults=defaults,
         constants=_cuda_constants,
         warps=lambda variant: (
             variant.number("warps") * (variant.number("rows") if time_last else 1)
@@ -377,7 +249,18 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         accepts=_cuda_accepts,
         cost=_time_last_cost if time_last else _channel_last_cost,
         launch=_time_last_launch if time_last else _channel_last_launch,
-        shared=partial(_time_last_shared if time_last else _channel_last_shared, direction),
+        space=scans(
+            partial(_cuda_tiles, layout, direction),
+            ACCESSES if time_last else (*ACCESSES, space.PACKED),
+        ),
+        shared=partial(streams.shared, direction),
+        **space.tuned(
+            name,
+            "cuda",
+            defaults,
+            _cuda_accepts,
+            _time_last_tile if time_last else lambda variant: _channel_last_tile(variant)[1],
+        ),
     )
 
 
@@ -390,7 +273,7 @@ def _cuda_reduction(layout: Layout) -> Kernel:
         source="reduction.cu",
         entry=f"{FAMILY_NAME}_reduction",
         parameters=parameters("reduction"),
-        variants=_reductions(name, "cuda", {"warps": 8}),
+        defaults=reductions({"warps": 8}),
         constants=lambda variant: {
             **_cuda_constants(variant),
             "TIME_LAST": int(layout == "time_last"),
@@ -411,8 +294,6 @@ _MOST_BLOCKS_Y = 65_535
 
 def _triton_tiles(layout: Layout, dtype: str, access: str) -> tuple[Tile, ...]:
     """Rows or channels of a program, times per step of its walk along time, warps."""
-    if access == "packed":
-        return ()
     wide = ITEM_SIZE[dtype] == 8  # of which fewer fit in the registers
     if layout == "channel_last":
         if wide:
@@ -495,28 +376,50 @@ def _triton_launch(variant: Variant, problem: LinearScanProblem, multiprocessors
 
 def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
-    reduction = direction == "reduction"
+    defaults = scans(partial(_triton_tiles, layout))
+    tiles = space.triton_time_last if layout == "time_last" else space.triton_channel_last
+    return Kernel(
+        **_triton_source(layout, direction),
+        defaults=defaults,
+        accepts=_triton_accepts,
+        cost=_triton_cost,
+        launch=_triton_launch,
+        space=scans(tiles),
+        given=frozenset({"reverse"}),
+        **space.tuned(
+            name, "triton", defaults, _triton_accepts, lambda variant: variant.number("times")
+        ),
+    )
+
+
+def _triton_reduction(layout: Layout) -> Kernel:
     unit, other = REDUCTION_TILE
     return Kernel(
-        family=FAMILY_NAME,
-        name=name,
-        language="triton",
-        source="triton_kernels.py",
-        entry=name,
-        parameters=parameters(direction),
-        variants=_reductions(name, "triton", {"unit": unit, "other": other, "warps": 4})
-        if reduction
-        else _variants(name, "triton", partial(_triton_tiles, layout)),
-        constants=_triton_constants,
-        warps=lambda variant: variant.number("warps"),
-        accepts=_rejects_dtype if reduction else _triton_accepts,
-        cost=(lambda variant, problem: 0.0) if reduction else _triton_cost,
-        launch=_reduction_launch if reduction else _triton_launch,
-        divisible=lambda variant: _triton_divisible(variant, layout, direction),
-        elements=lambda variant: _triton_elements(variant, direction),
-        # Where rests are kept: a sum's rounding error can be had only if its terms are rounded first.
-        fuses=lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
+        **_triton_source(layout, "reduction"),
+        defaults=reductions({"unit": unit, "other": other, "warps": 4}),
+        accepts=_rejects_dtype,
+        cost=lambda variant, problem: 0.0,
+        launch=_reduction_launch,
     )
+
+
+def _triton_source(layout: Layout, direction: Direction) -> dict[str, Any]:
+    """What all Triton kernels say alike."""
+    name = f"{layout}_{direction}"
+    return {
+        "family": FAMILY_NAME,
+        "name": name,
+        "language": "triton",
+        "source": "triton_kernels.py",
+        "entry": name,
+        "parameters": parameters(direction),
+        "constants": _triton_constants,
+        "warps": lambda variant: variant.number("warps"),
+        "divisible": lambda variant: _triton_divisible(variant, layout, direction),
+        "elements": lambda variant: _triton_elements(variant, direction),
+        # Where rests are kept: a sum's rounding error can be had only if its terms are rounded first.
+        "fuses": lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
+    }
 
 
 # --- The family -------------------------------------------------------------------------------
@@ -546,10 +449,17 @@ def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> Sa
 
 def _kernels(language: Language) -> tuple[Kernel, ...]:
     if language == "triton":
-        return tuple(_triton_kernel(*each) for each in product(LAYOUTS, DIRECTIONS))
-    scans = product(LAYOUTS, DIRECTIONS[:2])
+        return tuple(
+            _triton_reduction(layout)
+            if direction == "reduction"
+            else _triton_kernel(layout, direction)
+            for layout, direction in product(LAYOUTS, DIRECTIONS)
+        )
     return (
-        *(_cuda_kernel(layout, direction) for layout, direction in scans),
+        *(
+            _cuda_kernel(layout, direction)
+            for layout, direction in product(LAYOUTS, DIRECTIONS[:2])
+        ),
         *(_cuda_reduction(layout) for layout in LAYOUTS),
     )
 
@@ -557,7 +467,10 @@ def _kernels(language: Language) -> tuple[Kernel, ...]:
 FAMILY = Family(
     name=FAMILY_NAME,
     summary="x[t] = gates[t] * x[t-1] + tokens[t]",
-    folder=Path(__file__).parent,
+    folder=FOLDER,
     kernels=(*_kernels("cuda"), *_kernels("triton")),
     samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
 )
+
+for _kernel in FAMILY.kernels:
+    _ = _kernel.by_text  # while importing: a first call has no time to print variants

@@ -7,8 +7,8 @@
 // which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h):
 // no gate has to be read one place off its own. Three reads and two writes: 20 bytes per element in
 // float32, 10 in bfloat16 and float16. The tile pictures are in
-// time_stream.cuh (aligned) and time_last.cuh (generic).
-#if ALIGNED
+// time_stream.cuh (staged) and time_last.cuh (held in registers).
+#if STAGES
 #include "time_stream.cuh"
 
 struct Backward {
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#if ALIGNED
+#if STAGES
     const Scans scans(batch, channels, time);
     const Backward of{{gates, gates_batch, gates_channel},
                       {states, states_batch, states_channel},

@@ -4,8 +4,8 @@
 // of the row give the state that enters each chunk, and a second walk over the registers writes
 // the states. One read of each input and one write of the output: 12 bytes per element in float32,
 // 6 in bfloat16 and float16. The tile pictures are in
-// time_stream.cuh (aligned) and time_last.cuh (generic).
-#if ALIGNED
+// time_stream.cuh (staged) and time_last.cuh (held in registers).
+#if STAGES
 #include "time_stream.cuh"
 
 struct Forward {
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#if ALIGNED
+#if STAGES
     const Scans scans(batch, channels, time);
     const Forward of{{gates, gates_batch, gates_channel},
                      {tokens, tokens_batch, tokens_channel},

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from scan_registry.bench.cases import PASSES, Case
+from scan_registry.bench.floor import stream_calls
 from scan_registry.bench.peers import Peer, installed
 from scan_registry.bench.timing import (
     Call,
@@ -35,7 +36,7 @@ _TENSORS = 6  # inputs, outputs and what makes them, of one call
 @dataclass(frozen=True)
 class Timing:
     """Median and spread (largest minus smallest) of a call, in ms, by who made it; and in how many ms
-    its bytes stream."""
+    its bytes stream. ``floor`` is the stream kernel's variant that measured that, on a GPU."""
 
     case: Case
     direction: str
@@ -43,6 +44,12 @@ class Timing:
     ms: float
     spread: float
     floor_ms: float
+    floor: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields; that of the variant only where there is one."""
+        record = {**vars(self), "case": self.case.to_json()}
+        return {name: value for name, value in record.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,9 @@ class Bench:
     def check_room(self, case: Case) -> None:
         """``ValueError`` if the case's tensors are more than the device has memory for."""
         sets = sets_of_inputs(case.traffic("forward"), self.device)
-        takers = [peer for peer in self.peers if not peer.refuses(case)]
-        contenders = len(self.backends) + len(takers)
+        takers = [peer for peer in self.peers if not _refusal(peer, case)]
+        floor = 1 if self.device.type == "cuda" else 0
+        contenders = len(self.backends) + len(takers) + floor
         needed, free = _TENSORS * sets * contenders * case.tensor_bytes(), free_bytes(self.device)
         if free is not None and needed > free:
             raise ValueError(
@@ -145,11 +153,31 @@ class Bench:
                 raise
             except Exception as error:  # whatever another package's compilation or launch raises
                 self._give_up(contender.who, error)
-        times = compete([*recordings.values()])
-        for who, (ms, spread) in zip(recordings, times, strict=True):
-            yield Timing(case, direction, who, ms, spread, traffic / self.bandwidth)
-        del recordings
+        floors = self._floors(case, direction)
+        times = compete([*recordings.values(), *floors.values()])
+        floor_ms, floor = traffic / self.bandwidth, None
+        if floors:
+            timed = zip(floors, times[len(recordings) :], strict=True)
+            floor, (floor_ms, _) = min(timed, key=lambda each: each[1])
+        for who, (ms, spread) in zip(recordings, times, strict=False):
+            yield Timing(case, direction, who, ms, spread, floor_ms, floor)
+        del recordings, floors
         self._tidy()
+
+    def _floors(self, case: Case, direction: str) -> dict[str, Recording]:
+        """What streams as many tensors of the same size, on a GPU."""
+        if self.device.type != "cuda":
+            return {}
+        sets = sets_of_inputs(case.traffic(direction), self.device)
+        moved = *case.moves(direction), case.tensor_bytes(), sets
+        try:
+            return {
+                variant: record(calls, self.device)
+                for variant, calls in stream_calls(*moved, self.device)
+            }
+        except NoKernelError as error:
+            self.skipped.setdefault("the floor, which torch.add stands in for", str(error))
+            return {}
 
     def _tidy(self) -> None:
         """Give memory that nothing holds back to the device."""
@@ -184,7 +212,7 @@ class Bench:
         for peer in self.peers:
             if peer.name in self._broken:
                 continue
-            if reason := peer.refuses(case):
+            if reason := _refusal(peer, case):
                 self.skipped.setdefault(peer.name, reason)
                 continue
             try:
@@ -208,7 +236,7 @@ class Bench:
             "torch": torch.__version__,
             "scan_registry": version("scan-registry"),
             "streaming_bytes_per_ms": self.bandwidth,
-            "timings": [asdict(timing) for timing in self.timings],
+            "timings": [timing.to_json() for timing in self.timings],
             "device": self.name,
             "skipped": dict(self.skipped),
         }
@@ -217,12 +245,21 @@ class Bench:
 def our_call(case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
     """A call of this package with inputs of its own: the operator forward, and backward what
     autograd calls."""
-    gates, tokens = case.gates(device), case.sequence(device)
+    gates, tokens, bounds = case.random_gates(device), case.sequence(device), case.bounds(device)
+
+    def forward() -> Any:
+        return linear_scan(gates, tokens, dim=case.dim, cu_seqlens=bounds, backend=backend)
+
     if direction == "forward":
-        return lambda: linear_scan(gates, tokens, dim=case.dim, backend=backend)
-    states = linear_scan(gates, tokens, dim=case.dim, backend=backend)
+        return forward
+    states = forward()
     options, wanted = Options(case.dim, backend=backend), (True, True, False)
-    return lambda: plans.backward(gates, states, tokens, None, None, None, options, wanted)
+    return lambda: plans.backward(gates, states, tokens, None, None, bounds, options, wanted)
+
+
+def _refusal(peer: Peer, case: Case) -> str | None:
+    """Why a peer does not take the case, or None: none of them takes options."""
+    return f"it does not take {case.options}" if case.options else peer.refuses(case)
 
 
 @contextmanager

@@ -35,7 +35,11 @@ class Case(Protocol):
     def sequence(self, device: Any) -> Any:
         """A new random tensor of the case's shape and dtype."""
 
-    def gates(self, device: Any) -> Any:
+    @property
+    def options(self) -> str:
+        """In words, what is not as usual; empty if nothing is."""
+
+    def random_gates(self, device: Any) -> Any:
         """The same, within the unit disc."""
 
 
@@ -87,7 +91,7 @@ class Peer:
 
         def make() -> Callable[[], Any]:
             sequences = case.sequence(device), case.sequence(device)
-            return kernel(module, direction, case.gates(device), *sequences)
+            return kernel(module, direction, case.random_gates(device), *sequences)
 
         return make
 

@@ -1,15 +1,24 @@
-"""A picture of timings: milliseconds over the length of the sequences, one panel for each pass."""
+"""A picture of timings over the length of the sequences: above milliseconds, below the fraction of the
+floor's speed; a column of panels for each pass."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scan_registry.bench.measure import Timing
 
 FORMATS = ("pdf", "png", "svg")
+_LEGEND_INCHES = 5.0  # beside the panels, where many kinds have to be told apart
+_STYLES = {
+    "float32": "-",
+    "bfloat16": "--",
+    "float16": ":",
+    "float64": "-.",
+    "complex64": (0, (5, 1, 1, 1, 1, 1)),
+}
 
 
 class PlotError(RuntimeError):
@@ -30,27 +39,72 @@ def load() -> Any:
 def draw(timings: Sequence[Timing], title: str, path: Path) -> None:
     """Write the picture to ``path``, in the format that its suffix names.
 
-    One line for everyone who was timed, and a dashed one for the floor, at which the bytes stream.
+    One line for everyone who was timed on each kind of case, cases that differ in time alone; where
+    there is one kind, a dashed one for the floor, at which the bytes stream. Of several kinds, those that
+    differ in the dtype have one colour.
     """
     figures = load()
     passes = list(dict.fromkeys(timing.direction for timing in timings))
-    figure = figures.Figure(figsize=(6.4 * len(passes), 4.8), layout="constrained")
-    for axes, direction in zip(
-        figure.subplots(1, len(passes), squeeze=False)[0], passes, strict=True
-    ):
+    kinds = list(dict.fromkeys(map(_kind, timings)))
+    beside = _LEGEND_INCHES if len(kinds) > 1 else 0.0
+    figure = figures.Figure(figsize=(6.4 * len(passes) + beside, 9.6), layout="constrained")
+    above, below = figure.subplots(2, len(passes), squeeze=False)
+    for column, direction in enumerate(passes):
         here = [timing for timing in timings if timing.direction == direction]
-        floor = {timing.case.time: timing.floor_ms for timing in here}
-        for who in dict.fromkeys(timing.who for timing in here):
-            line = {timing.case.time: timing.ms for timing in here if timing.who == who}
-            axes.plot(*_points(line), marker="o", label=who)
-        axes.plot(*_points(floor), linestyle="--", color="gray", label="streaming")
-        axes.set(title=direction, xlabel="sequence length", ylabel="ms")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend()
+        _panel(above[column], here, kinds, direction)
+        _panel(below[column], here, kinds, f"{direction}, of the floor", fraction=True)
+        if len(kinds) == 1:
+            floor = {timing.case.time: timing.floor_ms for timing in here}
+            above[column].plot(*_points(floor), linestyle="--", color="gray", label="streaming")
+            above[column].legend()
+            below[column].legend()
+    if len(kinds) > 1:
+        handles, labels = above[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", fontsize="x-small")
     figure.suptitle(title)
     figure.savefig(path)
+
+
+def _panel(
+    axes: Any, here: Sequence[Timing], kinds: Sequence[_Kind], title: str, *, fraction: bool = False
+) -> None:
+    groups = list(dict.fromkeys(kind.group for kind in kinds))
+    for kind in kinds:
+        of_kind = [timing for timing in here if _kind(timing) == kind]
+        look = {"color": f"C{groups.index(kind.group)}", "linestyle": _STYLES[kind.dtype]}
+        for who in dict.fromkeys(timing.who for timing in of_kind):
+            line = {
+                timing.case.time: timing.floor_ms / timing.ms if fraction else timing.ms
+                for timing in of_kind
+                if timing.who == who
+            }
+            if len(kinds) == 1:
+                axes.plot(*_points(line), marker="o", label=who)
+            else:
+                axes.plot(*_points(line), marker=".", label=f"{kind}, {who}", **look)
+    axes.set(title=title, xlabel="sequence length", ylabel="floor / time" if fraction else "ms")
+    axes.set_xscale("log", base=2)
+    if fraction:
+        axes.set_ylim(0, 1.1)
+    else:
+        axes.set_yscale("log")
+    axes.grid(visible=True, alpha=0.3)
+
+
+class _Kind(NamedTuple):
+    """What cases of one line have in common; ``group`` is that without the dtype."""
+
+    group: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.group}, {self.dtype}"
+
+
+def _kind(timing: Timing) -> _Kind:
+    case = timing.case
+    words = [case.layout, f"{case.batch} × {case.channels}", case.options]
+    return _Kind(", ".join(word for word in words if word), case.dtype)
 
 
 def _points(line: dict[int, float]) -> tuple[list[int], list[float]]:

@@ -84,10 +84,16 @@ class WallClock:
         return 1e3 * (time.perf_counter() - begin) / (self.turns * len(self.calls))
 
 
-def record(calls: Sequence[Call], device: torch.device, captured: bool = True) -> Recording:
+def record(
+    calls: Sequence[Call],
+    device: torch.device,
+    captured: bool = True,
+    launches: int | None = None,
+) -> Recording:
     """Enough turns of the calls; on a GPU those of one turn write memory of their own.
 
     captured: whether a CUDA graph can record them.
+    launches: in a recording, at least; ``LAUNCHES`` unless given.
     """
     for call in calls[:2]:
         call()
@@ -95,7 +101,7 @@ def record(calls: Sequence[Call], device: torch.device, captured: bool = True) -
         once = WallClock(1, calls).ms() * len(calls)
         return WallClock(max(1, round(ENOUGH_MS / max(once, 1e-3))), calls)
     torch.cuda.synchronize()
-    turns = -(-LAUNCHES // len(calls))
+    turns = -(-(launches or LAUNCHES) // len(calls))
     if not captured:
         once = Launches(1, calls).ms() * len(calls)
         return Launches(max(1, min(turns, round(ENOUGH_MS / max(once, 1e-3)))), calls)
@@ -107,10 +113,12 @@ def record(calls: Sequence[Call], device: torch.device, captured: bool = True) -
     return Graph(graph, turns * len(calls), calls)
 
 
-def compete(recordings: Sequence[Recording]) -> list[tuple[float, float]]:
+def compete(
+    recordings: Sequence[Recording], warm_up: int = WARM_UP, rounds: int = ROUNDS
+) -> list[tuple[float, float]]:
     """Median and spread of each recording's ms per call; all of them in turns, after a warm-up."""
     times: list[list[float]] = [[] for _ in recordings]
-    for number in range(-WARM_UP, ROUNDS):
+    for number in range(-warm_up, rounds):
         for recording, measured in zip(recordings, times, strict=True):
             ms = recording.ms()
             if number >= 0:

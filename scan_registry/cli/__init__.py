@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Protocol
 
 from scan_registry.archive import ArchiveError
-from scan_registry.cli import bench, cache, doctor, explain, inspect, selftest, verify
+from scan_registry.cli import bench, cache, doctor, explain, inspect, selftest, tune, verify
 from scan_registry.cli.errors import UsageError
 from scan_registry.providers import ProviderError
 from scan_registry.select import NoKernelError
@@ -41,6 +41,7 @@ COMMANDS: dict[str, Command] = {
     "verify": verify,
     "selftest": selftest,
     "bench": bench,
+    "tune": tune,
     "cache": cache,
 }
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import track
 
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.explain import DTYPES
-from scan_registry.cli.tables import new_table, screen, show
-from scan_registry.select import BACKENDS
+from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
+from scan_registry.select import BACKENDS, Backend, NoKernelError
 
 if TYPE_CHECKING:
     from torch import device as Device
 
     from scan_registry.bench.cases import Case
+    from scan_registry.bench.goals import Goal, Outcome
     from scan_registry.bench.measure import Bench
 
 LAYOUTS = ("channel_last", "time_last")
@@ -33,9 +39,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "both languages of this package and the peers that are installed (accelerated-scan, "
         "sequential_scan), as CUDA graphs of kernel launches; on the CPU the calls, beside torch.mul on "
         "tensors of the same size. Inputs rotate over up to 64 sets, to be out of the caches. The floor is "
-        "the time in which a large torch.add moves as many bytes.",
-        epilog="Exit status: 0; 2 for arguments that cannot be meant, and where nothing can be timed. "
-        "The JSON document is described by scan_registry/schemas/bench.json.",
+        "the time in which a kernel that only streams reads and writes as many tensors of the same size, "
+        "the fastest of several, timed in the same turns; on the CPU that in which a large torch.add "
+        "moves as many bytes. --goals times the project's own cases, each with the least fraction of the "
+        "floor that it is to reach.",
+        epilog="Exit status: 0; 1 where --goals was not met; 2 for arguments that cannot be meant, and "
+        "where nothing can be timed. The JSON document is described by scan_registry/schemas/bench.json.",
     )
     parser.add_argument(
         "--d_model",
@@ -76,6 +85,30 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="draw the times into a .png, .svg or .pdf; .png is added to a bare name. Needs matplotlib",
     )
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="X",
+        help="layout:batch,channels,time:dtype, to which :sequences=N (packed along time) and "
+        ":gates=channel may be added; in place of the sizes above; may repeat",
+    )
+    parser.add_argument(
+        "--goals", action="store_true", help="time the cases with goals, and say which are met"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="of those, the cases in whose --case form the text occurs; may repeat",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="begin no case after so long; what is left out is listed",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
 
 
@@ -92,12 +125,10 @@ def run(args: argparse.Namespace) -> int:
             )
     plot = None if args.plot is None else _picture(args.plot)
     device = _device(args.device)
-    cases = _cases(args, device.type)
-
-    import torch
-    from rich.console import Console
-    from rich.progress import track
-
+    if args.goals and device.type == "cpu":
+        raise UsageError("--goals are for GPUs; accepted with it is --device cuda:N, of one here")
+    goals = _goals(args) if args.goals else []
+    cases = [goal.case for goal in goals] or _cases(args, device.type)
     if device.type == "cpu" and args.backend in ("cuda", "triton"):
         raise UsageError(
             f"--backend is {args.backend!r}, which needs a GPU; accepted on the CPU are auto and "
@@ -105,23 +136,55 @@ def run(args: argparse.Namespace) -> int:
         )
     bench = _bench(args, device)
     try:
-        for case in cases:
+        for case in () if goals else cases:
             bench.check_room(case)
     except ValueError as error:
-        raise UsageError(f"--seqlens: {error}") from error
-    errors, quiet = Console(stderr=True), not sys.stderr.isatty()
-    try:
-        for case in track(cases, "timing", console=errors, transient=True, disable=quiet):
-            bench.run(case)
-    except torch.OutOfMemoryError as error:
-        raise UsageError(f"--seqlens: {device} has not enough memory: {error}") from error
+        raise UsageError(f"{'--case' if args.case else '--seqlens'}: {error}") from error
+    _time(bench, cases, args)
     if args.json:
-        print(json.dumps(bench.document(), indent=2))
+        print(json.dumps(document(bench, goals), indent=2))
+    elif goals:
+        show_goals(bench, goals)
     else:
         show_table(bench)
     if plot is not None:
         _draw(bench, args, plot)
-    return 0
+    met = [outcome.met for outcome in _outcomes(bench, goals)]
+    return 0 if all(met) and len(met) == len(goals) * len(bench.passes) else 1
+
+
+def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> None:
+    """Time the cases, with a progress bar, until the budget or the user ends it. Of those with goals,
+    one that cannot be timed does not keep the others from it."""
+    import torch
+
+    errors, quiet = Console(stderr=True), not sys.stderr.isatty()
+    started = time.monotonic()
+    done = 0
+    try:
+        for case in track(cases, "timing", console=errors, transient=True, disable=quiet):
+            if args.budget is not None and time.monotonic() - started > args.budget:
+                break
+            try:
+                bench.run(case)
+            except (torch.OutOfMemoryError, NoKernelError) as error:
+                if not args.goals:
+                    raise
+                bench.skipped[str(case)] = str(error)
+            done += 1
+    except torch.OutOfMemoryError as error:
+        option = "--case" if args.case else "--seqlens"
+        raise UsageError(f"{option}: {bench.device} has not enough memory: {error}") from error
+    except KeyboardInterrupt:
+        print("interrupted: what was timed is kept", file=sys.stderr)
+    for case in cases[done:]:
+        bench.skipped.setdefault(str(case), "not begun in time")
+
+
+def document(bench: Bench, goals: Sequence[Goal]) -> dict[str, Any]:
+    """The stable form, as ``schemas/bench.json`` describes it: keys are only ever added."""
+    found = [outcome.to_json() for outcome in _outcomes(bench, goals)]
+    return {**bench.document(), **({"goals": found} if goals else {})}
 
 
 def _bench(args: argparse.Namespace, device: Device) -> Bench:
@@ -133,12 +196,61 @@ def _bench(args: argparse.Namespace, device: Device) -> Bench:
     try:
         return Bench.on(
             device,
-            None if args.backend is None else (args.backend,),
-            peers=not args.no_peers,
+            _backends(args),
+            peers=not (args.no_peers or args.goals),
             passes=("forward",) if args.fwd_only else ("forward", "backward"),
         )
     except torch.OutOfMemoryError as error:
         raise UsageError(f"{device} has no room to measure its bandwidth: {error}") from error
+
+
+def _outcomes(bench: Bench, goals: Sequence[Goal]) -> list[Outcome]:
+    from scan_registry.bench.goals import outcomes
+
+    return outcomes(goals, bench.timings)
+
+
+def _backends(args: argparse.Namespace) -> Sequence[Backend] | None:
+    """None for the device's usual ones. Goals are for what runs where no language is asked for."""
+    if args.backend is not None:
+        return (args.backend,)
+    return ("auto",) if args.goals else None
+
+
+def show_goals(bench: Bench, goals: Sequence[Goal]) -> None:
+    """Print each goal with what came of it, and what was not timed."""
+    console, found = screen(), _outcomes(bench, goals)
+    table = new_table(
+        "layout", "B, C, T~", "dtype", "pass", "ms>", "± ms>", "floor>", "ratio>", "goal>", ""
+    )
+    for outcome in found:
+        case, timing = outcome.goal.case, outcome.timing
+        table.add_row(
+            case.layout,
+            _sizes(case),
+            SHORT_DTYPES[case.dtype],
+            timing.direction,
+            f"{timing.ms:.4f}",
+            f"{timing.spread:.4f}",
+            f"{timing.floor_ms:.4f}",
+            f"{outcome.ratio:.3f}",
+            f"{outcome.goal.ratio:.2f}",
+            "met" if outcome.met else "[red]missed[/]",
+        )
+    show(console, table, f"{bench.name}; streaming {bench.bandwidth / 1e9:.2f} TB/s")
+    met = sum(outcome.met for outcome in found)
+    console.print(f"{met} of {len(goals) * len(bench.passes)} goals met, {len(found)} timed")
+    _show_skipped(console, bench)
+
+
+def _sizes(case: Case) -> str:
+    sizes = f"{case.batch}, {case.channels}, {case.time}"
+    return f"{sizes}, {case.options}" if case.options else sizes
+
+
+def _show_skipped(console: Console, bench: Bench) -> None:
+    for who, reason in bench.skipped.items():
+        console.print(f"not everywhere timed: {who}: {reason}", markup=False)
 
 
 def show_table(bench: Bench) -> None:
@@ -152,7 +264,7 @@ def show_table(bench: Bench) -> None:
         case = timing.case
         table.add_row(
             case.layout,
-            f"{case.batch}, {case.channels}, {case.time}",
+            _sizes(case),
             case.dtype,
             timing.direction,
             timing.who,
@@ -162,13 +274,30 @@ def show_table(bench: Bench) -> None:
             f"{timing.floor_ms / timing.ms:.2f}",
         )
     show(console, table, f"{bench.name}; streaming {bench.bandwidth / scale:.2f} {unit}")
-    for who, reason in bench.skipped.items():
-        console.print(f"not everywhere timed: {who}: {reason}", markup=False)
+    _show_skipped(console, bench)
+
+
+def _goals(args: argparse.Namespace) -> list[Goal]:
+    from scan_registry.bench.goals import GOALS
+
+    chosen = [goal for goal in GOALS if all(text in str(goal.case) for text in args.only)]
+    if not chosen:
+        raise UsageError(
+            f"--only {' '.join(args.only)!r} leaves no case; accepted are parts of cases such as "
+            f"{GOALS[0].case}"
+        )
+    return chosen
 
 
 def _cases(args: argparse.Namespace, kind: str) -> list[Case]:
     from scan_registry.bench.cases import Case
 
+    try:
+        named = [Case.parse(text) for text in args.case]
+    except ValueError as error:
+        raise UsageError(f"--case: {error}") from error
+    if named:
+        return list(dict.fromkeys(named))
     text = SEQLENS[kind] if args.seqlens is None else args.seqlens
     sizes = [size.strip() for size in text.split(",")]
     if not all(size.isdecimal() and len(size) < 100 and int(size) > 0 for size in sizes):
@@ -223,6 +352,8 @@ def _draw(bench: Bench, args: argparse.Namespace, path: Path) -> None:
     from scan_registry.bench.plot import draw
 
     title = f"{bench.name}: {args.layout}, B {args.bs}, C {args.d_model}, {DTYPES[args.dtype]}"
+    if args.goals or args.case:
+        title = bench.name
     try:
         draw(bench.timings, title, path)
     except OSError as error:

@@ -17,8 +17,10 @@ from scan_registry.cache import Cache, jit_cache
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.listing import arch_label, size_text
 from scan_registry.cli.tables import new_table, screen, show
-from scan_registry.export import Cached, Choice, Package, choose, contents
+from scan_registry.export import Cached, Choice, choose, contents, exported
 from scan_registry.inventory import catalogue
+from scan_registry.local import TunedHere, tuned_cache, tuned_contents
+from scan_registry.package import Package
 from scan_registry.providers import CORE
 
 _LABEL = re.compile(r"[a-z0-9]+([-_][a-z0-9]+)*")
@@ -31,8 +33,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command's own commands and their arguments."""
     parser = commands.add_parser(
         "cache",
-        help="what was compiled here: list, clear, export",
-        description="What this machine has compiled because nothing installed was built for it. "
+        help="what was compiled and tuned here: list, clear, export",
+        description="What this machine has compiled because nothing installed was built for it, and "
+        "what `scan-registry tune` found on its GPUs. "
         "SCAN_REGISTRY_CACHE chooses the folder.",
     )
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
@@ -98,15 +101,19 @@ def obstacle(cache: Cache) -> str | None:
 
 
 def _list(cache: Cache, args: argparse.Namespace) -> int:
-    entries = list(contents(cache))
+    entries, tuned = list(contents(cache)), list(tuned_contents())
     if args.json:
-        print(json.dumps(list_document(cache, entries), indent=2))
+        print(json.dumps(list_document(cache, entries, tuned), indent=2))
     else:
         _print_list(cache, entries)
-    return 1 if any(entry.damage for entry in entries) else 0
+        _print_tuned(tuned)
+    damage = [*(entry.damage for entry in entries), *(each.damage for each in tuned)]
+    return 1 if any(damage) else 0
 
 
-def list_document(cache: Cache, entries: Sequence[Cached]) -> dict[str, Any]:
+def list_document(
+    cache: Cache, entries: Sequence[Cached], tuned: Sequence[TunedHere]
+) -> dict[str, Any]:
     """The stable form, described by ``schemas/cache-list.json``: keys are only ever added."""
     reason = obstacle(cache)
     return {
@@ -128,7 +135,38 @@ def list_document(cache: Cache, entries: Sequence[Cached]) -> dict[str, Any]:
             }
             for entry in entries
         ],
+        "tuned": [
+            {
+                "path": str(each.archive.path),
+                "state": each.state,
+                "reason": each.damage or each.stale,
+                "gpu": each.gpu,
+                "date": each.date,
+                "kernels": list(each.kernels),
+                "binaries": each.binaries,
+                "bytes": each.size,
+            }
+            for each in tuned
+        ],
     }
+
+
+def _print_tuned(tuned: Sequence[TunedHere]) -> None:
+    """What was tuned here; nothing if nothing was."""
+    if not tuned:
+        return
+    console = screen()
+    table = new_table("tuned on~", "date", "kernels~", "binaries>", "size>", "state")
+    for each in tuned:
+        state = f"[red]{each.state}[/]" if each.damage else each.state
+        kernels = ", ".join(head.partition(".")[2] for head in each.kernels)
+        size = size_text(each.size)
+        table.add_row(each.gpu or "", each.date or "", kernels, str(each.binaries), size, state)
+    show(console, table)
+    for each in tuned:
+        if each.state != "current":
+            text = f"{each.state}: {each.archive.path}: {each.damage or each.stale}"
+            console.print(text, markup=False, soft_wrap=True)
 
 
 def _print_list(cache: Cache, entries: Sequence[Cached]) -> None:
@@ -174,19 +212,23 @@ def _counted(number: int, one: str, many: str) -> str:
 
 
 def _clear(cache: Cache, args: argparse.Namespace) -> int:
-    sizes = 0
-    for entry in cache.entries():
-        with suppress(FileNotFoundError):  # somebody else is clearing it
-            sizes += entry.path.stat().st_size
-    try:
-        count = cache.clear()
-    except OSError as error:
-        raise UsageError(f"{cache.folder} cannot be cleared: {error}") from error
+    tunings, sizes, counts = tuned_cache(), 0, []
+    for place in (cache, tunings):
+        for entry in place.entries():
+            with suppress(FileNotFoundError):  # somebody else is clearing it
+                sizes += entry.path.stat().st_size
+        try:
+            counts.append(place.clear())
+        except OSError as error:
+            raise UsageError(f"{place.folder} cannot be cleared: {error}") from error
+    count, tuned = counts
     if args.json:
-        document = {"folder": str(cache.folder), "entries": count, "bytes": sizes}
+        document = {"folder": str(cache.folder), "entries": count, "bytes": sizes, "tuned": tuned}
         print(json.dumps(document, indent=2))
     else:
-        text = f"deleted {_counted(count, 'binary', 'binaries')}, {size_text(sizes)}, from {cache.folder}"
+        files = f" and what was tuned on {_counted(tuned, 'GPU', 'GPUs')}" if tuned else ""
+        held = f"{_counted(count, 'binary', 'binaries')}{files}"
+        text = f"deleted {held}, {size_text(sizes)}, from {cache.folder}"
         screen().print(text, markup=False, soft_wrap=True)
     return 0
 
@@ -208,12 +250,12 @@ def _export(cache: Cache, args: argparse.Namespace) -> int:
         )
     choice = _chosen(cache, args.arch)
     label = args.name or "-".join(["jit", *(target.label for target in choice.taken)])
-    package = Package(label, version(CORE), choice.taken)
+    package = exported(label, version(CORE), choice.taken)
     try:
         if folder.exists() and any(folder.iterdir()):
             raise UsageError(f"{folder} is not empty; name a folder that is, or none")
-        sources = package.write(folder)
-        wheel = package.write_wheel(folder, sources) if args.wheel else None
+        package.write(folder)
+        wheel = package.wheel().write(folder / "dist") if args.wheel else None
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error}") from error
     if args.json:

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(elsewhere: Device | None = None) -> Report:
     """This installation, on the GPUs here, or on the one that is given."""
-    from scan_registry import jit
+    from scan_registry import jit, local
     from scan_registry.kernels import families
 
     findings: list[Finding] = []
@@ -102,7 +102,12 @@ def examine(elsewhere: Device | None = None) -> Report:
     covered = []
     for ordinal, device in gpus:
         system = System(
-            device, stock.found.archives, here.toolchains, stock.found.denied, stock.damaged
+            device,
+            stock.found.archives,
+            here.toolchains,
+            stock.found.denied,
+            stock.damaged,
+            tuned=None if ordinal is None else local.tuned(device),
         )
         covered.append(coverage(system, families(), here.lowest, ordinal))
         findings += lacks(covered[-1], system, families(), here.lowest)
@@ -292,6 +297,7 @@ def document(report: Report) -> dict[str, Any]:
                 "ordinal": gpu.ordinal,
                 "device": device_record(gpu.device),
                 "answers": [_answer_record(answer) for answer in gpu.answers],
+                "tuned": [asdict(each) for each in gpu.tuned],
             }
             for gpu in report.gpus
         ],
@@ -394,6 +400,8 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
         f"[bold]{escape(gpu.name)}[/], {device.multiprocessors} multiprocessors, {shared}, driver "
         f"for CUDA {dotted(device.driver)}",
     )
+    tuned = "; ".join(map(str, gpu.tuned)) or "no table for it; the specs' estimates decide"
+    console.print(f"\ntuning: {tuned}", markup=False, soft_wrap=True)
 
 
 def _cell(answers: Iterable[Answer], backend: Backend) -> str:

@@ -151,9 +151,10 @@ def _bounds(args: argparse.Namespace) -> Tensor | None:
 
 def _system(args: argparse.Namespace) -> System:
     """What there is to choose from, on the GPU that is described or on one that is here."""
-    from scan_registry import jit
+    from scan_registry import jit, local
 
     device = gpu_of(args, "--arch")
+    described = device is not None
     if device and args.device:
         raise UsageError("--arch and --device both say which GPU; give one of them")
     if device is None:
@@ -173,4 +174,10 @@ def _system(args: argparse.Namespace) -> System:
         _known("--device", name, accepted)
         device = gpus[accepted.index(name)]
     found = catalogue()
-    return System(device, found.archives, jit.toolchains(), found.denied)
+    return System(
+        device,
+        found.archives,
+        jit.toolchains(),
+        found.denied,
+        tuned=None if described else local.tuned(device),
+    )

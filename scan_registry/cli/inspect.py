@@ -32,8 +32,9 @@ Row = tuple[Archive, Binary]
 
 NOTHING = """\
 This installation of scan-registry {version} holds no archives, so no GPU kernel can run from it;
-backend="reference" works. Install a wheel that was built for your GPU, or build one from source
-with the architectures you need, such as SCAN_REGISTRY_ARCHS=sm90 pip install <source folder>."""
+backend="reference" works. `pip install scan-registry-sm90` adds those for one architecture, here 9.0
+(`scan-registry doctor` says which your GPU needs); SCAN_REGISTRY_ARCHS=sm90 pip install <source folder>
+builds them."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -160,8 +161,11 @@ def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue
 
 
 def _source(archive: Archive) -> str:
-    commit, dirty = archive.manifest.get("commit"), archive.manifest.get("dirty")
-    return f"{commit[:10]}{' (dirty)' if dirty else ''}" if commit else "unknown"
+    """The version and the commit that it was compiled from."""
+    manifest = archive.manifest
+    commit, dirty = manifest.get("commit"), manifest.get("dirty")
+    source = f"{commit[:10]}{' (dirty)' if dirty else ''}" if commit else "unknown"
+    return f"{manifest.get('version', '')} {source}".strip()
 
 
 def _print_kernels(console: Console, rows: Sequence[Row], found: Catalogue) -> None:

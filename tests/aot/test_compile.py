@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from scan_registry import archive
-from scan_registry.aot import elf, nvrtc
+from scan_registry.aot import build, elf, nvrtc
 from scan_registry.aot.compile import compile_variant, refuse_spill
+from scan_registry.aot.plan import Job
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
-from scan_registry.archive import digest
+from scan_registry.archive import Archive, digest
 from scan_registry.cache import Cache
 from scan_registry.kernels import family
-from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Variant
+from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space, Variant
 from scan_registry.target import Target
 
 # The module, which the package's attribute of this name may hide behind a function one day.
@@ -63,7 +64,7 @@ class Toy:
             source="copy.cu",
             entry="toy",
             parameters=(Parameter("x", "pointer"),),
-            variants=(self.variant,),
+            defaults=Space((self.variant.statics,), lambda kind: ((),)),
             constants=lambda variant: {"SCALE": variant.number("scale")},
             warps=lambda variant: 4,
             accepts=lambda variant, problem: None,
@@ -104,9 +105,9 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     run: list[str] = []
     original = nvrtc.Nvrtc.compile
 
-    def counted(self: nvrtc.Nvrtc, kernel: Kernel, variant: Variant, target: Target) -> Any:
+    def counted(self: nvrtc.Nvrtc, kernel: Kernel, variant: Variant, *rest: Any) -> Any:
         run.append(str(variant))
-        return original(self, kernel, variant, target)
+        return original(self, kernel, variant, *rest)
 
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", counted)
     return run
@@ -170,6 +171,34 @@ def test_triton_does_not_see_a_users_settings(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/nowhere/ptxas")
     monkeypatch.setenv("PTXAS_OPTIONS", "-O0")
     assert compile_variant(TRITON, SM90)[0] == binary
+
+
+@pytest.mark.parametrize("variant", [CUDA, TRITON], ids=lambda variant: variant.language)
+def test_what_architectures_share_changes_no_byte(
+    variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = [Target.parse(arch) for arch in ("sm80", "sm90", "ptx80")]
+    alone = [compile_variant(variant, target) for target in targets]
+    lowered: list[str] = []
+    generator = importlib.import_module("triton.compiler.code_generator")
+    lower = generator.ast_to_ttir
+
+    def counted(*given: Any, **named: Any) -> Any:
+        lowered.append("once")
+        return lower(*given, **named)
+
+    monkeypatch.setattr(generator, "ast_to_ttir", counted)
+    programs: list[Target] = []
+    images = nvrtc.Nvrtc._images
+    monkeypatch.setattr(
+        nvrtc.Nvrtc,
+        "_images",
+        lambda self, *given: programs.append(given[2]) or images(self, *given),
+    )
+    shared: dict[str, Any] = {}
+    assert [compile_variant(variant, target, None, shared) for target in targets] == alone
+    # The PTX of 8.0 is a by-product of its machine code; of Triton, only the later forms are made anew.
+    assert (len(lowered), len(programs)) == ((0, 2) if variant.language == "cuda" else (1, 0))
 
 
 # --- Failures ---------------------------------------------------------------------------------
@@ -236,7 +265,7 @@ def test_nothing_is_not_a_binary(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> N
 def test_code_for_another_architecture_is_refused(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = nvrtc.Nvrtc().compile(toy.kernel, toy.variant, Target.parse("sm80"))
+    other = nvrtc.Nvrtc().compile(toy.kernel, toy.variant, Target.parse("sm80"), {})
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *args: other)
     with pytest.raises(CompileError, match="returned code for sm_80"):
         compile_variant(toy.variant, SM90)
@@ -405,3 +434,21 @@ def test_what_does_not_determine_a_binary_is_not_in_its_key(
     toy.change(cost=lambda variant, problem: 1.0)
     assert compile_variant(toy.variant, SM90, build_cache) == first
     assert len(compiles) == 1
+
+
+def test_an_optional_variant_may_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left out, and that is said; another one that fails ends the build."""
+    bad = Variant.parse(str(CUDA).replace("warps=1", "warps=3"))
+
+    def planned(*jobs: Job) -> None:
+        monkeypatch.setattr(build, "plan", lambda archs: {SM90: jobs})
+
+    planned(Job(CUDA, SM90), Job(bad, SM90, optional=True))
+    (path,) = build.build_archives(tmp_path / "out", [SM90], tmp_path / "cache", {})
+    assert [binary.variant for binary in Archive(path).binaries] == [CUDA]
+    assert f"sm90: left out: {bad} for sm_90 did not compile" in capsys.readouterr().err
+    planned(Job(CUDA, SM90), Job(bad, SM90))
+    with pytest.raises(CompileError, match="did not compile"):
+        build.build_archives(tmp_path / "out", [SM90], tmp_path / "cache", {})

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from scan_registry.aot.pack import pack, provenance
+from scan_registry.aot import pack as packing
+from scan_registry.aot.pack import pack, provenance, tunings
 from scan_registry.archive import Archive, Binary
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.tuning import Tuning
 from scan_registry.target import Target
 
 Make = Callable[..., tuple[Binary, bytes]]
@@ -98,3 +101,19 @@ def test_a_commit_that_is_given(repository: Path, monkeypatch: pytest.MonkeyPatc
 def test_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance(repository, "1") == {"version": "1", "commit": None, "dirty": None}
+
+
+def test_machine_code_gets_the_nearest_tuning_and_ptx_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = tuple(Tuning.of(arch, "x", "d", {}) for arch in ("sm_80", "sm_90"))
+    kernel = replace(FAMILY.kernels[0], tunings=lambda: every)
+    family = replace(FAMILY, kernels=(kernel, replace(FAMILY.kernels[1], tunings=tuple)))
+    monkeypatch.setattr(packing, "families", lambda: {family.name: family})
+    for arch, expected in (
+        ("sm90", ["sm_90"]),
+        ("sm86", ["sm_80"]),
+        ("sm120", ["sm_90"]),
+        ("ptx80", ["sm_80", "sm_90"]),
+    ):
+        found = tunings(Target.parse(arch))
+        assert [*found] == [kernel.head]
+        assert [tuning.arch for tuning in found[kernel.head]] == expected

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from scan_registry.aot.plan import DEFAULT_ARCHS, Job, chosen_archs, plan
+from scan_registry.aot import plan as planning
+from scan_registry.aot.plan import chosen_archs, plan
 from scan_registry.kernels import families
-from scan_registry.target import Target
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.tuning import Row, Tuning
+from scan_registry.target import RELEASED, Target
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +26,11 @@ def labels(settings: Any = None) -> list[str]:
 
 def test_the_default() -> None:
     for settings in (None, {}, {"archs": "all"}, {"archs": ""}, {"other": "sm90"}):
-        assert labels(settings) == list(DEFAULT_ARCHS)
+        assert labels(settings) == list(RELEASED)
 
 
 def test_the_default_runs_everywhere_from_sm_80_up() -> None:
-    targets = [Target.parse(arch) for arch in DEFAULT_ARCHS]
+    targets = [Target.parse(arch) for arch in RELEASED]
     for device in ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)):
         assert any(target.misfit(device) is None for target in targets)
 
@@ -67,5 +71,34 @@ def test_a_plan_is_every_variant_for_every_arch_in_order() -> None:
     jobs = plan(archs)
     assert list(jobs) == list(archs)
     for arch in archs:
-        assert jobs[arch] == tuple(Job(variant, arch) for variant in variants)
+        assert {job.variant for job in jobs[arch]} <= set(variants)
+        assert [job.variant for job in jobs[arch]] == [
+            v for v in variants if v in {job.variant for job in jobs[arch]}
+        ]
+        assert all(job.arch == arch for job in jobs[arch])
     assert plan(()) == {}
+
+
+def test_what_tunings_name_is_optional_on_other_architectures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = FAMILY.kernels[0]
+    spares = [v for v in kernel.every if str(v) not in kernel.by_text][:2]
+    tunings = tuple(
+        Tuning.of(arch, "x", "d", {"k": [Row({"time": 1}, {kernel.label(spare): 1.0})]})
+        for arch, spare in zip(("sm_80", "sm_90"), spares, strict=True)
+    )
+    tuned = replace(kernel, tunings=lambda: tunings)
+    family = replace(FAMILY, kernels=(tuned,))
+    monkeypatch.setattr(planning, "families", lambda: {family.name: family})
+    defaults = list(kernel.by_text.values())
+    for arch, expected in (
+        ("sm90", {spares[1]: False}),
+        ("sm86", {spares[0]: True}),
+        ("sm120", {spares[1]: True}),
+        ("ptx80", {spares[0]: True, spares[1]: True}),
+    ):
+        (jobs,) = plan([Target.parse(arch)]).values()
+        assert [job.variant for job in jobs if not job.optional][: len(defaults)] == defaults
+        others = {job.variant: job.optional for job in jobs if job.variant not in defaults}
+        assert others == expected

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from scan_registry import archive
 from scan_registry.archive import Archive, ArchiveError, Binary, digest
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.target import Target
 
 Factory = Callable[..., Archive]
@@ -24,6 +25,7 @@ Make = Callable[..., tuple[Binary, bytes]]
 
 SM90 = Target.parse("sm90")
 VARIANTS = FAMILY.variants()
+ORIGIN = {"version": "9.9.9"}
 
 
 def read_all(path: Path) -> dict[Binary, bytes]:
@@ -433,3 +435,41 @@ def test_binaries_round_trip_through_json(a_binary: Make) -> None:
     for target in ("sm90", "sm90a", "ptx80"):
         binary, _ = a_binary(target=target)
         assert Binary.from_json(json.loads(json.dumps(binary.to_json()))) == binary
+
+
+# --- Tunings ----------------------------------------------------------------------------------
+
+
+def test_a_section_holds_its_kernels_tunings(tmp_path: Path, a_binary: Make) -> None:
+    variants = [FAMILY.kernels[0].variants[0], FAMILY.kernels[1].variants[0]]
+    tunings = (
+        Tuning.of("sm_90", "x", "d", {"k": [Row({"time": 8}, {"a": 1.0})]}),
+        Tuning.of("sm_80", "y", "d", {}),
+    )
+    held = [a_binary(variant) for variant in variants]
+    path, target = tmp_path / "sm90.scanreg", Target.parse("sm90")
+    given = {variants[0].head: tunings, "a.kernel:cuda": tunings}
+    archive.write(path, target, held, ORIGIN, given)
+    found = Archive(path)
+    assert found.tunings(variants[0].head) == tunings
+    assert found.tunings(variants[1].head) == ()
+    assert found.tunings("a.kernel:cuda") == ()
+    assert found.binaries == tuple(binary for binary, _ in held)
+    without = tmp_path / "other" / "sm90.scanreg"
+    archive.write(without, target, held, ORIGIN)
+    archive.write(path, target, held, ORIGIN, {"a.kernel:cuda": tunings})
+    assert path.read_bytes() == without.read_bytes()
+
+
+@pytest.mark.parametrize("tunings", [3, "x", [3], [{}], {"arch": 1}])
+def test_tunings_that_are_none(
+    tmp_path: Path, a_binary: Make, archive_parts: Any, tunings: Any
+) -> None:
+    path, held = tmp_path / "sm90.scanreg", a_binary()
+    archive.write(path, Target.parse("sm90"), [held], ORIGIN)
+    parts = archive_parts.of(path.read_bytes())
+    head = held[0].variant.head
+    parts.sections[head]["tunings"] = tunings
+    path.write_bytes(parts.together())
+    with pytest.raises(ArchiveError, match=r"sm90\.scanreg: the section"):
+        Archive(path).tunings(head)

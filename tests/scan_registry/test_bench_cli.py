@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ import jsonschema
 import pytest
 import torch
 
-from scan_registry.bench import measure, plot, timing
+from scan_registry.bench import floor, goals, measure, plot, timing
 from scan_registry.bench.cases import PASSES, Case
-from scan_registry.bench.measure import Bench, our_call
+from scan_registry.bench.measure import Bench, Timing, our_call
 from scan_registry.bench.peers import (
     COMPLEX,
     OURS,
@@ -236,17 +237,21 @@ class Figure:
         self.panels: list[Any] = []
 
     def subplots(self, rows: int, columns: int, squeeze: bool) -> list[list[Any]]:
-        assert (rows, squeeze) == (1, False)
-        for _ in range(columns):
+        assert (rows, squeeze) == (2, False)
+        for _ in range(2 * columns):
             panel = types.SimpleNamespace(lines={}, title=None)
             panel.plot = lambda x, y, panel=panel, label=None, **_: panel.lines.update(
                 {label: [x, y]}
             )
             panel.set = lambda panel=panel, title=None, **_: setattr(panel, "title", title)
-            for name in ("set_xscale", "set_yscale", "grid", "legend"):
+            panel.get_legend_handles_labels = lambda panel=panel: ([], [*panel.lines])
+            for name in ("set_xscale", "set_yscale", "set_ylim", "grid", "legend"):
                 setattr(panel, name, lambda *_, **__: None)
             self.panels.append(panel)
-        return [self.panels]
+        return [self.panels[:columns], self.panels[columns:]]
+
+    def legend(self, handles: Any, labels: list[str], **_: Any) -> None:
+        assert labels == [*self.panels[0].lines]
 
     def suptitle(self, text: str) -> None:
         self.title = text
@@ -269,11 +274,33 @@ def test_a_line_for_everyone_and_the_floor(
     assert {name: [*lines] for name, lines in drawn["panels"].items()} == {
         "forward": ["scan-registry cpu", "torch.mul", "streaming"],
         "backward": ["scan-registry cpu", "streaming"],
+        "forward, of the floor": ["scan-registry cpu", "torch.mul"],
+        "backward, of the floor": ["scan-registry cpu"],
     }
     for entry in found["timings"]:
         times, ms = drawn["panels"][entry["direction"]][entry["who"]]
         assert times == [16, 32]
         assert entry["ms"] in ms
+        times, shares = drawn["panels"][f"{entry['direction']}, of the floor"][entry["who"]]
+        assert times == [16, 32]
+        assert entry["floor_ms"] / entry["ms"] in shares
+
+
+def test_cases_of_several_kinds_have_lines_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawing: Any = types.ModuleType("matplotlib.figure")
+    drawing.Figure = Figure
+    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", drawing)
+    cases = [SMALL, replace(SMALL, time=32), replace(SMALL, gates="channel")]
+    timings = [Timing(case, "forward", "us", 2.0, 0.1, 1.0) for case in cases]
+    plot.draw(timings, "all", tmp_path / "out.png")
+    drawn = json.loads((tmp_path / "out.png").read_text())
+    assert drawn["panels"]["forward, of the floor"] == {
+        "channel_last, 2 × 8, float32, us": [[16, 32], [0.5, 0.5]],
+        "channel_last, 2 × 8, a gate per channel, float32, us": [[16], [0.5]],
+    }
 
 
 def test_a_picture_is_one(capsys: Capture, tmp_path: Path) -> None:
@@ -387,6 +414,18 @@ def test_a_graph_records_a_dozen_launches_at_least(
     assert stream.now - before == launches
 
 
+@pytest.mark.parametrize(("sets", "launches"), [(1, 3), (2, 4), (5, 5)])
+def test_a_graph_records_as_many_launches_as_are_asked_for(
+    sets: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(monkeypatch)
+    recording = timing.record([stream.call] * sets, torch.device("cuda:0"), launches=3)
+    assert isinstance(recording, timing.Graph)
+    assert stream.captured == recording.launches == launches
+    (found,) = timing.compete([recording], warm_up=1, rounds=2)
+    assert found == (1.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("sets", "enough", "turns"), [(1, 5.0, 5), (1, 50.0, 12), (3, 50.0, 4), (3, 0, 1)]
 )
@@ -414,31 +453,57 @@ def test_inputs_fill_the_cache_three_times(traffic: int, sets: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_a_case_moves_what_its_tensors_hold(layout: str, dtype: str) -> None:
     case = Case.parse(f"{layout}:2,3,5:{dtype}")
-    tensors = case.gates(CPU), case.sequence(CPU), case.sequence(CPU)
+    tensors = case.random_gates(CPU), case.sequence(CPU), case.sequence(CPU)
     assert {t.shape for t in tensors} == {torch.Size(case.shape)}
     assert case.shape[case.dim] == 5
     assert case.traffic("forward") == sum(t.numel() * t.element_size() for t in tensors)
     assert 3 * case.traffic("backward") == 5 * case.traffic("forward")
+    shared = replace(case, gates="channel")
+    assert shared.random_gates(CPU).numel() == 3
+    assert shared.moves("forward") == (1, 1)
+    assert shared.moves("backward") == (2, 1)
+    assert Case.parse(str(shared)) == shared
+    assert Case(**shared.to_json()) == shared
+    assert Case(**case.to_json()) == case
     assert bool((tensors[0].abs() <= 1).all())
 
 
 @pytest.mark.parametrize(
     "text", ["", "time_last:1,2:float32", "rows:1,2,3:float32", "time_last:1,2,3:int8",
-             "time_last:1,0,3:float32", "time_last:1,x,3:float32"]
+             "time_last:1,0,3:float32", "time_last:1,x,3:float32", "time_last:1,2,3:float32:packed",
+     "time_last:1,2,3:float32:sequences=-1", "time_last:1,2,3:float32:gates=none",
+     "time_last:1,2,3:float32:sequences=x", "time_last:1,2,3:float32:more=1"]
 )  # fmt: skip
 def test_cases_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="the case is "):
         Case.parse(text)
 
 
+def test_packed_sequences_fill_the_time_and_are_the_same_each_time() -> None:
+    case = Case("channel_last", 1, 8, 1000, "bfloat16", sequences=64)
+    bounds = case.bounds(CPU)
+    assert bounds is not None
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, 1000, 65)
+    assert bool((bounds.diff() >= 0).all())
+    again = case.bounds(CPU)
+    assert again is not None
+    assert bounds.equal(again)
+    assert SMALL.bounds(CPU) is None
+    assert Case.parse(str(case)) == case
+    assert case.options == "64 packed sequences"
+
+
 @pytest.mark.parametrize("layout", ["time_last", "channel_last"])
-def test_what_is_timed_is_the_scan(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"gates": "channel"}, {"sequences": 3}])
+def test_what_is_timed_is_the_scan(
+    layout: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both calls compute what the operator and autograd do."""
-    case = Case(layout, 2, 3, 20, "float64")
-    gates, tokens = case.gates(CPU).requires_grad_(), case.sequence(CPU).requires_grad_()
-    monkeypatch.setattr(Case, "gates", lambda self, device: gates.detach())
+    case = Case(layout, 2, 3, 20, "float64", **options)
+    gates, tokens = case.random_gates(CPU).requires_grad_(), case.sequence(CPU).requires_grad_()
+    monkeypatch.setattr(Case, "random_gates", lambda self, device: gates.detach())
     monkeypatch.setattr(Case, "sequence", lambda self, device: tokens.detach())
-    states = measure.linear_scan(gates, tokens, dim=case.dim)
+    states = measure.linear_scan(gates, tokens, dim=case.dim, cu_seqlens=case.bounds(CPU))
     torch.testing.assert_close(our_call(case, "forward", "auto", CPU)(), states.detach())
     expected = torch.autograd.grad(states, (gates, tokens), tokens.detach())
     for_gates, for_tokens, for_initial = our_call(case, "backward", "auto", CPU)()
@@ -466,6 +531,145 @@ def test_one_language_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     here.run(SMALL)
     assert {t.who for t in here.timings} == {"scan-registry reference", "torch.mul"}
     assert here.skipped == {"scan-registry cpu": "nothing fits"}
+
+
+# --- The floor and the goals ------------------------------------------------------------------
+
+
+class Launches:
+    """What preparing a stream kernel and starting it is, on this machine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[tuple[str, set[str], int]] = []
+        monkeypatch.setattr(floor.loader, "prepare", self.prepare)
+        monkeypatch.setattr(floor.check, "start", self.start)
+
+    def prepare(self, ordinal: int, family: Any, problem: Any, *others: Any) -> Any:
+        assert family.kernels[0].accepts(others[-1], problem) is None
+        return types.SimpleNamespace(launch=str(others[-1]), workspace=0)
+
+    def start(self, ordinal: int, launch: Any, kernel: Any, case: Any, workspace: int) -> None:
+        assert set(case.tensors) <= set(kernel.pointers)
+        (size,) = {tensor.numel() for tensor in case.tensors.values()}
+        self.started.append((launch, set(case.tensors), size))
+
+
+def test_the_floor_streams_as_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    found = dict(floor.stream_calls(2, 1, 4001, 3, CPU))
+    assert len(found) > 1
+    for name, calls in found.items():
+        assert len(calls) == 3
+        calls[0]()
+        assert launches.started.pop() == (name, {"a", "b", "sum"}, 1001)
+
+
+def test_the_fastest_stream_is_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Bench.on(CPU)
+
+    def scripted(recordings: Any) -> Any:
+        return [(10.0, 1.0), (20.0, 1.0), (8.0, 0.5), (7.0, 0.5)]
+
+    monkeypatch.setattr(measure, "compete", scripted)
+    monkeypatch.setattr(Bench, "_floors", lambda *_: {"slow": None, "fast": None})
+    here.passes = ("forward",)
+    here.run(SMALL)
+    assert [(t.who, t.ms, t.floor_ms, t.floor) for t in here.timings] == [
+        ("scan-registry cpu", 10.0, 7.0, "fast"),
+        ("torch.mul", 20.0, 7.0, "fast"),
+    ]
+    jsonschema.Draft202012Validator(schema()).validate(here.document())
+
+
+def test_goals_are_of_cases_that_can_be_named() -> None:
+    assert len({goal.case for goal in goals.GOALS}) == len(goals.GOALS) > 100
+    for goal in goals.GOALS:
+        assert Case.parse(str(goal.case)) == goal.case
+        assert 0.8 <= goal.ratio <= 0.95
+    ratio = {str(goal.case): goal.ratio for goal in goals.GOALS}
+    assert ratio["time_last:8,1536,65536:float16"] == 0.95
+    assert ratio["channel_last:8,1536,32768:bfloat16"] == 0.95
+    assert ratio["channel_last:1,1024,1048576:bfloat16:sequences=64"] == 0.88
+    assert ratio["channel_last:8,1024,8192:bfloat16:gates=channel"] == 0.90
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch, *few: goals.Goal) -> None:
+    """Few goals, on a CPU that says it is a GPU; it has a floor of its own."""
+    monkeypatch.setattr(goals, "GOALS", few)
+    on, device = Bench.on, types.SimpleNamespace(type="cuda")
+    monkeypatch.setattr(command, "_device", lambda name: device)
+    monkeypatch.setattr(Bench, "on", lambda _, backends, **options: on(CPU, backends, **options))
+
+
+def test_goals_are_met_or_missed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = Case("channel_last", 1, 8, 64, "float32", sequences=3)
+    easy, hard = goals.Goal(SMALL, 1e-9), goals.Goal(packed, 1e9)
+    on_cpu(monkeypatch, easy, hard)
+    assert main(["bench", "--goals"]) == 1
+    out = capsys.readouterr().out
+    assert "2 of 4 goals met, 4 timed" in out
+    assert "1, 8, 64, 3 packed sequences" in out
+    assert main(["bench", "--goals", "--only", "2,8,16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema()).validate(found)
+    assert [(each["direction"], each["target"], each["met"]) for each in found["goals"]] == [
+        (direction, 1e-9, True) for direction in PASSES
+    ]
+    ours = [entry for entry in found["timings"] if entry["who"] != "torch.mul"]
+    for each, entry in zip(found["goals"], ours, strict=True):
+        assert each["case"] == entry["case"]
+        assert each["ratio"] == entry["floor_ms"] / entry["ms"]
+
+
+def test_what_is_not_timed_is_no_goal_met(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(SMALL, time=32)
+    on_cpu(monkeypatch, goals.Goal(SMALL, 1e-9), goals.Goal(other, 1e-9))
+    assert main(["bench", "--goals", "--budget", "-1"]) == 1
+    out = capsys.readouterr().out
+    assert "0 of 4 goals met, 0 timed" in out
+    assert f"not everywhere timed: {other}: not begun in time" in out
+    run = Bench.run
+
+    def failing(self: Bench, case: Case) -> None:
+        if case == SMALL:
+            raise torch.OutOfMemoryError("too large")
+        run(self, case)
+
+    monkeypatch.setattr(Bench, "run", failing)
+    assert main(["bench", "--goals"]) == 1
+    out = capsys.readouterr().out
+    assert "2 of 4 goals met, 2 timed" in out
+    assert f"not everywhere timed: {SMALL}: too large" in out
+
+    def interrupted(self: Bench, case: Case) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "run", interrupted)
+    assert main(["bench", "--goals"]) == 1
+    assert "interrupted: what was timed is kept" in capsys.readouterr().err
+
+
+def test_goals_need_a_gpu_and_a_case(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--goals are for GPUs" in refusal(capsys, "--device", "cpu", "--goals")
+    on_cpu(monkeypatch, goals.Goal(SMALL, 1e-9))
+    assert "--only 'nothing' leaves no case" in refusal(capsys, "--goals", "--only", "nothing")
+
+
+def test_cases_by_name(capsys: Capture) -> None:
+    name = "channel_last:2,8,16:float32:gates=channel"
+    found = document(
+        capsys, "--case", name, "--case", "time_last:1,2,3:fp64".replace("fp", "float")
+    )
+    assert found["timings"][0]["case"]["gates"] == "channel"
+    assert {t["case"]["layout"] for t in found["timings"]} == {"channel_last", "time_last"}
+    assert "--case: the case is 'x'" in refusal(capsys, "--device", "cpu", "--case", "x")
+
+
+def test_peers_take_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Bench.on(CPU)
+    here.peers = (Peer("plain", "x", "a_peer", "scan", lambda *_: pytest.fail("asked")),)
+    here.run(replace(SMALL, gates="channel"))
+    assert here.skipped == {"plain": "it does not take a gate per channel"}
 
 
 # --- Peers ------------------------------------------------------------------------------------
@@ -708,3 +912,6 @@ def test_on_a_gpu(capsys: Capture) -> None:
         for direction in PASSES
         for language in ("cuda", "triton")
     ]
+    for entry in found["timings"]:
+        assert entry["floor"].startswith("stream.stream:cuda:")
+        assert entry["floor_ms"] < 10 * entry["ms"]

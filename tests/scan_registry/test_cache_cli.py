@@ -27,10 +27,11 @@ from scan_registry.cache import Cache
 from scan_registry.cli import main
 from scan_registry.cli.cache import age_text
 from scan_registry.device import described
-from scan_registry.export import contents, core_range
+from scan_registry.export import contents
 from scan_registry.inventory import Catalogue
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
+from scan_registry.providers import core_range
 from scan_registry.select import System, select
 from scan_registry.target import Target
 
@@ -193,6 +194,7 @@ def test_an_empty_cache_is_listed(
         "obstacle": None,
         "bytes": 0,
         "entries": [],
+        "tuned": [],
     }
     assert run(capsys, "list") == f"folder {place}\n0 binaries, 0 B\n"
     assert not place.parent.exists()  # looking makes nothing
@@ -235,7 +237,7 @@ def test_ages(seconds: float, text: str) -> None:
 def test_clear_says_how_much_it_deleted(folder: Path, capsys: Capture) -> None:
     size = sum(path.stat().st_size for path in paths(folder))
     found = document(capsys, "clear")
-    assert found == {"folder": str(folder), "entries": 3, "bytes": size}
+    assert found == {"folder": str(folder), "entries": 3, "bytes": size, "tuned": 0}
     assert paths(folder) == []
     assert run(capsys, "clear") == f"deleted 0 binaries, 0 B, from {folder}\n"
     variant, target = wanted()

@@ -88,7 +88,7 @@ def test_the_summary(installed: Catalogue, capsys: Capture) -> None:
     assert out.startswith(f"scan-registry {version('scan-registry')}\n")
     size = f"{installed.archives[1].path.stat().st_size / 1e3:.1f}"
     toolchain = ["imaginary", "1.0,", "dreamed", "2.0"]
-    source = ["c0ffeec0ff", "(dirty)"]
+    source = ["9.9.9", "c0ffeec0ff", "(dirty)"]
     assert cells(out, "sm90") == [
         "sm90",
         size,
@@ -314,7 +314,7 @@ def test_an_installation_without_archives(monkeypatch: pytest.MonkeyPatch, capsy
     for words in ([], ["--all"], ["--arch", "sm90"]):
         out = inspect(capsys, *words)
         assert "holds no archives" in out
-        assert "Install a wheel" in out
+        assert "pip install scan-registry-sm90" in out
         assert "SCAN_REGISTRY_ARCHS" in out
     assert document(capsys) == {"version": version("scan-registry"), "archives": []}
 

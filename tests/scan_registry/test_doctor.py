@@ -25,8 +25,9 @@ from scan_registry.device import Device
 from scan_registry.doctor import Finding, condensed, coverage, lacks
 from scan_registry.fit import Rung, Toolchain
 from scan_registry.inventory import catalogue
-from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.linear_scan.spec import FAMILY as SHIPPED
 from scan_registry.kernels.model import Variant
+from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.providers import Provider, ProviderError
 from scan_registry.select import System
 from scan_registry.target import Target
@@ -38,6 +39,8 @@ Capture = pytest.CaptureFixture[str]
 Provide = Callable[..., Provider]
 
 SCHEMA = json.loads(files("scan_registry").joinpath("schemas", "doctor.json").read_text())
+#: Whatever tables there are.
+FAMILY = replace(SHIPPED, kernels=tuple(replace(k, tunings=tuple) for k in SHIPPED.kernels))
 FAMILIES = {FAMILY.name: FAMILY}
 KERNELS = {kernel.name for kernel in FAMILY.kernels}
 EVERY = FAMILY.variants()
@@ -92,7 +95,7 @@ def test_a_language_that_is_missing(archive_factory: Factory, a_device: Describe
     assert found.severity == "warning"
     assert 'with backend="triton"' in found.text
     assert "every kernel" in found.text
-    ptx = "install a scan-registry wheel with PTX (ptx80)"
+    ptx = "`pip install scan-registry-ptx80`"
     assert found.remedies == (ptx, "Triton is not installed")
     assert found.reasons[-1] == "triton compiled here: Triton is not installed"
 
@@ -113,13 +116,13 @@ def test_a_kernel_without_a_language_has_no_answer_in_it(a_device: Describe) -> 
         (["sm90", "ptx80"], (12, 1), "note", "ptx", ["built for sm121"]),
         (["sm86", "ptx80"], (8, 7), "note", "ptx", ["built for sm87"]),
         (["sm90", "ptx80"], (13, 0), "note", "ptx", []),
-        (["sm90"], (13, 0), "error", "reference", ["with PTX (ptx80)", *MISSING.values()]),
+        (["sm90"], (13, 0), "error", "reference", ["-ptx80`", *MISSING.values()]),
         (
             ["sm90"],
             (12, 0),
             "error",
             "reference",
-            ["built for sm120 or with PTX (ptx80)", *MISSING.values()],
+            ["-sm120`", "-ptx80`", *MISSING.values()],
         ),
         (["sm90", "ptx80"], (7, 5), "error", "reference", ["8.0 or later"]),
     ],
@@ -205,7 +208,10 @@ def test_a_compiler_stands_in(archive_factory: Factory, a_device: Describe) -> N
     jit, triton = findings(there)
     assert (jit.severity, triton.severity) == ("warning", "warning")
     assert jit.text == "compiled here, at its first use: every kernel"
-    assert jit.remedies == ("install a scan-registry wheel built for sm120 or with PTX (ptx80)",)
+    assert jit.remedies == (
+        "`pip install scan-registry-sm120`",
+        "`pip install scan-registry-ptx80`",
+    )
     assert "Triton is not installed" in triton.remedies
 
 
@@ -744,3 +750,22 @@ def test_the_schema_is_strict(capsys: Capture) -> None:
     found = json.loads(capsys.readouterr().out)
     found["gpus"][0]["answers"][0]["rungs"]["hip"] = None
     assert list(Draft202012Validator(SCHEMA).iter_errors(found))
+
+
+def test_it_says_whether_there_is_a_table(tmp_path: Path, a_binary: Any, a_device: Any) -> None:
+    kernel = FAMILY.kernel("time_last_forward", "cuda")
+    sample = next(s for s in FAMILY.samples if s.problem.kernel == kernel.name)
+    assert kernel.shape is not None
+    shape = kernel.shape(sample.problem)
+    taken = next(v for v in kernel.variants if kernel.accepts(v, sample.problem) is None)
+    row = Row(shape.sizes, {kernel.label(taken): 1.0})
+    tuning = Tuning.of("sm_90", "Imaginary T", "2026-02-01", {shape.kind: [row]})
+    path, held = tmp_path / "sm90.scanreg", [a_binary(v, "sm90") for v in kernel.variants]
+    for given, expected in (({kernel.head: [tuning]}, 1), (None, 0)):
+        archive.write(path, Target.parse("sm90"), held, {}, given)
+        found = coverage(
+            System(a_device(), (Archive(path),)), {FAMILY.name: FAMILY}, Rung.REFERENCE
+        )
+        assert len(found.tuned) == expected
+        for origin in found.tuned:
+            assert str(origin) == "the shipped table, sm_90, Imaginary T, 2026-02-01"

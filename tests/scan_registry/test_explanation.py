@@ -17,7 +17,7 @@ import torch
 from jsonschema import Draft202012Validator
 
 import scan_registry
-from scan_registry import explanation, policy
+from scan_registry import archive, explanation, policy
 from scan_registry.archive import Archive, Binary
 from scan_registry.cli import explain as command
 from scan_registry.cli import main
@@ -26,8 +26,10 @@ from scan_registry.explanation import Explanation, called, explain_for, grouped
 from scan_registry.fit import Toolchain
 from scan_registry.inventory import Attestation, Catalogue, catalogue
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.providers import ProviderError
 from scan_registry.select import Rejected, System
+from scan_registry.target import Target
 
 Factory = Callable[..., Archive]
 Make = Callable[..., tuple[Binary, bytes]]
@@ -112,6 +114,47 @@ def test_what_a_gpu_has_measured(
     assert forward["proven"] is (error < 8e-3)
     assert forward["attestation"]["gpu"] == "Imaginary H"
     assert (backward["proven"], backward["attestation"]) == (False, None)
+
+
+def a_row(there: System, arch: str, named: bool = True) -> Tuning:
+    """Of the forward kernel, at four times the time; names what the spec likes the least."""
+    kernel = FAMILY.kernel("time_last_forward", "cuda")
+    decision = explained(there).steps[0].decision
+    assert kernel.shape is not None
+    shape = kernel.shape(decision.problem)
+    taken = [v for v in kernel.variants if kernel.accepts(v, decision.problem) is None]
+    least = max(taken, key=lambda v: kernel.cost(v, decision.problem))
+    times = {kernel.label(least) if named else "gone=1": 0.25}
+    row = Row({**shape.sizes, "time": 4 * shape.sizes["time"]}, times)
+    return Tuning.of(arch, "Imaginary T", "2026-02-01", {shape.kind: [row]})
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("local", [True, False])
+def test_the_row_is_named(
+    hopper: System, tmp_path: Path, a_binary: Make, arch: str, local: bool, capsys: Capture
+) -> None:
+    start = document(capsys, "--arch", "sm_75")
+    for named in (True, False):
+        tuning = a_row(replace(hopper, tuned=None), arch, named)
+        path = tmp_path / "more" / "sm90.scanreg"
+        binaries = [a_binary(v) for v in FAMILY.kernel("time_last_forward", "cuda").variants]
+        tunings = {binaries[0][0].variant.head: [tuning]}
+        archive.write(path, Target.parse("sm90"), binaries, {}, tunings)
+        more = Archive(path)
+        there = replace(hopper, tuned=more) if local else replace(hopper, archives=(more,))
+        found = explained(there)
+        said = facts(str(found), "forward")["tuning"]
+        source = "tuned here" if local else "the shipped table"
+        assert f"the row of lines 16, time 16384 ({source}, {arch}, Imaginary T, 2026-02-01" in said
+        other = "another architecture's, as there is none for sm_90"
+        assert (other in said) == (arch != "sm_90")
+        assert ("0.25 ms there" if named else "which names nothing that runs here") in said
+        record = found.to_json()["steps"][0]["tuning"]
+        assert record["ms"] == (0.25 if named else None)
+        assert (record["source"] == "local") == local
+        assert (record["own_arch"], record["distance"]) == (arch == "sm_90", 2.0)
+        valid({**start, **found.to_json()})
 
 
 def test_losers_are_grouped_or_listed(hopper: System) -> None:

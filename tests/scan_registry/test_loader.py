@@ -559,7 +559,7 @@ class Broken:
         self.real = real
     def __getattr__(self, name):
         return getattr(self.real, name)
-    def compile(self, kernel, variant, target):
+    def compile(self, kernel, variant, target, shared):
         raise jit.CompileError("ptxas fatal: this compiler is broken")
 
 real = dict(compiling.COMPILERS)
@@ -646,7 +646,7 @@ def test_threads_compile_once(rig: Rig) -> None:
     found = rig.run("""
 from scan_registry.aot import compile as compiling
 compiles, real = [], compiling._compile
-compiling._compile = lambda made_of: compiles.append(str(made_of.variant)) or real(made_of)
+compiling._compile = lambda made_of, *rest: compiles.append(str(made_of.variant)) or real(made_of)
 barrier = threading.Barrier(16)
 
 def work():
@@ -730,3 +730,77 @@ report(child=child, parent=attempt(prepare), status=run(before))
     assert (found["parent"]["rung"], found["status"]) == ("exact", 0)
     processes = {call.process for call in rig.stub.calls("cuLaunchKernel")}
     assert len(processes) == 1
+
+
+# --- Tuned and pinned -------------------------------------------------------------------------
+
+
+def test_what_was_tuned_here_is_used(rig: Rig, synthetic: Synthetic) -> None:
+    """Its row decides, and its binary runs, whether or not a wheel has it."""
+    rig.stub.gpu((9, 0), name="H")
+    rig.holds("sm90", *(synthetic("sm90", variant) for variant in CUDA))
+    found = rig.run(
+        """
+from scan_registry import local
+from scan_registry.archive import Binary, digest
+from scan_registry.device import device
+from scan_registry.kernels.tuning import Row, Tuning
+from dataclasses import replace
+
+before = facts(prepare())
+kernel = FAMILY.kernel("time_last_forward", "cuda")
+chosen = [v for v in kernel.every if "float32,access=aligned,warps=8,rows=1,steps=4" in str(v)][0]
+first = next(b for _, b in loader.catalogue() if b.variant.text("dtype") == "float32")
+content = loader.catalogue().archives[0].read(first)
+problem = prepare().decision.problem
+shape = kernel.shape(problem)
+tuning = Tuning.of("sm_90", "x", "d", {shape.kind: [Row(shape.sizes, {kernel.label(chosen): 0.5})]})
+local.publish(device(0), [(replace(first, variant=chosen), content)], {kernel.head: tuning}, "d")
+tuned = prepare()
+report(before=before, tuned=facts(tuned), ms=tuned.decision.winner.ms, chosen=str(chosen),
+       where=tuned.decision.winner.archive.provider, ran=run(tuned))
+"""
+    )
+    assert found["before"]["variant"] == str(BEST)
+    assert found["tuned"]["variant"] == found["chosen"]
+    assert (found["tuned"]["rung"], found["ms"], found["ran"]) == ("exact", 0.5, 0)
+    assert found["where"].endswith("/cache/tuned")
+
+
+def test_what_was_tuned_here_and_is_damaged_is_passed_over(rig: Rig, synthetic: Synthetic) -> None:
+    rig.stub.gpu((9, 0), name="H")
+    rig.holds("sm90", *(synthetic("sm90", variant) for variant in CUDA))
+    found = rig.run(
+        """
+from pathlib import Path
+from scan_registry import local
+from scan_registry.device import device
+there = local.tuned_cache()
+path = there.folder / "ab"
+local.publish(device(0), [], {}, "d")
+(file,) = there.folder.rglob("*.scanreg")
+file.write_bytes(b"not an archive")
+report(found=facts(prepare()))
+"""
+    )
+    assert (found["found"]["variant"], found["found"]["rung"]) == (str(BEST), "exact")
+
+
+@needs_nvrtc
+def test_a_pinned_variant_is_compiled_if_no_archive_has_it(rig: Rig, synthetic: Synthetic) -> None:
+    rig.stub.gpu((9, 0), name="H")
+    rig.holds("sm90", *(synthetic("sm90", variant) for variant in CUDA))
+    found = rig.run(
+        """
+kernel = FAMILY.kernel("time_last_forward", "cuda")
+spare = [v for v in kernel.every if "float32,access=aligned,warps=8,rows=1,steps=4" in str(v)][0]
+problem = prepare().decision.problem
+def pinned(variant):
+    return facts(loader.prepare(0, FAMILY, problem, "cuda", Rung.JIT, variant))
+held = [v for v in kernel.variants if kernel.accepts(v, problem) is None][-1]
+report(spare=pinned(spare), held=pinned(held), names=[str(spare), str(held)])
+"""
+    )
+    assert [found[name]["variant"] for name in ("spare", "held")] == found["names"]
+    assert [found[name]["rung"] for name in ("spare", "held")] == ["jit", "exact"]
+    assert not any("runs on rung jit" in word for word in found["told"])

@@ -160,6 +160,55 @@ def test_another_range_is_one_error_with_both_versions(provide: Provide, core: s
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("number", ["0.0.9", "900.0", "900.1.dev3"])
+def test_the_core_has_a_range_for_this_projects_own_providers(
+    provide: Provide, number: str
+) -> None:
+    """The provider would go with any core; this core does not go with it."""
+    provide("scan-registry-sm103", manifest={"schema": 1, "core": ">=0"}, number=number)
+    with pytest.raises(ProviderError) as caught:
+        catalogue()
+    own = version(CORE)
+    accepted = providers.release_line(own)
+    assert str(caught.value) == (
+        f"{CORE} {own} goes with scan-registry-sm103 {accepted}, but scan-registry-sm103 {number} "
+        f"is installed; `pip install 'scan-registry-sm103{accepted}'`"
+    )
+
+
+def test_an_older_core_names_the_provider_to_install(provide: Provide) -> None:
+    provide("scan-registry-sm103", manifest={"schema": 1, "core": ">=900"}, number=version(CORE))
+    with pytest.raises(ProviderError) as caught:
+        catalogue()
+    accepted = providers.release_line(version(CORE))
+    assert str(caught.value).endswith(
+        f"`pip install '{CORE}>=900'`, or `pip install 'scan-registry-sm103{accepted}'`"
+    )
+
+
+@pytest.mark.parametrize("number", [version(CORE), f"{version(CORE)}+cu129", "0.1.7", "0.1.0rc1"])
+def test_providers_of_the_same_line_go_together(number: str) -> None:
+    made = providers.Provider(
+        "scan-registry-sm103", number, Path(), providers.core_range("0.1.0"), {}
+    )
+    assert made.mismatch("0.1.4") is None
+    assert made.mismatch("0.1.4+cu129") is None
+    assert made.mismatch("0.2.0") is not None
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ("0.1.0", ">=0.1.dev0,<0.2"),
+        ("0.1.3+cu129", ">=0.1.dev0,<0.2"),
+        ("0.2.0rc1", ">=0.2.dev0,<0.3"),
+        ("1.4.2", ">=1.dev0,<2"),
+    ],
+)
+def test_a_release_line(own: str, expected: str) -> None:
+    assert providers.release_line(own) == expected
+
+
 def test_a_misfit_is_one_line_on_the_command_line(provide: Provide) -> None:
     package = provide("other", manifest={"schema": 1, "core": ">=900"})
     result = subprocess.run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from scan_registry.archive import Archive, Binary, Entry, digest
 from scan_registry.device import Device
 from scan_registry.fit import Rung, Toolchain
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
-from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.linear_scan.spec import FAMILY as SHIPPED
 from scan_registry.kernels.model import Language, Variant
+from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.policy import LEVELS, Level
 from scan_registry.select import (
     BACKENDS,
@@ -37,6 +38,8 @@ Make = Callable[..., tuple[Binary, bytes]]
 Describe = Callable[..., Device]
 
 KERNEL = "time_last_forward"
+#: Whatever tables there are.
+FAMILY = replace(SHIPPED, kernels=tuple(replace(k, tunings=tuple) for k in SHIPPED.kernels))
 CUDA = FAMILY.kernel(KERNEL, "cuda").variants
 TRITON = FAMILY.kernel(KERNEL, "triton").variants
 NVRTC = Toolchain("nvrtc 12.9.86", (12, 9))
@@ -71,6 +74,9 @@ class InMemory(Archive):
         held = (b for b in self.binaries if (b.variant.family, b.variant.kernel) == key)
         records = (json.loads(json.dumps({**b.to_json(), "offset": 0})) for b in held)
         return tuple(Entry(record, str(self.path)) for record in records)
+
+    def tunings(self, head: str) -> tuple[Tuning, ...]:
+        return self.__dict__.get("tuned", {}).get(head, ())
 
 
 def decide(
@@ -926,3 +932,148 @@ def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> 
     if winner is None or winner.rung < Rung.JIT:
         blind = select(replace(system, toolchains=None), FAMILY, problem, backend, lowest)
         assert blind.winner == winner
+
+
+# --- Tuning -----------------------------------------------------------------------------------
+
+
+def plain(variant: Variant) -> bool:
+    """Whether it is for aligned problems in float32."""
+    return (variant.text("dtype"), variant.text("access")) == ("float32", "aligned")
+
+
+#: In no wheel.
+SPARE = next(v for v in FAMILY.kernel(KERNEL, "cuda").every if plain(v) and v not in CUDA)
+
+
+def a_tuning(
+    arch: str = "sm_90", rows: Iterable[tuple[float, Mapping[Variant, float]]] = ()
+) -> Tuning:
+    """Of the float32 kernel on aligned problems, by time."""
+    kernel = FAMILY.kernel(KERNEL, "cuda")
+    assert kernel.shape is not None
+    shape = kernel.shape(a_problem())
+    made = [
+        Row({**shape.sizes, "time": time}, {kernel.label(v): ms for v, ms in times.items()})
+        for time, times in rows
+    ]
+    return Tuning.of(arch, "Imaginary", "2026-01-31", {shape.kind: made})
+
+
+def tuned_archive(arch: str, binaries: Iterable[Binary], *tunings: Tuning) -> Archive:
+    archive = in_memory(arch, binaries)
+    archive.__dict__["tuned"] = {FAMILY.kernel(KERNEL, "cuda").head: tunings}
+    return archive
+
+
+def aligned() -> list[Variant]:
+    """The float32 variants for aligned problems; the spec likes the last most where T is 1024."""
+    problem = a_problem()
+    kernel = FAMILY.kernel(KERNEL, "cuda")
+    found = [v for v in CUDA if plain(v) and kernel.accepts(v, problem) is None]
+    return sorted(found, key=lambda v: -kernel.cost(v, problem))
+
+
+def test_the_nearest_row_decides(a_binary: Make, a_device: Describe) -> None:
+    slow, *_, liked = aligned()
+    rows = [(1024, {slow: 0.1, liked: 0.2}), (65536, {liked: 3.0, slow: 4.0})]
+    archive = tuned_archive("sm90", [a_binary(v)[0] for v in CUDA], a_tuning(rows=rows))
+    near = decide(a_device(), [archive])
+    assert variant_of(near.winner) == slow
+    assert near.winner is not None
+    assert near.winner.tuned is not None
+    assert (near.winner.ms, near.winner.tuned.local) == (0.1, False)
+    assert "tuning found the winner faster (0.1 ms against 0.2)" in told(near, str(liked))
+    others = [v for v in aligned() if v not in (slow, liked)]
+    assert "names the winner, and not this" in told(near, str(others[0]))
+    far = decide(a_device(), [archive], a_problem(30_000))
+    assert variant_of(far.winner) == liked
+    untold = decide(a_device(), [archive], a_problem(alignment=4))
+    assert untold.winner is not None
+    assert (untold.winner.tuned, untold.winner.ms) == (None, None)
+    assert "the spec prefers" in json.dumps([asdict(loser) for loser in untold.rejected])
+
+
+def test_a_row_for_another_architecture(a_binary: Make, a_device: Describe) -> None:
+    """It counts where there is no other, and its variants have to fit all the same."""
+    slow, *_, liked = aligned()
+    row = [(1024, {slow: 0.1, liked: 0.2})]
+    binaries = [a_binary(v, "sm90")[0] for v in CUDA]
+    device = a_device(shared_memory_per_block=1000)
+    small = [replace(b, static_shared=0) if b.variant == liked else b for b in binaries]
+    decision = decide(device, [tuned_archive("sm90", small, a_tuning("sm_100", row))])
+    assert variant_of(decision.winner) == liked
+    assert decision.winner is not None
+    assert decision.winner.tuned is not None
+    assert decision.winner.tuned.tuning.arch == "sm_100"
+    assert "bytes of shared memory" in told(decision, str(slow))
+    both = tuned_archive(
+        "sm90", binaries, a_tuning("sm_100", row), a_tuning(rows=[(9999, {liked: 1.0})])
+    )
+    assert variant_of(decide(a_device(), [both]).winner) == liked
+
+
+def test_what_was_tuned_here_comes_first(a_binary: Make, a_device: Describe) -> None:
+    slow, middle, *_, liked = aligned()
+    shipped = tuned_archive(
+        "sm90", [a_binary(v)[0] for v in CUDA], a_tuning(rows=[(1024, {liked: 1.0, slow: 2.0})])
+    )
+    local = tuned_archive(
+        "sm90", [a_binary(SPARE)[0]], a_tuning(rows=[(1024, {SPARE: 0.5, middle: 0.6})])
+    )
+    decision = decide(a_device(), [shipped], tuned=local)
+    assert variant_of(decision.winner) == SPARE
+    assert decision.winner is not None
+    assert decision.winner.archive is local
+    assert decision.winner.tuned is not None
+    assert decision.winner.tuned.local
+    # The row is the machine's for the wheel's variants, too; a nearer one of the wheel's counts.
+    assert "(0.5 ms against 0.6)" in told(decision, str(middle))
+    local.__dict__["tuned"] = {
+        FAMILY.kernel(KERNEL, "cuda").head: (a_tuning(rows=[(65536, {SPARE: 0.5})]),)
+    }
+    assert variant_of(decide(a_device(), [shipped], tuned=local).winner) == liked
+
+
+def test_what_was_tuned_here_and_is_damaged_counts_as_missing(
+    archive_factory: Factory, a_device: Describe, a_binary: Make, tmp_path: Path
+) -> None:
+    liked = aligned()[-1]
+    shipped = tuned_archive("sm90", [a_binary(v)[0] for v in CUDA])
+    broken = tmp_path / "sm90.scanreg"
+    broken.write_bytes(b"broken")
+    decision = decide(a_device(), [shipped], tuned=Archive(broken))
+    assert variant_of(decision.winner) == liked
+    assert any(loser.damaged for loser in decision.rejected)
+
+
+def test_rows_that_are_not_right_count_as_missing(a_binary: Make, a_device: Describe) -> None:
+    kind = next(iter(a_tuning(rows=[(1, {SPARE: 1.0})]).kinds))
+    wrong = Tuning("sm_90", "x", "d", [], [], {kind: [3]})
+    decision = decide(a_device(), [tuned_archive("sm90", [a_binary(v)[0] for v in CUDA], wrong)])
+    assert variant_of(decision.winner) == aligned()[-1]
+    assert decision.taken().tuned is None
+
+
+def test_what_is_compiled_here_goes_by_the_specs_tables(a_device: Describe) -> None:
+    kernel = FAMILY.kernel(KERNEL, "cuda")
+    tuning = a_tuning(rows=[(1024, {SPARE: 0.5})])
+    changed = replace(kernel, tunings=lambda: (tuning,))
+    family = replace(FAMILY, kernels=(changed, *(k for k in FAMILY.kernels if k is not kernel)))
+    there = System(a_device(), toolchains=COMPILERS)
+    decision = select(there, family, a_problem())
+    assert decision.taken().rung == Rung.JIT
+    assert variant_of(decision.winner) == SPARE
+    assert decision.taken().ms == 0.5
+
+
+def test_a_pinned_variant_runs_or_nothing_does(a_binary: Make, a_device: Describe) -> None:
+    slow, *_, liked = aligned()
+    archive = in_memory("sm90", [a_binary(v)[0] for v in CUDA])
+    decision = decide(a_device(), [archive], pinned=slow, toolchains=COMPILERS, backend="cuda")
+    assert (variant_of(decision.winner), decision.taken().rung) == (slow, Rung.EXACT)
+    assert f"{slow} is pinned" in told(decision, str(liked))
+    spare = decide(a_device(), [archive], pinned=SPARE, toolchains=COMPILERS, backend="cuda")
+    assert (variant_of(spare.winner), spare.taken().rung) == (SPARE, Rung.JIT)
+    with pytest.raises(NoKernelError):
+        decide(a_device(), [archive], pinned=TRITON[0], backend="cuda").taken()

@@ -1,0 +1,187 @@
+"""What tuning may choose from, and how it compares problems: the tiles that each kernel's source allows.
+
+A kind is a dtype, the gates' dtype and an access. Of each, a space holds a few dozen tiles; what does
+not fit a GPU's registers or spills is found out by compiling, and is not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from scan_registry.kernels.linear_scan.problem import DIMENSIONS, LinearScanProblem
+from scan_registry.kernels.model import ITEM_SIZE, Language, Pins, Space, Static, Variant
+from scan_registry.kernels.tuning import Shape, Tuning
+
+FAMILY_NAME = "linear_scan"
+FOLDER = Path(__file__).parent
+DTYPES = tuple(ITEM_SIZE)
+#: Of tokens and gates, where they differ: narrow tokens under float32 gates.
+MIXED = (("bfloat16", "float32"), ("float16", "float32"))
+ACCESSES = ("aligned", "generic")
+#: Aligned too, with sequences packed along time; no default variant has it.
+PACKED = "packed"
+
+#: Static parameters beside dtypes and access.
+Tile: TypeAlias = Mapping[str, Static]
+#: Dtype and access to tiles.
+Tiles: TypeAlias = Callable[[str, str], Sequence[Tile]]
+
+#: Gates that are broadcast are as far from others as a factor of this in a size.
+_BROADCAST = 16.0
+
+
+def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES) -> Space:
+    """Variants of a forward or backward kernel, for every kind; mixed dtypes are generic."""
+    kinds = [
+        *((dtype, dtype, access) for dtype, access in product(DTYPES, accesses)),
+        *((dtype, gates, "generic") for dtype, gates in MIXED),
+    ]
+
+    def of(kind: Pins) -> tuple[Pins, ...]:
+        (_, dtype), _, (_, access) = kind
+        return tuple(tuple(tile.items()) for tile in tiles(str(dtype), str(access)))
+
+    return Space(tuple((("dtype", d), ("gates", g), ("access", a)) for d, g, a in kinds), of)
+
+
+def reductions(tile: Tile) -> Space:
+    """A reduction writes partial sums in the dtype of the state, whatever the gates' is."""
+    kinds = tuple((("dtype", dtype),) for dtype in DTYPES)
+    return Space(kinds, lambda kind: (tuple(tile.items()),))
+
+
+# --- CUDA -------------------------------------------------------------------------------------
+
+
+def cuda_time_last(dtype: str, access: str) -> list[Tile]:
+    """One warp of a block to each of several rows, or several warps to one. A lane holds at most 128
+    bytes of a tensor, and a block has at most 512 threads."""
+    chunk = 16 if access == "aligned" else min(16, 4 * ITEM_SIZE[dtype])
+    return [
+        {"warps": warps, "rows": rows, "steps": steps}
+        for warps, rows, steps in product((1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4))
+        if 1 in (warps, rows) and warps * rows >= 2 and steps * chunk <= 64
+    ]
+
+
+def cuda_channel_last(dtype: str, access: str) -> list[Tile]:
+    """Every channel of a tile has a thread of its own in the block, and a lane reads at most 16 bytes
+    of a row; generic access takes channels one by one."""
+    widest = 1 if access == "generic" else 16 // ITEM_SIZE[dtype]
+    return [
+        {"warps": warps, "lanes": lanes, "vector": vector, "steps": steps}
+        for warps, lanes, vector, steps in product(
+            (4, 8, 16), (4, 8, 16, 32), (1, 2, 4, 8), (4, 8, 16)
+        )
+        if vector in (widest, max(1, widest // 2))
+        and 16 <= lanes * vector <= min(64, 32 * warps)
+        and steps * vector <= 64
+    ]
+
+
+# --- Triton -----------------------------------------------------------------------------------
+
+_HELD = range(4, 17)  # elements of each tensor in a thread
+
+
+def triton_time_last(dtype: str, access: str) -> list[Tile]:
+    """As many elements of a tile as a thread can hold; in the aligned variants both ways."""
+    tiles: list[Tile] = [
+        {"rows": rows, "times": times, "warps": warps}
+        for rows, times, warps in product((1, 2, 4), (64, 128, 256, 512, 1024, 2048), (1, 2, 4, 8))
+        if rows * times // (32 * warps) in _HELD
+    ]
+    if access == "generic":
+        return tiles
+    return [{**tile, "reverse": way} for tile, way in product(tiles, (0, 1))]
+
+
+def triton_channel_last(dtype: str, access: str) -> list[Tile]:
+    """Likewise; wide dtypes have tiles of half the size."""
+    return [
+        {"channels": channels, "times": times, "warps": warps}
+        for channels, times, warps in product((16, 32, 64, 128), (8, 16, 32, 64), (1, 2, 4, 8))
+        if channels * times // (32 * warps) in (_HELD if ITEM_SIZE[dtype] < 8 else (2, 4, 8))
+    ]
+
+
+# --- Problems ---------------------------------------------------------------------------------
+
+
+def tuned(
+    name: str,
+    language: Language,
+    defaults: Space,
+    accepts: Callable[[Variant, LinearScanProblem], str | None],
+    tile: Callable[[Variant], int],
+) -> dict[str, Any]:
+    """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers."""
+    aligned = tuple(
+        Variant(FAMILY_NAME, name, language, statics)
+        for statics in defaults
+        if ("access", "aligned") in statics
+    )
+
+    def shape_of(problem: LinearScanProblem) -> Shape:
+        return shape(aligned, accepts, problem)
+
+    def tunings() -> tuple[Tuning, ...]:
+        from scan_registry.kernels.tables import shipped  # most processes have no use for files
+
+        return shipped(FOLDER, f"{FAMILY_NAME}.{name}:{language}")
+
+    return {
+        "shape": shape_of,
+        "worth": lambda variant, problem: worth(tile, shape_of(problem), variant),
+        "tunings": tunings,
+    }
+
+
+def shape(
+    aligned: Sequence[Variant],
+    accepts: Callable[[Variant, LinearScanProblem], str | None],
+    problem: LinearScanProblem,
+) -> Shape:
+    """Where a problem lies: aligned if one of the variants ``aligned`` accepts it."""
+    fits = any(
+        variant.text("dtype") == problem.dtype and accepts(variant, problem) is None
+        for variant in aligned
+    )
+    kind = (
+        ("dtype", problem.dtype),
+        ("gates", problem.gates_dtype),
+        ("access", "aligned" if fits else "generic"),
+    )
+    sequences = max(1, problem.sequences)
+    batches = problem.outer * problem.batch
+    lines = (
+        {"lines": batches * problem.channels}
+        if problem.layout == "time_last"
+        else {"batches": batches, "channels": problem.channels}
+    )
+    sizes = {
+        **lines,
+        "time": max(1.0, problem.time / sequences),
+        "sequences": sequences,
+        "broadcast": _BROADCAST if _broadcast(problem) else 1.0,
+    }
+    return Shape(",".join(f"{name}={value}" for name, value in kind), sizes)
+
+
+def _broadcast(problem: LinearScanProblem) -> bool:
+    strides = vars(problem.strides_of("gates"))
+    sizes = zip(DIMENSIONS, problem.sizes, strict=True)
+    return any(size > 1 and strides[name] == 0 for name, size in sizes)
+
+
+def worth(tile: Callable[[Variant], int], shape: Shape, variant: Variant) -> bool:
+    """Whether tuning should try a variant on a problem there: generic access is for those that others
+    cannot take, and tiles much longer than a sequence leave most of a block idle. ``tile`` is how many
+    times one of the variant covers."""
+    return (
+        f"access={variant.text('access')}" in shape.kind.split(",")
+        and tile(variant) <= 4 * shape.sizes["time"]
+    )

@@ -1,0 +1,70 @@
+"""Random problems for the stream kernels; ``selftest`` and ``tools/attest.py`` run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.stream import reference
+from scan_registry.kernels.stream.spec import PATTERNS, StreamProblem
+
+#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as proven.
+TOLERANCE = {"float32": 1e-6}
+
+#: Floats of a tensor: less than a vector, less and more than a block's share, and a remainder of every
+#: size.
+QUICK = (3, 4097, 100_000)
+THOROUGH = (1, 4, 255, 1024, 4095, 4097, 16_386, 1_000_003, 20_000_000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to make: pointer parameters by name, outputs poisoned, and what to expect."""
+
+    problem: StreamProblem
+    tensors: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
+
+    def error(self) -> float:
+        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
+        worst = 0.0
+        for name, expected in self.expected.items():
+            out = self.tensors[name]
+            assert out is not None
+            error = (out.double() - expected).norm() / expected.norm()
+            worst = max(worst, float(error.nan_to_num(nan=torch.inf)))
+        return worst
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Inputs of one problem."""
+
+    problem: StreamProblem
+    inputs: tuple[Tensor, ...]
+
+    def __str__(self) -> str:
+        return str(self.problem)
+
+    def case(self, kernel: str, *, aligned: bool) -> Case:
+        """The launch that computes this. There is one kernel, and its tensors are always aligned."""
+        wide = reference.forward([each.double() for each in self.inputs])
+        expected = dict(zip(self.problem.outputs, wide, strict=False))
+        tensors: dict[str, Tensor | None] = dict(zip(self.problem.inputs, self.inputs, strict=True))
+        tensors |= {
+            name: torch.full_like(self.inputs[0], torch.nan) for name in self.problem.outputs
+        }
+        return Case(self.problem, tensors, expected)
+
+
+def trials(dtype: str, shapes: tuple[int, ...], device: torch.device | str) -> Iterator[Trial]:
+    """One for each size and pattern."""
+    for count in shapes:
+        for reads, writes in PATTERNS:
+            inputs = [torch.randn(count, dtype=getattr(torch, dtype)) for _ in range(reads)]
+            yield Trial(
+                StreamProblem(reads, writes, count), tuple(each.to(device) for each in inputs)
+            )

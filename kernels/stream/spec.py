@@ -1,0 +1,89 @@
+"""The stream family: moves as many tensors as another kernel does, and as many bytes, and no more.
+
+It is behind no operator: ``scan-registry bench`` takes the fastest of its variants for the floor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space, Variant
+
+FAMILY_NAME = "stream"
+#: Tensors read and written: by a copy, by a forward and by a backward pass.
+PATTERNS = ((1, 1), (2, 1), (3, 2))
+_VECTOR = 4  # floats in 16 bytes
+_INPUTS, _OUTPUTS = ("a", "b", "c"), ("sum", "copy")
+
+
+@dataclass(frozen=True)
+class StreamProblem:
+    """Read ``reads`` tensors and write ``writes``, of ``count`` floats each. All start at multiples of
+    16 bytes."""
+
+    reads: int
+    writes: int
+    count: int
+
+    @property
+    def kernel(self) -> str:
+        return FAMILY_NAME
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The kernel's names of what is read."""
+        return _INPUTS[: self.reads]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The kernel's names of what is written."""
+        return _OUTPUTS[: self.writes]
+
+
+def _accepts(variant: Variant, problem: StreamProblem) -> str | None:
+    moved = variant.number("reads"), variant.number("writes")
+    if moved != (problem.reads, problem.writes):
+        return f"it reads {moved[0]} tensors and writes {moved[1]}"
+    return None
+
+
+def _launch(variant: Variant, problem: StreamProblem) -> Launch:
+    block = 32 * variant.number("warps") * variant.number("unroll") * _VECTOR
+    return Launch((max(1, -(-problem.count // block)), 1, 1), {"count": problem.count})
+
+
+_KERNEL = Kernel(
+    family=FAMILY_NAME,
+    name=FAMILY_NAME,
+    language="cuda",
+    source="stream.cu",
+    entry="stream",
+    parameters=(
+        *(Parameter(name, "pointer") for name in (*_INPUTS, *_OUTPUTS)),
+        Parameter("count", "i64"),
+    ),
+    defaults=Space(
+        tuple((("dtype", "float32"), ("reads", r), ("writes", w)) for r, w in PATTERNS),
+        lambda kind: tuple(
+            (("warps", 8), ("unroll", unroll), ("streaming", streaming))
+            for unroll, streaming in product((1, 4), (0, 1))
+        ),
+    ),
+    constants=lambda variant: {
+        name.upper(): value for name, value in variant.statics if name != "dtype"
+    },
+    warps=lambda variant: variant.number("warps"),
+    accepts=_accepts,
+    # Which is the fastest depends on the GPU and the size: whoever wants the floor tries them all.
+    cost=lambda variant, problem: variant.number("unroll"),
+    launch=_launch,
+)
+
+FAMILY = Family(
+    name=FAMILY_NAME,
+    summary="sum = a + b + c, copy = a: the time that it takes to move the bytes",
+    folder=Path(__file__).parent,
+    kernels=(_KERNEL,),
+)

@@ -1,0 +1,234 @@
+"""Tuning tables: files of evidence, and what selection needs of them.
+
+``kernels/<family>/tuning/<arch>.json`` holds every time that was measured: for each problem the median
+and the spread of every variant that was tried, and of each run the GPU, its clocks, the driver, the
+compilers and the date. Files are for people, for wheel builds and for the JIT; a wheel's archives hold
+the ``Tuning`` that each reduces to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from scan_registry.kernels.tuning import Row, Shape, Tuning, capability_of, positive
+
+SCHEMA = 1
+FOLDER = "tuning"
+#: A variant within this of the fastest is as good: what fewer variants can serve, fewer do.
+EQUAL = 1.02
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where and when something was measured. ``clocks`` in MHz and ``toolchain``, a compiler by
+    language, say what was known of them; ``version`` is this package's."""
+
+    gpu: str
+    driver: str
+    clocks: Mapping[str, int]
+    toolchain: Mapping[str, str]
+    version: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and spread (largest less smallest) in ms, over ``rounds`` rounds."""
+
+    ms: float
+    spread: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured on one problem, in one run.
+
+    kernel   how its variants begin, such as ``linear_scan.time_last_forward:cuda``
+    problem  in words, for people
+    timings  by the variants' labels
+    """
+
+    kernel: str
+    problem: str
+    shape: Shape
+    timings: Mapping[str, Timing]
+    run: Run
+
+    @property
+    def place(self) -> tuple[str, str, tuple[tuple[str, float], ...]]:
+        """What a later measurement of the same problem has in common with it."""
+        return self.kernel, self.shape.kind, tuple(sorted(self.shape.sizes.items()))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Everything that was measured for one family on GPUs of one architecture."""
+
+    family: str
+    arch: str
+    measured: tuple[Measured, ...] = ()
+
+    def with_newer(self, newer: Iterable[Measured]) -> Table:
+        """The table with further measurements, which replace those of the same problems."""
+        every = {each.place: each for each in (*self.measured, *newer)}
+        return replace(self, measured=tuple(sorted(every.values(), key=lambda m: m.place)))
+
+    def tunings(self) -> dict[str, Tuning]:
+        """What selection needs, by how the kernel's variants begin."""
+        kernels: dict[str, list[Measured]] = {}
+        for each in self.measured:
+            kernels.setdefault(each.kernel, []).append(each)
+        return {kernel: _reduced(self.arch, found) for kernel, found in kernels.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        runs = list(dict.fromkeys(json.dumps(asdict(each.run)) for each in self.measured))
+        return {
+            "schema": SCHEMA,
+            "family": self.family,
+            "arch": self.arch,
+            "runs": [json.loads(run) for run in runs],
+            "measured": [
+                {
+                    "kernel": each.kernel,
+                    "kind": each.shape.kind,
+                    "problem": each.problem,
+                    "sizes": dict(each.shape.sizes),
+                    "run": runs.index(json.dumps(asdict(each.run))),
+                    "ms_spread_rounds": {
+                        _short(label, each.shape.kind): [timing.ms, timing.spread, timing.rounds]
+                        for label, timing in each.timings.items()
+                    },
+                }
+                for each in self.measured
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, document: Any) -> Table:
+        """What ``to_json`` gave; ``ValueError`` for anything else."""
+        try:
+            if document["schema"] != SCHEMA:
+                raise ValueError(f"schema {document['schema']!r}; this version reads {SCHEMA}")
+            capability_of(document["arch"])
+            runs = [Run(**run) for run in document["runs"]]
+            return cls(
+                document["family"],
+                document["arch"],
+                tuple(_measured(record, runs) for record in document["measured"]),
+            )
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"it is not a tuning table: {error!r}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        """The table in a file; ``ValueError`` names the file if it holds none."""
+        try:
+            table = cls.from_json(json.loads(path.read_text()))
+            if (table.family, table.arch) != (path.parents[1].name, f"sm_{path.stem[2:]}"):
+                raise ValueError(f"it is of {table.family} for {table.arch}")
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        return table
+
+    def text(self) -> str:
+        """The file's content: a line for each problem, so that two tables can be compared."""
+        document = self.to_json()
+        lines = [
+            ",\n".join(f"  {json.dumps(each, ensure_ascii=False)}" for each in document.pop(name))
+            for name in ("runs", "measured")
+        ]
+        start = json.dumps(document, indent=1).removesuffix("\n}")
+        return f'{start},\n "runs": [\n{lines[0]}\n ],\n "measured": [\n{lines[1]}\n ]\n}}\n'
+
+
+def _measured(record: Mapping[str, Any], runs: Sequence[Run]) -> Measured:
+    sizes = {str(name): positive(size) for name, size in record["sizes"].items()}
+    timings = {
+        _long(str(label), record["kind"]): Timing(positive(ms), spread, rounds)
+        for label, (ms, spread, rounds) in record["ms_spread_rounds"].items()
+    }
+    if not timings:
+        raise ValueError(f"nothing was measured on {record['problem']!r}")
+    return Measured(
+        record["kernel"], record["problem"], Shape(record["kind"], sizes), timings, runs[record["run"]]
+    )  # fmt: skip
+
+
+def _short(label: str, kind: str) -> str:
+    """The label without the kind, which most of them begin with: what is left begins with a comma."""
+    rest = label.removeprefix(kind)
+    return rest if rest.startswith(",") else label
+
+
+def _long(short: str, kind: str) -> str:
+    return f"{kind}{short}" if short.startswith(",") else short
+
+
+def _reduced(arch: str, measured: Sequence[Measured]) -> Tuning:
+    kinds: dict[str, list[Measured]] = {}
+    for each in measured:
+        kinds.setdefault(each.shape.kind, []).append(each)
+    latest = max(measured, key=lambda each: each.run.date)
+    return Tuning.of(
+        arch,
+        latest.run.gpu,
+        latest.run.date,
+        {kind: _rows(found) for kind, found in sorted(kinds.items())},
+    )
+
+
+def _rows(measured: Sequence[Measured]) -> tuple[Row, ...]:
+    chosen = chosen_labels([each.timings for each in measured])
+    rows = []
+    for each in measured:
+        times = {label: t.ms for label, t in each.timings.items() if label in chosen}
+        order = sorted(times, key=lambda label: (times[label], label))
+        rows.append(Row(each.shape.sizes, {label: times[label] for label in order}))
+    return tuple(rows)
+
+
+def chosen_labels(problems: Sequence[Mapping[str, Timing]]) -> tuple[str, ...]:
+    """Few variants of which one is as good as the fastest on each problem: again and again the one that
+    serves most of the problems that are still without."""
+    fit = {
+        number: {label for label, t in timings.items() if t.ms <= EQUAL * _best(timings)}
+        for number, timings in enumerate(problems)
+    }
+    chosen: list[str] = []
+    while fit:
+        labels = sorted({label for labels in fit.values() for label in labels})
+        served = {label: [n for n, labels in fit.items() if label in labels] for label in labels}
+
+        def preference(label: str) -> tuple[int, float, str]:
+            """Most problems; among equals the least time over the fastest, then by name."""
+            numbers = served[label]  # noqa: B023  called before the next turn
+            ratios = (problems[n][label].ms / _best(problems[n]) for n in numbers)
+            return -len(numbers), sum(ratios), label
+
+        label = min(labels, key=preference)
+        chosen.append(label)
+        fit = {n: labels for n, labels in fit.items() if label not in labels}
+    return tuple(chosen)
+
+
+def _best(timings: Mapping[str, Timing]) -> float:
+    return min(timing.ms for timing in timings.values())
+
+
+@cache
+def tables(folder: Path) -> tuple[Table, ...]:
+    """The tables in a family's folder, by architecture; ``ValueError`` names a file that holds none."""
+    return tuple(Table.read(path) for path in sorted((folder / FOLDER).glob("*.json")))
+
+
+@cache
+def shipped(folder: Path, kernel: str) -> tuple[Tuning, ...]:
+    """The tunings in a family's folder of one kernel, given by how its variants begin."""
+    found = (table.tunings().get(kernel) for table in tables(folder))
+    return tuple(tuning for tuning in found if tuning is not None)

@@ -1,0 +1,172 @@
+"""What tuning found out of one kernel, in the form that selection looks it up in.
+
+A ``Tuning`` is small and is read in parts: a first call pays for the shapes of one kind alone. The
+evidence behind it, every variant's time and its spread, is a ``tables.Table``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_ARCH = re.compile(r"sm_(\d{2,3})")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Where a problem lies among those that a kernel is tuned for.
+
+    kind   what has to be equal for two problems to be compared, such as dtypes and access
+    sizes  positive numbers by name; what counts is the ratio of two problems' sizes
+    """
+
+    kind: str
+    sizes: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tuned problem: its sizes, and milliseconds by variant, the fastest first.
+
+    Variants go by their labels: see ``Kernel.label``.
+    """
+
+    sizes: Mapping[str, float]
+    times: Mapping[str, float]
+
+    def distance(self, sizes: Mapping[str, float]) -> float:
+        """How far away other sizes are: the length of the ratios' logarithms, to base 2; infinite where
+        the two do not have the same names."""
+        if self.sizes.keys() != sizes.keys():
+            return math.inf
+        logs = (math.log2(sizes[name] / size) for name, size in self.sizes.items())
+        return math.hypot(*logs)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The rows of one kernel in one language, measured on one GPU.
+
+    arch    the GPU's architecture, such as ``sm_90``
+    date    of the latest measurement, such as ``2026-01-31``
+    names   of the sizes
+    labels  of every variant that a row names
+    kinds   kind -> rows, each of them sizes in the order of ``names`` (None for one that it does not
+            have), and pairs of a variant's place in ``labels`` and its milliseconds
+    """
+
+    arch: str
+    gpu: str
+    date: str
+    names: Sequence[str]
+    labels: Sequence[str]
+    kinds: Mapping[str, Sequence[Any]]
+
+    @classmethod
+    def of(cls, arch: str, gpu: str, date: str, rows: Mapping[str, Sequence[Row]]) -> Tuning:
+        """Made of rows by their kind."""
+        every = [row for each in rows.values() for row in each]
+        names = list(dict.fromkeys(name for row in every for name in row.sizes))
+        labels = list(dict.fromkeys(label for row in every for label in row.times))
+        number = {label: n for n, label in enumerate(labels)}
+        kinds = {
+            kind: [
+                [
+                    [row.sizes.get(name) for name in names],
+                    [[number[label], ms] for label, ms in row.times.items()],
+                ]
+                for row in each
+            ]
+            for kind, each in rows.items()
+        }
+        return cls(arch, gpu, date, names, labels, kinds)
+
+    def with_newer(self, newer: Tuning) -> Tuning:
+        """This with the rows of a later one for the same GPU, which replace those of the same sizes;
+        ``ValueError`` if rows of either are not right."""
+        rows: dict[str, list[Row]] = {}
+        for kind in dict.fromkeys((*self.kinds, *newer.kinds)):
+            later = newer.rows(kind)
+            sizes = [row.sizes for row in later]
+            rows[kind] = [*later, *(row for row in self.rows(kind) if row.sizes not in sizes)]
+        return Tuning.of(newer.arch, newer.gpu, newer.date, rows)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """(9, 0) for ``sm_90``."""
+        return capability_of(self.arch)
+
+    def rows(self, kind: str) -> tuple[Row, ...]:
+        """Those of one kind; ``ValueError`` if they are not what is stated above."""
+        listed = self.kinds.get(kind, ())
+        try:
+            return tuple(self._row(sizes, times) for sizes, times in listed)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"the rows of a tuning are {listed!r}") from error
+
+    def _row(self, sizes: Any, times: Any) -> Row:
+        pairs = zip(self.names, sizes, strict=True)
+        return Row(
+            {str(name): positive(size) for name, size in pairs if size is not None},
+            {self.labels[number]: positive(ms) for number, ms in times},
+        )
+
+    def nearest(self, shape: Shape) -> tuple[float, Row] | None:
+        """The row of the shape's kind that is closest to it, and how far away it is; of equals the
+        first. None if the kind was never tuned."""
+        measured = [(row.distance(shape.sizes), row) for row in self.rows(shape.kind)]
+        found = min(measured, key=lambda pair: pair[0], default=None)
+        return None if found is None or math.isinf(found[0]) else found
+
+    @classmethod
+    def from_json(cls, record: Any) -> Tuning:
+        """What ``asdict`` gave; ``ValueError`` for anything else. Rows are read when they are asked for,
+        and raise it then."""
+        try:
+            found = cls(**record)
+            capability_of(found.arch)
+            if not (
+                isinstance(found.kinds, Mapping)
+                and isinstance(found.names, list)
+                and all(isinstance(label, str) for label in found.labels)
+                and isinstance(found.gpu, str)
+                and isinstance(found.date, str)
+            ):
+                raise TypeError("a field of another type")
+        except TypeError as error:
+            raise ValueError(f"{record!r} is not a kernel's tuning") from error
+        return found
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """(9, 0) for ``sm_90``; ``ValueError`` for what is no GPU's architecture."""
+    match = _ARCH.fullmatch(arch)
+    if match is None:
+        raise ValueError(f"{arch!r} is not a GPU's architecture, such as sm_90")
+    return int(match[1][:-1]), int(match[1][-1])
+
+
+def positive(value: Any) -> float:
+    """The number; ``ValueError`` unless it is finite and more than nothing."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{value!r} is not a positive number")
+    return value
+
+
+def strangeness(tuning: Tuning, capability: tuple[int, int]) -> tuple[bool, bool, int]:
+    """How far a tuning's GPU is from one of another capability; less is nearer. The same major version
+    comes first, then what is not later than the GPU, then the smaller step."""
+    number, there = (10 * major + minor for major, minor in (tuning.capability, capability))
+    return tuning.capability[0] != capability[0], number > there, abs(number - there)
+
+
+def nearest_arch(found: Iterable[Tuning], capability: tuple[int, int]) -> Tuning | None:
+    """The tuning that is the least strange to a GPU."""
+    return min(found, key=lambda tuning: strangeness(tuning, capability), default=None)
+
+
+#: Where a kernel's shipped tunings come from; called when they are first needed.
+Source = Callable[[], tuple[Tuning, ...]]

@@ -1,0 +1,220 @@
+"""``scan-registry tune``: find the fastest variants on a GPU here, and use them from then on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from scan_registry import local
+from scan_registry.cli.errors import UsageError
+from scan_registry.cli.explain import DTYPES
+from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
+from scan_registry.inventory import catalogue
+
+if TYPE_CHECKING:
+    from scan_registry.tuner.engine import Tuner
+    from scan_registry.tuner.problems import Posed
+
+LANGUAGES = ("cuda", "triton")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command's arguments."""
+    parser = commands.add_parser(
+        "tune",
+        help="find the fastest variants on a GPU here, and use them from then on",
+        description="Times every variant that the kernels' specs allow, on this GPU and problem by "
+        "problem; variants that no wheel holds are compiled first. What is found goes into the cache's "
+        "folder and comes before what is shipped, for problems near those that were timed; `scan-registry "
+        "cache clear` forgets it. Calls never tune. An interruption keeps what has been measured.",
+        epilog="Exit status: 0, or 2 for arguments that cannot be meant, without a GPU and where nothing "
+        "could be timed or saved. The JSON document is described by scan_registry/schemas/tune.json.",
+    )
+    add_choice(parser)
+    parser.add_argument("--device", metavar="cuda:N", help="default: the first GPU")
+    parser.add_argument("--dry-run", action="store_true", help="save nothing")
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead")
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Declare what to tune, and for how long."""
+    parser.add_argument(
+        "--kernel", action="append", metavar="X", help="such as time_last_forward; may repeat"
+    )
+    parser.add_argument(
+        "--language", action="append", metavar="X", help=f"{' '.join(LANGUAGES)}; may repeat"
+    )
+    parser.add_argument("--dtype", action="append", metavar="X", help="such as bf16; may repeat")
+    parser.add_argument(
+        "--shapes",
+        action="append",
+        metavar="X",
+        help="layout:batch,channels,time, such as time_last:8,1536,4096, to which :sequences=N and "
+        ":gates=channel may be added; may repeat; default: a few of every kind",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="begin nothing new after so long; what is left out is listed",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune and save; ``UsageError`` for arguments that cannot be meant."""
+    problems = chosen(args)
+    tuner = tuner_for(args.device, args.budget)
+    watched(tuner, problems)
+    if not tuner.tuned:
+        reasons = "; ".join(dict.fromkeys(tuner.refused.values())) or "no problem was begun"
+        raise UsageError(f"nothing was timed on {tuner.device.name}: {reasons}")
+    saved = None if args.dry_run else _save(tuner)
+    if args.json:
+        from scan_registry.tuner.report import document
+
+        print(json.dumps(document(tuner, saved), indent=2))
+    else:
+        show_report(tuner)
+        screen().print(f"saved in {saved}" if saved else "nothing was saved", markup=False)
+    return 0
+
+
+def chosen(args: argparse.Namespace) -> list[Posed]:
+    """The problems that the arguments name; ``UsageError`` if they name none."""
+    from scan_registry.tuner.problems import DTYPES as USUAL
+    from scan_registry.tuner.problems import SHAPES, cases, posed, usual_cases
+
+    for word in args.dtype or ():
+        if word not in DTYPES:
+            raise UsageError(f"--dtype is {word!r}; accepted are {', '.join(DTYPES)}")
+    for word in args.language or ():
+        if word not in LANGUAGES:
+            raise UsageError(f"--language is {word!r}; accepted are {', '.join(LANGUAGES)}")
+    dtypes = [DTYPES[word] for word in args.dtype or ()]
+    try:
+        if args.shapes or args.dtype:
+            asked = cases(args.shapes or SHAPES, dtypes or USUAL)
+        else:
+            asked = usual_cases()
+    except ValueError as error:
+        raise UsageError(f"--shapes: {error}") from error
+    found = list(posed(asked, args.language or LANGUAGES))
+    names = list(dict.fromkeys(each.kernel.name for each in found))
+    for word in args.kernel or ():
+        if word not in names:
+            raise UsageError(
+                f"--kernel is {word!r}; accepted with these shapes are {', '.join(names)}"
+            )
+    return [each for each in found if not args.kernel or each.kernel.name in args.kernel]
+
+
+def tuner_for(name: str | None, budget: float | None) -> Tuner:
+    """A tuner for a GPU of this machine; ``UsageError`` if it is not there."""
+    import torch
+
+    from scan_registry.device import device
+    from scan_registry.tuner.engine import Tuner
+    from scan_registry.tuner.report import run_here
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    accepted = [f"cuda:{ordinal}" for ordinal in range(count)]
+    if not accepted:
+        raise UsageError("tuning needs an NVIDIA GPU, and torch sees none here")
+    word = accepted[0] if name in (None, "cuda") else name
+    if word not in accepted:
+        raise UsageError(f"--device is {word!r}; accepted here are {', '.join(accepted)}")
+    ordinal = accepted.index(word)
+    there = device(ordinal)
+    torch.cuda.set_device(ordinal)
+    return Tuner(ordinal, there, catalogue().archives, run_here(ordinal, there), budget)
+
+
+def watched(tuner: Tuner, problems: Sequence[Posed]) -> None:
+    """Tune, and say on stderr what is being done; on a terminal with a progress bar."""
+    console = Console(stderr=True, highlight=False)
+    progress = Progress(
+        TextColumn("tuning"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+    def tell(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    with progress:
+        bar = progress.add_task("tune", total=len(problems))
+        tuner.tell, tuner.done = tell, lambda: progress.advance(bar)
+        tuner.tune(problems)
+
+
+def _save(tuner: Tuner) -> str:
+    """Where it went; ``UsageError`` if the cache's folder cannot be used."""
+    from scan_registry.tuner.report import tunings
+
+    found = tunings(tuner.device, tuner.tuned)
+    labels = {head: tuning.labels for head, tuning in found.items()}
+    try:
+        archive = local.publish(tuner.device, tuner.binaries(labels), found, tuner.run.date)
+    except OSError as error:
+        raise UsageError(f"what was found cannot be saved: {error}") from error
+    return str(archive.path)
+
+
+def show_report(tuner: Tuner) -> None:
+    """Print the fastest variant of each problem, and how far what is shipped is from it."""
+    from scan_registry.tuner.report import regret
+
+    console = screen()
+    table = new_table(
+        "kernel", "lang", "problem~", "best~", "ms>", "± ms>", "tried>", "shipped ms>", "regret>"
+    )
+    for each in tuner.tuned:
+        timings, kernel = each.measured.timings, each.posed.kernel
+        tile = each.best.removeprefix(f"{each.posed.shape.kind},")
+        case = each.posed.case
+        options = f", {case.options}" if case.options else ""
+        table.add_row(
+            kernel.name,
+            kernel.language,
+            f"{case.batch}, {case.channels}, {case.time} {SHORT_DTYPES[case.dtype]}{options}",
+            tile,
+            f"{each.best_ms:.4f}",
+            f"{timings[each.best].spread:.4f}",
+            str(len(timings)),
+            "–" if each.shipped_ms is None else f"{each.shipped_ms:.4f}",
+            "–" if each.regret is None else f"{each.regret:.3f}",
+        )
+    show(console, table, f"{tuner.device.name}, {tuner.run.date}")
+    total = regret(tuner.tuned)
+    if total:
+        console.print(
+            f"\nregret of what is shipped, its time over the best found, on {total.problems} problems: "
+            f"geometric mean {total.geometric_mean:.3f}, worst {total.worst:.3f}"
+        )
+    _show_rest(tuner)
+
+
+def _show_rest(tuner: Tuner) -> None:
+    """On stderr, what there was no time for and what could not be timed."""
+    if tuner.left_out:
+        names = "; ".join(f"{each.kernel.head} {each}" for each in tuner.left_out)
+        print(f"left out for want of time or memory: {names}", file=sys.stderr)
+    for reason, variants in _by_reason(tuner).items():
+        print(f"not timed: {', '.join(variants)}: {reason}", file=sys.stderr)
+
+
+def _by_reason(tuner: Tuner) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for variant, reason in tuner.refused.items():
+        found.setdefault(reason.strip().splitlines()[0], []).append(str(variant))
+    return found

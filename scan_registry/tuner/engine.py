@@ -1,0 +1,319 @@
+"""The tuner: on each problem, times every variant that is worth it, and the closest ones again.
+
+Variants of one kernel and kind are compiled first, side by side. Then, problem by problem, all of them
+are timed in turns as CUDA graphs over the same inputs, which rotate out of the caches; few rounds tell
+who is near the fastest, and more rounds which of those it is. Before that each has to give the results
+of the variant that would run untuned.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from scan_registry import check, loader
+from scan_registry.archive import Archive
+from scan_registry.bench import timing
+from scan_registry.bench.timing import Call, Recording, compete, record, sets_of_inputs
+from scan_registry.device import Device
+from scan_registry.driver import DriverError
+from scan_registry.fit import Rung
+from scan_registry.kernels.linear_scan.cases import TOLERANCE
+from scan_registry.kernels.model import Variant
+from scan_registry.kernels.tables import Measured, Run, Timing
+from scan_registry.select import select
+from scan_registry.tuner.binaries import Obtained, obtain_all
+from scan_registry.tuner.problems import Posed
+
+NEAR = 1.1  # of the fastest's time: what is timed again
+COARSE = {"warm_up": 1, "rounds": 3}
+FINE = {"warm_up": 2, "rounds": 11}
+_ENOUGH_MS = 2.0  # of launches in a recording
+_SLOW_STREAM = 1e9  # bytes per ms that any such GPU moves
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One problem, what was measured on it, and the label of what would have run untuned."""
+
+    posed: Posed
+    measured: Measured
+    shipped: str | None
+
+    @property
+    def best(self) -> str:
+        """The label of the fastest."""
+        timings = self.measured.timings
+        return min(timings, key=lambda label: (timings[label].ms, label))
+
+    @property
+    def best_ms(self) -> float:
+        return self.measured.timings[self.best].ms
+
+    @property
+    def shipped_ms(self) -> float | None:
+        """The time of what would have run untuned; None if that was not timed."""
+        found = self.measured.timings.get(self.shipped or "")
+        return None if found is None else found.ms
+
+    @property
+    def regret(self) -> float | None:
+        """The time of what would have run untuned over the fastest's; None if that was not timed."""
+        return None if self.shipped_ms is None else self.shipped_ms / self.best_ms
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """Tensors of one launch, by the names of the kernel's pointers."""
+
+    tensors: Mapping[str, Tensor | None]
+
+
+@dataclass
+class Tuner:
+    """Tunes on one GPU, within ``budget`` seconds if there is one.
+
+    archives  installed, from which variants are taken where they are there
+    tell      is told in words what is being done
+    keep      is called when all problems of a kind have been measured
+    done      is called after each problem
+    tuned     what was measured so far; it grows
+    refused   variants that could not be timed, or that gave other results, and why; it grows
+    left_out  problems that the budget, or an interruption, left no time for
+    """
+
+    ordinal: int
+    device: Device
+    archives: Sequence[Archive]
+    run: Run
+    budget: float | None = None
+    tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+    keep: Callable[[], object] = lambda: None
+    done: Callable[[], object] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+    tuned: list[Tuned] = field(default_factory=list)
+    refused: dict[Variant, str] = field(default_factory=dict)
+    left_out: list[Posed] = field(default_factory=list)
+    _binaries: dict[Variant, Obtained] = field(default_factory=dict)
+
+    @property
+    def place(self) -> torch.device:
+        """Where tensors are made."""
+        return torch.device("cuda", self.ordinal)
+
+    def tune(self, problems: Iterable[Posed]) -> None:
+        """Measure all problems, one kind of one kernel after the other, in the order of their first
+        problems. An interruption (Ctrl-C), or a GPU that fails, ends it as the end of the budget does: what
+        has been measured stays."""
+        groups: dict[tuple[str, str], list[Posed]] = {}
+        for each in problems:
+            groups.setdefault(each.place, []).append(each)
+        waiting = [each for group in groups.values() for each in group]
+        started = self.clock()
+        try:
+            for group in groups.values():
+                if self._late(started):
+                    break
+                self._compile(group)
+                for each in group:
+                    if self._late(started):
+                        break
+                    self._measure(each)
+                    waiting.remove(each)
+                    self.done()
+                self.keep()
+        except KeyboardInterrupt:
+            self.tell("interrupted; what was measured is kept")
+        except RuntimeError as error:  # after an illegal access, say, nothing runs in this process
+            reason = str(error).splitlines()[0]
+            self.tell(f"{waiting[0]}: the GPU failed; what was measured is kept: {reason}")
+        self.left_out += waiting
+
+    def binaries(self, labels: Mapping[str, Iterable[str]]) -> list[Obtained]:
+        """Those of all variants with these labels, by how their kernel's variants begin: of one label
+        there may be several, one for each value of what a problem decides."""
+        wanted: list[Variant] = []
+        for kernel in {each.posed.kernel.head: each.posed.kernel for each in self.tuned}.values():
+            named = set(labels.get(kernel.head, ()))
+            wanted += [v for v in kernel.every if kernel.label(v) in named]
+        self._obtain(wanted)
+        return [self._binaries[variant] for variant in wanted if variant in self._binaries]
+
+    def _late(self, started: float) -> bool:
+        return self.budget is not None and self.clock() - started > self.budget
+
+    def _compile(self, group: Sequence[Posed]) -> None:
+        head, kind = group[0].place
+        variants = dict.fromkeys(v for each in group for v in each.variants())
+        started = self.clock()
+        self._obtain(variants)
+        ready = sum(variant in self._binaries for variant in variants)
+        took = self.clock() - started
+        self.tell(f"{head} {kind}: {ready} of {len(variants)} variants ready in {took:.1f} s")
+
+    def _obtain(self, variants: Iterable[Variant]) -> None:
+        missing = [v for v in variants if v not in self._binaries and v not in self.refused]
+        for variant, found in obtain_all(self.device, self.archives, missing).items():
+            if isinstance(found, str):
+                self.refused[variant] = found
+            else:
+                self._binaries[variant] = found
+
+    def _measure(self, posed: Posed) -> None:
+        chosen = untuned(self.ordinal, posed)
+        if chosen is not None:
+            self._obtain([chosen])
+        try:
+            timings = self._timings(posed, chosen)
+        except torch.OutOfMemoryError as error:
+            self.tell(f"{posed}: left out, too large for this GPU: {str(error).splitlines()[0]}")
+            self._tidy()
+            self.left_out.append(posed)
+            return
+        self._tidy()
+        if not timings:
+            self.tell(f"{posed}: nothing could be timed")
+            return
+        found = Measured(posed.kernel.head, str(posed), posed.shape, timings, self.run)
+        shipped = None if chosen is None else posed.kernel.label(chosen)
+        self.tuned.append(Tuned(posed, found, shipped))
+        self.tell(_words(self.tuned[-1]))
+
+    def _timings(self, posed: Posed, chosen: Variant | None) -> dict[str, Timing]:
+        """Of every variant that runs and agrees with what would run untuned, by label."""
+        device = self.place
+        traffic = posed.case.traffic(posed.direction)
+        sets = [posed.tensors(device) for _ in range(sets_of_inputs(traffic, device))]
+        asked = [v for v in posed.variants() if v in self._binaries]
+        if chosen in self._binaries and chosen not in asked:
+            asked.append(chosen)
+        asked.sort(key=lambda variant: variant != chosen)  # it sets the standard
+        expected: dict[str, Tensor] | None = None
+        recordings: dict[str, Recording] = {}
+        launches = max(2, min(timing.LAUNCHES, round(_ENOUGH_MS * _SLOW_STREAM / traffic)))
+        for variant in asked:
+            try:
+                calls = self._calls(posed, variant, sets)
+                results = _results(posed, calls[0], sets[0])
+                if expected is None:
+                    expected = results
+                elif reason := _difference(results, expected, posed.case.dtype):
+                    self._distrust(variant, posed, reason)
+                    continue
+                label = posed.kernel.label(variant)
+                recordings[label] = record(calls, device, launches=launches)
+            except (loader.UnfitError, DriverError) as error:
+                self.refused[variant] = f"{posed}: {str(error).splitlines()[0]}"
+        shipped = None if chosen is None else posed.kernel.label(chosen)
+        return _race(recordings, shipped)
+
+    def _distrust(self, variant: Variant, posed: Posed, reason: str) -> None:
+        """A variant that is wrong once is not to be taken anywhere, however right it was before."""
+        self.refused[variant] = f"{posed}: {reason}"
+        del self._binaries[variant]
+        label = posed.kernel.label(variant)
+        kept = []
+        for each in self.tuned:
+            timings = dict(each.measured.timings)
+            if each.posed.kernel is posed.kernel:
+                timings.pop(label, None)
+            if timings:
+                kept.append(replace(each, measured=replace(each.measured, timings=timings)))
+        self.tuned[:] = kept
+
+    def _calls(
+        self, posed: Posed, variant: Variant, sets: Sequence[Mapping[str, Tensor | None]]
+    ) -> list[Call]:
+        """A launch on each set of tensors, of the very bytes that would be kept."""
+        binary, content = self._binaries[variant]
+        function = loader.load(self.ordinal, binary, lambda: content, str(binary))
+        launch = loader.bind(self.ordinal, posed.family, posed.problem, binary, function)
+        workspace = posed.kernel.launch(variant, posed.problem).workspace
+        return [
+            partial(check.start, self.ordinal, launch, posed.kernel, _Launched(tensors), workspace)
+            for tensors in sets
+        ]
+
+    def _tidy(self) -> None:
+        """Give memory that nothing holds back to the device."""
+        torch.cuda.empty_cache()
+
+
+def untuned(ordinal: int, posed: Posed) -> Variant | None:
+    """What would run, were nothing tuned on this machine; None for the reference."""
+    there = replace(loader.system(ordinal), tuned=None)
+    decision = select(there, posed.family, posed.problem, posed.kernel.language, Rung.JIT)
+    return decision.winner.variant if decision.winner else None
+
+
+def _race(recordings: Mapping[str, Recording], shipped: str | None) -> dict[str, Timing]:
+    """Few rounds for all; more for those near the fastest, and for what is shipped."""
+    found = _times(recordings, COARSE)
+    if not found:
+        return {}
+    limit = NEAR * min(each.ms for each in found.values())
+    near = {
+        label: recordings[label]
+        for label, each in found.items()
+        if each.ms <= limit or label == shipped
+    }
+    return found | _times(near, FINE)
+
+
+def _times(recordings: Mapping[str, Recording], how: Mapping[str, int]) -> dict[str, Timing]:
+    times = compete([*recordings.values()], **how) if recordings else []
+    return {
+        label: Timing(round(ms, 6), round(spread, 6), how["rounds"])
+        for label, (ms, spread) in zip(recordings, times, strict=True)
+    }
+
+
+def _results(posed: Posed, call: Call, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Copies of what a call writes, over NaN."""
+    for name in posed.outputs:
+        out = tensors[name]
+        assert out is not None
+        out.fill_(torch.nan)
+    call()
+    return {name: _there(tensors, name).clone() for name in posed.outputs}
+
+
+def _there(tensors: Mapping[str, Tensor | None], name: str) -> Tensor:
+    found = tensors[name]
+    assert found is not None
+    return found
+
+
+def _difference(
+    results: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: str
+) -> str | None:
+    """What is wrong with results that should be alike: two right ones are each within tolerance."""
+    for name, out in results.items():
+        error = _norm(out - expected[name]) / max(_norm(expected[name]), 1e-30)
+        if not error <= 2 * TOLERANCE[dtype]:
+            return f"its {name} differ from the shipped variant's by {error:.1e}"
+    return None
+
+
+def _norm(tensor: Tensor) -> float:
+    """In float32 at least: of so many numbers a narrow sum would overflow."""
+    dtype = tensor.dtype if tensor.element_size() >= 4 else torch.float32
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype).abs())
+
+
+def _words(tuned: Tuned) -> str:
+    """One line for people who wait."""
+    timings = tuned.measured.timings
+    best = timings[tuned.best]
+    regret = "nothing shipped" if tuned.regret is None else f"regret {tuned.regret:.3f}"
+    tile = tuned.best.partition(tuned.posed.shape.kind)[2].lstrip(",") or tuned.best
+    return (
+        f"  {tuned.posed}, {tuned.posed.kernel.language}: {len(timings)} timed, best {best.ms:.4f} ms "
+        f"({tile}), {regret}"
+    )

@@ -1,0 +1,129 @@
+"""What tuning came to: how much slower the shipped choices are than the best, and a document of it all."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from typing import Any
+
+from scan_registry import jit
+from scan_registry.device import Device
+from scan_registry.kernels.tables import Run, Table
+from scan_registry.kernels.tuning import Tuning
+from scan_registry.tuner.engine import Tuned, Tuner
+
+#: What the driver's tool calls the clocks, in MHz: as they are, and at their most.
+_CLOCKS = {
+    "sm": "clocks.sm",
+    "memory": "clocks.mem",
+    "most_sm": "clocks.max.sm",
+    "most_memory": "clocks.max.mem",
+}
+
+
+def run_here(ordinal: int, device: Device) -> Run:
+    """Where and when this is: the GPU, and what the driver's tool tells of it, if it is installed."""
+    told = _asked(ordinal, ["driver_version", *_CLOCKS.values()])
+    clocks = {
+        name: int(float(told[query])) for name, query in _CLOCKS.items() if _number(told.get(query))
+    }
+    compilers: dict[str, str] = {
+        language: found if isinstance(found, str) else found.identity
+        for language, found in jit.toolchains().items()
+    }
+    return Run(
+        gpu=device.name,
+        driver=told.get("driver_version", "for CUDA {}.{}".format(*device.driver)),
+        clocks=clocks,
+        toolchain=compilers,
+        version=version("scan-registry"),
+        date=date.today().isoformat(),
+    )
+
+
+def _asked(ordinal: int, queries: Sequence[str]) -> dict[str, str]:
+    """Answers of the driver's tool about a GPU; none where there is no such tool."""
+    command = ["nvidia-smi", f"--id={ordinal}", f"--query-gpu={','.join(queries)}"]
+    try:
+        done = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    answers = [word.strip() for word in done.stdout.splitlines()[0].split(",")]
+    return dict(zip(queries, answers, strict=False))
+
+
+def _number(text: str | None) -> bool:
+    try:
+        return math.isfinite(float(text or ""))
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class Regret:
+    """How much slower what would run untuned is than the best that was found, over ``problems``."""
+
+    problems: int
+    geometric_mean: float
+    worst: float
+
+
+def regret(tuned: Iterable[Tuned]) -> Regret | None:
+    """Over the problems on which what would run untuned was timed; None if there are none."""
+    ratios = [each.regret for each in tuned if each.regret is not None]
+    if not ratios:
+        return None
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return Regret(len(ratios), mean, max(ratios))
+
+
+def tunings(device: Device, tuned: Iterable[Tuned]) -> dict[str, Tuning]:
+    """What selection needs of it, by how the kernels' variants begin."""
+    families: dict[str, Table] = {}
+    for each in tuned:
+        name = each.posed.family.name
+        table = families.setdefault(name, Table(name, device.arch))
+        families[name] = table.with_newer([each.measured])
+    return {head: found for table in families.values() for head, found in table.tunings().items()}
+
+
+def document(tuner: Tuner, saved: str | None) -> dict[str, Any]:
+    """The stable form, as ``schemas/tune.json`` describes it: keys are only ever added."""
+    total = regret(tuner.tuned)
+    return {
+        "device": tuner.device.name,
+        "arch": tuner.device.arch,
+        "run": asdict(tuner.run),
+        "saved": saved,
+        "problems": [_problem(each) for each in tuner.tuned],
+        "regret": asdict(total) if total else None,
+        "left_out": [f"{each.kernel.head} {each}" for each in tuner.left_out],
+        "refused": [
+            {"variant": str(variant), "reason": reason} for variant, reason in tuner.refused.items()
+        ],
+    }
+
+
+def _problem(each: Tuned) -> dict[str, Any]:
+    return {
+        "kernel": each.posed.kernel.head,
+        "problem": each.measured.problem,
+        "kind": each.posed.shape.kind,
+        "sizes": dict(each.posed.shape.sizes),
+        "best": each.best,
+        "best_ms": each.best_ms,
+        "shipped": each.shipped,
+        "shipped_ms": each.shipped_ms,
+        "regret": each.regret,
+        "timings": {label: asdict(timing) for label, timing in each.measured.timings.items()},
+    }

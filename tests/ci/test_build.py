@@ -1,0 +1,90 @@
+"""ci/build.py: what it decides, without building anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci import build
+from ci.workspace import DevError, Environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "ci" / "build.py", *words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_it_starts_on_a_bare_python() -> None:
+    """Nothing but the standard library is there before it has made its environment."""
+    script = f"import runpy, sys; sys.argv = ['x', '-h']; runpy.run_path({str(ROOT / 'ci' / 'build.py')!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "python3 ci/build.py --all" in done.stdout
+
+
+def test_it_asks_for_one_thing() -> None:
+    assert run().returncode == 2
+    assert run("--all", "--container", "sm90").returncode == 2
+
+
+def test_no_container_engine(tmp_path: Path) -> None:
+    done = run("--container", "sm90", PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "error: neither docker nor podman is installed; --all needs no container\n"
+    )
+
+
+def test_a_wheel_that_auditwheel_refuses(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "auditwheel").write_text("#!/bin/sh\necho too new >&2\nexit 1\n")
+    (programs / "auditwheel").chmod(0o755)
+    with pytest.raises(DevError, match=r"auditwheel refuses x\.whl:\ntoo new"):
+        build.repaired(Environment(tmp_path), Path("x.whl"), tmp_path / "repaired")
+
+
+def test_the_second_tree_has_the_sources_and_nothing_that_was_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    for name in (
+        "aot/build.py",
+        "build/x",
+        "dist/y",
+        "scan_registry/archives/z",
+        "scan_registry/a.so",
+    ):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.setattr(build, "ROOT", root)
+    monkeypatch.setattr(build, "WORK", tmp_path / "work")
+    for _ in range(2):  # the second time in place of the first
+        tree = build.second_tree()
+        files = [path.relative_to(tree) for path in tree.rglob("*") if path.is_file()]
+        assert files == [Path("aot/build.py")]
+
+
+def test_steps_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = build.Clock()
+    with clock.step("one"):
+        pass
+    build.told(clock)
+    assert [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()[2:]] == [
+        "one",
+        "all of it",
+    ]

@@ -1,0 +1,216 @@
+"""The gates of a release: each lets through what is right, and names what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci import gates, products, sbom
+from ci.gates import Release
+from ci.matrix import load
+from ci.products import Parts
+from scan_registry import archive
+from scan_registry.aot.compile import compile_variant
+from scan_registry.archive import Archive, Binary
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.target import Target
+from scan_registry.wheel import Wheel
+
+SM90 = Target.parse("sm90")
+CUDA = FAMILY.kernel("time_last_reduction", "cuda").variants[0]
+
+
+@pytest.fixture
+def release(small: Parts, tmp_path: Path) -> Release:
+    """Small packages; their binaries are made up."""
+    dist = tmp_path / "dist"
+    products.write(small, load(), dist)
+    place = tmp_path / "unpacked"
+    place.mkdir()
+    return gates.opened(dist, place, load())
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Callable[..., Release]:
+    """A release of one real binary, in an archive; keywords change what is stated of it."""
+
+    def make(**changes: Any) -> Release:
+        binary, content = compile_variant(CUDA, SM90)
+        path = tmp_path / f"{replace(binary, **changes).target.label}{archive.SUFFIX}"
+        held = replace(binary, **changes)
+        archive.write(path, held.target, [(held, content)], {"version": "0.1.0"})
+        return Release(tmp_path, (Archive(path),), load())
+
+    return make
+
+
+def changed(path: Path, change: Callable[[Wheel], Wheel]) -> None:
+    change(Wheel.read(path)).write(path.parent)
+
+
+# --- The binaries -----------------------------------------------------------------------------
+
+
+def test_intact(real: Callable[..., Release]) -> None:
+    assert gates.intact(real()).wrong == ()
+
+
+def test_machine_code_of_another_architecture(real: Callable[..., Release]) -> None:
+    (*_, reason) = gates.intact(real(target=Target.parse("sm80"), options=())).wrong
+    assert "architecture: the manifest states 80, the image 90" in reason
+
+
+def test_spilled_registers(packed: Callable[..., bytes], tmp_path: Path) -> None:
+    def spilling(size: int) -> tuple[str, ...]:
+        path = tmp_path / "sm90.scanreg"
+        path.write_bytes(packed("sm90", spill_bytes=size))
+        return gates.unspilled(Release(tmp_path, (Archive(path),), load())).wrong
+
+    assert spilling(0) == ()
+    assert len(spilling(8)) == 2
+    assert "spills 8 bytes" in spilling(8)[0]
+
+
+def attestation(binaries: list[Binary], folder: Path, error: float) -> None:
+    path = folder / "linear_scan" / "attestations" / "a-gpu.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = [
+        {
+            "sha256": binary.sha256,
+            "variant": str(binary.variant),
+            "target": str(binary.target),
+            "error": error,
+            "tolerance": 1e-6,
+            "cases": 3,
+        }
+        for binary in binaries
+    ]
+    path.write_text(json.dumps({"gpu": "A GPU", "date": "2030-01-01", "binaries": records}))
+
+
+def test_attested(release: Release, tmp_path: Path) -> None:
+    needed = [
+        binary
+        for held in release.archives
+        if held.arch.label in ("sm90", "ptx80")
+        for binary in held.binaries
+    ]
+    none = gates.attested(release, tmp_path)
+    assert len(none.wrong) == len(needed) == 4
+    assert none.wrong[0].endswith("no attestation")
+    attestation(needed, tmp_path, error=1e-3)
+    assert all(text.endswith("failed") for text in gates.attested(release, tmp_path).wrong)
+    attestation(needed[1:], tmp_path, error=1e-7)
+    assert len(gates.attested(release, tmp_path).wrong) == 1
+    attestation(needed, tmp_path, error=1e-7)
+    assert gates.attested(release, tmp_path).wrong == ()
+
+
+def test_rebuilt(real: Callable[..., Release]) -> None:
+    good = gates.rebuilt(real(), 1)
+    assert (good.looked_at, good.wrong) == ("1 of 1 binaries", ())
+    (reason,) = gates.rebuilt(real(registers=3), 1).wrong
+    assert "registers is" in reason
+    (reason,) = gates.rebuilt(real(compiler="nvrtc 1.0"), 1).wrong
+    assert "not comparable" in reason
+
+
+def test_two_builds(release: Release, small: Parts, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    products.write(small, load(), again)
+    assert gates.identical(release, again).wrong == ()
+    (first, second, *_) = sorted(path for path in again.rglob("*") if path.is_file())
+    first.unlink()
+    second.write_bytes(second.read_bytes() + b"\0")
+    wrong = gates.identical(release, again).wrong
+    assert f"{first.relative_to(again)}: in one build only" in wrong
+    assert f"{second.relative_to(again)}: differs" in wrong
+
+
+# --- The packages -----------------------------------------------------------------------------
+
+
+def test_budgets(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gates.budgets(release).wrong == ()
+    assert "of 10,000,000 bytes, new" in capsys.readouterr().out
+    first, *others = release.matrix.archs
+    tight = replace(release.matrix, archs=(replace(first, budget=100), *others))
+    (text,) = gates.budgets(replace(release, matrix=tight)).wrong
+    assert text.startswith("sm80: ")
+    assert text.endswith("its budget is 100")
+    tight = replace(release.matrix, wheel_budget=1000)
+    assert len(gates.budgets(replace(release, matrix=tight)).wrong) == 8
+
+
+def test_the_change_against_the_last_release(
+    release: Release,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = gates.sizes(release)
+    last = tmp_path / "sizes.json"
+    last.write_text(json.dumps({**sizes, "sm80": sizes["sm80"] - 1500}))
+    monkeypatch.setattr(gates, "SIZES", last)
+    assert gates.budgets(release).wrong == ()
+    out = capsys.readouterr().out
+    assert "bytes, +1,500 since the last release" in out
+    assert "bytes, +0 since the last release" in out
+    assert "new" not in out
+    assert not any("0.1.0" in name for name in sizes)
+
+
+def test_complete(release: Release) -> None:
+    assert gates.complete(release).wrong == ()
+    (path,) = (release.dist / "pypi").glob("scan_registry_sm80-*.whl")
+
+    def poorer(wheel: Wheel) -> Wheel:
+        kept = {
+            n: c for n, c in wheel.information.items() if n not in ("licenses/LICENSE", sbom.PATH)
+        }
+        return replace(wheel, information=kept)
+
+    changed(path, poorer)
+    changed(path, lambda wheel: wheel.with_files({"another/__init__.py": b""}))
+    assert gates.complete(release).wrong == (
+        f"{path.name} installs another, scan_registry_sm80",
+        f"{path.name} has no licenses/LICENSE",
+        f"{path.name} has no {sbom.PATH}",
+    )
+
+
+def test_metadata(release: Release) -> None:
+    for path in (*release.wheels("index"), *release.wheels("pypi")):
+        if "sm80" not in path.name:
+            path.unlink()  # one is enough
+    assert gates.metadata(release).wrong == ()
+    (path,) = (release.dist / "pypi").glob("*.whl")
+    changed(path, lambda wheel: wheel.with_files({"scan_registry_sm80/x.pyc": b""}))
+    (text,) = gates.metadata(release).wrong
+    assert text.startswith(f"check-wheel-contents {path.name}: ")
+    assert "W001" in text
+
+
+def test_a_wheel_for_any_linux(release: Release) -> None:
+    for path in release.wheels("index", "pypi"):
+        if "-abi3-" in path.name:
+            path.rename(path.with_name(path.name.replace("manylinux_2_28", "linux")))
+    for compiled_here in (True, False):
+        wrong = gates.portable(release, compiled_here).wrong
+        assert sum("is not for manylinux_2_28_" in text for text in wrong) == 3
+        missing = [text for text in wrong if text.startswith("there is no wheel for ")]
+        assert len(missing) == (0 if compiled_here else 2)
+
+
+def test_a_failed_gate_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gates.judge(gates.Gate("sizes", "2 files", ()))
+    assert not gates.judge(gates.Gate("sizes", "2 files", tuple(map(str, range(9)))))
+    assert capsys.readouterr().out.splitlines() == [
+        *("passed  sizes: 2 files", "FAILED  sizes: 2 files"),
+        *("  0", "  1", "  2", "  3", "  4", "  and 4 more"),
+    ]

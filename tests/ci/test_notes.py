@@ -1,0 +1,71 @@
+"""Release notes from the changelog."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci.notes import NotesError, notes, stated_version
+
+ROOT = Path(__file__).parents[2]
+PROJECT = '[project]\nname = "x"\nversion = "1.2.0"\n'
+CHANGELOG = """# Changelog
+
+## [Unreleased] 1.3.0
+
+### Added
+
+- more
+
+## [1.2.0] - 2030-01-01
+
+### Changed
+
+- this
+
+## [1.1.0] - 2029-01-01
+
+- that
+"""
+
+
+def test_the_section_of_the_version() -> None:
+    assert notes("v1.2.0", PROJECT, CHANGELOG) == "### Changed\n\n- this\n"
+    assert notes("v1.1.0", PROJECT.replace("1.2.0", "1.1.0"), CHANGELOG) == "- that\n"
+
+
+def test_another_tag() -> None:
+    with pytest.raises(NotesError, match=r"tag is v1\.2, but pyproject\.toml states 1\.2\.0"):
+        notes("v1.2", PROJECT, CHANGELOG)
+
+
+def test_a_section_that_is_still_unreleased() -> None:
+    with pytest.raises(NotesError, match=r"make it `\[1\.3\.0\] - <date>`"):
+        notes("v1.3.0", PROJECT.replace("1.2.0", "1.3.0"), CHANGELOG)
+
+
+def test_no_section() -> None:
+    with pytest.raises(NotesError, match="no section"):
+        notes("v2.0.0", PROJECT.replace("1.2.0", "2.0.0"), CHANGELOG)
+
+
+def test_this_changelog_speaks_of_this_version() -> None:
+    version = stated_version((ROOT / "pyproject.toml").read_text())
+    headings = [
+        line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line[:3] == "## "
+    ]
+    assert headings[0] in (f"## [Unreleased] {version}", f"## [{version}]") or headings[
+        0
+    ].startswith(f"## [{version}] - ")
+
+
+def test_an_error_is_one_line() -> None:
+    script = ROOT / "ci" / "notes.py"
+    result = subprocess.run(
+        [sys.executable, script, "v900.0"], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: the tag is v900.0, but ")

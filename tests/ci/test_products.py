@@ -1,0 +1,181 @@
+"""The packages of a release, from the wheels of its jobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import Distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from ci import sbom
+from ci.matrix import load
+from ci.products import ARCHIVES, Parts, parts, write
+from ci.workspace import DevError
+from scan_registry import providers
+from scan_registry.target import RELEASED, Target
+from scan_registry.wheel import Wheel
+
+Job = Callable[..., Wheel]
+
+
+@pytest.fixture
+def dist(small: Parts, tmp_path: Path) -> Path:
+    write(small, load(), tmp_path / "dist")
+    return tmp_path / "dist"
+
+
+def wheels(folder: Path) -> dict[tuple[str, str], Wheel]:
+    """By name and version, without variants."""
+    paths = [path for path in folder.glob("*.whl") if path.name.count("-") == 4]
+    return {(w.name, w.version): w for w in map(Wheel.read, paths)}
+
+
+def held(wheel: Wheel) -> list[str]:
+    return [Path(name).stem for name in wheel.files if name.endswith(".scanreg")]
+
+
+def test_the_default_wheel_has_every_archive(dist: Path, small: Parts) -> None:
+    whole = wheels(dist / "pypi")["scan_registry", "0.1.0"]
+    assert held(whole) == list(RELEASED)
+    for target, content in small.archives.items():
+        assert whole.files[f"{ARCHIVES}/{target.label}.scanreg"] == content
+
+
+def test_each_architecture_has_a_package_with_its_archive(dist: Path, small: Parts) -> None:
+    made = wheels(dist / "pypi")
+    assert {name for name, _ in made} == {
+        "scan_registry",
+        *(f"scan_registry_{a}" for a in RELEASED),
+    }
+    for label in RELEASED:
+        wheel = made[f"scan_registry_{label}", "0.1.0"]
+        assert wheel.tag == "py3-none-any"
+        assert held(wheel) == [label]
+        module = f"scan_registry_{label}"
+        assert (
+            wheel.files[f"{module}/archives/{label}.scanreg"] == small.archives[Target.parse(label)]
+        )
+        manifest = json.loads(wheel.files[f"{module}/provider.json"])
+        assert manifest["core"] == providers.core_range("0.1.0")
+
+
+def test_the_labels_of_the_projects_own_index(dist: Path) -> None:
+    made = wheels(dist / "index")
+    assert {version for _, version in made} == {"0.1.0+cu129", "0.1.0+core"}
+    assert {(n, v) for n, v in made if v.endswith("core")} == {("scan_registry", "0.1.0+core")}
+    assert held(made["scan_registry", "0.1.0+core"]) == []
+    assert held(made["scan_registry", "0.1.0+cu129"]) == list(RELEASED)
+
+
+def test_of_its_labels_installers_take_the_default() -> None:
+    """Who asks for no label gets every archive."""
+    assert Version("0.1.0+cu129") > Version("0.1.0+core") > Version("0.1.0")
+
+
+def test_versions_are_stated_once_and_the_same_everywhere(dist: Path) -> None:
+    for folder in ("pypi", "index"):
+        for (_, version), wheel in wheels(dist / folder).items():
+            assert f"\nVersion: {version}\n".encode() in wheel.information["METADATA"]
+            assert str(Version(version)) == version
+            assert Version(version).public == "0.1.0"
+
+
+def test_licence_and_bill_are_in_every_wheel(dist: Path) -> None:
+    for folder in ("pypi", "index"):
+        for (name, version), wheel in wheels(dist / folder).items():
+            assert wheel.information["licenses/LICENSE"]
+            bill = json.loads(wheel.information[sbom.PATH])
+            assert bill["bomFormat"] == "CycloneDX"
+            component = bill["metadata"]["component"]
+            assert (component["name"], component["version"]) == (name.replace("_", "-"), version)
+            assert [part["name"] for part in bill["components"]] == [
+                f"{a}.scanreg" for a in held(wheel)
+            ]
+            for part in bill["components"]:
+                facts = {each["name"]: each["value"] for each in part["properties"]}
+                assert facts["scan-registry:version"] == "0.1.0"
+                assert facts["scan-registry:commit"].startswith("c0ffee")
+                assert facts["scan-registry:dirty"] == "False"
+
+
+def test_a_providers_metadata(dist: Path, tmp_path: Path) -> None:
+    wheel = wheels(dist / "pypi")["scan_registry_sm90", "0.1.0"]
+    folder = tmp_path / "x.dist-info"
+    folder.mkdir()
+    for name in ("METADATA", "entry_points.txt"):
+        (folder / name).write_bytes(wheel.information[name])
+    found = Distribution.at(folder)
+    assert found.metadata["Name"] == "scan-registry-sm90"
+    assert found.metadata["License-Expression"] == "Apache-2.0"
+    assert found.requires == ["scan-registry>=0.1.0,<0.2"]
+    (point,) = found.entry_points
+    assert (point.group, point.value) == (providers.GROUP, "scan_registry_sm90")
+    assert "sm90" in (found.metadata.get_payload() or "")
+
+
+def test_the_same_parts_give_the_same_files(small: Parts, dist: Path, tmp_path: Path) -> None:
+    write(small, load(), tmp_path / "again")
+    for path in dist.rglob("*"):
+        if path.is_file():
+            assert (tmp_path / "again" / path.relative_to(dist)).read_bytes() == path.read_bytes()
+
+
+# --- What makes up no release -----------------------------------------------------------------
+
+
+def test_a_missing_architecture(job: Job) -> None:
+    with pytest.raises(DevError, match="no build has an archive for sm120, ptx80"):
+        parts([job(label) for label in RELEASED[:-2]], load())
+    with pytest.raises(DevError, match="no wheel"):
+        parts([], load())
+
+
+def test_two_archives_for_one_architecture(job: Job) -> None:
+    every = [job(label) for label in RELEASED]
+    assert parts([*every, every[0]], load()).archives
+    with pytest.raises(DevError, match="two builds of the archive for sm_80 differ"):
+        parts([*every, job("sm80", registers=41)], load())
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        {"version": "0.1.0", "commit": "another", "dirty": False},
+        {"version": "0.1.0", "commit": "c0ffee" * 6 + "beef", "dirty": True},
+    ],
+)
+def test_archives_of_different_commits(job: Job, origin: Any) -> None:
+    made = [job(label) for label in RELEASED[1:]]
+    with pytest.raises(DevError, match="not compiled from the same commit: sm80: "):
+        parts([job("sm80", origin=origin), *made], load())
+
+
+def test_archives_of_another_version(job: Job) -> None:
+    origin = {"version": "0.2.0", "commit": None, "dirty": None}
+    with pytest.raises(DevError, match=r"compiled by 0\.2\.0, the package is 0\.1\.0"):
+        parts([job(label, origin=origin) for label in RELEASED], load())
+
+
+def test_builds_that_differ(job: Job, core: Wheel) -> None:
+    every = [job(label) for label in RELEASED]
+    with pytest.raises(DevError, match="differ in more than their archives"):
+        parts([*every, core.with_files({"scan_registry/__init__.py": b"# other"})], load())
+    # Containers may compile the CPU's code differently.
+    parts([*every, core.with_files({"scan_registry/_launcher.abi3.so": b"also"})], load())
+
+
+def test_another_platform_has_the_same_archives(job: Job, core: Wheel, tmp_path: Path) -> None:
+    arm = replace(core, tag=core.tag.replace("x86_64", "aarch64"))
+    found = parts([*(job(label) for label in RELEASED), arm], load())
+    assert [wheel.tag for wheel in found.cores] == [core.tag, arm.tag]
+    write(found, load(), tmp_path)
+    names = {path.name for path in (tmp_path / "pypi").iterdir()}
+    assert {f"scan_registry-0.1.0-{tag}.whl" for tag in (core.tag, arm.tag)} <= names
+    old = replace(arm, version="0.0.9")
+    with pytest.raises(DevError, match="different versions"):
+        parts([job(label) for label in RELEASED] + [old], load())

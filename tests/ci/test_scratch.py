@@ -1,0 +1,205 @@
+"""The README's two examples, done in a scratch copy: a new kernel family, a new architecture."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import scan_registry
+import scan_registry.aot
+import scan_registry.kernels
+from scan_registry import jit
+from scan_registry.target import RELEASED
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+needs_nvrtc = pytest.mark.skipif(
+    isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed"
+)
+
+#: Compile what the family has for every released architecture, into the copy's own archives.
+BUILD = """
+import json
+from pathlib import Path
+import scan_registry
+from scan_registry.aot.build import compile_all
+from scan_registry.aot.pack import pack
+from scan_registry.aot.plan import chosen_archs, plan
+folder = Path(scan_registry.__file__).parent / "archives"
+jobs = {a: [j for j in js if j.variant.family == FAMILY] for a, js in plan(chosen_archs({})).items()}
+made = compile_all([job for each in jobs.values() for job in each], None)
+for arch, each in jobs.items():
+    pack(folder, arch, [made[job] for job in each], {"version": VERSION})
+print(json.dumps([arch.label for arch in jobs]))
+"""
+PREPARE = """
+from scan_registry.kernels import family
+from scan_registry.kernels.scale.spec import ScaleProblem
+from scan_registry.fit import Rung
+from scan_registry import loader
+def prepared(size):
+    problem = ScaleProblem("float32", size, factor=3)
+    return loader.prepare(0, family("scale"), problem, "auto", Rung.EXACT)
+"""
+
+
+def block(name: str) -> str:
+    """The README's text of a file: the indented or fenced block below its name."""
+    match = re.search(rf"`{re.escape(name)}`[^`]*:\n\n```\w+\n(.*?)```\n", README, re.DOTALL)
+    assert match is not None, f"README.md has no {name}"
+    return match[1]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The package as it is installed, without archives, in a folder that is first on the path."""
+    place = tmp_path / "copy"
+    for package in (scan_registry, scan_registry.kernels, scan_registry.aot):
+        assert package.__file__ is not None
+        shutil.copytree(
+            Path(package.__file__).parent,
+            place.joinpath(*package.__name__.split(".")),
+            ignore=shutil.ignore_patterns("archives", "__pycache__"),
+            dirs_exist_ok=True,
+        )
+    found = distribution("scan-registry")
+    files = [file for file in found.files or () if file.parent.name.endswith(".dist-info")]
+    for file in files:
+        target = place / file.parent.name / file.name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(str(file.locate()), target)
+    return place
+
+
+@pytest.fixture
+def with_family(copy: Path) -> Path:
+    """The copy with the README's family in a folder of its own, and nothing else changed."""
+    folder = copy / "scan_registry" / "kernels" / "scale"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for name in ("spec.py", "scale.cu"):
+        (folder / name).write_text(block(f"kernels/scale/{name}"))
+    return copy
+
+
+def run(place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(place), **environment}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=place,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def build(place: Path) -> list[str]:
+    version = distribution("scan-registry").version
+    script = f"FAMILY, VERSION = 'scale', {version!r}\n{BUILD}"
+    labels: list[str] = json.loads(run(place, "-c", script).stdout.splitlines()[-1])
+    return labels
+
+
+@needs_nvrtc
+def test_a_family_is_a_folder(with_family: Path, stub_driver: Any) -> None:
+    """It compiles for every architecture, is listed, and runs."""
+    assert build(with_family) == list(RELEASED)
+    listed = json.loads(run(with_family, "-m", "scan_registry", "inspect", "--json").stdout)
+    assert [a["arch"].replace("_", "").replace("compute", "ptx") for a in listed["archives"]]
+    assert len(listed["archives"]) == len(RELEASED)
+    for each in listed["archives"]:
+        (binary,) = each["binaries"]
+        assert binary["variant"] == "scale.scale:cuda:dtype=float32,threads=256"
+
+    stub_driver.gpu((8, 6))
+    script = f"{PREPARE}\nready = prepared(1000)\nprint(ready.launch.run(0, 4096, 8192))"
+    variables = {**stub_driver.environment(), "SCAN_REGISTRY_CACHE": str(with_family / "none")}
+    assert run(with_family, "-c", script, **variables).stdout == "0\n"
+    (launch,) = stub_driver.calls("cuLaunchKernel")
+    assert (launch.entry, launch.grid, launch.block) == ("scale", (4, 1, 1), (256, 1, 1))
+
+
+@needs_nvrtc
+@pytest.mark.gpu
+def test_a_family_computes(with_family: Path) -> None:
+    build(with_family)
+    script = f"""{PREPARE}
+import torch
+x = torch.arange(1000.0, device="cuda")
+y = torch.empty_like(x)
+status = prepared(1000).launch.run(torch.cuda.current_stream().cuda_stream, x.data_ptr(), y.data_ptr())
+torch.cuda.synchronize()
+print(status, bool((y == 3 * x).all()))
+"""
+    assert run(with_family, "-c", script).stdout == "0 True\n"
+
+
+@pytest.mark.slow
+def test_a_familys_folder_is_packed_into_wheels(tmp_path: Path) -> None:
+    """Without a word about it anywhere else."""
+    tree = tmp_path / "tree"
+    skip = shutil.ignore_patterns("build", "dist", ".*", "__pycache__", "archives", "*.so", "tests")
+    shutil.copytree(ROOT, tree, ignore=skip)
+    folder = tree / "kernels" / "scale"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for name in ("spec.py", "scale.cu"):
+        (folder / name).write_text(block(f"kernels/scale/{name}"))
+    command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-C", "archs=none"]
+    run(tmp_path, *command, "--wheel-dir", str(tmp_path), str(tree), PYTHONPATH="")
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for family, source in (("scale", "scale.cu"), ("linear_scan", "affine.cuh")):
+        for name in ("__init__.py", "spec.py", source):
+            assert f"scan_registry/kernels/{family}/{name}" in names
+
+
+# --- An architecture --------------------------------------------------------------------------
+
+
+def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
+    """One in the matrix, one in the package, one in the README's table, as the README says."""
+    for line in ('"sm103": {"capability": "10.3"', "RELEASED = (", "| sm103 | 10.3 | B300 |"):
+        assert line in README
+    target = copy / "scan_registry" / "target.py"
+    text = target.read_text()
+    assert text.count('"sm100", ') == 1
+    target.write_text(text.replace('"sm100", ', '"sm100", "sm103", '))
+
+    script = "from scan_registry.aot.plan import chosen_archs; print(*(a.label for a in chosen_archs({})))"
+    assert "sm103" in run(copy, "-c", script).stdout.split()
+    asked = [sys.executable, "-m", "scan_registry", "doctor", "--for", "sm_103", "--json"]
+    found = subprocess.run(
+        asked,
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    remedies = [r for finding in json.loads(found.stdout)["findings"] for r in finding["remedies"]]
+    assert "`pip install scan-registry-sm103`" in remedies
+
+    shutil.copytree(ROOT / "ci", tmp_path / "ci")
+    matrix = tmp_path / "ci" / "matrix.json"
+    document = json.loads(matrix.read_text())
+    (entry,) = re.findall(r'^\s*("sm103": \{.*\})', README, re.MULTILINE)
+    document["archs"] |= json.loads(f"{{{entry}}}")
+    matrix.write_text(json.dumps(document))
+    jobs = run(tmp_path, str(tmp_path / "ci" / "matrix.py")).stdout
+    assert '"archs": "sm103"' in jobs

@@ -1,0 +1,132 @@
+"""What the linear_scan kernels can be tuned over, and how problems are compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import Kernel, Variant, pinned
+from scan_registry.kernels.tuning import Row, Tuning
+
+TUNED = [kernel for kernel in FAMILY.kernels if kernel.space is not None]
+IDS = [kernel.head for kernel in TUNED]
+
+
+def a_problem(
+    kernel: str = "time_last_forward", time: int = 4096, channels: int = 64, alignment: int = 16
+) -> LinearScanProblem:
+    layout, direction = kernel.rsplit("_", 1)
+    strides = (
+        Strides(0, channels * time, time, 1)
+        if layout == "time_last"
+        else Strides(0, channels * time, 1, channels)
+    )
+    count = {"forward": 3, "backward": 4}[direction]
+    return LinearScanProblem(
+        direction=direction,  # type: ignore[arg-type]
+        layout=layout,  # type: ignore[arg-type]
+        dtype="float32",
+        gates_dtype="float32",
+        outer=1,
+        batch=2,
+        channels=channels,
+        time=time,
+        strides=(*(strides,) * count, Strides(0, channels, 1, 0)),
+        alignment=alignment,
+    )
+
+
+def test_scans_are_tuned_and_reductions_are_not() -> None:
+    assert {kernel.name for kernel in TUNED} == {
+        f"{layout}_{direction}"
+        for layout in ("time_last", "channel_last")
+        for direction in ("forward", "backward")
+    }
+
+
+@pytest.mark.parametrize("kernel", TUNED, ids=IDS)
+def test_a_space_is_a_few_dozen_variants_of_each_kind(kernel: Kernel) -> None:
+    kinds = Counter(pinned(variant.statics[:3]) for variant in kernel.every)
+    assert len(kinds) == 12
+    assert max(kinds.values()) <= 80
+    assert min(kinds.values()) >= 4
+    assert len(set(kernel.every)) == len(kernel.every)
+    for variant in kernel.every:
+        assert kernel.allows(variant)
+        assert Variant.parse(str(variant)) == variant
+        assert 1 <= kernel.warps(variant) <= 32
+
+
+@pytest.mark.parametrize("kernel", TUNED, ids=IDS)
+def test_without_tables_wheels_hold_the_defaults(kernel: Kernel) -> None:
+    untuned = replace(kernel, tunings=tuple)
+    assert untuned.variants == tuple(untuned.by_text.values())
+
+
+def test_wheels_hold_what_a_table_names() -> None:
+    kernel = FAMILY.kernel("time_last_forward", "triton")
+    extra = next(v for v in kernel.every if v not in kernel.by_text.values() and v.statics[-1][1])
+    assert dict(extra.statics)["reverse"] == 1
+    assert "reverse" not in kernel.label(extra)
+    tuning = Tuning.of(
+        "sm_90", "x", "d", {"kind": [Row({"time": 1}, {kernel.label(extra): 1.0, "gone=1": 2.0})]}
+    )
+    tuned = replace(kernel, tunings=lambda: (tuning,))
+    added = tuned.variants[len(kernel.by_text) :]
+    assert tuned.variants[: len(kernel.by_text)] == tuple(kernel.by_text.values())
+    # Both ways: which one it is, is the problem's.
+    assert {dict(variant.statics)["reverse"] for variant in added} == {0, 1}
+    assert {kernel.label(variant) for variant in added} == {kernel.label(extra)}
+
+
+def test_what_is_in_no_space_is_not_allowed() -> None:
+    kernel = FAMILY.kernel("time_last_forward", "cuda")
+    variant = kernel.every[0]
+    head, statics = str(variant).rsplit(":", 1)
+    for text in (
+        f"{head}:{statics.replace('warps=', 'warps=9')}",
+        f"{head}:{statics},more=1",
+        f"{head}:{statics.split(',', 1)[1]}",
+        str(variant).replace("forward", "backward"),
+        str(variant).replace("cuda", "triton"),
+    ):
+        assert not kernel.allows(Variant.parse(text))
+
+
+@pytest.mark.parametrize("kernel", TUNED, ids=IDS)
+def test_kinds_tell_aligned_problems_from_others(kernel: Kernel) -> None:
+    assert kernel.shape is not None
+    aligned, odd = a_problem(kernel.name), a_problem(kernel.name, alignment=4)
+    assert "access=aligned" in kernel.shape(aligned).kind
+    assert "access=generic" in kernel.shape(odd).kind
+    for problem, access in ((aligned, "aligned"), (odd, "generic")):
+        timed = [
+            v for v in kernel.every if not kernel.accepts(v, problem) and kernel.worth(v, problem)
+        ]
+        assert len(timed) > 3
+        assert {v.text("access") for v in timed} == {access}
+
+
+def test_sizes() -> None:
+    kernel = FAMILY.kernel("channel_last_forward", "cuda")
+    assert kernel.shape is not None
+    problem = a_problem("channel_last_forward")
+    plain = kernel.shape(problem).sizes
+    assert plain == {"batches": 2, "channels": 64, "time": 4096, "sequences": 1, "broadcast": 1}
+    packed = kernel.shape(replace(problem, sequences=8)).sizes
+    assert (packed["time"], packed["sequences"]) == (512, 8)
+    gates, *others = problem.strides
+    broadcast = replace(problem, strides=(replace(gates, time=0), *others))
+    assert kernel.shape(broadcast).sizes["broadcast"] > 1
+    assert kernel.shape(replace(problem, time=0)).sizes["time"] == 1
+
+
+def test_tiles_much_longer_than_a_sequence_are_not_worth_a_try() -> None:
+    kernel = FAMILY.kernel("time_last_forward", "cuda")
+    short, long = a_problem(time=64), a_problem(time=65536)
+    timed = [sum(kernel.worth(v, problem) for v in kernel.every) for problem in (short, long)]
+    assert 0 < timed[0] < timed[1]

@@ -1,0 +1,148 @@
+"""Tuning tables: what a file keeps, and which few variants it takes to serve all of its problems."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scan_registry.kernels import families
+from scan_registry.kernels.tables import (
+    EQUAL,
+    Measured,
+    Run,
+    Table,
+    Timing,
+    chosen_labels,
+    shipped,
+    tables,
+)
+from scan_registry.kernels.tuning import Shape
+
+RUN = Run("Imaginary", "580.1", {"sm": 1980}, {"cuda": "nvrtc 12.9.86"}, "9.9.9", "2026-01-31")
+HEAD = "a_family.a_kernel:cuda"
+
+
+def measured(time: int, kernel: str = HEAD, run: Run = RUN, **ms: float) -> Measured:
+    timings = {label: Timing(each, 0.1 * each, 11) for label, each in ms.items()}
+    return Measured(kernel, f"T {time}", Shape("kind", {"time": time}), timings, run)
+
+
+def a_table(*each: Measured) -> Table:
+    return Table("a_family", "sm_90").with_newer(each)
+
+
+def written(folder: Path, table: Table, name: str = "sm90.json") -> Path:
+    path = folder / table.family / "tuning" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(table.text())
+    return path
+
+
+def test_a_file_keeps_everything(tmp_path: Path) -> None:
+    other = replace(RUN, date="2026-02-01", clocks={"sm": 1000, "memory": 2000})
+    table = a_table(measured(8, a=1.0, b=2.0), measured(16, run=other, c=3.0))
+    path = written(tmp_path, table)
+    assert Table.read(path) == table
+    assert len(path.read_text().splitlines()) == 13  # a line for each run and each problem
+    assert tables(tmp_path / "a_family") == (table,)
+    (tuning,) = shipped(tmp_path / "a_family", HEAD)
+    assert (tuning.arch, tuning.date) == ("sm_90", "2026-02-01")
+    assert shipped(tmp_path / "a_family", "a_family.other:cuda") == ()
+    assert tables(tmp_path / "b_family") == ()
+
+
+def test_what_labels_have_in_common_with_the_kind_is_written_once(tmp_path: Path) -> None:
+    timings = {"kind,warps=4": Timing(1.0, 0.1, 11), "kinder,warps=4": Timing(2.0, 0.1, 3)}
+    table = a_table(replace(measured(8, a=1.0), timings=timings))
+    path = written(tmp_path, table)
+    (record,) = json.loads(path.read_text())["measured"]
+    assert [*record["ms_spread_rounds"]] == [",warps=4", "kinder,warps=4"]
+    assert Table.read(path) == table
+
+
+def test_newer_measurements_replace_older_ones() -> None:
+    table = a_table(measured(8, a=1.0), measured(16, a=1.0))
+    other = measured(8, kernel="a_family.a_kernel:triton", a=7.0)
+    newer = table.with_newer([measured(8, b=2.0), other])
+    assert {each.place for each in newer.measured} == {each.place for each in table.measured} | {
+        other.place
+    }
+    assert newer.tunings()[HEAD].rows("kind")[0].times == {"b": 2.0}
+
+
+def test_rows_name_the_fastest_first() -> None:
+    table = a_table(measured(8, a=3.0, b=1.0), measured(16, a=1.0, b=2.0), measured(32, c=1.0))
+    rows = table.tunings()[HEAD].rows("kind")
+    assert [[*row.times] for row in rows] == [["b", "a"], ["a", "b"], ["c"]]
+
+
+def test_few_variants_serve_all() -> None:
+    problems = [
+        {"a": Timing(1.0, 0, 1), "all": Timing(EQUAL, 0, 1)},
+        {"b": Timing(1.0, 0, 1), "all": Timing(1.01, 0, 1)},
+        {"c": Timing(1.0, 0, 1), "all": Timing(1.5, 0, 1)},
+    ]
+    assert chosen_labels(problems) == ("all", "c")
+    assert chosen_labels([]) == ()
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 10.0), min_size=1), max_size=8
+    )
+)
+def test_each_problem_has_a_variant_that_is_as_good_as_its_best(
+    times: list[dict[str, float]],
+) -> None:
+    problems = [{label: Timing(ms, 0.0, 1) for label, ms in each.items()} for each in times]
+    chosen = chosen_labels(problems)
+    for each in times:
+        taken = [each[label] for label in chosen if label in each]
+        assert min(taken) <= EQUAL * min(each.values())
+    assert chosen == chosen_labels(problems)
+    assert len(set(chosen)) == len(chosen) <= len(problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 9}, "schema 9; this version reads 1"),
+        ({"arch": "hopper"}, "'hopper' is not a GPU's architecture"),
+        ({"runs": []}, "it is not a tuning table"),
+        ({"measured": [{}]}, "it is not a tuning table"),
+        ({"family": "b_family"}, "it is of b_family for sm_90"),
+        ({"arch": "sm_80"}, "it is of a_family for sm_80"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = written(tmp_path, a_table(measured(8, a=1.0)))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=message) as caught:
+        Table.read(path)
+    assert str(path) in str(caught.value)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="sm90"):
+        tables(tmp_path / "a_family")
+
+
+def test_times_that_are_none(tmp_path: Path) -> None:
+    path = written(tmp_path, a_table(measured(8, a=1.0)))
+    path.write_text(path.read_text().replace("[1.0, 0.1, 11]", "[-1.0, 0.1, 11]"))
+    with pytest.raises(ValueError, match=r"-1\.0 is not a positive number"):
+        Table.read(path)
+
+
+def test_the_repositorys_own_tables_are_right() -> None:
+    """Every variant that a table names is one that there can be."""
+    for family in families().values():
+        for table in tables(family.folder):
+            for head, tuning in table.tunings().items():
+                name, language = head.split(".")[1].split(":")
+                kernel = next(k for k in family.kernels if (k.name, k.language) == (name, language))
+                assert set(tuning.labels) <= {kernel.label(variant) for variant in kernel.every}

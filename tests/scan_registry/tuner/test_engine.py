@@ -1,0 +1,218 @@
+"""Tuning on the CPU, with times that are made up: what is measured, what is refused, when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from scan_registry.bench.cases import Case
+from scan_registry.kernels.model import Variant
+from scan_registry.kernels.tables import Table
+from scan_registry.tuner import engine
+from scan_registry.tuner.engine import COARSE, FINE, NEAR
+from scan_registry.tuner.problems import Posed, posed
+
+SMALL = Case.parse("time_last:2,8,512:float32")
+
+
+def problems(*cases: str, languages: tuple[str, ...] = ("cuda",), forward: bool = True) -> Any:
+    passes = ("forward",) if forward else ("forward", "backward")
+    return list(posed(map(Case.parse, cases or [str(SMALL)]), languages, passes))
+
+
+def numbered(posed: Posed, start: float = 1.0, step: float = 0.05) -> Callable[[Variant], float]:
+    """Every variant is a step slower than the one before it; the first one is the fastest."""
+    order = {variant: start + step * n for n, variant in enumerate(posed.variants())}
+    return lambda variant: order.get(variant, 99.0)
+
+
+def test_everything_is_timed_and_the_closest_again(workshop: Any) -> None:
+    (problem,) = problems()
+    variants = problem.variants()
+    workshop.ms = numbered(problem)
+    tuner = workshop.tuner()
+    tuner.tune([problem])
+    (found,) = tuner.tuned
+    timings = found.measured.timings
+    assert set(timings) == {problem.kernel.label(v) for v in variants}
+    assert found.best == problem.kernel.label(variants[0])
+    chosen = engine.untuned(0, problem)
+    assert chosen is not None
+    near = {v for n, v in enumerate(variants) if 1.0 + 0.05 * n <= NEAR} | {chosen}
+    assert len(near) < len(variants)
+    assert workshop.rounds == [(len(variants), COARSE["rounds"]), (len(near), FINE["rounds"])]
+    for variant in variants:
+        expected = FINE if variant in near else COARSE
+        assert timings[problem.kernel.label(variant)].rounds == expected["rounds"]
+    assert found.shipped == problem.kernel.label(chosen)
+    assert found.regret == pytest.approx(workshop.ms(chosen))
+    assert (tuner.left_out, tuner.refused) == ([], {})
+    assert found.measured.shape == problem.shape
+    assert found.measured.run == tuner.run
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "time_last:2,8,512:float32",
+        "channel_last:2,64,96:bfloat16",
+        "channel_last:1,32,200:float32:sequences=5",
+        "channel_last:2,32,96:float16:gates=channel",
+        "time_last:2,3,101:complex64",
+    ],
+)
+def test_every_pass_of_every_language(workshop: Any, case: str) -> None:
+    asked = problems(case, languages=("cuda", "triton"), forward=False)
+    tuner = workshop.tuner()
+    tuner.tune(asked)
+    assert [each.posed for each in tuner.tuned] == sorted(
+        asked, key=lambda each: [p.place for p in asked].index(each.place)
+    )
+    assert tuner.refused == {}
+    assert {each.posed.kernel.language for each in tuner.tuned} == {"cuda", "triton"}
+    table = Table("linear_scan", "sm_90").with_newer(each.measured for each in tuner.tuned)
+    assert Table.from_json(table.to_json()) == table
+
+
+def test_what_gives_other_results_is_refused(workshop: Any) -> None:
+    (problem,) = problems()
+    chosen = engine.untuned(0, problem)
+    wrong = next(v for v in problem.variants() if v != chosen)
+    workshop.wrong = {wrong}
+    workshop.ms = lambda variant: 0.1 if variant == wrong else 1.0
+    tuner = workshop.tuner()
+    tuner.tune([problem])
+    assert "states differ from the shipped variant's by" in tuner.refused[wrong]
+    assert problem.kernel.label(wrong) not in tuner.tuned[0].measured.timings
+
+
+def test_what_is_wrong_once_is_taken_nowhere(workshop: Any) -> None:
+    asked = problems("time_last:2,8,512:float32", "time_last:2,8,1024:float32")
+    chosen = {engine.untuned(0, each) for each in asked}
+    turning = next(v for v in asked[0].variants() if v not in chosen)
+    workshop.ms = lambda variant: 0.1 if variant == turning else 1.0
+    tuner = workshop.tuner()
+    tuner.done = lambda: workshop.wrong.add(turning)
+    tuner.tune(asked)
+    assert turning in tuner.refused
+    for each in tuner.tuned:
+        assert asked[0].kernel.label(turning) not in each.measured.timings
+        assert each.best_ms == 1.0
+    assert len(tuner.tuned) == 2
+
+
+def test_what_writes_nothing_is_refused(workshop: Any) -> None:
+    (problem,) = problems()
+    chosen = engine.untuned(0, problem)
+    idle = next(v for v in problem.variants() if v != chosen)
+    start = workshop.start
+
+    def starting(ordinal: int, launch: Any, *others: Any) -> None:
+        if launch[0] == idle:
+            workshop.started.append(idle)
+        else:
+            start(ordinal, launch, *others)
+
+    engine.check.start = starting  # type: ignore[assignment]  # the fixture restores it
+    tuner = workshop.tuner()
+    tuner.tune([problem])
+    assert list(tuner.refused) == [idle]
+
+
+def test_what_does_not_compile_or_load_is_left_out_with_its_reason(workshop: Any) -> None:
+    (problem,) = problems()
+    chosen = engine.untuned(0, problem)
+    missing, unfit = [v for v in problem.variants() if v != chosen][:2]
+    workshop.missing, workshop.unfit = {missing}, {unfit}
+    tuner = workshop.tuner()
+    tuner.tune([problem])
+    assert tuner.refused[missing] == "no such luck"
+    assert "the driver has no use for it" in tuner.refused[unfit]
+    assert len(tuner.tuned[0].measured.timings) == len(problem.variants()) - 2
+    count = len(problem.variants())
+    assert f"{count - 1} of {count} variants ready" in workshop.told[0]
+
+
+def test_where_nothing_can_be_timed(workshop: Any) -> None:
+    (problem,) = problems()
+    workshop.missing = set(problem.kernel.every)
+    tuner = workshop.tuner()
+    tuner.tune([problem])
+    assert tuner.tuned == []
+    assert "nothing could be timed" in workshop.told[-1]
+
+
+def test_the_budget_ends_it_between_problems(workshop: Any) -> None:
+    asked = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32", forward=False)
+    assert len(asked) == 4
+    times: Iterator[float] = iter([0.0, 1.0, 1.0, 1.0, 1.0, 7.0, 11.0, 12.0])
+    tuner = workshop.tuner(budget=10.0, clock=lambda: next(times))
+    kept: list[int] = []
+    tuner.keep = lambda: kept.append(len(tuner.tuned))
+    tuner.tune(asked)
+    # Both lengths forward, which is one kind of one kernel; backward is not begun.
+    assert [each.posed.direction for each in tuner.tuned] == ["forward", "forward"]
+    assert [each.direction for each in tuner.left_out] == ["backward", "backward"]
+    assert kept == [2]
+
+
+def test_an_interruption_keeps_what_was_measured(workshop: Any) -> None:
+    asked = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32")
+    tuner = workshop.tuner()
+    count = iter(range(9))
+
+    def done() -> None:
+        if next(count) == 0:
+            raise KeyboardInterrupt
+
+    tuner.done = done
+    tuner.tune(asked)
+    assert [each.posed for each in tuner.tuned] == asked[:1]
+    assert tuner.left_out == asked[1:]
+    assert "interrupted" in workshop.told[-1]
+
+
+def test_a_gpu_that_fails_ends_it(workshop: Any) -> None:
+    asked = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32")
+    tuner = workshop.tuner()
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nand more")
+
+    tuner.done = lambda: setattr(engine.check, "start", failing)  # the fixture restores it
+    tuner.tune(asked)
+    assert [each.posed for each in tuner.tuned] == asked[:1]
+    assert tuner.left_out == asked[1:]
+    assert "the GPU failed; what was measured is kept: CUDA error: an illegal" in workshop.told[-1]
+
+
+def test_a_problem_too_large_for_the_memory_is_left_out(
+    workshop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32")
+    tensors = Posed.tensors
+
+    def full(self: Posed, device: Any) -> Any:
+        if self == asked[0]:
+            raise torch.OutOfMemoryError("out of memory")
+        return tensors(self, device)
+
+    monkeypatch.setattr(Posed, "tensors", full)
+    tuner = workshop.tuner()
+    tuner.tune(asked)
+    assert tuner.left_out == asked[:1]
+    assert [each.posed for each in tuner.tuned] == asked[1:]
+
+
+def test_binaries_of_a_label_are_all_that_it_stands_for(workshop: Any) -> None:
+    (problem,) = problems(languages=("triton",))
+    tuner = workshop.tuner()
+    tuner.tune([problem])
+    label = tuner.tuned[0].best
+    held = tuner.binaries({problem.kernel.head: [label]})
+    assert [dict(binary.variant.statics)["reverse"] for binary, _ in held] == [0, 1]
+    assert {problem.kernel.label(binary.variant) for binary, _ in held} == {label}
+    assert tuner.binaries({}) == []

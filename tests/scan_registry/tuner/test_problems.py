@@ -1,0 +1,108 @@
+"""What is tuned for: every kind of problem, with tensors that its kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from scan_registry.bench.cases import PASSES, Case
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.ops import plans
+from scan_registry.ops.linear_scan import linear_scan
+from scan_registry.tuner.problems import cases, posed, usual_cases
+
+CPU = torch.device("cpu")
+SMALL = [
+    "time_last:2,3,64:float32",
+    "channel_last:2,3,64:float32",
+    "channel_last:1,16,64:bfloat16",
+    "channel_last:1,8,64:float32:sequences=3",
+    "channel_last:2,8,64:float32:gates=channel",
+    "time_last:2,8,64:float32:gates=channel",
+]
+
+
+def test_the_usual_cases_are_of_every_kind() -> None:
+    found = list(posed(usual_cases()))
+    tuned = {kernel.head for kernel in FAMILY.kernels if kernel.shape is not None}
+    assert {each.kernel.head for each in found} == tuned
+    kinds = {each.shape.kind for each in found}
+    for dtype in ("float32", "bfloat16", "float16"):
+        for access in ("aligned", "generic"):
+            assert f"dtype={dtype},gates={dtype},access={access}" in kinds
+    for dtype in ("float64", "complex64"):
+        assert f"dtype={dtype},gates={dtype},access=aligned" in kinds
+    for each in found:
+        assert len(each.variants()) > 1
+        assert all(each.kernel.accepts(v, each.problem) is None for v in each.variants())
+
+
+def test_problems_of_one_place_are_posed_once() -> None:
+    asked = [Case.parse(SMALL[0])] * 2
+    found = list(posed(asked, ["cuda"]))
+    assert [(each.direction, each.kernel.language) for each in found] == [
+        (direction, "cuda") for direction in PASSES
+    ]
+    assert len(list(posed(asked))) == 4
+    assert [each.direction for each in posed(asked, passes=("backward",))] == ["backward"] * 2
+
+
+def test_shapes_take_every_dtype_and_keep_their_options() -> None:
+    found = cases(["channel_last:1,8,64:sequences=3"], ["float32", "bfloat16"])
+    assert list(map(str, found)) == [
+        "channel_last:1,8,64:float32:sequences=3",
+        "channel_last:1,8,64:bfloat16:sequences=3",
+    ]
+    with pytest.raises(ValueError, match="the case is 'rows:1:float32'"):
+        cases(["rows:1"], ["float32"])
+
+
+@pytest.mark.parametrize("text", SMALL)
+@pytest.mark.parametrize("direction", PASSES)
+def test_the_problem_is_that_of_the_call(
+    text: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator poses the same problem, and its kernel computes the same from the tensors."""
+    case = Case.parse(text)
+    each = next(iter(posed([case], ["cuda"], [direction])))
+    asked: list[tuple[Any, Mapping[str, Any]]] = []
+    runner = plans.runner
+
+    def noted(problem: Any, device: Any, backend: Any) -> Any:
+        run = runner(problem, device, backend)
+        assert callable(run)
+
+        def running(tensors: Mapping[str, Any]) -> None:
+            asked.append((problem, tensors))
+            run(tensors)
+
+        return running
+
+    monkeypatch.setattr(plans, "runner", noted)
+    monkeypatch.setattr(plans, "_plans", {})
+    tensors = each.tensors(CPU)
+    gates, bounds = tensors["gates"], tensors["offsets"]
+    assert gates is not None
+    if direction == "forward":
+        tokens = tensors["tokens"]
+        assert tokens is not None
+        linear_scan(gates, tokens, dim=case.dim, cu_seqlens=bounds)
+    else:
+        options = plans.Options(case.dim)
+        given = gates, tensors["states"], tensors["states_grad"], None, None, bounds
+        plans.backward(*given, options, (True, True, False))  # type: ignore[arg-type]
+    (problem, theirs), *reductions = asked
+    assert len(reductions) == (direction == "backward" and case.gates != "full")
+    assert problem == each.problem
+    run = runner(each.problem, CPU, "auto")
+    assert callable(run)
+    run(tensors)
+    for name in each.outputs:
+        ours, other = tensors[name], theirs[name]
+        assert ours is not None
+        torch.testing.assert_close(ours, other, equal_nan=False)
+    written = {name for name, value in theirs.items() if value is not None} - set(tensors)
+    assert written == set()

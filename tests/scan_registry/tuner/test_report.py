@@ -1,0 +1,89 @@
+"""Regret, the record of a run, and the document."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib.resources import files
+from typing import Any
+
+import jsonschema
+import pytest
+
+from scan_registry.bench.cases import Case
+from scan_registry.tuner import engine, report
+from scan_registry.tuner.problems import posed
+
+
+def tuned(workshop: Any, *cases: str) -> Any:
+    asked = list(posed(map(Case.parse, cases), ["cuda"], ["forward"]))
+    tuner = workshop.tuner()
+    tuner.tune(asked)
+    return tuner
+
+
+def test_regret_is_of_what_would_run_untuned(workshop: Any) -> None:
+    (problem,) = posed([Case.parse("time_last:2,8,512:float32")], ["cuda"], ["forward"])
+    shipped = engine.untuned(0, problem)
+    workshop.ms = lambda variant: 4.0 if variant == shipped else 2.0
+    tuner = tuned(workshop, "time_last:2,8,512:float32", "time_last:2,8,500:float64")
+    shares = [each.regret for each in tuner.tuned]
+    assert shares[0] == 2.0
+    found = report.regret(tuner.tuned)
+    assert found is not None
+    assert (found.problems, found.worst) == (2, max(shares))
+    assert found.geometric_mean == pytest.approx((shares[0] * shares[1]) ** 0.5)
+    assert report.regret([]) is None
+
+
+def test_the_document(workshop: Any) -> None:
+    schema = json.loads(files("scan_registry").joinpath("schemas", "tune.json").read_text())
+    tuner = tuned(
+        workshop, "time_last:2,8,512:float32", "channel_last:2,8,64:float32:gates=channel"
+    )
+    tuner.refused[tuner.tuned[0].posed.variants()[0]] = "a reason"
+    tuner.left_out.append(tuner.tuned[0].posed)
+    found = json.loads(json.dumps(report.document(tuner, "/somewhere")))
+    jsonschema.validate(found, schema)
+    assert len(found["problems"]) == 2
+    first = found["problems"][0]
+    assert first["timings"][first["best"]]["ms"] == first["best_ms"]
+    more = {**found, "more": 1}
+    less = {k: v for k, v in found.items() if k != "run"}
+    for wrong in (more, less):
+        assert list(jsonschema.Draft202012Validator(schema).iter_errors(wrong))
+    tuner.tuned.clear()
+    empty = report.document(tuner, None)
+    jsonschema.validate(json.loads(json.dumps(empty)), schema)
+    assert (empty["regret"], empty["saved"]) == (None, None)
+
+
+def test_tunings_are_the_tables(workshop: Any) -> None:
+    tuner = tuned(workshop, "time_last:2,8,512:float32", "time_last:2,8,64:float32")
+    (head, tuning), *others = report.tunings(workshop.device, tuner.tuned).items()
+    assert not others
+    assert (head, tuning.arch) == (tuner.tuned[0].posed.kernel.head, "sm_90")
+    (kind,) = tuning.kinds
+    assert {row.sizes["time"] for row in tuning.rows(kind)} == {512, 64}
+
+
+def test_what_the_drivers_tool_tells(a_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def told(command: list[str], **_: Any) -> Any:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "580.105, 1980, 2619, [N/A], 3201\n")
+
+    monkeypatch.setattr(subprocess, "run", told)
+    run = report.run_here(3, a_device())
+    assert "--id=3" in asked[0]
+    assert run.driver == "580.105"
+    assert run.clocks == {"sm": 1980, "memory": 2619, "most_memory": 3201}
+    assert set(run.toolchain) == {"cuda", "triton"}
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    run = report.run_here(0, a_device())
+    assert (run.driver, run.clocks) == ("for CUDA 13.0", {})

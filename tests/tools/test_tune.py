@@ -1,0 +1,79 @@
+"""``tools/tune.py``: the tables that it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scan_registry.bench.cases import Case
+from scan_registry.kernels.tables import Measured, Run, Table, Timing
+from scan_registry.tuner.engine import Tuned
+from scan_registry.tuner.problems import posed
+
+ROOT = Path(__file__).parents[2]
+RUN = Run("Imaginary", "580.1", {}, {"cuda": "nvrtc 12.9.86"}, "9.9.9", "2026-01-31")
+
+
+@pytest.fixture(scope="module")
+def tool() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("tune_tool", ROOT / "tools" / "tune.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tuned(text: str, ms: float) -> Tuned:
+    (each,) = posed([Case.parse(text)], ["cuda"], ["forward"])
+    label = each.kernel.label(each.variants()[0])
+    timings = {label: Timing(ms, 0.1, 11)}
+    return Tuned(each, Measured(each.kernel.head, str(each), each.shape, timings, RUN), label)
+
+
+def test_tables_grow_and_measurements_are_replaced(tool: Any, tmp_path: Path) -> None:
+    first, second = "time_last:2,8,512:float32", "channel_last:2,8,512:float32"
+    (path,) = tool.save(tmp_path, "sm_90", [tuned(first, 1.0)])
+    assert path == tmp_path / "linear_scan" / "tuning" / "sm90.json"
+    assert tool.save(tmp_path, "sm_90", [tuned(second, 2.0)]) == [path]
+    tool.save(tmp_path, "sm_90", [tuned(first, 3.0)])
+    table = Table.read(path)
+    times = {each.problem: [t.ms for t in each.timings.values()] for each in table.measured}
+    assert times == {f"{first} forward": [3.0], f"{second} forward": [2.0]}
+    assert [*path.parent.iterdir()] == [path]
+    assert set(table.tunings()) == {
+        "linear_scan.time_last_forward:cuda",
+        "linear_scan.channel_last_forward:cuda",
+    }
+
+
+def test_a_run(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine is that of ``scan-registry tune``; its results are kept as they come."""
+    found = tuned("time_last:2,8,512:float32", 1.0)
+
+    class Tuner:
+        device = types.SimpleNamespace(name="Imaginary", arch="sm_90")
+        run, tuned, left_out, refused = RUN, [found], (), types.MappingProxyType({})
+
+        def tune(self, problems: Any) -> None:
+            assert {each.case.dtype for each in problems} == {"bfloat16"}
+            self.keep()
+            assert (tmp_path / "linear_scan" / "tuning" / "sm90.json").is_file()
+
+    monkeypatch.setattr(tool, "tuner_for", lambda *_: Tuner())
+    words = ["tune", "--dtype", "bf16", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert tool.main() == 0
+    out = capsys.readouterr().out
+    assert "geometric mean 1.000, worst 1.000" in out
+    assert f"wrote {tmp_path / 'linear_scan' / 'tuning' / 'sm90.json'}" in out
+    monkeypatch.setattr(sys, "argv", ["tune", "--dtype", "int8"])
+    assert tool.main() == 2
+    assert "--dtype is 'int8'" in capsys.readouterr().err
