@@ -117,8 +117,10 @@ def tuned(
     defaults: Space,
     accepts: Callable[[Variant, LinearScanProblem], str | None],
     tile: Callable[[Variant], int],
+    packs: Callable[[LinearScanProblem], bool] = lambda problem: False,
 ) -> dict[str, Any]:
-    """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers."""
+    """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers, and ``packs``
+    whether there are packed variants for a problem."""
     aligned = tuple(
         Variant(FAMILY_NAME, name, language, statics)
         for statics in defaults
@@ -126,7 +128,7 @@ def tuned(
     )
 
     def shape_of(problem: LinearScanProblem) -> Shape:
-        return shape(aligned, accepts, problem)
+        return shape(aligned, accepts, packs, problem)
 
     def tunings() -> tuple[Tuning, ...]:
         from scan_registry.kernels.tables import shipped  # most processes have no use for files
@@ -143,6 +145,7 @@ def tuned(
 def shape(
     aligned: Sequence[Variant],
     accepts: Callable[[Variant, LinearScanProblem], str | None],
+    packs: Callable[[LinearScanProblem], bool],
     problem: LinearScanProblem,
 ) -> Shape:
     """Where a problem lies: aligned if one of the variants ``aligned`` accepts it."""
@@ -153,7 +156,7 @@ def shape(
     kind = (
         ("dtype", problem.dtype),
         ("gates", problem.gates_dtype),
-        ("access", "aligned" if fits else "generic"),
+        ("access", "aligned" if fits else PACKED if packs(problem) else "generic"),
     )
     sequences = max(1, problem.sequences)
     batches = problem.outer * problem.batch
@@ -181,7 +184,5 @@ def worth(tile: Callable[[Variant], int], shape: Shape, variant: Variant) -> boo
     """Whether tuning should try a variant on a problem there: generic access is for those that others
     cannot take, and tiles much longer than a sequence leave most of a block idle. ``tile`` is how many
     times one of the variant covers."""
-    return (
-        f"access={variant.text('access')}" in shape.kind.split(",")
-        and tile(variant) <= 4 * shape.sizes["time"]
-    )
+    access = dict(item.split("=") for item in shape.kind.split(","))["access"]
+    return variant.text("access") == access and tile(variant) <= 4 * shape.sizes["time"]

@@ -111,9 +111,7 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
     return None
 
 
-def _reduction_launch(
-    variant: Variant, problem: LinearScanProblem, multiprocessors: int
-) -> Launch:
+def _reduction_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
     cut = problem.reduction()
     channels, times = cut.across
     return Launch((cut.kept * cut.groups * channels * times, 1, 1), problem.scalars())
@@ -185,9 +183,7 @@ def _time_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
     return _walk_cost(variant, problem, _time_last_tile(variant))
 
 
-def _time_last_launch(
-    variant: Variant, problem: LinearScanProblem, multiprocessors: int
-) -> Launch:
+def _time_last_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
     if streams.is_streamed(variant):
         return streams.launch(variant, problem, multiprocessors)
     rows = problem.outer * problem.batch * problem.channels
@@ -260,6 +256,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
             defaults,
             _cuda_accepts,
             _time_last_tile if time_last else lambda variant: _channel_last_tile(variant)[1],
+            lambda problem: not time_last and streams.packs(problem),
         ),
     )
 

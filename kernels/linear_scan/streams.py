@@ -34,11 +34,11 @@ def is_streamed(variant: Variant) -> bool:
 
 def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
     """A warp's rows side by side, down to a row for each lane; or 4 or 8 warps for one."""
-    for lanes, pieces, stages, rows in product((1, 2, 4, 8, 16, 32), (2, 4), (2, 3, 4), (4, 8)):
+    for lanes, pieces, stages in product((1, 2, 4, 8, 16, 32), (2, 4), (2, 3)):
         yield from _resident(
             direction,
             dtype,
-            {"warps": 1, "rows": rows, "lanes": lanes, "pieces": pieces, "stages": stages},
+            {"warps": 1, "rows": 4, "lanes": lanes, "pieces": pieces, "stages": stages},
         )
     for warps, pieces, stages in product((4, 8), (2, 4), (2, 3)):
         yield from _resident(
@@ -51,7 +51,7 @@ def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
 def channel_last(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Rows of 32 to 128 bytes, 16 to a lane."""
     vector = 16 // ITEM_SIZE[dtype]
-    for warps, lanes, steps, stages in product((4, 8), (2, 4, 8), (4, 8, 16), (2, 3, 4)):
+    for warps, lanes, steps, stages in product((4, 8), (2, 4, 8), (4, 8), (2, 3)):
         tile = {"warps": warps, "lanes": lanes, "vector": vector, "steps": steps, "stages": stages}
         yield from _resident(direction, dtype, tile)
 
@@ -104,6 +104,11 @@ def _scans(variant: Variant) -> int:
 
 
 # --- Problems ---------------------------------------------------------------------------------
+
+
+def packs(problem: LinearScanProblem) -> bool:
+    """Whether channel-last variants for packed sequences take it."""
+    return problem.sequences > 0 and problem.plain() and problem.whole_chunks(problem.chunk())
 
 
 def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:

@@ -234,9 +234,11 @@ class Tuner:
         binary, content = self._binaries[variant]
         function = loader.load(self.ordinal, binary, lambda: content, str(binary))
         launch = loader.bind(self.ordinal, posed.family, posed.problem, binary, function)
-        workspace = posed.kernel.launch(variant, posed.problem).workspace
+        shape = posed.kernel.launch(variant, posed.problem, self.device.multiprocessors)
         return [
-            partial(check.start, self.ordinal, launch, posed.kernel, _Launched(tensors), workspace)
+            partial(
+                check.start, self.ordinal, launch, posed.kernel, _Launched(tensors), shape.workspace
+            )
             for tensors in sets
         ]
 

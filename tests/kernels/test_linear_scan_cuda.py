@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, and many tiles.
-SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024))
+SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208))
 
 
 def chosen() -> Iterator[Variant]:
@@ -34,7 +36,24 @@ def chosen() -> Iterator[Variant]:
             yield variant
 
 
-@pytest.mark.parametrize("variant", list(chosen()), ids=str)
+def streamed() -> Iterator[Variant]:
+    """A few of those whose tiles come through a ring, one for each way to share a row or a column."""
+    wanted: dict[str, list[dict[str, Any]]] = {
+        "time_last": [{"lanes": 1}, {"lanes": 8}, {"lanes": 32, "warps": 1}, {"warps": 4}],
+        "channel_last": [{"lanes": 2}, {"lanes": 8}, {"lanes": 8, "access": "packed"}],
+    }
+    for kernel in FAMILY.kernels:
+        found = [dict(pins) for pins in kernel.space or () if "stages" in dict(pins)]
+        for dtype, pins in product(
+            ("float32", "bfloat16", "complex64"), wanted[kernel.name.rpartition("_")[0]]
+        ):
+            match = {"access": "aligned", "dtype": dtype, **pins}
+            fits = [each for each in found if match.items() <= each.items()]
+            if fits:
+                yield Variant(FAMILY.name, kernel.name, "cuda", tuple(fits[0].items()))
+
+
+@pytest.mark.parametrize("variant", [*chosen(), *streamed()], ids=str)
 def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
     """With every option, in whatever order the blocks and their threads run."""
     torch.manual_seed(0)
