@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from ci.matrix import load
 from ci.workspace import DISTRIBUTION, PACKAGE, ROOT, DevError, Environment, make_environment, say
 
-LIGHT = ("packaging>=24", "platformdirs>=4", "rich>=13")  # what the package needs beside torch
+LIGHT = ("packaging>=24", "rich>=13")  # what the package needs beside torch
 
 #: A provider of a version that there is not yet, made with the package's own code.
 ANOTHER = """

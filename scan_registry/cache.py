@@ -59,7 +59,9 @@ def _chosen(variable: str, name: str) -> Path:
     # By the XDG base directory specification. A library that knows it takes longer to import than a
     # first call has, and a first call looks for what was tuned here.
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else "~/.cache").expanduser() / "scan-registry" / name
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")  # as it stands where nobody knows of a home
+    return Path(base, "scan-registry", name)
 
 
 class Cache:

@@ -74,6 +74,9 @@ _BRANCHES: Mapping[int, CudaVersion] = {
     590: (13, 1),
 }
 
+#: CUDA versions that one driver or another supports.
+SUPPORTED = tuple(_BRANCHES.values())
+
 
 def cuda_of_driver(text: str) -> CudaVersion:
     """(12, 9) for ``12.9`` and for driver ``575`` or ``575.57.08``; ``ValueError`` for anything else."""
@@ -89,6 +92,13 @@ def cuda_of_driver(text: str) -> CudaVersion:
             f"{text!r} is neither a CUDA version such as 12.9 nor a driver's from {min(_BRANCHES)} on"
         )
     return _BRANCHES[max(known)]
+
+
+def driver_text(version: CudaVersion) -> str:
+    """``driver 575 or later, for CUDA 12.9``."""
+    branch = {cuda: first for first, cuda in _BRANCHES.items()}.get(version)
+    start = "a driver" if branch is None else f"driver {branch} or later,"
+    return "{} for CUDA {}.{}".format(start, *version)
 
 
 def described(

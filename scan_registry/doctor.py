@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 from scan_registry import policy
 from scan_registry.archive import Archive, ArchiveError
-from scan_registry.device import Device, cuda_of_driver
+from scan_registry.device import SUPPORTED, Device, driver_text
 from scan_registry.explanation import called, grouped
 from scan_registry.fit import OLDEST, Rung, Toolchain, dotted
 from scan_registry.kernels.model import Family, Language, Sample, Variant
@@ -32,7 +31,6 @@ _SEVERITY: Mapping[Rung | None, Severity] = {
     None: "error",
 }
 _MOST_REASONS = 8  # of one finding
-_OLDEST_BRANCH, _NEWEST_BRANCH = 450, 1000  # of the driver, among which its numbers are looked up
 
 
 @dataclass(frozen=True)
@@ -309,7 +307,7 @@ class _Group:
             for archive in _fitting(self.system.archives, device)
             for binary in archive.binaries
         }
-        later = sorted(v for v in {*versions, *_branches()} if v > device.driver)
+        later = sorted(v for v in {*versions, *SUPPORTED} if v > device.driver)
 
         def with_driver(version: CudaVersion) -> System:
             return replace(self.system, device=replace(device, driver=version))
@@ -386,22 +384,6 @@ def _concerns(loser: Rejected, family: Family, sample: Sample, backend: Backend)
         return kernel.accepts(variant, sample.problem) is None
     except KeyError:  # of another version, or with other static parameters: that is the reason
         return True
-
-
-@cache
-def _branches() -> Mapping[CudaVersion, int]:
-    """The first branch of the driver that supports a CUDA version."""
-    first: dict[CudaVersion, int] = {}
-    for branch in range(_OLDEST_BRANCH, _NEWEST_BRANCH):
-        first.setdefault(cuda_of_driver(str(branch)), branch)
-    return first
-
-
-def driver_text(version: CudaVersion) -> str:
-    """``driver 575 or later, for CUDA 12.9``."""
-    branch = _branches().get(version)
-    start = "a driver" if branch is None else f"driver {branch} or later,"
-    return f"{start} for CUDA {dotted(version)}"
 
 
 def package_for(label: str) -> str:

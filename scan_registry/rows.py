@@ -62,10 +62,11 @@ def nearest_row(
     archives  what may bring tunings; one that is not intact brings none
     spec      whether to look at the tables beside the spec where no archive brings any
     """
-    if kernel.shape is None:
+    tunings = list(_tunings(local, archives, spec, kernel)) if kernel.shape else []
+    if kernel.shape is None or not tunings:
         return None
     shape, found = kernel.shape(problem), []
-    for tuning, is_local in _tunings(local, archives, spec, kernel):
+    for tuning, is_local in tunings:
         with suppress(ValueError):  # it is intact, and yet not right: whoever wrote it is not here
             nearest = tuning.nearest(shape)
             if nearest is not None:

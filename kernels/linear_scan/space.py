@@ -57,7 +57,7 @@ def reductions(tile: Tile) -> Space:
 
 
 def cuda_time_last(dtype: str, access: str) -> list[Tile]:
-    """One warp of a block to each of several rows, or several warps to one. A lane holds at most 128
+    """One warp of a block to each of several rows, or several warps to one. A lane holds at most 64
     bytes of a tensor, and a block has at most 512 threads."""
     chunk = 16 if access == "aligned" else min(16, 4 * ITEM_SIZE[dtype])
     return [

@@ -23,7 +23,7 @@ from scan_registry.cache import Cache, jit_cache
 from scan_registry.cli.gpus import add_gpu, gpu_of, visible
 from scan_registry.cli.listing import size_text
 from scan_registry.cli.tables import new_table, screen, show
-from scan_registry.device import Device
+from scan_registry.device import Device, driver_text
 from scan_registry.doctor import (
     Answer,
     ArchiveState,
@@ -35,7 +35,6 @@ from scan_registry.doctor import (
     Report,
     condensed,
     coverage,
-    driver_text,
     findings_of,
     lacks,
 )
