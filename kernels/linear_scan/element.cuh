@@ -191,7 +191,7 @@ template <int N, class E>
 __device__ void store(const Line<E>& to, i64 begin, i64 end, const Chunk<E, N>& chunk) {
     if constexpr (ALIGNED) {
         if (begin >= 0 && begin < end)
-            store_global(to.first + begin, words_of(chunk));
+            *reinterpret_cast<decltype(words_of(chunk))*>(to.first + begin) = words_of(chunk);
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++)

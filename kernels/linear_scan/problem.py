@@ -53,6 +53,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def state_dtype(dtype: str) -> str:
+    """The dtype that the recurrence is computed in."""
+    return dtype if ITEM_SIZE[dtype] == 8 else "float32"
+
+
 @dataclass(frozen=True)
 class Reduction:
     """How a sum over the dimensions along which gates are broadcast is cut into pieces.
