@@ -61,7 +61,7 @@ linear_scan, imported = milliseconds(load)
 from scan_registry import inventory, loader
 from scan_registry.device import device
 from scan_registry.fit import Rung, nearest_rung
-from scan_registry.kernels.errors import relative_error
+from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan import cases, reference
 
 # Hiding takes the place of a machine without: archives of nearer rungs, and the compilers.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.kernels.errors import relative_error
+from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import (
     STRIDED,

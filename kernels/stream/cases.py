@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scan_registry.kernels.errors import relative_error
+from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.stream import reference
 from scan_registry.kernels.stream.spec import PATTERNS, StreamProblem
 

@@ -1,4 +1,4 @@
-"""How far off a result is, for what proves kernels."""
+"""What the families' cases share: how far off a result is."""
 
 from __future__ import annotations
 
