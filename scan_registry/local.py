@@ -8,6 +8,7 @@ kernels' sources and specs. Where any of these is another, it is as if there wer
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -40,7 +41,8 @@ def key_of(gpu: str) -> str:
 @cache
 def tuned(device: Device) -> Archive | None:
     """What was tuned on such a device, if anything was; looked for once in a process."""
-    if not (jit_folder() / _FOLDER).is_dir():  # most have none, and a first call has no time
+    # Most have none, and a first call has no time; nor is it to fail where nobody may look.
+    if not os.path.isdir(jit_folder() / _FOLDER):
         return None
     return tuned_cache().open(key_of(device.name), Target(device.capability))
 

@@ -61,6 +61,7 @@ linear_scan, imported = milliseconds(load)
 from scan_registry import inventory, loader
 from scan_registry.device import device
 from scan_registry.fit import Rung, nearest_rung
+from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan import cases, reference
 
 # Hiding takes the place of a machine without: archives of nearer rungs, and the compilers.
@@ -98,7 +99,7 @@ for dtype in cases.TOLERANCE:
     expected, _ = reference.forward(wide[0], wide[1])
     gradients = reference.backward(wide[0], expected, wide[2])
     found = (out, a.grad, b.grad)
-    errors[dtype] = max(cases.relative_error(f.cpu(), e)
+    errors[dtype] = max(relative_error(f.cpu(), e)
                         for f, e in zip(found, (expected, *gradients[:2])))
 
 import scan_registry

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import (
     STRIDED,
@@ -111,12 +112,6 @@ OUTPUTS: dict[Direction, tuple[str, ...]] = {
     "backward": ("gates_grad", "tokens_grad", "initial_state_grad"),
     "reduction": ("gates_grad",),
 }
-
-
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    """‖out − expected‖ / ‖expected‖; infinite where ``out`` holds a NaN."""
-    error = (out.detach().to(expected.dtype) - expected).norm() / expected.norm().clamp_min(1e-30)
-    return float(error.nan_to_num(nan=torch.inf))
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.stream import reference
 from scan_registry.kernels.stream.spec import PATTERNS, StreamProblem
 
@@ -34,8 +35,7 @@ class Case:
         for name, expected in self.expected.items():
             out = self.tensors[name]
             assert out is not None
-            error = (out.double() - expected).norm() / expected.norm()
-            worst = max(worst, float(error.nan_to_num(nan=torch.inf)))
+            worst = max(worst, relative_error(out, expected))
         return worst
 
 

@@ -23,5 +23,5 @@ def cuda_emulator() -> ModuleType:
     sys.modules["cuda_emulator"] = module
     spec.loader.exec_module(module)
     if module.compiler() is None:
-        pytest.skip("there is no C++ compiler")
+        pytest.skip("g++ is not installed")
     return module

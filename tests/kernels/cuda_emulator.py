@@ -38,8 +38,8 @@ extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads
 
 @cache
 def compiler() -> str | None:
-    """A C++ compiler, if there is one."""
-    return shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    """GCC's, whose options are used, if it is there."""
+    return shutil.which("g++")
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import scan_registry
+from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan import reference
-from scan_registry.kernels.linear_scan.cases import TOLERANCE, relative_error, wide
+from scan_registry.kernels.linear_scan.cases import TOLERANCE, wide
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -44,6 +45,23 @@ def test_nothing_was_tuned(a_device: Describe, folder: Path) -> None:
     assert local.tuned(a_device()) is None
     assert [*local.tuned_contents()] == []
     assert not folder.exists()
+
+
+def test_where_nobody_may_look_nothing_was_tuned(
+    a_device: Describe, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as in the home of another user, in a container."""
+    look = os.stat
+
+    def refused(path: Any, *others: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(folder)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, *others, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    with pytest.raises(PermissionError):
+        os.stat(folder)
+    assert local.tuned(a_device()) is None
 
 
 def test_what_is_published_is_found(a_device: Describe, a_binary: Make, folder: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import scan_registry
-from scan_registry.kernels.linear_scan.cases import TOLERANCE, relative_error, wide
+from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels.linear_scan.cases import TOLERANCE, wide
 
 pytestmark = [
     pytest.mark.gpu,
