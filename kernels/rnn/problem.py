@@ -104,8 +104,8 @@ STRIDED: Mapping[tuple[Scope, Direction], Mapping[str, tuple[str, ...]]] = {
 class Clips:
     """What is clipped, symmetrically about zero; infinity for nothing.
 
-    forward         pre-activations: those of the nonlinearities (and of sLSTM's exponentials), which
-                    for GRU's n is n + r·g. Gradients pass through as if nothing were clipped.
+    forward         h after each step, which is the last thing that a step does. Gradients pass
+                    through as if it had not been clipped.
     recurrent       the gradient that R carries from one step to the one before
     recurrent_cut   that gradient is zero
     """

@@ -114,10 +114,10 @@ def _slstm_back(cache: Tensors, before: Tensors, after: Tensors, grads: Tensors)
     i, log_f, z, o = cache
     _, by_input, e, k = _stabilised(i, log_f, before)
     _, old_c, old_n, _ = before
-    h, c, n, _ = after
+    _, c, n, _ = after
     dh, dc, dn, dm = grads
-    dc = dc + dh * o / n
-    dn = torch.where(k * old_n + e >= 1, dn - dh * h / n, 0)  # the floor passes nothing on
+    dc, dn = dc + dh * o / n, dn - dh * o * c / (n * n)
+    dn = torch.where(k * old_n + e >= 1, dn, 0)  # the floor passes nothing on
     d_log_e, d_log_k = (dc * z + dn) * e, (dc * old_c + dn * old_n) * k
     dm = dm - d_log_e - d_log_k
     d_log_k = d_log_k + torch.where(by_input, 0, dm)
@@ -157,11 +157,12 @@ def step(
     x, r, b = inputs.unbind(1), terms.unbind(1), bias.unbind(0)
     if function == "gru":
         g = r[0] + b[0]
-        reset, update = ((x[k] + r[k + 1] + b[k + 1]).clamp(-clip, clip) for k in (0, 1))
-        new = (x[2] + b[3] + reset.sigmoid() * g).clamp(-clip, clip)
-        return _gru((g, reset, update, new), before)
-    gates = [(x_k + r_k + b_k).clamp(-clip, clip) for x_k, r_k, b_k in zip(x, r, b, strict=True)]
-    return _STEP[function](gates, before)
+        reset, update = (x[k] + r[k + 1] + b[k + 1] for k in (0, 1))
+        gates = [g, reset, update, x[2] + b[3] + reset.sigmoid() * g]
+    else:
+        gates = [x_k + r_k + b_k for x_k, r_k, b_k in zip(x, r, b, strict=True)]
+    (h, *others), cache = _STEP[function](gates, before)
+    return Step((h.clamp(-clip, clip), *others), cache)
 
 
 def step_back(
