@@ -208,7 +208,7 @@ def forward(
     sizes, compute = SIZES[function], compute_dtype(inputs.dtype)
     batch, time, _, heads, dim = inputs.shape
     x, b = inputs.to(compute), bias.to(compute)
-    weight = _by_previous(recurrent.to(compute))
+    weight = previous_first(recurrent.to(compute))
     now: Tensors = _initial(initial, x, len(sizes.states)).unbind(0)
     states, cache = [], []
     for t in range(time):
@@ -269,25 +269,32 @@ def backward(
 
 
 def parameter_grads(
-    function: Function, gates_grad: Tensor, states: Tensor, initial: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    function: Function,
+    gates_grad: Tensor,
+    states: Tensor,
+    initial: Tensor | None,
+    wanted: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of ``inputs``, a view of ``gates_grad``; of ``recurrent``, in its dtype; and of
-    ``bias``, in the dtype of the computation."""
+    ``bias``, in the dtype of the computation: these two if they are wanted."""
     sizes = SIZES[function]
     batch, time, gates, heads, dim = gates_grad.shape
-    first = _initial(initial, states[0], 1)[0]
-    before = torch.cat([first.unsqueeze(1), states[0, :, :-1]], 1).permute(2, 0, 1, 3)
-    through = gates_grad[:, :, : sizes.recurrent].permute(3, 2, 4, 0, 1)
-    recurrent = torch.matmul(
-        through.reshape(heads, sizes.recurrent * dim, batch * time),
-        before.reshape(heads, batch * time, dim),
-    )
-    recurrent = recurrent.view(heads, sizes.recurrent, dim, dim).transpose(0, 1)
-    bias = gates_grad.sum((0, 1), dtype=compute_dtype(gates_grad.dtype))
+    recurrent = bias = None
+    if wanted[0]:
+        first = _initial(initial, states[0], 1)[0]
+        before = torch.cat([first.unsqueeze(1), states[0, :, :-1]], 1).permute(2, 0, 1, 3)
+        through = gates_grad[:, :, : sizes.recurrent].permute(3, 2, 4, 0, 1)
+        product = torch.matmul(
+            through.reshape(heads, sizes.recurrent * dim, batch * time),
+            before.reshape(heads, batch * time, dim),
+        )
+        recurrent = product.view(heads, sizes.recurrent, dim, dim).transpose(0, 1)
+    if wanted[1]:
+        bias = gates_grad.sum((0, 1), dtype=compute_dtype(gates_grad.dtype))
     return gates_grad[:, :, gates - sizes.inputs :], recurrent, bias
 
 
-def _by_previous(recurrent: Tensor) -> Tensor:
+def previous_first(recurrent: Tensor) -> Tensor:
     """R as (N, previous, gate and new)."""
     gates, heads, dim, _ = recurrent.shape
     return recurrent.permute(1, 3, 0, 2).reshape(heads, dim, gates * dim)
