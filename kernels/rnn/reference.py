@@ -12,7 +12,8 @@ logistic function and p for the pre-activation of a gate (p = Wx + R·h + b, but
             h' = σ(o)·c'/n'
 
 ``cache`` holds what the gates are after their nonlinearities, in the order that ``Sizes`` names; GRU's g
-as it is; of sLSTM i as it is, f as log σ(f), and z and o after theirs.
+as it is. Of e and k of sLSTM one is 1: it keeps the other one, k where i decides m' and −e elsewhere,
+so that the sign bit tells which, then log σ(f), and z and o after their nonlinearities.
 """
 
 from __future__ import annotations
@@ -105,37 +106,33 @@ def _elman_back(
     return StepBack((dh * (1 - h * h),), (torch.zeros_like(dh),))
 
 
-def _stabilised(i: Tensor, log_f: Tensor, before: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """m', whether i decides it, and the factors e and k."""
-    _, _, n, m = before
-    by_input = (n == 0) | (i > log_f + m)
-    new_m = torch.where(by_input, i, log_f + m)
-    e, k = (i - new_m).exp(), (log_f + m - new_m).clamp_max(_MOST_LOG).exp()
-    return new_m, by_input, e, k
-
-
 def _slstm(gates: Tensors, before: Tensors) -> Step:
     i, log_f, z, o = gates[0], logsigmoid(gates[1]), gates[2].tanh(), gates[3].sigmoid()
-    m, _, e, k = _stabilised(i, log_f, before)
-    c, n = k * before[1] + e * z, (k * before[2] + e).clamp_min(1)
-    return Step((o * c / n, c, n, m), (i, log_f, z, o))
+    _, c, n, m = before
+    by_input = (n == 0) | (i > log_f + m)
+    m = torch.where(by_input, i, log_f + m)
+    e, k = (i - m).exp(), (log_f + before[3] - m).clamp_max(_MOST_LOG).exp()
+    c, n = k * c + e * z, (k * n + e).clamp_min(1)
+    return Step((o * c / n, c, n, m), (torch.where(by_input, k, -e), log_f, z, o))
 
 
 def _slstm_back(
     cache: Tensors, before: Tensors, after: Tensors, grads: Tensors, extra: Tensors
 ) -> StepBack:
-    i, log_f, z, o = cache
-    _, by_input, e, k = _stabilised(i, log_f, before)
+    lesser, log_f, z, o = cache
+    by_input = ~lesser.signbit()
+    e, k = torch.where(by_input, 1, -lesser), torch.where(by_input, lesser, 1)
     _, old_c, old_n, _ = before
     _, c, n, _ = after
     dh, dc, dn, dm = grads
     dc, dn = dc + dh * o / n, dn - dh * o * c / (n * n)
     dn = torch.where(k * old_n + e >= 1, dn, 0)  # the floor passes nothing on
+    apart = extra[0] * lesser.abs()
     d_log_e, d_log_k = (dc * z + dn) * e, (dc * old_c + dn * old_n) * k
     dm = dm - d_log_e - d_log_k
-    d_log_k = d_log_k + torch.where(by_input, 0, dm)
+    d_log_k = d_log_k + torch.where(by_input, 0, dm) + apart
     gates = (
-        d_log_e + torch.where(by_input, dm, 0) + extra[0],
+        d_log_e + torch.where(by_input, dm, 0) - apart,
         (d_log_k + extra[1]) * (1 - log_f.exp()),
         (dc * e + extra[2]) * (1 - z * z),
         (dh * c / n + extra[3]) * o * (1 - o),
