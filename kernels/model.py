@@ -252,6 +252,7 @@ class Family:
 
     samples    problems that between them call for every kernel, in every dtype, with inputs that are
                aligned and that are not: what ``doctor`` asks selection about
+    on_cpu     whether this package has compiled code for the CPU, too; else plain torch runs there
     """
 
     name: str
@@ -259,6 +260,7 @@ class Family:
     folder: Path
     kernels: tuple[Kernel, ...]
     samples: tuple[Sample, ...] = ()
+    on_cpu: bool = False
 
     def by_text(self, kernel: str) -> Mapping[str, Variant]:
         """The defaults of one kernel, in both languages, by what they print as."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from scan_registry.explanation import explain
     from scan_registry.inventory import catalogue
     from scan_registry.ops.linear_scan import linear_scan
+    from scan_registry.ops.rnn import rnn
     from scan_registry.policy import FallbackWarning, require
     from scan_registry.select import NoKernelError
 
@@ -25,6 +26,7 @@ __all__ = [
     "explain",
     "linear_scan",
     "require",
+    "rnn",
 ]
 
 _HOMES = {
@@ -34,6 +36,7 @@ _HOMES = {
     "explain": "scan_registry.explanation",
     "linear_scan": "scan_registry.ops.linear_scan",
     "require": "scan_registry.policy",
+    "rnn": "scan_registry.ops.rnn",
 }
 
 

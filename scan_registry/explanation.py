@@ -10,23 +10,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from inspect import signature
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 from scan_registry import policy
+from scan_registry.alternatives import Asked, select_first
 from scan_registry.archive import Binary
 from scan_registry.device import Device
 from scan_registry.fit import Rung, dotted
 from scan_registry.inventory import Attestation, worst_attestations
 from scan_registry.kernels import ROOT, family
 from scan_registry.kernels.model import Variant
-from scan_registry.select import BACKENDS, Backend, Candidate, Decision, Rejected, System, select
+from scan_registry.select import Candidate, Decision, Rejected, System
 
-if TYPE_CHECKING:
-    from scan_registry.ops.layout import Share
+
+class Share(Protocol):
+    """One kernel's share of a call: inputs that are copied first, and the problems that it may pose."""
+
+    @property
+    def copied(self) -> tuple[str, ...]: ...
+
+    def asked(self, backend: Any) -> tuple[Asked, ...]: ...
+
 
 #: Public operators by name, and the module that defines each beside ``describe``, which tells what
-#: problems a call poses.
-OPERATORS: Mapping[str, str] = {"linear_scan": "scan_registry.ops.linear_scan"}
+#: problems a call poses, and ``BACKENDS``, the words that it accepts.
+OPERATORS: Mapping[str, str] = {
+    "linear_scan": "scan_registry.ops.linear_scan",
+    "rnn": "scan_registry.ops.rnn",
+}
 
 _LABEL = 11  # columns before the text of a line
 
@@ -64,7 +75,12 @@ class Step:
         yield "problem", _problem(decision)
         if winner is None:
             yield "outcome", "the call raises NoKernelError"
-        elif winner.variant is None and not decision.system.device and decision.backend == "auto":
+        elif (
+            decision.family.on_cpu
+            and winner.variant is None
+            and not decision.system.device
+            and decision.backend == "auto"
+        ):
             yield "runs", "this package's compiled code for the CPU"
         elif winner.variant is None:
             yield "runs", "plain torch, step by step along time"
@@ -163,8 +179,9 @@ def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Expla
     if name not in OPERATORS:
         raise ValueError(f"no operator {name!r}; accepted are {', '.join(OPERATORS)}")
     backend = kwargs.pop("backend", "auto")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+    accepted = backends_of(name)
+    if backend not in accepted:
+        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(accepted)}")
     if there.device is None:
         kwargs["backend"] = backend  # on a GPU any will do, whatever the tensors are on
     shares, _ = _described(name, args, kwargs)
@@ -173,14 +190,20 @@ def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Expla
 
 
 def decided(
-    name: str, shares: Mapping[str, Share], there: System, backend: Backend, lowest: Rung
+    name: str, shares: Mapping[str, Share], there: System, backend: str, lowest: Rung
 ) -> Explanation:
     """The decisions for the shares of one call. Only kernels need copies; the reference does not."""
     steps = []
     for step, share in shares.items():
-        decision = select(there, family(name), share.problem, backend, lowest)
+        decision = select_first(there, family(name), share.asked(backend), lowest)
         steps.append(Step(step, share.copied if decision.launch() else (), decision))
     return Explanation(name, there.device, tuple(steps))
+
+
+def backends_of(name: str) -> tuple[str, ...]:
+    """What the operator called ``name`` accepts for ``backend``."""
+    words: tuple[str, ...] = _module(name).BACKENDS
+    return words
 
 
 def _module(name: str) -> Any:

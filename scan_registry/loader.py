@@ -11,12 +11,13 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from scan_registry import driver, jit, local
 from scan_registry._launcher import Launch
+from scan_registry.alternatives import Asked
 from scan_registry.archive import ArchiveError, Binary
 from scan_registry.cache import jit_cache
 from scan_registry.device import device
@@ -24,7 +25,17 @@ from scan_registry.fit import Rung, misfit, nearest_rung
 from scan_registry.inventory import catalogue
 from scan_registry.kernels.model import Family, Problem, Variant
 from scan_registry.policy import FallbackWarning
-from scan_registry.select import Backend, Candidate, Decision, Key, System, advice, remedies, select
+from scan_registry.select import (
+    Backend,
+    Candidate,
+    Decision,
+    Key,
+    NoKernelError,
+    System,
+    advice,
+    remedies,
+    select,
+)
 
 
 class UnfitError(Exception):
@@ -131,6 +142,27 @@ def prepare(
                 return _prepare(ordinal, decision, winner)
             except UnfitError as error:
                 _failed.setdefault(ordinal, {})[winner.key] = str(error)
+
+
+def prepare_first(
+    ordinal: int, family: Family, asked: Sequence[Asked], lowest: Rung
+) -> tuple[int, Prepared]:
+    """The first of several problems, any of which would do, that a kernel solves here: which one it is,
+    and the launch. Else the reference, for the first; ``NoKernelError`` where that may not be."""
+    left: list[tuple[int, Prepared]] = []
+    refused: list[NoKernelError] = []
+    for number, each in enumerate(asked):
+        try:
+            ready = prepare(ordinal, family, each.problem, each.backend, lowest)
+        except NoKernelError as error:
+            refused.append(error)
+            continue
+        if ready.launch is not None:
+            return number, ready
+        left.append((number, ready))
+    if not left:
+        raise refused[0]
+    return left[0]
 
 
 def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Prepared:

@@ -121,6 +121,11 @@ class Decision:
     winner: Candidate | None
     rejected: tuple[Rejected, ...]
 
+    @property
+    def launches(self) -> bool:
+        """Whether the winner is a kernel."""
+        return self.winner is not None and self.winner.variant is not None
+
     def launch(self) -> Launch | None:
         """How the winner is launched; None where there is none or torch launches."""
         if self.winner is None or self.winner.variant is None:

@@ -427,6 +427,7 @@ FAMILY = Family(
     folder=FOLDER,
     kernels=(*_kernels("cuda"), *_kernels("triton")),
     samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
+    on_cpu=True,
 )
 
 for _kernel in FAMILY.kernels:

@@ -59,15 +59,17 @@ def _lstm(gates: Tensors, before: Tensors) -> Step:
     return Step((o * c.tanh(), c), (i, f, z, o))
 
 
-def _lstm_back(cache: Tensors, before: Tensors, after: Tensors, grads: Tensors) -> StepBack:
+def _lstm_back(
+    cache: Tensors, before: Tensors, after: Tensors, grads: Tensors, extra: Tensors
+) -> StepBack:
     (i, f, z, o), bent = cache, after[1].tanh()
     dh, dc = grads
     dc = dc + dh * o * (1 - bent * bent)
     gates = (
-        dc * z * i * (1 - i),
-        dc * before[1] * f * (1 - f),
-        dc * i * (1 - z * z),
-        dh * bent * o * (1 - o),
+        (dc * z + extra[0]) * i * (1 - i),
+        (dc * before[1] + extra[1]) * f * (1 - f),
+        (dc * i + extra[2]) * (1 - z * z),
+        (dh * bent + extra[3]) * o * (1 - o),
     )
     return StepBack(gates, (torch.zeros_like(dh), dc * f))
 
@@ -77,11 +79,18 @@ def _gru(gates: Tensors, before: Tensors) -> Step:
     return Step((z * before[0] + (1 - z) * n,), (r, z, n, g))
 
 
-def _gru_back(cache: Tensors, before: Tensors, after: Tensors, grads: Tensors) -> StepBack:
+def _gru_back(
+    cache: Tensors, before: Tensors, after: Tensors, grads: Tensors, extra: Tensors
+) -> StepBack:
     r, z, n, g = cache
     (dh,) = grads
-    dn = dh * (1 - z) * (1 - n * n)
-    gates = (dn * r, dn * g * r * (1 - r), dh * (before[0] - n) * z * (1 - z), dn)
+    dn = (dh * (1 - z) + extra[2]) * (1 - n * n)
+    gates = (
+        dn * r + extra[3],
+        (dn * g + extra[0]) * r * (1 - r),
+        (dh * (before[0] - n) + extra[1]) * z * (1 - z),
+        dn,
+    )
     return StepBack(gates, (dh * z,))
 
 
@@ -89,7 +98,9 @@ def _elman(gates: Tensors, before: Tensors) -> Step:
     return Step((gates[0].tanh(),), ())
 
 
-def _elman_back(cache: Tensors, before: Tensors, after: Tensors, grads: Tensors) -> StepBack:
+def _elman_back(
+    cache: Tensors, before: Tensors, after: Tensors, grads: Tensors, extra: Tensors
+) -> StepBack:
     (dh,), (h,) = grads, after
     return StepBack((dh * (1 - h * h),), (torch.zeros_like(dh),))
 
@@ -110,7 +121,9 @@ def _slstm(gates: Tensors, before: Tensors) -> Step:
     return Step((o * c / n, c, n, m), (i, log_f, z, o))
 
 
-def _slstm_back(cache: Tensors, before: Tensors, after: Tensors, grads: Tensors) -> StepBack:
+def _slstm_back(
+    cache: Tensors, before: Tensors, after: Tensors, grads: Tensors, extra: Tensors
+) -> StepBack:
     i, log_f, z, o = cache
     _, by_input, e, k = _stabilised(i, log_f, before)
     _, old_c, old_n, _ = before
@@ -122,10 +135,10 @@ def _slstm_back(cache: Tensors, before: Tensors, after: Tensors, grads: Tensors)
     dm = dm - d_log_e - d_log_k
     d_log_k = d_log_k + torch.where(by_input, 0, dm)
     gates = (
-        d_log_e + torch.where(by_input, dm, 0),
-        d_log_k * (1 - log_f.exp()),
-        dc * e * (1 - z * z),
-        dh * c / n * o * (1 - o),
+        d_log_e + torch.where(by_input, dm, 0) + extra[0],
+        (d_log_k + extra[1]) * (1 - log_f.exp()),
+        (dc * e + extra[2]) * (1 - z * z),
+        (dh * c / n + extra[3]) * o * (1 - o),
     )
     return StepBack(gates, (torch.zeros_like(dh), dc * k, dn * k, d_log_k))
 
@@ -136,7 +149,7 @@ _STEP: dict[Function, Callable[[Tensors, Tensors], Step]] = {
     "elman": _elman,
     "slstm": _slstm,
 }
-_STEP_BACK: dict[Function, Callable[[Tensors, Tensors, Tensors, Tensors], StepBack]] = {
+_STEP_BACK: dict[Function, Callable[[Tensors, Tensors, Tensors, Tensors, Tensors], StepBack]] = {
     "lstm": _lstm_back,
     "gru": _gru_back,
     "elman": _elman_back,
@@ -166,10 +179,17 @@ def step(
 
 
 def step_back(
-    function: Function, cache: Tensors, before: Tensors, after: Tensors, grads: Tensors
+    function: Function,
+    cache: Tensors,
+    before: Tensors,
+    after: Tensors,
+    grads: Tensors,
+    cache_grads: Tensors | None = None,
 ) -> StepBack:
-    """The gradients of one step, of those of the states after it; (B, N, D) each."""
-    return _STEP_BACK[function](cache, before, after, grads)
+    """The gradients of one step, of those of the states after it, and of its cache where that was used
+    for something else than this; (B, N, D) each."""
+    nothing = [grads[0].new_zeros(())] * len(cache)
+    return _STEP_BACK[function](cache, before, after, grads, cache_grads or nothing)
 
 
 # --- All steps --------------------------------------------------------------------------------
@@ -183,24 +203,23 @@ def forward(
     initial: Tensor | None = None,
     clips: Clips = Clips(),  # noqa: B008
 ) -> tuple[Tensor, Tensor]:
-    """States (states, B, T, N, D) and cache (B, T, cache, N, D), in the dtype of ``inputs``."""
+    """States (states, B, T, N, D) and cache (B, T, cache, N, D), in the dtype of ``inputs``; torch can
+    differentiate it, once or more, in both modes. There must be a step."""
     sizes, compute = SIZES[function], compute_dtype(inputs.dtype)
     batch, time, _, heads, dim = inputs.shape
     x, b = inputs.to(compute), bias.to(compute)
-    weight = _by_previous(recurrent.to(compute))
-    states = x.new_empty(len(sizes.states), batch, time, heads, dim)
-    cache = x.new_empty(batch, time, len(sizes.cache), heads, dim)
-    now = _initial(initial, states).unbind(0)
+    weight = previous_first(recurrent.to(compute))
+    now: Tensors = _initial(initial, x, len(sizes.states)).unbind(0)
+    states, cache = [], []
     for t in range(time):
         terms = torch.matmul(now[0].transpose(0, 1), weight)
         terms = terms.view(heads, batch, sizes.recurrent, dim).permute(1, 2, 0, 3)
-        made = step(function, x[:, t], terms, b, now, clips.forward)
-        now = tuple(made.states)
-        for out, value in zip(states[:, :, t], now, strict=True):
-            out.copy_(value)
-        for k, value in enumerate(made.cache):
-            cache[:, t, k].copy_(value)
-    return states.to(inputs.dtype), cache.to(inputs.dtype)
+        now, kept = step(function, x[:, t], terms, b, now, clips.forward)
+        states.append(torch.stack(tuple(now)).to(inputs.dtype))
+        if kept:
+            cache.append(torch.stack(tuple(kept), 1).to(inputs.dtype))
+    empty = inputs.new_empty(batch, time, 0, heads, dim)
+    return torch.stack(states, 2), torch.stack(cache, 1) if cache else empty
 
 
 def backward(
@@ -212,64 +231,77 @@ def backward(
     states_grad: Tensor,
     final_grad: Tensor | None = None,
     clips: Clips = Clips(),  # noqa: B008
+    cache_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """gates_grad (B, T, bias, N, D) and initial_grad (states, B, N, D), in the dtype of ``states``.
 
-    ``states_grad`` is that of all states, or of h alone, (1, B, T, N, D).
+    ``states_grad`` is that of all states, or of h alone, (1, B, T, N, D); ``cache_grad`` is that of a
+    cache that was differentiated, as in second derivatives. torch can differentiate this, too.
     """
     sizes, dtype = SIZES[function], states.dtype
     compute = compute_dtype(dtype)
     _, batch, time, heads, dim = states.shape
-    known, kept, given = states.to(compute), cache.to(compute), states_grad.to(compute)
-    start = _initial(initial, known)
+    known, kept, given = (each.to(compute) for each in (states, cache, states_grad))
+    extra = None if cache_grad is None else cache_grad.to(compute)
+    start = _initial(initial, known[0], len(sizes.states))
     weight = recurrent.to(compute).permute(1, 0, 2, 3).reshape(heads, -1, dim)
-    gates_grad = known.new_empty(batch, time, sizes.bias, heads, dim)
-    grads = [*_initial(final_grad, known).clone().unbind(0)]
+    gates: list[Tensor] = []
+    grads = [*_initial(final_grad, known[0], len(sizes.states)).unbind(0)]
     for t in reversed(range(time)):
         for k, grad in enumerate(given[:, :, t]):
             grads[k] = grads[k] + grad
         before = known[:, :, t - 1] if t > 0 else start
         made = step_back(
-            function, kept[:, t].unbind(1), before.unbind(0), known[:, :, t].unbind(0), grads
+            function,
+            kept[:, t].unbind(1),
+            before.unbind(0),
+            known[:, :, t].unbind(0),
+            grads,
+            None if extra is None else extra[:, t].unbind(1),
         )
-        torch.stack(tuple(made.gates), 1, out=gates_grad[:, t])
+        gates.append(torch.stack(tuple(made.gates), 1))
         grads = [*made.states]
         if not clips.recurrent_cut:
-            through = gates_grad[:, t, : sizes.recurrent].permute(2, 0, 1, 3)
+            through = gates[-1][:, : sizes.recurrent].permute(2, 0, 1, 3)
             by_r = torch.matmul(through.reshape(heads, batch, -1), weight).transpose(0, 1)
             grads[0] = grads[0] + by_r.clamp(-clips.recurrent, clips.recurrent)
-    return gates_grad.to(dtype), torch.stack(grads).to(dtype)
+    return torch.stack(gates[::-1], 1).to(dtype), torch.stack(grads).to(dtype)
 
 
 def parameter_grads(
-    function: Function, gates_grad: Tensor, states: Tensor, initial: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    function: Function,
+    gates_grad: Tensor,
+    states: Tensor,
+    initial: Tensor | None,
+    wanted: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of ``inputs``, a view of ``gates_grad``; of ``recurrent``, in its dtype; and of
-    ``bias``, in the dtype of the computation."""
+    ``bias``, in the dtype of the computation: these two if they are wanted."""
     sizes = SIZES[function]
     batch, time, gates, heads, dim = gates_grad.shape
-    before = states.new_empty(heads, batch, time, dim)
-    before[:, :, 1:] = states[0, :, :-1].permute(2, 0, 1, 3)
-    before[:, :, 0] = 0 if initial is None else initial[0].transpose(0, 1)
-    through = gates_grad[:, :, : sizes.recurrent].permute(3, 2, 4, 0, 1)
-    recurrent = torch.matmul(
-        through.reshape(heads, sizes.recurrent * dim, batch * time),
-        before.view(heads, batch * time, dim),
-    )
-    recurrent = recurrent.view(heads, sizes.recurrent, dim, dim).transpose(0, 1)
-    bias = gates_grad.sum((0, 1), dtype=compute_dtype(gates_grad.dtype))
+    recurrent = bias = None
+    if wanted[0]:
+        first = _initial(initial, states[0], 1)[0]
+        before = torch.cat([first.unsqueeze(1), states[0, :, :-1]], 1).permute(2, 0, 1, 3)
+        through = gates_grad[:, :, : sizes.recurrent].permute(3, 2, 4, 0, 1)
+        product = torch.matmul(
+            through.reshape(heads, sizes.recurrent * dim, batch * time),
+            before.reshape(heads, batch * time, dim),
+        )
+        recurrent = product.view(heads, sizes.recurrent, dim, dim).transpose(0, 1)
+    if wanted[1]:
+        bias = gates_grad.sum((0, 1), dtype=compute_dtype(gates_grad.dtype))
     return gates_grad[:, :, gates - sizes.inputs :], recurrent, bias
 
 
-def _by_previous(recurrent: Tensor) -> Tensor:
+def previous_first(recurrent: Tensor) -> Tensor:
     """R as (N, previous, gate and new)."""
     gates, heads, dim, _ = recurrent.shape
     return recurrent.permute(1, 3, 0, 2).reshape(heads, dim, gates * dim)
 
 
-def _initial(given: Tensor | None, states: Tensor) -> Tensor:
-    """A state for each, (states, B, N, D): what is given, or zeros."""
+def _initial(given: Tensor | None, like: Tensor, count: int) -> Tensor:
+    """The first ``count`` states, (count, B, N, D): those given, or zeros. ``like`` is (B, …, N, D)."""
     if given is None:
-        count, batch, _, heads, dim = states.shape
-        return states.new_zeros(count, batch, heads, dim)
-    return given.to(states.dtype)
+        return like.new_zeros(count, like.shape[0], *like.shape[-2:])
+    return given[:count].to(like.dtype)

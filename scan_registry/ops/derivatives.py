@@ -62,7 +62,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
         and not _transforms_active()
         and _tracing_state() is None
         and not profiler._is_profiler_enabled
-        and not _forward_mode()
+        and not forward_mode()
     )
 
 
@@ -74,7 +74,8 @@ def plain_signature(gates: Any, tokens: Any) -> tuple[bytes, int, int] | None:
     return signature(gates, tokens)
 
 
-def _forward_mode() -> bool:
+def forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken."""
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
@@ -88,7 +89,7 @@ def scan(
     """The scan of ``normalised`` arguments, differentiable; None for a final state not asked for."""
     tensors = gates, tokens, initial_state, cu_seqlens
     if not _is_compiling():
-        if _transforms_active() or _forward_mode():
+        if _transforms_active() or forward_mode():
             states, last = TransformedScan.apply(*tensors, options)  # type: ignore[no-untyped-call]
             return states, last if options.final else None
         if unobserved(*tensors):

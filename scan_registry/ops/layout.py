@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from scan_registry.alternatives import Asked
 from scan_registry.kernels.linear_scan.problem import Layout, LinearScanProblem, Strides
+from scan_registry.select import Backend
 
 _FOLDED = 3  # dimensions beside time
 
@@ -34,6 +36,10 @@ class Share:
 
     problem: LinearScanProblem
     copied: tuple[str, ...]
+
+    def asked(self, backend: Backend) -> tuple[Asked, ...]:
+        """What a kernel is asked for."""
+        return (Asked(self.problem, backend),)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import PlainScan, plain_signature, scan
 from scan_registry.ops.layout import Share
 from scan_registry.ops.problems import reduction_share, share
-from scan_registry.select import Backend
+from scan_registry.select import BACKENDS, Backend
+
+__all__ = ["BACKENDS", "describe", "linear_scan"]
 
 _is_compiling = torch.compiler.is_compiling
 

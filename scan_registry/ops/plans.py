@@ -7,7 +7,7 @@ makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,10 @@ from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.loader import prepare, run_reference
 from scan_registry.ops.arguments import Options, normalised
+from scan_registry.ops.launching import Plan, Run, address, launcher, remember
 from scan_registry.ops.problems import StateRoom, reduction_share, share
 from scan_registry.select import Decision
 
-_MOST_PLANS = 4096  # past that the oldest half goes
-
-Plan = Callable[..., Any]
-#: Runs a kernel on tensors by the names of its pointers; those that are not there are null.
-Run = Callable[[Mapping[str, Tensor | None]], None]
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -35,15 +31,6 @@ _POINTERS = {
     direction: [p.name for p in parameters(direction) if p.kind == "pointer"]
     for direction in ("forward", "backward", "reduction")
 }
-
-
-def remember(plans: dict[tuple[Any, ...], Plan], key: tuple[Any, ...], plan: Plan) -> Plan:
-    """Keep a plan, and not too many."""
-    if len(plans) >= _MOST_PLANS:
-        for old in list(plans)[: _MOST_PLANS // 2]:
-            plans.pop(old, None)
-    plans[key] = plan
-    return plan
 
 
 # --- Running one kernel -----------------------------------------------------------------------
@@ -59,32 +46,14 @@ def runner(problem: LinearScanProblem, device: torch.device, backend: Any) -> Ru
         layout = (problem.layout,) if problem.direction == "reduction" else ()
 
         def run_here(tensors: Mapping[str, Tensor | None]) -> None:
-            pointers = tuple([_address(tensors.get(name)) for name in names])
+            pointers = tuple([address(tensors.get(name)) for name in names])
             threads = torch.get_num_threads()
             kernel(problem.dtype, problem.gates_dtype, pointers, numbers, threads, *layout)
 
         return run_here
 
     ready = prepare(device.index, FAMILY, problem, backend, policy.lowest())
-    if ready.launch is None:
-        return ready.decision
-    launch, workspace, ordinal = ready.launch.run, ready.workspace, device.index
-    stream = torch._C._cuda_getCurrentRawStream
-
-    def run(tensors: Mapping[str, Tensor | None]) -> None:
-        pointers = [_address(tensors.get(name)) for name in names]
-        scratch = None
-        if workspace:
-            scratch = torch.empty(workspace, dtype=torch.uint8, device=device)
-            pointers[-1] = scratch.data_ptr()
-        if status := launch(stream(ordinal), *pointers):
-            ready.refuse(status)
-
-    return run
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return ready.decision if ready.launch is None else launcher(ready, names, device)
 
 
 def _copied(tensors: dict[str, Tensor], names: Sequence[str], model: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,141 @@
+"""``rnn``: LSTM, GRU, Elman and sLSTM with a recurrent matrix for each head, differentiable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from scan_registry.alternatives import Asked
+from scan_registry.kernels.rnn.problem import Direction, Function
+from scan_registry.ops import rnn_derivatives, rnn_plans
+from scan_registry.ops.rnn_arguments import (
+    BACKENDS,
+    Arguments,
+    Options,
+    RnnBackend,
+    clips_of,
+    normalised,
+)
+
+__all__ = ["BACKENDS", "describe", "rnn"]
+
+
+def rnn(
+    Wx: Tensor,
+    R: Tensor,
+    b: Tensor | None,
+    states: Tensor | None = None,
+    *,
+    function: Function = "lstm",
+    backend: RnnBackend = "auto",
+    gradient_recurrent_cut: bool = False,
+    gradient_recurrent_clipval: float | None = None,
+    forward_clipval: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """States of a recurrent network whose heads do not see each other, for inputs ``Wx``.
+
+    With B batches, T steps, N heads of D units, S states, and a gate's pre-activation p = Wx + R·h + b,
+    of the state h before the step (σ is the logistic function):
+
+        lstm    c = σ(f)·c + σ(i)·tanh(z); h = σ(o)·tanh(c). Gates i, f, z, o; states h, c.
+        gru     g = R·h + b; h = σ(z)·h + (1 − σ(z))·tanh(n + σ(r)·g), where n has no R·h. Gates of R
+                are g, r, z; of Wx r, z, n; of b all four in that order. State h.
+        elman   h = tanh(p). One gate; state h.
+        slstm   m' = max(i, log σ(f) + m), or i where n is 0; c = exp(log σ(f) + m − m')·c +
+                exp(i − m')·tanh(z); n likewise with 1 for tanh(z), and at least 1; h = σ(o)·c/n. Gates
+                i, f, z, o; states h, c, n, m.
+
+    Args:
+        Wx: (B, T, gates, N, D), what the inputs contribute to each gate. Any strides; where time or
+            batch come first does not matter. float32, bfloat16 or float16; float64 in plain torch.
+        R: (gates, N, D, D), the recurrent matrix of each gate and head: ``R[g, n, new, previous]``. Any D
+            from 1 up.
+        b: (gates, N, D); None for zeros.
+        states: (S, B, 1, N, D), the states before the first step; None for zeros.
+        function: ``"lstm"``, ``"gru"``, ``"elman"`` or ``"slstm"``.
+        backend: ``"auto"`` takes the best that this GPU has; ``"cuda_fused"`` takes all steps in one
+            launch, ``"cuda_alternating"`` a product of matrices and a launch at each step, and
+            ``"cuda"`` either; ``"triton"`` all steps in one launch, too; ``"reference"`` is plain torch
+            on any device.
+        gradient_recurrent_cut: the gradient does not pass from a step through R to the one before.
+        gradient_recurrent_clipval: it does, and is clipped to ± this at every step.
+        forward_clipval: h is clipped to ± this after every step; its gradient passes as if it were not.
+
+    Returns:
+        The states after each step, (S, B, T, N, D), and after the last one, (S, B, 1, N, D), in the dtype
+        of ``Wx`` (autocast's, where that is on), to which R and the initial states are converted. Sums
+        and the states that are carried are in float32 where that dtype is narrower. Differentiable in
+        all tensors, any number of times and in both modes; the first derivative is a kernel, others
+        are plain torch.
+
+    Raises:
+        TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
+        ValueError: a shape is not as described, devices differ, or an option is out of range; options
+            that change gradients under ``torch.func`` or in forward mode.
+        NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
+            on this GPU; the message lists what there is.
+        DriverError: the driver failed; the message names the kernel, its variant and the launch.
+
+    Warns:
+        FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
+    """
+    clips = clips_of(forward_clipval, gradient_recurrent_clipval, gradient_recurrent_cut)
+    given, options = normalised(Wx, R, b, states, function, backend, clips)
+    every, last = rnn_derivatives.rnn(given, options)
+    return every, last.unsqueeze(2)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One direction of a call: its problems, in whatever backend, and the inputs copied first."""
+
+    direction: Direction
+    options: Options
+    tensors: dict[str, Tensor]
+    training: bool
+    copied: tuple[str, ...]
+
+    def asked(self, backend: Any) -> tuple[Asked, ...]:
+        """The problems that would do, as ``backend`` tries them."""
+        options = self.options._replace(backend=backend)
+        return rnn_plans.asked(self.direction, options, self.tensors, self.training)
+
+
+def describe(
+    Wx: Tensor,
+    R: Tensor,
+    b: Tensor | None,
+    states: Tensor | None = None,
+    *,
+    function: Function = "lstm",
+    backend: RnnBackend = "auto",
+    gradient_recurrent_cut: bool = False,
+    gradient_recurrent_clipval: float | None = None,
+    forward_clipval: float | None = None,
+) -> dict[str, Pass]:
+    """The problems that a call of ``rnn`` with these arguments poses, by direction; that of derivatives
+    only if they are asked for. Nothing is computed."""
+    clips = clips_of(forward_clipval, gradient_recurrent_clipval, gradient_recurrent_cut)
+    given, options = normalised(Wx, R, b, states, function, backend, clips)
+    if given.inputs.numel() == 0:
+        return {}
+    wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states))
+    tensors = rnn_plans.forward_tensors(given, function, wanted)
+    copied = tuple(
+        name
+        for name, tensor in given._asdict().items()
+        if tensor is not None and tensors.get(name) is not tensor
+    )
+    passes = {"forward": Pass("forward", options, tensors, wanted, copied)}
+    if wanted:
+        made = rnn_plans.empty_outputs(given.inputs.to("meta"), function, True)
+        shadow = Arguments(*(None if t is None else t.to("meta") for t in given))  # type: ignore[arg-type]
+        back = rnn_plans.backward_tensors(
+            shadow.recurrent, made.states, shadow.initial, made.cache, made.states, function
+        )
+        padded = ("recurrent", "states", "cache", "states_grad")
+        copied = padded if given.inputs.shape[-1] % rnn_plans.UNITS else ()
+        passes["backward"] = Pass("backward", options, back, True, copied)
+    return passes

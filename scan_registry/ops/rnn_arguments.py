@@ -1,0 +1,169 @@
+"""What ``rnn`` accepts, and how its arguments become what the kernels take.
+
+Conversions are torch's own operators, so gradients flow back through them to the dtype that was given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, Scope
+from scan_registry.select import Backend
+
+RnnBackend = Literal["auto", "cuda", "cuda_fused", "cuda_alternating", "triton", "reference"]
+BACKENDS: tuple[RnnBackend, ...] = get_args(RnnBackend)
+FUNCTIONS: tuple[Function, ...] = tuple(SIZES)
+
+#: What each backend tries, in this order: all steps in one launch, or the steps one by one.
+WAYS: dict[str, tuple[tuple[Scope, Backend], ...]] = {
+    "auto": (("sequence", "auto"), ("step", "auto")),
+    "cuda": (("sequence", "cuda"), ("step", "cuda")),
+    "cuda_fused": (("sequence", "cuda"),),
+    "cuda_alternating": (("step", "cuda"),),
+    "triton": (("sequence", "triton"),),
+    "reference": (("sequence", "reference"),),
+}
+
+COMPILED = (torch.float32, torch.bfloat16, torch.float16)
+#: float64 has no kernels; it is there for checks of derivatives.
+ACCEPTED = (*COMPILED, torch.float64)
+
+
+class Options(NamedTuple):
+    """The arguments that are no tensors."""
+
+    function: Function = "lstm"
+    backend: str = "auto"
+    clips: Clips = Clips()
+
+    def flat(self) -> tuple[str, str, float, float, bool]:
+        """As the operator takes them."""
+        clips = self.clips
+        return self.function, self.backend, clips.forward, clips.recurrent, clips.recurrent_cut
+
+    @classmethod
+    def of(
+        cls, function: Any, backend: str, forward: float, recurrent: float, cut: bool
+    ) -> Options:
+        """From what ``flat`` gives."""
+        return cls(function, backend, Clips(forward, recurrent, cut))
+
+
+class Arguments(NamedTuple):
+    """Tensors as the operator takes them: of one dtype, but for a bias in that of the computation."""
+
+    inputs: Tensor
+    recurrent: Tensor
+    bias: Tensor
+    initial: Tensor | None
+
+
+def normalised(
+    Wx: Any, R: Any, b: Any, states: Any, function: Any, backend: Any, clips: Clips
+) -> tuple[Arguments, Options]:
+    """The checked arguments, converted; an exception names what is not accepted."""
+    if function not in FUNCTIONS:
+        raise ValueError(f"function is {function!r}; accepted are {', '.join(FUNCTIONS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+    _check_tensors(Wx, R, b, states)
+    _check_shapes(Wx, R, b, states, function)
+    if (
+        Wx.device.type in ("cpu", "cuda")
+        and not Wx.is_cuda
+        and backend not in ("auto", "reference")
+    ):
+        raise ValueError(f"backend is {backend!r}, which needs a CUDA device; Wx is on {Wx.device}")
+    dtype = working_dtype(Wx)
+    if dtype == torch.float64 and Wx.is_cuda and backend not in ("auto", "reference"):
+        names = ", ".join(str(each).removeprefix("torch.") for each in COMPILED)
+        raise TypeError(f"Wx has dtype {Wx.dtype}; backend {backend!r} accepts {names}")
+    of_bias = dtype if dtype == torch.float64 else torch.float32
+    heads, dim = Wx.shape[3:]
+    if b is None:
+        bias = Wx.new_zeros(SIZES[function].bias, heads, dim, dtype=of_bias)
+    else:
+        bias = b.to(of_bias)
+    initial = None if states is None else states.squeeze(2).to(dtype)
+    given = Arguments(Wx.to(dtype), R.to(dtype), bias, initial)
+    return given, Options(function, backend, clips)
+
+
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of the states: the tensor's, or autocast's where that is on and it is not float64."""
+    kind = tensor.device.type
+    if (
+        tensor.dtype != torch.float64
+        and kind in ("cpu", "cuda")
+        and torch.is_autocast_enabled(kind)
+    ):
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def clips_of(forward: Any, recurrent: Any, cut: Any) -> Clips:
+    """The clips, checked; None clips nothing."""
+    for name, value in (
+        ("forward_clipval", forward),
+        ("gradient_recurrent_clipval", recurrent),
+    ):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and value > 0):
+            raise ValueError(f"{name} is {value!r}; accepted are positive numbers, and None")
+    if not isinstance(cut, bool):
+        raise TypeError(f"gradient_recurrent_cut is {cut!r}; it must be a bool")
+    none = math.inf
+    return Clips(
+        none if forward is None else float(forward),
+        none if recurrent is None else float(recurrent),
+        cut,
+    )
+
+
+def _check_tensors(Wx: Any, R: Any, b: Any, states: Any) -> None:
+    optional = {"b": b, "states": states}
+    given = {"Wx": Wx, "R": R, **{k: v for k, v in optional.items() if v is not None}}
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+        if value.layout != torch.strided or value.is_nested:
+            raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
+        if value.dtype not in ACCEPTED:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCEPTED)
+            raise TypeError(f"{name} has dtype {value.dtype}; accepted are {names}")
+        if (value.dtype == torch.float64) != (Wx.dtype == torch.float64):
+            raise TypeError(
+                f"Wx has dtype {Wx.dtype}, {name} {value.dtype}; float64 does not mix with narrower "
+                "dtypes"
+            )
+        if value.device != Wx.device:
+            raise ValueError(
+                f"{name} is on {value.device}, Wx on {Wx.device}; they must be on one device"
+            )
+
+
+def _check_shapes(
+    Wx: Tensor, R: Tensor, b: Tensor | None, states: Tensor | None, name: Any
+) -> None:
+    sizes = SIZES[name]
+    if Wx.dim() != 5 or Wx.shape[2] != sizes.inputs:
+        raise ValueError(
+            f"Wx has shape {tuple(Wx.shape)}; for {name} it must be (batch, time, {sizes.inputs}, "
+            "heads, units)"
+        )
+    batch, _, _, heads, dim = Wx.shape
+    expected: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("R", R, (sizes.recurrent, heads, dim, dim)),
+        ("b", b, (sizes.bias, heads, dim)),
+        ("states", states, (len(sizes.states), batch, 1, heads, dim)),
+    ]
+    for argument, tensor, shape in expected:
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{argument} has shape {tuple(tensor.shape)}; for {name} and Wx of shape "
+                f"{tuple(Wx.shape)} it must be {shape}"
+            )

@@ -1,0 +1,434 @@
+"""How a recurrent network runs: in one launch, step by step, or in plain torch; forwards and backwards.
+
+A call with shapes, strides and dtypes seen before finds its selection in a plan. Arguments are as
+``normalised`` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from scan_registry import policy
+from scan_registry.alternatives import Asked
+from scan_registry.kernels import family
+from scan_registry.kernels.linear_scan.problem import common_alignment
+from scan_registry.kernels.rnn import reference
+from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Direction, Function, RnnProblem
+from scan_registry.loader import prepare_first, run_reference
+from scan_registry.ops import rnn_steps
+from scan_registry.ops.launching import Plan, Run, launcher, remember
+from scan_registry.ops.rnn_arguments import COMPILED, WAYS, Arguments, Options
+from scan_registry.select import Decision
+
+FAMILY_NAME = "rnn"
+#: Kernels take heads of a multiple of as many units; others are padded with units that stay zero.
+UNITS = 16
+_MOST_ROOMS = 8  # past that the oldest goes
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+_rooms: dict[tuple[Any, ...], rnn_steps.Room] = {}
+
+
+class Outputs(NamedTuple):
+    """What forward makes: states (states, B, T, N, D), those after the last step (states, B, N, D), and
+    what backward needs beside them, (B, T, cache, N, D); that is empty where it was not asked for."""
+
+    states: Tensor
+    last: Tensor
+    cache: Tensor
+
+
+# --- How tensors lie --------------------------------------------------------------------------
+
+
+def room_like(inputs: Tensor, lead: tuple[int, ...], block: tuple[int, ...]) -> Tensor:
+    """An empty tensor (*lead, B, T, *block), with time before batch in memory where ``inputs``, (B, T,
+    …), have it so."""
+    batch, time = inputs.shape[:2]
+    if batch > 1 and time > 1 and inputs.stride(1) > inputs.stride(0):
+        return inputs.new_empty(*lead, time, batch, *block).transpose(len(lead), len(lead) + 1)
+    return inputs.new_empty(*lead, batch, time, *block)
+
+
+def blocked(tensor: Tensor, block: int) -> Tensor:
+    """The tensor, copied unless its last ``block`` dimensions are without gaps."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if block == 0:
+            break
+        if size != 1 and stride != step:
+            return tensor.contiguous()
+        step, block = step * size, block - 1
+    return tensor
+
+
+def widened(tensor: Tensor, count: int = 1) -> Tensor:
+    """The tensor, with its last ``count`` dimensions padded with zeros to a multiple of ``UNITS``."""
+    missing = -tensor.shape[-1] % UNITS
+    return pad(tensor, (0, missing) * count) if missing else tensor
+
+
+# --- Problems ---------------------------------------------------------------------------------
+
+
+def sequence_problem(
+    direction: Direction,
+    options: Options,
+    tensors: Mapping[str, Tensor],
+    training: bool,
+) -> RnnProblem:
+    """What all steps in one launch pose; ``tensors`` are those that ``STRIDED`` names, and others."""
+    strides = []
+    for name, dimensions in STRIDED["sequence", direction].items():
+        along = tensors[name].stride()
+        of_time = len(along) - (4 if "states" not in name else 3)
+        places = {"state": 0, "batch": of_time - 1, "time": of_time}
+        strides += [along[places[dimension]] for dimension in dimensions]
+    states = tensors["states"]
+    count, batch, time, heads, dim = states.shape
+    size = states.element_size()
+    return RnnProblem(
+        scope="sequence",
+        direction=direction,
+        function=options.function,
+        dtype=str(states.dtype).removeprefix("torch."),
+        batch=batch,
+        time=time,
+        heads=heads,
+        dim=dim,
+        strides=tuple(strides),
+        graded=count if direction == "backward" else 0,
+        training=training,
+        alignment=common_alignment(
+            [
+                *(0 if t.is_meta else t.data_ptr() for t in tensors.values()),
+                *(stride * size for stride in strides),
+            ]
+        ),
+        clips=options.clips,
+    )
+
+
+def asked(
+    direction: Direction, options: Options, tensors: Mapping[str, Tensor], training: bool
+) -> tuple[Asked, ...]:
+    """The problems that would do, in the order in which the backend tries them. ``tensors`` are the
+    kernel's, padded, as far as they are there."""
+    whole = sequence_problem(direction, options, tensors, training)
+    size = whole.batch, whole.time, whole.heads, whole.dim
+    step = rnn_steps.step_problem(
+        direction, options.function, whole.dtype, size, training, options.clips
+    )
+    return tuple(
+        Asked(whole if scope == "sequence" else step, backend)
+        for scope, backend in WAYS[options.backend]
+    )
+
+
+def _prepared(posed: Sequence[Asked], device: torch.device) -> tuple[RnnProblem, Run] | Decision:
+    """The problem that a kernel solves, and its launch; else the decision for plain torch."""
+    group = family(FAMILY_NAME)
+    number, ready = prepare_first(device.index, group, posed, policy.lowest())
+    if ready.launch is None:
+        return ready.decision
+    variant = ready.decision.taken().variant
+    assert variant is not None
+    names = group.kernel(variant.kernel, variant.language).pointers
+    problem = posed[number].problem
+    assert isinstance(problem, RnnProblem)
+    return problem, launcher(ready, names, device)
+
+
+def _room(problem: RnnProblem, like: Tensor) -> rnn_steps.Room:
+    """The room of a step's problem, on the current stream; a new one for a graph that somebody records."""
+    direction, training = problem.direction, problem.training
+    sizes = problem.batch, problem.heads, problem.dim
+    shapes = rnn_steps.room_shapes(direction, problem.function, *sizes, training)
+    if torch.cuda.is_current_stream_capturing():
+        return rnn_steps.make_room(shapes, like, problem.function)
+    stream = torch.cuda.current_stream(like.device).cuda_stream
+    options = problem.function, problem.dtype, training, problem.clips, policy.required.get()
+    key = (like.device, stream, direction, sizes, options)
+    if key not in _rooms:
+        while len(_rooms) >= _MOST_ROOMS:
+            _rooms.pop(next(iter(_rooms)))
+        _rooms[key] = rnn_steps.make_room(shapes, like, problem.function)
+    return _rooms[key]
+
+
+def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What a plan depends on."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
+
+
+def _in_torch(inputs: Tensor, backend: str) -> bool:
+    """Whether only plain torch will do."""
+    return not inputs.is_cuda or backend == "reference" or inputs.dtype not in COMPILED
+
+
+# --- Forward ----------------------------------------------------------------------------------
+
+
+def forward(given: Arguments, options: Options, training: bool) -> Outputs:
+    """``Outputs``; with ``training`` the cache, too."""
+    inputs, recurrent, bias, initial = given
+    key = ("forward", *map(_facts, given), options, training, policy.required.get())
+    plan = _plans.get(key)
+    if plan is None:
+        _check(inputs, recurrent, bias, options.function)
+        plan = remember(_plans, key, _plan_forward(given, options, training))
+    outputs: Outputs = plan(inputs, recurrent, bias, initial)
+    return outputs
+
+
+def empty_outputs(inputs: Tensor, function: Function, training: bool) -> Outputs:
+    """Room for ``Outputs``."""
+    sizes, unit = SIZES[function], tuple(inputs.shape[3:])
+    count, kept = len(sizes.states), len(sizes.cache) if training else 0
+    return Outputs(
+        room_like(inputs, (count,), unit),
+        inputs.new_empty(count, inputs.shape[0], *unit),
+        room_like(inputs, (), (kept, *unit)) if kept else inputs.new_empty(0),
+    )
+
+
+def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
+    inputs, function = given.inputs, options.function
+
+    def nothing(inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any) -> Outputs:
+        made = empty_outputs(inputs, function, training)
+        return made._replace(last=_first(initial, made.last))
+
+    def by_reference(inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any) -> Outputs:
+        states, cache = reference.forward(function, inputs, recurrent, bias, initial, options.clips)
+        made = empty_outputs(inputs, function, training)
+        if made.cache.numel():
+            made.cache.copy_(cache)
+        made.states.copy_(states)
+        made.last.copy_(states[:, :, -1])
+        return made
+
+    if inputs.numel() == 0:
+        return nothing
+    if _in_torch(inputs, options.backend):
+        return by_reference
+    tensors = forward_tensors(given, function, training)
+    found = _prepared(asked("forward", options, tensors, training), inputs.device)
+    if isinstance(found, Decision):
+        decision = found
+        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+    problem, run = found
+
+    def plan(inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any) -> Outputs:
+        given = widened(blocked(inputs, 3))
+        made = empty_outputs(given, function, training)
+        start = None if initial is None else widened(initial).contiguous()
+        weight, offset = widened(recurrent, 2).contiguous(), widened(bias).contiguous()
+        cache = made.cache if made.cache.numel() else None
+        if problem.scope == "step":
+            room = _room(problem, given)
+            rnn_steps.forward(room, run, given, weight, offset, start, made.states, cache)
+        else:
+            run(
+                {
+                    "inputs": given,
+                    "recurrent": weight,
+                    "bias": offset,
+                    "initial": start,
+                    "states": made.states,
+                    "cache": cache,
+                }
+            )
+        made.last.copy_(made.states[:, :, -1])
+        return _narrowed(made, inputs)
+
+    return plan
+
+
+def forward_tensors(given: Arguments, function: Function, training: bool) -> dict[str, Tensor]:
+    """The tensors of a forward pass as a kernel takes them; those that it writes are not there, but how
+    they lie is. None for what there is none of."""
+    inputs = widened(blocked(given.inputs, 3))
+    made = empty_outputs(_shadow(inputs), function, training)
+    cache = made.cache if made.cache.numel() else made.states[0].unsqueeze(2)
+    others = {"recurrent": given.recurrent, "bias": given.bias, "initial": given.initial}
+    there = {name: t for name, t in others.items() if t is not None and not t.shape[-1] % UNITS}
+    return {"inputs": inputs, "states": made.states, "cache": cache, **there}
+
+
+def _shadow(tensor: Tensor) -> Tensor:
+    """A tensor on meta that lies like ``tensor``."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _narrowed(made: Outputs, inputs: Tensor) -> Outputs:
+    """The outputs without the units that were padded, lying as if they had never been."""
+    dim = inputs.shape[-1]
+    if made.last.shape[-1] == dim:
+        return made
+    states, cache = room_like(inputs, made.states.shape[:1], inputs.shape[3:]), made.cache
+    states.copy_(made.states[..., :dim])
+    if cache.numel():
+        cache = room_like(inputs, (), (cache.shape[2], *inputs.shape[3:])).copy_(cache[..., :dim])
+    return Outputs(states, made.last[..., :dim].contiguous(), cache)
+
+
+def _first(initial: Tensor | None, room: Tensor) -> Tensor:
+    return room.zero_() if initial is None else room.copy_(initial)
+
+
+# --- Backward ---------------------------------------------------------------------------------
+
+
+def backward(
+    recurrent: Tensor,
+    states: Tensor,
+    initial: Tensor | None,
+    cache: Tensor,
+    states_grad: Tensor,
+    final_grad: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """gates_grad (B, T, bias, N, D) and initial_grad (states, B, N, D)."""
+    tensors = recurrent, states, initial, cache, states_grad, final_grad
+    key = ("backward", *map(_facts, tensors), options, policy.required.get())
+    plan = _plans.get(key)
+    if plan is None:
+        plan = remember(_plans, key, _plan_backward(*tensors, options))
+    gradients: tuple[Tensor, Tensor] = plan(*tensors)
+    return gradients
+
+
+def empty_gradients(states: Tensor, function: Function) -> tuple[Tensor, Tensor]:
+    """Room for what ``backward`` makes."""
+    count, batch, _, heads, dim = states.shape
+    gates = room_like(states[0], (), (SIZES[function].bias, heads, dim))
+    return gates, states.new_empty(count, batch, heads, dim)
+
+
+def _plan_backward(
+    recurrent: Tensor,
+    states: Tensor,
+    initial: Tensor | None,
+    cache: Tensor,
+    states_grad: Tensor,
+    final_grad: Tensor | None,
+    options: Options,
+) -> Plan:
+    function = options.function
+
+    def nothing(
+        recurrent: Any, states: Tensor, initial: Any, cache: Any, grad: Any, end: Any
+    ) -> Any:
+        gates_grad, initial_grad = empty_gradients(states, function)
+        return gates_grad, _first(end, initial_grad)
+
+    def by_reference(
+        recurrent: Tensor, states: Tensor, initial: Any, cache: Tensor, grad: Tensor, end: Any
+    ) -> Any:
+        made = empty_gradients(states, function)
+        found = reference.backward(
+            function, recurrent, states, initial, kept(cache, states), grad, end, options.clips
+        )
+        return tuple(room.copy_(each) for room, each in zip(made, found, strict=True))
+
+    if states.numel() == 0:
+        return nothing
+    if _in_torch(states, options.backend):
+        return by_reference
+    strided = backward_tensors(recurrent, states, initial, cache, states_grad, function)
+    found = _prepared(asked("backward", options, strided, True), states.device)
+    if isinstance(found, Decision):
+        decision = found
+        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+    problem, run = found
+
+    def plan(
+        recurrent: Tensor, states: Tensor, initial: Any, cache: Tensor, grad: Tensor, end: Any
+    ) -> Any:
+        dim = states.shape[-1]
+        known, given = widened(blocked(states, 2)), widened(blocked(grad, 2))
+        known_cache = widened(blocked(cache, 3)) if cache.numel() else None
+        start, final = (None if t is None else widened(t).contiguous() for t in (initial, end))
+        weight = widened(recurrent, 2).contiguous()
+        gates_grad, initial_grad = empty_gradients(known, function)
+        if problem.scope == "step":
+            room = _room(problem, known)
+            left = rnn_steps.backward(
+                room, run, weight, known, start, cache if known_cache is None else known_cache, given, final,
+                options.clips, gates_grad,
+            )  # fmt: skip
+            initial_grad.copy_(left)
+        else:
+            run(
+                {
+                    "recurrent": weight,
+                    "states": known,
+                    "initial": start,
+                    "cache": known_cache,
+                    "states_grad": given,
+                    "final_grad": final,
+                    "gates_grad": gates_grad,
+                    "initial_grad": initial_grad,
+                }
+            )
+        if known.shape[-1] == dim:
+            return gates_grad, initial_grad
+        made = empty_gradients(states, function)
+        return made[0].copy_(gates_grad[..., :dim]), made[1].copy_(initial_grad[..., :dim])
+
+    return plan
+
+
+def backward_tensors(
+    recurrent: Tensor,
+    states: Tensor,
+    initial: Tensor | None,
+    cache: Tensor,
+    states_grad: Tensor,
+    function: Function,
+) -> dict[str, Tensor]:
+    """The same for a backward pass."""
+    known = widened(blocked(states, 2))
+    others = {"recurrent": recurrent, "initial": initial}
+    there = {name: t for name, t in others.items() if t is not None and not t.shape[-1] % UNITS}
+    return {
+        "states": known,
+        "cache": widened(blocked(kept(cache, states), 3)),
+        "states_grad": widened(blocked(states_grad, 2)),
+        "gates_grad": empty_gradients(_shadow(known), function)[0],
+        **there,
+    }
+
+
+def kept(cache: Tensor, states: Tensor) -> Tensor:
+    """The cache, (B, T, cache, N, D), of a function that may keep nothing."""
+    return cache if cache.dim() == 5 else states[0].unsqueeze(2)[:, :, :0]
+
+
+def _check(inputs: Tensor, recurrent: Tensor, bias: Tensor, function: Function) -> None:
+    """The operator itself may be called with anything, and kernels read what they are given."""
+    sizes, (heads, dim) = SIZES[function], inputs.shape[3:]
+    expected = {
+        "inputs": (inputs, (*inputs.shape[:2], sizes.inputs, heads, dim)),
+        "recurrent": (recurrent, (sizes.recurrent, heads, dim, dim)),
+        "bias": (bias, (sizes.bias, heads, dim)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != tuple(shape) or tensor.device != inputs.device:
+            raise ValueError(
+                f"the operator's {name} has shape {tuple(tensor.shape)} on {tensor.device}; for "
+                f"{function} it must be {tuple(shape)} on {inputs.device}"
+            )
+    if recurrent.dtype != inputs.dtype or bias.dtype != reference.compute_dtype(inputs.dtype):
+        raise TypeError(
+            f"the operator's tensors have dtypes {inputs.dtype}, {recurrent.dtype} and {bias.dtype}; "
+            f"they must be one, and the bias {reference.compute_dtype(inputs.dtype)}"
+        )

@@ -1,0 +1,236 @@
+"""The backend ``cuda_alternating``: at each step a product with R, by torch, and a kernel for the rest.
+
+Steps are taken in chunks, in a room: tensors of a chunk's length that what is given is copied to and
+from. So a launch does not depend on how the given tensors lie, and a CUDA graph of one chunk, recorded
+the second time, serves sequences of any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.rnn.problem import (
+    SIZES,
+    STRIDED,
+    Clips,
+    Direction,
+    Function,
+    RnnProblem,
+)
+from scan_registry.kernels.rnn.reference import previous_first
+from scan_registry.ops.launching import Run
+
+CHUNK = 64  # steps in a room, and in a graph
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass
+class Room:
+    """The tensors of a chunk by name, and its graph once there is one; ``used`` after a whole chunk."""
+
+    tensors: dict[str, Tensor]
+    used: bool = False
+    graph: torch.cuda.CUDAGraph | None = None
+
+    def take(self, steps: int, body: Callable[[Tensors, int], None]) -> None:
+        """Run ``body`` on the first steps; from a graph, where there are as many as that has."""
+        if steps < CHUNK or not self._records():
+            body(self.tensors, steps)
+            return
+        if self.graph is None:
+            if (
+                not self.used
+            ):  # libraries set themselves up at a first call, which no graph may hold
+                self.used = True
+                body(self.tensors, steps)
+                return
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                body(self.tensors, steps)
+            self.graph = graph
+        self.graph.replay()
+
+    def _records(self) -> bool:
+        device = next(iter(self.tensors.values())).device
+        return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def room_shapes(
+    direction: Direction, function: Function, batch: int, heads: int, dim: int, training: bool
+) -> dict[str, tuple[int, ...]]:
+    """What a room has, in the dtype of the sequence; beside it, ``carry`` and ``bias`` are float32."""
+    sizes = SIZES[function]
+    unit, states = (heads, dim), len(sizes.states)
+    shapes: dict[str, tuple[int, ...]] = {"states": (states, batch, CHUNK, *unit)}
+    if sizes.cache and training:
+        shapes["cache"] = (batch, CHUNK, len(sizes.cache), *unit)
+    if direction == "forward":
+        shapes["inputs"] = (batch, CHUNK, sizes.inputs, *unit)
+        shapes["weight"] = (heads, dim, sizes.recurrent * dim)
+        shapes["terms"] = (heads, batch, sizes.recurrent * dim)
+        shapes["before"] = (batch, *unit)
+    else:
+        shapes["states_grad"] = (states, batch, CHUNK, *unit)
+        shapes["gates_grad"] = (batch, CHUNK, sizes.bias, *unit)
+        shapes["weight"] = (heads, sizes.recurrent * dim, dim)
+        shapes["through"] = (heads, batch, sizes.recurrent, dim)
+        shapes["terms"] = (heads, batch, dim)
+        shapes["before"] = (states, batch, *unit)
+    return shapes
+
+
+def make_room(shapes: Mapping[str, tuple[int, ...]], like: Tensor, function: Function) -> Room:
+    """An empty room, in the dtype and on the device of ``like``."""
+    _, batch, _, *unit = shapes["states"]
+    sizes = SIZES[function]
+    tensors = {name: like.new_empty(shape) for name, shape in shapes.items()}
+    tensors["carry"] = like.new_empty(len(sizes.states), batch, *unit, dtype=torch.float32)
+    tensors["bias"] = like.new_empty(sizes.bias, *unit, dtype=torch.float32)
+    return Room(tensors)
+
+
+def step_problem(
+    direction: Direction,
+    function: Function,
+    dtype: str,
+    size: tuple[int, int, int, int],
+    training: bool,
+    clips: Clips,
+) -> RnnProblem:
+    """What a step poses in a room; ``size`` is (batch, time, heads, dim)."""
+    batch, time, heads, dim = size
+    shapes = room_shapes(direction, function, batch, heads, dim, training)
+    strides = []
+    for name, dimensions in STRIDED["step", direction].items():
+        shape = shapes.get(name, (0,) * 5)
+        along = torch.empty(shape, device="meta").stride()
+        by_name = {"state": along[0], "batch": along[len(along) - (3 if name == "before" else 4)]}
+        strides += [by_name[dimension] for dimension in dimensions]
+    return RnnProblem(
+        scope="step",
+        direction=direction,
+        function=function,
+        dtype=dtype,
+        batch=batch,
+        time=time,
+        heads=heads,
+        dim=dim,
+        strides=tuple(strides),
+        graded=len(SIZES[function].states) if direction == "backward" else 0,
+        training=training,
+        clips=clips,
+    )
+
+
+def forward(
+    room: Room,
+    run: Run,
+    inputs: Tensor,
+    recurrent: Tensor,
+    bias: Tensor,
+    initial: Tensor | None,
+    states: Tensor,
+    cache: Tensor | None,
+) -> None:
+    """Writes states (states, B, T, N, D), and cache where there is one."""
+    own, time = room.tensors, inputs.shape[1]
+    own["weight"].copy_(previous_first(recurrent))
+    own["bias"].copy_(bias)
+    _set(own["carry"], initial)
+    _set(own["before"], None if initial is None else initial[0])
+
+    def body(own: Tensors, steps: int) -> None:
+        _forward_steps(run, own, steps)
+
+    for begin in range(0, time, CHUNK):
+        count = min(CHUNK, time - begin)
+        own["inputs"][:, :count].copy_(inputs[:, begin : begin + count])
+        room.take(count, body)
+        states[:, :, begin : begin + count].copy_(own["states"][:, :, :count])
+        if cache is not None:
+            cache[:, begin : begin + count].copy_(own["cache"][:, :count])
+        own["before"].copy_(own["states"][0, :, count - 1])
+
+
+def _forward_steps(run: Run, own: Tensors, steps: int) -> None:
+    h, cache = own["before"], own.get("cache")
+    for t in range(steps):
+        torch.bmm(h.transpose(0, 1), own["weight"], out=own["terms"])
+        states = own["states"][:, :, t]
+        run(
+            {
+                **own,
+                "inputs": own["inputs"][:, t],
+                "states": states,
+                "cache": None if cache is None else cache[:, t],
+            }
+        )
+        h = states[0]
+
+
+def backward(
+    room: Room,
+    run: Run,
+    recurrent: Tensor,
+    states: Tensor,
+    initial: Tensor | None,
+    cache: Tensor,
+    states_grad: Tensor,
+    final_grad: Tensor | None,
+    clips: Clips,
+    gates_grad: Tensor,
+) -> Tensor:
+    """Writes gates_grad (B, T, bias, N, D); the gradient of the initial states, in float32."""
+    own, time = room.tensors, states.shape[2]
+    gates, heads, dim, _ = recurrent.shape
+    own["weight"].copy_(recurrent.transpose(0, 1).reshape(heads, gates * dim, dim))
+    own["terms"].zero_()
+    _set(own["carry"], final_grad)
+
+    def body(own: Tensors, steps: int) -> None:
+        _backward_steps(run, own, steps, clips.recurrent_cut)
+
+    for end in range(time, 0, -CHUNK):
+        begin = max(0, end - CHUNK)
+        count = end - begin
+        for name, whole in (("states", states), ("states_grad", states_grad)):
+            own[name][:, :, :count].copy_(whole[:, :, begin:end])
+        if "cache" in own:
+            own["cache"][:, :count].copy_(cache[:, begin:end])
+        _set(own["before"], states[:, :, begin - 1] if begin else initial)
+        room.take(count, body)
+        gates_grad[:, begin:end].copy_(own["gates_grad"][:, :count])
+    grads = own["carry"].clone()
+    grads[0] += own["terms"].transpose(0, 1).float().clamp(-clips.recurrent, clips.recurrent)
+    return grads
+
+
+def _backward_steps(run: Run, own: Tensors, steps: int, cut: bool) -> None:
+    cache, through = own.get("cache"), own["through"]
+    for t in reversed(range(steps)):
+        gates_grad = own["gates_grad"][:, t]
+        run(
+            {
+                **own,
+                "before": own["states"][:, :, t - 1] if t else own["before"],
+                "states": own["states"][:, :, t],
+                "states_grad": own["states_grad"][:, :, t],
+                "cache": None if cache is None else cache[:, t],
+                "gates_grad": gates_grad,
+            }
+        )
+        if not cut:
+            through.copy_(gates_grad[:, : through.shape[2]].permute(2, 0, 1, 3))
+            torch.bmm(through.flatten(2), own["weight"], out=own["terms"])
+
+
+def _set(room: Tensor, value: Tensor | None) -> None:
+    if value is None:
+        room.zero_()
+    else:
+        room.copy_(value)
