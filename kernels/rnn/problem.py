@@ -66,7 +66,7 @@ SIZES: Mapping[Function, Sizes] = {
     "lstm": Sizes(4, 4, ("i", "f", "z", "o"), ("h", "c"), ("i", "f", "z", "o")),
     "gru": Sizes(3, 3, ("g", "r", "z", "n"), ("h",), ("r", "z", "n", "g")),
     "elman": Sizes(1, 1, ("h",), ("h",), ()),
-    "slstm": Sizes(4, 4, ("i", "f", "z", "o"), ("h", "c", "n", "m"), ("i", "f", "z", "o")),
+    "slstm": Sizes(4, 4, ("i", "f", "z", "o"), ("h", "c", "n", "m"), ("k", "f", "z", "o")),
 }
 
 #: The dtypes that kernels are built for.

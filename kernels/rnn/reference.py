@@ -12,7 +12,9 @@ logistic function and p for the pre-activation of a gate (p = Wx + R·h + b, but
             h' = σ(o)·c'/n'
 
 ``cache`` holds what the gates are after their nonlinearities, in the order that ``Sizes`` names; GRU's g
-as it is; of sLSTM i as it is, f as log σ(f), and z and o after theirs.
+as it is; of sLSTM first whichever of e and k is not 1, k where i decides m' and −e elsewhere, so that the
+sign tells which; then log σ(f), and z and o after theirs. Narrow dtypes could not hold what the exponents
+are made of: their errors would grow with every step that k goes through.
 """
 
 from __future__ import annotations
@@ -116,16 +118,17 @@ def _stabilised(i: Tensor, log_f: Tensor, before: Tensors) -> tuple[Tensor, Tens
 
 def _slstm(gates: Tensors, before: Tensors) -> Step:
     i, log_f, z, o = gates[0], logsigmoid(gates[1]), gates[2].tanh(), gates[3].sigmoid()
-    m, _, e, k = _stabilised(i, log_f, before)
+    m, by_input, e, k = _stabilised(i, log_f, before)
     c, n = k * before[1] + e * z, (k * before[2] + e).clamp_min(1)
-    return Step((o * c / n, c, n, m), (i, log_f, z, o))
+    return Step((o * c / n, c, n, m), (torch.where(by_input, k, -e), log_f, z, o))
 
 
 def _slstm_back(
     cache: Tensors, before: Tensors, after: Tensors, grads: Tensors, extra: Tensors
 ) -> StepBack:
-    i, log_f, z, o = cache
-    _, by_input, e, k = _stabilised(i, log_f, before)
+    lesser, log_f, z, o = cache
+    by_input = ~lesser.signbit()
+    e, k = torch.where(by_input, 1, -lesser), torch.where(by_input, lesser, 1)
     _, old_c, old_n, _ = before
     _, c, n, _ = after
     dh, dc, dn, dm = grads
@@ -133,9 +136,10 @@ def _slstm_back(
     dn = torch.where(k * old_n + e >= 1, dn, 0)  # the floor passes nothing on
     d_log_e, d_log_k = (dc * z + dn) * e, (dc * old_c + dn * old_n) * k
     dm = dm - d_log_e - d_log_k
-    d_log_k = d_log_k + torch.where(by_input, 0, dm)
+    of_lesser = extra[0] * lesser * torch.where(by_input, 1, -1)
+    d_log_k = d_log_k + torch.where(by_input, 0, dm) + of_lesser
     gates = (
-        d_log_e + torch.where(by_input, dm, 0) + extra[0],
+        d_log_e + torch.where(by_input, dm, 0) - of_lesser,
         (d_log_k + extra[1]) * (1 - log_f.exp()),
         (dc * e + extra[2]) * (1 - z * z),
         (dh * c / n + extra[3]) * o * (1 - o),
