@@ -153,6 +153,8 @@ class Kernel:
     elements     variant -> dtype of what each pointer points to (Triton)
     fuses        variant -> whether products and sums may be contracted to one rounding (Triton)
     accepts      variant, problem -> None, or the reason why the variant cannot solve the problem
+    crowds       variant, problem, multiprocessors of the GPU -> None, or why they are too few: for
+                 kernels whose blocks wait for each other
     cost         variant, problem -> smaller is better, among variants that accept
     launch       variant, problem, multiprocessors of the GPU -> grid, scalars, workspace
     shared       variant -> bytes of dynamic shared memory per block (CUDA)
@@ -180,6 +182,7 @@ class Kernel:
     elements: Callable[[Variant], Mapping[str, str]] = lambda variant: {}
     fuses: Callable[[Variant], bool] = lambda variant: True
     shared: Callable[[Variant], int] = lambda variant: 0
+    crowds: Callable[[Variant, Any, int], str | None] = lambda variant, problem, count: None
     may_spill: frozenset[Variant] = field(default_factory=frozenset)
     space: Space | None = None
     shape: Callable[[Any], Shape] | None = None

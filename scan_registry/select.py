@@ -333,6 +333,8 @@ def _refusal(
     if reason := kernel.accepts(variant, problem):
         return reason
     assert system.device is not None
+    if reason := kernel.crowds(variant, problem, system.device.multiprocessors):
+        return reason
     blocks = kernel.launch(variant, problem, system.device.multiprocessors).grid[0]
     return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None
 

@@ -12,8 +12,9 @@ logistic function and p for the pre-activation of a gate (p = Wx + R·h + b, but
             h' = σ(o)·c'/n'
 
 ``cache`` holds what the gates are after their nonlinearities, in the order that ``Sizes`` names; GRU's g
-as it is. Of e and k of sLSTM one is 1: it keeps the other one, k where i decides m' and −e elsewhere,
-so that the sign bit tells which, then log σ(f), and z and o after their nonlinearities.
+as it is; of sLSTM first whichever of e and k is not 1, k where i decides m' and −e elsewhere, so that the
+sign tells which; then log σ(f), and z and o after theirs. Narrow dtypes could not hold what the exponents
+are made of: their errors would grow with every step that k goes through.
 """
 
 from __future__ import annotations

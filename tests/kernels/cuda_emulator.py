@@ -50,9 +50,15 @@ class Emulated:
     variant: Variant
     library: Path
 
-    def run(self, problem: Any, tensors: Mapping[str, Tensor | None], seed: int) -> None:
+    def run(
+        self,
+        problem: Any,
+        tensors: Mapping[str, Tensor | None],
+        seed: int,
+        multiprocessors: int = MULTIPROCESSORS,
+    ) -> None:
         """Launch it on tensors in the CPU's memory, by parameter; workspace is zeroed, like on a GPU."""
-        launch = self.kernel.launch(self.variant, problem, MULTIPROCESSORS)
+        launch = self.kernel.launch(self.variant, problem, multiprocessors)
         scratch = (ctypes.c_uint64 * (launch.workspace // 8 + 2))()
         workspace = -(-ctypes.addressof(scratch) // 16) * 16 if launch.workspace else None
         values: list[Any] = []
@@ -92,11 +98,12 @@ def library_of(
 ) -> Path:
     """A library in a new folder inside ``folder``, of the file ``source`` among ``texts``."""
     place = Path(tempfile.mkdtemp(dir=folder))
+    sources = place / "family"  # headers may be another family's: ../linear_scan/ptx.cuh
     for name, text in texts.items():
-        (place / name).write_text(text)
-    for header in EMULATOR.iterdir():
-        shutil.copy(header, place)
-    (place / "main.cpp").write_text(_MAIN.format(source=source, entry=entry))
+        file, emulated = sources / name, EMULATOR / Path(name).name
+        file.resolve().parent.mkdir(parents=True, exist_ok=True)
+        file.resolve().write_text(emulated.read_text() if emulated.exists() else text)
+    (sources / "main.cpp").write_text(_MAIN.format(source=source, entry=entry))
     library = place / "kernel.so"
     command = [
         *(str(compiler()), "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-w"),
@@ -105,7 +112,7 @@ def library_of(
         "-fno-gnu-unique",
         "-ffp-contract=off",
         *(f"-D{name}={value}" for name, value in constants.items()),
-        *("-o", str(library), str(place / "main.cpp")),
+        *(f"-I{EMULATOR}", "-o", str(library), str(sources / "main.cpp")),
     ]
     subprocess.run(command, check=True)
     return library

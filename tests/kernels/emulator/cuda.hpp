@@ -8,6 +8,7 @@
 #include <ucontext.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +32,10 @@ struct uint2 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+struct float2 {
+    float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -43,7 +48,7 @@ inline Index blockDim, gridDim;
 namespace emulator {
 
 constexpr int WARP = 32;
-constexpr std::size_t STACK = 256 << 10;
+constexpr std::size_t STACK = 256 << 10, VALUE = 32;
 
 [[noreturn]] inline void fail(const char* reason) {
     std::fprintf(stderr, "emulator: %s\n", reason);
@@ -72,7 +77,7 @@ struct Thread {
 struct Block {
     std::vector<Thread> threads;
     std::vector<char> dynamic;
-    std::vector<char> slots;  // of each thread two values of at most 16 bytes, on their way to a warp
+    std::vector<char> slots;  // of each thread two values of at most VALUE bytes, on their way to a warp
     std::function<void()> kernel;
     std::mt19937 random;
     jmp_buf outside;
@@ -80,7 +85,7 @@ struct Block {
     long steps_in_vain = 0;
 
     Block(int count, std::size_t shared, unsigned seed)
-        : threads(count), dynamic(shared + 16), slots(count * 32), random(seed) {}
+        : threads(count), dynamic(shared + 16), slots(count * 2 * VALUE), random(seed) {}
 
     void run(Index index) {
         blockIdx = index;
@@ -150,15 +155,17 @@ struct Block {
 
 inline Block& block() { return *Block::current(); }
 
-// Meet the other threads of the warp; the value that `source` brought.
-template <class T>
-T exchange(T mine, int source) {
-    static_assert(sizeof(T) <= 16);
+// Meet the other threads of the warp; `read` is called with the values that all of them brought, which
+// stay as they are until this thread meets them again.
+template <class T, class Read>
+void meet(T mine, Read read) {
+    static_assert(sizeof(T) <= VALUE);
     Block& b = block();
     const int first = b.running / WARP * WARP;
     const long number = ++b.self().exchanges;
-    char* const slots = b.slots.data() + (number & 1) * b.threads.size() * 16;
-    std::memcpy(slots + b.running * 16, &mine, sizeof mine);
+    T* const slots = reinterpret_cast<T*>(b.slots.data() + (number & 1) * b.threads.size() * VALUE +
+                                          first * VALUE);
+    std::memcpy(slots + b.running - first, &mine, sizeof mine);
     b.wait([&] {
         for (int lane = first; lane < first + WARP; lane++) {
             if (b.threads[lane].exchanges >= number) continue;
@@ -167,8 +174,14 @@ T exchange(T mine, int source) {
         }
         return true;
     });
+    read(slots);
+}
+
+// The value that the thread `source` of the warp brought.
+template <class T>
+T exchange(T mine, int source) {
     T theirs;
-    std::memcpy(&theirs, slots + (first + source) * 16, sizeof theirs);
+    meet(mine, [&](const T* all) { std::memcpy(&theirs, all + source, sizeof theirs); });
     return theirs;
 }
 

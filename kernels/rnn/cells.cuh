@@ -1,0 +1,168 @@
+// What one unit of a recurrent network does in a step, once the product with R is there, and back.
+//
+// FUNCTION (lstm, gru, elman, slstm) comes from the build. The order of gates, states and kept values is
+// that of problem.py, and reference.py has the formulas. All is in float32.
+//
+// Backward needs of the states only the TRACKED ones from FIRST on, before and after the step. `grads`
+// are those of the states after the step, then those before it without what goes through R.
+#pragma once
+#include "element.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+__device__ inline float exponential(float x) {
+    return Element::EXACT ? expf(x) : fast_exp2(x * LOG2_E);
+}
+__device__ inline float hyperbolic(float x) { return Element::EXACT ? tanhf(x) : fast_tanh(x); }
+__device__ inline float quotient(float x, float y) {
+    return Element::EXACT ? x / y : x * fast_reciprocal(y);
+}
+__device__ inline float logistic(float x) { return quotient(1.f, 1.f + exponential(-x)); }
+// log σ(x), and from that 1 − σ(x).
+__device__ inline float log_logistic(float x) {
+    const float tail = exponential(-fabsf(x));
+    const float log = Element::EXACT ? log1pf(tail) : LN_2 * fast_log2(1.f + tail);
+    return (x < 0 ? x : 0.f) - log;
+}
+__device__ inline float complement(float log) {
+    if (Element::EXACT) return -expm1f(log);
+    const float series = 1 + log / 2 * (1 + log / 3 * (1 + log / 4 * (1 + log / 5)));
+    return log > -0.25f ? -log * series : 1.f - exponential(log);
+}
+
+__device__ inline float clipped(float x, float limit) {
+    return x > limit ? limit : x < -limit ? -limit : x;
+}
+
+struct lstm {
+    static constexpr int RECURRENT = 4, INPUTS = 4, GATES = 4, STATES = 2, KEPT = 4;
+    static constexpr int FIRST = 1, TRACKED = 1;
+
+    static __device__ void forward(const float (&r)[4], const float (&x)[4], const float (&b)[4],
+                                   float (&s)[2], float (&kept)[4]) {
+        kept[0] = logistic(r[0] + x[0] + b[0]);
+        kept[1] = logistic(r[1] + x[1] + b[1]);
+        kept[2] = hyperbolic(r[2] + x[2] + b[2]);
+        kept[3] = logistic(r[3] + x[3] + b[3]);
+        s[1] = kept[1] * s[1] + kept[0] * kept[2];
+        s[0] = kept[3] * hyperbolic(s[1]);
+    }
+    static __device__ void backward(const float (&kept)[4], const float (&before)[1],
+                                    const float (&after)[1], float (&grads)[2], float (&gates)[4]) {
+        const float i = kept[0], f = kept[1], z = kept[2], o = kept[3], bent = hyperbolic(after[0]);
+        const float dh = grads[0], dc = grads[1] + dh * o * (1 - bent * bent);
+        gates[0] = dc * z * i * (1 - i);
+        gates[1] = dc * before[0] * f * (1 - f);
+        gates[2] = dc * i * (1 - z * z);
+        gates[3] = dh * bent * o * (1 - o);
+        grads[0] = 0;
+        grads[1] = dc * f;
+    }
+};
+
+struct gru {
+    static constexpr int RECURRENT = 3, INPUTS = 3, GATES = 4, STATES = 1, KEPT = 4;
+    static constexpr int FIRST = 0, TRACKED = 1;
+
+    static __device__ void forward(const float (&r)[3], const float (&x)[3], const float (&b)[4],
+                                   float (&s)[1], float (&kept)[4]) {
+        kept[3] = r[0] + b[0];
+        kept[0] = logistic(r[1] + x[0] + b[1]);
+        kept[1] = logistic(r[2] + x[1] + b[2]);
+        kept[2] = hyperbolic(x[2] + b[3] + kept[0] * kept[3]);
+        s[0] = kept[1] * s[0] + (1 - kept[1]) * kept[2];
+    }
+    static __device__ void backward(const float (&kept)[4], const float (&before)[1],
+                                    const float (&after)[1], float (&grads)[1], float (&gates)[4]) {
+        const float r = kept[0], z = kept[1], n = kept[2], g = kept[3], dh = grads[0];
+        const float dn = dh * (1 - z) * (1 - n * n);
+        gates[0] = dn * r;
+        gates[1] = dn * g * r * (1 - r);
+        gates[2] = dh * (before[0] - n) * z * (1 - z);
+        gates[3] = dn;
+        grads[0] = dh * z;
+    }
+};
+
+struct elman {
+    static constexpr int RECURRENT = 1, INPUTS = 1, GATES = 1, STATES = 1, KEPT = 0;
+    static constexpr int FIRST = 0, TRACKED = 1;
+
+    static __device__ void forward(const float (&r)[1], const float (&x)[1], const float (&b)[1],
+                                   float (&s)[1], float (&kept)[1]) {
+        s[0] = hyperbolic(r[0] + x[0] + b[0]);
+    }
+    static __device__ void backward(const float (&kept)[1], const float (&before)[1],
+                                    const float (&after)[1], float (&grads)[1], float (&gates)[1]) {
+        gates[0] = grads[0] * (1 - after[0] * after[0]);
+        grads[0] = 0;
+    }
+};
+
+// With e = exp(i − m') and k = exp(log σ(f) + m − m'), one of which is 1: kept[0] is the other one, k
+// where i decides m' and −e elsewhere, so that its sign bit tells which; kept[1] is log σ(f).
+//
+// h depends on c, n and m by c/n alone, and not at all on m as long as n is not at its floor: the
+// gradients of a loss that only h enters obey dm = dc·c + dn·n. So what is carried backwards in m's place
+// is dm − dc·c − dn·n, which is then exactly 0 and gathers no rounding errors.
+struct slstm {
+    static constexpr int RECURRENT = 4, INPUTS = 4, GATES = 4, STATES = 4, KEPT = 4;
+    static constexpr int FIRST = 1, TRACKED = 2;
+    static constexpr float MOST_LOG = 60;  // where n is 0, k may be above 1, but not infinite
+
+    static __device__ void forward(const float (&r)[4], const float (&x)[4], const float (&b)[4],
+                                   float (&s)[4], float (&kept)[4]) {
+        const float i = r[0] + x[0] + b[0];
+        kept[1] = log_logistic(r[1] + x[1] + b[1]);
+        kept[2] = hyperbolic(r[2] + x[2] + b[2]);
+        kept[3] = logistic(r[3] + x[3] + b[3]);
+        const float decayed = kept[1] + s[3];
+        const bool by_input = s[2] == 0 || i > decayed;
+        const float apart = by_input ? decayed - i : i - decayed;
+        const float lesser = exponential(apart > MOST_LOG ? MOST_LOG : apart);
+        const float e = by_input ? 1.f : lesser, k = by_input ? lesser : 1.f;
+        kept[0] = by_input ? lesser : -lesser;
+        s[1] = k * s[1] + e * kept[2];
+        s[2] = k * s[2] + e;
+        s[2] = s[2] < 1 ? 1.f : s[2];
+        s[3] = by_input ? i : decayed;
+        s[0] = kept[3] * quotient(s[1], s[2]);
+    }
+    static __device__ void backward(const float (&kept)[4], const float (&before)[2],
+                                    const float (&after)[2], float (&grads)[4], float (&gates)[4]) {
+        const bool by_input = !(__float_as_uint(kept[0]) >> 31);
+        const float e = by_input ? 1.f : -kept[0], k = by_input ? kept[0] : 1.f;
+        const float z = kept[2], o = kept[3], c = after[0], n = after[1];
+        const float dh = grads[0], share = quotient(dh * o, n);
+        const float dc = grads[1] + share, to_n = grads[2] - share * quotient(c, n);
+        const bool floored = k * before[1] + e < 1;
+        const float dn = floored ? 0.f : to_n;
+        const float dm = grads[3] + (floored ? to_n : 0.f);
+        const float d_log_k = (dc * before[0] + dn * before[1]) * k;
+        gates[0] = (dc * z + dn) * e + (by_input ? dm : 0.f);
+        gates[1] = (d_log_k + (by_input ? 0.f : dm)) * complement(kept[1]);
+        gates[2] = dc * e * (1 - z * z);
+        gates[3] = dh * quotient(c, n) * o * (1 - o);
+        grads[0] = 0;
+        grads[1] = dc * k;
+        grads[2] = dn * k;
+        grads[3] = by_input ? 0.f : dm;
+    }
+};
+
+using Cell = FUNCTION;
+
+// Gradients of the states after a step that come from outside are added to those that are carried; and
+// what is carried becomes that of the states before it.
+__device__ inline void receive(float (&grads)[Cell::STATES], const float (&given)[Cell::STATES],
+                               const float (&after)[Cell::TRACKED]) {
+#pragma unroll
+    for (int s = 0; s < Cell::STATES; s++) grads[s] += given[s];
+    if constexpr (Cell::STATES == 4) grads[3] -= given[1] * after[0] + given[2] * after[1];
+}
+__device__ inline void release(float (&grads)[Cell::STATES], const float (&before)[Cell::TRACKED]) {
+    if constexpr (Cell::STATES == 4) grads[3] += grads[1] * before[0] + grads[2] * before[1];
+}
+
+template <int N>
+constexpr int AT_LEAST_ONE = N > 0 ? N : 1;

@@ -1,0 +1,105 @@
+// How the blocks of a group tell each other what a step made: a ring of slots in global memory, in which
+// every 32-bit word that carries data says itself that it is there.
+//
+// A word is written inverted and never is the inverse of 0, which stands for "not there yet": that would
+// be a NaN (or two) that no conversion makes. So there are no flags, and a step costs the way of one
+// store and of one load. Publication number p, counted from 0 through all that a group of blocks works
+// on, has slot p % RING, values in the order [batch][value].
+//
+// Slots have to be emptied before they are used again. Every PERIOD publications, after publication p,
+// each thread empties its own words of publications up to p − 2, then executes a fence, as all threads
+// do. That this is early and late enough:
+//
+// - Early enough to be read by all: a block publishes p after a barrier before which its warps have,
+//   between them, received all of p − 1. So every block had published its part of p − 1, which it did
+//   after a barrier of its own before which its warps had received all of p − 2.
+// - Late enough to be written again by the same thread: accesses of a thread to one word stay in order.
+// - Late enough for every reader, who must not take what is left of publication q − RING for
+//   publication q. Let thread A empty a word after publication p; its fence and then its publication
+//   p + 1 release that. A thread B of any other block receives p + 1 before its block publishes p + 2,
+//   and executes a fence after its block publishes p + PERIOD at the latest, which acquires it. After
+//   the next barrier, with which the block publishes p + PERIOD + 1, all of B's block know the word as
+//   empty: in time for whoever receives q ≥ p + PERIOD + 1. The last p before which q − RING was read
+//   by all, q − RING ≤ p − 2, lies in the PERIOD numbers up to q − PERIOD − 1, so it is at least
+//   q − 2 PERIOD; and RING ≥ 2 PERIOD + 2 makes that suffice.
+#pragma once
+#include "element.cuh"
+
+constexpr unsigned RING = 16, PERIOD = 7;
+static_assert(RING >= 2 * PERIOD + 2, "a slot could be read before all know it as empty");
+
+// Where some 32-bit words are not there yet.
+__device__ inline bool lacks(uint4 words) {
+    return words.x == 0 || words.y == 0 || words.z == 0 || words.w == 0;
+}
+__device__ inline uint4 inverted(uint4 words) {
+    return make_uint4(~words.x, ~words.y, ~words.z, ~words.w);
+}
+__device__ inline unsigned present(unsigned word) { return word == ~0u ? 0x80000000u : ~word; }
+__device__ inline uint2 present(uint2 words) {
+    return make_uint2(present(words.x), present(words.y));
+}
+
+struct Ring {
+    Storage* const first;
+    const unsigned slot;     // elements of one
+    unsigned published = 0;  // so far
+    unsigned since = 0;      // the slots were last emptied
+
+    __device__ Ring(void* workspace, unsigned group, unsigned slot)
+        : first(static_cast<Storage*>(workspace) + i64(group) * RING * slot), slot(slot) {}
+
+    __device__ Storage* at(unsigned publication) const {
+        return first + i64(publication % RING) * slot;
+    }
+    __device__ Storage* latest() const { return at(published - 1); }
+
+    // Once a step, after a barrier and when the thread has published what it has; `empty` is called
+    // with the slots in which the thread's words are to be emptied.
+    template <class Empty>
+    __device__ void advance(Empty empty) {
+        published++;
+        if (++since < PERIOD) return;
+        since = 0;
+#pragma unroll 1
+        for (unsigned back = 3; back < 3 + PERIOD; back++)
+            if (published >= back) empty(at(published - back));
+        fence();
+    }
+};
+
+__device__ inline void publish(Storage* to, Pair pair) {
+    store_words(reinterpret_cast<unsigned*>(to), present(pair));
+}
+__device__ inline void withdraw(Storage* to) {
+    if constexpr (sizeof(Pair) == 4) store_words(reinterpret_cast<unsigned*>(to), 0u);
+    else store_words(reinterpret_cast<unsigned*>(to), make_uint2(0, 0));
+}
+
+// Words of 16 bytes that are STRIDE of them apart, the first `count` of COUNT; the others are zeros.
+template <int COUNT, int STRIDE>
+__device__ void read(uint4 (&words)[COUNT], const uint4* from, int count) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        words[i] = i < count ? from[i * STRIDE] : make_uint4(0, 0, 0, 0);
+}
+// Likewise those that are to be published, when they are. To be called by whole warps.
+template <int COUNT, int STRIDE>
+__device__ void await(uint4 (&words)[COUNT], const uint4* from, int count) {
+    bool lacking;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        words[i] = i < count ? load_words(from + i * STRIDE) : make_uint4(~0u, ~0u, ~0u, ~0u);
+    do {
+        lacking = false;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) lacking = lacking || lacks(words[i]);
+        if (!lacking) break;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            if (lacks(words[i])) words[i] = load_words(from + i * STRIDE);
+    } while (true);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) words[i] = inverted(words[i]);
+}

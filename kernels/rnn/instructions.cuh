@@ -1,0 +1,79 @@
+// One function for each PTX instruction that the family adds to those of linear_scan. All are
+// instructions of sm_80 and later.
+#pragma once
+#include "../linear_scan/ptx.cuh"
+
+// acc += A·B, 16 × 8, for a warp. A is 16 × 16 of 16 bits, or 16 × 8 of 32: a lane holds `top`, of row
+// lane / 4, and `bottom`, eight rows further, in two words each; B's column lane / 4 is held likewise.
+// Which values of a row those words are is the caller's choice, if it is the same for A and B.
+__device__ inline void mma_bfloat16(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(top.x), "r"(bottom.x), "r"(top.y), "r"(bottom.y), "r"(column.x), "r"(column.y));
+}
+__device__ inline void mma_float16(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(top.x), "r"(bottom.x), "r"(top.y), "r"(bottom.y), "r"(column.x), "r"(column.y));
+}
+__device__ inline void mma_tf32(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(top.x), "r"(bottom.x), "r"(top.y), "r"(bottom.y), "r"(column.x), "r"(column.y));
+}
+
+// Memory that other blocks read and write: each 32-bit word in one piece, in no order with others.
+__device__ inline void store_words(unsigned* to, unsigned word) {
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+__device__ inline void store_words(unsigned* to, uint2 words) {
+    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y)
+                 : "memory");
+}
+__device__ inline uint4 load_words(const uint4* from) {
+    uint4 words;
+    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(from)
+                 : "memory");
+    return words;
+}
+// What this thread read and wrote before comes, for the whole GPU, before what it does after.
+__device__ inline void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Bring a line to the L2 cache; a hint.
+__device__ inline void prefetch(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+// The GPU's own approximations: of tanh to 11 bits, of the others to nearly all.
+__device__ inline float fast_tanh(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float fast_log2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The same word, of which the compiler does not know that it has seen it before: what is computed of it
+// is not kept in registers beside it.
+__device__ inline unsigned afresh(unsigned word) {
+    asm volatile("" : "+r"(word));
+    return word;
+}

@@ -1,0 +1,155 @@
+// A recurrent network over a whole sequence, in one launch: for each head, batch and time
+//     h[t], … = cell(inputs[t], R·h[t-1] + b, …)
+//
+// R stays where a block keeps its part of it, see block.cuh; what the blocks of a group tell each other is
+// h, see exchange.cuh: in a step, a warp waits for the words of h[t-1] that meet its part of R,
+// multiplies, and the owners of the slots add up, compute h[t] of their units and publish it. Inputs
+// come a step ahead from the L2 cache and several steps ahead from memory. All blocks have to be running
+// at the same time; they work on as many groups as there are, one after the other.
+#include "block.cuh"
+#include "cells.cuh"
+
+constexpr int GATES = Cell::RECURRENT, AHEAD = 8;
+using Matrix = Weights<GATES, CHUNKS, LAYERS>;
+
+// A row of R: words of consecutive previous units.
+struct Rows {
+    const Storage* recurrent;
+    const Group& group;
+    const Place& at;
+
+    __device__ void operator()(int chunk, int gate, uint4& top, uint4& bottom) const {
+        const unsigned unit = group.first_unit + 16 * at.row + 2 * at.quad;
+        const unsigned value = (at.part + SPLIT * chunk) * CHUNK + at.in_quad * PER;
+        top = bottom = make_uint4(0, 0, 0, 0);
+        if (unit >= group.dim || value >= group.dim) return;
+        const i64 row = (i64(gate) * group.heads + group.head) * group.dim + unit;
+        const Storage* const from = recurrent + row * group.dim + value;
+        top = *reinterpret_cast<const uint4*>(from);
+        bottom = *reinterpret_cast<const uint4*>(from + group.dim);
+    }
+};
+
+// What a thread has of one of its slots.
+struct Unit : Slot {
+    const Storage* inputs;
+    Storage *states, *cache;
+    Pair coming[Cell::INPUTS];
+    float bias[2][Cell::GATES];
+    float carried[2][Cell::STATES];
+};
+
+// initial, cache and workspace may be null.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
+    const Storage* __restrict__ inputs, const Storage* __restrict__ recurrent,
+    const float* __restrict__ bias, const Storage* __restrict__ initial,
+    Storage* __restrict__ states, Storage* __restrict__ cache, void* workspace,
+    i64 batch, i64 time, i64 heads, i64 dim, i64 forward_clip,
+    i64 inputs_batch, i64 inputs_time, i64 states_state, i64 states_batch, i64 states_time,
+    i64 cache_batch, i64 cache_time) {
+    const Place at;
+    Group group{unsigned(dim), unsigned(heads), unsigned(batch)};
+    const bool alone = group.alone();
+    const i64 block_of = heads * dim;  // elements of all heads' units
+    const float clip = __uint_as_float(unsigned(forward_clip));
+    Ring ring(workspace, group.number, TILE * group.dim);
+    unsigned round = 0;
+    Matrix weights;
+    Unit units[OWN];
+
+    for (; group.begins(); group.advance()) {
+        weights.load(Rows{recurrent, group, at});
+#pragma unroll
+        for (int k = 0; k < OWN; k++) {
+            Unit& unit = units[k];
+            unit.place(at, group, k);
+            unit.inputs = inputs + unit.batch * inputs_batch + unit.offset;
+            unit.states = states + unit.batch * states_batch + unit.offset;
+            unit.cache = cache ? cache + unit.batch * cache_batch + unit.offset : nullptr;
+#pragma unroll
+            for (int g = 0; g < Cell::GATES; g++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    unit.bias[i][g] = unit.live ? bias[g * block_of + unit.offset + i] : 0.f;
+#pragma unroll
+            for (int s = 0; s < Cell::STATES; s++) {
+                float2 x = make_float2(0, 0);
+                if (initial && unit.live)
+                    x = load_pair(initial + (s * batch + unit.batch) * block_of + unit.offset);
+                unit.carried[0][s] = x.x;
+                unit.carried[1][s] = x.y;
+            }
+#pragma unroll
+            for (int g = 0; g < Cell::INPUTS; g++)
+                if (unit.live)
+                    unit.coming[g] = *reinterpret_cast<const Pair*>(unit.inputs + g * block_of);
+        }
+        Factor factor{initial + group.first_batch * block_of + group.head * dim, block_of, false};
+
+        for (i64 t = 0; t < time; t++, round++) {
+            Product<GATES, CHUNKS, LAYERS> product;
+            product.clear();
+            if (t > 0 || initial)
+                product.add(weights, factor, group.dim, group.batch - group.first_batch, at);
+            float2 terms[OWN][GATES];
+            product.gather(terms, round, at, alone);
+
+            const bool more = t + 1 < time;
+            if (alone) factor = {Local<UNITS>::at(round), Local<UNITS>::STRIDE, false};
+            else factor = {ring.at(ring.published), dim, true};
+#pragma unroll
+            for (int k = 0; k < OWN; k++) {
+                Unit& unit = units[k];
+                if (!unit.live) continue;
+                float x[2][Cell::INPUTS], r[2][GATES], kept[2][AT_LEAST_ONE<Cell::KEPT>];
+#pragma unroll
+                for (int g = 0; g < Cell::INPUTS; g++) {
+                    const float2 pair = widen(unit.coming[g]);
+                    x[0][g] = pair.x, x[1][g] = pair.y;
+                }
+#pragma unroll
+                for (int g = 0; g < GATES; g++)
+                    r[0][g] = terms[k][g].x, r[1][g] = terms[k][g].y;
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float(&s)[Cell::STATES] = unit.carried[i];
+                    Cell::forward(r[i], x[i], unit.bias[i], s, kept[i]);
+                    s[0] = clipped(s[0], clip);
+                }
+                const Pair h = Element::narrow(make_float2(unit.carried[0][0], unit.carried[1][0]));
+                if (more) {
+                    Storage* const to =
+                        const_cast<Storage*>(factor.first) + unit.in_tile * factor.stride + unit.unit;
+                    if (alone) *reinterpret_cast<Pair*>(to) = h;
+                    else publish(to, h);
+                }
+#pragma unroll
+                for (int s = 0; s < Cell::STATES; s++)
+                    store_pair(unit.states + s * states_state,
+                               make_float2(unit.carried[0][s], unit.carried[1][s]));
+                unit.states += states_time;
+                if (unit.cache) {
+#pragma unroll
+                    for (int v = 0; v < Cell::KEPT; v++)
+                        store_pair(unit.cache + v * block_of, make_float2(kept[0][v], kept[1][v]));
+                    unit.cache += cache_time;
+                }
+                unit.inputs += inputs_time;
+#pragma unroll
+                for (int g = 0; g < Cell::INPUTS; g++) {
+                    const Storage* const from = unit.inputs + g * block_of;
+                    if (more) unit.coming[g] = *reinterpret_cast<const Pair*>(from);
+                    if (at.quad == 0 && t + AHEAD < time) prefetch(from + (AHEAD - 1) * inputs_time);
+                }
+            }
+            if (alone) __syncthreads();
+            else if (more)
+                ring.advance([&](Storage* slot) {
+#pragma unroll
+                    for (int k = 0; k < OWN; k++)
+                        if (units[k].there)
+                            withdraw(slot + units[k].in_tile * dim + units[k].unit);
+                });
+        }
+    }
+}

@@ -1,0 +1,269 @@
+"""What the rnn family is made of: kernels, variants, what each accepts and how it launches.
+
+``sequence_*`` compute all steps in one persistent launch, with R in registers and shared memory;
+``step_*`` what comes after, or before, the product with R in one step. Sources have the same names.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from scan_registry.kernels.model import (
+    ITEM_SIZE,
+    Family,
+    Kernel,
+    Launch,
+    Parameter,
+    Pins,
+    Sample,
+    Space,
+    Static,
+    Variant,
+)
+from scan_registry.kernels.rnn import tilings
+from scan_registry.kernels.rnn.constraints import first_broken
+from scan_registry.kernels.rnn.problem import (
+    DTYPES,
+    SIZES,
+    STRIDED,
+    Direction,
+    RnnProblem,
+    Scope,
+    stride_names,
+)
+from scan_registry.kernels.rnn.tilings import Tiling
+
+FAMILY_NAME = "rnn"
+FOLDER = Path(__file__).parent
+
+_POINTERS: dict[tuple[Scope, Direction], tuple[str, ...]] = {
+    ("sequence", "forward"): (
+        "inputs",
+        "recurrent",
+        "bias",
+        "initial",
+        "states",
+        "cache",
+        "workspace",
+    ),
+    ("sequence", "backward"): (
+        "recurrent",
+        "states",
+        "initial",
+        "cache",
+        "states_grad",
+        "final_grad",
+        "gates_grad",
+        "initial_grad",
+        "workspace",
+    ),
+    ("step", "forward"): ("inputs", "terms", "bias", "carry", "states", "cache"),
+    ("step", "backward"): (
+        "terms",
+        "before",
+        "states",
+        "cache",
+        "states_grad",
+        "carry",
+        "gates_grad",
+    ),
+}
+_STEP_WARPS = 4
+
+
+def parameters(scope: Scope, direction: Direction) -> tuple[Parameter, ...]:
+    """The signature of one kernel."""
+    pointers = [Parameter(name, "pointer") for name in _POINTERS[scope, direction]]
+    sizes = ["batch", *(["time"] if scope == "sequence" else []), "heads", "dim"]
+    options = ["forward_clip"] if direction == "forward" else ["graded", "recurrent_clip"]
+    names = (*sizes, *options, *stride_names(scope, direction))
+    return (*pointers, *(Parameter(name, "i64") for name in names))
+
+
+def _launch_of(
+    scope: Scope, direction: Direction, problem: RnnProblem, blocks: int, workspace: int = 0
+) -> Launch:
+    known = problem.scalars()
+    wanted = [each.name for each in parameters(scope, direction) if each.kind == "i64"]
+    return Launch((blocks, 1, 1), {name: known[name] for name in wanted}, workspace)
+
+
+def _rejects_kind(variant: Variant, problem: RnnProblem) -> str | None:
+    """Why a variant is for something else; anything that its pairs and words cannot be read from."""
+    if variant.text("dtype") != problem.dtype:
+        return f"dtype {variant.text('dtype')}, not {problem.dtype}"
+    if variant.text("function") != problem.function:
+        return f"function {variant.text('function')}, not {problem.function}"
+    if problem.alignment < 16:
+        return f"tensors are aligned to {problem.alignment} bytes; it takes 16"
+    return None
+
+
+# --- All steps --------------------------------------------------------------------------------
+
+
+def _values(variant: Variant, direction: Direction) -> dict[str, int]:
+    """A variant's tiling and kind, by the constraints' names."""
+    given = {name: value for name, value in variant.statics if isinstance(value, int)}
+    gates = SIZES[variant.text("function")].recurrent  # type: ignore[index]
+    item = ITEM_SIZE[variant.text("dtype")]
+    return {**given, "gates": gates, "item": item, "backward": int(direction == "backward")}
+
+
+def _fused_tilings(kind: Pins) -> tuple[Pins, ...]:
+    """Two: up to some hundred units, a block has 64 of them and few warps share a row of R, so that few
+    blocks have to wait for each other, or none; else 16 of them, with as much of R as there is room for."""
+    gates = SIZES[str(dict(kind)["function"])].recurrent  # type: ignore[index]
+    chunks, layers = 16 // gates, 8 // gates
+    wide: Tiling = {"rows": 4, "split": 2, "batches": 1, "chunks": chunks, "layers": layers}
+    deep: Tiling = {**wide, "rows": 1, "split": 8}
+    return tuple(tuple(tiling.items()) for tiling in (wide, deep))
+
+
+def _fused_space(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
+    """What tuning may choose from, on GPUs that have the most shared memory."""
+    variant = Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", kind)
+    given = {**_values(variant, direction), **tilings.LEAST, "shared_memory": 227 * 1024}
+    return tuple(tuple(tiling.items()) for tiling in tilings.enumerate_tilings(given))
+
+
+def _fused_constants(variant: Variant) -> dict[str, Static]:
+    tiling = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
+    return {"ELEMENT": variant.text("dtype"), "FUNCTION": variant.text("function"), **tiling}
+
+
+def _fused_accepts(direction: Direction, variant: Variant, problem: RnnProblem) -> str | None:
+    if reason := _rejects_kind(variant, problem):
+        return reason
+    values = {**_values(variant, direction), "dim": problem.dim}
+    return first_broken(tilings.PROBLEM, values)
+
+
+def _fused_crowds(
+    direction: Direction, variant: Variant, problem: RnnProblem, multiprocessors: int
+) -> str | None:
+    values = {**_values(variant, direction), "dim": problem.dim, "multiprocessors": multiprocessors}
+    return first_broken(tilings.RESIDENT, values)
+
+
+def _fused_launch(
+    direction: Direction, variant: Variant, problem: RnnProblem, multiprocessors: int
+) -> Launch:
+    values = {**_values(variant, direction), "dim": problem.dim}
+    members, tile = tilings.members.value(values), tilings.tile.value(values)
+    groups = problem.heads * -(-problem.batch // tile)
+    at_once = max(1, min(groups, multiprocessors // members))
+    published = problem.dim * (values["gates"] if direction == "backward" else 1)
+    ring = tilings.RING * tile * published * values["item"] if members > 1 else 0
+    return _launch_of("sequence", direction, problem, at_once * members, at_once * ring)
+
+
+def _fused_cost(direction: Direction, variant: Variant, problem: RnnProblem) -> float:
+    """The fewer blocks wait for each other, the better."""
+    return tilings.members.value({**_values(variant, direction), "dim": problem.dim})
+
+
+def _fused_kernel(direction: Direction) -> Kernel:
+    return Kernel(
+        family=FAMILY_NAME,
+        name=f"sequence_{direction}",
+        language="cuda",
+        source=f"sequence_{direction}.cu",
+        entry=f"rnn_sequence_{direction}",
+        parameters=parameters("sequence", direction),
+        defaults=Space(_KINDS, _fused_tilings),
+        constants=_fused_constants,
+        warps=lambda variant: variant.number("rows") * variant.number("split"),
+        shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
+        accepts=partial(_fused_accepts, direction),
+        crowds=partial(_fused_crowds, direction),
+        cost=partial(_fused_cost, direction),
+        launch=partial(_fused_launch, direction),
+    )
+
+
+# --- One step ---------------------------------------------------------------------------------
+
+
+def _step_accepts(variant: Variant, problem: RnnProblem) -> str | None:
+    if reason := _rejects_kind(variant, problem):
+        return reason
+    return "an odd number of hidden units" if problem.dim % 2 else None
+
+
+def _step_kernel(direction: Direction) -> Kernel:
+    def launch(variant: Variant, problem: RnnProblem, multiprocessors: int) -> Launch:
+        pairs = problem.batch * problem.heads * problem.dim // 2
+        return _launch_of(
+            "step", direction, problem, max(1, -(-pairs // (32 * variant.number("warps"))))
+        )
+
+    return Kernel(
+        family=FAMILY_NAME,
+        name=f"step_{direction}",
+        language="cuda",
+        source=f"step_{direction}.cu",
+        entry=f"rnn_step_{direction}",
+        parameters=parameters("step", direction),
+        defaults=Space(_KINDS, lambda kind: ((("warps", _STEP_WARPS),),)),
+        constants=_fused_constants,
+        warps=lambda variant: variant.number("warps"),
+        accepts=_step_accepts,
+        cost=lambda variant, problem: 0.0,
+        launch=launch,
+    )
+
+
+# --- The family -------------------------------------------------------------------------------
+
+_KINDS: tuple[Pins, ...] = tuple(
+    (("dtype", dtype), ("function", function)) for function, dtype in product(SIZES, DTYPES)
+)
+
+
+def _sample(scope: Scope, direction: Direction, function: str, dtype: str) -> Sample:
+    batch, time, heads, dim = 16, 1024, 1, 768
+    strides = dict.fromkeys(STRIDED[scope, direction], 0)
+    sizes = SIZES[function]  # type: ignore[index]
+    row = heads * dim
+    per_time = {
+        "inputs": sizes.inputs * row,
+        "cache": len(sizes.cache) * row,
+        "gates_grad": sizes.bias * row,
+    }
+    found: list[int] = []
+    for tensor in strides:
+        step = per_time.get(tensor, row)
+        of = {"state": batch * time * row, "batch": time * step, "time": step}
+        found += [of[dimension] for dimension in STRIDED[scope, direction][tensor]]
+    problem = RnnProblem(
+        scope=scope,
+        direction=direction,
+        function=function,  # type: ignore[arg-type]
+        dtype=dtype,
+        batch=batch,
+        time=time,
+        heads=heads,
+        dim=dim,
+        strides=tuple(found),
+        graded=1,
+        training=True,
+    )
+    return Sample(problem, dtype, "aligned")
+
+
+_SCOPES: tuple[Scope, ...] = ("sequence", "step")
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+FAMILY = Family(
+    name=FAMILY_NAME,
+    summary="LSTM, GRU, Elman and sLSTM networks with a recurrent matrix per head",
+    folder=FOLDER,
+    kernels=(*map(_fused_kernel, _DIRECTIONS), *map(_step_kernel, _DIRECTIONS)),
+    samples=tuple(
+        _sample(scope, direction, function, dtype)
+        for scope, direction, function, dtype in product(_SCOPES, _DIRECTIONS, SIZES, DTYPES)
+    ),
+)

@@ -1,0 +1,100 @@
+"""How the fused kernels may be tiled: variables, their domains, and what constrains them.
+
+A tiling is a value for each variable; ``block.cuh`` has the picture.
+
+    rows     times 16 hidden units of a block
+    split    warps that share a row of R
+    batches  times 8 batches that a block works on
+    chunks   of a row of R that a warp keeps in registers (backward: times the gates that R feeds)
+    layers   of them that it keeps in shared memory, likewise
+
+A problem gives ``dim``, ``gates`` (that R feeds), ``item`` (bytes of an element) and ``backward`` (0, 1);
+a GPU ``multiprocessors``, ``shared_memory`` (bytes per block), ``threads`` and ``registers`` (per block).
+The same constraints enumerate the tilings of a kind (``enumerate_tilings``; a solver can do that, too,
+see ``solve``) and tell at run time what a tiling is not for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import TypeAlias
+
+from scan_registry.kernels.rnn.constraints import (
+    Constraint,
+    Expression,
+    Name,
+    Values,
+    ceil_div,
+    first_broken,
+)
+
+Tiling: TypeAlias = Mapping[str, int]
+
+#: Publications that the blocks of a group have room for, as in ``exchange.cuh``.
+RING = 16
+
+#: What each variable may be.
+DOMAINS: Mapping[str, tuple[int, ...]] = {
+    "rows": (1, 2, 4),
+    "split": (1, 2, 4, 8, 16),
+    "batches": (1, 2),
+    "chunks": (1, 2, 3, 4, 5, 6, 8, 12, 16),
+    "layers": (0, 1, 2, 4, 8),
+}
+
+rows, split, batches, chunks, layers = map(Name, DOMAINS)
+dim, gates, item, backward = map(Name, ("dim", "gates", "item", "backward"))
+multiprocessors, shared_memory = Name("multiprocessors"), Name("shared_memory")
+most_threads, registers = Name("threads"), Name("registers")
+
+threads: Expression = 32 * rows * split
+units: Expression = 16 * rows
+#: Batches of a group, and its blocks.
+tile: Expression = 8 * batches
+members: Expression = ceil_div(dim, units)
+#: Values of a row that one word of each lane covers: a chunk.
+chunk: Expression = ceil_div(64, item)
+#: A lane's part of R: two words of 16 bytes for each gate and chunk.
+held: Expression = 8 * gates * chunks
+#: What else a thread holds: sums, a window of words on their way, and the states and inputs of its slot.
+others: Expression = 72 + 24 * batches + 8 * item
+#: Of shared memory: R's layers; the sums that the warps of a row exchange, in two rounds; and the values
+#: of a block that is alone, in two rounds.
+layer_bytes: Expression = 32 * gates * layers * threads
+forward_gates: Expression = gates - backward * (gates - 1)
+local_gates: Expression = 1 + backward * (gates - 1)
+sums_bytes: Expression = 2 * 256 * split * rows * batches * 2 * forward_gates
+local_bytes: Expression = 2 * tile * (units * local_gates * item + 192)
+shared_bytes: Expression = layer_bytes + sums_bytes + local_bytes
+
+#: What a tiling has to meet, whatever the problem's sizes. The last line is for the tuner's sake: tilings
+#: in which half of the threads have nothing to do are not worth their name.
+TILES = (
+    Constraint("threads of a block", threads, "<=", most_threads),
+    Constraint("threads that are to have work", 128, "<=", threads),
+    Constraint("registers per thread", held + others, "<=", 255),
+    Constraint("registers of a block", (held + others) * threads, "<=", registers),
+    Constraint("bytes of shared memory", shared_bytes, "<=", shared_memory),
+    Constraint("chunks in shared memory beside those in registers", layers, "<=", 2 * chunks),
+)
+#: What a problem has to meet, too.
+PROBLEM = (
+    Constraint("16 hidden units go together", 16, "divides", dim),
+    Constraint(
+        "hidden units that R's rows have room for", dim, "<=", split * chunk * (chunks + layers)
+    ),
+)
+#: What a problem and a GPU have to meet together: blocks wait for one another, so all have to run.
+RESIDENT = (Constraint("blocks of a group at once", members, "<=", multiprocessors),)
+
+#: A GPU with the least of everything among those of compute capability 8.0 and later.
+LEAST = {"threads": 1024, "registers": 65_536, "shared_memory": 99 * 1024}
+
+
+def enumerate_tilings(given: Values) -> Iterator[Tiling]:
+    """Every tiling that no constraint excludes whose names all have values."""
+    for values in product(*DOMAINS.values()):
+        tiling = dict(zip(DOMAINS, values, strict=True))
+        if first_broken((*TILES, *PROBLEM, *RESIDENT), {**given, **tiling}) is None:
+            yield tiling

@@ -1,0 +1,69 @@
+// What kernels/rnn/instructions.cuh says in PTX, for the emulator.
+#pragma once
+#include <cmath>
+
+#include "../linear_scan/ptx.cuh"
+
+// Of a warp's product: the 16 values of a row or a column of which four lanes hold two words each.
+struct EmulatedWords {
+    uint2 top, bottom, column;
+};
+template <class Take>
+void emulated_mma(float (&acc)[4], EmulatedWords own, Take take) {
+    const int lane = emulated_lane();
+    float sums[4] = {acc[0], acc[1], acc[2], acc[3]};
+    emulator::meet(own, [&](const EmulatedWords* lanes) {
+        for (int i = 0; i < 4; i++)
+            for (int k = 0; k < 4; k++) {
+                const EmulatedWords& row = lanes[lane / 4 * 4 + k];
+                const EmulatedWords& column = lanes[(lane % 4 * 2 + i % 2) * 4 + k];
+                const uint2 a = i < 2 ? row.top : row.bottom, b = column.column;
+                take(sums[i], a.x, b.x);
+                take(sums[i], a.y, b.y);
+            }
+    });
+    for (int i = 0; i < 4; i++) acc[i] = sums[i];
+}
+inline void mma_bfloat16(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
+    emulated_mma(acc, {top, bottom, column}, [](float& sum, unsigned a, unsigned b) {
+        sum += __uint_as_float(a << 16) * __uint_as_float(b << 16);
+        sum += __uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u);
+    });
+}
+inline void mma_float16(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
+    emulated_mma(acc, {top, bottom, column}, [](float& sum, unsigned a, unsigned b) {
+        sum += from_float16((unsigned short)a) * from_float16((unsigned short)b);
+        sum += from_float16((unsigned short)(a >> 16)) * from_float16((unsigned short)(b >> 16));
+    });
+}
+// Tensor cores do not see the 13 last bits.
+inline void mma_tf32(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
+    emulated_mma(acc, {top, bottom, column}, [](float& sum, unsigned a, unsigned b) {
+        sum += __uint_as_float(a & 0xffffe000u) * __uint_as_float(b & 0xffffe000u);
+    });
+}
+
+inline void store_words(unsigned* to, unsigned word) { __atomic_store_n(to, word, __ATOMIC_RELAXED); }
+inline void store_words(unsigned* to, uint2 words) {
+    store_words(to + 1, words.y);
+    emulated_turn();
+    store_words(to, words.x);
+}
+inline uint4 load_words(const uint4* from) {
+    if (std::uintptr_t(from) % 16) emulator::fail("a load is not aligned");
+    const unsigned* const words = reinterpret_cast<const unsigned*>(from);
+    unsigned found[4];
+    for (int i = 0; i < 4; i++) {
+        if (i == 2) emulated_turn();
+        found[i] = __atomic_load_n(words + i, __ATOMIC_RELAXED);
+    }
+    return {found[0], found[1], found[2], found[3]};
+}
+inline void fence() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+inline void prefetch(const void*) {}
+
+inline float fast_tanh(float x) { return std::tanh(x); }
+inline float fast_exp2(float x) { return std::exp2(x); }
+inline float fast_log2(float x) { return std::log2(x); }
+inline float fast_reciprocal(float x) { return 1 / x; }
+inline unsigned afresh(unsigned word) { return word; }

@@ -1,0 +1,164 @@
+"""Recurrent networks on the emulator of a GPU, beside the reference in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels.rnn import reference
+from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Clips, Direction, RnnProblem, Scope
+
+#: Of results against the reference in float64.
+TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Sizes and options of a network.
+
+    starts   whether there are states before the first step
+    ends     whether the last states have gradients of their own
+    graded   whether every state has gradients, and not h alone
+    padded   elements between one batch and the next that belong to neither
+    """
+
+    function: str
+    batch: int
+    time: int
+    heads: int
+    dim: int
+    starts: bool = True
+    ends: bool = True
+    graded: bool = False
+    padded: int = 0
+    clips: Clips = Clips()
+
+
+class Tensors:
+    """Everything that a trial takes and makes: ``exact`` in float64, and ``given`` in a dtype, with what
+    kernels are to write full of NaN."""
+
+    def __init__(self, trial: Trial, dtype: torch.dtype, seed: int = 0) -> None:
+        self.trial, self.dtype = trial, dtype
+        torch.manual_seed(seed)
+        sizes = SIZES[trial.function]  # type: ignore[index]
+        states, block = len(sizes.states), (trial.heads, trial.dim)
+        across = trial.batch, trial.time
+        self.given: dict[str, Tensor | None] = {
+            "inputs": self._spread(*across, sizes.inputs, *block),
+            "recurrent": self._new(sizes.recurrent, trial.heads, trial.dim, trial.dim, by=trial.dim**-0.5),
+            "bias": self._new(sizes.bias, *block).float(),
+            "initial": self._new(states, trial.batch, *block) if trial.starts else None,
+            "states_grad": self._spread_states(states if trial.graded else 1, *across, *block),
+            "final_grad": self._new(states, trial.batch, *block) if trial.ends else None,
+        }
+        if trial.starts and trial.function == "slstm":
+            initial = self.given["initial"]
+            assert initial is not None
+            initial[2] = initial[2].abs() + 1
+            initial[1:3, :, :, ::3] = 0  # where i decides
+        if trial.function == "slstm" and dtype != torch.float32:
+            # Whether i or f gets what enters by c, n and m turns on which is larger, to the last bit.
+            for name in ("states_grad", "final_grad"):
+                tensor = self.given[name]
+                if tensor is not None and len(tensor) == states:
+                    tensor[1:] = 0
+        exact = {name: t if t is None else t.double() for name, t in self.given.items()}
+        out, cache = reference.forward(
+            trial.function,  # type: ignore[arg-type]
+            exact["inputs"],
+            exact["recurrent"],
+            exact["bias"],
+            exact["initial"],
+            trial.clips,
+        )
+        grads, initial_grad = reference.backward(
+            trial.function,  # type: ignore[arg-type]
+            exact["recurrent"],
+            out,
+            exact["initial"],
+            cache,
+            exact["states_grad"],
+            exact["final_grad"],
+            trial.clips,
+        )
+        self.exact = {"states": out, "gates_grad": grads, "initial_grad": initial_grad}
+        self.given |= {
+            "states": self._blank(self._spread_states(states, *across, *block)),
+            "cache": self._blank(self._spread(*across, max(1, len(sizes.cache)), *block)),
+            "gates_grad": self._blank(self._spread(*across, sizes.bias, *block)),
+            "initial_grad": self._blank(self._new(states, trial.batch, *block)),
+        }
+
+    def _new(self, *sizes: int, by: float = 1.0) -> Tensor:
+        return (torch.randn(sizes) * by).to(self.dtype)
+
+    def _spread(self, *sizes: int) -> Tensor:
+        """With gaps between batches."""
+        whole = self._new(sizes[0], sizes[1] + self.trial.padded, *sizes[2:])
+        return whole[:, : sizes[1]]
+
+    def _spread_states(self, states: int, *sizes: int) -> Tensor:
+        whole = self._new(states, sizes[0], sizes[1] + self.trial.padded, *sizes[2:])
+        return whole[:, :, : sizes[1]]
+
+    @staticmethod
+    def _blank(tensor: Tensor) -> Tensor:
+        return tensor.fill_(torch.nan)
+
+    def problem(self, scope: Scope, direction: Direction, training: bool = True) -> RnnProblem:
+        """What the kernels are told of it."""
+        trial, strides = self.trial, []
+        places = {"state": 0, "batch": -4, "time": -3}
+        for name, dimensions in STRIDED[scope, direction].items():
+            tensor = self.given["states" if name == "before" else name]
+            assert tensor is not None
+            shift = -1 if tensor.dim() == 5 and name in ("inputs", "cache", "gates_grad") else 0
+            strides += [
+                tensor.stride(places[d] + (shift if d != "state" else 0)) for d in dimensions
+            ]
+        states_grad = self.given["states_grad"]
+        assert states_grad is not None
+        return RnnProblem(
+            scope=scope,
+            direction=direction,
+            function=trial.function,  # type: ignore[arg-type]
+            dtype=str(self.dtype).removeprefix("torch."),
+            batch=trial.batch,
+            time=trial.time,
+            heads=trial.heads,
+            dim=trial.dim,
+            strides=tuple(strides),
+            graded=len(states_grad),
+            training=training,
+            clips=trial.clips,
+        )
+
+    def error(self, *names: str) -> float:
+        """The largest relative error of what kernels have written."""
+        errors = []
+        for name in names:
+            found = self.given[name]
+            assert found is not None
+            parts = zip(found, self.exact[name], strict=True) if "states" in name else [(found, self.exact[name])]
+            errors += [relative_error(out, expected) for out, expected in parts]
+        return max(errors)
+
+
+def trials() -> list[Trial]:
+    """Of every function: one block and several, sizes that fill no tile, a single step, and options."""
+    found = []
+    for function in SIZES:
+        one = Trial(function, batch=2, time=3, heads=1, dim=16)
+        found += [
+            one,
+            replace(one, batch=1, time=1, heads=3, dim=48, starts=False),
+            replace(one, batch=9, time=20, dim=32, graded=True, padded=1),
+            replace(one, time=3, dim=80, heads=2, starts=False, ends=False),
+            replace(one, clips=Clips(forward=0.2, recurrent=0.05), dim=32),
+            replace(one, clips=Clips(recurrent_cut=True), dim=32, ends=False),
+        ]
+    return found
