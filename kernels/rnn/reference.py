@@ -280,16 +280,16 @@ def parameter_grads(
     recurrent = bias = None
     if wanted[0]:
         first = _initial(initial, states[0], 1)[0]
-        before = torch.cat([first.unsqueeze(1), states[0, :, :-1]], 1).permute(2, 0, 1, 3)
-        through = gates_grad[:, :, : sizes.recurrent].permute(3, 2, 4, 0, 1)
+        before = torch.cat([first.unsqueeze(1), states[0]], 1).narrow(1, 0, time)
+        through = gates_grad.narrow(2, 0, sizes.recurrent).permute(3, 2, 4, 0, 1)
         product = torch.matmul(
             through.reshape(heads, sizes.recurrent * dim, batch * time),
-            before.reshape(heads, batch * time, dim),
+            before.permute(2, 0, 1, 3).reshape(heads, batch * time, dim),
         )
         recurrent = product.view(heads, sizes.recurrent, dim, dim).transpose(0, 1)
     if wanted[1]:
         bias = gates_grad.sum((0, 1), dtype=compute_dtype(gates_grad.dtype))
-    return gates_grad[:, :, gates - sizes.inputs :], recurrent, bias
+    return gates_grad.narrow(2, gates - sizes.inputs, sizes.inputs), recurrent, bias
 
 
 def previous_first(recurrent: Tensor) -> Tensor:

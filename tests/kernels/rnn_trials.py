@@ -49,7 +49,9 @@ class Tensors:
         across = trial.batch, trial.time
         self.given: dict[str, Tensor | None] = {
             "inputs": self._spread(*across, sizes.inputs, *block),
-            "recurrent": self._new(sizes.recurrent, trial.heads, trial.dim, trial.dim, by=trial.dim**-0.5),
+            "recurrent": self._new(
+                sizes.recurrent, trial.heads, trial.dim, trial.dim, by=trial.dim**-0.5
+            ),
             "bias": self._new(sizes.bias, *block).float(),
             "initial": self._new(states, trial.batch, *block) if trial.starts else None,
             "states_grad": self._spread_states(states if trial.graded else 1, *across, *block),
@@ -143,7 +145,11 @@ class Tensors:
         for name in names:
             found = self.given[name]
             assert found is not None
-            parts = zip(found, self.exact[name], strict=True) if "states" in name else [(found, self.exact[name])]
+            parts = (
+                zip(found, self.exact[name], strict=True)
+                if "states" in name
+                else [(found, self.exact[name])]
+            )
             errors += [relative_error(out, expected) for out, expected in parts]
         return max(errors)
 
