@@ -25,6 +25,8 @@
 constexpr int WARPS = ROWS * SPLIT, THREADS = 32 * WARPS;
 constexpr unsigned UNITS = 16 * ROWS, TILE = 8 * BATCHES;
 constexpr int SLOTS = ROWS * BATCHES * 2;
+// Whether what a step needs of memory is loaded a step ahead; else, when it is needed, from the L2 cache.
+constexpr bool EARLY = !Element::EXACT;
 constexpr int OWN = SPLIT == 1 ? 2 * BATCHES : (SLOTS + WARPS - 1) / WARPS;
 
 struct Place {
@@ -44,7 +46,7 @@ struct Group {
     const unsigned first_unit = blockIdx.x % members * UNITS;
     unsigned work = number, head = 0, first_batch = 0;
 
-    __device__ bool alone() const { return members == 1; }
+    __device__ bool alone() const { return ROWS > 1 && members == 1; }
     // Whether there is more to work on.
     __device__ bool begins() {
         if (work >= heads * tiles) return false;
@@ -58,8 +60,8 @@ struct Group {
 // One of the slots that a thread's warp owns: its lane's pair of units, and its batch.
 struct Slot {
     bool there, live;       // has units, the same for the warp; and a batch
-    unsigned unit, in_tile;
-    i64 batch, offset;      // offset: of the pair in (heads, dim)
+    unsigned unit, in_tile, batch;
+    unsigned offset;        // of the pair in (heads, dim)
 
     __device__ void place(const Place& at, const Group& group, int k) {
         const unsigned slot = at.slot(k);
@@ -69,7 +71,7 @@ struct Slot {
         unit = group.first_unit + 16 * row + 2 * at.quad;
         batch = group.first_batch + in_tile;
         live = there && batch < group.batch;
-        offset = i64(group.head) * group.dim + unit;
+        offset = group.head * group.dim + unit;
     }
 };
 
@@ -111,9 +113,9 @@ struct Factor {
 template <int TILES, int HELD, int STORED>
 struct Product {
     static constexpr int CHAINS = TILES >= 3 ? 1 : 4 / TILES;
-    static constexpr int COUNT = HELD + STORED, MOST = 12;
-    static constexpr int WINDOWS = (COUNT + MOST - 1) / MOST;
-    static constexpr int WINDOW = (COUNT + WINDOWS - 1) / WINDOWS;  // words under way at a time
+    // Words under way at a time: as many as there are registers for.
+    static constexpr int MOST = (Element::EXACT ? 6 : ROWS > 1 ? 8 : 12) / BATCHES;
+    static constexpr int COUNT = HELD + STORED, WINDOW = COUNT < MOST ? COUNT : MOST;
     static constexpr int STRIDE = SPLIT * 4;                       // of them from one chunk to the next
     float sums[CHAINS][BATCHES][TILES][4];
 
@@ -223,7 +225,8 @@ private:
     }
 };
 
-// Where the values of a lone block's rows are: in its shared memory, of two rounds.
+// Where the values of a lone block's rows are: in its shared memory, of two rounds. A block of 16 units is
+// never said to be alone, but reads what it publishes: there is no room for it to be any better.
 template <int VALUES>
 struct Local {
     // An odd number of half cache lines: two rows side by side are in different banks.

@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
         for (int s = 0; s < Cell::TRACKED; s++) {
             const i64 state = s + Cell::FIRST;
             const Storage* from = unit.before + state * states_state;
-            if (t == 0) from = initial ? initial + state * of_state + unit.batch * block_of + unit.offset
+            if (t == 0) from = initial ? initial + state * of_state + i64(unit.batch) * block_of + unit.offset
                                        : nullptr;
             unit.coming.before[s] = from ? *reinterpret_cast<const Pair*>(from) : Pair{};
         }
@@ -146,9 +146,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                 unit.after[1][s] = x.y;
             }
             if (final_grad)
-                receive_all(unit, final_grad + unit.batch * block_of + unit.offset, of_state,
+                receive_all(unit, final_grad + i64(unit.batch) * block_of + unit.offset, of_state,
                             Cell::STATES);
-            fetch(unit, last);
+            if (EARLY) fetch(unit, last);
         }
         Factor factor{};
 
@@ -172,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
             for (int k = 0; k < OWN; k++) {
                 Unit& unit = units[k];
                 if (!unit.live) continue;
+                if (!EARLY) fetch(unit, t);
                 float gates[2][Cell::GATES];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
@@ -203,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                 unit.cache -= cache_time;
                 unit.before -= states_time;
                 unit.given -= states_grad_time;
-                if (t > 0) fetch(unit, t - 1);
+                if (EARLY && t > 0) fetch(unit, t - 1);
                 if (at.quad == 0 && t > AHEAD + 1) prefetch_ahead(unit);
             }
             if (clip > 0) {
@@ -227,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
             for (int i = 0; i < 2; i++) release(unit.grads[i], unit.after[i]);
 #pragma unroll
             for (int s = 0; s < Cell::STATES; s++)
-                store_pair(initial_grad + s * of_state + unit.batch * block_of + unit.offset,
+                store_pair(initial_grad + s * of_state + i64(unit.batch) * block_of + unit.offset,
                            make_float2(unit.grads[0][s], unit.grads[1][s]));
         }
     }

@@ -57,6 +57,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
     Matrix weights;
     Unit units[OWN];
 
+    const auto fetch = [&](Unit& unit) {
+#pragma unroll
+        for (int g = 0; g < Cell::INPUTS; g++)
+            unit.coming[g] = *reinterpret_cast<const Pair*>(unit.inputs + g * block_of);
+    };
+
     for (; group.begins(); group.advance()) {
         weights.load(Rows{recurrent, group, at});
 #pragma unroll
@@ -79,10 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
                 unit.carried[0][s] = x.x;
                 unit.carried[1][s] = x.y;
             }
-#pragma unroll
-            for (int g = 0; g < Cell::INPUTS; g++)
-                if (unit.live)
-                    unit.coming[g] = *reinterpret_cast<const Pair*>(unit.inputs + g * block_of);
+            if (EARLY && unit.live) fetch(unit);
         }
         Factor factor{initial + group.first_batch * block_of + group.head * dim, block_of, false};
 
@@ -101,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
             for (int k = 0; k < OWN; k++) {
                 Unit& unit = units[k];
                 if (!unit.live) continue;
+                if (!EARLY) fetch(unit);
                 float x[2][Cell::INPUTS], r[2][GATES], kept[2][AT_LEAST_ONE<Cell::KEPT>];
 #pragma unroll
                 for (int g = 0; g < Cell::INPUTS; g++) {
@@ -135,12 +139,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
                     unit.cache += cache_time;
                 }
                 unit.inputs += inputs_time;
+                if (EARLY && more) fetch(unit);
+                if (at.quad == 0 && t + AHEAD < time)
 #pragma unroll
-                for (int g = 0; g < Cell::INPUTS; g++) {
-                    const Storage* const from = unit.inputs + g * block_of;
-                    if (more) unit.coming[g] = *reinterpret_cast<const Pair*>(from);
-                    if (at.quad == 0 && t + AHEAD < time) prefetch(from + (AHEAD - 1) * inputs_time);
-                }
+                    for (int g = 0; g < Cell::INPUTS; g++)
+                        prefetch(unit.inputs + g * block_of + (AHEAD - 1) * inputs_time);
             }
             if (alone) __syncthreads();
             else if (more)

@@ -115,10 +115,13 @@ def _values(variant: Variant, direction: Direction) -> dict[str, int]:
 def _fused_tilings(kind: Pins) -> tuple[Pins, ...]:
     """Two: up to some hundred units, a block has 64 of them and few warps share a row of R, so that few
     blocks have to wait for each other, or none; else 16 of them, with as much of R as there is room for."""
-    gates = SIZES[str(dict(kind)["function"])].recurrent  # type: ignore[index]
-    chunks, layers = 16 // gates, 8 // gates
-    wide: Tiling = {"rows": 4, "split": 2, "batches": 1, "chunks": chunks, "layers": layers}
-    deep: Tiling = {**wide, "rows": 1, "split": 8}
+    function, dtype = (str(value) for _, value in kind[:2][::-1])
+    gates = SIZES[function].recurrent  # type: ignore[index]
+    # sLSTM's other states, and float32 that is split into parts, take registers, too.
+    chunks = (12 if function == "slstm" else 16) // gates
+    few = chunks if ITEM_SIZE[dtype] == 2 else 12 // gates
+    wide: Tiling = {"rows": 4, "split": 2, "batches": 1, "chunks": few, "layers": 4 // gates}
+    deep: Tiling = {"rows": 1, "split": 8, "batches": 1, "chunks": chunks, "layers": 8 // gates}
     return tuple(tuple(tiling.items()) for tiling in (wide, deep))
 
 
@@ -156,7 +159,8 @@ def _fused_launch(
     groups = problem.heads * -(-problem.batch // tile)
     at_once = max(1, min(groups, multiprocessors // members))
     published = problem.dim * (values["gates"] if direction == "backward" else 1)
-    ring = tilings.RING * tile * published * values["item"] if members > 1 else 0
+    alone = members == 1 and values["rows"] > 1
+    ring = 0 if alone else tilings.RING * tile * published * values["item"]
     return _launch_of("sequence", direction, problem, at_once * members, at_once * ring)
 
 

@@ -65,7 +65,7 @@ layer_bytes: Expression = 32 * gates * layers * threads
 forward_gates: Expression = gates - backward * (gates - 1)
 local_gates: Expression = 1 + backward * (gates - 1)
 sums_bytes: Expression = 2 * 256 * split * rows * batches * 2 * forward_gates
-local_bytes: Expression = 2 * tile * (units * local_gates * item + 192)
+local_bytes: Expression = 2 * tile * (128 * ceil_div(units * local_gates * item, 128) + 64)
 shared_bytes: Expression = layer_bytes + sums_bytes + local_bytes
 
 #: What a tiling has to meet, whatever the problem's sizes. The last line is for the tuner's sake: tilings

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.rnn import reference
-from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Clips, Direction, RnnProblem, Scope
+from scan_registry.kernels.rnn.problem import (
+    SIZES,
+    STRIDED,
+    Clips,
+    Direction,
+    RnnProblem,
+    Scope,
+    stride_names,
+)
 
 #: Of results against the reference in float64.
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
@@ -154,17 +163,80 @@ class Tensors:
         return max(errors)
 
 
-def trials() -> list[Trial]:
-    """Of every function: one block and several, sizes that fill no tile, a single step, and options."""
-    found = []
-    for function in SIZES:
-        one = Trial(function, batch=2, time=3, heads=1, dim=16)
-        found += [
-            one,
-            replace(one, batch=1, time=1, heads=3, dim=48, starts=False),
-            replace(one, batch=9, time=20, dim=32, graded=True, padded=1),
-            replace(one, time=3, dim=80, heads=2, starts=False, ends=False),
-            replace(one, clips=Clips(forward=0.2, recurrent=0.05), dim=32),
-            replace(one, clips=Clips(recurrent_cut=True), dim=32, ends=False),
-        ]
-    return found
+def trials(function: str) -> list[Trial]:
+    """One block and several, sizes that fill no tile, one step and more than a ring has slots, several
+    groups one after the other, and options."""
+    one = Trial(function, batch=2, time=3, heads=1, dim=16)
+    return [
+        one,
+        replace(one, batch=1, time=1, heads=3, dim=48, starts=False),
+        replace(one, batch=9, time=40, dim=32, graded=True, padded=1),
+        replace(one, time=20, dim=80, heads=2, starts=False, ends=False),
+        replace(one, clips=Clips(forward=0.2, recurrent=0.05), dim=32),
+        replace(one, clips=Clips(recurrent_cut=True), dim=32, ends=False),
+    ]
+
+
+def step_by_step(tensors: Tensors, libraries: dict[str, Any]) -> None:
+    """Forward and backward with a kernel of one step for each direction."""
+    trial, given = tensors.trial, tensors.given
+    sizes = SIZES[trial.function]  # type: ignore[index]
+    inputs, recurrent, states, cache = (
+        _there(given[name]) for name in ("inputs", "recurrent", "states", "cache")
+    )
+    block = (trial.batch, trial.heads, trial.dim)
+    carry = torch.zeros(len(sizes.states), *block)
+    if given["initial"] is not None:
+        carry.copy_(given["initial"])
+    by_head = recurrent.permute(1, 0, 2, 3).reshape(trial.heads, -1, trial.dim)
+    before = given["initial"]
+    problem = tensors.problem("step", "forward")
+    for t in range(trial.time):
+        terms = None
+        if before is not None:
+            terms = torch.matmul(before[0].transpose(0, 1), by_head.transpose(1, 2)).contiguous()
+        here = {"terms": terms, "carry": carry, "bias": given["bias"], "inputs": inputs[:, t]}
+        here |= {"states": states[:, :, t], "cache": cache[:, t] if sizes.cache else None}
+        libraries["forward"].run(problem, here, seed=t)
+        before = states[:, :, t]
+
+    states_grad, gates_grad = _there(given["states_grad"]), _there(given["gates_grad"])
+    carry = torch.zeros(len(sizes.states), *block)
+    if given["final_grad"] is not None:
+        carry.copy_(given["final_grad"])
+    problem = tensors.problem("step", "backward")
+    initial = given["initial"]
+    terms = None
+    for t in reversed(range(trial.time)):
+        if t == 0 and initial is not None:
+            problem = _with_strides(problem, "before", (initial.stride(0), initial.stride(1)))
+        here = {
+            "terms": terms,
+            "carry": carry,
+            "before": states[:, :, t - 1] if t > 0 else initial,
+            "states": states[:, :, t],
+            "cache": cache[:, t] if sizes.cache else None,
+            "states_grad": states_grad[:, :, t],
+            "gates_grad": gates_grad[:, t],
+        }
+        libraries["backward"].run(problem, here, seed=t)
+        through = gates_grad[:, t, : sizes.recurrent].permute(2, 0, 1, 3)
+        through = through.reshape(trial.heads, trial.batch, -1)
+        terms = torch.matmul(through, by_head).contiguous()
+    if not trial.clips.recurrent_cut:
+        clip = trial.clips.recurrent
+        carry[0] += _there(terms).transpose(0, 1).float().clamp(-clip, clip)
+    _there(given["initial_grad"]).copy_(carry)
+
+
+def _with_strides(problem: RnnProblem, tensor: str, strides: tuple[int, ...]) -> RnnProblem:
+    names = stride_names(problem.scope, problem.direction)
+    known = dict(zip(names, problem.strides, strict=True))
+    dimensions = STRIDED[problem.scope, problem.direction][tensor]
+    known |= {f"{tensor}_{d}": s for d, s in zip(dimensions, strides, strict=True)}
+    return replace(problem, strides=tuple(known.values()))
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor

@@ -1,0 +1,151 @@
+"""The CUDA kernels of recurrent networks on the CPU, against the reference; and that wheels hold no spill."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from scan_registry import jit
+from scan_registry.aot.compile import compile_variant
+from scan_registry.kernels.model import Variant
+from scan_registry.kernels.rnn.problem import SIZES
+from scan_registry.kernels.rnn.spec import FAMILY
+from scan_registry.target import Target
+
+#: Of the emulated GPU: as many blocks as run at once, so that some groups have to wait for others.
+MULTIPROCESSORS = 5
+
+
+@pytest.fixture(scope="module")
+def rnn_trials() -> ModuleType:
+    """The module of that name."""
+    spec = importlib.util.spec_from_file_location(
+        "rnn_trials", Path(__file__).with_name("rnn_trials.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["rnn_trials"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def tiled(function: str, dtype: str, **tiling: int) -> Variant:
+    """A variant of the fused forward kernel."""
+    kind = (("dtype", dtype), ("function", function))
+    return Variant(FAMILY.name, "sequence_forward", "cuda", (*kind, *tiling.items()))
+
+
+def chosen() -> Iterator[Variant]:
+    """Both tilings of each function, in one dtype each, and one in the third."""
+    for variant in FAMILY.kernel("sequence_forward", "cuda").variants:
+        dtype, function = variant.text("dtype"), variant.text("function")
+        dtypes = {4: "bfloat16", 1: "float32"}
+        if dtype == dtypes[variant.number("rows")] or (function, dtype) == ("lstm", "float16"):
+            yield variant
+
+
+#: What no default has, with sizes at which a row of R fills the registers and more.
+OTHERS = (
+    (tiled("lstm", "bfloat16", rows=4, split=2, batches=1, chunks=1, layers=2), 192),
+    (tiled("gru", "float32", rows=2, split=4, batches=2, chunks=1, layers=1), 128),
+    (tiled("elman", "float16", rows=4, split=1, batches=2, chunks=2, layers=1), 64),
+    (tiled("slstm", "float32", rows=2, split=1, batches=1, chunks=3, layers=1), 64),
+)
+
+
+def opposite(forward: Variant) -> Variant:
+    """The backward kernel's variant of the same tiling."""
+    return Variant(FAMILY.name, "sequence_backward", "cuda", forward.statics)
+
+
+def try_both(
+    forward: Variant, tried: list[object], emulator: ModuleType, module: ModuleType, folder: Path
+) -> None:
+    """Forward, and backward on what that made."""
+    libraries = [
+        emulator.emulated(FAMILY.kernel(variant.kernel, "cuda"), variant, folder)
+        for variant in (forward, opposite(forward))
+    ]
+    dtype = forward.text("dtype")
+    for number, trial in enumerate(tried):
+        tensors = module.Tensors(trial, getattr(torch, dtype), seed=number)
+        for library, direction in zip(libraries, ("forward", "backward"), strict=True):
+            problem = tensors.problem("sequence", direction)
+            assert library.kernel.accepts(library.variant, problem) is None
+            assert library.kernel.crowds(library.variant, problem, MULTIPROCESSORS) is None
+            library.run(problem, tensors.given, number, MULTIPROCESSORS)
+        assert tensors.error("states", "gates_grad", "initial_grad") <= module.TOLERANCE[dtype], (
+            trial
+        )
+
+
+@pytest.mark.parametrize("variant", [*chosen()], ids=str)
+def test_matches_the_reference(
+    variant: Variant, cuda_emulator: ModuleType, rnn_trials: ModuleType, tmp_path: Path
+) -> None:
+    """With every option, in whatever order the blocks and their threads run."""
+    tried = rnn_trials.trials(variant.text("function"))
+    try_both(variant, tried, cuda_emulator, rnn_trials, tmp_path)
+
+
+@pytest.mark.parametrize(("variant", "dim"), OTHERS, ids=str)
+def test_other_tilings(
+    variant: Variant, dim: int, cuda_emulator: ModuleType, rnn_trials: ModuleType, tmp_path: Path
+) -> None:
+    """R in shared memory, too; two batches of each lane; rows that one warp has whole."""
+    function = variant.text("function")
+    tried = [rnn_trials.Trial(function, batch, 9, 1, d) for batch, d in ((3, dim), (17, 32))]
+    try_both(variant, tried, cuda_emulator, rnn_trials, tmp_path)
+
+
+def test_inference_writes_no_cache(
+    cuda_emulator: ModuleType, rnn_trials: ModuleType, tmp_path: Path
+) -> None:
+    kernel = FAMILY.kernel("sequence_forward", "cuda")
+    variant = kernel.variants[0]
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    tensors = rnn_trials.Tensors(rnn_trials.trials("lstm")[0], torch.bfloat16)
+    given = {**tensors.given, "cache": None}
+    library.run(tensors.problem("sequence", "forward", training=False), given, 0)
+    assert tensors.error("states") <= rnn_trials.TOLERANCE["bfloat16"]
+    assert tensors.given["cache"].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"), [*product(SIZES, ("float32",)), ("gru", "bfloat16")]
+)
+def test_steps_match_the_reference(
+    function: str, dtype: str, cuda_emulator: ModuleType, rnn_trials: ModuleType, tmp_path: Path
+) -> None:
+    """One launch per step, and the product with R in torch."""
+    libraries = {}
+    for direction in ("forward", "backward"):
+        kernel = FAMILY.kernel(f"step_{direction}", "cuda")
+        variant = next(
+            v for v in kernel.variants if (v.text("function"), v.text("dtype")) == (function, dtype)
+        )
+        libraries[direction] = cuda_emulator.emulated(kernel, variant, tmp_path)
+    for trial in rnn_trials.trials(function):
+        tensors = rnn_trials.Tensors(trial, getattr(torch, dtype))
+        rnn_trials.step_by_step(tensors, libraries)
+        error = tensors.error("states", "gates_grad", "initial_grad")
+        assert error <= rnn_trials.TOLERANCE[dtype], trial
+
+
+@pytest.mark.skipif(isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed")
+@pytest.mark.parametrize("kernel", ["sequence_forward", "sequence_backward"])
+def test_r_stays_in_registers(kernel: str) -> None:
+    """The largest kernels of the narrow dtypes: a spilled register would be reloaded at every step."""
+    for variant in FAMILY.kernel(kernel, "cuda").variants:
+        if variant.text("dtype") == "bfloat16" and variant.text("function") in ("lstm", "slstm"):
+            binary, _ = compile_variant(variant, Target.parse("sm90"))
+            assert not binary.spill_bytes
+            assert (binary.registers or 0) * binary.threads <= 65_536
