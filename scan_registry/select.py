@@ -330,12 +330,11 @@ def _refusal(
         return f"this version has no such kernel in {variant.language}"
     if text not in kernel.by_text and not kernel.allows(variant):
         return "this version's spec has no such variant"
-    if reason := kernel.accepts(variant, problem):
-        return reason
     assert system.device is not None
-    if reason := kernel.crowds(variant, problem, system.device.multiprocessors):
+    count = system.device.multiprocessors
+    if reason := kernel.accepts(variant, problem) or kernel.crowds(variant, problem, count):
         return reason
-    blocks = kernel.launch(variant, problem, system.device.multiprocessors).grid[0]
+    blocks = kernel.launch(variant, problem, count).grid[0]
     return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None
 
 

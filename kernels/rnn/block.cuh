@@ -75,7 +75,8 @@ struct Slot {
     }
 };
 
-// The part of R that a thread keeps: of each chunk and each of TILES tiles of 16 rows two words.
+// The part of R that a thread keeps: of each chunk, and each of TILES tiles of 16 rows, a word of 16 bytes
+// of two rows, as the tensor cores take them.
 template <int TILES, int HELD, int STORED>
 struct Weights {
     uint4 held[HELD][TILES][2];
@@ -84,17 +85,30 @@ struct Weights {
         return reinterpret_cast<uint4*>(dynamic_shared()) +
                ((chunk * TILES + tile) * 2 + half) * THREADS + threadIdx.x;
     }
-    // `load` is called with a chunk's number, a tile and two words to fill in.
+    __device__ uint4 operand(int chunk, int tile, int half) const {
+        return chunk < HELD ? held[chunk < HELD ? chunk : 0][tile][half]
+                            : *stored(chunk - HELD, tile, half);
+    }
+    // `load` is called with a chunk's number, a tile and the words of two rows to fill in.
     template <class Load>
     __device__ void load(Load load) {
+        uint4 top, bottom;
 #pragma unroll
         for (int c = 0; c < HELD; c++)
 #pragma unroll
-            for (int m = 0; m < TILES; m++) load(c, m, held[c][m][0], held[c][m][1]);
+            for (int m = 0; m < TILES; m++) {
+                load(c, m, top, bottom);
+                held[c][m][0] = make_uint4(top.x, bottom.x, top.y, bottom.y);
+                held[c][m][1] = make_uint4(top.z, bottom.z, top.w, bottom.w);
+            }
 #pragma unroll 1
         for (int c = 0; c < STORED; c++)
 #pragma unroll
-            for (int m = 0; m < TILES; m++) load(HELD + c, m, *stored(c, m, 0), *stored(c, m, 1));
+            for (int m = 0; m < TILES; m++) {
+                load(HELD + c, m, top, bottom);
+                *stored(c, m, 0) = make_uint4(top.x, bottom.x, top.y, bottom.y);
+                *stored(c, m, 1) = make_uint4(top.z, bottom.z, top.w, bottom.w);
+            }
     }
 };
 
@@ -153,19 +167,14 @@ struct Product {
                 if (c >= chunks) break;
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
-                    const bool in_registers = c < HELD;
-                    const uint4 top = in_registers ? weights.held[in_registers ? c : 0][m][0]
-                                                   : *weights.stored(c - HELD, m, 0);
-                    const uint4 bottom = in_registers ? weights.held[in_registers ? c : 0][m][1]
-                                                      : *weights.stored(c - HELD, m, 1);
+                    const uint4 first_half = weights.operand(c, m, 0);
+                    const uint4 second_half = weights.operand(c, m, 1);
 #pragma unroll
                     for (int n = 0; n < BATCHES; n++) {
                         const uint4 column = columns[n][c - first];
-                        Element::multiply(sums[2 * c % CHAINS][n][m], make_uint2(top.x, top.y),
-                                          make_uint2(bottom.x, bottom.y),
+                        Element::multiply(sums[2 * c % CHAINS][n][m], first_half,
                                           make_uint2(column.x, column.y));
-                        Element::multiply(sums[(2 * c + 1) % CHAINS][n][m],
-                                          make_uint2(top.z, top.w), make_uint2(bottom.z, bottom.w),
+                        Element::multiply(sums[(2 * c + 1) % CHAINS][n][m], second_half,
                                           make_uint2(column.z, column.w));
                     }
                 }
@@ -195,17 +204,21 @@ struct Product {
                             pair(n, m, i);
             __syncthreads();
 #pragma unroll
-            for (int k = 0; k < OWN; k++)
+            for (int k = 0; k < OWN; k++) {
+                if (at.slot(k) >= SLOTS) continue;
+                const auto of = [&](int part, int m) {
+                    return parts[round % 2][part][at.slot(k)][m][at.lane];
+                };
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
-                    total[k][m] = make_float2(0, 0);
-                    if (at.slot(k) >= SLOTS) continue;
+                    total[k][m] = of(0, m);
 #pragma unroll
-                    for (int part = 0; part < SPLIT; part++) {
-                        const float2 x = parts[round % 2][part][at.slot(k)][m][at.lane];
+                    for (int part = 1; part < SPLIT; part++) {
+                        const float2 x = of(part, m);
                         total[k][m] = make_float2(total[k][m].x + x.x, total[k][m].y + x.y);
                     }
                 }
+            }
         }
     }
 

@@ -11,8 +11,8 @@ struct bfloat16 {
     static constexpr bool EXACT = false;  // narrow enough for the GPU's approximations
     static __device__ float widen(Storage bits) { return __uint_as_float(unsigned(bits) << 16); }
     static __device__ Pair narrow(float2 x) { return bfloat16_pair(x.x, x.y); }
-    static __device__ void multiply(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
-        mma_bfloat16(acc, top, bottom, column);
+    static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) {
+        mma_bfloat16(acc, a, b);
     }
 };
 
@@ -22,25 +22,17 @@ struct float16 {
     static constexpr bool EXACT = false;
     static __device__ float widen(Storage bits) { return from_float16(bits); }
     static __device__ Pair narrow(float2 x) { return float16_pair(x.x, x.y); }
-    static __device__ void multiply(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
-        mma_float16(acc, top, bottom, column);
+    static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) {
+        mma_float16(acc, a, b);
     }
 };
 
-// The 11 leading bits of a float, rounded, and the next 11.
-struct Split {
-    uint2 high, low;
-
-    __device__ explicit Split(uint2 x) {
-        part(x.x, high.x, low.x);
-        part(x.y, high.y, low.y);
-    }
-    static __device__ void part(unsigned x, unsigned& high, unsigned& low) {
-        constexpr unsigned KEPT = 0xffffe000u;
-        high = (x + 0x1000u) & KEPT;
-        low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high)) & KEPT;
-    }
-};
+// Of a float the 11 leading bits, rounded, and the next 11.
+__device__ inline unsigned high_part(unsigned x) { return (x + 0x1000u) & 0xffffe000u; }
+__device__ inline unsigned low_part(unsigned x) {
+    const float rest = __uint_as_float(x) - __uint_as_float(high_part(x));
+    return __float_as_uint(rest) & 0xffffe000u;
+}
 
 struct float32 {
     using Storage = unsigned;
@@ -51,13 +43,17 @@ struct float32 {
         return make_uint2(__float_as_uint(x.x), __float_as_uint(x.y));
     }
     // In three parts: what is left out is 2^-22 of a product. Tensor cores take 11 bits.
-    static __device__ void multiply(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
-        const Split a(make_uint2(afresh(top.x), afresh(top.y)));
-        const Split b(make_uint2(afresh(bottom.x), afresh(bottom.y)));
-        const Split c(column);
-        mma_tf32(acc, a.low, b.low, c.high);
-        mma_tf32(acc, a.high, b.high, c.low);
-        mma_tf32(acc, a.high, b.high, c.high);
+    static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) {
+        const uint4 fresh = make_uint4(afresh(a.x), afresh(a.y), afresh(a.z), afresh(a.w));
+        const uint4 high = make_uint4(high_part(fresh.x), high_part(fresh.y), high_part(fresh.z),
+                                      high_part(fresh.w));
+        const uint2 b_high = make_uint2(high_part(b.x), high_part(b.y));
+        mma_tf32(acc,
+                 make_uint4(low_part(fresh.x), low_part(fresh.y), low_part(fresh.z),
+                            low_part(fresh.w)),
+                 b_high);
+        mma_tf32(acc, high, make_uint2(low_part(b.x), low_part(b.y)));
+        mma_tf32(acc, high, b_high);
     }
 };
 

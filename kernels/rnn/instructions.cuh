@@ -3,26 +3,26 @@
 #pragma once
 #include "../linear_scan/ptx.cuh"
 
-// acc += A·B, 16 × 8, for a warp. A is 16 × 16 of 16 bits, or 16 × 8 of 32: a lane holds `top`, of row
-// lane / 4, and `bottom`, eight rows further, in two words each; B's column lane / 4 is held likewise.
+// acc += A·B, 16 × 8, for a warp. A is 16 × 16 of 16 bits, or 16 × 8 of 32: a lane holds two words of row
+// lane / 4, x and z, and of the row that is eight further, y and w; of B's column lane / 4 it holds two.
 // Which values of a row those words are is the caller's choice, if it is the same for A and B.
-__device__ inline void mma_bfloat16(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
+__device__ inline void mma_bfloat16(float (&acc)[4], uint4 a, uint2 b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-        : "r"(top.x), "r"(bottom.x), "r"(top.y), "r"(bottom.y), "r"(column.x), "r"(column.y));
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
-__device__ inline void mma_float16(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
+__device__ inline void mma_float16(float (&acc)[4], uint4 a, uint2 b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-        : "r"(top.x), "r"(bottom.x), "r"(top.y), "r"(bottom.y), "r"(column.x), "r"(column.y));
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
-__device__ inline void mma_tf32(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
+__device__ inline void mma_tf32(float (&acc)[4], uint4 a, uint2 b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-        : "r"(top.x), "r"(bottom.x), "r"(top.y), "r"(bottom.y), "r"(column.x), "r"(column.y));
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
 // Memory that other blocks read and write: each 32-bit word in one piece, in no order with others.

@@ -22,7 +22,10 @@ struct Columns {
         const unsigned value = (at.part + SPLIT * chunk) * CHUNK + at.in_quad * PER;
         top = bottom = make_uint4(0, 0, 0, 0);
         if (unit >= group.dim || value >= RECURRENT * group.dim) return;
-        const unsigned gate = value / group.dim, other = value % group.dim;
+        unsigned gate = 0, other = value;
+#pragma unroll
+        for (int g = 1; g < RECURRENT; g++)
+            if (other >= group.dim) other -= group.dim, gate++;
         const i64 row = (i64(gate) * group.heads + group.head) * group.dim + other;
         const Storage* const from = recurrent + row * group.dim + unit;
         Pair pairs[PER];
@@ -189,17 +192,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
 #pragma unroll
                     for (int s = 0; s < Cell::TRACKED; s++) unit.after[i][s] = before[s];
                 }
+                Pair pairs[Cell::GATES];
+                Storage* const to =
+                    const_cast<Storage*>(factor.first) + unit.in_tile * factor.stride + unit.unit;
 #pragma unroll
                 for (int g = 0; g < Cell::GATES; g++) {
-                    const Pair pair = Element::narrow(make_float2(gates[0][g], gates[1][g]));
-                    if (g < RECURRENT && clip > 0) {
-                        Storage* const to = const_cast<Storage*>(factor.first) +
-                                            unit.in_tile * factor.stride + g * dim + unit.unit;
-                        if (alone) *reinterpret_cast<Pair*>(to) = pair;
-                        else publish(to, pair);
-                    }
-                    *reinterpret_cast<Pair*>(unit.gates_grad + g * block_of) = pair;
+                    pairs[g] = Element::narrow(make_float2(gates[0][g], gates[1][g]));
+                    if (g >= RECURRENT || !(clip > 0)) continue;
+                    if (alone) *reinterpret_cast<Pair*>(to + g * group.dim) = pairs[g];
+                    else publish(to + g * group.dim, pairs[g]);
                 }
+#pragma unroll
+                for (int g = 0; g < Cell::GATES; g++)
+                    *reinterpret_cast<Pair*>(unit.gates_grad + g * block_of) = pairs[g];
                 unit.gates_grad -= gates_grad_time;
                 unit.cache -= cache_time;
                 unit.before -= states_time;

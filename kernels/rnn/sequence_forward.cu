@@ -25,8 +25,13 @@ struct Rows {
         if (unit >= group.dim || value >= group.dim) return;
         const i64 row = (i64(gate) * group.heads + group.head) * group.dim + unit;
         const Storage* const from = recurrent + row * group.dim + value;
-        top = *reinterpret_cast<const uint4*>(from);
-        bottom = *reinterpret_cast<const uint4*>(from + group.dim);
+        top = words(reinterpret_cast<const unsigned*>(from));
+        bottom = words(reinterpret_cast<const unsigned*>(from + group.dim));
+    }
+    // One by one: were they loaded at once, the registers would be in the wrong order for the tensor
+    // cores, and be put in order at every step.
+    __device__ static uint4 words(const unsigned* from) {
+        return make_uint4(from[0], from[1], from[2], from[3]);
     }
 };
 

@@ -58,7 +58,7 @@ chunk: Expression = ceil_div(64, item)
 #: A lane's part of R: two words of 16 bytes for each gate and chunk.
 held: Expression = 8 * gates * chunks
 #: What else a thread holds: sums, a window of words on their way, and the states and inputs of its slot.
-others: Expression = 72 + 24 * batches + 8 * item
+others: Expression = 72 + 24 * batches + 6 * item
 #: Of shared memory: R's layers; the sums that the warps of a row exchange, in two rounds; and the values
 #: of a block that is alone, in two rounds.
 layer_bytes: Expression = 32 * gates * layers * threads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Trial:
     ends: bool = True
     graded: bool = False
     padded: int = 0
-    clips: Clips = Clips()
+    clips: Clips = field(default_factory=Clips)
 
 
 class Tensors:

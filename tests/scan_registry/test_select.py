@@ -1077,3 +1077,20 @@ def test_a_pinned_variant_runs_or_nothing_does(a_binary: Make, a_device: Describ
     assert (variant_of(spare.winner), spare.taken().rung) == (SPARE, Rung.JIT)
     with pytest.raises(NoKernelError):
         decide(a_device(), [archive], pinned=TRITON[0], backend="cuda").taken()
+
+
+def test_blocks_that_wait_for_each_other_have_to_fit_the_gpu(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    """Which a kernel tells by the number of multiprocessors."""
+    kernels = tuple(
+        replace(k, crowds=lambda v, p, count: None if count >= 100 else f"{count} are too few")
+        for k in FAMILY.kernels
+    )
+    family = replace(FAMILY, kernels=kernels)
+    archive = archive_factory("sm90", variants=CUDA)
+    for count, rung in ((100, Rung.EXACT), (99, Rung.REFERENCE)):
+        there = System(a_device(multiprocessors=count), (archive,))
+        decision = select(there, family, a_problem(), "auto", Rung.REFERENCE)
+        assert decision.taken().rung is rung
+        assert ("99 are too few" in told(decision, KERNEL)) == (count == 99)

@@ -6,39 +6,37 @@
 
 // Of a warp's product: the 16 values of a row or a column of which four lanes hold two words each.
 struct EmulatedWords {
-    uint2 top, bottom, column;
+    uint4 a;
+    uint2 b;
 };
 template <class Take>
 void emulated_mma(float (&acc)[4], EmulatedWords own, Take take) {
     const int lane = emulated_lane();
-    float sums[4] = {acc[0], acc[1], acc[2], acc[3]};
     emulator::meet(own, [&](const EmulatedWords* lanes) {
         for (int i = 0; i < 4; i++)
             for (int k = 0; k < 4; k++) {
-                const EmulatedWords& row = lanes[lane / 4 * 4 + k];
-                const EmulatedWords& column = lanes[(lane % 4 * 2 + i % 2) * 4 + k];
-                const uint2 a = i < 2 ? row.top : row.bottom, b = column.column;
-                take(sums[i], a.x, b.x);
-                take(sums[i], a.y, b.y);
+                const uint4 a = lanes[lane / 4 * 4 + k].a;
+                const uint2 b = lanes[(lane % 4 * 2 + i % 2) * 4 + k].b;
+                take(acc[i], i < 2 ? a.x : a.y, b.x);
+                take(acc[i], i < 2 ? a.z : a.w, b.y);
             }
     });
-    for (int i = 0; i < 4; i++) acc[i] = sums[i];
 }
-inline void mma_bfloat16(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
-    emulated_mma(acc, {top, bottom, column}, [](float& sum, unsigned a, unsigned b) {
+inline void mma_bfloat16(float (&acc)[4], uint4 a, uint2 b) {
+    emulated_mma(acc, {a, b}, [](float& sum, unsigned a, unsigned b) {
         sum += __uint_as_float(a << 16) * __uint_as_float(b << 16);
         sum += __uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u);
     });
 }
-inline void mma_float16(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
-    emulated_mma(acc, {top, bottom, column}, [](float& sum, unsigned a, unsigned b) {
+inline void mma_float16(float (&acc)[4], uint4 a, uint2 b) {
+    emulated_mma(acc, {a, b}, [](float& sum, unsigned a, unsigned b) {
         sum += from_float16((unsigned short)a) * from_float16((unsigned short)b);
         sum += from_float16((unsigned short)(a >> 16)) * from_float16((unsigned short)(b >> 16));
     });
 }
 // Tensor cores do not see the 13 last bits.
-inline void mma_tf32(float (&acc)[4], uint2 top, uint2 bottom, uint2 column) {
-    emulated_mma(acc, {top, bottom, column}, [](float& sum, unsigned a, unsigned b) {
+inline void mma_tf32(float (&acc)[4], uint4 a, uint2 b) {
+    emulated_mma(acc, {a, b}, [](float& sum, unsigned a, unsigned b) {
         sum += __uint_as_float(a & 0xffffe000u) * __uint_as_float(b & 0xffffe000u);
     });
 }

@@ -1,0 +1,152 @@
+"""How the fused kernels of recurrent networks are tiled: constraints, and what they say of problems."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scan_registry.kernels.model import Kernel, Variant
+from scan_registry.kernels.rnn import tilings
+from scan_registry.kernels.rnn.constraints import (
+    Constraint,
+    Name,
+    ceil_div,
+    first_broken,
+)
+from scan_registry.kernels.rnn.problem import SIZES, RnnProblem
+from scan_registry.kernels.rnn.spec import FAMILY
+
+FUSED = [kernel for kernel in FAMILY.kernels if kernel.name.startswith("sequence")]
+IDS = [kernel.name for kernel in FUSED]
+
+
+def a_problem(kernel: Kernel, **changes: object) -> RnnProblem:
+    """Of LSTM, in bfloat16, as the samples have it but for ``changes``."""
+    found = next(
+        sample.problem
+        for sample in FAMILY.samples
+        if isinstance(sample.problem, RnnProblem)
+        and (sample.problem.kernel, sample.problem.function) == (kernel.name, "lstm")
+        and sample.dtype == "bfloat16"
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def taken(kernel: Kernel, problem: RnnProblem, multiprocessors: int) -> list[Variant]:
+    """The defaults that can solve a problem."""
+    return [
+        variant
+        for variant in kernel.variants
+        if kernel.accepts(variant, problem) is None
+        and kernel.crowds(variant, problem, multiprocessors) is None
+    ]
+
+
+# --- Constraints ------------------------------------------------------------------------------
+
+
+def test_expressions() -> None:
+    a, b = Name("a"), Name("b")
+    expression = 2 * a * b + ceil_div(a, 4) - 3
+    assert expression.value({"a": 5, "b": 7}) == 70 + 2 - 3
+    assert expression.names() == {"a", "b"}
+    assert (1 + a).value({"a": 1}) == 2
+    with pytest.raises(KeyError, match="b"):
+        expression.value({"a": 5})
+
+
+@pytest.mark.parametrize(
+    ("relation", "left", "right", "reason"),
+    [
+        ("<=", 3, 3, None),
+        ("<=", 4, 3, "words: 4 > 3"),
+        ("==", 3, 3, None),
+        ("==", 4, 3, "words: 4 != 3"),
+        ("divides", 4, 12, None),
+        ("divides", 5, 12, "words: 5 does not divide 12"),
+        ("divides", 0, 12, "words: 0 does not divide 12"),
+    ],
+)
+def test_relations(relation: str, left: int, right: int, reason: str | None) -> None:
+    constraint = Constraint("words", Name("left"), relation, right)  # type: ignore[arg-type]
+    assert constraint.broken({"left": left}) == reason
+
+
+def test_what_is_not_known_excludes_nothing() -> None:
+    constraints = (Constraint("a", Name("a"), "<=", 1), Constraint("b", Name("b"), "<=", 1))
+    assert first_broken(constraints, {"a": 1}) is None
+    assert first_broken(constraints, {"b": 2}) == "b: 2 > 1"
+    assert first_broken(constraints, {"a": 3, "b": 2}) == "a: 3 > 1"
+
+
+# --- Tilings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", FUSED, ids=IDS)
+def test_defaults_meet_the_constraints_of_every_gpu(kernel: Kernel) -> None:
+    for variant in kernel.variants:
+        pins = {k: v for k, v in variant.statics if isinstance(v, int)}
+        function = variant.text("function")
+        given = {
+            "gates": SIZES[function].recurrent,  # type: ignore[index]
+            "item": 4 if variant.text("dtype") == "float32" else 2,
+            "backward": int(kernel.name.endswith("backward")),
+            **tilings.LEAST,
+        }
+        assert pins in list(tilings.enumerate_tilings(given)), str(variant)
+
+
+def test_more_memory_allows_more_tilings() -> None:
+    given = {"gates": 4, "item": 2, "backward": 0, **tilings.LEAST}
+    small = list(tilings.enumerate_tilings(given))
+    large = list(tilings.enumerate_tilings({**given, "shared_memory": 227 * 1024}))
+    assert 0 < len(small) < len(large)
+    assert all(tiling in large for tiling in small)
+
+
+@pytest.mark.parametrize("kernel", FUSED, ids=IDS)
+def test_small_heads_take_few_blocks(kernel: Kernel) -> None:
+    for dim, members in ((16, 1), (64, 1), (128, 2), (256, 4), (768, 48), (1024, 64)):
+        problem = a_problem(kernel, dim=dim, batch=8)
+        best = min(taken(kernel, problem, 132), key=lambda v: kernel.cost(v, problem))
+        launch = kernel.launch(best, problem, 132)
+        assert launch.grid == (members, 1, 1)
+        assert (launch.workspace > 0) == (members > 1)
+
+
+@pytest.mark.parametrize("kernel", FUSED, ids=IDS)
+def test_a_launch_never_has_more_blocks_than_run_at_once(kernel: Kernel) -> None:
+    problem = a_problem(kernel, dim=768, heads=3, batch=65)
+    for multiprocessors in (48, 56, 108, 132, 148):
+        for variant in taken(kernel, problem, multiprocessors):
+            (blocks, *_), members = kernel.launch(variant, problem, multiprocessors).grid, 48
+            assert blocks <= multiprocessors
+            assert blocks == multiprocessors // members * members
+
+
+@pytest.mark.parametrize("kernel", FUSED, ids=IDS)
+def test_what_does_not_fit_says_why(kernel: Kernel) -> None:
+    variant = kernel.variants[1]
+    assert variant.number("rows") == 1
+
+    def reason(**changes: object) -> str:
+        return kernel.accepts(variant, a_problem(kernel, **changes)) or ""
+
+    assert reason() == ""
+    assert "1552 > 1536" in reason(dim=1552)
+    assert "16 does not divide 100" in reason(dim=100)
+    assert reason(dtype="float16") == "dtype bfloat16, not float16"
+    assert reason(function="gru") == "function lstm, not gru"
+    assert "it takes 16" in reason(alignment=8)
+    assert kernel.crowds(variant, a_problem(kernel), 48) is None
+    assert "48 > 47" in (kernel.crowds(variant, a_problem(kernel), 47) or "")
+
+
+@pytest.mark.parametrize("kernel", FAMILY.kernels, ids=[k.name for k in FAMILY.kernels])
+def test_launches_have_the_kernels_scalars(kernel: Kernel) -> None:
+    names = {parameter.name for parameter in kernel.parameters if parameter.kind == "i64"}
+    problem = a_problem(kernel)
+    for variant in kernel.variants:
+        if kernel.accepts(variant, problem) is None:
+            assert kernel.launch(variant, problem, 132).scalars.keys() == names
