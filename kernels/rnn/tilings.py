@@ -11,7 +11,7 @@ A tiling is a value for each variable; ``block.cuh`` has the picture.
 A problem gives ``dim``, ``gates`` (that R feeds), ``item`` (bytes of an element) and ``backward`` (0, 1);
 a GPU ``multiprocessors``, ``shared_memory`` (bytes per block), ``threads`` and ``registers`` (per block).
 The same constraints enumerate the tilings of a kind (``enumerate_tilings``; a solver can do that, too,
-see ``solve``) and tell at run time what a tiling is not for.
+see ``solve.py``) and tell at run time what a tiling is not for.
 """
 
 from __future__ import annotations
@@ -66,16 +66,17 @@ forward_gates: Expression = gates - backward * (gates - 1)
 local_gates: Expression = 1 + backward * (gates - 1)
 sums_bytes: Expression = 2 * 256 * split * rows * batches * 2 * forward_gates
 local_bytes: Expression = 2 * tile * (128 * ceil_div(units * local_gates * item, 128) + 64)
-shared_bytes: Expression = layer_bytes + sums_bytes + local_bytes
+static_bytes: Expression = sums_bytes + local_bytes
+shared_bytes: Expression = layer_bytes + static_bytes
 
-#: What a tiling has to meet, whatever the problem's sizes. The last line is for the tuner's sake: tilings
-#: in which half of the threads have nothing to do are not worth their name.
+#: What a tiling has to meet, whatever the problem's sizes.
 TILES = (
     Constraint("threads of a block", threads, "<=", most_threads),
     Constraint("threads that are to have work", 128, "<=", threads),
     Constraint("registers per thread", held + others, "<=", 255),
     Constraint("registers of a block", (held + others) * threads, "<=", registers),
     Constraint("bytes of shared memory", shared_bytes, "<=", shared_memory),
+    Constraint("bytes of shared memory beside R's", static_bytes, "<=", 48 * 1024),
     Constraint("chunks in shared memory beside those in registers", layers, "<=", 2 * chunks),
 )
 #: What a problem has to meet, too.
@@ -90,6 +91,13 @@ RESIDENT = (Constraint("blocks of a group at once", members, "<=", multiprocesso
 
 #: A GPU with the least of everything among those of compute capability 8.0 and later.
 LEAST = {"threads": 1024, "registers": 65_536, "shared_memory": 99 * 1024}
+
+
+def most_units(values: Values) -> int:
+    """The largest ``dim`` for a tiling on a GPU; ``values`` has the tiling, ``item`` and
+    ``multiprocessors``."""
+    room = (split * chunk * (chunks + layers)).value(values)
+    return min(room, (units * multiprocessors).value(values)) // 16 * 16
 
 
 def enumerate_tilings(given: Values) -> Iterator[Tiling]:

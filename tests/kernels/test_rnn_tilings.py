@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.kernels.rnn import tilings
+from scan_registry.kernels.rnn import solve, tilings
 from scan_registry.kernels.rnn.constraints import (
     Constraint,
     Name,
@@ -103,6 +104,55 @@ def test_more_memory_allows_more_tilings() -> None:
     large = list(tilings.enumerate_tilings({**given, "shared_memory": 227 * 1024}))
     assert 0 < len(small) < len(large)
     assert all(tiling in large for tiling in small)
+
+
+@pytest.mark.parametrize("backward", [0, 1])
+@pytest.mark.parametrize(("gates", "item"), [(4, 2), (3, 4), (1, 2)])
+def test_a_solver_finds_the_same(gates: int, item: int, backward: int) -> None:
+    pytest.importorskip("ortools")
+    given = {"gates": gates, "item": item, "backward": backward, **tilings.LEAST}
+    for problem in ({}, {"dim": 768, "multiprocessors": 132}, {"dim": 40}):
+        values = {**given, **problem}
+        constraints = (*tilings.TILES, *tilings.PROBLEM, *tilings.RESIDENT)
+        found = solve.solve(tilings.DOMAINS, constraints, values)
+        assert found == list(tilings.enumerate_tilings(values))
+        assert bool(found) == (problem != {"dim": 40})
+
+
+def test_without_a_solver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
+    with pytest.raises(solve.MissingSolverError, match=r"scan-registry\[tune\]"):
+        solve.solve(tilings.DOMAINS, tilings.TILES, {})
+
+
+def test_how_wide_a_head_may_be() -> None:
+    kernel = FAMILY.kernel("sequence_forward", "cuda")
+    found = {}
+    for variant in kernel.variants:
+        pins = {k: v for k, v in variant.statics if isinstance(v, int)}
+        item = 4 if variant.text("dtype") == "float32" else 2
+        kind = variant.text("function"), item
+        for multiprocessors in (108, 132):
+            most = tilings.most_units({**pins, "item": item, "multiprocessors": multiprocessors})
+            problem = a_problem(kernel, dim=most, function=kind[0], dtype=variant.text("dtype"))
+            larger = replace(problem, dim=most + 16)
+            assert kernel.accepts(variant, problem) is None
+            assert kernel.crowds(variant, problem, multiprocessors) is None
+            assert kernel.accepts(variant, larger) or kernel.crowds(
+                variant, larger, multiprocessors
+            )
+            if multiprocessors == 132:
+                found[kind] = max(most, found.get(kind, 0))
+    assert found == {
+        ("lstm", 2): 1536,
+        ("lstm", 4): 768,
+        ("gru", 2): 1792,
+        ("gru", 4): 896,
+        ("elman", 2): 2112,
+        ("elman", 4): 2112,
+        ("slstm", 2): 1280,
+        ("slstm", 4): 640,
+    }
 
 
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)
