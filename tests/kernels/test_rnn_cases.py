@@ -39,7 +39,7 @@ def test_a_kernel_passes_its_cases(
         name = next(iter(case.expected))
         out = case.tensors[name]
         assert out is not None
-        out[-1].view(-1)[-1:].add_(1000)
+        out[(-1,) * out.dim()] += 1000
         assert case.error() > cases.TOLERANCE[dtype]
 
 
