@@ -22,6 +22,7 @@ import pytest
 from scan_registry import archive
 from scan_registry.archive import Archive, Binary, digest
 from scan_registry.device import Device
+from scan_registry.kernels import families
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 from scan_registry.target import Target
@@ -104,8 +105,8 @@ def a_binary() -> Callable[..., tuple[Binary, bytes]]:
 def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
     """Writes an archive for an arch into ``tmp_path`` and returns it, unread.
 
-    ``binaries`` defaults to one for each of ``variants``, and these to the CUDA kernels' defaults, which
-    no tuning table changes.
+    ``binaries`` defaults to one for each of ``variants``, and these to the defaults of all CUDA kernels
+    that an operator calls, which no tuning table changes.
     """
 
     def make(
@@ -119,8 +120,9 @@ def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
         if binaries is None:
             chosen = variants or (
                 variant
-                for kernel in FAMILY.kernels
-                if kernel.language == "cuda"
+                for family in families().values()
+                for kernel in family.kernels
+                if family.samples and kernel.language == "cuda"
                 for variant in kernel.by_text.values()
             )
             binaries = [make_binary(variant, target) for variant in chosen]

@@ -107,19 +107,13 @@ def _elman_back(
     return StepBack((dh * (1 - h * h),), (torch.zeros_like(dh),))
 
 
-def _stabilised(i: Tensor, log_f: Tensor, before: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """m', whether i decides it, and the factors e and k."""
-    _, _, n, m = before
-    by_input = (n == 0) | (i > log_f + m)
-    new_m = torch.where(by_input, i, log_f + m)
-    e, k = (i - new_m).exp(), (log_f + m - new_m).clamp_max(_MOST_LOG).exp()
-    return new_m, by_input, e, k
-
-
 def _slstm(gates: Tensors, before: Tensors) -> Step:
     i, log_f, z, o = gates[0], logsigmoid(gates[1]), gates[2].tanh(), gates[3].sigmoid()
-    m, by_input, e, k = _stabilised(i, log_f, before)
-    c, n = k * before[1] + e * z, (k * before[2] + e).clamp_min(1)
+    _, c, n, m = before
+    by_input = (n == 0) | (i > log_f + m)
+    m = torch.where(by_input, i, log_f + m)
+    e, k = (i - m).exp(), (log_f + before[3] - m).clamp_max(_MOST_LOG).exp()
+    c, n = k * c + e * z, (k * n + e).clamp_min(1)
     return Step((o * c / n, c, n, m), (torch.where(by_input, k, -e), log_f, z, o))
 
 
@@ -134,12 +128,12 @@ def _slstm_back(
     dh, dc, dn, dm = grads
     dc, dn = dc + dh * o / n, dn - dh * o * c / (n * n)
     dn = torch.where(k * old_n + e >= 1, dn, 0)  # the floor passes nothing on
+    apart = extra[0] * lesser.abs()
     d_log_e, d_log_k = (dc * z + dn) * e, (dc * old_c + dn * old_n) * k
     dm = dm - d_log_e - d_log_k
-    of_lesser = extra[0] * lesser * torch.where(by_input, 1, -1)
-    d_log_k = d_log_k + torch.where(by_input, 0, dm) + of_lesser
+    d_log_k = d_log_k + torch.where(by_input, 0, dm) + apart
     gates = (
-        d_log_e + torch.where(by_input, dm, 0) - of_lesser,
+        d_log_e + torch.where(by_input, dm, 0) - apart,
         (d_log_k + extra[1]) * (1 - log_f.exp()),
         (dc * e + extra[2]) * (1 - z * z),
         (dh * c / n + extra[3]) * o * (1 - o),
@@ -286,16 +280,16 @@ def parameter_grads(
     recurrent = bias = None
     if wanted[0]:
         first = _initial(initial, states[0], 1)[0]
-        before = torch.cat([first.unsqueeze(1), states[0, :, :-1]], 1).permute(2, 0, 1, 3)
-        through = gates_grad[:, :, : sizes.recurrent].permute(3, 2, 4, 0, 1)
+        before = torch.cat([first.unsqueeze(1), states[0]], 1).narrow(1, 0, time)
+        through = gates_grad.narrow(2, 0, sizes.recurrent).permute(3, 2, 4, 0, 1)
         product = torch.matmul(
             through.reshape(heads, sizes.recurrent * dim, batch * time),
-            before.reshape(heads, batch * time, dim),
+            before.permute(2, 0, 1, 3).reshape(heads, batch * time, dim),
         )
         recurrent = product.view(heads, sizes.recurrent, dim, dim).transpose(0, 1)
     if wanted[1]:
         bias = gates_grad.sum((0, 1), dtype=compute_dtype(gates_grad.dtype))
-    return gates_grad[:, :, gates - sizes.inputs :], recurrent, bias
+    return gates_grad.narrow(2, gates - sizes.inputs, sizes.inputs), recurrent, bias
 
 
 def previous_first(recurrent: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from scan_registry import policy
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.gpus import add_gpu, gpu_of, visible
 from scan_registry.cli.tables import SHORT_DTYPES
-from scan_registry.explanation import OPERATORS, Explanation, explain_for
+from scan_registry.explanation import OPERATORS, Explanation, backends_of, explain_for
 from scan_registry.inventory import catalogue
+from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.select import BACKENDS, System
 
 if TYPE_CHECKING:
@@ -38,16 +39,34 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("operator", help=f"one of {', '.join(OPERATORS)}")
     parser.add_argument("--dtype", required=True, metavar="X", help=" ".join(DTYPES))
     parser.add_argument(
-        "--shape", required=True, metavar="N,N,…", help="of each tensor, such as 8,1536,4096"
+        "--shape",
+        required=True,
+        metavar="N,N,…",
+        help="of each tensor, such as 8,1536,4096; for rnn batch, time, heads and units of a head",
     )
-    parser.add_argument("--dim", type=int, default=-1, help="the time dimension; default: the last")
-    parser.add_argument("--gates-dtype", metavar="X", help="where it differs")
-    parser.add_argument("--gates-shape", metavar="N,N,…", help="where they are broadcast")
-    parser.add_argument("--reverse", action="store_true", help="scan from the end")
     parser.add_argument(
-        "--sequences", type=int, metavar="N", help="how many are packed along the time dimension"
+        "--dim", type=int, help="of linear_scan: the time dimension; default: the last"
     )
-    parser.add_argument("--backend", default="auto", metavar="X", help=" ".join(BACKENDS))
+    parser.add_argument("--gates-dtype", metavar="X", help="of linear_scan: where it differs")
+    parser.add_argument(
+        "--gates-shape", metavar="N,N,…", help="of linear_scan: where they are broadcast"
+    )
+    parser.add_argument("--reverse", action="store_true", help="of linear_scan: scan from the end")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="of linear_scan: how many are packed along the time dimension",
+    )
+    parser.add_argument(
+        "--function", metavar="X", help=f"of rnn: {' '.join(SIZES)}; default: {next(iter(SIZES))}"
+    )
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        metavar="X",
+        help=" ".join(BACKENDS) + "; of rnn also cuda_fused cuda_alternating",
+    )
     parser.add_argument("--device", metavar="cuda:N", help="a GPU of this machine, else its first")
     add_gpu(parser, "--arch")
     parser.add_argument("--require", metavar="LEVEL", help=" ".join(policy.LEVELS))
@@ -57,28 +76,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Explain the call; ``UsageError`` for arguments that cannot be meant."""
-    for name, accepted in (("operator", OPERATORS), ("dtype", DTYPES), ("backend", BACKENDS)):
+    for name, accepted in (("operator", OPERATORS), ("dtype", DTYPES)):
         _known(name if name == "operator" else f"--{name}", getattr(args, name), [*accepted])
-    if args.gates_dtype is not None:
-        _known("--gates-dtype", args.gates_dtype, [*DTYPES])
+    _known("--backend", args.backend, [*backends_of(args.operator)])
     if args.require is not None:
         _known("--require", args.require, [*policy.LEVELS])
-    if args.sequences is not None and not 1 <= args.sequences <= _MOST_SEQUENCES:
-        raise UsageError(
-            f"--sequences is {args.sequences}; accepted are numbers from 1 to {_MOST_SEQUENCES}"
-        )
+    _check_options(args)
     shape, there = _shape("--shape", args.shape), _system(args)
+    tensors, options = (_of_rnn if args.operator == "rnn" else _of_linear_scan)(args, shape)
     try:
         with policy.require(args.require or "reference"):
-            found = explain_for(
-                there,
-                args.operator,
-                *_tensors(args, shape),
-                dim=args.dim,
-                reverse=args.reverse,
-                cu_seqlens=_bounds(args),
-                backend=args.backend,
-            )
+            found = explain_for(there, args.operator, *tensors, **options, backend=args.backend)
     except (
         TypeError,
         ValueError,
@@ -97,20 +105,41 @@ def document(
     found: Explanation, args: argparse.Namespace, shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """The stable form, as ``schemas/explain.json`` describes it: keys are only ever added."""
-    return {
-        "version": version("scan-registry"),
-        "call": {
-            "dtype": DTYPES[args.dtype],
-            "shape": list(shape),
-            "dim": args.dim,
-            "backend": args.backend,
+    call: dict[str, Any] = {
+        "dtype": DTYPES[args.dtype],
+        "shape": list(shape),
+        "backend": args.backend,
+    }
+    if args.operator == "rnn":
+        call["function"] = args.function or next(iter(SIZES))
+    else:
+        call |= {
+            "dim": -1 if args.dim is None else args.dim,
             "gates_dtype": DTYPES[args.gates_dtype or args.dtype],
             "gates_shape": list(_shape("--gates-shape", args.gates_shape or args.shape)),
             "reverse": args.reverse,
             "sequences": args.sequences,
-        },
-        **found.to_json(),
-    }
+        }
+    return {"version": version("scan-registry"), "call": call, **found.to_json()}
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options of another operator, and values out of range."""
+    others = ["function"]
+    if args.operator == "rnn":
+        others = ["dim", "gates_dtype", "gates_shape", "reverse", "sequences"]
+    for name in others:
+        if getattr(args, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} is no option of {args.operator}")
+    if args.gates_dtype is not None:
+        _known("--gates-dtype", args.gates_dtype, [*DTYPES])
+    if args.function is not None:
+        _known("--function", args.function, [*SIZES])
+    if args.sequences is not None and not 1 <= args.sequences <= _MOST_SEQUENCES:
+        raise UsageError(
+            f"--sequences is {args.sequences}; accepted are numbers from 1 to {_MOST_SEQUENCES}"
+        )
 
 
 def _known(name: str, value: str, accepted: list[str]) -> None:
@@ -128,25 +157,45 @@ def _shape(option: str, text: str) -> tuple[int, ...]:
     return shape
 
 
-def _tensors(args: argparse.Namespace, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """What every operator takes, contiguous and aligned, with derivatives asked for."""
+def _tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
+    """Contiguous and aligned, with derivatives asked for."""
     import torch
 
-    def tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
-        return torch.empty(
-            shape, dtype=getattr(torch, DTYPES[dtype]), device="meta", requires_grad=True
-        )
+    return torch.empty(
+        shape, dtype=getattr(torch, DTYPES[dtype]), device="meta", requires_grad=True
+    )
 
+
+def _of_linear_scan(
+    args: argparse.Namespace, shape: tuple[int, ...]
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    import torch
+
+    bounds = None
+    if args.sequences is not None:
+        bounds = torch.empty(args.sequences + 1, dtype=torch.int64, device="meta")
     of_gates = shape if args.gates_shape is None else _shape("--gates-shape", args.gates_shape)
-    return tensor(of_gates, args.gates_dtype or args.dtype), tensor(shape, args.dtype)
+    tensors = _tensor(of_gates, args.gates_dtype or args.dtype), _tensor(shape, args.dtype)
+    dim = -1 if args.dim is None else args.dim
+    return tensors, {"dim": dim, "reverse": args.reverse, "cu_seqlens": bounds}
 
 
-def _bounds(args: argparse.Namespace) -> Tensor | None:
-    import torch
-
-    if args.sequences is None:
-        return None
-    return torch.empty(args.sequences + 1, dtype=torch.int64, device="meta")
+def _of_rnn(
+    args: argparse.Namespace, shape: tuple[int, ...]
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    if len(shape) != 4:
+        raise UsageError(
+            f"--shape is {args.shape!r}; rnn takes batch, time, heads and units, such as 16,1024,1,768"
+        )
+    batch, time, heads, dim = shape
+    function = args.function or next(iter(SIZES))
+    sizes = SIZES[function]
+    tensors = (
+        _tensor((batch, time, sizes.inputs, heads, dim), args.dtype),
+        _tensor((sizes.recurrent, heads, dim, dim), args.dtype),
+        _tensor((sizes.bias, heads, dim), args.dtype),
+    )
+    return tensors, {"function": function}
 
 
 def _system(args: argparse.Namespace) -> System:

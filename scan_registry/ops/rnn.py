@@ -72,8 +72,9 @@ def rnn(
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
-        ValueError: a shape is not as described, devices differ, or an option is out of range; options
-            that change gradients under ``torch.func`` or in forward mode.
+        ValueError: a shape is not as described, devices differ, or an option is out of range; or a clip
+            or cut under ``torch.func`` or in forward mode.
+        RuntimeError: a second derivative with a clip or cut, which change what the first one is.
         NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
             on this GPU; the message lists what there is.
         DriverError: the driver failed; the message names the kernel, its variant and the launch.

@@ -125,6 +125,11 @@ def _backward(
     if cache_grad is not None and cache_grad.numel() == 0:
         cache_grad = None
     differentiated = torch.is_grad_enabled() and _differentiated(*tensors)
+    if differentiated and options.clips != Clips():
+        raise RuntimeError(
+            "forward_clipval, gradient_recurrent_clipval and gradient_recurrent_cut change what "
+            "gradients are, and those have no derivatives: create_graph does not go with them"
+        )
     if cache_grad is not None or differentiated or _transforms_active():
         # Under create_graph, and where batches of gradients are mapped over.
         if states.numel() == 0:

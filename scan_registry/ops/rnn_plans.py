@@ -67,10 +67,16 @@ def blocked(tensor: Tensor, block: int) -> Tensor:
     return tensor
 
 
-def widened(tensor: Tensor, count: int = 1) -> Tensor:
-    """The tensor, with its last ``count`` dimensions padded with zeros to a multiple of ``UNITS``."""
+def widened(tensor: Tensor, count: int = 1, value: float = 0.0) -> Tensor:
+    """The tensor, with its last ``count`` dimensions padded to a multiple of ``UNITS``."""
     missing = -tensor.shape[-1] % UNITS
-    return pad(tensor, (0, missing) * count) if missing else tensor
+    return pad(tensor, (0, missing) * count, value=value) if missing else tensor
+
+
+def known_states(states: Tensor) -> Tensor:
+    """States as a backward kernel takes them. Their gradients are zero in units that are padded, and
+    stay so whatever the states are, as long as none that is divided by is zero."""
+    return widened(blocked(states, 2), value=1.0)
 
 
 # --- Problems ---------------------------------------------------------------------------------
@@ -149,9 +155,9 @@ def _room(problem: RnnProblem, like: Tensor) -> rnn_steps.Room:
     direction, training = problem.direction, problem.training
     sizes = problem.batch, problem.heads, problem.dim
     shapes = rnn_steps.room_shapes(direction, problem.function, *sizes, training)
-    if torch.cuda.is_current_stream_capturing():
+    if rnn_steps.is_capturing(like):
         return rnn_steps.make_room(shapes, like, problem.function)
-    stream = torch.cuda.current_stream(like.device).cuda_stream
+    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
     options = problem.function, problem.dtype, training, problem.clips, policy.required.get()
     key = (like.device, stream, direction, sizes, options)
     if key not in _rooms:
@@ -354,9 +360,10 @@ def _plan_backward(
         recurrent: Tensor, states: Tensor, initial: Any, cache: Tensor, grad: Tensor, end: Any
     ) -> Any:
         dim = states.shape[-1]
-        known, given = widened(blocked(states, 2)), widened(blocked(grad, 2))
+        known, given = known_states(states), widened(blocked(grad, 2))
         known_cache = widened(blocked(cache, 3)) if cache.numel() else None
-        start, final = (None if t is None else widened(t).contiguous() for t in (initial, end))
+        start = None if initial is None else known_states(initial).contiguous()
+        final = None if end is None else widened(end).contiguous()
         weight = widened(recurrent, 2).contiguous()
         gates_grad, initial_grad = empty_gradients(known, function)
         if problem.scope == "step":
@@ -396,7 +403,7 @@ def backward_tensors(
     function: Function,
 ) -> dict[str, Tensor]:
     """The same for a backward pass."""
-    known = widened(blocked(states, 2))
+    known = known_states(states)
     others = {"recurrent": recurrent, "initial": initial}
     there = {name: t for name, t in others.items() if t is not None and not t.shape[-1] % UNITS}
     return {

@@ -56,17 +56,24 @@ class Room:
         self.graph.replay()
 
     def _records(self) -> bool:
-        device = next(iter(self.tensors.values())).device
-        return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        one = self.tensors["states"]
+        return one.is_cuda and not is_capturing(one)
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether what is launched on the tensor's device goes to a graph that somebody records."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def room_shapes(
     direction: Direction, function: Function, batch: int, heads: int, dim: int, training: bool
 ) -> dict[str, tuple[int, ...]]:
-    """What a room has, in the dtype of the sequence; beside it, ``carry`` and ``bias`` are float32."""
+    """What a room has, in the dtype of the sequence; beside it, ``carry`` and ``bias`` are float32. The
+    states of a backward pass begin with those before the chunk."""
     sizes = SIZES[function]
     unit, states = (heads, dim), len(sizes.states)
-    shapes: dict[str, tuple[int, ...]] = {"states": (states, batch, CHUNK, *unit)}
+    before = int(direction == "backward")
+    shapes: dict[str, tuple[int, ...]] = {"states": (states, batch, before + CHUNK, *unit)}
     if sizes.cache and training:
         shapes["cache"] = (batch, CHUNK, len(sizes.cache), *unit)
     if direction == "forward":
@@ -80,7 +87,6 @@ def room_shapes(
         shapes["weight"] = (heads, sizes.recurrent * dim, dim)
         shapes["through"] = (heads, batch, sizes.recurrent, dim)
         shapes["terms"] = (heads, batch, dim)
-        shapes["before"] = (states, batch, *unit)
     return shapes
 
 
@@ -107,9 +113,9 @@ def step_problem(
     shapes = room_shapes(direction, function, batch, heads, dim, training)
     strides = []
     for name, dimensions in STRIDED["step", direction].items():
-        shape = shapes.get(name, (0,) * 5)
+        shape = shapes.get("states" if name == "before" else name, (0,) * 5)
         along = torch.empty(shape, device="meta").stride()
-        by_name = {"state": along[0], "batch": along[len(along) - (3 if name == "before" else 4)]}
+        by_name = {"state": along[0], "batch": along[dimensions.index("batch")]}
         strides += [by_name[dimension] for dimension in dimensions]
     return RnnProblem(
         scope="step",
@@ -198,11 +204,11 @@ def backward(
     for end in range(time, 0, -CHUNK):
         begin = max(0, end - CHUNK)
         count = end - begin
-        for name, whole in (("states", states), ("states_grad", states_grad)):
-            own[name][:, :, :count].copy_(whole[:, :, begin:end])
+        _set(own["states"][:, :, 0], states[:, :, begin - 1] if begin else initial)
+        own["states"][:, :, 1 : count + 1].copy_(states[:, :, begin:end])
+        own["states_grad"][:, :, :count].copy_(states_grad[:, :, begin:end])
         if "cache" in own:
             own["cache"][:, :count].copy_(cache[:, begin:end])
-        _set(own["before"], states[:, :, begin - 1] if begin else initial)
         room.take(count, body)
         gates_grad[:, begin:end].copy_(own["gates_grad"][:, :count])
     grads = own["carry"].clone()
@@ -217,8 +223,8 @@ def _backward_steps(run: Run, own: Tensors, steps: int, cut: bool) -> None:
         run(
             {
                 **own,
-                "before": own["states"][:, :, t - 1] if t else own["before"],
-                "states": own["states"][:, :, t],
+                "before": own["states"][:, :, t],
+                "states": own["states"][:, :, t + 1],
                 "states_grad": own["states_grad"][:, :, t],
                 "cache": None if cache is None else cache[:, t],
                 "gates_grad": gates_grad,

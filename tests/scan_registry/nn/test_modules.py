@@ -1,0 +1,214 @@
+"""The modules against torch.nn's, with its state dicts; and SLSTM against ``rnn`` by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import scan_registry
+from scan_registry import nn
+
+KINDS = ("LSTM", "GRU", "RNN")
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_layers": 3, "batch_first": True},
+    {"bias": False, "bidirectional": True},
+    {"num_layers": 2, "bidirectional": True, "batch_first": True, "dtype": torch.float64},
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pair(kind: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """torch's module, and ours with its parameters."""
+    theirs, ours = getattr(torch.nn, kind)(5, 6, **options), getattr(nn, kind)(5, 6, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def flat(results: Any) -> list[Tensor]:
+    if isinstance(results, Tensor):
+        return [results]
+    return [tensor for each in results if each is not None for tensor in flat(each)]
+
+
+def alike(theirs: torch.nn.Module, ours: torch.nn.Module, *inputs: Any) -> None:
+    """Equal results, and equal gradients of all parameters and inputs."""
+    expected, found = theirs(*inputs), ours(*inputs)
+    assert type(found[1]) is type(expected[1])
+    of = [t for t in flat(inputs) if t.requires_grad]
+    grads = []
+    for results, module in ((expected, theirs), (found, ours)):
+        outs = [out for out in flat(results) if out.is_floating_point()]
+        weights = [torch.linspace(-1, 2, o.numel(), dtype=o.dtype).view(o.shape) for o in outs]
+        loss = sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True))
+        grads.append(torch.autograd.grad(loss, [*module.parameters(), *of]))
+    torch.testing.assert_close(flat(found), flat(expected))
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
+
+
+def states_of(kind: str, options: dict[str, Any], batch: int | None = 3) -> Any:
+    rows = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+    shape = (rows, 6) if batch is None else (rows, batch, 6)
+    drawn = [
+        torch.randn(shape, dtype=options.get("dtype"), requires_grad=True)
+        for _ in range(2 if kind == "LSTM" else 1)
+    ]
+    return tuple(drawn) if kind == "LSTM" else drawn[0]
+
+
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_gradients(kind: str, options: dict[str, Any], start: bool) -> None:
+    x = torch.randn(3, 7, 5, dtype=options.get("dtype"), requires_grad=True)
+    if not options.get("batch_first"):
+        x = x.detach().transpose(0, 1).contiguous().requires_grad_()
+    alike(*pair(kind, **options), x, *([states_of(kind, options)] if start else []))
+
+
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_unbatched(kind: str, start: bool) -> None:
+    options = {"bidirectional": True}
+    x = torch.randn(7, 5, requires_grad=True)
+    alike(*pair(kind, **options), x, *([states_of(kind, options, None)] if start else []))
+
+
+@pytest.mark.parametrize("enforce_sorted", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences(kind: str, enforce_sorted: bool) -> None:
+    options = {"bidirectional": True, "num_layers": 2}
+    lengths = [9, 4, 1] if enforce_sorted else [4, 9, 1]
+    packed = pack_padded_sequence(
+        torch.randn(9, 3, 5), torch.tensor(lengths), enforce_sorted=enforce_sorted
+    )
+    theirs, ours = pair(kind, **options)
+    hx = states_of(kind, options)
+    expected, found = theirs(packed, hx), ours(packed, hx)
+    torch.testing.assert_close(found[0].data, expected[0].data)
+    torch.testing.assert_close(pad_packed_sequence(found[0]), pad_packed_sequence(expected[0]))
+    torch.testing.assert_close(flat(found[1]), flat(expected[1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_gives_the_same_parameters(kind: str) -> None:
+    modules = []
+    for home in (torch.nn, nn):
+        torch.manual_seed(1)
+        modules.append(getattr(home, kind)(5, 6, num_layers=2, bidirectional=True))
+    theirs, ours = (module.state_dict() for module in modules)
+    assert list(theirs) == list(ours)
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    modules[0].load_state_dict(ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_is_between_layers_and_in_training_only(kind: str) -> None:
+    x = torch.randn(7, 3, 5)
+    theirs, ours = pair(kind, num_layers=2, dropout=0.5)
+    alike(theirs.eval(), ours.eval(), x)
+    one, other = ours.train()(x)[0], ours(x)[0]
+    assert not torch.equal(one, other)
+    _, single = pair(kind, num_layers=1)
+    assert torch.equal(single(x)[0], single(x)[0])
+
+
+def test_positional_arguments() -> None:
+    for kind in ("LSTM", "GRU"):
+        module = getattr(nn, kind)(5, 6, 2, False, True, 0.0, True)
+        assert (module.num_layers, module.bias, module.batch_first) == (2, False, True)
+        assert module.bidirectional
+    assert nn.RNN(5, 6, 2, "tanh", False).bias is False
+
+
+def test_autocast_and_to() -> None:
+    x = torch.randn(7, 3, 5)
+    for kind in KINDS:
+        _, ours = pair(kind)
+        expected = ours(x)[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = ours(x)[0]
+        assert cast.dtype == torch.bfloat16
+        torch.testing.assert_close(cast.float(), expected, rtol=0.05, atol=0.02)
+        assert ours.to(torch.float64)(x.double())[0].dtype == torch.float64
+
+
+def test_compile_without_a_break() -> None:
+    x = torch.randn(7, 3, 5)
+    for kind in KINDS:
+        _, ours = pair(kind, num_layers=2, bidirectional=True)
+        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(flat(compiled(x)), flat(ours(x)))
+
+
+# --- SLSTM ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_slstm(heads: int) -> None:
+    batch, time, hidden = 2, 7, 6
+    module = nn.SLSTM(5, hidden, num_layers=2, num_heads=heads, batch_first=True)
+    x = torch.randn(batch, time, 5)
+    start = tuple(torch.rand(2, batch, hidden) for _ in range(4))
+    out, ends = module(x, start)
+    dim = hidden // heads
+    for layer in range(2):
+        w, u, one, two = (
+            getattr(module, f"{name}_l{layer}")
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        states, last = scan_registry.rnn(
+            (x @ w.T).view(batch, time, 4, heads, dim),
+            u.view(4, heads, dim, dim),
+            (one + two).view(4, heads, dim),
+            torch.stack([s[layer].view(batch, 1, heads, dim) for s in start]),
+            function="slstm",
+        )
+        x = states[0].flatten(2)
+        for state, end in zip(last, ends, strict=True):
+            torch.testing.assert_close(end[layer], state.flatten(1))
+    torch.testing.assert_close(out, x)
+
+
+def test_slstms_parameters() -> None:
+    module = nn.SLSTM(5, 6, num_heads=3, bidirectional=True)
+    assert module.weight_hh_l0.shape == module.weight_hh_l0_reverse.shape == (24, 2)
+    assert {n.rpartition("_l0")[0] for n in module.state_dict()} == {
+        "weight_ih",
+        "weight_hh",
+        "bias_ih",
+        "bias_hh",
+    }
+    bound = 1 / 6**0.5
+    assert all(parameter.abs().max() <= bound for parameter in module.parameters())
+    out, ends = module.double()(torch.randn(4, 2, 5).double())
+    assert (out.shape, len(ends), ends[3].shape) == ((4, 2, 12), 4, (2, 2, 6))
+
+
+# --- What they refuse -------------------------------------------------------------------------
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="proj_size is 2"):
+        nn.LSTM(5, 6, proj_size=2)
+    with pytest.raises(ValueError, match="nonlinearity is 'relu'"):
+        nn.RNN(5, 6, nonlinearity="relu")
+    with pytest.raises(ValueError, match="num_heads is 4; it must divide hidden_size, 6"):
+        nn.SLSTM(5, 6, num_heads=4)
+    module = nn.LSTM(5, 6)
+    with pytest.raises(ValueError, match="input has 4 features; this module was made for 5"):
+        module(torch.randn(7, 3, 4))
+    with pytest.raises(ValueError, match="accepted are tensors of 2 and 3 dimensions"):
+        module(torch.randn(5))
+    with pytest.raises(ValueError, match=r"h, c must be \(1, 3, 6\) each"):
+        module(torch.randn(7, 3, 5), torch.zeros(1, 3, 6))
+    with pytest.raises(ValueError, match="accepted are auto"):
+        nn.LSTM(5, 6, backend="cudnn")(torch.randn(7, 3, 5))
