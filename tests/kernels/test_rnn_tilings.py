@@ -23,7 +23,7 @@ IDS = [kernel.name for kernel in FUSED]
 
 
 def a_problem(kernel: Kernel, **changes: object) -> RnnProblem:
-    """Of LSTM, in bfloat16, as the samples have it but for ``changes``."""
+    """Of LSTM, in bfloat16, with one head of 768 units, as the samples have it but for ``changes``."""
     found = next(
         sample.problem
         for sample in FAMILY.samples
@@ -31,7 +31,7 @@ def a_problem(kernel: Kernel, **changes: object) -> RnnProblem:
         and (sample.problem.kernel, sample.problem.function) == (kernel.name, "lstm")
         and sample.dtype == "bfloat16"
     )
-    return replace(found, **changes)  # type: ignore[arg-type]
+    return replace(found, **{"heads": 1, "dim": 768, **changes})  # type: ignore[arg-type]
 
 
 def taken(kernel: Kernel, problem: RnnProblem, multiprocessors: int) -> list[Variant]:
