@@ -86,7 +86,7 @@ class _Translation:
         else:
             self.model.add(self.linear(left) <= right[0])
 
-    def of(self, operand: Operand) -> tuple[Any, int, int]:
+    def of(self, operand: Operand) -> Any:
         """A linear expression, and its least and largest value."""
         node: Expression = expression(operand)
         if isinstance(node, Number):

@@ -1,7 +1,8 @@
 """What the rnn family is made of: kernels, variants, what each accepts and how it launches.
 
 ``sequence_*`` compute all steps in one persistent launch, with R in registers and shared memory;
-``step_*`` what comes after, or before, the product with R in one step. Sources have the same names.
+``step_*`` what comes after, or before, the product with R in one step. Sources have the same names;
+those of Triton, for small heads, are in ``triton_kernels.py``.
 """
 
 from __future__ import annotations
@@ -188,6 +189,68 @@ def _fused_kernel(direction: Direction) -> Kernel:
     )
 
 
+# --- All steps, in Triton ---------------------------------------------------------------------
+
+
+def _triton_tiles(kind: Pins) -> tuple[Pins, ...]:
+    """Units of a head, at most, and batches of a program: as many as R leaves registers for."""
+    units = 64 if ITEM_SIZE[str(dict(kind)["dtype"])] == 2 else 32
+    return ((("units", units), ("batches", 16), ("warps", 4)),)
+
+
+def _triton_constants(variant: Variant) -> dict[str, Static]:
+    sizes = SIZES[variant.text("function")]  # type: ignore[index]
+    return {
+        "FUNCTION": variant.text("function"),
+        "GATES": sizes.recurrent,
+        "INPUTS": sizes.inputs,
+        "BIAS": sizes.bias,
+        "STATES": len(sizes.states),
+        "KEPT": len(sizes.cache),
+        "UNITS": variant.number("units"),
+        "BATCHES": variant.number("batches"),
+    }
+
+
+def _triton_accepts(variant: Variant, problem: RnnProblem) -> str | None:
+    if reason := _rejects_kind(variant, problem):
+        return reason
+    if problem.dim % 16 or any(stride % 16 for stride in problem.strides):
+        return "hidden units and strides are not multiples of 16"
+    most = variant.number("units")
+    return f"hidden units of a head: {problem.dim} > {most}" if problem.dim > most else None
+
+
+def _triton_kernel(direction: Direction) -> Kernel:
+    def launch(variant: Variant, problem: RnnProblem, multiprocessors: int) -> Launch:
+        tiles = -(-problem.batch // variant.number("batches"))
+        return _launch_of("sequence", direction, problem, max(1, problem.heads * tiles))
+
+    def elements(variant: Variant) -> dict[str, str]:
+        of = {"bias": "float32", "workspace": "int64"}
+        return {n: of.get(n, variant.text("dtype")) for n in _POINTERS["sequence", direction]}
+
+    return Kernel(
+        family=FAMILY_NAME,
+        name=f"sequence_{direction}",
+        language="triton",
+        source="triton_kernels.py",
+        entry=f"sequence_{direction}",
+        parameters=parameters("sequence", direction),
+        defaults=Space(_KINDS, _triton_tiles),
+        constants=_triton_constants,
+        warps=lambda variant: variant.number("warps"),
+        divisible=lambda variant: frozenset(
+            {*(_POINTERS["sequence", direction]), "dim", *stride_names("sequence", direction)}
+            - {"bias", "workspace"}
+        ),
+        elements=elements,
+        accepts=_triton_accepts,
+        cost=lambda variant, problem: 0.0,
+        launch=launch,
+    )
+
+
 # --- One step ---------------------------------------------------------------------------------
 
 
@@ -265,7 +328,11 @@ FAMILY = Family(
     name=FAMILY_NAME,
     summary="LSTM, GRU, Elman and sLSTM networks with a recurrent matrix per head",
     folder=FOLDER,
-    kernels=(*map(_fused_kernel, _DIRECTIONS), *map(_step_kernel, _DIRECTIONS)),
+    kernels=(
+        *map(_fused_kernel, _DIRECTIONS),
+        *map(_step_kernel, _DIRECTIONS),
+        *map(_triton_kernel, _DIRECTIONS),
+    ),
     samples=tuple(
         _sample(scope, direction, function, dtype)
         for scope, direction, function, dtype in product(_SCOPES, _DIRECTIONS, SIZES, DTYPES)

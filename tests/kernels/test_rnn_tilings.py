@@ -18,12 +18,12 @@ from scan_registry.kernels.rnn.constraints import (
 from scan_registry.kernels.rnn.problem import SIZES, RnnProblem
 from scan_registry.kernels.rnn.spec import FAMILY
 
-FUSED = [kernel for kernel in FAMILY.kernels if kernel.name.startswith("sequence")]
+FUSED = [k for k in FAMILY.kernels if k.name.startswith("sequence") and k.language == "cuda"]
 IDS = [kernel.name for kernel in FUSED]
 
 
 def a_problem(kernel: Kernel, **changes: object) -> RnnProblem:
-    """Of LSTM, in bfloat16, as the samples have it but for ``changes``."""
+    """Of LSTM, in bfloat16, with one head of 768 units, as the samples have it but for ``changes``."""
     found = next(
         sample.problem
         for sample in FAMILY.samples
@@ -31,7 +31,7 @@ def a_problem(kernel: Kernel, **changes: object) -> RnnProblem:
         and (sample.problem.kernel, sample.problem.function) == (kernel.name, "lstm")
         and sample.dtype == "bfloat16"
     )
-    return replace(found, **changes)  # type: ignore[arg-type]
+    return replace(found, **{"heads": 1, "dim": 768, **changes})  # type: ignore[arg-type]
 
 
 def taken(kernel: Kernel, problem: RnnProblem, multiprocessors: int) -> list[Variant]:
@@ -193,10 +193,25 @@ def test_what_does_not_fit_says_why(kernel: Kernel) -> None:
     assert "48 > 47" in (kernel.crowds(variant, a_problem(kernel), 47) or "")
 
 
-@pytest.mark.parametrize("kernel", FAMILY.kernels, ids=[k.name for k in FAMILY.kernels])
+@pytest.mark.parametrize("kernel", FAMILY.kernels, ids=[k.head for k in FAMILY.kernels])
 def test_launches_have_the_kernels_scalars(kernel: Kernel) -> None:
     names = {parameter.name for parameter in kernel.parameters if parameter.kind == "i64"}
-    problem = a_problem(kernel)
-    for variant in kernel.variants:
-        if kernel.accepts(variant, problem) is None:
-            assert kernel.launch(variant, problem, 132).scalars.keys() == names
+    problem = a_problem(kernel, dim=64)
+    taken_by = [v for v in kernel.variants if kernel.accepts(v, problem) is None]
+    assert taken_by
+    for variant in taken_by:
+        assert kernel.launch(variant, problem, 132).scalars.keys() == names
+
+
+def test_triton_takes_small_heads_in_whole_words() -> None:
+    kernel = FAMILY.kernel("sequence_forward", "triton")
+    (variant,) = [
+        v for v in kernel.variants if (v.text("dtype"), v.text("function")) == ("bfloat16", "lstm")
+    ]
+    problem = a_problem(kernel, dim=64, batch=33, heads=3)
+    assert kernel.accepts(variant, problem) is None
+    assert kernel.launch(variant, problem, 132).grid == (9, 1, 1)
+    assert "80 > 64" in (kernel.accepts(variant, replace(problem, dim=80)) or "")
+    odd = replace(problem, strides=(*problem.strides[:-1], problem.strides[-1] + 8))
+    assert "multiples of 16" in (kernel.accepts(variant, odd) or "")
+    assert "multiples of 16" in (kernel.accepts(variant, replace(problem, dim=40)) or "")
