@@ -179,6 +179,7 @@ def _fused_kernel(direction: Direction) -> Kernel:
         entry=f"rnn_sequence_{direction}",
         parameters=parameters("sequence", direction),
         defaults=Space(_KINDS, _fused_tilings),
+        space=Space(_KINDS, lambda kind: _fused_space(kind, direction)),
         constants=_fused_constants,
         warps=lambda variant: variant.number("rows") * variant.number("split"),
         shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
