@@ -204,6 +204,8 @@ class Kernel:
     def variants(self) -> tuple[Variant, ...]:
         """What wheels hold: the defaults, and what a table names. Reads the tables."""
         named = {label for tuning in self.tunings() for label in tuning.labels}
+        if not named:
+            return tuple(self.by_text.values())
         tuned = (variant for variant in self.every if self.label(variant) in named)
         return tuple(dict.fromkeys((*self.by_text.values(), *tuned)))
 

@@ -98,6 +98,14 @@ def test_defaults_meet_the_constraints_of_every_gpu(kernel: Kernel) -> None:
         assert pins in list(tilings.enumerate_tilings(given)), str(variant)
 
 
+@pytest.mark.parametrize("kernel", FUSED, ids=IDS)
+def test_others_than_the_defaults_may_be_tried(kernel: Kernel) -> None:
+    """Those that the constraints allow on a GPU that has the most shared memory."""
+    head = str(kernel.variants[0]).split(",rows")[0]
+    assert kernel.allows(Variant.parse(f"{head},rows=2,split=4,batches=1,chunks=2,layers=1"))
+    assert not kernel.allows(Variant.parse(f"{head},rows=2,split=4,batches=1,chunks=16,layers=1"))
+
+
 def test_more_memory_allows_more_tilings() -> None:
     given = {"gates": 4, "item": 2, "backward": 0, **tilings.LEAST}
     small = list(tilings.enumerate_tilings(given))
