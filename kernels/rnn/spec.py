@@ -165,9 +165,22 @@ def _fused_launch(
     return _launch_of("sequence", direction, problem, at_once * members, at_once * ring)
 
 
+#: Multiprocessors of the GPUs that costs are estimated for.
+_TYPICAL = 128
+#: What a step costs a block that waits for no other, and what every further wait costs.
+_ALONE, _WAIT = 0.4, 0.35
+
+
 def _fused_cost(direction: Direction, variant: Variant, problem: RnnProblem) -> float:
-    """The fewer blocks wait for each other, the better."""
-    return tilings.members.value({**_values(variant, direction), "dim": problem.dim})
+    """About how long a step of all batches and heads takes, in steps of one group. Of equals, the fewer
+    blocks have to wait for each other, the better."""
+    values = {**_values(variant, direction), "dim": problem.dim}
+    members, tile = tilings.members.value(values), tilings.tile.value(values)
+    groups = problem.heads * -(-problem.batch // tile)
+    rounds = -(-groups // max(1, _TYPICAL // members))
+    alone = members == 1 and values["rows"] > 1
+    step = _ALONE if alone else 1 + _WAIT * (tilings.windows(values) - 1)
+    return rounds * step + members / 1000
 
 
 def _fused_kernel(direction: Direction) -> Kernel:

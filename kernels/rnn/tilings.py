@@ -93,6 +93,16 @@ RESIDENT = (Constraint("blocks of a group at once", members, "<=", multiprocesso
 LEAST = {"threads": 1024, "registers": 65_536, "shared_memory": 99 * 1024}
 
 
+def windows(values: Values) -> int:
+    """How many times in a step a warp waits for words: as many are under way at a time as ``block.cuh`` has
+    registers for. ``values`` has the tiling, the kind and ``dim``."""
+    factor = values["gates"] if values["backward"] else 1
+    most = 6 if values["item"] == 4 else 8 if values["rows"] > 1 else 12
+    window = min(most // values["batches"], factor * (values["chunks"] + values["layers"]))
+    each = ceil_div(factor * dim, chunk * split).value(values)
+    return -(-each // window)
+
+
 def most_units(values: Values) -> int:
     """The largest ``dim`` for a tiling on a GPU; ``values`` has the tiling, ``item`` and
     ``multiprocessors``."""

@@ -163,14 +163,30 @@ def test_how_wide_a_head_may_be() -> None:
     }
 
 
+def best(kernel: Kernel, problem: RnnProblem) -> Variant:
+    """What is taken without tables."""
+    return min(taken(kernel, problem, 132), key=lambda v: kernel.cost(v, problem))
+
+
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)
 def test_small_heads_take_few_blocks(kernel: Kernel) -> None:
-    for dim, members in ((16, 1), (64, 1), (128, 2), (256, 4), (768, 48), (1024, 64)):
+    for dim, members in ((16, 1), (64, 1), (128, 2), (768, 48), (1024, 64)):
         problem = a_problem(kernel, dim=dim, batch=8)
-        best = min(taken(kernel, problem, 132), key=lambda v: kernel.cost(v, problem))
-        launch = kernel.launch(best, problem, 132)
+        launch = kernel.launch(best(kernel, problem), problem, 132)
         assert launch.grid == (members, 1, 1)
         assert (launch.workspace > 0) == (members > 1)
+
+
+def test_more_blocks_are_taken_as_long_as_they_all_run() -> None:
+    """Where a row of gradients of four gates is too long for a warp to wait for once."""
+    kernel = FAMILY.kernel("sequence_backward", "cuda")
+    for heads, rows in ((1, 1), (3, 1), (12, 4)):
+        problem = a_problem(kernel, dim=256, heads=heads, batch=16)
+        assert best(kernel, problem).number("rows") == rows
+    forward = FAMILY.kernel("sequence_forward", "cuda")
+    assert best(forward, a_problem(forward, dim=256)).number("rows") == 4
+    elman = a_problem(forward, function="elman")
+    assert best(forward, elman).number("rows") == 1
 
 
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)
