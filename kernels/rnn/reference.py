@@ -276,20 +276,31 @@ def parameter_grads(
     """The gradients of ``inputs``, a view of ``gates_grad``; of ``recurrent``, in its dtype; and of
     ``bias``, in the dtype of the computation: these two if they are wanted."""
     sizes = SIZES[function]
-    batch, time, gates, heads, dim = gates_grad.shape
     recurrent = bias = None
     if wanted[0]:
         first = _initial(initial, states[0], 1)[0]
-        before = torch.cat([first.unsqueeze(1), states[0]], 1).narrow(1, 0, time)
-        through = gates_grad.narrow(2, 0, sizes.recurrent).permute(3, 2, 4, 0, 1)
-        product = torch.matmul(
-            through.reshape(heads, sizes.recurrent * dim, batch * time),
-            before.permute(2, 0, 1, 3).reshape(heads, batch * time, dim),
-        )
-        recurrent = product.view(heads, sizes.recurrent, dim, dim).transpose(0, 1)
+        before = torch.cat([first.unsqueeze(1), states[0]], 1).narrow(1, 0, gates_grad.shape[1])
+        recurrent = _by_head(gates_grad.narrow(2, 0, sizes.recurrent), before)
     if wanted[1]:
         bias = gates_grad.sum((0, 1), dtype=compute_dtype(gates_grad.dtype))
-    return gates_grad.narrow(2, gates - sizes.inputs, sizes.inputs), recurrent, bias
+    return gates_grad.narrow(2, sizes.bias - sizes.inputs, sizes.inputs), recurrent, bias
+
+
+def _by_head(through: Tensor, before: Tensor) -> Tensor:
+    """Of (B, T, gates, N, D) and (B, T, N, P), the sums over B and T of their products: (gates, N, D, P).
+    Products of matrices, which are read as they lie: of one head all gates at once."""
+    batch, time, gates, heads, dim = through.shape
+    if through.stride(0) < through.stride(1):  # time before batch, in memory
+        through, before = through.transpose(0, 1), before.transpose(0, 1)
+    right = before.reshape(batch * time, heads, dim).transpose(0, 1)
+    if heads == 1:
+        left = through.reshape(batch * time, gates * dim).transpose(0, 1)
+        return torch.mm(left, right[0]).reshape(gates, 1, dim, dim)
+    parts = [
+        torch.bmm(through.select(2, k).reshape(batch * time, heads, dim).permute(1, 2, 0), right)
+        for k in range(gates)
+    ]
+    return torch.stack(parts)
 
 
 def previous_first(recurrent: Tensor) -> Tensor:

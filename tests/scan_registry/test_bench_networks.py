@@ -17,6 +17,11 @@ Capture = pytest.CaptureFixture[str]
 SMALL = ("bench", "rnn", "--device", "cpu", "--bs", "2", "--seqlen", "4")
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+
+
 @pytest.mark.parametrize("function", ["lstm", "gru", "elman", "slstm"])
 def test_a_table_of_times(function: str, capsys: Capture) -> None:
     assert main([*SMALL, "--case", f"{function}:1,8:float32"]) == 0
