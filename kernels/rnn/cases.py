@@ -169,7 +169,8 @@ def _placed(name: str, tensor: Tensor, strided: bool, aligned: bool) -> Tensor:
     block = tensor.shape[-2 if of_states else -3 :]
     rows, length = tensor.shape[: -len(block)], block.numel()
     room = tensor.new_empty(*rows, length + _GAP)
-    return room[..., :length].unflatten(-1, block).copy_(tensor)
+    placed: Tensor = room[..., :length].unflatten(-1, block)
+    return placed.copy_(tensor)
 
 
 def draw(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import track
 
+from scan_registry.cli import bench_rnn
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.explain import DTYPES
 from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
@@ -110,10 +111,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="begin no case after so long; what is left out is listed",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
+    bench_rnn.add_parser(parser.add_subparsers(dest="networks", metavar="rnn"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Time what is asked for; ``UsageError`` for arguments that cannot be meant."""
+    if args.networks is None:
+        return _run_scans(args)
+    plot = None if args.plot is None else _picture(args.plot)
+    return bench_rnn.run(args, _device(args.device), plot)
+
+
+def _run_scans(args: argparse.Namespace) -> int:
     for name, accepted in (("layout", LAYOUTS), ("dtype", DTYPES), ("backend", BACKENDS)):
         value = getattr(args, name)
         if value is not None and value not in accepted:

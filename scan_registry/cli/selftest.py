@@ -105,6 +105,8 @@ def _kernel(family: Family, kernel: Kernel, dtype: str, ordinal: int) -> Result:
         for trial in cases.trials(dtype, cases.QUICK, f"cuda:{ordinal}"):
             for aligned in (True, False):
                 case = trial.case(kernel.name, aligned=aligned)
+                if all(kernel.accepts(variant, case.problem) for variant in kernel.variants):
+                    continue  # no problem for this language
                 ready = prepare(ordinal, family, case.problem, kernel.language, policy.lowest())
                 assert ready.launch is not None  # a language was asked for, so not the reference
                 start(ordinal, ready.launch, kernel, case, ready.workspace)

@@ -12,7 +12,6 @@ from scan_registry.kernels.rnn.problem import Direction, Function
 from scan_registry.ops import rnn_derivatives, rnn_plans
 from scan_registry.ops.rnn_arguments import (
     BACKENDS,
-    Arguments,
     Options,
     RnnBackend,
     clips_of,
@@ -124,19 +123,14 @@ def describe(
         return {}
     wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states))
     tensors = rnn_plans.forward_tensors(given, function, wanted)
-    copied = tuple(
-        name
-        for name, tensor in given._asdict().items()
-        if tensor is not None and tensors.get(name) is not tensor
-    )
-    passes = {"forward": Pass("forward", options, tensors, wanted, copied)}
+    padded = bool(given.inputs.shape[-1] % rnn_plans.UNITS)
+    copied = [name for name, t in given._asdict().items() if padded and t is not None]
+    if not padded and tensors["inputs"] is not given.inputs:
+        copied = ["inputs"]
+    passes = {"forward": Pass("forward", options, tensors, wanted, tuple(copied))}
     if wanted:
         made = rnn_plans.empty_outputs(given.inputs.to("meta"), function, True)
-        shadow = Arguments(*(None if t is None else t.to("meta") for t in given))  # type: ignore[arg-type]
-        back = rnn_plans.backward_tensors(
-            shadow.recurrent, made.states, shadow.initial, made.cache, made.states, function
-        )
-        padded = ("recurrent", "states", "cache", "states_grad")
-        copied = padded if given.inputs.shape[-1] % rnn_plans.UNITS else ()
-        passes["backward"] = Pass("backward", options, back, True, copied)
+        tensors = rnn_plans.backward_tensors(made.states, made.cache, made.states, function)
+        copied = ["recurrent", "states", "cache", "states_grad"] if padded else []
+        passes["backward"] = Pass("backward", options, tensors, True, tuple(copied))
     return passes

@@ -56,15 +56,29 @@ def room_like(inputs: Tensor, lead: tuple[int, ...], block: tuple[int, ...]) -> 
 
 
 def blocked(tensor: Tensor, block: int) -> Tensor:
-    """The tensor, copied unless its last ``block`` dimensions are without gaps."""
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if block == 0:
-            break
-        if size != 1 and stride != step:
-            return tensor.contiguous()
-        step, block = step * size, block - 1
-    return tensor
+    """The tensor, copied unless its last ``block`` dimensions are without gaps, and what is before them
+    lies at multiples of 16 bytes, which kernels move at a time."""
+    dimensions = [*zip(tensor.shape, tensor.stride(), strict=True)]
+    step, offsets = 1, 0 if tensor.is_meta else tensor.data_ptr()
+    dense = True
+    for extent, stride in reversed(dimensions[len(dimensions) - block :]):
+        dense &= extent == 1 or stride == step
+        step *= extent
+    for extent, stride in dimensions[: len(dimensions) - block]:
+        offsets |= stride * tensor.element_size() if extent != 1 else 0
+    # Where units are padded, all is copied in any case.
+    if dense and (offsets % 16 == 0 or tensor.shape[-1] % UNITS):
+        return tensor
+    lead = tensor.dim() - block - 2
+    if lead < 0:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    model = tensor[(0,) * lead]
+    return room_like(model, tensor.shape[:lead], tensor.shape[lead + 2 :]).copy_(tensor)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor without gaps, at a multiple of 16 bytes."""
+    return blocked(tensor, tensor.dim())
 
 
 def widened(tensor: Tensor, count: int = 1, value: float = 0.0) -> Tensor:
@@ -235,8 +249,8 @@ def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
     def plan(inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any) -> Outputs:
         given = widened(blocked(inputs, 3))
         made = empty_outputs(given, function, training)
-        start = None if initial is None else widened(initial).contiguous()
-        weight, offset = widened(recurrent, 2).contiguous(), widened(bias).contiguous()
+        start = None if initial is None else dense(widened(initial))
+        weight, offset = dense(widened(recurrent, 2)), dense(widened(bias))
         cache = made.cache if made.cache.numel() else None
         if problem.scope == "step":
             room = _room(problem, given)
@@ -259,14 +273,12 @@ def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
 
 
 def forward_tensors(given: Arguments, function: Function, training: bool) -> dict[str, Tensor]:
-    """The tensors of a forward pass as a kernel takes them; those that it writes are not there, but how
-    they lie is. None for what there is none of."""
+    """The tensors of a forward pass that have strides, as a kernel takes them; of those that it writes
+    no more is there than how they lie."""
     inputs = widened(blocked(given.inputs, 3))
     made = empty_outputs(_shadow(inputs), function, training)
     cache = made.cache if made.cache.numel() else made.states[0].unsqueeze(2)
-    others = {"recurrent": given.recurrent, "bias": given.bias, "initial": given.initial}
-    there = {name: t for name, t in others.items() if t is not None and not t.shape[-1] % UNITS}
-    return {"inputs": inputs, "states": made.states, "cache": cache, **there}
+    return {"inputs": inputs, "states": made.states, "cache": cache}
 
 
 def _shadow(tensor: Tensor) -> Tensor:
@@ -349,7 +361,7 @@ def _plan_backward(
         return nothing
     if _in_torch(states, options.backend):
         return by_reference
-    strided = backward_tensors(recurrent, states, initial, cache, states_grad, function)
+    strided = backward_tensors(states, cache, states_grad, function)
     found = _prepared(asked("backward", options, strided, True), states.device)
     if isinstance(found, Decision):
         decision = found
@@ -362,9 +374,9 @@ def _plan_backward(
         dim = states.shape[-1]
         known, given = known_states(states), widened(blocked(grad, 2))
         known_cache = widened(blocked(cache, 3)) if cache.numel() else None
-        start = None if initial is None else known_states(initial).contiguous()
-        final = None if end is None else widened(end).contiguous()
-        weight = widened(recurrent, 2).contiguous()
+        start = None if initial is None else dense(known_states(initial))
+        final = None if end is None else dense(widened(end))
+        weight = dense(widened(recurrent, 2))
         gates_grad, initial_grad = empty_gradients(known, function)
         if problem.scope == "step":
             room = _room(problem, known)
@@ -395,23 +407,15 @@ def _plan_backward(
 
 
 def backward_tensors(
-    recurrent: Tensor,
-    states: Tensor,
-    initial: Tensor | None,
-    cache: Tensor,
-    states_grad: Tensor,
-    function: Function,
+    states: Tensor, cache: Tensor, states_grad: Tensor, function: Function
 ) -> dict[str, Tensor]:
     """The same for a backward pass."""
     known = known_states(states)
-    others = {"recurrent": recurrent, "initial": initial}
-    there = {name: t for name, t in others.items() if t is not None and not t.shape[-1] % UNITS}
     return {
         "states": known,
         "cache": widened(blocked(kept(cache, states), 3)),
         "states_grad": widened(blocked(states_grad, 2)),
         "gates_grad": empty_gradients(_shadow(known), function)[0],
-        **there,
     }
 
 

@@ -129,6 +129,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "bench": document(
             *("bench", "--device", "cpu", "--bs", "1", "--d_model", "8", "--seqlens", "16")
         ),
+        "bench-rnn": document(
+            *("bench", "rnn", "--device", "cpu", "--bs", "1", "--seqlen", "3"),
+            *("--case", "lstm:1,16:float32"),
+        ),
         "verify": document("verify"),
         "cache-list": document("cache", "list"),
         "cache-export": document("cache", "export", str(folder / "package"), "--wheel"),
@@ -136,7 +140,16 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-NAMES = ["inspect", "selftest", "bench", "verify", "cache-list", "cache-export", "cache-clear"]
+NAMES = [
+    "inspect",
+    "selftest",
+    "bench",
+    "bench-rnn",
+    "verify",
+    "cache-list",
+    "cache-export",
+    "cache-clear",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,186 @@
+"""Train small language models of characters with torch.nn's networks and with scan_registry.nn's.
+
+    python tools/train_chars.py [--device cpu] [--steps N] [--json FILE] [--plot FILE]
+
+Two layers of an LSTM, by torch.nn and by ``scan_registry.nn``; then of an sLSTM of several heads, in plain
+torch and by the kernels. Each pair starts from the same parameters, in float32, and sees the same batches:
+pieces of the sources of Python's standard library. Their losses have to agree. A picture needs
+matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from scan_registry import __version__, nn
+
+BATCH, TIME, WIDTH, LAYERS, HEADS = 16, 256, 256, 2, 4
+CHARACTERS = 128
+WARM_UP = 5  # steps whose time does not count
+#: How far two loss curves may be apart: rounding, which training amplifies step by step.
+TOLERANCE = 1e-2
+
+
+class Model(torch.nn.Module):
+    """Characters to the logarithms of the next ones' odds."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(CHARACTERS, WIDTH)
+        self.network = network
+        self.head = torch.nn.Linear(WIDTH, CHARACTERS)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.network(self.embedding(characters))[0])
+        return logits
+
+
+@dataclass(frozen=True)
+class Run:
+    """The losses of each step, and the median ms of a step after the warm-up."""
+
+    model: str
+    name: str
+    losses: list[float]
+    ms: float
+
+
+def text() -> Tensor:
+    """The standard library's modules of the top level, as ASCII."""
+    folder = Path(argparse.__file__).parent
+    parts = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
+    kept = [byte for byte in b"\n".join(parts) if byte < CHARACTERS]
+    return torch.tensor(kept, dtype=torch.uint8)
+
+
+def batches(corpus: Tensor, seed: int) -> Iterator[Tensor]:
+    """(B, T + 1) characters, anywhere in the text."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(corpus) - TIME - 1, (BATCH, 1), generator=generator)
+        yield corpus[starts + torch.arange(TIME + 1)].long()
+
+
+def pairs() -> Iterator[tuple[str, dict[str, Any]]]:
+    """For each model its networks, the first of which the others are held against."""
+    size = {"input_size": WIDTH, "hidden_size": WIDTH, "num_layers": LAYERS, "batch_first": True}
+    yield "LSTM", {"torch.nn": torch.nn.LSTM(**size), "scan_registry.nn": nn.LSTM(**size)}
+    yield (
+        "sLSTM",
+        {
+            "plain torch": nn.SLSTM(**size, num_heads=HEADS, backend="reference"),
+            "scan_registry.nn": nn.SLSTM(**size, num_heads=HEADS),
+        },
+    )
+
+
+def train(
+    names: tuple[str, str], model: Model, corpus: Tensor, steps: int, device: torch.device
+) -> Run:
+    """Steps of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses, times = [], []
+    for _, characters in zip(range(steps), batches(corpus, seed=1), strict=False):
+        there = characters.to(device)
+        begin = time.perf_counter()
+        logits = model(there[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), there[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(float(loss.detach()))  # which waits for the GPU
+        times.append(1e3 * (time.perf_counter() - begin))
+    return Run(*names, losses, statistics.median(times[WARM_UP:] or times))
+
+
+def runs(steps: int, device: torch.device) -> Iterator[Run]:
+    """Every network of every pair, from the parameters of the pair's first."""
+    corpus = text()
+    for kind, networks in pairs():
+        torch.manual_seed(0)
+        start = Model(next(iter(networks.values()))).state_dict()
+        start = {name: value.clone() for name, value in start.items()}
+        for name, network in networks.items():
+            model = Model(network)
+            model.load_state_dict(start)
+            yield train((kind, name), model.to(device), corpus, steps, device)
+
+
+def apart(run: Run, first: Run) -> float:
+    """The largest difference of two loss curves; infinite if one is not finite."""
+    if not all(map(math.isfinite, run.losses)):
+        return math.inf
+    return max(abs(a - b) for a, b in zip(run.losses, first.losses, strict=True))
+
+
+def draw(done: list[Run], path: Path) -> None:
+    """The losses over the steps, a panel for each model."""
+    from scan_registry.bench.plot import load
+
+    kinds = list(dict.fromkeys(run.model for run in done))
+    figure = load().Figure(figsize=(6.4 * len(kinds), 4.8), layout="constrained")
+    for panel, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        for number, run in enumerate(run for run in done if run.model == kind):
+            label = f"{run.name}, {run.ms:.1f} ms per step"
+            panel.plot(run.losses, label=label, linestyle="--" if number else "-")
+        panel.set(title=kind, xlabel="step", ylabel="loss")
+        panel.legend()
+    figure.savefig(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda:0", help="default: cuda:0")
+    parser.add_argument("--steps", type=int, default=200, help="default: 200")
+    parser.add_argument("--json", type=Path, help="write every number to this file")
+    parser.add_argument("--plot", type=Path, help="draw the losses into this file")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("train_chars needs an NVIDIA GPU or --device cpu; torch sees none", file=sys.stderr)
+        return 2
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    done = list(runs(args.steps, device))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    table = Table(title=f"{where}: ({BATCH}, {TIME}), {args.steps} steps")
+    for column in ("model", "by", "first loss", "last loss", "largest difference", "ms per step"):
+        table.add_column(column, justify="left" if column in ("model", "by") else "right")
+    worst = 0.0
+    for run in done:
+        first = next(other for other in done if other.model == run.model)
+        worst = max(worst, apart(run, first))
+        ends = f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}"
+        table.add_row(run.model, run.name, *ends, f"{apart(run, first):.1e}", f"{run.ms:.1f}")
+    Console(width=110).print(table)
+    if args.json:
+        record = {
+            "device": where,
+            "date": date.today().isoformat(),
+            "torch": torch.__version__,
+            "scan_registry": __version__,
+            "runs": [asdict(run) for run in done],
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.plot:
+        draw(done, args.plot)
+    return 0 if worst <= TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
