@@ -128,7 +128,8 @@ template <int TILES, int HELD, int STORED>
 struct Product {
     static constexpr int CHAINS = TILES >= 3 ? 1 : 4 / TILES;
     // Words under way at a time: as many as there are registers for.
-    static constexpr int MOST = (Element::EXACT ? 6 : ROWS > 1 ? 8 : 12) / BATCHES;
+    static constexpr int MOST =
+        (Element::EXACT ? (TILES > 1 ? 4 : 6) : ROWS > 1 ? 8 : 12) / BATCHES;
     static constexpr int COUNT = HELD + STORED, WINDOW = COUNT < MOST ? COUNT : MOST;
     static constexpr int STRIDE = SPLIT * 4;                       // of them from one chunk to the next
     float sums[CHAINS][BATCHES][TILES][4];

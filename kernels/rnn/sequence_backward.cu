@@ -10,6 +10,7 @@
 constexpr int RECURRENT = Cell::RECURRENT, AHEAD = 8;
 using Matrix = Weights<1, RECURRENT * CHUNKS, RECURRENT * LAYERS>;
 using Terms = Product<1, RECURRENT * CHUNKS, RECURRENT * LAYERS>;
+using Rows = Local<RECURRENT * UNITS>;
 
 // Columns of R: words of consecutive gates × new units.
 struct Columns {
@@ -102,8 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
         for (int s = 0; s < Cell::TRACKED; s++) {
             const i64 state = s + Cell::FIRST;
             const Storage* from = unit.before + state * states_state;
-            if (t == 0) from = initial ? initial + state * of_state + i64(unit.batch) * block_of + unit.offset
-                                       : nullptr;
+            if (t == 0)
+                from = initial ? initial + state * of_state + i64(unit.batch) * block_of + unit.offset
+                               : nullptr;
             unit.coming.before[s] = from ? *reinterpret_cast<const Pair*>(from) : Pair{};
         }
 #pragma unroll
@@ -144,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                 for (int s = 0; s < Cell::STATES; s++) unit.grads[i][s] = 0;
 #pragma unroll
             for (int s = 0; s < Cell::TRACKED; s++) {
-                const float2 x = load_pair(unit.before + states_time + (s + Cell::FIRST) * states_state);
+                const i64 state = s + Cell::FIRST;
+                const float2 x = load_pair(unit.before + states_time + state * states_state);
                 unit.after[0][s] = x.x;
                 unit.after[1][s] = x.y;
             }
@@ -169,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                 }
             }
             if (t < 0) break;
-            if (alone) factor = {Local<UNITS * RECURRENT>::at(round), Local<UNITS * RECURRENT>::STRIDE, false};
+            if (alone) factor = {Rows::at(round), Rows::STRIDE, false};
             else factor = {ring.at(ring.published), values, true};
 #pragma unroll
             for (int k = 0; k < OWN; k++) {
@@ -217,11 +220,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                 else
                     ring.advance([&](Storage* slot) {
 #pragma unroll
-                        for (int k = 0; k < OWN; k++)
-                            if (units[k].there)
+                        for (int k = 0; k < OWN; k++) {
+                            if (!units[k].there) continue;
+                            Storage* const own = slot + units[k].in_tile * values + units[k].unit;
 #pragma unroll
-                                for (int g = 0; g < RECURRENT; g++)
-                                    withdraw(slot + units[k].in_tile * values + g * dim + units[k].unit);
+                            for (int g = 0; g < RECURRENT; g++) withdraw(own + g * dim);
+                        }
                     });
             }
         }

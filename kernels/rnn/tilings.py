@@ -97,7 +97,8 @@ def windows(values: Values) -> int:
     """How many times in a step a warp waits for words: as many are under way at a time as ``block.cuh`` has
     registers for. ``values`` has the tiling, the kind and ``dim``."""
     factor = values["gates"] if values["backward"] else 1
-    most = 6 if values["item"] == 4 else 8 if values["rows"] > 1 else 12
+    split_in_parts = 4 if values["gates"] > factor else 6
+    most = split_in_parts if values["item"] == 4 else 8 if values["rows"] > 1 else 12
     window = min(most // values["batches"], factor * (values["chunks"] + values["layers"]))
     each = ceil_div(factor * dim, chunk * split).value(values)
     return -(-each // window)

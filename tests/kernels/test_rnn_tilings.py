@@ -106,6 +106,10 @@ def test_others_than_the_defaults_may_be_tried(kernel: Kernel) -> None:
     assert not kernel.allows(Variant.parse(f"{head},rows=2,split=4,batches=1,chunks=16,layers=1"))
 
 
+def test_the_ring_has_the_memory_that_it_takes() -> None:
+    assert f"RING = {tilings.RING}," in (FAMILY.folder / "exchange.cuh").read_text()
+
+
 def test_more_memory_allows_more_tilings() -> None:
     given = {"gates": 4, "item": 2, "backward": 0, **tilings.LEAST}
     small = list(tilings.enumerate_tilings(given))
