@@ -115,11 +115,11 @@ struct Weights {
 // The other factor of a product.
 struct Factor {
     const Storage* first;  // of the group's first batch
-    i64 stride;            // from batch to batch
+    unsigned stride;       // from batch to batch
     bool awaited;          // published by other blocks
 
     __device__ const uint4* words(unsigned batch, unsigned value) const {
-        return reinterpret_cast<const uint4*>(first + batch * stride + value);
+        return reinterpret_cast<const uint4*>(first + i64(batch) * stride + value);
     }
 };
 

@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                 }
                 Pair pairs[Cell::GATES];
                 Storage* const to =
-                    const_cast<Storage*>(factor.first) + unit.in_tile * factor.stride + unit.unit;
+                    const_cast<Storage*>(factor.first) + (unit.in_tile * factor.stride + unit.unit);
 #pragma unroll
                 for (int g = 0; g < Cell::GATES; g++) {
                     pairs[g] = Element::narrow(make_float2(gates[0][g], gates[1][g]));

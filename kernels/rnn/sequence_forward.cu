@@ -92,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
             }
             if (EARLY && unit.live) fetch(unit);
         }
-        Factor factor{initial + group.first_batch * block_of + group.head * dim, block_of, false};
+        Factor factor{initial + group.first_batch * block_of + group.head * dim, unsigned(block_of),
+                      false};
 
         for (i64 t = 0; t < time; t++, round++) {
             Product<GATES, CHUNKS, LAYERS> product;
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
 
             const bool more = t + 1 < time;
             if (alone) factor = {Local<UNITS>::at(round), Local<UNITS>::STRIDE, false};
-            else factor = {ring.at(ring.published), dim, true};
+            else factor = {ring.at(ring.published), group.dim, true};
 #pragma unroll
             for (int k = 0; k < OWN; k++) {
                 Unit& unit = units[k];
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
                 const Pair h = Element::narrow(make_float2(unit.carried[0][0], unit.carried[1][0]));
                 if (more) {
                     Storage* const to =
-                        const_cast<Storage*>(factor.first) + unit.in_tile * factor.stride + unit.unit;
+                        const_cast<Storage*>(factor.first) + (unit.in_tile * factor.stride + unit.unit);
                     if (alone) *reinterpret_cast<Pair*>(to) = h;
                     else publish(to, h);
                 }

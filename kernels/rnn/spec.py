@@ -113,14 +113,15 @@ def _values(variant: Variant, direction: Direction) -> dict[str, int]:
     return {**given, "gates": gates, "item": item, "backward": int(direction == "backward")}
 
 
-def _fused_tilings(kind: Pins) -> tuple[Pins, ...]:
+def _fused_tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
     """Two: up to some hundred units, a block has 64 of them and few warps share a row of R, so that few
     blocks have to wait for each other, or none; else 16 of them, with as much of R as there is room for."""
     function, dtype = (str(value) for _, value in kind[:2][::-1])
-    gates = SIZES[function].recurrent  # type: ignore[index]
-    # sLSTM's other states, and float32 that is split into parts, take registers, too.
-    chunks = (12 if function == "slstm" else 16) // gates
-    few = chunks if ITEM_SIZE[dtype] == 2 else 12 // gates
+    gates, narrow = SIZES[function].recurrent, ITEM_SIZE[dtype] == 2  # type: ignore[index]
+    # sLSTM's other states, LSTM's gradients and float32 that is split into parts take registers, too.
+    crowded = function == "slstm" or (function == "lstm" and direction == "backward" and narrow)
+    chunks = (12 if crowded else 16) // gates
+    few = chunks if narrow else 12 // gates
     wide: Tiling = {"rows": 4, "split": 2, "batches": 1, "chunks": few, "layers": 4 // gates}
     deep: Tiling = {"rows": 1, "split": 8, "batches": 1, "chunks": chunks, "layers": 8 // gates}
     return tuple(tuple(tiling.items()) for tiling in (wide, deep))
@@ -191,7 +192,7 @@ def _fused_kernel(direction: Direction) -> Kernel:
         source=f"sequence_{direction}.cu",
         entry=f"rnn_sequence_{direction}",
         parameters=parameters("sequence", direction),
-        defaults=Space(_KINDS, _fused_tilings),
+        defaults=Space(_KINDS, lambda kind: _fused_tilings(kind, direction)),
         space=Space(_KINDS, lambda kind: _fused_space(kind, direction)),
         constants=_fused_constants,
         warps=lambda variant: variant.number("rows") * variant.number("split"),

@@ -62,8 +62,12 @@ OTHERS = (
 
 
 def opposite(forward: Variant) -> Variant:
-    """The backward kernel's variant of the same tiling."""
-    return Variant(FAMILY.name, "sequence_backward", "cuda", forward.statics)
+    """The backward kernel's default that has as many units, else its variant of the same tiling."""
+    kernel = FAMILY.kernel("sequence_backward", "cuda")
+    alike = Variant(FAMILY.name, kernel.name, "cuda", forward.statics)
+    if forward not in FAMILY.kernel("sequence_forward", "cuda").variants:
+        return alike
+    return next(v for v in kernel.variants if v.statics[:3] == forward.statics[:3])
 
 
 def try_both(
