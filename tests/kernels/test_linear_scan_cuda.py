@@ -62,8 +62,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     dtype = variant.text("dtype")
     checked = 0
     for trial in cases.trials(dtype, SHAPES, "cpu"):
-        for aligned in (True, False):
-            case = trial.case(kernel.name, aligned=aligned)
+        for case in trial.launches(kernel.name):
             if kernel.accepts(variant, case.problem) is None:
                 library.run(case.problem, case.tensors, seed=checked)
                 assert case.error() <= cases.TOLERANCE[dtype], str(trial)
