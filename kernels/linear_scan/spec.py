@@ -173,19 +173,26 @@ def _cuda_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: 
 def _cuda_tiles(layout: Layout, direction: Direction, dtype: str, access: str) -> list[Tile]:
     """What tuning may choose from."""
     if layout == "time_last":
-        held, streamed = space.cuda_time_last, partial(streams.time_last, direction, dtype)
-    else:
-        held = space.cuda_channel_last
-        streamed = partial(streams.channel_last, direction, dtype, access)
-    if access == space.PACKED:
-        return list(streamed())
-    return [*held(dtype, access), *(streamed() if access == "aligned" else ())]
+        if access == "generic":
+            return space.cuda_time_last(dtype)
+        return list(streams.time_last(direction, dtype))
+    if access == "generic":
+        return space.cuda_channel_last(dtype)
+    return list(streams.channel_last(direction, dtype, access))
+
+
+def _usual_tiles(direction: Direction, dtype: str, access: str) -> list[Tile]:
+    """Of channel-last kernels, what every wheel holds. Generic tiles are 32 channels wide, so that many
+    of them run side by side."""
+    if access == "generic":
+        return [{"warps": 8, "lanes": 32, "vector": 1, "steps": 8}]
+    return list(streams.usual_channel_last(direction, dtype))
 
 
 def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
-    defaults = scans(registers.time_last_tiles if time_last else registers.channel_last_tiles)
+    defaults = scans(registers.time_last_tiles if time_last else partial(_usual_tiles, direction))
     return Kernel(
         family=FAMILY_NAME,
         name=name,

@@ -22,6 +22,8 @@ _LOOK = 4
 _SHARED = 220_000
 #: Rows, or states side by side, that are numbered in 32 bits.
 _MOST_ROWS = 2**31 - 1
+#: Blocks that a GPU has something to do with.
+_MANY = 64
 #: Of the multiprocessors, what columns have to fill not to be split, and tiles that are worth splitting.
 _FILLED, _FEWEST_TILES = 0.95, 4
 
@@ -71,6 +73,15 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     for warps, lanes in product((4, 8), (2, 4, 8)):
         tile = {"warps": warps, "lanes": lanes, "vector": 16 // each, "steps": 8, "stages": 2}
         yield from _resident(direction, dtype, tile, 4)
+
+
+def usual_channel_last(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Those that every wheel holds: a walk, and one for few channels."""
+    each = ITEM_SIZE[dtype]
+    walk = {"warps": 8, "across": 32} if each < 8 else {"warps": 4, "across": 16}
+    yield from _resident(direction, dtype, {**walk, "vector": 1, "steps": 8, "stages": 3}, 2)
+    split = {"warps": 4, "lanes": 2, "vector": 16 // each, "steps": 8, "stages": 2}
+    yield from _resident(direction, dtype, split, 4)
 
 
 def _resident(direction: Direction, dtype: str, tile: Tile, most: int) -> Iterator[Tile]:
@@ -142,7 +153,12 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
-    """Where no tuning speaks: whose tiles are filled best, and then the widest."""
+    """Where no tuning speaks: walks, unless they would leave most of any GPU idle; whose tiles are filled
+    best, and then the widest."""
+    if problem.layout == "channel_last":
+        lines = problem.batch * max(1, problem.sequences)
+        enough = lines * ceil_div(problem.channels, _scans(variant)) >= _MANY
+        return float(walks(variant) != enough)
     filled = ceil_div(problem.time, times(variant)) * times(variant) / max(1, problem.time)
     return 1000 * filled - _scans(variant)
 

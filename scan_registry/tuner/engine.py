@@ -199,7 +199,7 @@ class Tuner:
             asked.append(chosen)
         asked.sort(key=lambda variant: variant != chosen)  # it sets the standard
         expected: dict[str, Tensor] | None = None
-        recordings: dict[str, Recording] = {}
+        made: dict[str, list[Call]] = {}
         first: dict[str, float] = {}
         launches = max(2, min(timing.LAUNCHES, round(_ENOUGH_MS * _SLOW_STREAM / traffic)))
         for variant in asked:
@@ -212,12 +212,16 @@ class Tuner:
                     self._distrust(variant, posed, reason)
                     continue
                 label = posed.kernel.label(variant)
-                first[label] = timing.Launches(2, calls[:1]).ms()
-                if first[label] <= FAR * min(first.values()) + LAUNCH_MS:
-                    recordings[label] = record(calls, device, launches=launches)
+                made[label], first[label] = calls, timing.Launches(2, calls[:1]).ms()
             except (loader.UnfitError, DriverError) as error:
                 self.refused[variant] = f"{posed}: {str(error).splitlines()[0]}"
         shipped = None if chosen is None else posed.kernel.label(chosen)
+        limit = FAR * min(first.values(), default=0.0) + LAUNCH_MS
+        recordings = {
+            label: record(calls, device, launches=launches)
+            for label, calls in made.items()
+            if first[label] <= limit
+        }
         left = {label: Timing(round(ms, 6), 0.0, 1) for label, ms in first.items()}
         return left | _race(recordings, shipped)
 
