@@ -108,6 +108,12 @@ def record(
     return Graph(_captured(calls, turns), turns * len(calls), calls)
 
 
+def once(call: Call, device: torch.device) -> float:
+    """ms of a launch on a GPU, or a call on the CPU, when it has been made before: about, and at once."""
+    kind = WallClock if device.type == "cpu" else Launches
+    return kind(2, [call]).ms()
+
+
 def _captured(calls: Sequence[Call], turns: int) -> torch.cuda.CUDAGraph:
     """``torch.cuda.graph`` would empty the allocator's cache each time, for the next recording to fill."""
     graph = torch.cuda.CUDAGraph()

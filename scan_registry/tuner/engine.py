@@ -20,7 +20,7 @@ from torch import Tensor
 from scan_registry import check, loader
 from scan_registry.archive import Archive
 from scan_registry.bench import timing
-from scan_registry.bench.timing import Call, Recording, compete, record, sets_of_inputs
+from scan_registry.bench.timing import Call, Recording, compete, once, record, sets_of_inputs
 from scan_registry.device import Device
 from scan_registry.driver import DriverError
 from scan_registry.fit import Rung
@@ -212,7 +212,7 @@ class Tuner:
                     self._distrust(variant, posed, reason)
                     continue
                 label = posed.kernel.label(variant)
-                made[label], first[label] = calls, timing.Launches(2, calls[:1]).ms()
+                made[label], first[label] = calls, once(calls[0], device)
             except (loader.UnfitError, DriverError) as error:
                 self.refused[variant] = f"{posed}: {str(error).splitlines()[0]}"
         shipped = None if chosen is None else posed.kernel.label(chosen)
