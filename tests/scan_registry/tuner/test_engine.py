@@ -45,11 +45,10 @@ def test_everything_is_timed_and_the_closest_again(workshop: Any) -> None:
     assert len(near) < len(variants)
     far = {v for n, v in enumerate(variants) if 1.0 + 0.05 * n > FAR + LAUNCH_MS} - {chosen}
     assert far
-    assert all(timings[problem.kernel.label(v)].rounds == 1 for v in far)
     taken = len(variants) - len(far)
     assert workshop.rounds == [(taken, COARSE["rounds"]), (len(near), FINE["rounds"])]
     for variant in variants:
-        expected = FINE if variant in near else COARSE
+        expected = FINE if variant in near else {"rounds": 1} if variant in far else COARSE
         assert timings[problem.kernel.label(variant)].rounds == expected["rounds"]
     assert found.shipped == problem.kernel.label(chosen)
     assert found.regret == pytest.approx(workshop.ms(chosen))
