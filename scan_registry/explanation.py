@@ -31,6 +31,9 @@ class Share(Protocol):
 
     def asked(self, backend: Any) -> tuple[Asked, ...]: ...
 
+    def fused(self) -> Any:
+        """The problem of a kernel that does the next share, too; None if there can be none."""
+
 
 #: Public operators by name, and the module that defines each beside ``describe``, which tells what
 #: problems a call poses, and ``BACKENDS``, the words that it accepts.
@@ -193,8 +196,14 @@ def decided(
     name: str, shares: Mapping[str, Share], there: System, backend: str, lowest: Rung
 ) -> Explanation:
     """The decisions for the shares of one call. Only kernels need copies; the reference does not."""
-    steps = []
+    steps: list[Step] = []
     for step, share in shares.items():
+        fused = share.fused() if "reduction" in shares and there.device else None
+        if fused is not None:
+            one = [Asked(fused, share.asked(backend)[0].backend)]
+            decision = select_first(there, family(name), one, min(lowest, Rung.PTX))
+            if decision.launch():
+                return Explanation(name, there.device, (*steps, Step(step, (), decision)))
         decision = select_first(there, family(name), share.asked(backend), lowest)
         steps.append(Step(step, share.copied if decision.launch() else (), decision))
     return Explanation(name, there.device, tuple(steps))

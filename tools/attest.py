@@ -83,8 +83,7 @@ def attest(family: Family, quick: bool) -> list[dict[str, Any]]:
             for archive, binary in binaries:
                 variant = binary.variant
                 kernel = family.kernel(variant.kernel, variant.language)
-                for aligned in (True, False):
-                    case = trial.case(kernel.name, aligned=aligned)
+                for case in trial.launches(kernel.name):
                     if not (
                         kernel.accepts(variant, case.problem)
                         or kernel.crowds(variant, case.problem, multiprocessors)

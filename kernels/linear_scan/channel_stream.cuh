@@ -54,63 +54,13 @@ struct Position {
     }
 };
 
-// Packed sequences along the walk, as a block meets them: few tiles hold the begin or the end of one.
-struct Sequences {
-    const Walk& walk;
-    i64 number = 0;  // of the one in which the latest tile begins
-
-    // Whether a sequence begins or ends in a tile.
-    __device__ bool meet(const Tile& tile) {
-        if constexpr (!PACKED) return false;
-        const i64 first = i64(tile.level) * TIMES;
-        if (walk.begin(number) > first) number = 0;
-#pragma unroll 1
-        while (number + 1 < walk.count && walk.begin(number + 1) <= first) number++;
-        return walk.begin(number) == first || walk.begin(number + 1) <= first + TIMES;
-    }
-
-    // For each of a thread's rows: its index, whether a sequence begins and ends there, and where in
-    // memory that sequence's states are.
-    template <class Row>
-    __device__ void rows(const Position& at, Row row) const {
-        if (at.rows == 0) return;
-        i64 n = walk.number(at.first), next = walk.begin(n + 1);
-#pragma unroll 1
-        for (int k = 0; k < at.rows; k++) {
-            const i64 order = at.first + k;
-#pragma unroll 1
-            while (n + 1 < walk.count && next <= order) n++, next = walk.begin(n + 1);
-            row(k, walk.begin(n) == order, next == order + 1, i64(walk.index(n)));
-        }
-    }
-};
-
-// The states of a thread's channels, before or after the sequences; null where there are none.
-struct ChannelStates {
-    State* first;
-    i64 by_channel, by_sequence;
-
-    __device__ ChannelStates(const State* states, i64 by_batch, i64 by_channel, i64 by_sequence,
-                             const Position& at)
-        : first(states ? const_cast<State*>(states) + at.batch * by_batch + at.channel * by_channel
-                       : nullptr),
-          by_channel(by_channel),
-          by_sequence(by_sequence) {}
-    __device__ State read(i64 sequence, int v) const {
-        return first ? first[sequence * by_sequence + v * by_channel] : State(0);
-    }
-    __device__ void write(i64 sequence, int v, State x) const {
-        if (first) first[sequence * by_sequence + v * by_channel] = x;
-    }
-};
-
 // The state of a thread's scan, if it is one of the spine, among those of batches × channels; null if
 // there is none.
 template <class S>
 __device__ S* spine_state(S* states, i64 by_batch, i64 by_channel, const Position& at,
                           const Scans& scans) {
     const i64 channel = at.tile_channel + threadIdx.x % CHANNELS;
-    return !PACKED && states && channel < scans.channels ? states + at.batch * by_batch + channel * by_channel
+    return states && channel < scans.channels ? states + at.batch * by_batch + channel * by_channel
                                               : nullptr;
 }
 

@@ -85,6 +85,8 @@ class LinearScanProblem:
     reverse      whether x[t] follows from x[t+1]
     strides      of the tensors that ``STRIDED`` names, in that order; 0 where gates are broadcast
     alignment    bytes, at most 16, that divide the address of every (batch, channels, time) tensor
+    sums         of a backward problem: whether gates_grad is one sum over time for each state, and lies as
+                 states do
     """
 
     direction: Direction
@@ -99,6 +101,7 @@ class LinearScanProblem:
     alignment: int
     sequences: int = 0
     reverse: bool = False
+    sums: bool = False
 
     @property
     def kernel(self) -> str:
@@ -117,7 +120,7 @@ class LinearScanProblem:
             "channels": self.channels,
             "time": self.time,
             "sequences": self.sequences,
-            "flags": int(self.reverse),
+            "flags": int(self.reverse) + 2 * int(self.sums),
         }
         for name, strides in zip(STRIDED[self.direction], self.strides, strict=True):
             for dimension, stride in zip(DIMENSIONS, vars(strides).values(), strict=True):
@@ -129,6 +132,10 @@ class LinearScanProblem:
     def strides_of(self, tensor: str) -> Strides:
         """The strides of one of the tensors that ``STRIDED`` names."""
         return self.strides[STRIDED[self.direction].index(tensor)]
+
+    def has_one_gate(self) -> bool:
+        """Whether each channel has one gate for all times."""
+        return self.time > 1 and self.strides_of("gates").time == 0
 
     def sequence_strides(self) -> tuple[Strides, ...]:
         """Those of the tensors that have a time: all but ``state``."""

@@ -35,13 +35,18 @@ __device__ inline void store_global(void* to, unsigned value) {
     asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// Memory that other blocks read and write: 8 bytes in one piece, in no order with other accesses.
+// Memory that other blocks read and write: 8 or 4 bytes in one piece, in no order with other accesses.
 __device__ inline void store_relaxed(u64* to, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
 __device__ inline u64 load_relaxed(const u64* from) {
     u64 value;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+}
+__device__ inline unsigned load_relaxed(const unsigned* from) {
+    unsigned value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
     return value;
 }
 
@@ -72,14 +77,15 @@ __device__ inline char* dynamic_shared() {
     return reinterpret_cast<char*>(dynamic);
 }
 
-// Copy 4, 8 or 16 bytes, if wanted, from global to shared memory while the thread goes on.
+// Copy 4, 8 or 16 bytes, if wanted, from global to shared memory while the thread goes on. Of 128 bytes that
+// lie together, what others will want comes as far as the L2.
 template <int BYTES>
 __device__ inline void copy_async(void* to, const void* from, bool wanted) {
     const unsigned shared = unsigned(__cvta_generic_to_shared(to));
     if constexpr (BYTES == 16)
         asm volatile(
             "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
-            "@wanted cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(shared),
+            "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::"r"(shared),
             "l"(from), "r"(int(wanted))
             : "memory");
     else

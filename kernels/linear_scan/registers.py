@@ -20,15 +20,6 @@ def time_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
     return (short, *({"warps": each, "rows": 1, "steps": 2} for each in warps))
 
 
-def channel_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
-    """Warps per block, threads along the channels, channels and rows per thread. Either way a tile is
-    32 channels wide, so that many of them run side by side."""
-    if access == "generic":
-        return ({"warps": 8, "lanes": 32, "vector": 1, "steps": 8},)
-    vector = 2 if ITEM_SIZE[dtype] == 8 else 4
-    return ({"warps": 4, "lanes": 32 // vector, "vector": vector, "steps": 8},)
-
-
 def time_last_tile(variant: Variant) -> int:
     chunk = 16 // ITEM_SIZE[variant.text("dtype")]
     return variant.number("warps") * variant.number("steps") * 32 * chunk

@@ -56,29 +56,22 @@ def reductions(tile: Tile) -> Space:
 # --- CUDA -------------------------------------------------------------------------------------
 
 
-def cuda_time_last(dtype: str, access: str) -> list[Tile]:
-    """One warp of a block to each of several rows, or several warps to one. A lane holds at most 64
-    bytes of a tensor, and a block has at most 512 threads."""
-    chunk = 16 if access == "aligned" else min(16, 4 * ITEM_SIZE[dtype])
+def cuda_time_last(dtype: str) -> list[Tile]:
+    """Of generic access: a warp to each of several rows, or several warps to one. A lane holds at most 64
+    bytes of a tensor."""
+    chunk = min(16, 4 * ITEM_SIZE[dtype])
     return [
         {"warps": warps, "rows": rows, "steps": steps}
-        for warps, rows, steps in product((1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4))
-        if 1 in (warps, rows) and warps * rows >= 2 and steps * chunk <= 64
+        for (warps, rows), steps in product(((1, 4), (1, 8), (4, 1), (8, 1)), (1, 2, 4))
+        if steps * chunk <= 64
     ]
 
 
-def cuda_channel_last(dtype: str, access: str) -> list[Tile]:
-    """Every channel of a tile has a thread of its own in the block, and a lane reads at most 16 bytes
-    of a row; generic access takes channels one by one."""
-    widest = 1 if access == "generic" else 16 // ITEM_SIZE[dtype]
+def cuda_channel_last(dtype: str) -> list[Tile]:
+    """Of generic access: every channel of a tile has a thread of its own, which takes it by itself."""
     return [
-        {"warps": warps, "lanes": lanes, "vector": vector, "steps": steps}
-        for warps, lanes, vector, steps in product(
-            (4, 8, 16), (4, 8, 16, 32), (1, 2, 4, 8), (4, 8, 16)
-        )
-        if vector in (widest, max(1, widest // 2))
-        and 16 <= lanes * vector <= min(64, 32 * warps)
-        and steps * vector <= 64
+        {"warps": warps, "lanes": lanes, "vector": 1, "steps": steps}
+        for warps, lanes, steps in product((4, 8), (16, 32), (4, 8, 16))
     ]
 
 

@@ -97,7 +97,12 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
         return reason
     if variant.text("gates") != problem.gates_dtype:
         return f"gates in {variant.text('gates')}, not {problem.gates_dtype}"
-    access = variant.text("access")
+    if problem.sums and not streams.walks(variant):
+        return "it does not sum the gradient of gates"
+    return _rejects_access(variant.text("access"), problem)
+
+
+def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
     if access == "packed" and problem.sequences == 0:
         return "no sequences are packed"
     if access == "aligned" and problem.sequences > 0:
@@ -125,6 +130,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "ALIGNED": int(statics.get("access") in ("aligned", "packed")),
         "PACKED": int(statics.get("access") == "packed"),
         "STAGES": 0,
+        "WALKS": int(streams.walks(variant)),
         **tile,
     }
 
@@ -132,7 +138,8 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
 def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     if reason := _rejects_static(variant, problem):
         return reason
-    chunk = problem.chunk() if problem.layout == "time_last" else variant.number("vector")
+    held = problem.layout == "channel_last" and not streams.is_streamed(variant)
+    chunk = variant.number("vector") if held else problem.chunk()
     if variant.text("access") != "generic" and not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
     return streams.refuses(variant, problem) if streams.is_streamed(variant) else None
@@ -165,18 +172,27 @@ def _cuda_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: 
 
 def _cuda_tiles(layout: Layout, direction: Direction, dtype: str, access: str) -> list[Tile]:
     """What tuning may choose from."""
-    time_last = layout == "time_last"
-    streamed = streams.time_last if time_last else streams.channel_last
-    if access == space.PACKED:
-        return list(streamed(direction, dtype))
-    held = (space.cuda_time_last if time_last else space.cuda_channel_last)(dtype, access)
-    return [*held, *(streamed(direction, dtype) if access == "aligned" else ())]
+    if layout == "time_last":
+        if access == "generic":
+            return space.cuda_time_last(dtype)
+        return list(streams.time_last(direction, dtype))
+    if access == "generic":
+        return space.cuda_channel_last(dtype)
+    return list(streams.channel_last(direction, dtype, access))
+
+
+def _usual_tiles(direction: Direction, dtype: str, access: str) -> list[Tile]:
+    """Of channel-last kernels, what every wheel holds. Generic tiles are 32 channels wide, so that many
+    of them run side by side."""
+    if access == "generic":
+        return [{"warps": 8, "lanes": 32, "vector": 1, "steps": 8}]
+    return list(streams.usual_channel_last(direction, dtype))
 
 
 def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
-    defaults = scans(registers.time_last_tiles if time_last else registers.channel_last_tiles)
+    defaults = scans(registers.time_last_tiles if time_last else partial(_usual_tiles, direction))
     return Kernel(
         family=FAMILY_NAME,
         name=name,

@@ -35,6 +35,7 @@ struct Schedule {
     Cursor current, coming;
 
     static constexpr unsigned DRAWN = STAGES + 1;
+    static constexpr int PATIENCE = 32;  // looks at the counter
     __device__ static unsigned* drawn() {
         __shared__ unsigned tickets[DRAWN];
         return tickets;
@@ -46,11 +47,18 @@ struct Schedule {
           stride(stride),
           current{0, 0, first},
           coming(current) {
+        begin(0);
+    }
+
+    // Draw the tile of that number before there is a current one. A block that drew several at once
+    // would hold up all others, which need the maps of the last while it waits for what the first
+    // needs; so it waits a little for the others to have drawn as many.
+    __device__ void begin(unsigned number) const {
         if (!counter) return;
         if (threadIdx.x == 0) {
-            const unsigned ticket = atomicAdd(counter, unsigned(STAGES));
-#pragma unroll
-            for (int i = 0; i < STAGES; i++) drawn()[i] = ticket + i;
+            for (int turn = 0; turn < PATIENCE; turn++)
+                if (load_relaxed(counter) >= number * gridDim.x) break;
+            drawn()[number] = atomicAdd(counter, 1u);
         }
         __syncthreads();
     }

@@ -37,7 +37,10 @@ __device__ void scan_rows(const Forward& of, void* workspace, const Scans& scans
         commit_copies();
         ring.turn();
         schedule.advance(schedule.coming);
-        if (round < STAGES) continue;  // the ring is still to be filled
+        if (round < STAGES) {  // the ring is still to be filled
+            schedule.begin(round);
+            continue;
+        }
 
         const Tile tile = schedule.at(schedule.current);
         if (!tile.there) break;

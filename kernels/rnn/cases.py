@@ -120,6 +120,10 @@ class Trial:
     def __str__(self) -> str:
         return f"{self.function} {self.shape} {self.setting}".strip()
 
+    def launches(self, kernel: str) -> Iterator[Case]:
+        """All that ``kernel`` can compute this by."""
+        return (self.case(kernel, aligned=aligned) for aligned in (True, False))
+
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch of ``kernel`` that computes this, in memory of its own; unless ``aligned``, with gaps
         between batches, steps and states."""

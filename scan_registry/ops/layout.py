@@ -8,7 +8,7 @@ together where their strides allow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from scan_registry.alternatives import Asked
@@ -40,6 +40,13 @@ class Share:
     def asked(self, backend: Backend) -> tuple[Asked, ...]:
         """What a kernel is asked for."""
         return (Asked(self.problem, backend),)
+
+    def fused(self) -> LinearScanProblem | None:
+        """The problem of a backward kernel that also sums up the gradient of gates that do not change with
+        time; None if there can be none. It is for kernels that need not be compiled first."""
+        if self.copied or self.problem.direction != "backward" or not self.problem.has_one_gate():
+            return None
+        return replace(self.problem, sums=True)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,9 @@ class Pass:
         options = self.options._replace(backend=backend)
         return rnn_plans.asked(self.direction, options, self.tensors, self.training)
 
+    def fused(self) -> None:
+        """No kernel of this family does another's share."""
+
 
 def describe(
     Wx: Tensor,

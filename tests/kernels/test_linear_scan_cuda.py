@@ -40,7 +40,13 @@ def streamed() -> Iterator[Variant]:
     """A few of those whose tiles come through a ring, one for each way to share a row or a column."""
     wanted: dict[str, list[dict[str, Any]]] = {
         "time_last": [{"lanes": 1}, {"lanes": 8}, {"lanes": 32, "warps": 1}, {"warps": 4}],
-        "channel_last": [{"lanes": 2}, {"lanes": 8}, {"lanes": 8, "access": "packed"}],
+        "channel_last": [
+            {"lanes": 2},
+            {"lanes": 8},
+            {"across": 16},
+            {"across": 32},
+            {"across": 16, "access": "packed"},
+        ],
     }
     for kernel in FAMILY.kernels:
         found = [dict(pins) for pins in kernel.space or () if "stages" in dict(pins)]
@@ -62,12 +68,40 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     dtype = variant.text("dtype")
     checked = 0
     for trial in cases.trials(dtype, SHAPES, "cpu"):
-        for aligned in (True, False):
-            case = trial.case(kernel.name, aligned=aligned)
+        for case in trial.launches(kernel.name):
             if kernel.accepts(variant, case.problem) is None:
                 library.run(case.problem, case.tensors, seed=checked)
                 assert case.error() <= cases.TOLERANCE[dtype], str(trial)
                 checked += 1
+    assert checked
+
+
+ONE_GATE = (
+    cases.Setting(states=True, broadcast=("time",)),
+    cases.Setting(reverse=True, broadcast=("batch", "time")),
+    cases.Setting(states=True, packed=True, broadcast=("time",)),
+)
+
+
+@pytest.mark.parametrize("access", ["aligned", "packed"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_walk_sums_the_gradient_of_one_gate(
+    dtype: str, access: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel("channel_last_backward", "cuda")
+    pins = {"dtype": dtype, "access": access, "across": 16}.items()
+    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    checked = 0
+    for shape, setting in product(((2, 48, 40), (1, 16, 600)), ONE_GATE):
+        trial = cases.draw(shape, setting, dtype, "cpu")
+        case = trial.case(kernel.name, aligned=True, sums=True)
+        if kernel.accepts(variant, case.problem) is None:
+            library.run(case.problem, case.tensors, seed=checked)
+            assert "gates_grad" in case.expected
+            assert case.error() <= cases.TOLERANCE[dtype], str(trial)
+            checked += 1
     assert checked
 
 

@@ -33,7 +33,8 @@ inline void emulated_turn() {
     bool turn = false;
     emulator::block().wait([&] { return std::exchange(turn, true); });
 }
-inline u64 load_relaxed(const u64* from) {
+template <class Word>
+Word load_relaxed(const Word* from) {
     emulated_turn();
     return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
