@@ -136,7 +136,7 @@ class Nvrtc:
             entry=kernel.entry,
             block=(32 * kernel.warps(variant), 1, 1),
             cluster=(1, 1, 1),
-            dynamic_shared=0,
+            dynamic_shared=kernel.shared(variant),
             hidden=0,
             log=log,
         )

@@ -154,7 +154,8 @@ class Kernel:
     fuses        variant -> whether products and sums may be contracted to one rounding (Triton)
     accepts      variant, problem -> None, or the reason why the variant cannot solve the problem
     cost         variant, problem -> smaller is better, among variants that accept
-    launch       variant, problem -> grid, scalars, workspace
+    launch       variant, problem, multiprocessors of the GPU -> grid, scalars, workspace
+    shared       variant -> bytes of dynamic shared memory per block (CUDA)
     may_spill    variants that are allowed to spill registers, each an exception to justify
     space        the variants that tuning may choose from, beside the defaults; None for no others
     shape        problem -> where it lies among those that the kernel is tuned for; None: it never is
@@ -174,10 +175,11 @@ class Kernel:
     warps: Callable[[Variant], int]
     accepts: Callable[[Variant, Any], str | None]
     cost: Callable[[Variant, Any], float]
-    launch: Callable[[Variant, Any], Launch]
+    launch: Callable[[Variant, Any, int], Launch]
     divisible: Callable[[Variant], frozenset[str]] = lambda variant: frozenset()
     elements: Callable[[Variant], Mapping[str, str]] = lambda variant: {}
     fuses: Callable[[Variant], bool] = lambda variant: True
+    shared: Callable[[Variant], int] = lambda variant: 0
     may_spill: frozenset[Variant] = field(default_factory=frozenset)
     space: Space | None = None
     shape: Callable[[Any], Shape] | None = None

@@ -14,6 +14,7 @@ import torch
 from scan_registry import driver, loader
 from scan_registry._launcher import Launch
 from scan_registry.archive import Binary
+from scan_registry.device import device
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Kernel
 
@@ -30,7 +31,8 @@ def run(ordinal: int, binary: Binary, read: Callable[[], bytes], case: Any) -> N
     function = loader.load(ordinal, binary, read, str(binary))
     launch = loader.bind(ordinal, group, case.problem, binary, function)
     kernel = group.kernel(binary.variant.kernel, binary.variant.language)
-    start(ordinal, launch, kernel, case, kernel.launch(binary.variant, case.problem).workspace)
+    shape = kernel.launch(binary.variant, case.problem, device(ordinal).multiprocessors)
+    start(ordinal, launch, kernel, case, shape.workspace)
 
 
 def start(ordinal: int, launch: Launch, kernel: Kernel, case: Any, workspace: int) -> None:

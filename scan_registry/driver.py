@@ -22,7 +22,6 @@ _HOT = (
 )
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_…
-_STATIC_SHARED_LIMIT = 48 * 1024  # more dynamic shared memory than this has to be asked for
 
 #: Errors of loading that say "not this image", and nothing of the device's state.
 UNFIT = frozenset(
@@ -122,7 +121,7 @@ def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: s
             driver.cuModuleGetFunction(byref(function), module, entry.encode()),
             subject,
         )
-        if dynamic_shared > _STATIC_SHARED_LIMIT:
+        if dynamic_shared:  # has to be asked for where it is over 48 KiB with what is static
             _check(
                 "cuFuncSetAttribute",
                 driver.cuFuncSetAttribute(

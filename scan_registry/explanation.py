@@ -176,8 +176,13 @@ def decided(
     name: str, shares: Mapping[str, Share], there: System, backend: Backend, lowest: Rung
 ) -> Explanation:
     """The decisions for the shares of one call. Only kernels need copies; the reference does not."""
-    steps = []
+    steps: list[Step] = []
     for step, share in shares.items():
+        fused = share.fused() if "reduction" in shares and there.device else None
+        if fused is not None:
+            decision = select(there, family(name), fused, backend, min(lowest, Rung.PTX))
+            if decision.launch():
+                return Explanation(name, there.device, (*steps, Step(step, (), decision)))
         decision = select(there, family(name), share.problem, backend, lowest)
         steps.append(Step(step, share.copied if decision.launch() else (), decision))
     return Explanation(name, there.device, tuple(steps))

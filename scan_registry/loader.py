@@ -195,7 +195,7 @@ def load(ordinal: int, binary: Binary, read: Callable[[], bytes], subject: str) 
 def bind(ordinal: int, family: Family, problem: Problem, binary: Binary, function: int) -> Launch:
     """A launch of a loaded function on a problem."""
     kernel = family.kernel(binary.variant.kernel, binary.variant.language)
-    shape = kernel.launch(binary.variant, problem)
+    shape = kernel.launch(binary.variant, problem, device(ordinal).multiprocessors)
     return Launch(
         context=driver.primary_context(ordinal),
         function=function,

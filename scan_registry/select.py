@@ -125,7 +125,10 @@ class Decision:
         """How the winner is launched; None where there is none or torch launches."""
         if self.winner is None or self.winner.variant is None:
             return None
-        return _kernel(self.family, self.winner.variant).launch(self.winner.variant, self.problem)
+        assert self.system.device is not None
+        kernel = _kernel(self.family, self.winner.variant)
+        multiprocessors = self.system.device.multiprocessors
+        return kernel.launch(self.winner.variant, self.problem, multiprocessors)
 
     def taken(self) -> Candidate:
         """The winner; ``NoKernelError`` says what was asked, what there is and what to do."""
@@ -324,7 +327,8 @@ def _refusal(
         return "this version's spec has no such variant"
     if reason := kernel.accepts(variant, problem):
         return reason
-    blocks = kernel.launch(variant, problem).grid[0]
+    assert system.device is not None
+    blocks = kernel.launch(variant, problem, system.device.multiprocessors).grid[0]
     return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None
 
 

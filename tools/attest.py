@@ -81,8 +81,7 @@ def attest(family: Family, quick: bool) -> list[dict[str, Any]]:
             for archive, binary in binaries:
                 variant = binary.variant
                 kernel = family.kernel(variant.kernel, variant.language)
-                for aligned in (True, False):
-                    case = trial.case(kernel.name, aligned=aligned)
+                for case in trial.launches(kernel.name):
                     if kernel.accepts(variant, case.problem) is None:
                         run(0, binary, partial(archive.read, binary), case)
                         errors[binary.sha256].append(case.error())

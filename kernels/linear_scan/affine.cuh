@@ -35,8 +35,10 @@ __device__ inline Complex exact_product(Complex a, Complex b, Complex& error) {
 }
 
 // Where sequences are packed, the first step of each forgets what came before: its map has scale 0,
-// and even an infinite state has to be lost in it. Only generic variants see packed sequences.
-__device__ inline bool forgets(State scale) { return !ALIGNED && scale == State(0); }
+// and even an infinite state has to be lost in it. Aligned variants see none.
+__device__ inline bool forgets(State scale) {
+    return (!ALIGNED || PACKED) && scale == State(0);
+}
 
 // One step's map, exact.
 struct Step {
@@ -51,6 +53,8 @@ struct Step {
 // rounding errors, which then add up in proportion to the length of the run. `rest` keeps them,
 // unless the states are stored too coarsely for that to show.
 constexpr bool WITH_REST = sizeof(Storage) >= 4;
+// How far to unroll what composes maps: one of complex numbers is a hundred instructions.
+constexpr int UNROLLED = sizeof(State) > 4 ? 1 : 32;
 
 // The state that goes from tile to tile, with what rounding took from it: where gates are close to
 // one, what is lost there stays lost.
@@ -130,16 +134,18 @@ __device__ inline Affine from_lower(Affine map, int distance) {
             from_lower(map.shift, distance)};
 }
 
-// Composition of the maps of all lower lanes that are congruent to this one modulo STRIDE;
-// `map` becomes the composition that includes this lane's own.
-template <int STRIDE = 1>
+// Composition of the maps of all lower lanes that are congruent to this one modulo STRIDE, within
+// runs of WIDTH lanes; `map` becomes the composition that includes this lane's own.
+template <int STRIDE = 1, int WIDTH = 32>
 __device__ inline Affine exclusive_scan(Affine& map, int lane) {
-#pragma unroll
-    for (int distance = STRIDE; distance < 32; distance *= 2) {
+    const int place = lane % WIDTH;
+#pragma unroll(UNROLLED)
+    for (int distance = STRIDE; distance < WIDTH; distance *= 2) {
         const Affine lower = from_lower(map, distance);
-        if (lane >= distance) map = then(lower, map);
+        if (place >= distance) map = then(lower, map);
     }
-    Affine before = from_lower(map, STRIDE);
-    if (lane < STRIDE) before = Affine{};
+    if constexpr (STRIDE >= WIDTH) return {};
+    Affine before = from_lower(map, STRIDE % 32);
+    if (place < STRIDE) before = Affine{};
     return before;
 }

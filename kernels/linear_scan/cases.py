@@ -69,6 +69,7 @@ OPTIONS = (
     Setting(states=True, broadcast=("outer", "batch", "time"), outer=2),
     Setting(reverse=True, broadcast=("channel",), outer=2),
     Setting(states=True, packed=True, broadcast=("batch",)),
+    Setting(states=True, packed=True, broadcast=("time",)),
     Setting(broadcast=("outer", "batch", "channel", "time")),
     Setting(states=True, mixed=True),
     Setting(states=True, mixed=True, broadcast=("channel", "time"), reverse=True, packed=True),
@@ -156,13 +157,22 @@ class Trial:
     def __str__(self) -> str:
         return f"{self.shape} {self.setting}".strip()
 
-    def case(self, kernel: str, *, aligned: bool) -> Case:
+    def launches(self, kernel: str) -> Iterator[Case]:
+        """All that ``kernel`` can compute this by."""
+        yield from (self.case(kernel, aligned=aligned) for aligned in (True, False))
+        if _KERNELS[kernel][1] == "backward" and "time" in self.setting.broadcast:
+            yield self.case(kernel, aligned=True, sums=True)
+
+    def case(self, kernel: str, *, aligned: bool, sums: bool = False) -> Case:
         """The launch of ``kernel`` that computes this, in memory laid out as it wants. A backward
-        kernel gives no gradient to gates that are broadcast; a reduction does."""
+        kernel gives gates that are broadcast no gradient, or ``sums`` over time of one for each state;
+        a reduction does."""
         layout, direction = _KERNELS[kernel]
         expected = {name: self.expected[name] for name in OUTPUTS[direction]}
         if direction == "reduction":
             expected = {"gates_grad": self.expected["reduced_gates_grad"]}
+        elif sums:
+            expected["gates_grad"] = self.expected["gates_grad_sums"]
         elif self.setting.broadcast:
             expected.pop("gates_grad", None)
         if not self.setting.states:
@@ -174,8 +184,11 @@ class Trial:
         }
         for name, value in expected.items():
             if direction != "reduction":
-                tensors[name] = self._poison(name, value, layout, aligned)
+                room = "state" if sums and name == "gates_grad" else name
+                tensors[name] = self._poison(room, value, layout, aligned)
         sequences = {n: t for n, t in tensors.items() if t is not None and n in _SEQUENCES}
+        if sums:
+            del sequences["gates_grad"]
         strides = {n: Strides(*t.expand(self._full).stride()) for n, t in sequences.items()}
         strides["grads"] = strides.get("tokens_grad", Strides(0, 0, 0, 0))
         strides["state"] = _state_strides(self._state_shape)
@@ -196,6 +209,7 @@ class Trial:
             reverse=self.setting.reverse,
             strides=tuple(strides[name] for name in STRIDED[direction]),
             alignment=common_alignment(t.data_ptr() for t in sequences.values()),
+            sums=sums,
         )
         if direction == "reduction":
             pieces = (problem.reduction().pieces, *expected["gates_grad"].shape)
@@ -292,6 +306,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         "tokens_grad": tokens_grad,
         "initial_state_grad": initial_grad,
         "reduced_gates_grad": products.sum_to_size(of_gates),
+        "gates_grad_sums": _sums(tokens_grad * before.conj(), offsets),
     }
     return Trial(
         shape,
@@ -300,6 +315,14 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         inputs={name: None if t is None else t.to(device) for name, t in inputs.items()},
         expected={name: t.to(device) for name, t in expected.items()},
     )
+
+
+def _sums(products: Tensor, offsets: Tensor | None) -> Tensor:
+    """Over time, or over each of the packed sequences."""
+    if offsets is None:
+        return products.sum(-1)
+    pairs = zip(offsets.tolist(), offsets[1:].tolist(), strict=False)
+    return torch.stack([products[..., first:end].sum(-1) for first, end in pairs], -1)
 
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:

@@ -6,24 +6,238 @@
 //
 // which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h).
 // The states are read one step further along the walk than the rest. Three reads and two writes: 20
-// bytes per element in float32, 10 in bfloat16 and float16. The tile picture is in channel_last.cuh.
+// bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in
+// column_walk.cuh, channel_stream.cuh (staged) and channel_last.cuh (held in registers).
+#if WALKS
+#include "column_walk.cuh"
+
+struct Backward {
+    const Storage *gates, *states, *states_grad;
+    Storage *gates_grad, *tokens_grad;
+    State* sums;  // of gates_grad over time, which lie as states do
+    i64 gates_batch, gates_time, states_batch, states_time, states_grad_batch, states_grad_time;
+    i64 grads_batch, grads_time;
+};
+
+// A lane's walk. ONE_GATE: each channel has one gate for all times.
+template <bool ONE_GATE>
+struct BackwardWalk {
+    const Rows gates, grads, states, gates_grad, tokens_grad;
+    const bool for_gates, each_gate, each_token;  // what is asked for
+    Tiles<3> tiles;
+    Passage passage;
+    State kept[VECTOR] = {}, initial[VECTOR], sum[VECTOR] = {};  // kept: the gate, conjugated
+
+    __device__ BackwardWalk(const Backward& of, const Column& column, i64 channels,
+                            const States& before, const States& after_grad)
+        : gates(of.gates, of.gates_batch, of.gates_time, column),
+          grads(of.states_grad, of.states_grad_batch, of.states_grad_time, column),
+          states(of.states, of.states_batch, of.states_time, column),
+          gates_grad(of.gates_grad, of.grads_batch, of.grads_time, column),
+          tokens_grad(of.tokens_grad, of.grads_batch, of.grads_time, column),
+          for_gates(of.gates_grad || of.sums),
+          each_gate(of.gates_grad),
+          each_token(of.tokens_grad),
+          tiles(column, channels) {
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) {
+            passage.carried[v] = after_grad.read(v), initial[v] = before.read(v);
+            if (ONE_GATE && column.channel + v < channels)
+                kept[v] = conj(column.value(of.gates, of.gates_batch, v));
+        }
+    }
+
+    __device__ void fetch(i64 order) const {
+        if (!ONE_GATE) tiles.copy_in(0, gates, order, Element::ONE);
+        tiles.copy_in(1, grads, order, 0);
+        // The earlier state of each row; that of the walk's last is not among the states.
+        if (for_gates) tiles.copy_in(2, states, order + 1, 0);
+    }
+    __device__ void walk_rows(i64 order) {
+        Chunk<Element, VECTOR> gate_row[STEPS], grad_row[STEPS];
+        Affine maps[VECTOR];
+        const i64 left = tiles.left(order);
+        const auto gate = [&](int k, int v) -> State {
+            if (!ONE_GATE) return conj(gate_row[k].get(v));
+            return k < left ? kept[v] : State(1);
+        };
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            if (!ONE_GATE) gate_row[k] = tiles.get(0, k);
+            grad_row[k] = tiles.get(1, k);
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++)
+                maps[v] = then(maps[v], Step{gate(k, v), gate(k, v) * grad_row[k].get(v)});
+        }
+        State h[VECTOR];
+        passage.enter(maps, h);
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const Chunk<Element, VECTOR> earlier = tiles.get(2, k);
+            State to_gates[VECTOR], to_tokens[VECTOR];
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) {
+                const State x = k + 1 == left ? initial[v] : earlier.get(v);
+                to_tokens[v] = grad_row[k].get(v) + h[v];
+                to_gates[v] = to_tokens[v] * conj(x);
+                h[v] = gate(k, v) * to_tokens[v];
+                if (ONE_GATE && k < left) sum[v] = sum[v] + to_gates[v];
+            }
+            if (!ONE_GATE || each_gate) tiles.put(0, k, to_gates);
+            tiles.put(1, k, to_tokens);
+        }
+    }
+    __device__ void leave(i64 order) const {
+        if (each_gate) tiles.copy_out(0, gates_grad, order);
+        if (each_token) tiles.copy_out(1, tokens_grad, order);
+    }
+    // The sums of all groups, for the first.
+    __device__ void add_up() {
+        __shared__ State sums[GROUPS][VECTOR][ACROSS];
+        const int group = threadIdx.x / ACROSS, lane = threadIdx.x % ACROSS;
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) sums[group][v][lane] = sum[v];
+        __syncthreads();
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++)
+            for (int g = 1; g < GROUPS; g++) sum[v] = sum[v] + sums[g][v][lane];
+    }
+};
+
+template <bool ONE_GATE>
+__device__ void walk_column(const Backward& of, const Column& column, i64 channels,
+                            const States& before, const States& after_grad,
+                            const States& before_grad, const States& sums) {
+    BackwardWalk<ONE_GATE> walk(of, column, channels, before, after_grad);
+    walk.tiles.walk(walk);
+    if (ONE_GATE) walk.add_up();
+    if (threadIdx.x >= ACROSS) return;
+#pragma unroll
+    for (int v = 0; v < VECTOR; v++) {
+        before_grad.write(v, walk.passage.carried[v].x);
+        if (ONE_GATE) sums.write(v, walk.sum[v]);
+    }
+}
+#elif STAGES
+#include "channel_stream.cuh"
+#else
 #include "channel_last.cuh"
+#endif
 
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
-// flags: 1 if x[t] follows from x[t+1].
-extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_channel_last_backward(
+// flags: 1 if x[t] follows from x[t+1]; 2 if gates_grad is to be summed over time, where each channel has
+// one gate: then it points to State, and lies as initial_state does.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
     const State* __restrict__ final_state_grad, GateStorage* __restrict__ gates_grad,
     Storage* __restrict__ tokens_grad, State* __restrict__ initial_state_grad,
-    const i64* __restrict__ offsets, u64* workspace,
+    const i64* __restrict__ offsets, void* workspace,
     i64 outer, i64 batch, i64 channels, i64 time, i64 sequences,
     i64 gates_outer, i64 gates_batch, i64 gates_channel, i64 gates_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-    const Position at(workspace, outer, batch, channels);
+#if WALKS
+    const Column column(channels, time, !(flags & 1), offsets, sequences);
+    const auto states_of = [&](const State* tensor) {
+        return States(tensor, state_batch, state_channel, state_time, column, channels);
+    };
+    State* const all_sums = flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr;
+    const Backward of{gates,       states,       states_grad, flags & 2 ? nullptr : gates_grad,
+                      tokens_grad, all_sums,     gates_batch, gates_time,
+                      states_batch, states_time, states_grad_batch, states_grad_time,
+                      grads_batch, grads_time};
+    const States before = states_of(initial_state), after_grad = states_of(final_state_grad);
+    const States before_grad = states_of(initial_state_grad), sums = states_of(all_sums);
+    if (gates_time == 0)
+        walk_column<true>(of, column, channels, before, after_grad, before_grad, sums);
+    else
+        walk_column<false>(of, column, channels, before, after_grad, before_grad, sums);
+#elif STAGES
+    const Scans scans(batch, channels, time);
+    const Walk walk(time, !(flags & 1), nullptr, 0);
+    const Plane gates_plane(gates, gates_batch, gates_time);
+    const Plane grads_plane(states_grad, states_grad_batch, states_grad_time);
+    const Plane states_plane(states, states_batch, states_time);
+    const Plane gates_grad_plane(gates_grad, grads_batch, grads_time);
+    const Plane tokens_grad_plane(tokens_grad, grads_batch, grads_time);
+    Schedule schedule(scans.grid, workspace, blockIdx.x, gridDim.x);
+    Crossing<CHANNELS> crossing(schedule, workspace);
+    Ring<3> ring;
+
+    for (int round = 1;; round++) {
+        const Tile coming = schedule.at(schedule.coming);
+        if (coming.there) {
+            const Position at(scans, coming);
+            const auto gates_rows = gates_plane.rows(at, walk), grads_rows = grads_plane.rows(at, walk);
+            const auto states_rows = states_plane.rows(at, walk);
+            // Those whose earlier state is among the states; that of the walk's last one is not.
+            const bool has_last = at.first + at.rows == time && at.rows > 0;
+            const int earlier_rows = gates_grad ? at.rows - has_last : 0;
+#pragma unroll
+            for (int k = 0; k < STEPS; k++) {
+                ring.copy(0, k, gates_rows.at(k), k < at.rows);
+                ring.copy(1, k, grads_rows.at(k), k < at.rows);
+                ring.copy(2, k, states_rows.at(k + 1), k < earlier_rows);
+            }
+            ring.fill(0, at.rows, Element::ONE);
+            ring.fill(1, at.rows, 0);
+            if (gates_grad && earlier_rows < at.rows) {
+                State initial[VECTOR];
+#pragma unroll
+                for (int v = 0; v < VECTOR; v++)
+                    initial[v] = initial_state ? initial_state[at.batch * state_batch +
+                                                               (at.channel + v) * state_channel]
+                                               : State(0);
+                ring.put(2, earlier_rows, initial);
+            }
+        }
+        commit_copies();
+        ring.turn();
+        schedule.advance(schedule.coming);
+        if (round < STAGES) {  // the ring is still to be filled
+            schedule.begin(round);
+            continue;
+        }
+
+        const Tile tile = schedule.at(schedule.current);
+        if (!tile.there) break;
+        wait_for_copies<STAGES - 1>();
+        const Position at(scans, tile);
+        const auto gate = [&](int k, int v) -> State { return conj(ring.get(0, k).get(v)); };
+        const auto grad = [&](int k, int v) -> State { return ring.get(1, k).get(v); };
+        Affine rows[VECTOR];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++)
+                rows[v] = then(rows[v], Step{gate(k, v), gate(k, v) * grad(k, v)});
+        State h[VECTOR];
+        enter_rows(rows, h, tile, at, crossing,
+                   spine_state(final_state_grad, state_batch, state_channel, at, scans),
+                   spine_state(initial_state_grad, state_batch, state_channel, at, scans));
+        const auto gates_grad_rows = gates_grad_plane.rows(at, walk);
+        const auto tokens_grad_rows = tokens_grad_plane.rows(at, walk);
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const auto earlier = ring.get(2, k);
+            State for_gates[VECTOR], for_tokens[VECTOR];
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) {
+                for_tokens[v] = grad(k, v) + h[v];
+                for_gates[v] = for_tokens[v] * conj(earlier.get(v));
+                h[v] = gate(k, v) * for_tokens[v];
+            }
+            if (k >= at.rows) continue;
+            if (gates_grad) gates_grad_rows.put(k, for_gates);
+            if (tokens_grad) tokens_grad_rows.put(k, for_tokens);
+        }
+        schedule.advance(schedule.current);
+    }
+#else
+    const Position at(static_cast<u64*>(workspace), outer, batch, channels);
     const Walk walk(time, !(flags & 1), offsets, sequences);
     const Rows<GateElement> gates_rows(gates + at.offset(gates_outer, gates_batch), gates_channel,
                                        gates_time, channels, at, walk);
@@ -83,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
                                                   after_grad));
 
     State h[VECTOR];
-    enter_rows(rows, h, at, walk, workspace, channels, final_state_grad, initial_state_grad,
+    enter_rows(rows, h, at, walk, static_cast<u64*>(workspace), channels, final_state_grad, initial_state_grad,
                state_channel);
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
@@ -110,4 +324,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
             tokens_grad_rows.store(k, chunk);
         }
     }
+#endif
 }

@@ -1,22 +1,163 @@
 // linear_scan, forward, channels contiguous:  x[t] = gates[t] * x[t-1] + tokens[t]  per channel.
 //
 // A thread holds STEPS rows of VECTOR channels and walks them twice: once to compose their maps,
-// once, when the state that enters them is known, to write the states. One read of each input and
-// one write of the output: 12 bytes per element in float32, 6 in bfloat16 and float16. The tile
-// picture is in channel_last.cuh.
+// once, when the state that enters them is known, to write the states; or, where there are many
+// channels, walks all of time once. One read of each input and one write of the output: 12 bytes per
+// element in float32, 6 in bfloat16 and float16. The tile pictures are in column_walk.cuh,
+// channel_stream.cuh (staged) and channel_last.cuh (held in registers).
+#if WALKS
+#include "column_walk.cuh"
+
+struct Forward {
+    const Storage *gates, *tokens;
+    Storage* states;
+    i64 gates_batch, gates_time, tokens_batch, tokens_time, states_batch, states_time;
+};
+
+// A lane's walk. ONE_GATE: each channel has one gate for all times.
+template <bool ONE_GATE>
+struct ForwardWalk {
+    const Rows gates, tokens, states;
+    Tiles<2> tiles;
+    Passage passage;
+    State gate[VECTOR] = {};
+
+    __device__ ForwardWalk(const Forward& of, const Column& column, i64 channels,
+                           const States& before)
+        : gates(of.gates, of.gates_batch, of.gates_time, column),
+          tokens(of.tokens, of.tokens_batch, of.tokens_time, column),
+          states(of.states, of.states_batch, of.states_time, column),
+          tiles(column, channels) {
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) {
+            passage.carried[v] = before.read(v);
+            if (ONE_GATE && column.channel + v < channels)
+                gate[v] = column.value(of.gates, of.gates_batch, v);
+        }
+    }
+
+    __device__ void fetch(i64 order) const {
+        if (!ONE_GATE) tiles.copy_in(0, gates, order, Element::ONE);
+        tiles.copy_in(1, tokens, order, 0);
+    }
+    __device__ void walk_rows(i64 order) {
+        Chunk<Element, VECTOR> gate_row[STEPS], token_row[STEPS];
+        Affine maps[VECTOR];
+        const i64 left = tiles.left(order);
+        const auto step = [&](int k, int v) -> Step {
+            const State token = token_row[k].get(v);
+            if (!ONE_GATE) return {gate_row[k].get(v), token};
+            return k < left ? Step{gate[v], token} : Step{State(1), State(0)};
+        };
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            if (!ONE_GATE) gate_row[k] = tiles.get(0, k);
+            token_row[k] = tiles.get(1, k);
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) maps[v] = then(maps[v], step(k, v));
+        }
+        State x[VECTOR];
+        passage.enter(maps, x);
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) x[v] = step(k, v)(x[v]);
+            tiles.put(1, k, x);
+        }
+    }
+    __device__ void leave(i64 order) const { tiles.copy_out(1, states, order); }
+};
+
+template <bool ONE_GATE>
+__device__ void walk_column(const Forward& of, const Column& column, i64 channels,
+                            const States& before, const States& after) {
+    ForwardWalk<ONE_GATE> walk(of, column, channels, before);
+    walk.tiles.walk(walk);
+    if (threadIdx.x >= ACROSS) return;
+#pragma unroll
+    for (int v = 0; v < VECTOR; v++) after.write(v, walk.passage.carried[v].x);
+}
+#elif STAGES
+#include "channel_stream.cuh"
+#else
 #include "channel_last.cuh"
+#endif
 
 // initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1].
-extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_channel_last_forward(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
-    State* __restrict__ final_state, const i64* __restrict__ offsets, u64* workspace,
+    State* __restrict__ final_state, const i64* __restrict__ offsets, void* workspace,
     i64 outer, i64 batch, i64 channels, i64 time, i64 sequences,
     i64 gates_outer, i64 gates_batch, i64 gates_channel, i64 gates_time,
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-    const Position at(workspace, outer, batch, channels);
+#if WALKS
+    const Column column(channels, time, flags & 1, offsets, sequences);
+    const States before(initial_state, state_batch, state_channel, state_time, column, channels);
+    const States after(final_state, state_batch, state_channel, state_time, column, channels);
+    const Forward of{gates,        tokens,      states,       gates_batch, gates_time,
+                     tokens_batch, tokens_time, states_batch, states_time};
+    if (gates_time == 0) walk_column<true>(of, column, channels, before, after);
+    else walk_column<false>(of, column, channels, before, after);
+#elif STAGES
+    const Scans scans(batch, channels, time);
+    const Walk walk(time, flags & 1, nullptr, 0);
+    const Plane gates_plane(gates, gates_batch, gates_time);
+    const Plane tokens_plane(tokens, tokens_batch, tokens_time);
+    const Plane states_plane(states, states_batch, states_time);
+    Schedule schedule(scans.grid, workspace, blockIdx.x, gridDim.x);
+    Crossing<CHANNELS> crossing(schedule, workspace);
+    Ring<2> ring;
+
+    for (int round = 1;; round++) {
+        const Tile coming = schedule.at(schedule.coming);
+        if (coming.there) {
+            const Position at(scans, coming);
+            const auto gates_rows = gates_plane.rows(at, walk), tokens_rows = tokens_plane.rows(at, walk);
+#pragma unroll
+            for (int k = 0; k < STEPS; k++) {
+                ring.copy(0, k, gates_rows.at(k), k < at.rows);
+                ring.copy(1, k, tokens_rows.at(k), k < at.rows);
+            }
+            ring.fill(0, at.rows, Element::ONE);
+            ring.fill(1, at.rows, 0);
+        }
+        commit_copies();
+        ring.turn();
+        schedule.advance(schedule.coming);
+        if (round < STAGES) {  // the ring is still to be filled
+            schedule.begin(round);
+            continue;
+        }
+
+        const Tile tile = schedule.at(schedule.current);
+        if (!tile.there) break;
+        wait_for_copies<STAGES - 1>();
+        const Position at(scans, tile);
+        Affine rows[VECTOR];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++)
+                rows[v] = then(rows[v], Step{ring.get(0, k).get(v), ring.get(1, k).get(v)});
+        State x[VECTOR];
+        enter_rows(rows, x, tile, at, crossing,
+                   spine_state(initial_state, state_batch, state_channel, at, scans),
+                   spine_state(final_state, state_batch, state_channel, at, scans));
+        const auto states_rows = states_plane.rows(at, walk);
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++)
+                x[v] = Step{ring.get(0, k).get(v), ring.get(1, k).get(v)}(x[v]);
+            if (k < at.rows) states_rows.put(k, x);
+        }
+        schedule.advance(schedule.current);
+    }
+#else
+    const Position at(static_cast<u64*>(workspace), outer, batch, channels);
     const Walk walk(time, flags & 1, offsets, sequences);
     const Rows<GateElement> gates_rows(gates + at.offset(gates_outer, gates_batch), gates_channel,
                                        gates_time, channels, at, walk);
@@ -53,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
                            forward_step(gate[k].get(v), token[k].get(v), k, marks, before));
 
     State x[VECTOR];
-    enter_rows(rows, x, at, walk, workspace, channels, initial_state, final_state, state_channel);
+    enter_rows(rows, x, at, walk, static_cast<u64*>(workspace), channels, initial_state, final_state, state_channel);
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
 #pragma unroll
@@ -68,4 +209,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
         chunk.set(x);
         states_rows.store(k, chunk);
     }
+#endif
 }

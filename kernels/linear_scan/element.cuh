@@ -128,6 +128,32 @@ struct Chunk {
     }
 };
 
+// A chunk of 4, 8 or 16 bytes, in one access.
+template <class E, int N>
+__device__ Chunk<E, N> get_words(const unsigned* from) {
+    Chunk<E, N> chunk;
+    if constexpr (Chunk<E, N>::WORDS == 4) {
+        const uint4 v = *reinterpret_cast<const uint4*>(from);
+        chunk.word[0] = v.x, chunk.word[1] = v.y, chunk.word[2] = v.z, chunk.word[3] = v.w;
+    } else if constexpr (Chunk<E, N>::WORDS == 2) {
+        const uint2 v = *reinterpret_cast<const uint2*>(from);
+        chunk.word[0] = v.x, chunk.word[1] = v.y;
+    } else {
+        static_assert(Chunk<E, N>::WORDS == 1);
+        chunk.word[0] = *from;
+    }
+    return chunk;
+}
+template <class E, int N>
+__device__ auto words_of(const Chunk<E, N>& chunk) {
+    if constexpr (Chunk<E, N>::WORDS == 4)
+        return make_uint4(chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]);
+    else if constexpr (Chunk<E, N>::WORDS == 2)
+        return make_uint2(chunk.word[0], chunk.word[1]);
+    else
+        return chunk.word[0];
+}
+
 // One line of a tensor: the elements that succeed one another along one dimension.
 template <class E>
 struct Line {
@@ -151,15 +177,8 @@ __device__ Chunk<E, N> load(const Line<E>& from, i64 begin, i64 end, typename E:
     chunk.word[Chunk<E, N>::WORDS - 1] = 0;
     chunk.fill(outside);
     if constexpr (ALIGNED) {
-        if (begin >= 0 && begin < end) {
-            if constexpr (Chunk<E, N>::WORDS == 4) {
-                const uint4 v = *reinterpret_cast<const uint4*>(from.first + begin);
-                chunk.word[0] = v.x, chunk.word[1] = v.y, chunk.word[2] = v.z, chunk.word[3] = v.w;
-            } else {
-                const uint2 v = *reinterpret_cast<const uint2*>(from.first + begin);
-                chunk.word[0] = v.x, chunk.word[1] = v.y;
-            }
-        }
+        if (begin >= 0 && begin < end)
+            chunk = get_words<E, N>(reinterpret_cast<const unsigned*>(from.first + begin));
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++)
@@ -171,13 +190,8 @@ __device__ Chunk<E, N> load(const Line<E>& from, i64 begin, i64 end, typename E:
 template <int N, class E>
 __device__ void store(const Line<E>& to, i64 begin, i64 end, const Chunk<E, N>& chunk) {
     if constexpr (ALIGNED) {
-        if (begin >= 0 && begin < end) {
-            if constexpr (Chunk<E, N>::WORDS == 4)
-                *reinterpret_cast<uint4*>(to.first + begin) =
-                    make_uint4(chunk.word[0], chunk.word[1], chunk.word[2], chunk.word[3]);
-            else
-                *reinterpret_cast<uint2*>(to.first + begin) = make_uint2(chunk.word[0], chunk.word[1]);
-        }
+        if (begin >= 0 && begin < end)
+            *reinterpret_cast<decltype(words_of(chunk))*>(to.first + begin) = words_of(chunk);
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++)

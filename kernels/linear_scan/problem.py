@@ -53,6 +53,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def state_dtype(dtype: str) -> str:
+    """The dtype that the recurrence is computed in."""
+    return dtype if ITEM_SIZE[dtype] == 8 else "float32"
+
+
 @dataclass(frozen=True)
 class Reduction:
     """How a sum over the dimensions along which gates are broadcast is cut into pieces.
@@ -80,6 +85,8 @@ class LinearScanProblem:
     reverse      whether x[t] follows from x[t+1]
     strides      of the tensors that ``STRIDED`` names, in that order; 0 where gates are broadcast
     alignment    bytes, at most 16, that divide the address of every (batch, channels, time) tensor
+    sums         of a backward problem: whether gates_grad is one sum over time for each state, and lies as
+                 states do
     """
 
     direction: Direction
@@ -94,6 +101,7 @@ class LinearScanProblem:
     alignment: int
     sequences: int = 0
     reverse: bool = False
+    sums: bool = False
 
     @property
     def kernel(self) -> str:
@@ -112,7 +120,7 @@ class LinearScanProblem:
             "channels": self.channels,
             "time": self.time,
             "sequences": self.sequences,
-            "flags": int(self.reverse),
+            "flags": int(self.reverse) + 2 * int(self.sums),
         }
         for name, strides in zip(STRIDED[self.direction], self.strides, strict=True):
             for dimension, stride in zip(DIMENSIONS, vars(strides).values(), strict=True):
@@ -125,21 +133,28 @@ class LinearScanProblem:
         """The strides of one of the tensors that ``STRIDED`` names."""
         return self.strides[STRIDED[self.direction].index(tensor)]
 
+    def has_one_gate(self) -> bool:
+        """Whether each channel has one gate for all times."""
+        return self.time > 1 and self.strides_of("gates").time == 0
+
     def sequence_strides(self) -> tuple[Strides, ...]:
         """Those of the tensors that have a time: all but ``state``."""
         return self.strides[:-1]
 
     def plain(self) -> bool:
-        """Whether nothing is packed, broadcast or mixed, and one batch dimension says it all."""
+        """Whether nothing is broadcast or mixed, and one batch dimension says it all."""
         row, unit = (
             (self.time, "time") if self.layout == "time_last" else (self.channels, "channel")
         )
         return (
             self.outer == 1
-            and self.sequences == 0
             and self.gates_dtype == self.dtype
             and all(row == 1 or getattr(s, unit) == 1 for s in self.sequence_strides())
         )
+
+    def folds(self) -> bool:
+        """Whether in every tensor one stride leads from each channel to the next, whatever its batch."""
+        return self.batch == 1 or all(s.batch == s.channel * self.channels for s in self.strides)
 
     def whole_chunks(self, elements: int) -> bool:
         """Whether every row starts at, and consists of, whole chunks of ``elements``."""

@@ -22,7 +22,20 @@ __device__ inline float from_float16(unsigned short bits) {
     return x;
 }
 
-// Memory that other blocks read and write: 8 bytes in one piece, in no order with other accesses.
+// 16 or 8 bytes to global memory at once: left to itself, the compiler takes some of them apart.
+__device__ inline void store_global(void* to, uint4 value) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y),
+                 "r"(value.z), "r"(value.w)
+                 : "memory");
+}
+__device__ inline void store_global(void* to, uint2 value) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(value.x), "r"(value.y) : "memory");
+}
+__device__ inline void store_global(void* to, unsigned value) {
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+// Memory that other blocks read and write: 8 or 4 bytes in one piece, in no order with other accesses.
 __device__ inline void store_relaxed(u64* to, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
@@ -30,4 +43,61 @@ __device__ inline u64 load_relaxed(const u64* from) {
     u64 value;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
+}
+__device__ inline unsigned load_relaxed(const unsigned* from) {
+    unsigned value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+// 16 bytes in one piece, likewise.
+__device__ inline void store_relaxed(uint4* to, uint4 value) {
+    asm volatile(
+        "{ .reg .b64 low, high; .reg .b128 all;\n\t"
+        "mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 all, {low, high};\n\t"
+        "st.relaxed.gpu.global.b128 [%0], all; }" ::"l"(to),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+        : "memory");
+}
+__device__ inline uint4 load_relaxed(const uint4* from) {
+    uint4 value;
+    asm volatile(
+        "{ .reg .b64 low, high; .reg .b128 all;\n\t"
+        "ld.relaxed.gpu.global.b128 all, [%4];\n\t"
+        "mov.b128 {low, high}, all; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
+        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+        : "l"(from)
+        : "memory");
+    return value;
+}
+
+// The block's shared memory whose size the launch gives.
+__device__ inline char* dynamic_shared() {
+    extern __shared__ uint4 dynamic[];
+    return reinterpret_cast<char*>(dynamic);
+}
+
+// Copy 4, 8 or 16 bytes, if wanted, from global to shared memory while the thread goes on. Of 128 bytes that
+// lie together, what others will want comes as far as the L2.
+template <int BYTES>
+__device__ inline void copy_async(void* to, const void* from, bool wanted) {
+    const unsigned shared = unsigned(__cvta_generic_to_shared(to));
+    if constexpr (BYTES == 16)
+        asm volatile(
+            "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
+            "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::"r"(shared),
+            "l"(from), "r"(int(wanted))
+            : "memory");
+    else
+        asm volatile(
+            "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
+            "@wanted cp.async.ca.shared.global [%0], [%1], %3; }" ::"r"(shared),
+            "l"(from), "r"(int(wanted)), "n"(BYTES)
+            : "memory");
+}
+// Close the group of this thread's copies so far; wait until at most PENDING groups are under way.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }

@@ -41,7 +41,7 @@ struct Walk {
     __device__ Walk(i64 time, bool against, const i64* offsets, i64 count)
         : time(time), against(against), offsets(offsets), count(count) {}
 
-    __device__ bool packed() const { return !ALIGNED && count > 0; }
+    __device__ bool packed() const { return PACKED || (!ALIGNED && count > 0); }
 
     // Time of a step, and distance in memory from one step to the next.
     __device__ i64 at(i64 order) const { return against ? time - 1 - order : order; }

@@ -21,6 +21,8 @@ DTYPES = tuple(ITEM_SIZE)
 #: Of tokens and gates, where they differ: narrow tokens under float32 gates.
 MIXED = (("bfloat16", "float32"), ("float16", "float32"))
 ACCESSES = ("aligned", "generic")
+#: Aligned too, with sequences packed along time; no default variant has it.
+PACKED = "packed"
 
 #: Static parameters beside dtypes and access.
 Tile: TypeAlias = Mapping[str, Static]
@@ -31,10 +33,10 @@ Tiles: TypeAlias = Callable[[str, str], Sequence[Tile]]
 _BROADCAST = 16.0
 
 
-def scans(tiles: Tiles) -> Space:
+def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES) -> Space:
     """Variants of a forward or backward kernel, for every kind; mixed dtypes are generic."""
     kinds = [
-        *((dtype, dtype, access) for dtype, access in product(DTYPES, ACCESSES)),
+        *((dtype, dtype, access) for dtype, access in product(DTYPES, accesses)),
         *((dtype, gates, "generic") for dtype, gates in MIXED),
     ]
 
@@ -54,29 +56,22 @@ def reductions(tile: Tile) -> Space:
 # --- CUDA -------------------------------------------------------------------------------------
 
 
-def cuda_time_last(dtype: str, access: str) -> list[Tile]:
-    """One warp of a block to each of several rows, or several warps to one. A lane holds at most 64
-    bytes of a tensor, and a block has at most 512 threads."""
-    chunk = 16 if access == "aligned" else min(16, 4 * ITEM_SIZE[dtype])
+def cuda_time_last(dtype: str) -> list[Tile]:
+    """Of generic access: a warp to each of several rows, or several warps to one. A lane holds at most 64
+    bytes of a tensor."""
+    chunk = min(16, 4 * ITEM_SIZE[dtype])
     return [
         {"warps": warps, "rows": rows, "steps": steps}
-        for warps, rows, steps in product((1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4))
-        if 1 in (warps, rows) and warps * rows >= 2 and steps * chunk <= 64
+        for (warps, rows), steps in product(((1, 4), (1, 8), (4, 1), (8, 1)), (1, 2, 4))
+        if steps * chunk <= 64
     ]
 
 
-def cuda_channel_last(dtype: str, access: str) -> list[Tile]:
-    """Every channel of a tile has a thread of its own in the block, and a lane reads at most 16 bytes
-    of a row; generic access takes channels one by one."""
-    widest = 1 if access == "generic" else 16 // ITEM_SIZE[dtype]
+def cuda_channel_last(dtype: str) -> list[Tile]:
+    """Of generic access: every channel of a tile has a thread of its own, which takes it by itself."""
     return [
-        {"warps": warps, "lanes": lanes, "vector": vector, "steps": steps}
-        for warps, lanes, vector, steps in product(
-            (4, 8, 16), (4, 8, 16, 32), (1, 2, 4, 8), (4, 8, 16)
-        )
-        if vector in (widest, max(1, widest // 2))
-        and 16 <= lanes * vector <= min(64, 32 * warps)
-        and steps * vector <= 64
+        {"warps": warps, "lanes": lanes, "vector": 1, "steps": steps}
+        for warps, lanes, steps in product((4, 8), (16, 32), (4, 8, 16))
     ]
 
 
@@ -98,12 +93,13 @@ def triton_time_last(dtype: str, access: str) -> list[Tile]:
 
 
 def triton_channel_last(dtype: str, access: str) -> list[Tile]:
-    """Likewise; wide dtypes have tiles of half the size."""
-    return [
+    """Likewise; wide dtypes have tiles of half the size. Aligned ones also with more tiles on their way."""
+    tiles: list[Tile] = [
         {"channels": channels, "times": times, "warps": warps}
         for channels, times, warps in product((16, 32, 64, 128), (8, 16, 32, 64), (1, 2, 4, 8))
         if channels * times // (32 * warps) in (_HELD if ITEM_SIZE[dtype] < 8 else (2, 4, 8))
     ]
+    return tiles if access == "generic" else [*tiles, *({**tile, "stages": 5} for tile in tiles)]
 
 
 # --- Problems ---------------------------------------------------------------------------------
@@ -115,8 +111,10 @@ def tuned(
     defaults: Space,
     accepts: Callable[[Variant, LinearScanProblem], str | None],
     tile: Callable[[Variant], int],
+    packs: Callable[[LinearScanProblem], bool] = lambda problem: False,
 ) -> dict[str, Any]:
-    """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers."""
+    """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers, and ``packs``
+    whether there are packed variants for a problem."""
     aligned = tuple(
         Variant(FAMILY_NAME, name, language, statics)
         for statics in defaults
@@ -124,7 +122,7 @@ def tuned(
     )
 
     def shape_of(problem: LinearScanProblem) -> Shape:
-        return shape(aligned, accepts, problem)
+        return shape(aligned, accepts, packs, problem)
 
     def tunings() -> tuple[Tuning, ...]:
         from scan_registry.kernels.tables import shipped  # most processes have no use for files
@@ -141,6 +139,7 @@ def tuned(
 def shape(
     aligned: Sequence[Variant],
     accepts: Callable[[Variant, LinearScanProblem], str | None],
+    packs: Callable[[LinearScanProblem], bool],
     problem: LinearScanProblem,
 ) -> Shape:
     """Where a problem lies: aligned if one of the variants ``aligned`` accepts it."""
@@ -151,7 +150,7 @@ def shape(
     kind = (
         ("dtype", problem.dtype),
         ("gates", problem.gates_dtype),
-        ("access", "aligned" if fits else "generic"),
+        ("access", "aligned" if fits else PACKED if packs(problem) else "generic"),
     )
     sequences = max(1, problem.sequences)
     batches = problem.outer * problem.batch
@@ -179,7 +178,5 @@ def worth(tile: Callable[[Variant], int], shape: Shape, variant: Variant) -> boo
     """Whether tuning should try a variant on a problem there: generic access is for those that others
     cannot take, and tiles much longer than a sequence leave most of a block idle. ``tile`` is how many
     times one of the variant covers."""
-    return (
-        f"access={variant.text('access')}" in shape.kind.split(",")
-        and tile(variant) <= 4 * shape.sizes["time"]
-    )
+    access = dict(item.split("=") for item in shape.kind.split(","))["access"]
+    return variant.text("access") == access and tile(variant) <= 4 * shape.sizes["time"]

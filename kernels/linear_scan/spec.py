@@ -3,7 +3,8 @@
 Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with their ``.cuh`` headers,
 and ``triton_kernels.py``. ``parameters`` gives the signature of every entry point.
 
-Access ``aligned`` moves 16 bytes at a time, and takes scans without options; ``generic`` takes all.
+Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``packed`` likewise those
+whose sequences are packed; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from scan_registry.kernels.linear_scan import space
+from scan_registry.kernels.linear_scan import registers, space, streams
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
     REDUCTION_TILE,
@@ -23,6 +24,7 @@ from scan_registry.kernels.linear_scan.problem import (
     LinearScanProblem,
     Strides,
     ceil_div,
+    state_dtype,
 )
 from scan_registry.kernels.linear_scan.space import (
     ACCESSES,
@@ -84,11 +86,6 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
     return (*pointers, *integers)
 
 
-def _state(dtype: str) -> str:
-    """The dtype that the recurrence is computed in."""
-    return dtype if ITEM_SIZE[dtype] == 8 else "float32"
-
-
 def _rejects_dtype(variant: Variant, problem: LinearScanProblem) -> str | None:
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
@@ -100,12 +97,22 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
         return reason
     if variant.text("gates") != problem.gates_dtype:
         return f"gates in {variant.text('gates')}, not {problem.gates_dtype}"
-    if variant.text("access") == "aligned" and not problem.plain():
-        return "sequences are packed, gates broadcast, or batches do not fold into one dimension"
+    if problem.sums and not streams.walks(variant):
+        return "it does not sum the gradient of gates"
+    return _rejects_access(variant.text("access"), problem)
+
+
+def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
+    if access == "packed" and problem.sequences == 0:
+        return "no sequences are packed"
+    if access == "aligned" and problem.sequences > 0:
+        return "sequences are packed"
+    if access != "generic" and not problem.plain():
+        return "gates are mixed or broadcast, or batches do not fold into one dimension"
     return None
 
 
-def _reduction_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
+def _reduction_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
     cut = problem.reduction()
     channels, times = cut.across
     return Launch((cut.kept * cut.groups * channels * times, 1, 1), problem.scalars())
@@ -114,30 +121,16 @@ def _reduction_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
 # --- CUDA -------------------------------------------------------------------------------------
 
 
-def _time_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
-    """Warps that share a row, rows per block, chunks a lane holds."""
-    short: Tile = {"warps": 1, "rows": 4, "steps": 1}
-    wide = ITEM_SIZE[dtype] == 8
-    warps = (2, 4, 8) if access == "aligned" and not wide else (4,)
-    return (short, *({"warps": each, "rows": 1, "steps": 2} for each in warps))
-
-
-def _channel_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
-    """Warps per block, threads along the channels, channels and rows per thread. Either way a tile is
-    32 channels wide, so that many of them run side by side."""
-    if access == "generic":
-        return ({"warps": 8, "lanes": 32, "vector": 1, "steps": 8},)
-    vector = 2 if ITEM_SIZE[dtype] == 8 else 4
-    return ({"warps": 4, "lanes": 32 // vector, "vector": vector, "steps": 8},)
-
-
 def _cuda_constants(variant: Variant) -> dict[str, Static]:
     statics = dict(variant.statics)
     tile = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
     return {
         "ELEMENT": variant.text("dtype"),
         "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
-        "ALIGNED": int(statics.get("access") == "aligned"),
+        "ALIGNED": int(statics.get("access") in ("aligned", "packed")),
+        "PACKED": int(statics.get("access") == "packed"),
+        "STAGES": 0,
+        "WALKS": int(streams.walks(variant)),
         **tile,
     }
 
@@ -145,61 +138,61 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
 def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     if reason := _rejects_static(variant, problem):
         return reason
-    chunk = problem.chunk() if problem.layout == "time_last" else variant.number("vector")
-    if variant.text("access") == "aligned" and not problem.whole_chunks(chunk):
+    held = problem.layout == "channel_last" and not streams.is_streamed(variant)
+    chunk = variant.number("vector") if held else problem.chunk()
+    if variant.text("access") != "generic" and not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
-    return None
+    return streams.refuses(variant, problem) if streams.is_streamed(variant) else None
 
 
-def _time_last_tile(variant: Variant) -> int:
-    chunk = 16 // ITEM_SIZE[variant.text("dtype")]
-    return variant.number("warps") * variant.number("steps") * 32 * chunk
+def _cuda_times(variant: Variant) -> int:
+    """Times that a tile covers."""
+    if streams.is_streamed(variant):
+        return streams.times(variant)
+    if variant.kernel.startswith("time_last"):
+        return registers.time_last_tile(variant)
+    return registers.channel_last_tile(variant)[1]
 
 
-def _walk_cost(variant: Variant, problem: LinearScanProblem, tile: int) -> float:
-    """The largest tile, provided that a row fills half as many of them as the tile has warps.
-
-    The more warps meet at a tile's barrier, the more tiles it takes to hide that.
-    """
-    generic = 0.5 if variant.text("access") == "generic" else 0.0
-    steps = problem.time // max(1, problem.sequences)
-    enough = steps >= tile * variant.number("warps") / 2
-    return (-tile if enough else tile) + generic
+def _cuda_cost(variant: Variant, problem: LinearScanProblem) -> float:
+    if streams.is_streamed(variant):
+        return streams.cost(variant, problem)
+    if problem.layout == "time_last":
+        return registers.time_last_cost(variant, problem)
+    return registers.channel_last_cost(variant, problem)
 
 
-def _time_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
-    return _walk_cost(variant, problem, _time_last_tile(variant))
+def _cuda_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
+    if streams.is_streamed(variant):
+        return streams.launch(variant, problem, multiprocessors)
+    if problem.layout == "time_last":
+        return registers.time_last_launch(variant, problem)
+    return registers.channel_last_launch(variant, problem)
 
 
-def _time_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
-    rows = problem.outer * problem.batch * problem.channels
-    return Launch((ceil_div(rows, variant.number("rows")), 1, 1), problem.scalars())
+def _cuda_tiles(layout: Layout, direction: Direction, dtype: str, access: str) -> list[Tile]:
+    """What tuning may choose from."""
+    if layout == "time_last":
+        if access == "generic":
+            return space.cuda_time_last(dtype)
+        return list(streams.time_last(direction, dtype))
+    if access == "generic":
+        return space.cuda_channel_last(dtype)
+    return list(streams.channel_last(direction, dtype, access))
 
 
-def _channel_last_tile(variant: Variant) -> tuple[int, int]:
-    """Channels and times of a tile."""
-    lanes, vector = variant.number("lanes"), variant.number("vector")
-    return lanes * vector, variant.number("warps") * (32 // lanes) * variant.number("steps")
-
-
-def _channel_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
-    return 0.5 if variant.text("access") == "generic" else 0.0
-
-
-def _channel_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
-    channels, times = _channel_last_tile(variant)
-    columns = problem.outer * problem.batch * ceil_div(problem.channels, channels)
-    tiles = ceil_div(problem.time, times)
-    with_rest = 2 if ITEM_SIZE[problem.dtype] >= 4 else 1
-    each = with_rest * ITEM_SIZE[_state(problem.dtype)] // 4
-    words = min(tiles - 1, 2) * columns * channels * each
-    return Launch((columns * tiles, 1, 1), problem.scalars(), 16 + 8 * words if tiles > 1 else 0)
+def _usual_tiles(direction: Direction, dtype: str, access: str) -> list[Tile]:
+    """Of channel-last kernels, what every wheel holds. Generic tiles are 32 channels wide, so that many
+    of them run side by side."""
+    if access == "generic":
+        return [{"warps": 8, "lanes": 32, "vector": 1, "steps": 8}]
+    return list(streams.usual_channel_last(direction, dtype))
 
 
 def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
-    defaults = scans(_time_last_tiles if time_last else _channel_last_tiles)
+    defaults = scans(registers.time_last_tiles if time_last else partial(_usual_tiles, direction))
     return Kernel(
         family=FAMILY_NAME,
         name=name,
@@ -213,15 +206,20 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
             variant.number("warps") * (variant.number("rows") if time_last else 1)
         ),
         accepts=_cuda_accepts,
-        cost=_time_last_cost if time_last else _channel_last_cost,
-        launch=_time_last_launch if time_last else _channel_last_launch,
-        space=scans(space.cuda_time_last if time_last else space.cuda_channel_last),
+        cost=_cuda_cost,
+        launch=_cuda_launch,
+        space=scans(
+            partial(_cuda_tiles, layout, direction),
+            ACCESSES if time_last else (*ACCESSES, space.PACKED),
+        ),
+        shared=partial(streams.shared, direction),
         **space.tuned(
             name,
             "cuda",
             defaults,
             _cuda_accepts,
-            _time_last_tile if time_last else lambda variant: _channel_last_tile(variant)[1],
+            _cuda_times,
+            lambda problem: not time_last and streams.packs(problem),
         ),
     )
 
@@ -271,6 +269,18 @@ def _triton_tiles(layout: Layout, dtype: str, access: str) -> tuple[Tile, ...]:
     return tuple({**tile, "reverse": way} for tile, way in product(tiles, (0, 1)))
 
 
+#: Tiles that a program has in hand unless its variant says: one that it computes, the others on their way
+#: to shared memory. Backward carries three inputs, which reach as far with fewer tiles. Over contiguous
+#: time it loads directly, since asynchronous copies cannot move single 16-bit elements, which is what t-1
+#: and t+1 come as; with a program per row, there are enough of them to hide each other's waiting.
+_STAGES = {
+    "time_last_forward": 3,
+    "channel_last_forward": 3,
+    "time_last_backward": 1,
+    "channel_last_backward": 2,
+}
+
+
 def _triton_constants(variant: Variant) -> Mapping[str, Static]:
     statics = dict(variant.statics)
     tile = {
@@ -283,13 +293,14 @@ def _triton_constants(variant: Variant) -> Mapping[str, Static]:
         return complex_numbers | tile
     if "rows" in statics:
         tile.setdefault("REVERSE", 0)
+    tile.setdefault("STAGES", _STAGES[variant.kernel])
     return {"ALIGNED": int(statics["access"] == "aligned")} | complex_numbers | tile
 
 
 def _triton_elements(variant: Variant, direction: Direction) -> dict[str, str]:
     """What each pointer points to; a complex number is two floats in Triton."""
     dtype = variant.text("dtype")
-    state = _state(dtype)
+    state = state_dtype(dtype)
     gates = state if direction == "reduction" else variant.text("gates")
     of = {"gates": gates, "gates_grad": gates, "offsets": "int64", "workspace": "int64"}
     boundary = ("initial_state", "final_state", "initial_state_grad", "final_state_grad")
@@ -322,10 +333,10 @@ def _triton_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def _triton_cost(variant: Variant, problem: LinearScanProblem) -> float:
-    return _walk_cost(variant, problem, variant.number("times"))
+    return registers.walk_cost(variant, problem, variant.number("times"))
 
 
-def _triton_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
+def _triton_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
     batches = problem.outer * problem.batch
     if problem.layout == "time_last":
         programs = ceil_div(batches * problem.channels, variant.number("rows"))

@@ -14,6 +14,7 @@
 #include "sequences.cuh"
 
 constexpr int VECTOR = ALIGNED || sizeof(Storage) > 4 ? 16 / sizeof(Storage) : 4;
+constexpr int BLOCKS = LEAST_BLOCKS;
 constexpr int WARP_TILE = STEPS * 32 * VECTOR;
 constexpr int TILE = WARPS * WARP_TILE;
 constexpr int THREADS = WARPS * ROWS * 32;

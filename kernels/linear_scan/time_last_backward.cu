@@ -6,7 +6,111 @@
 //
 // which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h):
 // no gate has to be read one place off its own. Three reads and two writes: 20 bytes per element in
-// float32, 10 in bfloat16 and float16. The tile picture is in time_last.cuh.
+// float32, 10 in bfloat16 and float16. The tile pictures are in
+// time_stream.cuh (staged) and time_last.cuh (held in registers).
+#if STAGES
+#include "time_stream.cuh"
+
+struct Backward {
+    Rows gates, states, grads, gates_grad, tokens_grad;
+    const State *initial_state, *final_grad;
+    State* initial_grad;
+    Strides of_state;
+};
+
+template <bool TURNED>
+__device__ void scan_rows(const Backward& of, void* workspace, const Scans& scans) {
+    const unsigned place = blockIdx.x * ROWS + (WARPS == 1 ? threadIdx.x / 32 : 0);
+    if (WARPS == 1) workspace = nullptr;  // rows are not split
+    Schedule schedule(scans.grid, workspace, place, gridDim.x * ROWS);
+    Crossing<1> crossing(schedule, workspace);
+    Entrance enter{crossing};
+    Ring<3, 1> ring;
+    const bool with_gates = of.gates_grad.first;
+    const auto initial = [&](unsigned row) {
+        return of.initial_state && row < scans.rows
+                   ? Element::narrow(of.initial_state[of.of_state.offset(row, scans.channels)])
+                   : Storage(0);
+    };
+
+    for (int round = 1;; round++) {
+        const Tile coming = schedule.at(schedule.coming);
+        __syncwarp();  // what the stage held has been read
+        if (coming.there) {
+            const Position at(coming);
+            copy_in<TURNED>(ring, 0, of.gates, at, scans,
+                            [](unsigned) { return Element::ONE; });
+            copy_in<TURNED>(ring, 1, of.grads, at, scans,
+                            [](unsigned) { return Storage(0); });
+            if (with_gates) {
+                copy_in<TURNED>(ring, 2, of.states, at, scans, initial);
+                const unsigned row = at.first_row + at.lane;
+                const i64 next = at.first + WARP_TIMES;
+                const bool inside = row < scans.rows && next < scans.time;
+                if (at.lane < SIDE) {
+                    copy_async<16>(ring.extra(at.lane),
+                                   of.states.at<TURNED>(scans, row, next), inside);
+                    if (!inside) *ring.extra(at.lane) = piece_of(initial(row));
+                }
+            }
+        }
+        commit_copies();
+        ring.turn();
+        schedule.advance(schedule.coming);
+        if (round < STAGES) {  // the ring is still to be filled
+            schedule.begin(round);
+            continue;
+        }
+
+        const Tile tile = schedule.at(schedule.current);
+        if (!tile.there) break;
+        wait_for_copies<STAGES - 1>();
+        __syncwarp();
+        const Position at(tile);
+        Affine map;
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+            const Piece<TURNED> grad{read_piece(ring.place(1, at.lane * PIECES + p))};
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) {
+                const State kept = conj(gate.get(i));
+                map = then(map, Step{kept, kept * grad.get(i)});
+            }
+        }
+        const bool has_row = at.row() < scans.rows;
+        const i64 state = has_row ? of.of_state.offset(at.row(), scans.channels) : 0;
+        State h = enter(map, tile, at, has_row && of.final_grad ? of.final_grad + state : nullptr,
+                        has_row && of.initial_grad ? of.initial_grad + state : nullptr);
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const int own = at.lane * PIECES + p;
+            Piece<TURNED> gate{read_piece(ring.place(0, own))};
+            Piece<TURNED> grad{read_piece(ring.place(1, own))};
+            const Piece<TURNED> states{read_piece(ring.place(2, own))};
+            const bool past = p + 1 == PIECES && at.ends_row();
+            const Piece<TURNED> next{read_piece(past ? ring.extra(at.lane / LANES)
+                                                     : ring.place(2, own + 1))};
+            State for_gates[VECTOR], for_tokens[VECTOR];
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) {
+                const State earlier = i + 1 < VECTOR ? states.get(i + 1) : next.get(0);
+                for_tokens[i] = grad.get(i) + h;
+                for_gates[i] = for_tokens[i] * conj(earlier);
+                h = conj(gate.get(i)) * for_tokens[i];
+            }
+            gate.set(for_gates), grad.set(for_tokens);
+            *ring.place(0, own) = words_of(gate.chunk);
+            *ring.place(1, own) = words_of(grad.chunk);
+        }
+        __syncwarp();
+        if (with_gates) copy_out<TURNED>(ring, 0, of.gates_grad, at, scans);
+        if (of.tokens_grad.first) copy_out<TURNED>(ring, 1, of.tokens_grad, at, scans);
+        schedule.advance(schedule.current);
+    }
+}
+
+#else
 #include "time_last.cuh"
 
 template <bool TURNED>
@@ -115,10 +219,11 @@ __device__ __forceinline__ void scan_row(
     }
     if (!walk.packed() && at.warp == 0 && at.lane == 0) before_grad.write(0, carry.x);
 }
+#endif
 
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1].
-extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_time_last_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
     const State* __restrict__ final_state_grad, GateStorage* __restrict__ gates_grad,
@@ -130,6 +235,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
     i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
+#if STAGES
+    const Scans scans(batch, channels, time);
+    const Backward of{{gates, gates_batch, gates_channel},
+                      {states, states_batch, states_channel},
+                      {states_grad, states_grad_batch, states_grad_channel},
+                      {gates_grad, grads_batch, grads_channel},
+                      {tokens_grad, grads_batch, grads_channel},
+                      initial_state,
+                      final_state_grad,
+                      initial_state_grad,
+                      {state_batch, state_channel}};
+    if (flags & 1) scan_rows<false>(of, workspace, scans);
+    else scan_rows<true>(of, workspace, scans);
+#else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;
     const Walk walk(time, !(flags & 1), offsets, sequences);
@@ -156,4 +275,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
                         {states, states_time, walk}, {gates_grad, grads_time, walk},
                         {tokens_grad, grads_time, walk}, with_gates, with_tokens, before,
                         before_grad, after_grad, at, walk);
+#endif
 }

@@ -3,7 +3,80 @@
 // Each lane composes the affine maps of its chunk, a warp scan and one exchange between the warps
 // of the row give the state that enters each chunk, and a second walk over the registers writes
 // the states. One read of each input and one write of the output: 12 bytes per element in float32,
-// 6 in bfloat16 and float16. The tile picture is in time_last.cuh.
+// 6 in bfloat16 and float16. The tile pictures are in
+// time_stream.cuh (staged) and time_last.cuh (held in registers).
+#if STAGES
+#include "time_stream.cuh"
+
+struct Forward {
+    Rows gates, tokens, states;
+    const State* initial_state;
+    State* final_state;
+    Strides of_state;
+};
+
+template <bool TURNED>
+__device__ void scan_rows(const Forward& of, void* workspace, const Scans& scans) {
+    const unsigned place = blockIdx.x * ROWS + (WARPS == 1 ? threadIdx.x / 32 : 0);
+    if (WARPS == 1) workspace = nullptr;  // rows are not split
+    Schedule schedule(scans.grid, workspace, place, gridDim.x * ROWS);
+    Crossing<1> crossing(schedule, workspace);
+    Entrance enter{crossing};
+    Ring<2, 0> ring;
+
+    for (int round = 1;; round++) {
+        const Tile coming = schedule.at(schedule.coming);
+        __syncwarp();  // what the stage held has been read
+        if (coming.there) {
+            const Position at(coming);
+            copy_in<TURNED>(ring, 0, of.gates, at, scans,
+                            [](unsigned) { return Element::ONE; });
+            copy_in<TURNED>(ring, 1, of.tokens, at, scans,
+                            [](unsigned) { return Storage(0); });
+        }
+        commit_copies();
+        ring.turn();
+        schedule.advance(schedule.coming);
+        if (round < STAGES) {  // the ring is still to be filled
+            schedule.begin(round);
+            continue;
+        }
+
+        const Tile tile = schedule.at(schedule.current);
+        if (!tile.there) break;
+        wait_for_copies<STAGES - 1>();
+        __syncwarp();
+        const Position at(tile);
+        Affine map;
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+            const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) map = then(map, Step{gate.get(i), token.get(i)});
+        }
+        const bool has_row = at.row() < scans.rows;
+        const i64 state = has_row ? of.of_state.offset(at.row(), scans.channels) : 0;
+        State x = enter(map, tile, at, has_row && of.initial_state ? of.initial_state + state : nullptr,
+                        has_row && of.final_state ? of.final_state + state : nullptr);
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+            uint4* const place = ring.place(1, at.lane * PIECES + p);
+            Piece<TURNED> piece{read_piece(place)};
+            State out[VECTOR];
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) out[i] = x = Step{gate.get(i), piece.get(i)}(x);
+            piece.set(out);
+            *place = words_of(piece.chunk);
+        }
+        __syncwarp();
+        copy_out<TURNED>(ring, 1, of.states, at, scans);
+        schedule.advance(schedule.current);
+    }
+}
+
+#else
 #include "time_last.cuh"
 
 template <bool TURNED>
@@ -71,9 +144,10 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
     }
     if (!walk.packed() && at.warp == 0 && at.lane == 0) after.write(0, carry.x);
 }
+#endif
 
 // initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1].
-extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_time_last_forward(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
     State* __restrict__ final_state, const i64* __restrict__ offsets, void* workspace,
@@ -82,6 +156,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
+#if STAGES
+    const Scans scans(batch, channels, time);
+    const Forward of{{gates, gates_batch, gates_channel},
+                     {tokens, tokens_batch, tokens_channel},
+                     {states, states_batch, states_channel},
+                     initial_state,
+                     final_state,
+                     {state_batch, state_channel}};
+    if (flags & 1) scan_rows<true>(of, workspace, scans);
+    else scan_rows<false>(of, workspace, scans);
+#else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;
     const Walk walk(time, flags & 1, offsets, sequences);
@@ -98,4 +183,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
     else
         scan_row<false>({gates, gates_time, walk}, {tokens, tokens_time, walk},
                         {states, states_time, walk}, before, after, at, walk);
+#endif
 }

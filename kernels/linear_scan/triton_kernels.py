@@ -65,14 +65,6 @@ from scan_registry.kernels.linear_scan.triton_tiles import (
     zeros_like,
 )
 
-# Tiles that a program has in hand: one that it computes, the others on their way to shared memory.
-# Backward carries three inputs, which reach as far with fewer tiles. Over contiguous time it loads
-# directly, since asynchronous copies cannot move single 16-bit elements, which is what t-1 and t+1
-# come as; with a program per row, there are enough of them to hide each other's waiting.
-FORWARD_STAGES = tl.constexpr(3)
-BACKWARD_STAGES = tl.constexpr(2)
-UNALIGNED_STAGES = tl.constexpr(1)
-
 # Lines that a reduction has in hand.
 PART = tl.constexpr(16)
 
@@ -83,12 +75,12 @@ PART = tl.constexpr(16)
 @triton.jit
 def walk_forward(
     gates, tokens, states, x, lines, steps,
-    TIMES: tl.constexpr, axis: tl.constexpr, CHUNK: tl.constexpr,
+    TIMES: tl.constexpr, axis: tl.constexpr, CHUNK: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     """Scan the ``lines`` that the mask admits from state ``x``; returns the state after them."""
     bits: tl.constexpr = states[0].dtype.element_ty.primitive_bitwidth
     rest = zeros_like(x)
-    for start in tl.range(0, steps, TIMES, num_stages=FORWARD_STAGES):
+    for start in tl.range(0, steps, TIMES, num_stages=stages):
         base, place, order = tile_steps(start, steps, TIMES, axis, CHUNK)
         inside = lines & (place < up_to(steps - base, TIMES))
         gate = reverse_chunks(load(near(gates, base, place), inside, 1), CHUNK)
@@ -101,7 +93,8 @@ def walk_forward(
 @triton.jit
 def forward(
     gates, tokens, initial_state, states, final_state, offsets, lines, sequences, time, flags,
-    TIMES: tl.constexpr, axis: tl.constexpr, ALIGNED: tl.constexpr, REVERSE: tl.constexpr,
+    TIMES: tl.constexpr, axis: tl.constexpr, stages: tl.constexpr,
+    ALIGNED: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = flipped_chunk(gates[0].dtype, axis, ALIGNED)
     reverse = flags % 2 == 1
@@ -109,14 +102,16 @@ def forward(
     lines = lines & (begin < end)
     x = value(load(at(initial_state, s), lines & initial_state[2], 0))
     if CHUNK > 0:
-        x = walk_forward(gates, tokens, states, x, lines, end, TIMES, axis, CHUNK * REVERSE)
+        x = walk_forward(
+            gates, tokens, states, x, lines, end, TIMES, axis, CHUNK * REVERSE, stages
+        )  # fmt: skip
     else:
         first, direction = tl.where(reverse, end - 1, begin), tl.where(reverse, -1, 1)
         x = walk_forward(
             walked(gates, first, direction),
             walked(tokens, first, direction),
             walked(states, first, direction),
-            x, lines, end - begin, TIMES, axis, 0,
+            x, lines, end - begin, TIMES, axis, 0, stages,
         )  # fmt: skip
     store(at(final_state, s), x, lines & final_state[2])
 
@@ -298,7 +293,7 @@ def time_last_forward(
     tokens_outer, tokens_batch, tokens_channel, tokens_time,
     states_outer, states_batch, states_channel, states_time,
     state_outer, state_batch, state_channel, state_time, flags,
-    ROWS: tl.constexpr, TIMES: tl.constexpr,
+    ROWS: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr,
     ALIGNED: tl.constexpr, REVERSE: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
     where, lines = own_rows(outer, batch, channels, ROWS, ALIGNED)
@@ -312,7 +307,7 @@ def time_last_forward(
         line(initial_state, where, state_strides, COMPLEX),
         line(states, where, states_strides, COMPLEX),
         line(final_state, where, state_strides, COMPLEX),
-        offsets, lines, sequences, time, flags, TIMES, 1, ALIGNED, REVERSE,
+        offsets, lines, sequences, time, flags, TIMES, 1, STAGES, ALIGNED, REVERSE,
     )  # fmt: skip
 
 
@@ -324,7 +319,8 @@ def channel_last_forward(
     tokens_outer, tokens_batch, tokens_channel, tokens_time,
     states_outer, states_batch, states_channel, states_time,
     state_outer, state_batch, state_channel, state_time, flags,
-    CHANNELS: tl.constexpr, TIMES: tl.constexpr, ALIGNED: tl.constexpr, COMPLEX: tl.constexpr,
+    CHANNELS: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
     where, lines = own_channels(batch, channels, CHANNELS, ALIGNED)
     gates_strides = (gates_outer, gates_batch, 1 if ALIGNED else gates_channel, gates_time)
@@ -337,7 +333,7 @@ def channel_last_forward(
         line(initial_state, where, state_strides, COMPLEX),
         line(states, where, states_strides, COMPLEX),
         line(final_state, where, state_strides, COMPLEX),
-        offsets, lines, sequences, time, flags, TIMES, 0, ALIGNED, 0,
+        offsets, lines, sequences, time, flags, TIMES, 0, STAGES, ALIGNED, 0,
     )  # fmt: skip
 
 
@@ -351,7 +347,7 @@ def time_last_backward(
     states_grad_outer, states_grad_batch, states_grad_channel, states_grad_time,
     grads_outer, grads_batch, grads_channel, grads_time,
     state_outer, state_batch, state_channel, state_time, flags,
-    ROWS: tl.constexpr, TIMES: tl.constexpr,
+    ROWS: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr,
     ALIGNED: tl.constexpr, REVERSE: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
     where, lines = own_rows(outer, batch, channels, ROWS, ALIGNED)
@@ -371,7 +367,7 @@ def time_last_backward(
         line(gates_grad, where, grads_strides, COMPLEX),
         line(tokens_grad, where, grads_strides, COMPLEX),
         line(initial_state_grad, where, state_strides, COMPLEX),
-        offsets, lines, sequences, time, flags, TIMES, 1, UNALIGNED_STAGES, ALIGNED, REVERSE,
+        offsets, lines, sequences, time, flags, TIMES, 1, STAGES, ALIGNED, REVERSE,
     )  # fmt: skip
 
 
@@ -385,7 +381,8 @@ def channel_last_backward(
     states_grad_outer, states_grad_batch, states_grad_channel, states_grad_time,
     grads_outer, grads_batch, grads_channel, grads_time,
     state_outer, state_batch, state_channel, state_time, flags,
-    CHANNELS: tl.constexpr, TIMES: tl.constexpr, ALIGNED: tl.constexpr, COMPLEX: tl.constexpr,
+    CHANNELS: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
     where, lines = own_channels(batch, channels, CHANNELS, ALIGNED)
     gates_strides = (gates_outer, gates_batch, 1 if ALIGNED else gates_channel, gates_time)
@@ -404,7 +401,7 @@ def channel_last_backward(
         line(gates_grad, where, grads_strides, COMPLEX),
         line(tokens_grad, where, grads_strides, COMPLEX),
         line(initial_state_grad, where, state_strides, COMPLEX),
-        offsets, lines, sequences, time, flags, TIMES, 0, BACKWARD_STAGES, ALIGNED, 0,
+        offsets, lines, sequences, time, flags, TIMES, 0, STAGES, ALIGNED, 0,
     )  # fmt: skip
 
 

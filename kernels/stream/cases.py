@@ -49,6 +49,10 @@ class Trial:
     def __str__(self) -> str:
         return str(self.problem)
 
+    def launches(self, kernel: str) -> Iterator[Case]:
+        """All that computes this: one."""
+        yield self.case(kernel, aligned=True)
+
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch that computes this. There is one kernel, and its tensors are always aligned."""
         wide = reference.forward([each.double() for each in self.inputs])

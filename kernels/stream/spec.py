@@ -49,7 +49,7 @@ def _accepts(variant: Variant, problem: StreamProblem) -> str | None:
     return None
 
 
-def _launch(variant: Variant, problem: StreamProblem) -> Launch:
+def _launch(variant: Variant, problem: StreamProblem, multiprocessors: int) -> Launch:
     block = 32 * variant.number("warps") * variant.number("unroll") * _VECTOR
     return Launch((max(1, -(-problem.count // block)), 1, 1), {"count": problem.count})
 

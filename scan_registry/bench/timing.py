@@ -105,12 +105,27 @@ def record(
     if not captured:
         once = Launches(1, calls).ms() * len(calls)
         return Launches(max(1, min(turns, round(ENOUGH_MS / max(once, 1e-3)))), calls)
+    return Graph(_captured(calls, turns), turns * len(calls), calls)
+
+
+def once(call: Call, device: torch.device) -> float:
+    """ms of a launch on a GPU, or a call on the CPU, when it has been made before: about, and at once."""
+    kind = WallClock if device.type == "cpu" else Launches
+    return kind(2, [call]).ms()
+
+
+def _captured(calls: Sequence[Call], turns: int) -> torch.cuda.CUDAGraph:
+    """``torch.cuda.graph`` would empty the allocator's cache each time, for the next recording to fill."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(turns):
-            outputs = [call() for call in calls]
-            del outputs
-    return Graph(graph, turns * len(calls), calls)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        try:
+            for _ in range(turns):
+                outputs = [call() for call in calls]
+                del outputs
+        finally:
+            graph.capture_end()
+    return graph
 
 
 def compete(

@@ -8,7 +8,7 @@ together where their strides allow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from scan_registry.kernels.linear_scan.problem import Layout, LinearScanProblem, Strides
@@ -34,6 +34,13 @@ class Share:
 
     problem: LinearScanProblem
     copied: tuple[str, ...]
+
+    def fused(self) -> LinearScanProblem | None:
+        """The problem of a backward kernel that also sums up the gradient of gates that do not change with
+        time; None if there can be none. It is for kernels that need not be compiled first."""
+        if self.copied or self.problem.direction != "backward" or not self.problem.has_one_gate():
+            return None
+        return replace(self.problem, sums=True)
 
 
 @dataclass(frozen=True)

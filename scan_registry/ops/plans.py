@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from scan_registry import _cpu, policy
+from scan_registry.fit import Rung
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.loader import prepare, run_reference
 from scan_registry.ops.arguments import Options, normalised
+from scan_registry.ops.layout import Share
 from scan_registry.ops.problems import StateRoom, reduction_share, share
-from scan_registry.select import Decision
+from scan_registry.select import Decision, NoKernelError
 
 _MOST_PLANS = 4096  # past that the oldest half goes
 
@@ -49,9 +51,14 @@ def remember(plans: dict[tuple[Any, ...], Plan], key: tuple[Any, ...], plan: Pla
 # --- Running one kernel -----------------------------------------------------------------------
 
 
-def runner(problem: LinearScanProblem, device: torch.device, backend: Any) -> Run | Decision:
-    """A function that runs the best kernel for the problem; where only the reference solves it, the
-    decision that says so."""
+def runner(
+    problem: LinearScanProblem,
+    device: torch.device,
+    backend: Any,
+    lowest: Rung | None = None,
+) -> Run | Decision:
+    """A function that runs the best kernel for the problem, on no rung below ``lowest``, if that is
+    given; where only the reference solves it, the decision that says so."""
     names = _POINTERS[problem.direction]
     if device.type == "cpu":
         kernel, scalars = getattr(_cpu, problem.direction), problem.scalars()
@@ -65,7 +72,8 @@ def runner(problem: LinearScanProblem, device: torch.device, backend: Any) -> Ru
 
         return run_here
 
-    ready = prepare(device.index, FAMILY, problem, backend, policy.lowest())
+    allowed = policy.lowest() if lowest is None else min(lowest, policy.lowest())
+    ready = prepare(device.index, FAMILY, problem, backend, allowed)
     if ready.launch is None:
         return ready.decision
     launch, workspace, ordinal = ready.launch.run, ready.workspace, device.index
@@ -312,11 +320,33 @@ def _plan_backward(
         return by_reference
     others = {"states": model, "states_grad": states_grad}
     asked = share("backward", gates, others, cu_seqlens, dim, reverse)
+    broadcast = for_gates and gates.shape != model.shape
+    summing = _plan_sums(asked, device, options.backend) if broadcast else None
+    if summing is not None:
+
+        def with_sums(
+            gates: Tensor, states: Any, grad: Tensor, initial: Any, last_grad: Any, bounds: Any
+        ) -> Any:
+            initial, entering = room.entering(initial), room.entering(last_grad)
+            leaving = room.leaving(entering) if for_initial else None
+            tokens_grad = torch.empty_like(states) if for_tokens else None
+            sums = room.leaving(None)
+            inputs = {"gates": gates, "states": states, "states_grad": grad}
+            ends = {"initial_state": initial, "final_state_grad": entering, "offsets": bounds}
+            outputs = {
+                "gates_grad": sums,
+                "tokens_grad": tokens_grad,
+                "initial_state_grad": leaving,
+            }
+            summing({**inputs, **ends, **outputs})
+            sums = sums if bounds is not None else sums.unsqueeze(dim)
+            return _sum_to(sums, gates, dim), tokens_grad, leaving
+
+        return with_sums
     run = runner(asked.problem, device, options.backend)
     if not callable(run):
         decision = run
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
-    broadcast = for_gates and gates.shape != model.shape
     reduce = _plan_reduction(gates, model, cu_seqlens, options) if broadcast else None
 
     def plan(
@@ -352,6 +382,26 @@ def _plan_backward(
         return gates_grad, tokens_grad if for_tokens else None, leaving
 
     return plan
+
+
+def _plan_sums(asked: Share, device: torch.device, backend: Any) -> Run | None:
+    """How the backward kernel itself sums up the gradient of gates that do not change with time; None
+    if no kernel that is there already does."""
+    problem = asked.fused()
+    if problem is None or device.type == "cpu":
+        return None
+    try:
+        run = runner(problem, device, backend, Rung.PTX)
+    except NoKernelError:
+        return None
+    return run if callable(run) else None
+
+
+def _sum_to(sums: Tensor, gates: Tensor, dim: int) -> Tensor:
+    """Over sequences and whatever else the gates are broadcast along."""
+    if sums.shape[dim] > 1:
+        sums = sums.sum(dim, keepdim=True)
+    return sums.sum_to_size(gates.shape).to(gates.dtype)
 
 
 def _plan_reduction(

@@ -3,7 +3,7 @@
 Variants of one kernel and kind are compiled first, side by side. Then, problem by problem, all of them
 are timed in turns as CUDA graphs over the same inputs, which rotate out of the caches; few rounds tell
 who is near the fastest, and more rounds which of those it is. Before that each has to give the results
-of the variant that would run untuned.
+of the variant that would run untuned, and those that take several times as long as others leave.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from scan_registry import check, loader
 from scan_registry.archive import Archive
 from scan_registry.bench import timing
-from scan_registry.bench.timing import Call, Recording, compete, record, sets_of_inputs
+from scan_registry.bench.timing import Call, Recording, compete, once, record, sets_of_inputs
 from scan_registry.device import Device
 from scan_registry.driver import DriverError
 from scan_registry.fit import Rung
@@ -32,6 +32,10 @@ from scan_registry.tuner.binaries import Obtained, obtain_all
 from scan_registry.tuner.problems import Posed
 
 NEAR = 1.1  # of the fastest's time: what is timed again
+FAR, LAUNCH_MS = (
+    3.0,
+    0.05,
+)  # of the fastest's so far, and what starting them takes: what leaves at once
 COARSE = {"warm_up": 1, "rounds": 3}
 FINE = {"warm_up": 2, "rounds": 11}
 _ENOUGH_MS = 2.0  # of launches in a recording
@@ -195,7 +199,8 @@ class Tuner:
             asked.append(chosen)
         asked.sort(key=lambda variant: variant != chosen)  # it sets the standard
         expected: dict[str, Tensor] | None = None
-        recordings: dict[str, Recording] = {}
+        made: dict[str, list[Call]] = {}
+        first: dict[str, float] = {}
         launches = max(2, min(timing.LAUNCHES, round(_ENOUGH_MS * _SLOW_STREAM / traffic)))
         for variant in asked:
             try:
@@ -207,11 +212,18 @@ class Tuner:
                     self._distrust(variant, posed, reason)
                     continue
                 label = posed.kernel.label(variant)
-                recordings[label] = record(calls, device, launches=launches)
+                made[label], first[label] = calls, once(calls[0], device)
             except (loader.UnfitError, DriverError) as error:
                 self.refused[variant] = f"{posed}: {str(error).splitlines()[0]}"
         shipped = None if chosen is None else posed.kernel.label(chosen)
-        return _race(recordings, shipped)
+        limit = FAR * min(first.values(), default=0.0) + LAUNCH_MS
+        recordings = {
+            label: record(calls, device, launches=launches)
+            for label, calls in made.items()
+            if first[label] <= limit
+        }
+        left = {label: Timing(round(ms, 6), 0.0, 1) for label, ms in first.items()}
+        return left | _race(recordings, shipped)
 
     def _distrust(self, variant: Variant, posed: Posed, reason: str) -> None:
         """A variant that is wrong once is not to be taken anywhere, however right it was before."""
@@ -234,9 +246,11 @@ class Tuner:
         binary, content = self._binaries[variant]
         function = loader.load(self.ordinal, binary, lambda: content, str(binary))
         launch = loader.bind(self.ordinal, posed.family, posed.problem, binary, function)
-        workspace = posed.kernel.launch(variant, posed.problem).workspace
+        shape = posed.kernel.launch(variant, posed.problem, self.device.multiprocessors)
         return [
-            partial(check.start, self.ordinal, launch, posed.kernel, _Launched(tensors), workspace)
+            partial(
+                check.start, self.ordinal, launch, posed.kernel, _Launched(tensors), shape.workspace
+            )
             for tensors in sets
         ]
 

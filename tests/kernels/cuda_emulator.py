@@ -23,13 +23,15 @@ from scan_registry.kernels.model import Kernel, Static, Variant
 
 EMULATOR = Path(__file__).with_name("emulator")
 BLOCKS_AT_ONCE = 6
+#: Multiprocessors of the GPU that is emulated: few, so that small problems fill it.
+MULTIPROCESSORS = 3
 
 _MAIN = """
 #include "cuda.hpp"
 #include "{source}"
-extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads,
+extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads, unsigned shared,
                         unsigned blocks_at_once, unsigned seed) {{
-    emulator::launch({entry}, arguments, grid, threads, blocks_at_once, seed);
+    emulator::launch({entry}, arguments, grid, threads, shared, blocks_at_once, seed);
 }}
 """
 
@@ -50,7 +52,7 @@ class Emulated:
 
     def run(self, problem: Any, tensors: Mapping[str, Tensor | None], seed: int) -> None:
         """Launch it on tensors in the CPU's memory, by parameter; workspace is zeroed, like on a GPU."""
-        launch = self.kernel.launch(self.variant, problem)
+        launch = self.kernel.launch(self.variant, problem, MULTIPROCESSORS)
         scratch = (ctypes.c_uint64 * (launch.workspace // 8 + 2))()
         workspace = -(-ctypes.addressof(scratch) // 16) * 16 if launch.workspace else None
         values: list[Any] = []
@@ -68,6 +70,7 @@ class Emulated:
             pointers,
             (ctypes.c_uint * 3)(*launch.grid),
             ctypes.c_uint(32 * self.kernel.warps(self.variant)),
+            ctypes.c_uint(self.kernel.shared(self.variant)),
             ctypes.c_uint(BLOCKS_AT_ONCE),
             ctypes.c_uint(seed),
         )

@@ -267,7 +267,7 @@ class Run:
         found = {"COMPLEX": int(setting.dtype == "complex64")}
         if self.direction == "reduction":
             return found | dict(zip(("UNIT", "OTHER"), setting.tile, strict=True))
-        found["ALIGNED"] = int(setting.aligned)
+        found |= {"ALIGNED": int(setting.aligned), "STAGES": 2}
         if self.layout == "time_last":
             found["REVERSE"] = int(setting.aligned and setting.reverse)
         lines = "ROWS" if self.layout == "time_last" else "CHANNELS"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, and many tiles.
-SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024))
+SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208))
 
 
 def chosen() -> Iterator[Variant]:
@@ -34,7 +36,30 @@ def chosen() -> Iterator[Variant]:
             yield variant
 
 
-@pytest.mark.parametrize("variant", list(chosen()), ids=str)
+def streamed() -> Iterator[Variant]:
+    """A few of those whose tiles come through a ring, one for each way to share a row or a column."""
+    wanted: dict[str, list[dict[str, Any]]] = {
+        "time_last": [{"lanes": 1}, {"lanes": 8}, {"lanes": 32, "warps": 1}, {"warps": 4}],
+        "channel_last": [
+            {"lanes": 2},
+            {"lanes": 8},
+            {"across": 16},
+            {"across": 32},
+            {"across": 16, "access": "packed"},
+        ],
+    }
+    for kernel in FAMILY.kernels:
+        found = [dict(pins) for pins in kernel.space or () if "stages" in dict(pins)]
+        for dtype, pins in product(
+            ("float32", "bfloat16", "complex64"), wanted[kernel.name.rpartition("_")[0]]
+        ):
+            match = {"access": "aligned", "dtype": dtype, **pins}
+            fits = [each for each in found if match.items() <= each.items()]
+            if fits:
+                yield Variant(FAMILY.name, kernel.name, "cuda", tuple(fits[0].items()))
+
+
+@pytest.mark.parametrize("variant", [*chosen(), *streamed()], ids=str)
 def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
     """With every option, in whatever order the blocks and their threads run."""
     torch.manual_seed(0)
@@ -43,12 +68,40 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     dtype = variant.text("dtype")
     checked = 0
     for trial in cases.trials(dtype, SHAPES, "cpu"):
-        for aligned in (True, False):
-            case = trial.case(kernel.name, aligned=aligned)
+        for case in trial.launches(kernel.name):
             if kernel.accepts(variant, case.problem) is None:
                 library.run(case.problem, case.tensors, seed=checked)
                 assert case.error() <= cases.TOLERANCE[dtype], str(trial)
                 checked += 1
+    assert checked
+
+
+ONE_GATE = (
+    cases.Setting(states=True, broadcast=("time",)),
+    cases.Setting(reverse=True, broadcast=("batch", "time")),
+    cases.Setting(states=True, packed=True, broadcast=("time",)),
+)
+
+
+@pytest.mark.parametrize("access", ["aligned", "packed"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_walk_sums_the_gradient_of_one_gate(
+    dtype: str, access: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel("channel_last_backward", "cuda")
+    pins = {"dtype": dtype, "access": access, "across": 16}.items()
+    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    checked = 0
+    for shape, setting in product(((2, 48, 40), (1, 16, 600)), ONE_GATE):
+        trial = cases.draw(shape, setting, dtype, "cpu")
+        case = trial.case(kernel.name, aligned=True, sums=True)
+        if kernel.accepts(variant, case.problem) is None:
+            library.run(case.problem, case.tensors, seed=checked)
+            assert "gates_grad" in case.expected
+            assert case.error() <= cases.TOLERANCE[dtype], str(trial)
+            checked += 1
     assert checked
 
 
@@ -73,7 +126,7 @@ kernel = ctypes.CDLL(sys.argv[1]).emulate
 numbers, out = (ctypes.c_int * 64)(*range(64)), (ctypes.c_int * 64)()
 pointers = [ctypes.c_void_p(ctypes.addressof(each)) for each in (numbers, out)]
 arguments = (ctypes.c_void_p * 2)(*map(ctypes.addressof, pointers))
-kernel(arguments, (ctypes.c_uint * 3)(1, 1, 1), 64, 1, 3)
+kernel(arguments, (ctypes.c_uint * 3)(1, 1, 1), 64, 0, 1, 3)
 print(*out)
 """
 

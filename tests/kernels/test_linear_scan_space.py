@@ -51,7 +51,8 @@ def test_scans_are_tuned_and_reductions_are_not() -> None:
 @pytest.mark.parametrize("kernel", TUNED, ids=IDS)
 def test_a_space_is_a_few_dozen_variants_of_each_kind(kernel: Kernel) -> None:
     kinds = Counter(pinned(variant.statics[:3]) for variant in kernel.every)
-    assert len(kinds) == 12
+    packs = kernel.language == "cuda" and kernel.name.startswith("channel_last")
+    assert len(kinds) == (17 if packs else 12)
     assert max(kinds.values()) <= 80
     assert min(kinds.values()) >= 4
     assert len(set(kernel.every)) == len(kernel.every)

@@ -36,7 +36,7 @@ def test_a_pattern_has_variants_of_its_own(reads: int, writes: int) -> None:
 @pytest.mark.parametrize("count", [*cases.QUICK, *cases.THOROUGH])
 def test_blocks_cover_the_tensors_and_none_is_idle(count: int) -> None:
     for variant in KERNEL.variants:
-        launch = KERNEL.launch(variant, StreamProblem(1, 1, count))
+        launch = KERNEL.launch(variant, StreamProblem(1, 1, count), 132)
         share = 4 * 32 * KERNEL.warps(variant) * variant.number("unroll")
         (blocks, *others), scalars = launch.grid, launch.scalars
         assert others == [1, 1]

@@ -8,8 +8,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -380,17 +379,18 @@ class Stream:
                 return end.at - self.at
 
         class Graph:
+            def capture_begin(self) -> None:
+                stream.capturing = True
+
+            def capture_end(self) -> None:
+                stream.capturing = False
+
             def replay(self) -> None:
                 stream.now += stream.captured
 
-        @contextmanager
-        def capture(graph: Any) -> Iterator[None]:
-            stream.capturing = True
-            yield
-            stream.capturing = False
-
         for name, value in {
-            "Event": Event, "CUDAGraph": Graph, "graph": capture, "synchronize": lambda: None
+            "Event": Event, "CUDAGraph": Graph, "Stream": lambda: None, "stream": nullcontext,
+            "synchronize": lambda: None,
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
 

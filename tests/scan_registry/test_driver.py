@@ -466,7 +466,7 @@ def test_a_failed_launch_runs_again(stub_driver: Any, one_binary: Archive) -> No
         print(json.dumps([bound.run(0, *pointers) for _ in range(3)]))
     """
     assert play_loader(stub_driver, one_binary, script) == [0, 701, 0]
-    shape = FAMILY.kernel("time_last_forward", "cuda").launch(VARIANT, a_problem())
+    shape = FAMILY.kernel("time_last_forward", "cuda").launch(VARIANT, a_problem(), 132)
     assert {call.grid for call in stub_driver.calls("cuLaunchKernel")} == {shape.grid}
 
 

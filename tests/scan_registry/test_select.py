@@ -261,7 +261,8 @@ def test_a_closer_rung_beats_the_preferred_language(
 def test_the_launch_is_the_winners(archive_factory: Factory, a_device: Describe) -> None:
     decision = decide(a_device(), [archive_factory("sm90")])
     variant = variant_of(decision.taken())
-    assert decision.launch() == FAMILY.kernel(KERNEL, "cuda").launch(variant, a_problem())
+    launch = FAMILY.kernel(KERNEL, "cuda").launch(variant, a_problem(), a_device().multiprocessors)
+    assert decision.launch() == launch
 
 
 # --- Rejections -------------------------------------------------------------------------------

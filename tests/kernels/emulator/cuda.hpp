@@ -2,7 +2,7 @@
 //
 // A block runs in one thread of the system, its threads as coroutines of which one runs at a time,
 // until it has to wait; who runs next is drawn. Several blocks run at once, and start in an order
-// that is drawn, so whatever CUDA leaves open is tried. Shared memory starts as what was left there.
+// that is drawn, so whatever CUDA leaves open is tried. Shared memory starts as garbage.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -51,16 +51,27 @@ constexpr std::size_t STACK = 256 << 10;
     std::_Exit(70);
 }
 
+// An asynchronous copy, which may be carried out at any time before it is waited for.
+struct Copy {
+    void* to;
+    const void* from;
+    std::size_t bytes;
+    int group;
+};
+
 struct Thread {
     ucontext_t context;  // to begin with; after that, `place` is where it goes on
     jmp_buf place;
     std::unique_ptr<char[]> stack{new char[STACK]};
     bool begun = false, done = false;
     long exchanges = 0, barriers = 0;  // that it has arrived at
+    int groups = 0;                    // of copies that it has committed
+    std::vector<Copy> copies;
 };
 
 struct Block {
     std::vector<Thread> threads;
+    std::vector<char> dynamic;
     std::vector<char> slots;  // of each thread two values of at most 16 bytes, on their way to a warp
     std::function<void()> kernel;
     std::mt19937 random;
@@ -68,13 +79,17 @@ struct Block {
     int running = 0;
     long steps_in_vain = 0;
 
-    Block(int count, unsigned seed) : threads(count), slots(count * 32), random(seed) {}
+    Block(int count, std::size_t shared, unsigned seed)
+        : threads(count), dynamic(shared + 16), slots(count * 32), random(seed) {}
 
     void run(Index index) {
         blockIdx = index;
+        for (auto& byte : dynamic) byte = char(random());
         for (auto& thread : threads) {
             thread.begun = thread.done = false;
             thread.exchanges = thread.barriers = 0;
+            thread.groups = 0;
+            thread.copies.clear();
             getcontext(&thread.context);
             thread.context.uc_stack.ss_sp = thread.stack.get();
             thread.context.uc_stack.ss_size = STACK;
@@ -92,7 +107,9 @@ struct Block {
     static void enter() {
         Block& block = *current();
         block.kernel();
-        block.self().done = true;
+        Thread& thread = block.threads[block.running];
+        if (!thread.copies.empty()) fail("a thread left with copies under way");
+        thread.done = true;
         _longjmp(block.outside, 1);
     }
 
@@ -155,6 +172,28 @@ T exchange(T mine, int source) {
     return theirs;
 }
 
+inline void copy_now(const Copy& copy) { std::memcpy(copy.to, copy.from, copy.bytes); }
+
+inline void copy_async(void* to, const void* from, std::size_t bytes) {
+    if (std::uintptr_t(to) % bytes || std::uintptr_t(from) % bytes) fail("a copy is not aligned");
+    Block& b = block();
+    const Copy copy{to, from, bytes, b.self().groups};
+    if (b.random() & 1) copy_now(copy);
+    else b.self().copies.push_back(copy);
+}
+
+inline void commit() { block().self().groups++; }
+
+// Until at most `pending` of the groups that this thread committed are under way.
+inline void wait_for_copies(int pending) {
+    Thread& self = block().self();
+    std::vector<Copy> later;
+    for (const Copy& copy : self.copies)
+        if (copy.group < self.groups - pending) copy_now(copy);
+        else later.push_back(copy);
+    self.copies = std::move(later);
+}
+
 template <class... A, std::size_t... I>
 void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
     kernel(*static_cast<A*>(arguments[I])...);
@@ -162,7 +201,7 @@ void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
 
 template <class... A>
 void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsigned threads,
-            unsigned blocks_at_once, unsigned seed) {
+            unsigned shared, unsigned blocks_at_once, unsigned seed) {
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads, 1, 1};
     const std::size_t blocks = std::size_t(grid[0]) * grid[1] * grid[2];
@@ -173,7 +212,7 @@ void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsign
 
     std::atomic<std::size_t> next{0};
     const auto work = [&](unsigned number) {
-        Block block(int(threads), seed * 977 + number);
+        Block block(int(threads), shared, seed * 977 + number);
         Block::current() = &block;
         block.kernel = [&] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
         for (std::size_t i = next++; i < blocks; i = next++) {

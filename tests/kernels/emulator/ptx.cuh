@@ -1,5 +1,7 @@
 // What kernels/linear_scan/ptx.cuh says in PTX, for the emulator.
 #pragma once
+#include <mutex>
+
 #include "cuda.hpp"
 
 using i64 = long long;
@@ -19,13 +21,46 @@ inline unsigned float16_pair(float low, float high) {
 }
 inline float from_float16(unsigned short bits) { return float(emulated_bits<_Float16>(bits)); }
 
+template <class Words>
+void store_global(void* to, Words words) {
+    if (std::uintptr_t(to) % sizeof words) emulator::fail("a store is not aligned");
+    std::memcpy(to, &words, sizeof words);
+}
+
 inline void store_relaxed(u64* to, u64 value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
 // A thread that polls lets others run.
 inline void emulated_turn() {
     bool turn = false;
     emulator::block().wait([&] { return std::exchange(turn, true); });
 }
-inline u64 load_relaxed(const u64* from) {
+template <class Word>
+Word load_relaxed(const Word* from) {
     emulated_turn();
     return __atomic_load_n(from, __ATOMIC_RELAXED);
+}
+inline std::mutex& emulated_lines() {
+    static std::mutex lines;
+    return lines;
+}
+inline void store_relaxed(uint4* to, uint4 value) {
+    const std::lock_guard<std::mutex> lock(emulated_lines());
+    *to = value;
+}
+inline uint4 load_relaxed(const uint4* from) {
+    emulated_turn();
+    const std::lock_guard<std::mutex> lock(emulated_lines());
+    return *from;
+}
+
+inline char* dynamic_shared() {
+    return reinterpret_cast<char*>((std::uintptr_t(emulator::block().dynamic.data()) + 15) / 16 * 16);
+}
+template <int BYTES>
+void copy_async(void* to, const void* from, bool wanted) {
+    if (wanted) emulator::copy_async(to, from, BYTES);
+}
+inline void commit_copies() { emulator::commit(); }
+template <int PENDING>
+void wait_for_copies() {
+    emulator::wait_for_copies(PENDING);
 }

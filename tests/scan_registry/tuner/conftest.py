@@ -76,6 +76,10 @@ class Workshop:
 
         return Recording()
 
+    def once(self, call: Any, device: Any) -> float:
+        call()
+        return self.ms(self.started[-1])
+
     def compete(self, recordings: Sequence[Any], warm_up: int, rounds: int) -> Any:
         self.rounds.append((len(recordings), rounds))
         return timing.compete(recordings, warm_up, rounds)
@@ -102,5 +106,6 @@ def workshop(
     )
     monkeypatch.setattr(engine.check, "start", made.start)
     monkeypatch.setattr(engine, "record", made.record)
+    monkeypatch.setattr(engine, "once", made.once)
     monkeypatch.setattr(engine, "compete", made.compete)
     return made

@@ -12,7 +12,7 @@ from scan_registry.bench.cases import Case
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import Table
 from scan_registry.tuner import engine
-from scan_registry.tuner.engine import COARSE, FINE, NEAR
+from scan_registry.tuner.engine import COARSE, FAR, FINE, LAUNCH_MS, NEAR
 from scan_registry.tuner.problems import Posed, posed
 
 SMALL = Case.parse("time_last:2,8,512:float32")
@@ -43,9 +43,12 @@ def test_everything_is_timed_and_the_closest_again(workshop: Any) -> None:
     assert chosen is not None
     near = {v for n, v in enumerate(variants) if 1.0 + 0.05 * n <= NEAR} | {chosen}
     assert len(near) < len(variants)
-    assert workshop.rounds == [(len(variants), COARSE["rounds"]), (len(near), FINE["rounds"])]
+    far = {v for n, v in enumerate(variants) if 1.0 + 0.05 * n > FAR + LAUNCH_MS} - {chosen}
+    assert far
+    taken = len(variants) - len(far)
+    assert workshop.rounds == [(taken, COARSE["rounds"]), (len(near), FINE["rounds"])]
     for variant in variants:
-        expected = FINE if variant in near else COARSE
+        expected = FINE if variant in near else {"rounds": 1} if variant in far else COARSE
         assert timings[problem.kernel.label(variant)].rounds == expected["rounds"]
     assert found.shipped == problem.kernel.label(chosen)
     assert found.regret == pytest.approx(workshop.ms(chosen))

@@ -1,0 +1,95 @@
+// What the blocks of a split scan tell one another: the maps of tiles, and the states between groups
+// of tiles.
+//
+// A value travels in lines of 16 bytes, three words of it and a mark that is not zero, each in one
+// store and one load, so nothing needs a fence. Before the launch everything is zero.
+#pragma once
+#include "affine.cuh"
+
+constexpr int STATE_WORDS = sizeof(State) / 4;
+constexpr int WORDS_IN_LINE = 3;
+
+__device__ constexpr int lines_for(int states) {
+    return (states * STATE_WORDS + WORDS_IN_LINE - 1) / WORDS_IN_LINE;
+}
+constexpr int MAP_LINES = lines_for(WITH_REST ? 3 : 2);
+constexpr int STATE_LINES = lines_for(WITH_REST ? 2 : 1);
+
+template <int LINES>
+struct Words {
+    unsigned word[LINES * WORDS_IN_LINE] = {};
+
+    __device__ void put(int index, State x) {
+        const auto bits = Element::Whole::narrow(x);
+#pragma unroll
+        for (int w = 0; w < STATE_WORDS; w++)
+            word[index * STATE_WORDS + w] = unsigned(u64(bits) >> (32 * w));
+    }
+    __device__ State get(int index) const {
+        u64 bits = 0;
+#pragma unroll
+        for (int w = 0; w < STATE_WORDS; w++)
+            bits |= u64(word[index * STATE_WORDS + w]) << (32 * w);
+        return Element::Whole::widen(typename Element::Whole::Storage(bits));
+    }
+
+    // Successive lines are `apart` from one another, so that those of successive threads are together.
+    __device__ void publish(uint4* to, i64 apart) const {
+#pragma unroll
+        for (int l = 0; l < LINES; l++) {
+            const unsigned* const w = word + l * WORDS_IN_LINE;
+            store_relaxed(to + l * apart, make_uint4(w[0], w[1], w[2], 1));
+        }
+    }
+    // Whether all of it was there.
+    __device__ bool fetch(const uint4* from, i64 apart) {
+        bool there = true;
+#pragma unroll
+        for (int l = 0; l < LINES; l++) {
+            const uint4 line = load_relaxed(from + l * apart);
+            unsigned* const w = word + l * WORDS_IN_LINE;
+            w[0] = line.x, w[1] = line.y, w[2] = line.z;
+            there = there && line.w;
+        }
+        return there;
+    }
+};
+
+__device__ inline void publish(uint4* to, i64 apart, const Affine& map) {
+    Words<MAP_LINES> words;
+    words.put(0, map.scale), words.put(1, map.shift);
+    if constexpr (WITH_REST) words.put(2, map.rest);
+    words.publish(to, apart);
+}
+__device__ inline void publish(uint4* to, i64 apart, const Carried& carried) {
+    Words<STATE_LINES> words;
+    words.put(0, carried.x);
+    if constexpr (WITH_REST) words.put(1, carried.rest);
+    words.publish(to, apart);
+}
+__device__ inline Carried await_state(const uint4* from, i64 apart) {
+    Words<STATE_LINES> words;
+    while (!words.fetch(from, apart)) {}
+    return {words.get(0), WITH_REST ? words.get(1) : State(0)};
+}
+
+// The composition of `count` maps, at most MOST, which lie `stride` apart.
+template <int MOST>
+__device__ inline Affine await_maps(const uint4* from, i64 stride, i64 apart, int count) {
+    Words<MAP_LINES> words[MOST];
+    unsigned missing = count >= MOST ? (1u << MOST) - 1 : count > 0 ? (1u << count) - 1 : 0;
+#pragma unroll 1
+    while (missing) {
+#pragma unroll
+        for (int i = 0; i < MOST; i++)
+            if (missing >> i & 1 && words[i].fetch(from + i * stride, apart)) missing &= ~(1u << i);
+    }
+    Affine composed;
+#pragma unroll
+    for (int i = 0; i < MOST; i++)
+        if (i < count)
+            composed = then(composed, Affine{words[i].get(0),
+                                             WITH_REST ? words[i].get(2) : State(0),
+                                             words[i].get(1)});
+    return composed;
+}

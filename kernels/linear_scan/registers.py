@@ -1,0 +1,65 @@
+"""CUDA variants whose tiles are held in registers: those without a number of ``stages``.
+
+Of time-last kernels ``warps`` share a row, ``rows`` are side by side, and a lane holds ``steps`` chunks;
+channel-last ones have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` rows. The
+sources are ``time_last.cuh`` and ``channel_last.cuh``.
+"""
+
+from __future__ import annotations
+
+from scan_registry.kernels.linear_scan.problem import LinearScanProblem, ceil_div, state_dtype
+from scan_registry.kernels.linear_scan.space import Tile
+from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
+
+
+def time_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
+    """Warps that share a row, rows per block, chunks a lane holds."""
+    short: Tile = {"warps": 1, "rows": 4, "steps": 1}
+    wide = ITEM_SIZE[dtype] == 8
+    warps = (2, 4, 8) if access == "aligned" and not wide else (4,)
+    return (short, *({"warps": each, "rows": 1, "steps": 2} for each in warps))
+
+
+def time_last_tile(variant: Variant) -> int:
+    chunk = 16 // ITEM_SIZE[variant.text("dtype")]
+    return variant.number("warps") * variant.number("steps") * 32 * chunk
+
+
+def walk_cost(variant: Variant, problem: LinearScanProblem, tile: int) -> float:
+    """The largest tile, provided that a row fills half as many of them as the tile has warps.
+
+    The more warps meet at a tile's barrier, the more tiles it takes to hide that.
+    """
+    generic = 0.5 if variant.text("access") == "generic" else 0.0
+    steps = problem.time // max(1, problem.sequences)
+    enough = steps >= tile * variant.number("warps") / 2
+    return (-tile if enough else tile) + generic
+
+
+def time_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
+    return walk_cost(variant, problem, time_last_tile(variant))
+
+
+def time_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
+    rows = problem.outer * problem.batch * problem.channels
+    return Launch((ceil_div(rows, variant.number("rows")), 1, 1), problem.scalars())
+
+
+def channel_last_tile(variant: Variant) -> tuple[int, int]:
+    """Channels and times of a tile."""
+    lanes, vector = variant.number("lanes"), variant.number("vector")
+    return lanes * vector, variant.number("warps") * (32 // lanes) * variant.number("steps")
+
+
+def channel_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
+    return 0.5 if variant.text("access") == "generic" else 0.0
+
+
+def channel_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
+    channels, times = channel_last_tile(variant)
+    columns = problem.outer * problem.batch * ceil_div(problem.channels, channels)
+    tiles = ceil_div(problem.time, times)
+    with_rest = 2 if ITEM_SIZE[problem.dtype] >= 4 else 1
+    each = with_rest * ITEM_SIZE[state_dtype(problem.dtype)] // 4
+    words = min(tiles - 1, 2) * columns * channels * each
+    return Launch((columns * tiles, 1, 1), problem.scalars(), 16 + 8 * words if tiles > 1 else 0)
