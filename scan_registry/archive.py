@@ -6,14 +6,17 @@ Layout, little-endian:
            8    8         length of the manifest
           16   32         SHA-256 of the manifest
           48   …          the manifest, UTF-8 JSON
-           …   …          binaries back to back, each distinct content once
+           …   …          chunks: neighbouring binaries of one section, compressed together (raw LZMA2)
            …   …          sections, UTF-8 JSON: the entries of one kernel in one language each
 
-The manifest gives the offset, size and SHA-256 of each section, and a section's entries give those of
-their binaries; offsets count from the end of the manifest. So a first call reads and checks the
-entries of its kernel and one binary, however many there are. What all entries of a section have in
-common, the section says once; where the kernel was tuned, it holds its tunings, too. Nothing in a file is believed before its digest is checked: every
-defect raises :class:`ArchiveError`.
+The manifest gives the offset, size and SHA-256 of each section; a section lists its chunks, and an
+entry the chunk its binary is in, where it starts once that is decompressed, its size and SHA-256.
+Offsets in the file count from the end of the manifest. So a first call reads and checks the entries
+of its kernel and decompresses one chunk as far as its binary, however many there are. Binaries of one
+kernel are much alike, which is why they share a chunk; a chunk is small, which is what bounds the
+time to get at its last binary. What all entries of a section have in common, the section says once;
+where the kernel was tuned, it holds its tunings, too. Nothing in a file is believed before its digest
+is checked: every defect raises :class:`ArchiveError`.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from scan_registry import chunks
 from scan_registry.binary import Binary, read_count, read_text
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Tuning
@@ -48,8 +52,8 @@ __all__ = [
     "write",
 ]
 
-MAGIC = b"SCANREG\x02"
-SCHEMA = 3
+MAGIC = b"SCANREG\x03"
+SCHEMA = 4
 SUFFIX = ".scanreg"
 _HEADER = struct.Struct("<8sQ32s")
 
@@ -85,21 +89,24 @@ def write(
     bytes are stored once. ``tunings`` go by how their kernel's variants begin; without binaries of
     it, they are left out.
     """
-    records, parts, offsets, end = [], [], {}, 0
-    for binary, content in binaries:
-        if digest(content) != binary.sha256:
-            raise ValueError(f"the bytes of {binary.variant} do not have the digest it states")
-        if binary.sha256 not in offsets:
-            offsets[binary.sha256] = end
-            parts.append(content)
-            end += len(content)
-        records.append({**binary.to_json(), "offset": offsets[binary.sha256]})
+    parts: list[bytes] = []
+    end = 0
+
+    def place(part: bytes) -> dict[str, Any]:
+        nonlocal end
+        parts.append(part)
+        end += len(part)
+        return {"offset": end - len(part), "size": len(part)}
+
+    documents = []
+    for of, group in groupby(binaries, lambda pair: pair[0].variant.head):
+        records, contents = _in_chunks(group)
+        places = [place(chunks.compress(content)) for content in contents]
+        documents.append((of, _section(records, places, (tunings or {}).get(of, ()))))
     sections = []
-    for of, group in groupby(records, lambda record: Variant.parse(record["variant"]).head):
-        parts.append(_dumped(_section(list(group), (tunings or {}).get(of, ()))))
-        place = {"offset": end, "size": len(parts[-1]), "sha256": digest(parts[-1])}
-        sections.append({"of": of, **place})
-        end += len(parts[-1])
+    for of, document in documents:
+        content = _dumped(document)
+        sections.append({"of": of, "sha256": digest(content), **place(content)})
     manifest = _dumped({"schema": SCHEMA, "arch": str(arch), **provenance, "sections": sections})
     header = _HEADER.pack(MAGIC, len(manifest), hashlib.sha256(manifest).digest())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,8 +122,31 @@ def write(
         raise
 
 
-def _section(records: Sequence[Mapping[str, Any]], tunings: Sequence[Tuning]) -> dict[str, Any]:
-    """The entries, with what they have in common taken out of them, and the tunings if there are any."""
+def _in_chunks(
+    binaries: Iterable[tuple[Binary, bytes]],
+) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """What a section says of each binary, and what is to be in its chunks; equal bytes are once."""
+    records, contents = [], [b""]
+    places: dict[str, dict[str, int]] = {}
+    for binary, content in binaries:
+        if digest(content) != binary.sha256:
+            raise ValueError(f"the bytes of {binary.variant} do not have the digest it states")
+        if binary.sha256 not in places:
+            if contents[-1] and len(contents[-1]) + len(content) > chunks.SIZE:
+                contents.append(b"")
+            places[binary.sha256] = {"chunk": len(contents) - 1, "offset": len(contents[-1])}
+            contents[-1] += content
+        records.append({**binary.to_json(), **places[binary.sha256]})
+    return records, contents
+
+
+def _section(
+    records: Sequence[Mapping[str, Any]],
+    places: Sequence[Mapping[str, Any]],
+    tunings: Sequence[Tuning],
+) -> dict[str, Any]:
+    """The entries, with what they have in common taken out of them, where their chunks are, and the
+    tunings if there are any."""
     first, *others = records
     common = {
         name: value
@@ -125,7 +155,7 @@ def _section(records: Sequence[Mapping[str, Any]], tunings: Sequence[Tuning]) ->
     }
     own = [{k: v for k, v in record.items() if k not in common} for record in records]
     tuned = {"tunings": [asdict(tuning) for tuning in tunings]} if tunings else {}
-    return {"common": common, "binaries": own, **tuned}
+    return {"chunks": places, "common": common, "binaries": own, **tuned}
 
 
 def _dumped(document: Mapping[str, Any]) -> bytes:
@@ -168,15 +198,16 @@ class Entry:
         return self._read[0]
 
     @property
-    def offset(self) -> int:
-        """Of the binary's bytes, from the end of the manifest; ``ArchiveError`` likewise."""
+    def place(self) -> tuple[int, int]:
+        """The number of the chunk it is in, and the offset there; ``ArchiveError`` likewise."""
         return self._read[1]
 
     @cached_property
-    def _read(self) -> tuple[Binary, int]:
+    def _read(self) -> tuple[Binary, tuple[int, int]]:
         _ = self.variant  # an error if it names none
         try:
-            return Binary.from_json(self._record), read_count("offset", self._record.get("offset"))
+            chunk, offset = (read_count(n, self._record.get(n)) for n in ("chunk", "offset"))
+            return Binary.from_json(self._record), (chunk, offset)
         except (ValueError, RecursionError) as error:
             raise ArchiveError(f"{self._where}: {error}") from error
 
@@ -202,10 +233,17 @@ class _Section:
         )
 
 
+def _read_place(record: Any) -> tuple[int, int]:
+    if not isinstance(record, Mapping):
+        raise ValueError(f"{record!r} is not an object")
+    return read_count("offset", record.get("offset")), read_count("size", record.get("size"))
+
+
 @dataclass(frozen=True)
 class _Content:
-    """What a section says."""
+    """What a section says. ``chunks`` are offset and size of each."""
 
+    chunks: tuple[tuple[int, int], ...]
     entries: tuple[Entry, ...]
     tunings: tuple[Tuning, ...]
 
@@ -319,10 +357,11 @@ class Archive:
             raise ArchiveError(f"{self.path}: {name} lists no binaries")
         entries = tuple(self._listed(section, common, document["binaries"]))
         try:
+            places = tuple(map(_read_place, document["chunks"]))
             tunings = tuple(map(Tuning.from_json, document.get("tunings", ())))
-        except (TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ArchiveError(f"{self.path}: {name}: {error}") from error
-        return _Content(entries, tunings)
+        return _Content(places, entries, tunings)
 
     def _listed(
         self, section: _Section, common: Mapping[str, Any], binaries: Iterable[Any]
@@ -352,17 +391,30 @@ class Archive:
 
     def read(self, binary: Binary) -> bytes:
         """The bytes of ``binary``, checked against its digest."""
-        held = self.of(binary.variant.family, binary.variant.kernel)
-        alike = (entry for entry in held if entry.text == str(binary.variant))
-        entry = next((entry for entry in alike if entry.binary == binary), None)
-        if entry is None:
-            raise KeyError(f"{self.path} does not hold {binary}")
-        content = self._bytes(self.manifest["start"] + entry.offset, binary.size)
+        for section in self._sections:
+            if section.of == binary.variant.head:
+                for entry in self._entries(section):
+                    if entry.text == str(binary.variant) and entry.binary == binary:
+                        return self._checked(section, entry)
+        raise KeyError(f"{self.path} does not hold {binary}")
+
+    def _checked(self, section: _Section, entry: Entry) -> bytes:
+        (chunk, start), binary = entry.place, entry.binary
+        again = "reinstall the package that brought this file"
+        places = self._section(section).chunks
+        if chunk >= len(places):
+            raise ArchiveError(f"{self.path}: {binary} is in chunk {chunk} of {len(places)}")
+        offset, size = places[chunk]
+        packed = self._bytes(self.manifest["start"] + offset, size)
+        try:
+            content = chunks.decompress(packed, start + binary.size)[start:]
+        except ValueError as error:
+            raise ArchiveError(f"{self.path}: {binary}: its chunk {error}; {again}") from error
         found = digest(content)
         if found != binary.sha256:
             cut = "" if len(content) == binary.size else f" ({len(content)} of {binary.size} bytes)"
             raise ArchiveError(
                 f"{self.path}: {binary} has SHA-256 {found}{cut}, "
-                f"its entry states {binary.sha256}; reinstall the package that brought this file"
+                f"its entry states {binary.sha256}; {again}"
             )
         return content

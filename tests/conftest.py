@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from scan_registry import archive
+from scan_registry import archive, chunks
 from scan_registry.archive import Archive, Binary, digest
 from scan_registry.device import Device
 from scan_registry.kernels import families
@@ -137,7 +137,7 @@ def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
 class Parts:
     """An archive taken apart, to be changed and put together with the digests that belong to it.
 
-    ``sections`` are the documents, by how their variants begin; ``code`` is the binaries' bytes.
+    ``sections`` are the documents, by how their variants begin; ``code`` is the chunks.
     """
 
     manifest: dict[str, Any]
@@ -158,10 +158,17 @@ class Parts:
 
     @classmethod
     def flipped(cls, content: bytes) -> bytes:
-        """The file, with one bit of its last binary another."""
-        code = cls.of(content).code
-        at = content.index(code) + len(code) - 1
-        return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        """The file, with one bit of its last binary another, in its section's last chunk."""
+        parts = cls.of(content)
+        document = list(parts.sections.values())[-1]
+        whole = {**document["common"], **document["binaries"][-1]}
+        place = document["chunks"][-1]
+        packed = parts.code[place["offset"] :][: place["size"]]
+        held = bytearray(chunks.decompress(packed, 1 << 30))
+        held[whole["offset"] + whole["size"] - 1] ^= 1
+        parts.code = parts.code[: place["offset"]] + chunks.compress(bytes(held))
+        place["size"] = len(parts.code) - place["offset"]
+        return parts.together()
 
     def together(self, **changed: bytes) -> bytes:
         """The file. ``changed`` is JSON to stand for a section, if its kernel's name is the keyword."""

@@ -291,32 +291,12 @@ def _plan_backward(
     asked = share("backward", gates, others, cu_seqlens, dim, reverse)
     broadcast = for_gates and gates.shape != model.shape
     summing = _plan_sums(asked, device, options.backend) if broadcast else None
-    if summing is not None:
-
-        def with_sums(
-            gates: Tensor, states: Any, grad: Tensor, initial: Any, last_grad: Any, bounds: Any
-        ) -> Any:
-            initial, entering = room.entering(initial), room.entering(last_grad)
-            leaving = room.leaving(entering) if for_initial else None
-            tokens_grad = torch.empty_like(states) if for_tokens else None
-            sums = room.leaving(None)
-            inputs = {"gates": gates, "states": states, "states_grad": grad}
-            ends = {"initial_state": initial, "final_state_grad": entering, "offsets": bounds}
-            outputs = {
-                "gates_grad": sums,
-                "tokens_grad": tokens_grad,
-                "initial_state_grad": leaving,
-            }
-            summing({**inputs, **ends, **outputs})
-            sums = sums if bounds is not None else sums.unsqueeze(dim)
-            return _sum_to(sums, gates, dim), tokens_grad, leaving
-
-        return with_sums
-    run = runner(asked.problem, device, options.backend)
+    run = summing or runner(asked.problem, device, options.backend)
     if not callable(run):
         decision = run
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
-    reduce = _plan_reduction(gates, model, cu_seqlens, options) if broadcast else None
+    reduced = broadcast and summing is None
+    reduce = _plan_reduction(gates, model, cu_seqlens, options) if reduced else None
 
     def plan(
         gates: Tensor, states: Any, grad: Tensor, initial: Any, last_grad: Any, bounds: Any
@@ -325,7 +305,9 @@ def _plan_backward(
         initial, entering = room.entering(initial), room.entering(last_grad)
         leaving = room.leaving(entering) if for_initial else None
         gates_grad = tokens_grad = None
-        if for_gates and reduce is None:
+        if summing is not None:
+            gates_grad = room.leaving(None)
+        elif for_gates and reduce is None:
             gates_grad = torch.empty_like(model, dtype=gates.dtype)
         if for_tokens or reduce is not None:
             tokens_grad = torch.empty_like(model)
@@ -344,7 +326,10 @@ def _plan_backward(
                 "offsets": bounds,
             }
         )
-        if reduce is not None:
+        if summing is not None:
+            assert gates_grad is not None
+            gates_grad = _sum_to(gates, gates_grad, dim, bounds)
+        elif reduce is not None:
             gates_grad = reduce(gates, model, tokens_grad, initial, bounds)
         elif gates_grad is not None and broadcast:
             gates_grad = gates_grad.sum_to_size(gates.shape).contiguous()
@@ -366,10 +351,9 @@ def _plan_sums(asked: Share, device: torch.device, backend: Any) -> Run | None:
     return run if callable(run) else None
 
 
-def _sum_to(sums: Tensor, gates: Tensor, dim: int) -> Tensor:
-    """Over sequences and whatever else the gates are broadcast along."""
-    if sums.shape[dim] > 1:
-        sums = sums.sum(dim, keepdim=True)
+def _sum_to(gates: Tensor, sums: Tensor, dim: int, bounds: Tensor | None) -> Tensor:
+    """Sums that lie as states do, over sequences and whatever else the gates are broadcast along."""
+    sums = sums.unsqueeze(dim) if bounds is None else sums.sum(dim, keepdim=True)
     return sums.sum_to_size(gates.shape).to(gates.dtype)
 
 

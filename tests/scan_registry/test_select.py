@@ -72,7 +72,7 @@ class InMemory(Archive):
     def of(self, family: str, kernel: str) -> tuple[Entry, ...]:
         key = family, kernel
         held = (b for b in self.binaries if (b.variant.family, b.variant.kernel) == key)
-        records = (json.loads(json.dumps({**b.to_json(), "offset": 0})) for b in held)
+        records = (json.loads(json.dumps({**b.to_json(), "chunk": 0, "offset": 0})) for b in held)
         return tuple(Entry(record, str(self.path)) for record in records)
 
     def tunings(self, head: str) -> tuple[Tuning, ...]:

@@ -1,0 +1,47 @@
+"""Chunks: neighbouring binaries of an archive, compressed together (raw LZMA2).
+
+Binaries of one kernel are much alike, so a chunk of them is a fraction of its parts compressed alone.
+A chunk is small, which bounds the time to get at the last binary in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import lzma
+except ImportError:
+    lzma = None  # type: ignore[assignment]
+
+__all__ = ["SIZE", "compress", "decompress"]
+
+#: Bytes of binaries in a chunk, unless a single one is larger. With twice as many, an archive of sm_90
+#: is 9% smaller, and 10 ms instead of 6 is what the slowest of its chunks takes to decompress.
+SIZE = 256 << 10
+
+_MISSING = "needs the module lzma, which this Python was built without"
+
+
+def compress(content: bytes) -> bytes:
+    """A chunk of ``content``; ``OSError`` where Python lacks the module lzma."""
+    if lzma is None:
+        raise OSError(_MISSING)
+    return lzma.compress(content, lzma.FORMAT_RAW, filters=_filters())
+
+
+def decompress(chunk: bytes, size: int) -> bytes:
+    """The first ``size`` bytes of a chunk's content, or all if there are not as many.
+
+    ``ValueError`` if it is damaged before their end, or where Python lacks the module lzma.
+    """
+    if lzma is None:
+        raise ValueError(_MISSING)
+    decompressor = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_filters())
+    try:
+        return decompressor.decompress(chunk, size)
+    except (lzma.LZMAError, OverflowError) as error:
+        raise ValueError(f"cannot be decompressed: {error}") from error
+
+
+def _filters() -> list[dict[str, Any]]:
+    return [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 2 * SIZE}]

@@ -1,0 +1,109 @@
+"""The chunks of an archive: what is compressed together comes apart again, or says what is wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scan_registry import archive, chunks
+from scan_registry.archive import Archive, ArchiveError, Binary
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.target import Target
+
+Make = Callable[..., tuple[Binary, bytes]]
+
+SM90 = Target.parse("sm90")
+HEAD = FAMILY.kernels[0].head
+VARIANTS = [variant for variant in FAMILY.kernels[0].every if variant.head == HEAD][:5]
+
+
+def noise(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"ab" * 70_000, noise(0, 300_000)])
+def test_round_trip(content: bytes) -> None:
+    packed = chunks.compress(content)
+    assert chunks.decompress(packed, len(content)) == content
+    assert chunks.decompress(packed, len(content) // 2) == content[: len(content) // 2]
+    assert chunks.decompress(packed, len(content) + 9) == content
+
+
+def test_what_is_alike_is_small_together() -> None:
+    code = noise(1, 100_000)
+    assert len(chunks.compress(code + code)) < 1.01 * len(chunks.compress(code))
+
+
+@pytest.mark.parametrize("damaged", [b"\xff" * 100, b"\x02" * 100])
+def test_damage(damaged: bytes) -> None:
+    with pytest.raises(ValueError, match="cannot be decompressed"):
+        chunks.decompress(damaged, 100)
+    with pytest.raises(ValueError, match="cannot be decompressed"):
+        chunks.decompress(chunks.compress(b"x"), 2**63)
+
+
+@pytest.fixture
+def spread(tmp_path: Path, a_binary: Make) -> tuple[Path, list[tuple[Binary, bytes]]]:
+    """An archive with two binaries in a chunk, then one that is larger than a chunk, then two."""
+    sizes = [100_000, 150_000, 2 * chunks.SIZE, 200_000, 10]
+    held = [a_binary(v, content=noise(s, s)) for v, s in zip(VARIANTS, sizes, strict=True)]
+    path = tmp_path / "sm90.scanreg"
+    archive.write(path, SM90, held, {"version": "1"})
+    return path, held
+
+
+def test_neighbours_share_a_chunk_up_to_its_size(
+    spread: tuple[Path, list[tuple[Binary, bytes]]], archive_parts: Any
+) -> None:
+    path, held = spread
+    (document,) = archive_parts.of(path.read_bytes()).sections.values()
+    assert [own["chunk"] for own in document["binaries"]] == [0, 0, 1, 2, 2]
+    assert [own["offset"] for own in document["binaries"]] == [0, 100_000, 0, 0, 200_000]
+    opened = Archive(path)
+    assert {binary: opened.read(binary) for binary in opened.binaries} == dict(held)
+
+
+def test_damage_to_a_chunk_spares_what_lies_before_it_and_in_others(
+    spread: tuple[Path, list[tuple[Binary, bytes]]], archive_parts: Any
+) -> None:
+    path, held = spread
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    inside = document["chunks"][0]["offset"] + 200_000
+    parts.code = parts.code[:inside] + b"\xff" * 50 + parts.code[inside + 50 :]
+    path.write_bytes(parts.together())
+    opened = Archive(path)
+    for number, (binary, content) in enumerate(held):
+        if number == 1:
+            with pytest.raises(ArchiveError, match=str(binary.variant)):
+                opened.read(binary)
+        else:
+            assert opened.read(binary) == content
+
+
+@pytest.mark.parametrize("listed", [None, {}, 1, [1], [{}], [{"offset": 0}], [[0, 1]]])
+def test_chunks_that_are_none(
+    spread: tuple[Path, list[tuple[Binary, bytes]]], archive_parts: Any, listed: object
+) -> None:
+    path, held = spread
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    document["chunks"] = listed
+    path.write_bytes(parts.together())
+    with pytest.raises(ArchiveError, match=r"sm90\.scanreg"):
+        Archive(path).read(held[0][0])
+
+
+def test_a_python_without_lzma(
+    spread: tuple[Path, list[tuple[Binary, bytes]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, held = spread
+    monkeypatch.setattr(chunks, "lzma", None)
+    with pytest.raises(ArchiveError, match="needs the module lzma"):
+        Archive(path).read(held[0][0])
+    with pytest.raises(OSError, match="needs the module lzma"):
+        archive.write(path, SM90, held, {"version": "1"})
