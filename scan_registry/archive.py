@@ -125,10 +125,11 @@ def write(
 def _in_chunks(
     binaries: Iterable[tuple[Binary, bytes]],
 ) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """What a section says of each binary, and what is to be in its chunks; equal bytes are once."""
-    records, contents = [], [b""]
+    """What a section says of each binary, and what is to be in its chunks, where those of like size, which
+    are most alike, are neighbours; equal bytes are once."""
+    held, contents = [*binaries], [b""]
     places: dict[str, dict[str, int]] = {}
-    for binary, content in binaries:
+    for binary, content in sorted(held, key=lambda pair: len(pair[1])):
         if digest(content) != binary.sha256:
             raise ValueError(f"the bytes of {binary.variant} do not have the digest it states")
         if binary.sha256 not in places:
@@ -136,8 +137,7 @@ def _in_chunks(
                 contents.append(b"")
             places[binary.sha256] = {"chunk": len(contents) - 1, "offset": len(contents[-1])}
             contents[-1] += content
-        records.append({**binary.to_json(), **places[binary.sha256]})
-    return records, contents
+    return [{**binary.to_json(), **places[binary.sha256]} for binary, _ in held], contents
 
 
 def _section(

@@ -33,6 +33,16 @@ def test_round_trip(content: bytes) -> None:
     assert chunks.decompress(packed, len(content) + 9) == content
 
 
+def test_machine_code_is_compressed_by_its_instructions() -> None:
+    drawn = random.Random(0)
+    words = b"".join(
+        bytes([drawn.randrange(4), 0, 7, drawn.randrange(99)]) * 4 for _ in range(9000)
+    )
+    code, other = b"\x7fELF" + bytes(12) + words, b"\x7fELG" + bytes(12) + words
+    assert len(chunks.compress(code)) < len(chunks.compress(other))
+    assert chunks.decompress(chunks.compress(code), len(code)) == code
+
+
 def test_what_is_alike_is_small_together() -> None:
     code = noise(1, 100_000)
     assert len(chunks.compress(code + code)) < 1.01 * len(chunks.compress(code))
@@ -48,21 +58,21 @@ def test_damage(damaged: bytes) -> None:
 
 @pytest.fixture
 def spread(tmp_path: Path, a_binary: Make) -> tuple[Path, list[tuple[Binary, bytes]]]:
-    """An archive with two binaries in a chunk, then one that is larger than a chunk, then two."""
-    sizes = [100_000, 150_000, 2 * chunks.SIZE, 200_000, 10]
+    """An archive with three binaries in a chunk, one in the next, and one that is larger than a chunk."""
+    sizes = [100_000, 300_000, 2 * chunks.SIZE, 500_000, 10]
     held = [a_binary(v, content=noise(s, s)) for v, s in zip(VARIANTS, sizes, strict=True)]
     path = tmp_path / "sm90.scanreg"
     archive.write(path, SM90, held, {"version": "1"})
     return path, held
 
 
-def test_neighbours_share_a_chunk_up_to_its_size(
+def test_those_of_like_size_share_a_chunk_up_to_its_size(
     spread: tuple[Path, list[tuple[Binary, bytes]]], archive_parts: Any
 ) -> None:
     path, held = spread
     (document,) = archive_parts.of(path.read_bytes()).sections.values()
-    assert [own["chunk"] for own in document["binaries"]] == [0, 0, 1, 2, 2]
-    assert [own["offset"] for own in document["binaries"]] == [0, 100_000, 0, 0, 200_000]
+    assert [own["chunk"] for own in document["binaries"]] == [0, 0, 2, 1, 0]
+    assert [own["offset"] for own in document["binaries"]] == [10, 100_010, 0, 0, 0]
     opened = Archive(path)
     assert {binary: opened.read(binary) for binary in opened.binaries} == dict(held)
 
