@@ -2,6 +2,8 @@
 
     python tools/attest.py            run every installed binary that this GPU can run, and write
                                       kernels/<family>/attestations/<gpu>.json
+    python tools/attest.py --family rnn
+                                      those of one family alone
     python tools/attest.py --check    needs no GPU: compare those files with what is installed
 
 Attestations are keyed by the digest of the binary, so they say nothing of any other binary. The
@@ -24,7 +26,7 @@ from typing import Any
 from scan_registry.archive import Archive, Binary
 from scan_registry.inventory import catalogue, worst_attestations
 from scan_registry.kernels import families
-from scan_registry.kernels.model import Family
+from scan_registry.kernels.model import Family, Kernel, Problem, Variant
 
 ROOT = Path(__file__).parents[1]
 MUST_BE_PROVEN = ("sm_90", "compute_80")
@@ -78,16 +80,24 @@ def attest(family: Family, quick: bool) -> list[dict[str, Any]]:
     binaries = list(runnable(family))
     errors: dict[str, list[float]] = {binary.sha256: [] for _, binary in binaries}
     shapes = cases.QUICK if quick else cases.THOROUGH
+
+    def takes(kernel: Kernel, variant: Variant, problem: Problem) -> bool:
+        return not (
+            kernel.accepts(variant, problem) or kernel.crowds(variant, problem, multiprocessors)
+        )
+
     for dtype, tolerance in cases.TOLERANCE.items():
+        print(f"{family.name} {dtype}: drawing", flush=True)
         for trial in track(list(cases.trials(dtype, shapes, "cuda")), dtype):
+            names = dict.fromkeys(binary.variant.kernel for _, binary in binaries)
+            posed = {name: [case.problem for case in trial.launches(name)] for name in names}
             for archive, binary in binaries:
                 variant = binary.variant
                 kernel = family.kernel(variant.kernel, variant.language)
+                if not any(takes(kernel, variant, problem) for problem in posed[kernel.name]):
+                    continue
                 for case in trial.launches(kernel.name):
-                    if not (
-                        kernel.accepts(variant, case.problem)
-                        or kernel.crowds(variant, case.problem, multiprocessors)
-                    ):
+                    if takes(kernel, variant, case.problem):
                         run(0, binary, partial(archive.read, binary), case)
                         errors[binary.sha256].append(case.error())
                         if errors[binary.sha256][-1] > tolerance:
@@ -137,6 +147,9 @@ def main() -> int:
         "--quick", action="store_true", help="few shapes; for trying, not for proof"
     )
     parser.add_argument(
+        "--family", choices=families(), action="append", help="may repeat; default: every family"
+    )
+    parser.add_argument(
         "--folder", type=Path, default=ROOT / "kernels", help="where the families' files are"
     )
     args = parser.parse_args()
@@ -151,7 +164,8 @@ def main() -> int:
         print("attest needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
         return 2
     failed = 0
-    for family in families().values():
+    for name in args.family or families():
+        family = families()[name]
         records = attest(family, args.quick)
         path = write(family, records, args.folder, args.quick)
         bad = [r for r in records if not r["error"] <= r["tolerance"]]
@@ -159,7 +173,9 @@ def main() -> int:
         for dtype in dict.fromkeys(r["variant"].split("dtype=")[1].split(",")[0] for r in records):
             worst = max(r["error"] for r in records if f"dtype={dtype}," in r["variant"])
             print(f"{family.name} {dtype}: worst error {worst:.2e}")
-        print(f"{path.name}: {len(records) - len(bad)} of {len(records)} binaries proven")
+        print(
+            f"{path.name}: {len(records) - len(bad)} of {len(records)} binaries proven", flush=True
+        )
     return 1 if failed else 0
 
 
