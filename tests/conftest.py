@@ -157,11 +157,11 @@ class Parts:
         return cls(manifest, sections, rest[: manifest["sections"][0]["offset"]])
 
     @classmethod
-    def flipped(cls, content: bytes) -> bytes:
-        """The file, with one bit of its last binary another, in its section's last chunk."""
+    def flipped(cls, content: bytes, number: int = -1) -> bytes:
+        """The file, with one bit another of one binary of its last section, in that section's last chunk."""
         parts = cls.of(content)
         document = list(parts.sections.values())[-1]
-        whole = {**document["common"], **document["binaries"][-1]}
+        whole = {**document["common"], **document["binaries"][number]}
         place = document["chunks"][-1]
         packed = parts.code[place["offset"] :][: place["size"]]
         held = bytearray(chunks.decompress(packed, 1 << 30))

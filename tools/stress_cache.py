@@ -397,7 +397,7 @@ def _give_up_privileges() -> None:
 
 def _mount(folder: Path) -> bool:
     """Mount a tmpfs with room for the locks and folders, and not for an entry, if that is allowed."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=8k,mode=700", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "tmpfs", str(folder)]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
     except FileNotFoundError:

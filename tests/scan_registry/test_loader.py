@@ -167,13 +167,6 @@ def synthetic(rig: Rig, a_binary: Make) -> Callable[..., tuple[Binary, bytes]]:
 Synthetic = Callable[..., tuple[Binary, bytes]]
 
 
-def damage(path: Path, code: bytes) -> None:
-    """Flip one bit in the middle of a binary."""
-    content = bytearray(path.read_bytes())
-    content[content.index(code) + len(code) // 2] ^= 4
-    path.write_bytes(content)
-
-
 # --- What runs where --------------------------------------------------------------------------
 
 
@@ -246,12 +239,14 @@ def test_much_dynamic_shared_memory_is_asked_for(rig: Rig, synthetic: Synthetic)
 # --- What does not run ------------------------------------------------------------------------
 
 
-def test_a_damaged_binary_warns_and_the_next_rung_is_taken(rig: Rig, synthetic: Synthetic) -> None:
+def test_a_damaged_binary_warns_and_the_next_rung_is_taken(
+    rig: Rig, synthetic: Synthetic, archive_parts: Any
+) -> None:
     rig.stub.gpu((9, 0))
-    binary, code = synthetic("sm90")
-    path = rig.holds("sm90", (binary, code))
+    held = synthetic("sm90")
+    path, binary = rig.holds("sm90", held), held[0]
     rig.holds("ptx80", synthetic("ptx80"))
-    damage(path, code)
+    path.write_bytes(archive_parts.flipped(path.read_bytes()))
     found = rig.run("""
 ready = [prepare(), prepare(time=2048)]
 report(ready=[facts(r) for r in ready])
@@ -272,7 +267,7 @@ def test_a_damaged_manifest_warns_and_the_next_rung_is_taken(
     rig.stub.gpu((9, 0))
     path = rig.holds("sm90", synthetic("sm90"))
     rig.holds("ptx80", synthetic("ptx80"))
-    damage(path, b"imaginary")
+    path.write_bytes(path.read_bytes().replace(b"imaginary", b"imbginary", 1))
     found = rig.run("""
 ready = [prepare(), prepare(time=2048)]
 report(ready=[facts(r) for r in ready])
@@ -301,11 +296,13 @@ report(ready=[facts(r) for r in ready])
     assert warning == f"FallbackWarning: {backup} {providers.MISNAMED}"
 
 
-def test_one_damaged_binary_does_not_spoil_its_archive(rig: Rig, synthetic: Synthetic) -> None:
+def test_one_damaged_binary_does_not_spoil_its_archive(
+    rig: Rig, synthetic: Synthetic, archive_parts: Any
+) -> None:
     rig.stub.gpu((9, 0))
-    (best, code), second = synthetic("sm90"), synthetic("sm90", SECOND)
-    path = rig.holds("sm90", (best, code), second)
-    damage(path, code)
+    first, second = synthetic("sm90"), synthetic("sm90", SECOND)
+    path, best = rig.holds("sm90", first, second), first[0]
+    path.write_bytes(archive_parts.flipped(path.read_bytes(), 0))
     found = rig.run("report(ready=facts(prepare()))")
     assert (found["ready"]["rung"], found["ready"]["variant"]) == ("exact", str(SECOND))
     assert "SHA-256" in found["ready"]["rejected"][str(best)]
