@@ -95,10 +95,12 @@ THOROUGH: tuple[Shape, ...] = (
     (4, 65, 1025),
     (2, 128, 2048),
     (2, 31, 4099),
-    (6, 5, 3001),
     (1, 256, 8192),
     (1, 16, 32752),
     (1, 1, 131071),
+    (6, 8, 50),
+    (4, 5, 700),
+    (2, 3, 33),
 )
 #: The longest scan that options are tried on: the reference takes it step by step.
 _LONG = 5000

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.cli.errors import UsageError
+from scan_registry.cli.explain import DTYPES
 from scan_registry.cli.tables import new_table, screen, show
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def add_parser(commands: Any) -> None:
         "the form of scan_registry/schemas/selftest.json.",
     )
     parser.add_argument("--device", help="cpu or cuda:N; default: the first GPU, else the CPU")
+    parser.add_argument("--dtype", metavar="X", help=f"one of {' '.join(DTYPES)}; default: all")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
@@ -63,9 +65,11 @@ def run(args: argparse.Namespace) -> int:
     accepted = [CPU, "cuda", *(f"cuda:{n}" for n in range(count))] if count else [CPU]
     if name not in accepted:
         raise UsageError(f"--device is {name!r}; accepted here are {', '.join(accepted)}")
+    if args.dtype is not None and args.dtype not in DTYPES:
+        raise UsageError(f"--dtype is {args.dtype!r}; accepted are {', '.join(DTYPES)}")
     device = torch.device(name)
     where = CPU if device.type == CPU else torch.cuda.get_device_name(device)
-    results = list(selftest(device))
+    results = list(selftest(device, DTYPES.get(args.dtype)))
     if args.json:
         passed = all(result.passed for result in results)
         listed = [asdict(result) | {"passed": result.passed} for result in results]
@@ -75,17 +79,17 @@ def run(args: argparse.Namespace) -> int:
     return 0 if results and all(result.passed for result in results) else 1
 
 
-def selftest(device: Any) -> Iterator[Result]:
-    """Results for every kernel, language and dtype on a torch device."""
+def selftest(device: Any, dtype: str | None = None) -> Iterator[Result]:
+    """Results for every kernel, language and dtype, or that one, on a torch device."""
     from scan_registry.explanation import OPERATORS
     from scan_registry.kernels import families
 
     for family in families().values():
         if device.type == CPU:
             if family.name in OPERATORS:  # what no operator calls has no code for the CPU
-                yield from _on_cpu(family)
+                yield from _on_cpu(family, dtype)
         else:
-            yield from _on_gpu(family, device.index or 0)
+            yield from _on_gpu(family, device.index or 0, dtype)
 
 
 @dataclass
@@ -99,7 +103,7 @@ class _Tally:
     failure: str | None = None
 
 
-def _on_gpu(family: Family, ordinal: int) -> Iterator[Result]:
+def _on_gpu(family: Family, ordinal: int, only: str | None) -> Iterator[Result]:
     """Whatever selection picks for a few problems, aligned and not; all kernels run on the same."""
     from scan_registry.check import cases_of
     from scan_registry.driver import DriverError
@@ -108,6 +112,8 @@ def _on_gpu(family: Family, ordinal: int) -> Iterator[Result]:
     cases = cases_of(family.name)
     dtypes = dict.fromkeys(v.text("dtype") for kernel in family.kernels for v in kernel.variants)
     for dtype in dtypes:
+        if only not in (None, dtype):
+            continue
         takers = [k for k in family.kernels if any(v.text("dtype") == dtype for v in k.variants)]
         tallies = [(kernel, _Tally()) for kernel in takers]
         for trial in cases.trials(dtype, cases.QUICK, f"cuda:{ordinal}"):
@@ -147,7 +153,7 @@ def _run(family: Family, kernel: Kernel, trial: Any, ordinal: int, tally: _Tally
         tally.variants[str(ready.decision.taken().variant)] = None
 
 
-def _on_cpu(family: Family) -> Iterator[Result]:
+def _on_cpu(family: Family, only: str | None) -> Iterator[Result]:
     """What CPU tensors get: this package's code for the CPU, compiled with it."""
     import torch
 
@@ -156,6 +162,8 @@ def _on_cpu(family: Family) -> Iterator[Result]:
 
     cases = cases_of(family.name)
     for dtype, tolerance in cases.TOLERANCE.items():
+        if only not in (None, dtype):
+            continue
         errors: dict[str, list[float]] = {}
         for trial in cases.trials(dtype, cases.QUICK, CPU):
             for kernel in dict.fromkeys(kernel.name for kernel in family.kernels):
