@@ -77,7 +77,7 @@ OPTIONS = (
 
 #: (batch, channels, time) of a quick check, and of an attestation: few and many rows, one step and
 #: very many, primes, powers of two and their neighbours.
-QUICK: tuple[Shape, ...] = ((2, 48, 1), (4, 33, 257), (2, 64, 1024), (2, 80, 4112))
+QUICK: tuple[Shape, ...] = ((2, 48, 1), (4, 33, 257), (2, 5, 700), (2, 64, 1024), (2, 80, 4112))
 THOROUGH: tuple[Shape, ...] = (
     (1, 1, 1),
     (1, 7, 2),
@@ -98,6 +98,9 @@ THOROUGH: tuple[Shape, ...] = (
     (1, 256, 8192),
     (1, 16, 32752),
     (1, 1, 131071),
+    (6, 8, 50),
+    (4, 5, 700),
+    (2, 3, 33),
 )
 #: The longest scan that options are tried on: the reference takes it step by step.
 _LONG = 5000

@@ -116,13 +116,22 @@ __device__ inline void publish(u64* words, unsigned tile, State x) {
     }
 }
 
+// All tiles of a column watch the same words. Those whose turn is far off look rarely: the looks of a
+// thousand blocks at one line would take a hundred times longer than a tile.
+__device__ inline u64 await_word(const u64* word, unsigned tile) {
+    while (true) {
+        const u64 value = load_relaxed(word);
+        const unsigned before = tile - unsigned(value >> 32);
+        if (before == 0) return value;
+        if (before > 2) __nanosleep(256 * (before < 200 ? before : 200));
+    }
+}
+
 __device__ inline State await(const u64* words, unsigned tile) {
     u64 bits = 0;
 #pragma unroll
     for (int w = 0; w < STATE_WORDS; w++) {
-        u64 value;
-        do value = load_relaxed(words + w);
-        while (value >> 32 != tile);
+        const u64 value = await_word(words + w, tile);
         bits |= u64(unsigned(value)) << (32 * w);
     }
     return Element::Whole::widen(typename Element::Whole::Storage(bits));

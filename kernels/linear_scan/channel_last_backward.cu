@@ -287,6 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const Boundary before_grad{
         initial_state_grad ? initial_state_grad + c * state_channel : nullptr, state_time};
     const Marks marks = walk.marks(at.first, STEPS, own_places());
+    __syncwarp();  // the lanes of a slot have written the same places
 
     Affine rows[VECTOR];
 #pragma unroll

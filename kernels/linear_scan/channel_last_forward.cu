@@ -184,6 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
         state_time};
     const Boundary after{final_state ? final_state + c * state_channel : nullptr, state_time};
     const Marks marks = walk.marks(at.first, STEPS, own_places());
+    __syncwarp();  // the lanes of a slot have written the same places
 
     Affine rows[VECTOR];
 #pragma unroll

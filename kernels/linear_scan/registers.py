@@ -11,6 +11,9 @@ from scan_registry.kernels.linear_scan.problem import LinearScanProblem, ceil_di
 from scan_registry.kernels.linear_scan.space import Tile
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
+#: Lanes side by side of a narrow tile, and how many channels at most it is for.
+NARROW, MOST_NARROW = 4, 8
+
 
 def time_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
     """Warps that share a row, rows per block, chunks a lane holds."""
@@ -49,6 +52,15 @@ def channel_last_tile(variant: Variant) -> tuple[int, int]:
     """Channels and times of a tile."""
     lanes, vector = variant.number("lanes"), variant.number("vector")
     return lanes * vector, variant.number("warps") * (32 // lanes) * variant.number("steps")
+
+
+def channel_last_refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
+    """Few channels go to narrow tiles, which are the longer for it: of a wide one, most lanes would have
+    nothing to do, and its rows would be few."""
+    lanes = variant.number("lanes")
+    if (problem.channels <= MOST_NARROW) != (lanes <= NARROW):
+        return f"its tiles are {lanes} channels wide, and there are {problem.channels} channels"
+    return None
 
 
 def channel_last_cost(variant: Variant, problem: LinearScanProblem) -> float:

@@ -71,7 +71,7 @@ def cuda_channel_last(dtype: str) -> list[Tile]:
     """Of generic access: every channel of a tile has a thread of its own, which takes it by itself."""
     return [
         {"warps": warps, "lanes": lanes, "vector": 1, "steps": steps}
-        for warps, lanes, steps in product((4, 8), (16, 32), (4, 8, 16))
+        for warps, lanes, steps in product((4, 8), (4, 16, 32), (4, 8, 16))
     ]
 
 

@@ -142,7 +142,9 @@ def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     chunk = variant.number("vector") if held else problem.chunk()
     if variant.text("access") != "generic" and not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
-    return streams.refuses(variant, problem) if streams.is_streamed(variant) else None
+    if streams.is_streamed(variant):
+        return streams.refuses(variant, problem)
+    return registers.channel_last_refuses(variant, problem) if held else None
 
 
 def _cuda_times(variant: Variant) -> int:
@@ -183,9 +185,10 @@ def _cuda_tiles(layout: Layout, direction: Direction, dtype: str, access: str) -
 
 def _usual_tiles(direction: Direction, dtype: str, access: str) -> list[Tile]:
     """Of channel-last kernels, what every wheel holds. Generic tiles are 32 channels wide, so that many
-    of them run side by side."""
+    run side by side, or narrow."""
     if access == "generic":
-        return [{"warps": 8, "lanes": 32, "vector": 1, "steps": 8}]
+        widths = (32, registers.NARROW)
+        return [{"warps": 8, "lanes": lanes, "vector": 1, "steps": 8} for lanes in widths]
     return list(streams.usual_channel_last(direction, dtype))
 
 
@@ -246,10 +249,6 @@ def _cuda_reduction(layout: Layout) -> Kernel:
 
 
 # --- Triton -----------------------------------------------------------------------------------
-
-
-#: As CUDA limits them. Packed sequences lie along y, and more of them along z.
-_MOST_BLOCKS_Y = 65_535
 
 
 def _triton_tiles(layout: Layout, dtype: str, access: str) -> tuple[Tile, ...]:
@@ -343,7 +342,9 @@ def _triton_launch(variant: Variant, problem: LinearScanProblem, multiprocessors
     else:
         programs = batches * ceil_div(problem.channels, variant.number("channels"))
     sequences = max(1, problem.sequences)
-    y = min(sequences, _MOST_BLOCKS_Y)
+    y = min(
+        sequences, 65_535
+    )  # as CUDA limits them; packed sequences lie along y, and more along z
     return Launch((programs, y, ceil_div(sequences, y)), problem.scalars())
 
 

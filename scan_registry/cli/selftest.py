@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.cli.errors import UsageError
+from scan_registry.cli.explain import DTYPES
 from scan_registry.cli.tables import new_table, screen, show
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def add_parser(commands: Any) -> None:
         "the form of scan_registry/schemas/selftest.json.",
     )
     parser.add_argument("--device", help="cpu or cuda:N; default: the first GPU, else the CPU")
+    parser.add_argument("--dtype", metavar="X", help=f"one of {' '.join(DTYPES)}; default: all")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
@@ -63,9 +65,11 @@ def run(args: argparse.Namespace) -> int:
     accepted = [CPU, "cuda", *(f"cuda:{n}" for n in range(count))] if count else [CPU]
     if name not in accepted:
         raise UsageError(f"--device is {name!r}; accepted here are {', '.join(accepted)}")
+    if args.dtype is not None and args.dtype not in DTYPES:
+        raise UsageError(f"--dtype is {args.dtype!r}; accepted are {', '.join(DTYPES)}")
     device = torch.device(name)
     where = CPU if device.type == CPU else torch.cuda.get_device_name(device)
-    results = list(selftest(device))
+    results = list(selftest(device, DTYPES.get(args.dtype)))
     if args.json:
         passed = all(result.passed for result in results)
         listed = [asdict(result) | {"passed": result.passed} for result in results]
@@ -75,61 +79,82 @@ def run(args: argparse.Namespace) -> int:
     return 0 if results and all(result.passed for result in results) else 1
 
 
-def selftest(device: Any) -> Iterator[Result]:
-    """Results for every kernel, language and dtype on a torch device."""
+def selftest(device: Any, dtype: str | None = None) -> Iterator[Result]:
+    """Results for every kernel, language and dtype, or that one, on a torch device."""
     from scan_registry.kernels import families
 
     for family in families().values():
         if device.type == CPU:
             if family.on_cpu:
-                yield from _on_cpu(family)
-            continue
-        for kernel in family.kernels:
-            for dtype in dict.fromkeys(variant.text("dtype") for variant in kernel.variants):
-                yield _kernel(family, kernel, dtype, device.index or 0)
+                yield from _on_cpu(family, dtype)
+        else:
+            yield from _on_gpu(family, device.index or 0, dtype)
 
 
-def _kernel(family: Family, kernel: Kernel, dtype: str, ordinal: int) -> Result:
-    """Run whatever selection picks for a few problems, aligned and not."""
-    from scan_registry import policy
-    from scan_registry.check import cases_of, start
+@dataclass
+class _Tally:
+    """What came of a kernel in a dtype so far."""
+
+    worst: float = 0.0
+    cases: int = 0
+    rungs: set[Rung] = field(default_factory=set)
+    variants: dict[str, None] = field(default_factory=dict)
+    failure: str | None = None
+
+
+def _on_gpu(family: Family, ordinal: int, only: str | None) -> Iterator[Result]:
+    """Whatever selection picks for a few problems, aligned and not; all kernels run on the same."""
+    from scan_registry.check import cases_of
     from scan_registry.driver import DriverError
-    from scan_registry.loader import prepare
     from scan_registry.select import NoKernelError
 
     cases = cases_of(family.name)
-    worst, count, failure = 0.0, 0, None
-    rungs: set[Rung] = set()
-    variants: dict[str, None] = {}
-    try:
+    dtypes = dict.fromkeys(v.text("dtype") for kernel in family.kernels for v in kernel.variants)
+    for dtype in dtypes:
+        if only not in (None, dtype):
+            continue
+        takers = [k for k in family.kernels if any(v.text("dtype") == dtype for v in k.variants)]
+        tallies = [(kernel, _Tally()) for kernel in takers]
         for trial in cases.trials(dtype, cases.QUICK, f"cuda:{ordinal}"):
-            for aligned in (True, False):
-                case = trial.case(kernel.name, aligned=aligned)
-                if all(kernel.accepts(variant, case.problem) for variant in kernel.variants):
-                    continue  # no problem for this language
-                ready = prepare(ordinal, family, case.problem, kernel.language, policy.lowest())
-                assert ready.launch is not None  # a language was asked for, so not the reference
-                start(ordinal, ready.launch, kernel, case, ready.workspace)
-                worst, count = max(worst, case.error()), count + 1
-                rungs.add(ready.decision.taken().rung)
-                variants[str(ready.decision.taken().variant)] = None
-    except (NoKernelError, DriverError) as error:
-        failure = str(error)
-    return Result(
-        family=family.name,
-        kernel=kernel.name,
-        language=kernel.language,
-        dtype=dtype,
-        rung=str(max(rungs)) if rungs else "none",
-        variants=tuple(variants),
-        cases=count,
-        error=worst if count else None,
-        tolerance=cases.TOLERANCE[dtype],
-        failure=failure,
-    )
+            for kernel, tally in tallies:
+                if tally.failure is None:
+                    try:
+                        _run(family, kernel, trial, ordinal, tally)
+                    except (NoKernelError, DriverError) as error:
+                        tally.failure = str(error)
+        for kernel, tally in tallies:
+            yield Result(
+                family=family.name,
+                kernel=kernel.name,
+                language=kernel.language,
+                dtype=dtype,
+                rung=str(max(tally.rungs)) if tally.rungs else "none",
+                variants=tuple(tally.variants),
+                cases=tally.cases,
+                error=tally.worst if tally.cases else None,
+                tolerance=cases.TOLERANCE[dtype],
+                failure=tally.failure,
+            )
 
 
-def _on_cpu(family: Family) -> Iterator[Result]:
+def _run(family: Family, kernel: Kernel, trial: Any, ordinal: int, tally: _Tally) -> None:
+    from scan_registry import policy
+    from scan_registry.check import start
+    from scan_registry.loader import prepare
+
+    for aligned in (True, False):
+        case = trial.case(kernel.name, aligned=aligned)
+        if all(kernel.accepts(variant, case.problem) for variant in kernel.variants):
+            continue  # no problem for this language
+        ready = prepare(ordinal, family, case.problem, kernel.language, policy.lowest())
+        assert ready.launch is not None  # a language was asked for, so not the reference
+        start(ordinal, ready.launch, kernel, case, ready.workspace)
+        tally.worst, tally.cases = max(tally.worst, case.error()), tally.cases + 1
+        tally.rungs.add(ready.decision.taken().rung)
+        tally.variants[str(ready.decision.taken().variant)] = None
+
+
+def _on_cpu(family: Family, only: str | None) -> Iterator[Result]:
     """What CPU tensors get: this package's code for the CPU, compiled with it."""
     import torch
 
@@ -138,6 +163,8 @@ def _on_cpu(family: Family) -> Iterator[Result]:
 
     cases = cases_of(family.name)
     for dtype, tolerance in cases.TOLERANCE.items():
+        if only not in (None, dtype):
+            continue
         errors: dict[str, list[float]] = {}
         for trial in cases.trials(dtype, cases.QUICK, CPU):
             for kernel in dict.fromkeys(kernel.name for kernel in family.kernels):

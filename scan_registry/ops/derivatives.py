@@ -351,9 +351,8 @@ def _forward(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options:
 
 def _forward_fake(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any) -> Any:
     how, states = Options(*options), torch.empty_like(tokens)
-    return states, _or_empty(
-        StateRoom.of(states, how.dim, bounds).empty() if how.final else None, states
-    )
+    last = StateRoom.of(tokens, how.dim, bounds).empty() if how.final else None
+    return states, _or_empty(last, states)
 
 
 def _forward_autograd(

@@ -17,8 +17,8 @@ from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 
-#: (batch, channels, time): one step, lengths that fill no tile, and many tiles.
-SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208))
+#: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
+SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
 
 
 def chosen() -> Iterator[Variant]:

@@ -251,6 +251,7 @@ inline void __syncthreads() {
     });
 }
 inline void __syncwarp() { emulator::exchange(0, 0); }
+inline void __nanosleep(unsigned) {}
 
 inline int emulated_lane() { return int(threadIdx.x % emulator::WARP); }
 template <class T>

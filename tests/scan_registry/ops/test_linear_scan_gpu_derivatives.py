@@ -73,6 +73,7 @@ def test_finite_differences_of_drawn_calls(seed, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(12))
 def test_opcheck(seed, backend):
+    assert scan_registry.linear_scan  # its first use registers the operator
     tensors, options = drawn(seed, torch.float32)
     gates, tokens, *state = tensors
     dim = options["dim"] % tokens.dim() - tokens.dim()

@@ -192,8 +192,11 @@ def test_a_million_steps_with_gates_close_to_one(broadcast, layout, least, dtype
         scan = partial(scan_registry.linear_scan, dim=dim, backend=backend)
         found = scan(*leaves, return_final_state=True)
         of_gates_grad, of_tokens_grad = torch.autograd.grad(found[0], leaves, weight.to(DEVICE))
-        for out, ref in (*zip(found, known, strict=True), (of_tokens_grad, grads[1])):
+        for out, ref in ((found[0], known[0]), (of_tokens_grad, grads[1])):
             assert relative_error(out.detach().cpu(), ref.detach()) <= limit, backend
+        # One number a row, which chance may bring close to zero.
+        off = (wide(found[1]).cpu() - known[1]).detach().norm()
+        assert float(off / known[0].detach().norm()) * time**0.5 <= limit, backend
         assert float((wide(of_gates_grad).cpu() - grads[0]).norm() / size) <= limit, backend
 
 
