@@ -4,7 +4,7 @@ floor's speed; a column of panels for each pass."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,19 +40,21 @@ def draw(timings: Sequence[Timing], title: str, path: Path) -> None:
     """Write the picture to ``path``, in the format that its suffix names.
 
     One line for everyone who was timed on each kind of case, cases that differ in time alone; where
-    there is one kind, a dashed one for the floor, at which the bytes stream. Of several kinds, those that
-    differ in the dtype have one colour.
+    there is one kind, a dashed one for the floor, at which the bytes stream. Of several kinds, lines
+    that differ in the dtype alone have one colour.
     """
     figures = load()
     passes = list(dict.fromkeys(timing.direction for timing in timings))
     kinds = list(dict.fromkeys(map(_kind, timings)))
+    lines = dict.fromkeys((_kind(timing).group, timing.who) for timing in timings)
+    colors = {line: f"C{number}" for number, line in enumerate(lines)}
     beside = _LEGEND_INCHES if len(kinds) > 1 else 0.0
     figure = figures.Figure(figsize=(6.4 * len(passes) + beside, 9.6), layout="constrained")
     above, below = figure.subplots(2, len(passes), squeeze=False)
     for column, direction in enumerate(passes):
         here = [timing for timing in timings if timing.direction == direction]
-        _panel(above[column], here, kinds, direction)
-        _panel(below[column], here, kinds, f"{direction}, of the floor", fraction=True)
+        _panel(above[column], here, kinds, colors, direction)
+        _panel(below[column], here, kinds, colors, f"{direction}, of the floor", fraction=True)
         if len(kinds) == 1:
             floor = {timing.case.time: timing.floor_ms for timing in here}
             above[column].plot(*_points(floor), linestyle="--", color="gray", label="streaming")
@@ -66,12 +68,16 @@ def draw(timings: Sequence[Timing], title: str, path: Path) -> None:
 
 
 def _panel(
-    axes: Any, here: Sequence[Timing], kinds: Sequence[_Kind], title: str, *, fraction: bool = False
+    axes: Any,
+    here: Sequence[Timing],
+    kinds: Sequence[_Kind],
+    colors: Mapping[tuple[str, str], str],
+    title: str,
+    *,
+    fraction: bool = False,
 ) -> None:
-    groups = list(dict.fromkeys(kind.group for kind in kinds))
     for kind in kinds:
         of_kind = [timing for timing in here if _kind(timing) == kind]
-        look = {"color": f"C{groups.index(kind.group)}", "linestyle": _STYLES[kind.dtype]}
         for who in dict.fromkeys(timing.who for timing in of_kind):
             line = {
                 timing.case.time: timing.floor_ms / timing.ms if fraction else timing.ms
@@ -81,6 +87,7 @@ def _panel(
             if len(kinds) == 1:
                 axes.plot(*_points(line), marker="o", label=who)
             else:
+                look = {"color": colors[kind.group, who], "linestyle": _STYLES[kind.dtype]}
                 axes.plot(*_points(line), marker=".", label=f"{kind}, {who}", **look)
     axes.set(title=title, xlabel="sequence length", ylabel="floor / time" if fraction else "ms")
     axes.set_xscale("log", base=2)
