@@ -342,9 +342,7 @@ def _triton_launch(variant: Variant, problem: LinearScanProblem, multiprocessors
     else:
         programs = batches * ceil_div(problem.channels, variant.number("channels"))
     sequences = max(1, problem.sequences)
-    y = min(
-        sequences, 65_535
-    )  # as CUDA limits them; packed sequences lie along y, and more along z
+    y = min(sequences, 65_535)  # CUDA's limit; packed sequences lie along y, more of them along z
     return Launch((programs, y, ceil_div(sequences, y)), problem.scalars())
 
 
