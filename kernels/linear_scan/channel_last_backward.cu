@@ -28,8 +28,8 @@ struct BackwardWalk {
     Passage passage;
     State kept[VECTOR] = {}, initial[VECTOR], sum[VECTOR] = {};  // kept: the gate, conjugated
 
-    __device__ BackwardWalk(const Backward& of, const Column& column, i64 channels,
-                            const States& before, const States& after_grad)
+    __device__ BackwardWalk(const Backward& of, const Column& column, const States& before,
+                            const States& after_grad)
         : gates(of.gates, of.gates_batch, of.gates_time, column),
           grads(of.states_grad, of.states_grad_batch, of.states_grad_time, column),
           states(of.states, of.states_batch, of.states_time, column),
@@ -38,11 +38,11 @@ struct BackwardWalk {
           for_gates(of.gates_grad || of.sums),
           each_gate(of.gates_grad),
           each_token(of.tokens_grad),
-          tiles(column, channels) {
+          tiles(column, of.states_grad_batch, of.states_grad_time) {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
             passage.carried[v] = after_grad.read(v), initial[v] = before.read(v);
-            if (ONE_GATE && column.channel + v < channels)
+            if (ONE_GATE && column.has(v))
                 kept[v] = conj(column.value(of.gates, of.gates_batch, v));
         }
     }
@@ -73,7 +73,7 @@ struct BackwardWalk {
         passage.enter(maps, h);
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            const Chunk<Element, VECTOR> earlier = tiles.get(2, k);
+            const Chunk<Element, VECTOR> earlier = tiles.get<1>(2, k);
             State to_gates[VECTOR], to_tokens[VECTOR];
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
@@ -83,8 +83,8 @@ struct BackwardWalk {
                 h[v] = gate(k, v) * to_tokens[v];
                 if (ONE_GATE && k < left) sum[v] = sum[v] + to_gates[v];
             }
-            if (!ONE_GATE || each_gate) tiles.put(0, k, to_gates);
-            tiles.put(1, k, to_tokens);
+            if (each_gate) tiles.put(0, gates_grad, order, k, to_gates);
+            if (each_token) tiles.put(1, tokens_grad, order, k, to_tokens);
         }
     }
     __device__ void leave(i64 order) const {
@@ -105,10 +105,9 @@ struct BackwardWalk {
 };
 
 template <bool ONE_GATE>
-__device__ void walk_column(const Backward& of, const Column& column, i64 channels,
-                            const States& before, const States& after_grad,
+__device__ void walk_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
                             const States& before_grad, const States& sums) {
-    BackwardWalk<ONE_GATE> walk(of, column, channels, before, after_grad);
+    BackwardWalk<ONE_GATE> walk(of, column, before, after_grad);
     walk.tiles.walk(walk);
     if (ONE_GATE) walk.add_up();
     if (threadIdx.x >= ACROSS) return;
@@ -120,6 +119,80 @@ __device__ void walk_column(const Backward& of, const Column& column, i64 channe
 }
 #elif STAGES
 #include "channel_stream.cuh"
+
+struct BackwardTiles {
+    using Tiles = Ring<3>;
+    const Scans scans;
+    const Walk walk;
+    const Plane gates, grads, states, gates_grad, tokens_grad;
+    const State *const initial_state, *const final_grad;
+    State* const initial_grad;
+    const i64 state_batch, state_channel;
+    Entrance entrance;
+
+    __device__ void fetch(const Tile& tile, int stage) const {
+        const Position at(scans, tile);
+        const Tiles ring(stage);
+        const auto gates_rows = gates.rows(at, walk), grads_rows = grads.rows(at, walk);
+        const auto states_rows = states.rows(at, walk);
+        // Those whose earlier state is among the states; that of the walk's last one is not.
+        const bool has_last = at.first + at.rows == scans.time && at.rows > 0;
+        const int earlier_rows = gates_grad ? at.rows - has_last : 0;
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            ring.copy(0, k, gates_rows.at(k), k < at.rows);
+            ring.copy(1, k, grads_rows.at(k), k < at.rows);
+            ring.copy(2, k, states_rows.at(k + 1), k < earlier_rows);
+        }
+        ring.fill(0, at.rows, Element::ONE);
+        ring.fill(1, at.rows, 0);
+        if (!gates_grad || earlier_rows == at.rows) return;
+        State initial[VECTOR];
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++)
+            initial[v] = initial_state
+                             ? initial_state[at.batch * state_batch + (at.channel + v) * state_channel]
+                             : State(0);
+        ring.put(2, earlier_rows, initial);
+    }
+    __device__ void look(const Tile& tile) { entrance.crossing.look(tile); }
+    __device__ void turn() { entrance.turn(); }
+    __device__ void compose(const Tile& tile, int stage) {
+        const Tiles ring(stage);
+        Affine rows[VECTOR];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) {
+                const State gate = conj(ring.get(0, k).get(v));
+                rows[v] = then(rows[v], Step{gate, gate * ring.get(1, k).get(v)});
+            }
+        entrance.compose(rows, tile, Position(scans, tile));
+    }
+    __device__ void finish(const Tile& tile, int stage) {
+        const Position at(scans, tile);
+        const Tiles ring(stage);
+        State h[VECTOR];
+        entrance.enter(h, tile, at, state_of(final_grad, state_batch, state_channel, at, scans),
+                       state_of(initial_grad, state_batch, state_channel, at, scans));
+        const auto gates_grad_rows = gates_grad.rows(at, walk);
+        const auto tokens_grad_rows = tokens_grad.rows(at, walk);
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const auto gate = ring.get(0, k), grad = ring.get(1, k), earlier = ring.get(2, k);
+            State for_gates[VECTOR], for_tokens[VECTOR];
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) {
+                for_tokens[v] = grad.get(v) + h[v];
+                for_gates[v] = for_tokens[v] * conj(earlier.get(v));
+                h[v] = conj(gate.get(v)) * for_tokens[v];
+            }
+            if (k >= at.rows) continue;
+            if (gates_grad) gates_grad_rows.put(k, for_gates);
+            if (tokens_grad) tokens_grad_rows.put(k, for_tokens);
+        }
+    }
+};
 #else
 #include "channel_last.cuh"
 #endif
@@ -142,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
 #if WALKS
     const Column column(channels, time, !(flags & 1), offsets, sequences);
     const auto states_of = [&](const State* tensor) {
-        return States(tensor, state_batch, state_channel, state_time, column, channels);
+        return States(tensor, state_batch, state_channel, state_time, column);
     };
     State* const all_sums = flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr;
     const Backward of{gates,       states,       states_grad, flags & 2 ? nullptr : gates_grad,
@@ -152,90 +225,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const States before = states_of(initial_state), after_grad = states_of(final_state_grad);
     const States before_grad = states_of(initial_state_grad), sums = states_of(all_sums);
     if (gates_time == 0)
-        walk_column<true>(of, column, channels, before, after_grad, before_grad, sums);
+        walk_column<true>(of, column, before, after_grad, before_grad, sums);
     else
-        walk_column<false>(of, column, channels, before, after_grad, before_grad, sums);
+        walk_column<false>(of, column, before, after_grad, before_grad, sums);
 #elif STAGES
     const Scans scans(batch, channels, time);
-    const Walk walk(time, !(flags & 1), nullptr, 0);
-    const Plane gates_plane(gates, gates_batch, gates_time);
-    const Plane grads_plane(states_grad, states_grad_batch, states_grad_time);
-    const Plane states_plane(states, states_batch, states_time);
-    const Plane gates_grad_plane(gates_grad, grads_batch, grads_time);
-    const Plane tokens_grad_plane(tokens_grad, grads_batch, grads_time);
-    Schedule schedule(scans.grid, workspace, blockIdx.x, gridDim.x);
-    Crossing<CHANNELS> crossing(schedule, workspace);
-    Ring<3> ring;
-
-    for (int round = 1;; round++) {
-        const Tile coming = schedule.at(schedule.coming);
-        if (coming.there) {
-            const Position at(scans, coming);
-            const auto gates_rows = gates_plane.rows(at, walk), grads_rows = grads_plane.rows(at, walk);
-            const auto states_rows = states_plane.rows(at, walk);
-            // Those whose earlier state is among the states; that of the walk's last one is not.
-            const bool has_last = at.first + at.rows == time && at.rows > 0;
-            const int earlier_rows = gates_grad ? at.rows - has_last : 0;
-#pragma unroll
-            for (int k = 0; k < STEPS; k++) {
-                ring.copy(0, k, gates_rows.at(k), k < at.rows);
-                ring.copy(1, k, grads_rows.at(k), k < at.rows);
-                ring.copy(2, k, states_rows.at(k + 1), k < earlier_rows);
-            }
-            ring.fill(0, at.rows, Element::ONE);
-            ring.fill(1, at.rows, 0);
-            if (gates_grad && earlier_rows < at.rows) {
-                State initial[VECTOR];
-#pragma unroll
-                for (int v = 0; v < VECTOR; v++)
-                    initial[v] = initial_state ? initial_state[at.batch * state_batch +
-                                                               (at.channel + v) * state_channel]
-                                               : State(0);
-                ring.put(2, earlier_rows, initial);
-            }
-        }
-        commit_copies();
-        ring.turn();
-        schedule.advance(schedule.coming);
-        if (round < STAGES) {  // the ring is still to be filled
-            schedule.begin(round);
-            continue;
-        }
-
-        const Tile tile = schedule.at(schedule.current);
-        if (!tile.there) break;
-        wait_for_copies<STAGES - 1>();
-        const Position at(scans, tile);
-        const auto gate = [&](int k, int v) -> State { return conj(ring.get(0, k).get(v)); };
-        const auto grad = [&](int k, int v) -> State { return ring.get(1, k).get(v); };
-        Affine rows[VECTOR];
-#pragma unroll
-        for (int k = 0; k < STEPS; k++)
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++)
-                rows[v] = then(rows[v], Step{gate(k, v), gate(k, v) * grad(k, v)});
-        State h[VECTOR];
-        enter_rows(rows, h, tile, at, crossing,
-                   spine_state(final_state_grad, state_batch, state_channel, at, scans),
-                   spine_state(initial_state_grad, state_batch, state_channel, at, scans));
-        const auto gates_grad_rows = gates_grad_plane.rows(at, walk);
-        const auto tokens_grad_rows = tokens_grad_plane.rows(at, walk);
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            const auto earlier = ring.get(2, k);
-            State for_gates[VECTOR], for_tokens[VECTOR];
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++) {
-                for_tokens[v] = grad(k, v) + h[v];
-                for_gates[v] = for_tokens[v] * conj(earlier.get(v));
-                h[v] = gate(k, v) * for_tokens[v];
-            }
-            if (k >= at.rows) continue;
-            if (gates_grad) gates_grad_rows.put(k, for_gates);
-            if (tokens_grad) tokens_grad_rows.put(k, for_tokens);
-        }
-        schedule.advance(schedule.current);
-    }
+    const Schedule schedule(scans.grid, workspace, blockIdx.x, gridDim.x);
+    schedule.run(BackwardTiles{scans,
+                               Walk(time, !(flags & 1), nullptr, 0),
+                               Plane(gates, gates_batch, gates_time),
+                               Plane(states_grad, states_grad_batch, states_grad_time),
+                               Plane(states, states_batch, states_time),
+                               Plane(gates_grad, grads_batch, grads_time),
+                               Plane(tokens_grad, grads_batch, grads_time),
+                               initial_state,
+                               final_state_grad,
+                               initial_state_grad,
+                               state_batch,
+                               state_channel,
+                               Entrance(schedule, workspace)});
 #else
     const Position at(static_cast<u64*>(workspace), outer, batch, channels);
     const Walk walk(time, !(flags & 1), offsets, sequences);

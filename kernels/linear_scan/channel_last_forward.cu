@@ -22,16 +22,15 @@ struct ForwardWalk {
     Passage passage;
     State gate[VECTOR] = {};
 
-    __device__ ForwardWalk(const Forward& of, const Column& column, i64 channels,
-                           const States& before)
+    __device__ ForwardWalk(const Forward& of, const Column& column, const States& before)
         : gates(of.gates, of.gates_batch, of.gates_time, column),
           tokens(of.tokens, of.tokens_batch, of.tokens_time, column),
           states(of.states, of.states_batch, of.states_time, column),
-          tiles(column, channels) {
+          tiles(column, of.tokens_batch, of.tokens_time) {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
             passage.carried[v] = before.read(v);
-            if (ONE_GATE && column.channel + v < channels)
+            if (ONE_GATE && column.has(v))
                 gate[v] = column.value(of.gates, of.gates_batch, v);
         }
     }
@@ -62,16 +61,16 @@ struct ForwardWalk {
         for (int k = 0; k < STEPS; k++) {
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) x[v] = step(k, v)(x[v]);
-            tiles.put(1, k, x);
+            tiles.put(1, states, order, k, x);
         }
     }
     __device__ void leave(i64 order) const { tiles.copy_out(1, states, order); }
 };
 
 template <bool ONE_GATE>
-__device__ void walk_column(const Forward& of, const Column& column, i64 channels,
-                            const States& before, const States& after) {
-    ForwardWalk<ONE_GATE> walk(of, column, channels, before);
+__device__ void walk_column(const Forward& of, const Column& column, const States& before,
+                            const States& after) {
+    ForwardWalk<ONE_GATE> walk(of, column, before);
     walk.tiles.walk(walk);
     if (threadIdx.x >= ACROSS) return;
 #pragma unroll
@@ -79,6 +78,57 @@ __device__ void walk_column(const Forward& of, const Column& column, i64 channel
 }
 #elif STAGES
 #include "channel_stream.cuh"
+
+struct ForwardTiles {
+    using Tiles = Ring<2>;
+    const Scans scans;
+    const Walk walk;
+    const Plane gates, tokens, states;
+    const State* const initial_state;
+    State* const final_state;
+    const i64 state_batch, state_channel;
+    Entrance entrance;
+
+    __device__ void fetch(const Tile& tile, int stage) const {
+        const Position at(scans, tile);
+        const Tiles ring(stage);
+        const auto gates_rows = gates.rows(at, walk), tokens_rows = tokens.rows(at, walk);
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            ring.copy(0, k, gates_rows.at(k), k < at.rows);
+            ring.copy(1, k, tokens_rows.at(k), k < at.rows);
+        }
+        ring.fill(0, at.rows, Element::ONE);
+        ring.fill(1, at.rows, 0);
+    }
+    __device__ void look(const Tile& tile) { entrance.crossing.look(tile); }
+    __device__ void turn() { entrance.turn(); }
+    __device__ void compose(const Tile& tile, int stage) {
+        const Tiles ring(stage);
+        Affine rows[VECTOR];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++)
+                rows[v] = then(rows[v], Step{ring.get(0, k).get(v), ring.get(1, k).get(v)});
+        entrance.compose(rows, tile, Position(scans, tile));
+    }
+    __device__ void finish(const Tile& tile, int stage) {
+        const Position at(scans, tile);
+        const Tiles ring(stage);
+        State x[VECTOR];
+        entrance.enter(x, tile, at, state_of(initial_state, state_batch, state_channel, at, scans),
+                       state_of(final_state, state_batch, state_channel, at, scans));
+        const auto rows = states.rows(at, walk);
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++)
+                x[v] = Step{ring.get(0, k).get(v), ring.get(1, k).get(v)}(x[v]);
+            if (k < at.rows) rows.put(k, x);
+        }
+    }
+};
 #else
 #include "channel_last.cuh"
 #endif
@@ -95,67 +145,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if WALKS
     const Column column(channels, time, flags & 1, offsets, sequences);
-    const States before(initial_state, state_batch, state_channel, state_time, column, channels);
-    const States after(final_state, state_batch, state_channel, state_time, column, channels);
+    const States before(initial_state, state_batch, state_channel, state_time, column);
+    const States after(final_state, state_batch, state_channel, state_time, column);
     const Forward of{gates,        tokens,      states,       gates_batch, gates_time,
                      tokens_batch, tokens_time, states_batch, states_time};
-    if (gates_time == 0) walk_column<true>(of, column, channels, before, after);
-    else walk_column<false>(of, column, channels, before, after);
+    if (gates_time == 0) walk_column<true>(of, column, before, after);
+    else walk_column<false>(of, column, before, after);
 #elif STAGES
     const Scans scans(batch, channels, time);
-    const Walk walk(time, flags & 1, nullptr, 0);
-    const Plane gates_plane(gates, gates_batch, gates_time);
-    const Plane tokens_plane(tokens, tokens_batch, tokens_time);
-    const Plane states_plane(states, states_batch, states_time);
-    Schedule schedule(scans.grid, workspace, blockIdx.x, gridDim.x);
-    Crossing<CHANNELS> crossing(schedule, workspace);
-    Ring<2> ring;
-
-    for (int round = 1;; round++) {
-        const Tile coming = schedule.at(schedule.coming);
-        if (coming.there) {
-            const Position at(scans, coming);
-            const auto gates_rows = gates_plane.rows(at, walk), tokens_rows = tokens_plane.rows(at, walk);
-#pragma unroll
-            for (int k = 0; k < STEPS; k++) {
-                ring.copy(0, k, gates_rows.at(k), k < at.rows);
-                ring.copy(1, k, tokens_rows.at(k), k < at.rows);
-            }
-            ring.fill(0, at.rows, Element::ONE);
-            ring.fill(1, at.rows, 0);
-        }
-        commit_copies();
-        ring.turn();
-        schedule.advance(schedule.coming);
-        if (round < STAGES) {  // the ring is still to be filled
-            schedule.begin(round);
-            continue;
-        }
-
-        const Tile tile = schedule.at(schedule.current);
-        if (!tile.there) break;
-        wait_for_copies<STAGES - 1>();
-        const Position at(scans, tile);
-        Affine rows[VECTOR];
-#pragma unroll
-        for (int k = 0; k < STEPS; k++)
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++)
-                rows[v] = then(rows[v], Step{ring.get(0, k).get(v), ring.get(1, k).get(v)});
-        State x[VECTOR];
-        enter_rows(rows, x, tile, at, crossing,
-                   spine_state(initial_state, state_batch, state_channel, at, scans),
-                   spine_state(final_state, state_batch, state_channel, at, scans));
-        const auto states_rows = states_plane.rows(at, walk);
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++)
-                x[v] = Step{ring.get(0, k).get(v), ring.get(1, k).get(v)}(x[v]);
-            if (k < at.rows) states_rows.put(k, x);
-        }
-        schedule.advance(schedule.current);
-    }
+    const Schedule schedule(scans.grid, workspace, blockIdx.x, gridDim.x);
+    schedule.run(ForwardTiles{scans,
+                              Walk(time, flags & 1, nullptr, 0),
+                              Plane(gates, gates_batch, gates_time),
+                              Plane(tokens, tokens_batch, tokens_time),
+                              Plane(states, states_batch, states_time),
+                              initial_state,
+                              final_state,
+                              state_batch,
+                              state_channel,
+                              Entrance(schedule, workspace)});
 #else
     const Position at(static_cast<u64*>(workspace), outer, batch, channels);
     const Walk walk(time, flags & 1, offsets, sequences);

@@ -1,4 +1,4 @@
-// Channels contiguous, aligned: what the forward and the backward kernel share.
+// Channels contiguous, aligned, and few of them: what the forward and the backward kernel share.
 //
 // The build pins WARPS (per block), LANES (threads side by side along the channels), VECTOR
 // (channels per thread), STEPS, STAGES and BLOCKS (per SM). A tile is
@@ -9,12 +9,12 @@
 //        v    …               SLOTS = 32 × WARPS / LANES
 //
 // and a column is what lies below one another. Order runs along the walk, with time or against it. A
-// block takes one tile after the other, the next STAGES - 1 of which are on their way to shared memory
-// meanwhile; tiles.cuh says which. A thread composes its rows' maps, a warp scans its slots, and the
-// spine chains the warps' totals onto the state that enters the tile; then the rows are walked again,
-// from the state that enters them.
+// block takes one tile after the other, the next of which are on their way to shared memory meanwhile;
+// tiles.cuh says which. A thread composes its rows' maps, a warp scans its slots, and the warps' totals
+// are chained; then the rows are walked again, from the state that enters them.
 #pragma once
 constexpr int THREADS = 32 * WARPS;
+constexpr int SKEW = 1;
 #include "ring.cuh"
 #include "sequences.cuh"
 #include "tiles.cuh"
@@ -54,12 +54,10 @@ struct Position {
     }
 };
 
-// The state of a thread's scan, if it is one of the spine, among those of batches × channels; null if
-// there is none.
+// The state of the scan that this lane keeps, among those of batches × channels; null if there is none.
 template <class S>
-__device__ S* spine_state(S* states, i64 by_batch, i64 by_channel, const Position& at,
-                          const Scans& scans) {
-    const i64 channel = at.tile_channel + threadIdx.x % CHANNELS;
+__device__ S* state_of(S* states, i64 by_batch, i64 by_channel, const Position& at, const Scans& scans) {
+    const i64 channel = at.tile_channel + at.lane % CHANNELS;
     return states && channel < scans.channels ? states + at.batch * by_batch + channel * by_channel
                                               : nullptr;
 }
@@ -71,6 +69,7 @@ struct Plane {
 
     __device__ Plane(const Storage* first, i64 by_batch, i64 by_time)
         : first(const_cast<Storage*>(first)), by_batch(by_batch), by_time(by_time) {}
+    __device__ explicit operator bool() const { return first; }
 
     // This thread's channels in the rows at the orders at.first, at.first + 1, …
     struct Rows {
@@ -90,22 +89,37 @@ struct Plane {
     }
 };
 
-// The state that enters this thread's rows, for each of its channels; `rows` holds the maps of the
-// thread's own rows. `before` and `after` are null or the state of this thread's scan, if it is one of
-// the spine.
-__device__ inline void enter_rows(Affine (&rows)[VECTOR], State (&entering)[VECTOR],
-                                  const Tile& tile, const Position& at,
-                                  Crossing<CHANNELS>& crossing, const State* before, State* after) {
-    auto& shared = crossing.shared();
-    const int first = at.lane % LANES * VECTOR;
-    Affine before_slot[VECTOR];
+// How the states that enter a thread's rows are found, for each of its channels.
+struct Entrance {
+    Crossing<CHANNELS> crossing;
+    Affine composed[VECTOR], kept[VECTOR];  // before this slot: of the tile just composed, and of the one before
+
+    __device__ Entrance(const Schedule& schedule, void* workspace) : crossing(schedule, workspace) {}
+
+    __device__ void turn() {
 #pragma unroll
-    for (int v = 0; v < VECTOR; v++) {
-        before_slot[v] = exclusive_scan<LANES>(rows[v], at.lane);
-        if (at.lane >= 32 - LANES) shared.total[at.warp][first + v] = rows[v];
+        for (int v = 0; v < VECTOR; v++) kept[v] = composed[v];
+        crossing.turn();
     }
-    crossing.chain(tile, before, after);
+    // `rows` compose this thread's rows.
+    __device__ void compose(Affine (&rows)[VECTOR], const Tile& tile, const Position& at) {
+        const int first = at.lane % LANES * VECTOR;
 #pragma unroll
-    for (int v = 0; v < VECTOR; v++)
-        entering[v] = before_slot[v](shared.entering[at.warp][first + v]);
-}
+        for (int v = 0; v < VECTOR; v++) {
+            composed[v] = exclusive_scan<LANES>(rows[v], at.lane);
+            if (at.lane >= 32 - LANES) crossing.total()[first + v] = rows[v];
+        }
+        crossing.compose(tile);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++)
+            composed[v] = then(from_lane(crossing.composed.before, first + v), composed[v]);
+    }
+    // `before` and `after` are null, or the state of this lane's scan before and after the walk.
+    __device__ void enter(State (&entering)[VECTOR], const Tile& tile, const Position& at,
+                          const State* before, State* after) {
+        const State x = crossing.enter(tile, before, after);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++)
+            entering[v] = kept[v](from_lane(x, at.lane % LANES * VECTOR + v));
+    }
+};

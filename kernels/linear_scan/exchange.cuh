@@ -1,5 +1,4 @@
-// What the blocks of a split scan tell one another: the maps of tiles, and the states between groups
-// of tiles.
+// What the blocks of a split scan tell one another: the maps of tiles.
 //
 // A value travels in lines of 16 bytes, three words of it and a mark that is not zero, each in one
 // store and one load, so nothing needs a fence. Before the launch everything is zero.
@@ -13,7 +12,6 @@ __device__ constexpr int lines_for(int states) {
     return (states * STATE_WORDS + WORDS_IN_LINE - 1) / WORDS_IN_LINE;
 }
 constexpr int MAP_LINES = lines_for(WITH_REST ? 3 : 2);
-constexpr int STATE_LINES = lines_for(WITH_REST ? 2 : 1);
 
 template <int LINES>
 struct Words {
@@ -61,35 +59,36 @@ __device__ inline void publish(uint4* to, i64 apart, const Affine& map) {
     if constexpr (WITH_REST) words.put(2, map.rest);
     words.publish(to, apart);
 }
-__device__ inline void publish(uint4* to, i64 apart, const Carried& carried) {
-    Words<STATE_LINES> words;
-    words.put(0, carried.x);
-    if constexpr (WITH_REST) words.put(1, carried.rest);
-    words.publish(to, apart);
-}
-__device__ inline Carried await_state(const uint4* from, i64 apart) {
-    Words<STATE_LINES> words;
-    while (!words.fetch(from, apart)) {}
-    return {words.get(0), WITH_REST ? words.get(1) : State(0)};
-}
-
-// The composition of `count` maps, at most MOST, which lie `stride` apart.
+// Maps that lie `stride` apart, at most MOST, on their way.
 template <int MOST>
-__device__ inline Affine await_maps(const uint4* from, i64 stride, i64 apart, int count) {
+struct Maps {
+    const uint4* from;
+    i64 stride, apart;
+    int count;
+    unsigned missing = 0;
     Words<MAP_LINES> words[MOST];
-    unsigned missing = count >= MOST ? (1u << MOST) - 1 : count > 0 ? (1u << count) - 1 : 0;
-#pragma unroll 1
-    while (missing) {
+
+    __device__ void ask(const uint4* first, i64 by, i64 lines_apart, int number) {
+        from = first, stride = by, apart = lines_apart, count = number;
+        missing = count >= MOST ? (1u << MOST) - 1 : count > 0 ? (1u << count) - 1 : 0;
+        look();
+    }
+    __device__ void look() {
 #pragma unroll
         for (int i = 0; i < MOST; i++)
             if (missing >> i & 1 && words[i].fetch(from + i * stride, apart)) missing &= ~(1u << i);
     }
-    Affine composed;
+    // Their composition, once they are all there.
+    __device__ Affine await() {
+#pragma unroll 1
+        while (missing) look();
+        Affine composed;
 #pragma unroll
-    for (int i = 0; i < MOST; i++)
-        if (i < count)
-            composed = then(composed, Affine{words[i].get(0),
-                                             WITH_REST ? words[i].get(2) : State(0),
-                                             words[i].get(1)});
-    return composed;
-}
+        for (int i = 0; i < MOST; i++)
+            if (i < count)
+                composed = then(composed, Affine{words[i].get(0),
+                                                 WITH_REST ? words[i].get(2) : State(0),
+                                                 words[i].get(1)});
+        return composed;
+    }
+};

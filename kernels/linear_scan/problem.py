@@ -170,6 +170,21 @@ class LinearScanProblem:
             for dimension in ("outer", "batch", across)
         )
 
+    def congruent(self) -> bool:
+        """Whether an element lies at the same place of its 16 bytes in every tensor that has a time, however
+        rows start and end."""
+        if self.alignment < 16:
+            return False
+        chunk, (first, *others) = self.chunk(), self.sequence_strides()
+        across = "channel" if self.layout == "time_last" else "time"
+        sizes = dict(zip(DIMENSIONS, self.sizes, strict=True))
+        return all(
+            sizes[dimension] == 1
+            or (getattr(strides, dimension) - getattr(first, dimension)) % chunk == 0
+            for strides in others
+            for dimension in ("batch", across)
+        )
+
     def chunk(self) -> int:
         """Elements in 16 bytes."""
         return 16 // ITEM_SIZE[self.dtype]

@@ -16,15 +16,14 @@ struct Ring {
     static constexpr int STAGE = INPUTS * STEPS * THREADS * PIECE;
     static_assert(PIECE == 4 || PIECE == 8 || PIECE == 16, "what one instruction copies");
 
-    char* own;      // this thread's first piece
-    int stage = 0;  // the next to be filled; after the turn, the one that was filled first
+    char* const own;  // this thread's first piece of a stage
 
-    __device__ Ring() : own(dynamic_shared() + threadIdx.x * PIECE) {}
+    __device__ explicit Ring(int stage)
+        : own(dynamic_shared() + stage * STAGE + threadIdx.x * PIECE) {}
 
     __device__ char* place(int input, int k) const {
-        return own + stage * STAGE + (input * STEPS + k) * THREADS * PIECE;
+        return own + (input * STEPS + k) * THREADS * PIECE;
     }
-    __device__ void turn() { stage = stage + 1 < STAGES ? stage + 1 : 0; }
 
     // Have a piece copied from global memory, if wanted; make it of states; make all from `k` on of
     // one element.

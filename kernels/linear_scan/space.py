@@ -23,20 +23,30 @@ MIXED = (("bfloat16", "float32"), ("float16", "float32"))
 ACCESSES = ("aligned", "generic")
 #: Aligned too, with sequences packed along time; no default variant has it.
 PACKED = "packed"
+#: Rows that start and end anywhere, though alike in all tensors.
+RAGGED = "ragged"
 
 #: Static parameters beside dtypes and access.
 Tile: TypeAlias = Mapping[str, Static]
 #: Dtype and access to tiles.
 Tiles: TypeAlias = Callable[[str, str], Sequence[Tile]]
 
+#: Tiles along a scan of four times its length that are no waste of time to try.
+_MOST_TILES = 1 << 18
+
 #: Gates that are broadcast are as far from others as a factor of this in a size.
 _BROADCAST = 16.0
 
 
 def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES) -> Space:
-    """Variants of a forward or backward kernel, for every kind; mixed dtypes are generic."""
+    """Variants of a forward or backward kernel, for every kind; mixed dtypes are generic, and so are wide ones
+    in ragged rows."""
     kinds = [
-        *((dtype, dtype, access) for dtype, access in product(DTYPES, accesses)),
+        *(
+            (dtype, dtype, access)
+            for dtype, access in product(DTYPES, accesses)
+            if access != RAGGED or ITEM_SIZE[dtype] < 8
+        ),
         *((dtype, gates, "generic") for dtype, gates in MIXED),
     ]
 
@@ -115,14 +125,14 @@ def tuned(
 ) -> dict[str, Any]:
     """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers, and ``packs``
     whether there are packed variants for a problem."""
-    aligned = tuple(
+    closer = tuple(
         Variant(FAMILY_NAME, name, language, statics)
         for statics in defaults
-        if ("access", "aligned") in statics
+        if ("access", "generic") not in statics
     )
 
     def shape_of(problem: LinearScanProblem) -> Shape:
-        return shape(aligned, accepts, packs, problem)
+        return shape(closer, accepts, packs, problem)
 
     def tunings() -> tuple[Tuning, ...]:
         from scan_registry.kernels.tables import shipped  # most processes have no use for files
@@ -137,21 +147,19 @@ def tuned(
 
 
 def shape(
-    aligned: Sequence[Variant],
+    closer: Sequence[Variant],
     accepts: Callable[[Variant, LinearScanProblem], str | None],
     packs: Callable[[LinearScanProblem], bool],
     problem: LinearScanProblem,
 ) -> Shape:
-    """Where a problem lies: aligned if one of the variants ``aligned`` accepts it."""
-    fits = any(
-        variant.text("dtype") == problem.dtype and accepts(variant, problem) is None
-        for variant in aligned
+    """Where a problem lies: it has the access of the first of the variants ``closer`` that accepts it."""
+    fits = (
+        variant.text("access")
+        for variant in closer
+        if variant.text("dtype") == problem.dtype and accepts(variant, problem) is None
     )
-    kind = (
-        ("dtype", problem.dtype),
-        ("gates", problem.gates_dtype),
-        ("access", "aligned" if fits else PACKED if packs(problem) else "generic"),
-    )
+    access = next(fits, PACKED if packs(problem) else "generic")
+    kind = (("dtype", problem.dtype), ("gates", problem.gates_dtype), ("access", access))
     sequences = max(1, problem.sequences)
     batches = problem.outer * problem.batch
     lines = (
@@ -176,7 +184,8 @@ def _broadcast(problem: LinearScanProblem) -> bool:
 
 def worth(tile: Callable[[Variant], int], shape: Shape, variant: Variant) -> bool:
     """Whether tuning should try a variant on a problem there: generic access is for those that others
-    cannot take, and tiles much longer than a sequence leave most of a block idle. ``tile`` is how many
-    times one of the variant covers."""
+    cannot take, tiles much longer than a sequence leave most of a block idle, and those much shorter take
+    seconds. ``tile`` is how many times one of the variant covers."""
     access = dict(item.split("=") for item in shape.kind.split(","))["access"]
-    return variant.text("access") == access and tile(variant) <= 4 * shape.sizes["time"]
+    times = tile(variant), shape.sizes["time"]
+    return variant.text("access") == access and times[0] <= 4 * times[1] <= _MOST_TILES * times[0]

@@ -4,7 +4,7 @@ Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with the
 and ``triton_kernels.py``. ``parameters`` gives the signature of every entry point.
 
 Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``packed`` likewise those
-whose sequences are packed; ``generic`` takes all.
+whose sequences are packed, ``ragged`` those whose rows start or end within 16 bytes; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from scan_registry.kernels.linear_scan import registers, space, streams
+from scan_registry.kernels.linear_scan import cuda_tiles, registers, space, streams
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
     REDUCTION_TILE,
@@ -105,7 +105,7 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
 def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
     if access == "packed" and problem.sequences == 0:
         return "no sequences are packed"
-    if access == "aligned" and problem.sequences > 0:
+    if access in ("aligned", "ragged") and problem.sequences > 0:
         return "sequences are packed"
     if access != "generic" and not problem.plain():
         return "gates are mixed or broadcast, or batches do not fold into one dimension"
@@ -127,8 +127,9 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
     return {
         "ELEMENT": variant.text("dtype"),
         "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
-        "ALIGNED": int(statics.get("access") in ("aligned", "packed")),
+        "ALIGNED": int(statics.get("access", "generic") != "generic"),
         "PACKED": int(statics.get("access") == "packed"),
+        "RAGGED": int(statics.get("access") == "ragged"),
         "STAGES": 0,
         "WALKS": int(streams.walks(variant)),
         **tile,
@@ -138,12 +139,15 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
 def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     if reason := _rejects_static(variant, problem):
         return reason
-    held = problem.layout == "channel_last" and not streams.is_streamed(variant)
-    chunk = variant.number("vector") if held else problem.chunk()
+    chunk = problem.chunk()
+    if streams.is_streamed(variant):
+        if not streams.fits_rows(variant, problem):
+            return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
+        return streams.refuses(variant, problem)
+    held = problem.layout == "channel_last"
+    chunk = variant.number("vector") if held else chunk
     if variant.text("access") != "generic" and not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
-    if streams.is_streamed(variant):
-        return streams.refuses(variant, problem)
     return registers.channel_last_refuses(variant, problem) if held else None
 
 
@@ -172,30 +176,11 @@ def _cuda_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: 
     return registers.channel_last_launch(variant, problem)
 
 
-def _cuda_tiles(layout: Layout, direction: Direction, dtype: str, access: str) -> list[Tile]:
-    """What tuning may choose from."""
-    if layout == "time_last":
-        if access == "generic":
-            return space.cuda_time_last(dtype)
-        return list(streams.time_last(direction, dtype))
-    if access == "generic":
-        return space.cuda_channel_last(dtype)
-    return list(streams.channel_last(direction, dtype, access))
-
-
-def _usual_tiles(direction: Direction, dtype: str, access: str) -> list[Tile]:
-    """Of channel-last kernels, what every wheel holds. Generic tiles are 32 channels wide, so that many
-    run side by side, or narrow."""
-    if access == "generic":
-        widths = (32, registers.NARROW)
-        return [{"warps": 8, "lanes": lanes, "vector": 1, "steps": 8} for lanes in widths]
-    return list(streams.usual_channel_last(direction, dtype))
-
-
 def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
-    defaults = scans(registers.time_last_tiles if time_last else partial(_usual_tiles, direction))
+    accesses = (*space.ACCESSES, space.RAGGED)
+    defaults = scans(partial(cuda_tiles.usual, layout, direction), accesses)
     return Kernel(
         family=FAMILY_NAME,
         name=name,
@@ -212,8 +197,8 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         cost=_cuda_cost,
         launch=_cuda_launch,
         space=scans(
-            partial(_cuda_tiles, layout, direction),
-            ACCESSES if time_last else (*ACCESSES, space.PACKED),
+            partial(cuda_tiles.every, layout, direction),
+            accesses if time_last else (*accesses, space.PACKED),
         ),
         shared=partial(streams.shared, direction),
         **space.tuned(

@@ -13,19 +13,20 @@ from collections.abc import Iterator
 from itertools import product
 
 from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem, ceil_div
-from scan_registry.kernels.linear_scan.space import Tile
+from scan_registry.kernels.linear_scan.space import PACKED, RAGGED, Tile
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
-#: Maps that a thread of a split scan fetches of the tiles before its own.
-_LOOK = 4
 #: Of shared memory that the blocks of a multiprocessor may have together, in bytes.
 _SHARED = 220_000
 #: Rows, or states side by side, that are numbered in 32 bits.
 _MOST_ROWS = 2**31 - 1
+#: Bytes before a row, at most, where a walk along contiguous time may start.
+_LINE = 128
 #: Blocks that a GPU has something to do with.
 _MANY = 64
-#: Of the multiprocessors, what columns have to fill not to be split, and tiles that are worth splitting.
-_FILLED, _FEWEST_TILES = 0.95, 4
+#: Of the blocks that a GPU holds, what columns have to fill not to be split, and tiles that are worth
+#: splitting.
+_FILLED, _FEWEST_TILES = 0.75, 4
 
 
 def is_streamed(variant: Variant) -> bool:
@@ -43,13 +44,15 @@ def walks(variant: Variant) -> bool:
 def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
     """A warp's rows side by side, down to a row for each lane; or 4 or 8 warps for one. Rows of one tile
     have nothing to fetch ahead, but gain from more blocks at once."""
-    lanes_of = (16, 32) if ITEM_SIZE[dtype] == 8 else (1, 2, 4, 8, 16, 32)
-    for lanes, pieces, (stages, most) in product(lanes_of, (2, 4), ((1, 8), (2, 4), (3, 4))):
+    wide = ITEM_SIZE[dtype] == 8
+    lanes_of = (16, 32) if wide else (1, 2, 4, 8, 16, 32)
+    crowd = 4 if wide else 8
+    for lanes, pieces, (stages, most) in product(lanes_of, (2, 4), ((1, crowd), (2, 4), (3, 4))):
         tile = {"warps": 1, "rows": 4, "lanes": lanes, "pieces": pieces, "stages": stages}
-        yield from _resident(direction, dtype, tile, most)
-    for warps, pieces, stages in product((4, 8), (2, 4), (2, 3)):
+        yield from resident(direction, dtype, tile, most)
+    for warps, pieces, stages in product((4, 8, 16), (2, 4), (3, 4, 6)):
         tile = {"warps": warps, "rows": 1, "lanes": 32, "pieces": pieces, "stages": stages}
-        yield from _resident(direction, dtype, tile, 4)
+        yield from resident(direction, dtype, tile, 4)
 
 
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
@@ -57,34 +60,25 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     each = ITEM_SIZE[dtype]
     for warps, (across, vector), (steps, stages) in product(
         (4, 8, 16),
-        ((16, 1), (32, 1), (32, 2)) if each < 4 else ((16, 1), (32, 1)) if each < 8 else ((16, 1),),
-        ((8, 3), (8, 4), (16, 2), (16, 3)),
+        ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),),
+        ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3)),
     ):
-        tile = {
-            "warps": warps,
-            "across": across,
-            "vector": vector,
-            "steps": steps,
-            "stages": stages,
-        }
-        yield from _resident(direction, dtype, tile, 2)
-    if access == "packed":
+        tile = {"warps": warps, "across": across, "vector": vector}
+        rows, copied = steps * 32 // across, 512 // (across * vector * each)  # of a warp, at once
+        if rows % copied == 0:
+            tile |= {"steps": steps, "stages": stages}
+            yield from resident(direction, dtype, tile, 2)
+    if access in (PACKED, RAGGED):
         return
-    for warps, lanes in product((4, 8), (2, 4, 8)):
-        tile = {"warps": warps, "lanes": lanes, "vector": 16 // each, "steps": 8, "stages": 2}
-        yield from _resident(direction, dtype, tile, 4)
+    vector = 16 // each
+    for warps, scans, steps, stages in product((4, 8, 16), (8, 16, 32), (4, 8), (3, 4, 6)):
+        if scans % vector == 0 and scans > vector:
+            tile = {"warps": warps, "lanes": scans // vector, "vector": vector}
+            tile |= {"steps": steps, "stages": stages}
+            yield from resident(direction, dtype, tile, 4 if each < 8 and scans < 32 else 2)
 
 
-def usual_channel_last(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Those that every wheel holds: a walk, and one for few channels."""
-    each = ITEM_SIZE[dtype]
-    walk = {"warps": 8, "across": 32} if each < 8 else {"warps": 4, "across": 16}
-    yield from _resident(direction, dtype, {**walk, "vector": 1, "steps": 8, "stages": 3}, 2)
-    split = {"warps": 4, "lanes": 2, "vector": 16 // each, "steps": 8, "stages": 2}
-    yield from _resident(direction, dtype, split, 4)
-
-
-def _resident(direction: Direction, dtype: str, tile: Tile, most: int) -> Iterator[Tile]:
+def resident(direction: Direction, dtype: str, tile: Tile, most: int) -> Iterator[Tile]:
     """The tile with the number of blocks that a multiprocessor has room for, at most ``most``; of those
     that leave it neither idle nor crowded."""
     shared = _shared(direction, dtype, tile)
@@ -141,8 +135,18 @@ def packs(problem: LinearScanProblem) -> bool:
     return problem.sequences > 0 and problem.plain() and problem.whole_chunks(problem.chunk())
 
 
+def fits_rows(variant: Variant, problem: LinearScanProblem) -> bool:
+    """Whether the variant can copy the problem's rows."""
+    whole = problem.whole_chunks(problem.chunk())
+    return not whole and problem.congruent() if _ragged(variant) else whole
+
+
+def _ragged(variant: Variant) -> bool:
+    return variant.text("access") == RAGGED
+
+
 def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
-    """Why the variant cannot solve an aligned problem."""
+    """Why the variant cannot solve a problem whose rows it can copy."""
     rows = problem.batch * problem.channels * max(1, problem.sequences)
     if rows > _MOST_ROWS:
         return f"{rows} rows; it counts {_MOST_ROWS}"
@@ -168,7 +172,8 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
     columns are split into tiles, which as many blocks as it holds share."""
     if walks(variant):
         lines = problem.batch * max(1, problem.sequences)
-        columns = lines * ceil_div(problem.channels, _scans(variant))
+        width = _scans(variant) - (problem.chunk() if _ragged(variant) else 0)
+        columns = lines * ceil_div(problem.channels, width)
         return Launch((columns, 1, 1), problem.scalars())
     scans, at_once = _scans(variant), multiprocessors * variant.number("blocks")
     if problem.layout == "time_last":
@@ -179,18 +184,18 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
             return Launch((blocks, 1, 1), problem.scalars())
     else:
         columns = problem.batch * ceil_div(problem.channels, scans)
-    levels = ceil_div(problem.time, times(variant))
-    if columns >= _FILLED * multiprocessors or levels < _FEWEST_TILES:
+    skipped = _LINE // ITEM_SIZE[problem.dtype] - 1 if _ragged(variant) else 0
+    levels = ceil_div(problem.time + skipped, times(variant))
+    if columns >= _FILLED * at_once or levels < _FEWEST_TILES:
         return Launch((columns, 1, 1), problem.scalars())
     words = 2 if ITEM_SIZE[problem.dtype] == 8 else 1
     with_rest = ITEM_SIZE[problem.dtype] >= 4
-    group = _LOOK * 32 * variant.number("warps") // scans
-    maps = columns * levels * _lines((3 if with_rest else 2) * words)
-    leaving = columns * (levels // group) * _lines((2 if with_rest else 1) * words)
-    blocks = min(columns * levels, at_once)
-    return Launch((blocks, 1, 1), problem.scalars(), 16 * (1 + scans * (maps + leaving)))
-
-
-def _lines(words: int) -> int:
-    """Of 16 bytes, each of which takes three words and a mark."""
-    return ceil_div(words, 3)
+    lines = ceil_div(
+        (3 if with_rest else 2) * words, 3
+    )  # of 16 bytes, for a map: three words and a mark
+    blocks = columns * min(levels, max(1, at_once // columns))
+    return Launch(
+        (blocks, 1, 1),
+        problem.scalars(),
+        16 * (ceil_div(columns, 4) + scans * columns * levels * lines),
+    )

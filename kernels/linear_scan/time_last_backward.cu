@@ -19,54 +19,44 @@ struct Backward {
 };
 
 template <bool TURNED>
-__device__ void scan_rows(const Backward& of, void* workspace, const Scans& scans) {
-    const unsigned place = blockIdx.x * ROWS + (WARPS == 1 ? threadIdx.x / 32 : 0);
-    if (WARPS == 1) workspace = nullptr;  // rows are not split
-    Schedule schedule(scans.grid, workspace, place, gridDim.x * ROWS);
-    Crossing<1> crossing(schedule, workspace);
-    Entrance enter{crossing};
-    Ring<3, 1> ring;
-    const bool with_gates = of.gates_grad.first;
-    const auto initial = [&](unsigned row) {
+struct BackwardTiles {
+    using Tiles = Ring<3, 1>;
+    const Backward& of;
+    const Scans& scans;
+    Entrance entrance;
+
+    __device__ Storage initial(unsigned row) const {
         return of.initial_state && row < scans.rows
                    ? Element::narrow(of.initial_state[of.of_state.offset(row, scans.channels)])
                    : Storage(0);
-    };
+    }
 
-    for (int round = 1;; round++) {
-        const Tile coming = schedule.at(schedule.coming);
-        __syncwarp();  // what the stage held has been read
-        if (coming.there) {
-            const Position at(coming);
-            copy_in<TURNED>(ring, 0, of.gates, at, scans,
-                            [](unsigned) { return Element::ONE; });
-            copy_in<TURNED>(ring, 1, of.grads, at, scans,
-                            [](unsigned) { return Storage(0); });
-            if (with_gates) {
-                copy_in<TURNED>(ring, 2, of.states, at, scans, initial);
-                const unsigned row = at.first_row + at.lane;
-                const i64 next = at.first + WARP_TIMES;
-                const bool inside = row < scans.rows && next < scans.time;
-                if (at.lane < SIDE) {
-                    copy_async<16>(ring.extra(at.lane),
-                                   of.states.at<TURNED>(scans, row, next), inside);
-                    if (!inside) *ring.extra(at.lane) = piece_of(initial(row));
-                }
-            }
-        }
-        commit_copies();
-        ring.turn();
-        schedule.advance(schedule.coming);
-        if (round < STAGES) {  // the ring is still to be filled
-            schedule.begin(round);
-            continue;
-        }
-
-        const Tile tile = schedule.at(schedule.current);
-        if (!tile.there) break;
-        wait_for_copies<STAGES - 1>();
-        __syncwarp();
+    __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile);
+        const Tiles ring(stage);
+        copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
+        copy_in<TURNED>(ring, 1, of.grads, at, scans, [](unsigned) { return Storage(0); });
+        if (!of.gates_grad.first) return;
+        copy_in<TURNED>(ring, 2, of.states, at, scans,
+                        [&](unsigned row) { return initial(row); });
+        if (at.lane >= SIDE) return;
+        const unsigned row = at.first_row + at.lane;
+        const i64 next = at.first + WARP_TIMES - scans.skip<TURNED>(row);
+        const bool inside = row < scans.rows && next < scans.time;
+        copy_async<16>(ring.extra(at.lane), of.states.at<TURNED>(scans, row, next), inside);
+        if (!inside) *ring.extra(at.lane) = piece_of(initial(row));
+    }
+    __device__ void look(const Tile& tile) { entrance.look(tile); }
+    __device__ void turn() { entrance.turn(); }
+    __device__ void compose(const Tile& tile, int stage) {
+        const Position at(tile);
+        const Tiles ring(stage);
+        if constexpr (RAGGED) {
+            mend<TURNED>(ring, 0, at, scans, Element::ONE);
+            mend<TURNED>(ring, 1, at, scans, 0);
+            mend<TURNED>(ring, 2, at, scans, initial(at.row()));
+            __syncwarp();  // a neighbour reads some of it
+        }
         Affine map;
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
@@ -78,10 +68,15 @@ __device__ void scan_rows(const Backward& of, void* workspace, const Scans& scan
                 map = then(map, Step{kept, kept * grad.get(i)});
             }
         }
+        entrance.compose(map, tile, at);
+    }
+    __device__ void finish(const Tile& tile, int stage) {
+        const Position at(tile);
+        const Tiles ring(stage);
         const bool has_row = at.row() < scans.rows;
         const i64 state = has_row ? of.of_state.offset(at.row(), scans.channels) : 0;
-        State h = enter(map, tile, at, has_row && of.final_grad ? of.final_grad + state : nullptr,
-                        has_row && of.initial_grad ? of.initial_grad + state : nullptr);
+        State h = entrance.enter(tile, at, has_row && of.final_grad ? of.final_grad + state : nullptr,
+                                 has_row && of.initial_grad ? of.initial_grad + state : nullptr);
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const int own = at.lane * PIECES + p;
@@ -104,11 +99,10 @@ __device__ void scan_rows(const Backward& of, void* workspace, const Scans& scan
             *ring.place(1, own) = words_of(grad.chunk);
         }
         __syncwarp();
-        if (with_gates) copy_out<TURNED>(ring, 0, of.gates_grad, at, scans);
+        if (of.gates_grad.first) copy_out<TURNED>(ring, 0, of.gates_grad, at, scans);
         if (of.tokens_grad.first) copy_out<TURNED>(ring, 1, of.tokens_grad, at, scans);
-        schedule.advance(schedule.current);
     }
-}
+};
 
 #else
 #include "time_last.cuh"
@@ -236,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if STAGES
-    const Scans scans(batch, channels, time);
+    const Scans scans(batch, channels, time, {gates_batch, gates_channel});
     const Backward of{{gates, gates_batch, gates_channel},
                       {states, states_batch, states_channel},
                       {states_grad, states_grad_batch, states_grad_channel},
@@ -246,8 +240,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
                       final_state_grad,
                       initial_state_grad,
                       {state_batch, state_channel}};
-    if (flags & 1) scan_rows<false>(of, workspace, scans);
-    else scan_rows<true>(of, workspace, scans);
+    const Schedule schedule = schedule_of(scans, workspace);
+    const Entrance entrance(schedule, workspace);
+    if (flags & 1) schedule.run(BackwardTiles<false>{of, scans, entrance});
+    else schedule.run(BackwardTiles<true>{of, scans, entrance});
 #else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;

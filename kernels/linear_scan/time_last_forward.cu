@@ -16,37 +16,27 @@ struct Forward {
 };
 
 template <bool TURNED>
-__device__ void scan_rows(const Forward& of, void* workspace, const Scans& scans) {
-    const unsigned place = blockIdx.x * ROWS + (WARPS == 1 ? threadIdx.x / 32 : 0);
-    if (WARPS == 1) workspace = nullptr;  // rows are not split
-    Schedule schedule(scans.grid, workspace, place, gridDim.x * ROWS);
-    Crossing<1> crossing(schedule, workspace);
-    Entrance enter{crossing};
-    Ring<2, 0> ring;
+struct ForwardTiles {
+    using Tiles = Ring<2, 0>;
+    const Forward& of;
+    const Scans& scans;
+    Entrance entrance;
 
-    for (int round = 1;; round++) {
-        const Tile coming = schedule.at(schedule.coming);
-        __syncwarp();  // what the stage held has been read
-        if (coming.there) {
-            const Position at(coming);
-            copy_in<TURNED>(ring, 0, of.gates, at, scans,
-                            [](unsigned) { return Element::ONE; });
-            copy_in<TURNED>(ring, 1, of.tokens, at, scans,
-                            [](unsigned) { return Storage(0); });
-        }
-        commit_copies();
-        ring.turn();
-        schedule.advance(schedule.coming);
-        if (round < STAGES) {  // the ring is still to be filled
-            schedule.begin(round);
-            continue;
-        }
-
-        const Tile tile = schedule.at(schedule.current);
-        if (!tile.there) break;
-        wait_for_copies<STAGES - 1>();
-        __syncwarp();
+    __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile);
+        const Tiles ring(stage);
+        copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
+        copy_in<TURNED>(ring, 1, of.tokens, at, scans, [](unsigned) { return Storage(0); });
+    }
+    __device__ void look(const Tile& tile) { entrance.look(tile); }
+    __device__ void turn() { entrance.turn(); }
+    __device__ void compose(const Tile& tile, int stage) {
+        const Position at(tile);
+        const Tiles ring(stage);
+        if constexpr (RAGGED) {
+            mend<TURNED>(ring, 0, at, scans, Element::ONE);
+            mend<TURNED>(ring, 1, at, scans, 0);
+        }
         Affine map;
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
@@ -55,10 +45,16 @@ __device__ void scan_rows(const Forward& of, void* workspace, const Scans& scans
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) map = then(map, Step{gate.get(i), token.get(i)});
         }
+        entrance.compose(map, tile, at);
+    }
+    __device__ void finish(const Tile& tile, int stage) {
+        const Position at(tile);
+        const Tiles ring(stage);
         const bool has_row = at.row() < scans.rows;
         const i64 state = has_row ? of.of_state.offset(at.row(), scans.channels) : 0;
-        State x = enter(map, tile, at, has_row && of.initial_state ? of.initial_state + state : nullptr,
-                        has_row && of.final_state ? of.final_state + state : nullptr);
+        State x = entrance.enter(tile, at,
+                                 has_row && of.initial_state ? of.initial_state + state : nullptr,
+                                 has_row && of.final_state ? of.final_state + state : nullptr);
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
@@ -72,9 +68,8 @@ __device__ void scan_rows(const Forward& of, void* workspace, const Scans& scans
         }
         __syncwarp();
         copy_out<TURNED>(ring, 1, of.states, at, scans);
-        schedule.advance(schedule.current);
     }
-}
+};
 
 #else
 #include "time_last.cuh"
@@ -157,15 +152,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if STAGES
-    const Scans scans(batch, channels, time);
+    const Scans scans(batch, channels, time, {gates_batch, gates_channel});
     const Forward of{{gates, gates_batch, gates_channel},
                      {tokens, tokens_batch, tokens_channel},
                      {states, states_batch, states_channel},
                      initial_state,
                      final_state,
                      {state_batch, state_channel}};
-    if (flags & 1) scan_rows<true>(of, workspace, scans);
-    else scan_rows<false>(of, workspace, scans);
+    const Schedule schedule = schedule_of(scans, workspace);
+    const Entrance entrance(schedule, workspace);
+    if (flags & 1) schedule.run(ForwardTiles<true>{of, scans, entrance});
+    else schedule.run(ForwardTiles<false>{of, scans, entrance});
 #else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;

@@ -13,10 +13,15 @@
 // makes lanes of a quarter warp meet in a bank. Meanwhile the next STAGES - 1 tiles are on their way;
 // tiles.cuh says which.
 //
+// RAGGED: rows need not start or end where a piece does, but lie in pieces alike in all tensors. A walk then
+// starts `skip` elements before its row, where long rows have a line of the caches start, and what pieces hold
+// of other rows changes nothing and is not written.
+//
 // Either WARPS is 1, and each of ROWS warps has tiles, rows and states of its own and never waits for
 // the others; or ROWS is 1, and the warps of a block follow one another along a row.
 #pragma once
 constexpr int THREADS = 32 * WARPS * ROWS;
+constexpr int SKEW = WARPS > 1;  // others wait for what a block finds out
 #include "sequences.cuh"
 #include "tiles.cuh"
 
@@ -25,20 +30,9 @@ constexpr int SIDE = 32 / LANES;
 constexpr int ITEMS = PIECES * VECTOR;         // of a lane
 constexpr int WARP_TIMES = LANES * ITEMS;      // that a warp covers
 constexpr int TIMES = WARPS * WARP_TIMES;      // that a tile covers
+constexpr int LINE = 128 / sizeof(Storage);    // of the caches
+constexpr int LONG = 16 * LINE;                // for a row
 static_assert(WARPS == 1 || (ROWS == 1 && LANES == 32));
-
-// What is scanned: rows of `time` elements, batches × channels of them.
-struct Scans {
-    unsigned channels;
-    i64 rows, time;
-    Grid grid;
-
-    __device__ Scans(i64 batches, i64 channels, i64 time)
-        : channels(unsigned(channels)),
-          rows(batches * channels),
-          time(time),
-          grid{unsigned((rows + SIDE - 1) / SIDE), unsigned((time + TIMES - 1) / TIMES)} {}
-};
 
 // Strides between rows. Where a warp has several rows side by side, one stride leads from each to the
 // next, whatever their batch.
@@ -52,10 +46,36 @@ struct Strides {
     }
 };
 
+// What is scanned: rows of `time` elements, batches × channels of them, whose strides are those of any tensor.
+struct Scans {
+    unsigned channels;
+    i64 rows, time;
+    Strides strides;
+    int most_skipped;
+    Grid grid;
+
+    __device__ Scans(i64 batches, i64 channels, i64 time, Strides strides)
+        : channels(unsigned(channels)),
+          rows(batches * channels),
+          time(time),
+          strides(strides),
+          most_skipped(!RAGGED ? 0 : time < LONG ? VECTOR - 1 : LINE - 1),
+          grid{unsigned((rows + SIDE - 1) / SIDE),
+               unsigned((time + most_skipped + TIMES - 1) / TIMES)} {}
+
+    // Elements between the start of a walk and its row.
+    template <bool TURNED>
+    __device__ int skip(unsigned row) const {
+        if (!RAGGED) return 0;
+        const int offset = int(strides.offset(row, channels));
+        return (TURNED ? -(offset + int(time)) : offset) & most_skipped;
+    }
+};
+
 struct Position {
     int lane = threadIdx.x % 32, warp = WARPS > 1 ? threadIdx.x / 32 : 0;
     unsigned first_row;  // of the warp's SIDE rows
-    i64 first;           // order of the warp's first element in each of them
+    i64 first;           // order of the warp's first element in each of them, from where walks start
 
     __device__ Position(const Tile& tile)
         : first_row(tile.column * SIDE), first(i64(tile.level) * TIMES + warp * WARP_TIMES) {}
@@ -71,17 +91,16 @@ template <int INPUTS, int EXTRA>
 struct Ring {
     static constexpr int INPUT = 32 * PIECES;
     static constexpr int STAGE = INPUTS * INPUT + EXTRA * SIDE;
-    uint4* own;
-    int stage = 0;  // the next to be filled; after the turn, the one that was filled first
+    uint4* const own;  // of a stage
 
-    __device__ Ring()
-        : own(reinterpret_cast<uint4*>(dynamic_shared()) + threadIdx.x / 32 * (STAGES * STAGE)) {}
-    __device__ void turn() { stage = stage + 1 < STAGES ? stage + 1 : 0; }
+    __device__ explicit Ring(int stage)
+        : own(reinterpret_cast<uint4*>(dynamic_shared()) +
+              (threadIdx.x / 32 * STAGES + stage) * STAGE) {}
 
     __device__ uint4* place(int input, int piece) const {
-        return own + stage * STAGE + input * INPUT + swizzled(piece);
+        return own + input * INPUT + swizzled(piece);
     }
-    __device__ uint4* extra(int side) const { return own + stage * STAGE + INPUTS * INPUT + side; }
+    __device__ uint4* extra(int side) const { return own + INPUTS * INPUT + side; }
 };
 
 __device__ inline Chunk<Element, VECTOR> read_piece(const uint4* place) {
@@ -115,7 +134,7 @@ struct Rows {
     __device__ Rows(const Storage* first, i64 by_batch, i64 by_channel)
         : first(const_cast<Storage*>(first)), strides{by_batch, by_channel} {}
 
-    // Where the piece is whose order is `order`.
+    // Where the piece is whose first element has that order.
     template <bool TURNED>
     __device__ Storage* at(const Scans& scans, unsigned row, i64 order) const {
         return first + strides.offset(row, scans.channels) +
@@ -124,29 +143,60 @@ struct Rows {
 };
 
 // The piece that a lane copies in turn `i`, and its row and order.
+template <bool TURNED>
 struct Turn {
     int piece;
     unsigned row;
     i64 order;
-    bool inside;
+    bool inside;  // some of it
 
     __device__ Turn(int i, const Position& at, const Scans& scans)
         : piece(i * 32 + at.lane),
           row(at.first_row + piece / (LANES * PIECES)),
-          order(at.first + piece % (LANES * PIECES) * VECTOR),
-          inside(order < scans.time && row < scans.rows) {}
+          order(at.first + piece % (LANES * PIECES) * VECTOR - scans.skip<TURNED>(row)),
+          inside(order < scans.time && (!RAGGED || order > -VECTOR) && row < scans.rows) {}
 };
 
-// `outside` gives for a row what its elements past the walk's end read as.
+// `outside` gives for a row what elements before and after it read as.
 template <bool TURNED, int INPUTS, int EXTRA, class Outside>
 __device__ void copy_in(const Ring<INPUTS, EXTRA>& ring, int input, const Rows& rows,
                         const Position& at, const Scans& scans, Outside outside) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-        const Turn turn(i, at, scans);
+        const Turn<TURNED> turn(i, at, scans);
         uint4* const place = ring.place(input, turn.piece);
         copy_async<16>(place, rows.at<TURNED>(scans, turn.row, turn.order), turn.inside);
         if (!turn.inside) *place = piece_of(outside(turn.row));
+    }
+}
+
+// The elements of a piece that are the row's own.
+struct Own {
+    int begin, end;
+
+    __device__ Own(i64 order, i64 time)
+        : begin(order < 0 ? -int(order) : 0),
+          end(time - order < VECTOR ? int(time - order) : VECTOR) {}
+    __device__ bool all() const { return begin == 0 && end == VECTOR; }
+    __device__ bool has(int i) const { return begin <= i && i < end; }
+};
+
+// Let what this lane's pieces hold of other rows read as `outside`.
+template <bool TURNED, int INPUTS, int EXTRA>
+__device__ void mend(const Ring<INPUTS, EXTRA>& ring, int input, const Position& at,
+                     const Scans& scans, Storage outside) {
+    const i64 first = at.first + at.lane % LANES * ITEMS - scans.skip<TURNED>(at.row());
+#pragma unroll 1
+    for (int p = 0; p < PIECES; p++) {
+        const i64 order = first + p * VECTOR;
+        const Own own(order, scans.time);
+        if (order >= scans.time || order <= -VECTOR || own.all()) continue;
+        uint4* const place = ring.place(input, at.lane * PIECES + p);
+        Chunk<Element, VECTOR> chunk = read_piece(place);
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++)
+            if (!own.has(i)) chunk.put(TURNED ? VECTOR - 1 - i : i, outside);
+        *place = words_of(chunk);
     }
 }
 
@@ -155,33 +205,66 @@ __device__ void copy_out(const Ring<INPUTS, EXTRA>& ring, int input, const Rows&
                          const Position& at, const Scans& scans) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-        const Turn turn(i, at, scans);
-        if (turn.inside)
-            store_global(rows.at<TURNED>(scans, turn.row, turn.order), *ring.place(input, turn.piece));
+        const Turn<TURNED> turn(i, at, scans);
+        if (!turn.inside) continue;
+        Storage* const to = rows.at<TURNED>(scans, turn.row, turn.order);
+        const uint4* const place = ring.place(input, turn.piece);
+        const Own own(turn.order, scans.time);
+        if (!RAGGED || own.all()) {
+            store_global(to, *place);
+        } else {
+#pragma unroll 1
+            for (int e = own.begin; e < own.end; e++) {
+                const int k = TURNED ? VECTOR - 1 - e : e;
+                to[k] = reinterpret_cast<const Storage*>(place)[k];
+            }
+        }
     }
 }
 
-// The state that enters a lane's elements, whose maps `lane_map` composes. `before` and `after` are
-// null, or this row's states before and after the walk.
-struct Entrance {
-    Crossing<1>& crossing;
-    Carried carried = State(0);  // of rows that a warp has to itself
+__device__ inline Schedule schedule_of(const Scans& scans, void* workspace) {
+    const unsigned warp = WARPS == 1 ? threadIdx.x / 32 : 0;  // rows that are its own are not split
+    return {scans.grid, WARPS == 1 ? nullptr : workspace, blockIdx.x * ROWS + warp, gridDim.x * ROWS};
+}
 
-    __device__ State operator()(Affine lane_map, const Tile& tile, const Position& at,
-                                const State* before, State* after) {
-        const Affine before_lane = exclusive_scan<1, LANES>(lane_map, at.lane);
+// How the states that enter a lane's elements are found.
+struct Entrance {
+    Crossing<1> crossing;
+    Carried carried = State(0);  // of rows that a warp has to itself
+    Affine composed, kept, row;  // before this lane: of the tile just composed, and of the one before
+
+    __device__ Entrance(const Schedule& schedule, void* workspace) : crossing(schedule, workspace) {}
+
+    __device__ void look(const Tile& tile) {
+        if constexpr (WARPS > 1) crossing.look(tile);
+    }
+    __device__ void turn() {
+        kept = composed;
+        if constexpr (WARPS > 1) crossing.turn();
+    }
+    // `lane_map` composes this lane's elements.
+    __device__ void compose(Affine lane_map, const Tile& tile, const Position& at) {
+        composed = exclusive_scan<1, LANES>(lane_map, at.lane);
         if constexpr (WARPS == 1) {
-            const Affine row = from_lane(lane_map, at.lane | (LANES - 1));
-            if (tile.level == 0) carried = before ? *before : State(0);
-            const State x = carried.x;
-            carried = row(carried);
-            if (tile.level + 1 == crossing.schedule.grid.levels && at.ends_row() && after)
-                *after = carried.x;
-            return before_lane(x);
+            row = from_lane(lane_map, at.lane | (LANES - 1));
         } else {
-            if (at.lane == 31) crossing.shared().total[at.warp][0] = lane_map;
-            crossing.chain(tile, before, after);
-            return before_lane(crossing.shared().entering[at.warp][0]);
+            if (at.lane == 31) *crossing.total() = lane_map;
+            crossing.compose(tile);
+            composed = then(crossing.composed.before, composed);
         }
+    }
+    // The state that enters this lane's elements. `before` and `after` are null, or this row's states before
+    // and after the walk.
+    __device__ State enter(const Tile& tile, const Position& at, const State* before, State* after) {
+        if constexpr (WARPS > 1) {
+            const State entering = crossing.enter(tile, before, after);
+            return (SKEW ? kept : composed)(entering);
+        }
+        if (tile.level == 0) carried = before ? *before : State(0);
+        const State entering = carried.x;
+        carried = row(carried);
+        if (tile.level + 1 == crossing.schedule.grid.levels && at.ends_row() && after)
+            *after = carried.x;
+        return composed(entering);
     }
 };

@@ -1,0 +1,51 @@
+"""The tiles of the CUDA kernels: those that every wheel holds, and those that tuning may choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from scan_registry.kernels.linear_scan import registers, space, streams
+from scan_registry.kernels.linear_scan.problem import Direction, Layout
+from scan_registry.kernels.linear_scan.space import RAGGED, Tile
+from scan_registry.kernels.model import ITEM_SIZE
+
+
+def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
+    """Those that every wheel holds."""
+    if layout == "time_last":
+        if access == RAGGED:
+            return list(_ragged_rows(direction, dtype))
+        return registers.time_last_tiles(dtype, access)
+    if access == "generic":  # 32 channels wide, so that many run side by side, or narrow
+        widths = (32, registers.NARROW)
+        return [{"warps": 8, "lanes": lanes, "vector": 1, "steps": 8} for lanes in widths]
+    return list(_walk_and_split(direction, dtype, access))
+
+
+def _ragged_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
+    tile = {"warps": 1, "rows": 4, "lanes": 16, "pieces": 2, "stages": 1}
+    yield from streams.resident(direction, dtype, tile, 8)
+
+
+def _walk_and_split(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
+    """A walk, and a tile for few channels."""
+    each = ITEM_SIZE[dtype]
+    walk = {"warps": 8, "across": 32} if each < 8 else {"warps": 4, "across": 16}
+    vector = 1 if access == "aligned" else 4 // each
+    yield from streams.resident(
+        direction, dtype, {**walk, "vector": vector, "steps": 8, "stages": 3}, 2
+    )
+    if access == "aligned":
+        split = {"warps": 4, "lanes": 2, "vector": 16 // each, "steps": 4, "stages": 3}
+        yield from streams.resident(direction, dtype, split, 4 if each < 8 else 2)
+
+
+def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
+    """What tuning may choose from."""
+    if layout == "time_last":
+        if access == "generic":
+            return space.cuda_time_last(dtype)
+        return list(streams.time_last(direction, dtype))
+    if access == "generic":
+        return space.cuda_channel_last(dtype)
+    return list(streams.channel_last(direction, dtype, access))
