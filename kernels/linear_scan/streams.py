@@ -42,7 +42,7 @@ def walks(variant: Variant) -> bool:
 
 
 def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """A warp's rows side by side, down to a row for each lane; or 4 or 8 warps for one. Rows of one tile
+    """A warp's rows side by side, down to a row for each lane; or 4 to 16 warps for one. Rows of one tile
     have nothing to fetch ahead, but gain from more blocks at once."""
     wide = ITEM_SIZE[dtype] == 8
     lanes_of = (16, 32) if wide else (1, 2, 4, 8, 16, 32)
@@ -50,13 +50,13 @@ def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
     for lanes, pieces, (stages, most) in product(lanes_of, (2, 4), ((1, crowd), (2, 4), (3, 4))):
         tile = {"warps": 1, "rows": 4, "lanes": lanes, "pieces": pieces, "stages": stages}
         yield from resident(direction, dtype, tile, most)
-    for warps, pieces, stages in product((4, 8, 16), (2, 4), (3, 4, 6)):
+    for warps, pieces, stages in product((4, 8, 16), (2, 4), (3, 4)):
         tile = {"warps": warps, "rows": 1, "lanes": 32, "pieces": pieces, "stages": stages}
         yield from resident(direction, dtype, tile, 4)
 
 
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """Walks over rows of 32 to 128 bytes; for few channels, 16 bytes to a lane, and split."""
+    """Walks over rows of 32 to 256 bytes; for few channels, 16 bytes to a lane, and split."""
     each = ITEM_SIZE[dtype]
     for warps, (across, vector), (steps, stages) in product(
         (4, 8, 16),
@@ -71,7 +71,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     if access in (PACKED, RAGGED):
         return
     vector = 16 // each
-    for warps, scans, steps, stages in product((4, 8, 16), (8, 16, 32), (4, 8), (3, 4, 6)):
+    for warps, scans, steps, stages in product((4, 8, 16), (8, 16, 32), (4, 8), (3, 4)):
         if scans % vector == 0 and scans > vector:
             tile = {"warps": warps, "lanes": scans // vector, "vector": vector}
             tile |= {"steps": steps, "stages": stages}

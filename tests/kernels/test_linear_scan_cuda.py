@@ -39,13 +39,22 @@ def chosen() -> Iterator[Variant]:
 def streamed() -> Iterator[Variant]:
     """A few of those whose tiles come through a ring, one for each way to share a row or a column."""
     wanted: dict[str, list[dict[str, Any]]] = {
-        "time_last": [{"lanes": 1}, {"lanes": 8}, {"lanes": 32, "warps": 1}, {"warps": 4}],
+        "time_last": [
+            {"lanes": 1},
+            {"lanes": 8},
+            {"lanes": 32, "warps": 1},
+            {"warps": 4},
+            {"lanes": 4, "access": "ragged"},
+            {"warps": 8, "access": "ragged"},
+        ],
         "channel_last": [
             {"lanes": 2},
             {"lanes": 8},
             {"across": 16},
             {"across": 32},
             {"across": 16, "access": "packed"},
+            {"across": 16, "access": "ragged"},
+            {"vector": 2, "access": "ragged"},
         ],
     }
     for kernel in FAMILY.kernels:

@@ -51,8 +51,9 @@ def test_scans_are_tuned_and_reductions_are_not() -> None:
 @pytest.mark.parametrize("kernel", TUNED, ids=IDS)
 def test_a_space_is_a_few_dozen_variants_of_each_kind(kernel: Kernel) -> None:
     kinds = Counter(pinned(variant.statics[:3]) for variant in kernel.every)
-    packs = kernel.language == "cuda" and kernel.name.startswith("channel_last")
-    assert len(kinds) == (17 if packs else 12)
+    ragged = 3 if kernel.language == "cuda" else 0
+    packed = 5 if ragged and kernel.name.startswith("channel_last") else 0
+    assert len(kinds) == 12 + ragged + packed
     assert max(kinds.values()) <= 80
     assert min(kinds.values()) >= 4
     assert len(set(kernel.every)) == len(kernel.every)
@@ -112,6 +113,24 @@ def test_kinds_tell_aligned_problems_from_others(kernel: Kernel) -> None:
         assert {v.text("access") for v in timed} == {access}
 
 
+@pytest.mark.parametrize("kernel", TUNED, ids=IDS)
+def test_rows_that_start_anywhere_have_kernels_of_their_own(kernel: Kernel) -> None:
+    """If an element lies at the same place of its 16 bytes in every tensor."""
+    assert kernel.shape is not None
+    odd = a_problem(kernel.name, time=4099, channels=1001)
+    first, *others = odd.strides
+    longer = replace(odd, strides=(replace(first, batch=first.batch + 1), *others))
+    assert not longer.congruent()
+    taken = "ragged" if kernel.language == "cuda" else "generic"
+    for problem, access in ((odd, taken), (longer, "generic"), (a_problem(kernel.name), "aligned")):
+        assert f"access={access}" in kernel.shape(problem).kind
+        accepting = {v.text("access") for v in kernel.every if not kernel.accepts(v, problem)}
+        assert accepting == {access, "generic"}
+    for problem in (replace(odd, sequences=2), replace(odd, gates_dtype="bfloat16")):
+        taking = [v for v in kernel.every if not kernel.accepts(v, problem)]
+        assert all(v.text("access") == "generic" for v in taking)
+
+
 def test_sizes() -> None:
     kernel = FAMILY.kernel("channel_last_forward", "cuda")
     assert kernel.shape is not None
@@ -128,6 +147,7 @@ def test_sizes() -> None:
 
 def test_tiles_much_longer_than_a_sequence_are_not_worth_a_try() -> None:
     kernel = FAMILY.kernel("time_last_forward", "cuda")
-    short, long = a_problem(time=64), a_problem(time=65536)
-    timed = [sum(kernel.worth(v, problem) for v in kernel.every) for problem in (short, long)]
+    short, long, longest = a_problem(time=64), a_problem(time=65536), a_problem(time=1 << 24)
+    timed = [sum(kernel.worth(v, each) for v in kernel.every) for each in (short, long, longest)]
     assert 0 < timed[0] < timed[1]
+    assert 0 < timed[2] < timed[1]  # some would take a million tiles
