@@ -42,7 +42,6 @@ from scan_registry.kernels.linear_scan.triton_tiles import (
     add,
     at,
     conjugate,
-    divided,
     flipped_chunk,
     line,
     load,
@@ -234,10 +233,10 @@ def reduction(
     CHANNELS: tl.constexpr = OTHER if axis == 1 else UNIT
     TIMES: tl.constexpr = UNIT if axis == 1 else OTHER
     tiles_c, tiles_t = tl.cdiv(channels, CHANNELS), tl.cdiv(time, TIMES)
-    block, tile_t = divided(tl.program_id(0), tiles_t)
-    block, tile_c = divided(block, tiles_c)
-    kept, group = divided(block, groups)
-    o, b = divided(kept, kept_batch)
+    block = tl.program_id(0).to(tl.int64)
+    tile_t, tile_c = block % tiles_t, block // tiles_t % tiles_c
+    group, kept = block // tiles_t // tiles_c % groups, block // tiles_t // tiles_c // groups
+    o, b = kept // kept_batch, kept % kept_batch
 
     # Pieces by group, tile of channels and tile of times, each in the layout of gates_grad.
     piece, size = group, kept_batch * tl.where(sums_outer, 1, outer)
