@@ -102,16 +102,6 @@ def triton_time_last(dtype: str, access: str) -> list[Tile]:
     return [{**tile, "reverse": way} for tile, way in product(tiles, (0, 1))]
 
 
-def triton_channel_last(dtype: str, access: str) -> list[Tile]:
-    """Likewise; wide dtypes have tiles of half the size. Aligned ones also with more tiles on their way."""
-    tiles: list[Tile] = [
-        {"channels": channels, "times": times, "warps": warps}
-        for channels, times, warps in product((16, 32, 64, 128), (8, 16, 32, 64), (1, 2, 4, 8))
-        if channels * times // (32 * warps) in (_HELD if ITEM_SIZE[dtype] < 8 else (2, 4, 8))
-    ]
-    return tiles if access == "generic" else [*tiles, *({**tile, "stages": 5} for tile in tiles)]
-
-
 # --- Problems ---------------------------------------------------------------------------------
 
 

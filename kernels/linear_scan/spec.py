@@ -1,7 +1,7 @@
 """What the linear_scan family is made of: kernels, variants, what each accepts and how it launches.
 
 Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with their ``.cuh`` headers,
-and ``triton_kernels.py``. ``parameters`` gives the signature of every entry point.
+``triton_kernels.py`` and ``triton_columns.py``. ``parameters`` gives the signature of every entry point.
 
 Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``packed`` likewise those
 whose sequences are packed, ``ragged`` those whose rows start or end within 16 bytes; ``generic`` takes all.
@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from scan_registry.kernels.linear_scan import cuda_tiles, registers, space, streams
+from scan_registry.kernels.linear_scan import columns, cuda_tiles, registers, space, streams
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
     REDUCTION_TILE,
@@ -236,33 +236,25 @@ def _cuda_reduction(layout: Layout) -> Kernel:
 # --- Triton -----------------------------------------------------------------------------------
 
 
-def _triton_tiles(layout: Layout, dtype: str, access: str) -> tuple[Tile, ...]:
-    """Rows or channels of a program, times per step of its walk along time, warps."""
-    wide = ITEM_SIZE[dtype] == 8  # of which fewer fit in the registers
+def _triton_tiles(
+    layout: Layout, direction: Direction, dtype: str, access: str
+) -> tuple[Tile, ...]:
+    """Of contiguous time: rows of a program, times per step of its walk along time, warps."""
     if layout == "channel_last":
-        if wide:
-            return ({"channels": 16, "times": 16, "warps": 8 if dtype == "complex64" else 4},)
-        return ({"channels": 32, "times": 16, "warps": 2 if access == "aligned" else 4},)
+        return (columns.usual(direction, dtype, access),)
     times = 128 if access == "generic" else 256
     short: Tile = {"rows": 1, "times": times, "warps": 1}
     long: Tile = {"rows": 1, "times": 4 * times, "warps": 4}
-    tiles = (short,) if wide else (short, long)
+    tiles = (short,) if ITEM_SIZE[dtype] == 8 else (short, long)  # of wide ones, fewer fit
     if access == "generic":
         return tiles
     # Which way 16 bytes are read is for the compiler to know.
     return tuple({**tile, "reverse": way} for tile, way in product(tiles, (0, 1)))
 
 
-#: Tiles that a program has in hand unless its variant says: one that it computes, the others on their way
-#: to shared memory. Backward carries three inputs, which reach as far with fewer tiles. Over contiguous
-#: time it loads directly, since asynchronous copies cannot move single 16-bit elements, which is what t-1
-#: and t+1 come as; with a program per row, there are enough of them to hide each other's waiting.
-_STAGES = {
-    "time_last_forward": 3,
-    "channel_last_forward": 3,
-    "time_last_backward": 1,
-    "channel_last_backward": 2,
-}
+#: Tiles of rows that a program has in hand. Backward loads directly, since asynchronous copies cannot move
+#: single 16-bit elements, which is what t-1 and t+1 come as; a program per row are enough of them.
+_STAGES = {"time_last_forward": 3, "time_last_backward": 1}
 
 
 def _triton_constants(variant: Variant) -> Mapping[str, Static]:
@@ -276,8 +268,9 @@ def _triton_constants(variant: Variant) -> Mapping[str, Static]:
     if "access" not in statics:
         return complex_numbers | tile
     if "rows" in statics:
-        tile.setdefault("REVERSE", 0)
-    tile.setdefault("STAGES", _STAGES[variant.kernel])
+        tile = {"REVERSE": 0, "STAGES": _STAGES[variant.kernel]} | tile
+    else:
+        tile["GROUPS"] = columns.groups(variant)
     return {"ALIGNED": int(statics["access"] == "aligned")} | complex_numbers | tile
 
 
@@ -317,7 +310,9 @@ def _triton_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def _triton_cost(variant: Variant, problem: LinearScanProblem) -> float:
-    return registers.walk_cost(variant, problem, variant.number("times"))
+    if problem.layout == "channel_last":
+        return registers.channel_last_cost(variant, problem)
+    return registers.walk_cost(variant, problem, _triton_times(variant))
 
 
 def _triton_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
@@ -331,10 +326,17 @@ def _triton_launch(variant: Variant, problem: LinearScanProblem, multiprocessors
     return Launch((programs, y, ceil_div(sequences, y)), problem.scalars())
 
 
+def _triton_times(variant: Variant) -> int:
+    """Times that a tile covers."""
+    if variant.kernel.startswith("time_last"):
+        return variant.number("times")
+    return columns.times(variant)
+
+
 def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
-    defaults = scans(partial(_triton_tiles, layout))
-    tiles = space.triton_time_last if layout == "time_last" else space.triton_channel_last
+    defaults = scans(partial(_triton_tiles, layout, direction))
+    tiles = space.triton_time_last if layout == "time_last" else columns.tiles
     return Kernel(
         **_triton_source(layout, direction),
         defaults=defaults,
@@ -343,9 +345,7 @@ def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
         launch=_triton_launch,
         space=scans(tiles),
         given=frozenset({"reverse"}),
-        **space.tuned(
-            name, "triton", defaults, _triton_accepts, lambda variant: variant.number("times")
-        ),
+        **space.tuned(name, "triton", defaults, _triton_accepts, _triton_times),
     )
 
 
@@ -363,11 +363,12 @@ def _triton_reduction(layout: Layout) -> Kernel:
 def _triton_source(layout: Layout, direction: Direction) -> dict[str, Any]:
     """What all Triton kernels say alike."""
     name = f"{layout}_{direction}"
+    walks_columns = layout == "channel_last" and direction != "reduction"
     return {
         "family": FAMILY_NAME,
         "name": name,
         "language": "triton",
-        "source": "triton_kernels.py",
+        "source": "triton_columns.py" if walks_columns else "triton_kernels.py",
         "entry": name,
         "parameters": parameters(direction),
         "constants": _triton_constants,

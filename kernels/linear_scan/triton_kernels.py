@@ -1,9 +1,10 @@
-"""linear_scan in Triton: the kernels that the CUDA sources have, with the same parameters.
+"""linear_scan in Triton: the kernels that the CUDA sources have, with the same parameters. Here are those
+over contiguous time, and the reductions; those over contiguous channels are in ``triton_columns.py``.
 
 One step of the recurrence is an affine map of the state, x -> scale * x + shift, and composing maps
-is associative. A program owns a few lines (rows where time is contiguous, channels where channels
-are) of one sequence and walks them tile by tile. It lets the state that enters a tile into the
-tile's first map, scans the tile, writes it, and takes the last state along to the next tile.
+is associative. A program owns a few rows of one sequence and walks them tile by tile. It lets the
+state that enters a tile into the tile's first map, scans the tile, writes it, and takes the last
+state along to the next tile.
 
     forward    x[t]           = gates[t] * x[t-1] + tokens[t]
     backward   tokens_grad[t] = conj(gates[t+1]) * tokens_grad[t+1] + states_grad[t]
@@ -15,24 +16,23 @@ Forward reads two elements and writes one: 12 bytes per element in float32, 6 in
 float16. Backward reads three and writes two: 20 bytes and 10; it reads gates and states directly at
 t+1 and t-1, so that no value has to change threads.
 
-    time_last        time ->                    channel_last    channels ->
-    row 0            | tile 0 | tile 1 | …      tile 0, time    | CHANNELS |
-    …                |        |        |        |               |  TIMES   |
-    row ROWS-1       | TIMES  | TIMES  | …      v  tile 1 …     |          |
+    row 0            | tile 0 | tile 1 | …    time ->
+    …                |        |        |
+    row ROWS-1       | TIMES  | TIMES  | …
 
 Walking from the last step to the first is walking with the strides of time negated, except where
-that would keep 16 bytes from being read at once: in aligned variants over contiguous time. Triton
-scans a tile in reverse at the price of five shuffles for each value that goes in or comes out, so
-such a tile is put into reverse order as it is read: its 16-byte chunks by their addresses, and the
-elements of a chunk by a flip, which costs nothing as one thread holds the chunk.
+that would keep 16 bytes from being read at once: in aligned variants. Triton scans a tile in reverse
+at the price of five shuffles for each value that goes in or comes out, so such a tile is put into
+reverse order as it is read: its 16-byte chunks by their addresses, and the elements of a chunk by a
+flip, which costs nothing as one thread holds the chunk.
 
 Steps outside a line read as the identity map, gate 1 and token 0, and so hand the state on. Each
 packed sequence is walked by a program of its own, so that none can touch another: programs lie along
 x for lines, and along y and then z for sequences.
 
-Aligned variants (ALIGNED 1) take it that the contiguous dimension has stride 1, that there is one
-outer index and nothing packed; over contiguous time, they run in one direction only (REVERSE 1: from
-the last step to the first). The others take nothing for granted.
+Aligned variants (ALIGNED 1) take it that time has stride 1, that there is one outer index and nothing
+packed, and run in one direction only (REVERSE 1: from the last step to the first). The others take
+nothing for granted.
 """
 
 import triton
@@ -47,7 +47,6 @@ from scan_registry.kernels.linear_scan.triton_tiles import (
     load,
     multiply,
     near,
-    own_channels,
     own_rows,
     own_sequence,
     reverse_chunks,
@@ -75,17 +74,17 @@ PART = tl.constexpr(16)
 @triton.jit
 def walk_forward(
     gates, tokens, states, x, lines, steps,
-    TIMES: tl.constexpr, axis: tl.constexpr, CHUNK: tl.constexpr, stages: tl.constexpr,
+    TIMES: tl.constexpr, CHUNK: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     """Scan the ``lines`` that the mask admits from state ``x``; returns the state after them."""
     bits: tl.constexpr = states[0].dtype.element_ty.primitive_bitwidth
     rest = zeros_like(x)
     for start in tl.range(0, steps, TIMES, num_stages=stages):
-        base, place, order = tile_steps(start, steps, TIMES, axis, CHUNK)
+        base, place, order = tile_steps(start, steps, TIMES, CHUNK)
         inside = lines & (place < up_to(steps - base, TIMES))
         gate = reverse_chunks(load(near(gates, base, place), inside, 1), CHUNK)
         token = reverse_chunks(load(near(tokens, base, place), inside, 0), CHUNK)
-        tile, x, rest = scan(value(gate), value(token), x, rest, order, TIMES, axis, bits)
+        tile, x, rest = scan(value(gate), value(token), x, rest, order, TIMES, bits)
         store(near(states, base, place), reverse_value_chunks(tile, CHUNK), inside)
     return x
 
@@ -93,17 +92,16 @@ def walk_forward(
 @triton.jit
 def forward(
     gates, tokens, initial_state, states, final_state, offsets, lines, sequences, time, flags,
-    TIMES: tl.constexpr, axis: tl.constexpr, stages: tl.constexpr,
-    ALIGNED: tl.constexpr, REVERSE: tl.constexpr,
+    TIMES: tl.constexpr, stages: tl.constexpr, ALIGNED: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    CHUNK: tl.constexpr = flipped_chunk(gates[0].dtype, axis, ALIGNED)
+    CHUNK: tl.constexpr = flipped_chunk(gates[0].dtype, ALIGNED)
     reverse = flags % 2 == 1
     s, begin, end = own_sequence(offsets, sequences, time, ALIGNED)
     lines = lines & (begin < end)
     x = value(load(at(initial_state, s), lines & initial_state[2], 0))
     if CHUNK > 0:
         x = walk_forward(
-            gates, tokens, states, x, lines, end, TIMES, axis, CHUNK * REVERSE, stages
+            gates, tokens, states, x, lines, end, TIMES, CHUNK * REVERSE, stages
         )  # fmt: skip
     else:
         first, direction = tl.where(reverse, end - 1, begin), tl.where(reverse, -1, 1)
@@ -111,7 +109,7 @@ def forward(
             walked(gates, first, direction),
             walked(tokens, first, direction),
             walked(states, first, direction),
-            x, lines, end - begin, TIMES, axis, 0, stages,
+            x, lines, end - begin, TIMES, 0, stages,
         )  # fmt: skip
     store(at(final_state, s), x, lines & final_state[2])
 
@@ -119,14 +117,14 @@ def forward(
 @triton.jit
 def walk_backward(
     gates, states, states_grad, gates_grad, tokens_grad, initial, adjoint, lines, steps,
-    TIMES: tl.constexpr, axis: tl.constexpr, CHUNK: tl.constexpr, stages: tl.constexpr,
+    TIMES: tl.constexpr, CHUNK: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     """The scan of ``walk_forward`` over tokens_grad, the states' adjoint, against the direction of
     the recurrence. ``initial`` is the state before its first step; returns the adjoint there."""
     bits: tl.constexpr = states_grad[0].dtype.element_ty.primitive_bitwidth
     rest = zeros_like(adjoint)
     for start in tl.range(0, steps, TIMES, num_stages=stages):
-        base, place, order = tile_steps(start, steps, TIMES, axis, CHUNK)
+        base, place, order = tile_steps(start, steps, TIMES, CHUNK)
         inside = lines & (place < up_to(steps - base, TIMES))
         # Of all steps, where in or next to this tile: the lowest, or -1, and the highest, or TIMES.
         lowest, highest = tl.where(base > 0, -1, 0), up_to(steps - 1 - base, TIMES)
@@ -142,7 +140,7 @@ def walk_backward(
         x = value(load(near(states, earlier, place), has_earlier & gates_grad[2], 0))
 
         scale = conjugate(value(later_gate))
-        tile, adjoint, rest = scan(scale, value(grad), adjoint, rest, order, TIMES, axis, bits)
+        tile, adjoint, rest = scan(scale, value(grad), adjoint, rest, order, TIMES, bits)
         for_tokens = reverse_value_chunks(tile, CHUNK)
         for_gates = multiply(for_tokens, conjugate(select(is_first, initial, x)))
         store(near(gates_grad, base, place), for_gates, inside & gates_grad[2])
@@ -154,10 +152,9 @@ def walk_backward(
 def backward(
     gates, states, states_grad, initial_state, final_state_grad,
     gates_grad, tokens_grad, initial_state_grad, offsets, lines, sequences, time, flags,
-    TIMES: tl.constexpr, axis: tl.constexpr, stages: tl.constexpr,
-    ALIGNED: tl.constexpr, REVERSE: tl.constexpr,
+    TIMES: tl.constexpr, stages: tl.constexpr, ALIGNED: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    CHUNK: tl.constexpr = flipped_chunk(gates[0].dtype, axis, ALIGNED)
+    CHUNK: tl.constexpr = flipped_chunk(gates[0].dtype, ALIGNED)
     reverse = flags % 2 == 1
     s, begin, end = own_sequence(offsets, sequences, time, ALIGNED)
     lines = lines & (begin < end)
@@ -166,7 +163,7 @@ def backward(
     if CHUNK > 0:
         adjoint = walk_backward(
             gates, states, states_grad, gates_grad, tokens_grad,
-            initial, adjoint, lines, end, TIMES, axis, CHUNK * (1 - REVERSE), stages,
+            initial, adjoint, lines, end, TIMES, CHUNK * (1 - REVERSE), stages,
         )  # fmt: skip
     else:
         first, direction = tl.where(reverse, begin, end - 1), tl.where(reverse, 1, -1)
@@ -176,7 +173,7 @@ def backward(
             walked(states_grad, first, direction),
             walked(gates_grad, first, direction),
             walked(tokens_grad, first, direction),
-            initial, adjoint, lines, end - begin, TIMES, axis, 0, stages,
+            initial, adjoint, lines, end - begin, TIMES, 0, stages,
         )  # fmt: skip
     first_gate = value(load(at(gates, tl.where(reverse, end - 1, begin)), lines, 0))
     grad = multiply(conjugate(first_gate), adjoint)
@@ -307,33 +304,7 @@ def time_last_forward(
         line(initial_state, where, state_strides, COMPLEX),
         line(states, where, states_strides, COMPLEX),
         line(final_state, where, state_strides, COMPLEX),
-        offsets, lines, sequences, time, flags, TIMES, 1, STAGES, ALIGNED, REVERSE,
-    )  # fmt: skip
-
-
-@triton.jit
-def channel_last_forward(
-    gates, tokens, initial_state, states, final_state, offsets, workspace,
-    outer, batch, channels, time, sequences,
-    gates_outer, gates_batch, gates_channel, gates_time,
-    tokens_outer, tokens_batch, tokens_channel, tokens_time,
-    states_outer, states_batch, states_channel, states_time,
-    state_outer, state_batch, state_channel, state_time, flags,
-    CHANNELS: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr,
-    ALIGNED: tl.constexpr, COMPLEX: tl.constexpr,
-):  # fmt: skip
-    where, lines = own_channels(batch, channels, CHANNELS, ALIGNED)
-    gates_strides = (gates_outer, gates_batch, 1 if ALIGNED else gates_channel, gates_time)
-    tokens_strides = (tokens_outer, tokens_batch, 1 if ALIGNED else tokens_channel, tokens_time)
-    states_strides = (states_outer, states_batch, 1 if ALIGNED else states_channel, states_time)
-    state_strides = (state_outer, state_batch, state_channel, state_time)
-    forward(
-        line(gates, where, gates_strides, COMPLEX),
-        line(tokens, where, tokens_strides, COMPLEX),
-        line(initial_state, where, state_strides, COMPLEX),
-        line(states, where, states_strides, COMPLEX),
-        line(final_state, where, state_strides, COMPLEX),
-        offsets, lines, sequences, time, flags, TIMES, 0, STAGES, ALIGNED, 0,
+        offsets, lines, sequences, time, flags, TIMES, STAGES, ALIGNED, REVERSE,
     )  # fmt: skip
 
 
@@ -367,41 +338,7 @@ def time_last_backward(
         line(gates_grad, where, grads_strides, COMPLEX),
         line(tokens_grad, where, grads_strides, COMPLEX),
         line(initial_state_grad, where, state_strides, COMPLEX),
-        offsets, lines, sequences, time, flags, TIMES, 1, STAGES, ALIGNED, REVERSE,
-    )  # fmt: skip
-
-
-@triton.jit
-def channel_last_backward(
-    gates, states, states_grad, initial_state, final_state_grad,
-    gates_grad, tokens_grad, initial_state_grad, offsets, workspace,
-    outer, batch, channels, time, sequences,
-    gates_outer, gates_batch, gates_channel, gates_time,
-    states_outer, states_batch, states_channel, states_time,
-    states_grad_outer, states_grad_batch, states_grad_channel, states_grad_time,
-    grads_outer, grads_batch, grads_channel, grads_time,
-    state_outer, state_batch, state_channel, state_time, flags,
-    CHANNELS: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr,
-    ALIGNED: tl.constexpr, COMPLEX: tl.constexpr,
-):  # fmt: skip
-    where, lines = own_channels(batch, channels, CHANNELS, ALIGNED)
-    gates_strides = (gates_outer, gates_batch, 1 if ALIGNED else gates_channel, gates_time)
-    states_strides = (states_outer, states_batch, 1 if ALIGNED else states_channel, states_time)
-    states_grad_strides = (
-        states_grad_outer, states_grad_batch, 1 if ALIGNED else states_grad_channel, states_grad_time,
-    )  # fmt: skip
-    grads_strides = (grads_outer, grads_batch, 1 if ALIGNED else grads_channel, grads_time)
-    state_strides = (state_outer, state_batch, state_channel, state_time)
-    backward(
-        line(gates, where, gates_strides, COMPLEX),
-        line(states, where, states_strides, COMPLEX),
-        line(states_grad, where, states_grad_strides, COMPLEX),
-        line(initial_state, where, state_strides, COMPLEX),
-        line(final_state_grad, where, state_strides, COMPLEX),
-        line(gates_grad, where, grads_strides, COMPLEX),
-        line(tokens_grad, where, grads_strides, COMPLEX),
-        line(initial_state_grad, where, state_strides, COMPLEX),
-        offsets, lines, sequences, time, flags, TIMES, 0, STAGES, ALIGNED, 0,
+        offsets, lines, sequences, time, flags, TIMES, STAGES, ALIGNED, REVERSE,
     )  # fmt: skip
 
 

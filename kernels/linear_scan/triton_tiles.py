@@ -106,6 +106,14 @@ def zeros_like(a):
 
 
 @triton.jit
+def ones_like(a):
+    if len(a) == 2:
+        return tl.full(a[0].shape, 1.0, a[0].dtype), tl.zeros_like(a[1])
+    else:
+        return (tl.full(a[0].shape, 1.0, a[0].dtype),)
+
+
+@triton.jit
 def reverse_chunks(tile, CHUNK: tl.constexpr):
     """Every CHUNK neighbours along the last dimension in reverse order; as it is if CHUNK is 0."""
     if CHUNK <= 1:
@@ -133,9 +141,9 @@ def spread(a, like):
 
 
 @triton.jit
-def of_last(a, order, TIMES: tl.constexpr, axis: tl.constexpr):
+def of_last(a, order, TIMES: tl.constexpr):
     """The values of a tile's last step."""
-    return total(select(order == TIMES - 1, a, zeros_like(a)), axis)
+    return total(select(order == TIMES - 1, a, zeros_like(a)), 1)
 
 
 # --- The scan ---------------------------------------------------------------------------------
@@ -238,28 +246,26 @@ def exactly_applied(scale, rest, shift, x, x_rest):
 
 
 @triton.jit
-def scan(
-    scale, shift, x, x_rest, order, TIMES: tl.constexpr, axis: tl.constexpr, bits: tl.constexpr
-):
+def scan(scale, shift, x, x_rest, order, TIMES: tl.constexpr, bits: tl.constexpr):
     """The states after each map of a tile that ``x`` enters, the last of them, and its rest. ``bits``
     are those of an element in which states are stored."""
     if bits < 32:
         shift = select(order == 0, add(multiply(scale, x), shift), shift)
-        _, states = tl.associative_scan((scale[0], shift[0]), axis, then)
-        return (states,), of_last((states,), order, TIMES, axis), x_rest
+        _, states = tl.associative_scan((scale[0], shift[0]), 1, then)
+        return (states,), of_last((states,), order, TIMES), x_rest
     else:
         rest = zeros_like(scale)
         if len(x) == 2:
             maps = (scale[0], scale[1], rest[0], rest[1], shift[0], shift[1])
-            s, s_i, r, r_i, h, h_i = tl.associative_scan(maps, axis, then_complex)
+            s, s_i, r, r_i, h, h_i = tl.associative_scan(maps, 1, then_complex)
             scale, rest, shift = (s, s_i), (r, r_i), (h, h_i)
         else:
             maps = (scale[0], rest[0], shift[0])
-            s, r, h = tl.associative_scan(maps, axis, then_with_rest)
+            s, r, h = tl.associative_scan(maps, 1, then_with_rest)
             scale, rest, shift = (s,), (r,), (h,)
-        last_scale = of_last(scale, order, TIMES, axis)
-        last_rest = of_last(rest, order, TIMES, axis)
-        last_shift = of_last(shift, order, TIMES, axis)
+        last_scale = of_last(scale, order, TIMES)
+        last_rest = of_last(rest, order, TIMES)
+        last_shift = of_last(shift, order, TIMES)
         last, last_rest = exactly_applied(last_scale, last_rest, last_shift, x, x_rest)
         x = spread(x, s)
         return multiply_add(scale, x, multiply_add(rest, x, shift)), last, last_rest
@@ -297,30 +303,32 @@ def walked(line, first, direction):
 
 
 @triton.jit
-def own_rows(outer, batch, channels, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """(outer, batch, channel) of this program's rows, and their mask: (ROWS, 1)."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    b = row // channels
-    c = row - b * channels
-    if ALIGNED:
-        return (0, b, c), b < batch
-    else:
-        o = b // batch
-        return (o, b - o * batch, c), o < outer
+def divided(a, b):
+    """Quotient and remainder of program numbers. There are fewer than 2**31 programs, and a division in
+    64 bits takes a hundred instructions."""
+    a, b = a.to(tl.int32), b.to(tl.int32)
+    quotient = a // b
+    return quotient.to(tl.int64), (a - quotient * b).to(tl.int64)
 
 
 @triton.jit
-def own_channels(batch, channels, CHANNELS: tl.constexpr, ALIGNED: tl.constexpr):
-    """(outer, batch, channel) of this program's channels, and their mask: (1, CHANNELS)."""
-    program = tl.program_id(0).to(tl.int64)
-    across = tl.cdiv(channels, CHANNELS)
-    b = program // across
-    c = (program - b * across) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    if ALIGNED:
-        return (0, b, c), c < channels
+def own_rows(outer, batch, channels, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """(outer, batch, channel) of this program's rows, and their mask: (ROWS, 1)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    if ROWS == 1:
+        b, c = divided(row, channels)
     else:
-        o = b // batch
-        return (o, b - o * batch, c), c < channels
+        b = row // channels
+        c = row - b * channels
+    if ALIGNED:
+        return (0, b, c), b < batch
+    else:
+        if ROWS == 1:
+            o, b = divided(b, batch)
+        else:
+            o = b // batch
+            b -= o * batch
+        return (o, b, c), o < outer
 
 
 @triton.jit
@@ -338,9 +346,9 @@ def own_sequence(offsets, sequences, time, ALIGNED: tl.constexpr):
 
 
 @triton.constexpr_function
-def flipped_chunk(pointer, axis, aligned):
+def flipped_chunk(pointer, aligned):
     """Elements in 16 bytes where they are to be read at once also downwards in time; else 0."""
-    return 128 // pointer.element_ty.primitive_bitwidth if aligned and axis == 1 else 0
+    return 128 // pointer.element_ty.primitive_bitwidth if aligned else 0
 
 
 @triton.jit
@@ -350,13 +358,13 @@ def up_to(steps, TIMES: tl.constexpr):
 
 
 @triton.jit
-def tile_steps(start, steps, TIMES: tl.constexpr, axis: tl.constexpr, CHUNK: tl.constexpr):
+def tile_steps(start, steps, TIMES: tl.constexpr, CHUNK: tl.constexpr):
     """Base, places, order: element ``order`` of a tile is that of step base + place.
 
     The walk is upwards if CHUNK is 0; else downwards, with each chunk upwards. Places and order
     have 32 bits.
     """
-    order = tl.expand_dims(tl.arange(0, TIMES), 1 - axis)
+    order = tl.arange(0, TIMES)[None, :]
     if CHUNK == 0:
         return start, order, order
     else:

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, cycle, product
+from math import prod
 
 import torch
 from torch import Tensor
 from triton_interpreter import Placed, allow, mend
 
 from scan_registry.kernels.linear_scan import problem as problems
-from scan_registry.kernels.linear_scan import reference, triton_kernels
+from scan_registry.kernels.linear_scan import reference, triton_columns, triton_kernels
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
     STRIDED,
@@ -87,7 +88,8 @@ class Setting:
     offsets    bounds of the packed sequences
     omitted    parameters that are null
     poisoned   whether all sequences but the second hold infinities and NaNs
-    tile       of the variant: rows or channels, and times; or along the unit and other dimension
+    tile       of the variant: rows and times; or channels, groups and steps; or along the unit and other
+               dimension
     aligned    whether it is an aligned variant
     groups     of a reduction, if not as many as the problem says
     """
@@ -100,7 +102,7 @@ class Setting:
     reverse: bool = False
     omitted: tuple[str, ...] = ()
     poisoned: bool = False
-    tile: tuple[int, int] = (2, 16)
+    tile: tuple[int, ...] = (2, 16)
     aligned: bool = False
     groups: int = 0
 
@@ -270,8 +272,9 @@ class Run:
         found |= {"ALIGNED": int(setting.aligned), "STAGES": 2}
         if self.layout == "time_last":
             found["REVERSE"] = int(setting.aligned and setting.reverse)
-        lines = "ROWS" if self.layout == "time_last" else "CHANNELS"
-        return found | dict(zip((lines, "TIMES"), setting.tile, strict=True))
+            return found | dict(zip(("ROWS", "TIMES"), setting.tile, strict=True))
+        found |= dict(zip(("CHANNELS", "GROUPS", "STEPS"), setting.tile, strict=True))
+        return found | {"VECTOR": 4 if setting.aligned else 1}
 
     def launch(self) -> None:
         problem = self.problem()
@@ -295,7 +298,9 @@ class Run:
             reads=[p for n, p in self.placed.items() if n not in self.outputs],
             writes=[p for n, p in self.placed.items() if n in self.outputs],
         )
-        getattr(triton_kernels, self.kernel)[self.grid()](*values, **self.constants())
+        walks = self.layout == "channel_last" and self.direction != "reduction"
+        module = triton_columns if walks else triton_kernels
+        getattr(module, self.kernel)[self.grid()](*values, **self.constants())
 
     def faults(self) -> Iterator[str]:
         """What is wrong with the outputs."""
@@ -362,8 +367,9 @@ def scans(layout: Layout, direction: Direction) -> Iterator[Setting]:
     """Problems for generic and aligned variants, of few tiles: the interpreter takes 0.1 s for one
     of any size. All begin with one row or channel, or more than the tile has."""
     time_last = layout == "time_last"
-    tile, omitted, reverse = (2, 16) if time_last else (4, 8), cycle(OMITTED[direction]), flags()
-    times, rows = tile[1], cycle((80, 48, 128))
+    tile: tuple[int, ...] = (2, 16) if time_last else (4, 2, 4)
+    times, rows = prod(tile[1:]), cycle((80, 48, 128))
+    omitted, reverse = cycle(OMITTED[direction]), flags()
     for sizes in ((1, 1, 1, 1), (1, 2, 1, times), (2, 1, 3, times - 1), (1, 3, 1, 2 * times + 1)):
         for turned in (False, True):
             yield Setting(sizes, tile=tile, reverse=turned, omitted=next(omitted))
@@ -374,7 +380,8 @@ def scans(layout: Layout, direction: Direction) -> Iterator[Setting]:
         sizes, tiles = ((1, 1, 1, next(rows)), (1, 64)) if time_last else ((1, 1, 5, 9), tile)
         yield Setting(sizes, dtype, reverse=turned, tile=tiles, aligned=True)
     for broadcast in ((0,), (1,), (2,), (3,), (0, 1, 2, 3)):
-        yield Setting((2, 2, 2, 9), broadcast=broadcast, tile=(8, 16), reverse=next(reverse))
+        wider = (8, 16) if time_last else (8, 4, 4)
+        yield Setting((2, 2, 2, 9), broadcast=broadcast, tile=wider, reverse=next(reverse))
 
     # Sequences that are empty, of one step, of a tile and a step, and of one tile.
     ends = (0, 0, 3, 3, times + 4, times + 5, 2 * times + 5, 2 * times + 5)
@@ -388,9 +395,9 @@ def scans(layout: Layout, direction: Direction) -> Iterator[Setting]:
     for offsets in MALFORMED:
         yield Setting((1, 1, 2, 20), offsets=offsets, reverse=next(reverse), tile=tile)
 
-    built = ((1, 256), (1, 1024)) if time_last else ((32, 16),)
+    built: tuple[tuple[int, ...], ...] = ((1, 256), (1, 1024)) if time_last else ((64, 8, 8),)
     for tile, aligned in product(built, (False, True)):
-        sizes = (1, 1, 1, tile[1] + 16) if time_last else (1, 1, 48, 17)
+        sizes = (1, 1, 1, tile[1] + 16) if time_last else (1, 1, 80, 65)
         yield Setting(sizes, tile=tile, aligned=aligned)
 
 

@@ -149,6 +149,7 @@ ON_TOP = {"aot", "bench", "cli", "compat", "nn", "ops", "tuner"}
 KERNELS_MAY = {
     "reference": {"torch"},
     "cases": {"torch"},
+    "triton_columns": {"triton"},
     "triton_kernels": {"triton"},
     "triton_tiles": {"triton"},
 }
