@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from scan_registry.frozen import dataclass
 
 _ARCH = re.compile(r"sm_(\d{2,3})")
 

@@ -27,7 +27,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +35,7 @@ from typing import Any
 
 from scan_registry import chunks
 from scan_registry.binary import Binary, read_count, read_text
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Tuning
 from scan_registry.target import Target

@@ -17,7 +17,6 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 from scan_registry import distributions
 from scan_registry.archive import SUFFIX, Archive, ArchiveError, parse_json
 from scan_registry.distributions import Distribution as Installed
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Variant
 
 GROUP = "scan_registry.archives"
