@@ -417,8 +417,10 @@ for _dispatch_key in ("CPU", "CUDA"):
     _LIBRARY.impl("linear_scan_backward", _disable_dynamo(_backward_impl), _dispatch_key)
 _LIBRARY.impl("linear_scan", _forward_autograd, "Autograd")
 _LIBRARY.impl("linear_scan_backward", _backward_autograd, "Autograd")
-torch.library.register_fake("scan_registry::linear_scan", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("scan_registry::linear_scan_backward", _backward_fake, lib=_LIBRARY)
+# As kernels of tensors without memory: torch.library.register_fake takes longer than most of a first call,
+# to find out from where it is called.
+_LIBRARY.impl("linear_scan", _forward_fake, "Meta")
+_LIBRARY.impl("linear_scan_backward", _backward_fake, "Meta")
 
 _op = torch.ops.scan_registry.linear_scan.default
 _backward_op = torch.ops.scan_registry.linear_scan_backward.default
