@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -114,6 +115,11 @@ class Tuning:
             {str(name): positive(size) for name, size in pairs if size is not None},
             {self.labels[number]: positive(ms) for number, ms in times},
         )
+
+    def wins(self) -> Counter[str]:
+        """In how many rows each label is the fastest."""
+        rows = [row for kind in self.kinds for row in self.rows(kind)]
+        return Counter(next(iter(row.times)) for row in rows if row.times)
 
     def nearest(self, shape: Shape) -> tuple[float, Row] | None:
         """The row of the shape's kind that is closest to it, and how far away it is; of equals the
