@@ -7,14 +7,11 @@ evidence behind it, every variant's time and its spread, is a ``tables.Table``.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from scan_registry.frozen import dataclass
-
-_ARCH = re.compile(r"sm_(\d{2,3})")
 
 
 @dataclass(frozen=True)
@@ -150,10 +147,10 @@ class Tuning:
 
 def capability_of(arch: str) -> tuple[int, int]:
     """(9, 0) for ``sm_90``; ``ValueError`` for what is no GPU's architecture."""
-    match = _ARCH.fullmatch(arch)
-    if match is None:
+    number = arch[3:] if isinstance(arch, str) and arch.startswith("sm_") else ""
+    if not (number.isdecimal() and len(number) in (2, 3)):
         raise ValueError(f"{arch!r} is not a GPU's architecture, such as sm_90")
-    return int(match[1][:-1]), int(match[1][-1])
+    return int(number[:-1]), int(number[-1])
 
 
 def positive(value: Any) -> float:

@@ -33,7 +33,7 @@ CORE = "scan-registry"
 MANIFEST = "provider.json"
 SCHEMA = 1
 MISNAMED = f"is not used: it is named after no architecture, as sm90{SUFFIX} is"
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA256 = r"[0-9a-f]{64}"
 
 
 class ProviderError(RuntimeError):
@@ -235,7 +235,7 @@ def _denial(entry: Any) -> tuple[str, str]:
         )
     subject = given.get("sha256", given.get("variant"))
     if "sha256" in given:
-        if not (isinstance(subject, str) and _SHA256.fullmatch(subject)):
+        if not (isinstance(subject, str) and re.fullmatch(_SHA256, subject)):
             raise ValueError(
                 f"denied has sha256 {subject!r}; accepted are 64 hexadecimal digits in lower case"
             )
