@@ -16,7 +16,8 @@ from scan_registry.select import BACKENDS, Backend
 
 __all__ = ["BACKENDS", "describe", "linear_scan"]
 
-_is_compiling = torch.compiler.is_compiling
+# What torch compiles is not to see the rest of a plain call; what it traces otherwise is told there.
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 @overload

@@ -58,7 +58,7 @@ class PlainScan(torch.autograd.Function):
     def forward(ctx: Any, gates: Tensor, tokens: Tensor, done: tuple[Tensor, int, Any]) -> Tensor:
         states, dim, backend = done
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(gates, states if ctx.needs_input_grad[0] else None)
+        ctx.save_for_backward(gates, states if gates.requires_grad else None)
         ctx.asked = dim, backend, _required()
         return states
 
