@@ -43,8 +43,9 @@ class PlainCalls:
     watchers  functions that return something true while somebody watches or changes what is dispatched
     is_neg    torch.Tensor.is_neg
     exchange  the tensor type's __dlpack_c_exchange_api__, or None
+    backends  what there is to ask for
     choice    a function of nothing that plans depend on, beside the arguments
-    plans     what was planned, first in its tuple, which holds dim, backend and choice, too
+    plans     what was planned, with the choice that it depends on
     plan      makes such a tuple, and puts it in ``plans``, from its key, the call's arguments and choice
     """
 
@@ -54,13 +55,11 @@ class PlainCalls:
         watchers: tuple[Callable[[], object], ...],
         is_neg: Callable[..., bool],
         exchange: object,
+        backends: tuple[str, ...],
         choice: Callable[[], object],
-        plans: dict[bytes, tuple[PlainPlan, Any, Any, Any]],
-        plan: Callable[
-            [bytes, Any, Any, Any, Any, Any],
-            tuple[PlainPlan, Any, Any, Any],
-        ],
+        plans: dict[bytes, tuple[PlainPlan, Any]],
+        plan: Callable[[bytes, Any, Any, Any, Any, Any], tuple[PlainPlan, Any]],
     ) -> PlainCalls: ...
-    def run(self, gates: object, tokens: object, dim: object, backend: object, /) -> Any: ...
+    def run(self, gates: object, tokens: object, dim: int, backend: object, /) -> Any: ...
 
 def bind(launch: int, memset: int, current: int, push: int, pop: int, /) -> None: ...

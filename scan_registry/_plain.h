@@ -157,19 +157,20 @@ static PyType_Spec plain_launch_spec = {"scan_registry._launcher.PlainLaunch", s
 typedef struct {
     PyObject_HEAD
     const Exchange *exchange; /* NULL: this torch has none, and no call is plain */
-    PyObject *types, *watchers, *is_neg, *choice, *plans, *plan;
+    PyObject *types, *watchers, *is_neg, *backends, *choice, *plans, *plan;
 } PlainCalls;
 
 static PyTypeObject *plain_calls_type;
 
 static PyObject *plain_calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"types",  "watchers", "is_neg", "exchange",
+    static char *names[] = {"types",  "watchers", "is_neg", "exchange", "backends",
                             "choice", "plans",    "plan",   NULL};
-    PyObject *types, *watchers, *is_neg, *capsule, *choice, *plans, *plan;
+    PyObject *types, *watchers, *is_neg, *capsule, *backends, *choice, *plans, *plan;
     const Exchange *table = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOOO!O:PlainCalls", names, &PyTuple_Type,
-                                     &types, &PyTuple_Type, &watchers, &is_neg, &capsule, &choice,
-                                     &PyDict_Type, &plans, &plan))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOO!OO!O:PlainCalls", names, &PyTuple_Type,
+                                     &types, &PyTuple_Type, &watchers, &is_neg, &capsule,
+                                     &PyTuple_Type, &backends, &choice, &PyDict_Type, &plans,
+                                     &plan))
         return NULL;
     if (capsule != Py_None && !(table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
         return NULL;
@@ -179,6 +180,7 @@ static PyObject *plain_calls_new(PyTypeObject *type, PyObject *args, PyObject *k
     self->types = Py_NewRef(types);
     self->watchers = Py_NewRef(watchers);
     self->is_neg = Py_NewRef(is_neg);
+    self->backends = Py_NewRef(backends);
     self->choice = Py_NewRef(choice);
     self->plans = Py_NewRef(plans);
     self->plan = Py_NewRef(plan);
@@ -190,6 +192,7 @@ static void plain_calls_dealloc(PyObject *object) {
     Py_XDECREF(self->types);
     Py_XDECREF(self->watchers);
     Py_XDECREF(self->is_neg);
+    Py_XDECREF(self->backends);
     Py_XDECREF(self->choice);
     Py_XDECREF(self->plans);
     Py_XDECREF(self->plan);
@@ -243,14 +246,28 @@ static int read_both(const PlainCalls *self, PyObject *const *args, Tensor *gate
            !memcmp(gates->shape, tokens->shape, sizeof(int64_t) * (size_t)gates->dimensions);
 }
 
-/* All that a plan depends on. The objects in it go by their identity, and its plan keeps them. */
-static PyObject *key_of(const Tensor *gates, const Tensor *tokens, PyObject *const *args,
+static int read_options(const PlainCalls *self, PyObject *const *args, int64_t options[2]) {
+    int overflow;
+    options[0] = PyLong_AsLongLongAndOverflow(args[DIM], &overflow);
+    if (options[0] == -1 && PyErr_Occurred()) return -1;
+    const Py_ssize_t count = PyTuple_Size(self->backends);
+    Py_ssize_t i = 0;
+    while (i < count && PyTuple_GetItem(self->backends, i) != args[BACKEND]) i++;
+    if (i == count && PyUnicode_Check(args[BACKEND]))
+        for (i = 0; i < count; i++)
+            if (!PyUnicode_Compare(PyTuple_GetItem(self->backends, i), args[BACKEND])) break;
+    options[1] = i;
+    return !overflow && i < count;
+}
+
+/* All that a plan depends on; ``choice`` goes by its identity, and the plan keeps it. */
+static PyObject *key_of(const Tensor *gates, const Tensor *tokens, const int64_t options[2],
                         PyObject *choice) {
     const int64_t head[] = {gates->code << 8 | gates->bits,
                             (int64_t)gates->device_type << 32 | gates->device,
                             (int64_t)((address(gates) | address(tokens)) & ALIGNMENT),
-                            (int64_t)(intptr_t)args[DIM],
-                            (int64_t)(intptr_t)args[BACKEND],
+                            options[0],
+                            options[1],
                             (int64_t)(intptr_t)choice};
     enum { HEAD = sizeof head / sizeof *head };
     const size_t n = (size_t)gates->dimensions;
@@ -263,9 +280,9 @@ static PyObject *key_of(const Tensor *gates, const Tensor *tokens, PyObject *con
 }
 
 static PyObject *plan_of(const PlainCalls *self, PyObject *const *args, const Tensor *gates,
-                         const Tensor *tokens) {
+                         const Tensor *tokens, const int64_t options[2]) {
     PyObject *choice = PyObject_CallNoArgs(self->choice), *kept = NULL, *plan = NULL;
-    PyObject *key = choice ? key_of(gates, tokens, args, choice) : NULL;
+    PyObject *key = choice ? key_of(gates, tokens, options, choice) : NULL;
     if (key) {
         kept = PyDict_GetItemWithError(self->plans, key);
         Py_XINCREF(kept);
@@ -286,10 +303,11 @@ static PyObject *plan_of(const PlainCalls *self, PyObject *const *args, const Te
 static PyObject *plain_calls_run(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     const PlainCalls *self = (const PlainCalls *)object;
     Tensor gates, tokens;
+    int64_t options[2];
     if (count != ARGUMENTS)
         return PyErr_Format(PyExc_TypeError, "run takes gates, tokens, dim and backend, got %zd arguments",
                             count);
-    const int status = read_both(self, args, &gates, &tokens);
+    int status = read_both(self, args, &gates, &tokens);
     if (status < 0) {
         /* Sparse and nested tensors, and batches that transforms map over, cannot be read so. What else
          * they are is for others to say. */
@@ -297,8 +315,9 @@ static PyObject *plain_calls_run(PyObject *object, PyObject *const *args, Py_ssi
             return NULL;
         PyErr_Clear();
     }
+    if (status == 1 && (status = read_options(self, args, options)) < 0) return NULL;
     if (status < 1) Py_RETURN_NONE;
-    PyObject *plan = plan_of(self, args, &gates, &tokens);
+    PyObject *plan = plan_of(self, args, &gates, &tokens, options);
     if (!plan) return NULL;
     PyObject *states =
         Py_TYPE(plan) == plain_launch_type
@@ -312,7 +331,7 @@ static PyMethodDef plain_calls_methods[] = {
     {"run", (PyCFunction)(void (*)(void))plain_calls_run, METH_FASTCALL,
      "run(gates, tokens, dim, backend) -> states | None\n\nDo what is planned for the call. None unless "
      "the tensors are plain, of one real dtype and\none shape, on one device, in memory, and nobody "
-     "watches."},
+     "watches; or if there is no such backend."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot plain_calls_slots[] = {

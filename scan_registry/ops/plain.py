@@ -28,6 +28,9 @@ from scan_registry.ops.derivatives import (
 )
 from scan_registry.ops.launching import remember
 from scan_registry.ops.problems import share
+from scan_registry.select import BACKENDS
+
+PlainPlan = PlainLaunch | Callable[[Tensor, Tensor], Tensor]
 
 _required = policy.required.get
 _POINTERS = plans.POINTERS["forward"]
@@ -38,7 +41,7 @@ _empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 def plain_scan(gates: Any, tokens: Any, dim: int, backend: Any) -> Tensor | None:
     """States of such a scan. None if it is no such scan, or if the dispatcher would do more than find the
-    kernels: see ``derivatives.unobserved``. ``dim`` and ``backend`` are as given; planning checks them."""
+    kernels: see ``derivatives.unobserved``. ``dim``, an int, and ``backend`` are as given."""
     if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
         return None
     states: Tensor | None = _run(gates, tokens, dim, backend)
@@ -79,7 +82,7 @@ _recorded: Callable[..., Tensor] = super(torch.autograd.Function, PlainScan).app
 
 def _plan(
     key: bytes, gates: Tensor, tokens: Tensor, dim: int, backend: Any, required: Any
-) -> tuple[Any, ...]:
+) -> tuple[PlainPlan, Any]:
     *_, options = normalised(gates, tokens, None, None, Options(dim, backend=backend))
 
     def general(gates: Tensor, tokens: Tensor) -> Tensor:
@@ -87,7 +90,7 @@ def _plan(
             return plans.forward(gates, tokens, None, None, options)[0]
 
     plan = _launch(gates, tokens, options, general) or general
-    return remember(_plans, key, (plan, dim, backend, required))
+    return remember(_plans, key, (plan, required))
 
 
 def _launch(
@@ -115,12 +118,13 @@ def _launch(
     )
 
 
-_plans: dict[bytes, tuple[Any, ...]] = {}
+_plans: dict[bytes, tuple[PlainPlan, Any]] = {}
 _run = PlainCalls(
     types=PLAIN_TYPES,
     watchers=(dispatch_modes, transforms_active, tracing_state),
     is_neg=Tensor.is_neg,
     exchange=getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    backends=BACKENDS,
     choice=_required,
     plans=_plans,
     plan=_plan,

@@ -44,6 +44,7 @@ class Planner:
             "watchers": (plain.dispatch_modes, plain.transforms_active, plain.tracing_state),
             "is_neg": Tensor.is_neg,
             "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None),
+            "backends": ("auto", "cuda"),
             "choice": lambda: self.choice,
             "plans": self.plans,
             "plan": self.plan,
@@ -52,7 +53,7 @@ class Planner:
     def plan(self, key: bytes, *asked: Any) -> Any:
         number = len(self.asked)
         self.asked.append(asked)
-        self.plans[key] = (lambda gates, tokens: number), *asked[2:]
+        self.plans[key] = (lambda gates, tokens: number), asked[-1]
         return self.plans[key]
 
     def __call__(self, gates: Any, tokens: Any, dim: Any = -1, backend: Any = "auto") -> Any:
@@ -71,9 +72,18 @@ def test_a_call_is_planned_once() -> None:
     assert planner(gates, tokens, 1, "cuda") == 1
 
 
+def test_options_go_by_their_values() -> None:
+    planner, tensors = Planner(), (memory(*[1] * 9), memory(*[1] * 9))
+    for _ in range(2):
+        assert planner(*tensors, int("-7"), "".join(["cu", "da"])) == 0
+    assert planner(*tensors, -8, "cuda") == 1
+    assert planner(*tensors, -7, "auto") == 2
+    assert planner(*tensors, -7, "other") is None
+    assert planner(*tensors, -7, ["cuda"]) is None
+    assert planner(*tensors, 2**64, "cuda") is None
+
+
 def test_what_planning_raises_is_raised() -> None:
-    with pytest.raises(ValueError, match="accepted are auto"):
-        plain.plain_scan(memory(2, 3), memory(2, 3), -1, ["auto"])
     with pytest.raises(ValueError, match="dim is 5"):
         plain.plain_scan(memory(2, 3), memory(2, 3), 5, "auto")
 
@@ -235,7 +245,7 @@ plain.plain_scan(gates, tokens, -1, "auto")
 found = {}
 
 def scan(made, launch):
-    plain._plans[key] = launch, -1, "auto", None
+    plain._plans[key] = launch, None
     said.clear()
     try:
         states = plain.plain_scan(gates, tokens, -1, "auto")
