@@ -11,12 +11,13 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from scan_registry import distributions
 from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError, Shared
+from scan_registry.frozen import dataclass
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.target import CudaVersion, Target

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.target import CudaVersion, Target
 

@@ -28,7 +28,6 @@ DISTRIBUTION = "scan-registry"
 REQUIRED = (
     f"{PACKAGE}/_launcher.abi3.so",
     f"{PACKAGE}/_launcher.pyi",
-    f"{PACKAGE}/_signature.abi3.so",
     f"{PACKAGE}/_cpu.abi3.so",
     f"{PACKAGE}/py.typed",
     "/spec.py",

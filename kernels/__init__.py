@@ -19,21 +19,16 @@ ROOT = Path(__file__).parent
 @cache
 def families() -> dict[str, Family]:
     """All kernel families by name, in alphabetical order."""
-    found = {}
-    for spec in sorted(ROOT.glob("*/spec.py")):
-        module = importlib.import_module(f"{__name__}.{spec.parent.name}.spec")
-        family: Family = module.FAMILY
-        if family.name != spec.parent.name:
-            raise ValueError(
-                f"{spec} defines family {family.name!r}; its folder is {spec.parent.name!r}"
-            )
-        found[family.name] = family
-    return found
+    return {spec.parent.name: family(spec.parent.name) for spec in sorted(ROOT.glob("*/spec.py"))}
 
 
+@cache
 def family(name: str) -> Family:
-    """The family called ``name``; ``KeyError`` names the families that exist."""
-    try:
-        return families()[name]
-    except KeyError:
-        raise KeyError(f"no kernel family {name!r}; there are: {', '.join(families())}") from None
+    """The family called ``name``, and no other imported; ``KeyError`` names the families that exist."""
+    spec = ROOT / name / "spec.py"
+    if not (name.isidentifier() and spec.is_file()):
+        raise KeyError(f"no kernel family {name!r}; there are: {', '.join(families())}")
+    found: Family = importlib.import_module(f"{__name__}.{name}.spec").FAMILY
+    if found.name != name:
+        raise ValueError(f"{spec} defines family {found.name!r}; its folder is {name!r}")
+    return found

@@ -7,11 +7,12 @@ needs no compiler, no GPU and no tensor library.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.tuning import Shape, Source
 
 Language = Literal["cuda", "triton"]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.tuning import Row, Shape, Tuning, capability_of, positive
 
 SCHEMA = 1
@@ -36,8 +37,7 @@ class Run:
     date: str
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Median and spread (largest less smallest) in ms, over ``rounds`` rounds."""
 
     ms: float
@@ -80,7 +80,7 @@ class Table:
         return replace(self, measured=tuple(sorted(every.values(), key=lambda m: m.place)))
 
     def tunings(self) -> dict[str, Tuning]:
-        """What selection needs, by how the kernel's variants begin."""
+        """What selection needs, by how the kernels' variants begin."""
         kernels: dict[str, list[Measured]] = {}
         for each in self.measured:
             kernels.setdefault(each.kernel, []).append(each)
@@ -110,8 +110,8 @@ class Table:
         }
 
     @classmethod
-    def from_json(cls, document: Any) -> Table:
-        """What ``to_json`` gave; ``ValueError`` for anything else."""
+    def from_json(cls, document: Any, kernel: str | None = None) -> Table:
+        """What ``to_json`` gave, or what it holds of one kernel; ``ValueError`` for anything else."""
         try:
             if document["schema"] != SCHEMA:
                 raise ValueError(f"schema {document['schema']!r}; this version reads {SCHEMA}")
@@ -120,16 +120,21 @@ class Table:
             return cls(
                 document["family"],
                 document["arch"],
-                tuple(_measured(record, runs) for record in document["measured"]),
+                tuple(
+                    _measured(record, runs)
+                    for record in document["measured"]
+                    if kernel in (None, record["kernel"])
+                ),
             )
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise ValueError(f"it is not a tuning table: {error!r}") from error
 
     @classmethod
-    def read(cls, path: Path) -> Table:
-        """The table in a file; ``ValueError`` names the file if it holds none."""
+    def read(cls, path: Path, kernel: str | None = None) -> Table:
+        """The table in a file, or what it holds of one kernel; ``ValueError`` names the file if it holds
+        none."""
         try:
-            table = cls.from_json(json.loads(path.read_text()))
+            table = cls.from_json(json.loads(path.read_text()), kernel)
             if (table.family, table.arch) != (path.parents[1].name, f"sm_{path.stem[2:]}"):
                 raise ValueError(f"it is of {table.family} for {table.arch}")
         except ValueError as error:
@@ -196,8 +201,9 @@ def _rows(measured: Sequence[Measured]) -> tuple[Row, ...]:
 def chosen_labels(problems: Sequence[Mapping[str, Timing]]) -> tuple[str, ...]:
     """Few variants of which one is as good as the fastest on each problem: again and again the one that
     serves most of the problems that are still without."""
+    best = [min(timing.ms for timing in timings.values()) for timings in problems]
     fit = {
-        number: {label for label, t in timings.items() if t.ms <= EQUAL * _best(timings)}
+        number: {label for label, t in timings.items() if t.ms <= EQUAL * best[number]}
         for number, timings in enumerate(problems)
     }
     chosen: list[str] = []
@@ -208,7 +214,7 @@ def chosen_labels(problems: Sequence[Mapping[str, Timing]]) -> tuple[str, ...]:
         def preference(label: str) -> tuple[int, float, str]:
             """Most problems; among equals the least time over the fastest, then by name."""
             numbers = served[label]  # noqa: B023  called before the next turn
-            ratios = (problems[n][label].ms / _best(problems[n]) for n in numbers)
+            ratios = (problems[n][label].ms / best[n] for n in numbers)
             return -len(numbers), sum(ratios), label
 
         label = min(labels, key=preference)
@@ -217,18 +223,14 @@ def chosen_labels(problems: Sequence[Mapping[str, Timing]]) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _best(timings: Mapping[str, Timing]) -> float:
-    return min(timing.ms for timing in timings.values())
-
-
 @cache
-def tables(folder: Path) -> tuple[Table, ...]:
-    """The tables in a family's folder, by architecture; ``ValueError`` names a file that holds none."""
-    return tuple(Table.read(path) for path in sorted((folder / FOLDER).glob("*.json")))
+def tables(folder: Path, kernel: str | None = None) -> tuple[Table, ...]:
+    """The tables in a family's folder, by architecture, or what they hold of one kernel; ``ValueError``
+    names a file that holds none."""
+    return tuple(Table.read(path, kernel) for path in sorted((folder / FOLDER).glob("*.json")))
 
 
 @cache
 def shipped(folder: Path, kernel: str) -> tuple[Tuning, ...]:
     """The tunings in a family's folder of one kernel, given by how its variants begin."""
-    found = (table.tunings().get(kernel) for table in tables(folder))
-    return tuple(tuning for tuning in found if tuning is not None)
+    return tuple(table.tunings()[kernel] for table in tables(folder, kernel) if table.measured)

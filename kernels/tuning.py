@@ -7,12 +7,11 @@ evidence behind it, every variant's time and its spread, is a ``tables.Table``.
 from __future__ import annotations
 
 import math
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-_ARCH = re.compile(r"sm_(\d{2,3})")
+from scan_registry.frozen import dataclass
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,11 @@ class Tuning:
             {self.labels[number]: positive(ms) for number, ms in times},
         )
 
+    def wins(self) -> Counter[str]:
+        """In how many rows each label is the fastest."""
+        rows = [row for kind in self.kinds for row in self.rows(kind)]
+        return Counter(next(iter(row.times)) for row in rows if row.times)
+
     def nearest(self, shape: Shape) -> tuple[float, Row] | None:
         """The row of the shape's kind that is closest to it, and how far away it is; of equals the
         first. None if the kind was never tuned."""
@@ -143,10 +147,10 @@ class Tuning:
 
 def capability_of(arch: str) -> tuple[int, int]:
     """(9, 0) for ``sm_90``; ``ValueError`` for what is no GPU's architecture."""
-    match = _ARCH.fullmatch(arch)
-    if match is None:
+    number = arch[3:] if isinstance(arch, str) and arch.startswith("sm_") else ""
+    if not (number.isdecimal() and len(number) in (2, 3)):
         raise ValueError(f"{arch!r} is not a GPU's architecture, such as sm_90")
-    return int(match[1][:-1]), int(match[1][-1])
+    return int(number[:-1]), int(number[-1])
 
 
 def positive(value: Any) -> float:

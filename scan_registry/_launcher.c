@@ -1,158 +1,12 @@
-/* Prepared kernel launches.
+/* Kernel launches, from what was prepared for them; see _launch.h and _plain.h.
  *
- * A Launch holds all that stays the same from call to call: function, grid, block, integer
- * parameters. Running it takes the stream and the pointers. No CUDA header and no CUDA library is
- * needed to build this: the driver's functions arrive as addresses (see driver.py), and their
- * signatures below are the driver API's.
+ * No CUDA header, no CUDA library and nothing of torch's is needed to build this.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdint.h>
-#include <string.h>
 
-enum { MAX_VALUES = 64, MAX_GRID_X = 0x7fffffff, MAX_GRID_YZ = 65535 };
-
-typedef int (*LaunchKernel)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                            unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
-                            void *stream, void **parameters, void **extra);
-typedef int (*MemsetAsync)(uint64_t pointer, unsigned char value, size_t bytes, void *stream);
-typedef int (*GetCurrent)(void **context);
-typedef int (*PushCurrent)(void *context);
-typedef int (*PopCurrent)(void **context);
-
-static LaunchKernel launch_kernel;
-static MemsetAsync memset_async;
-static GetCurrent get_current;
-static PushCurrent push_current;
-static PopCurrent pop_current;
-
-typedef struct {
-    PyObject_HEAD
-    void *context;
-    void *function;
-    unsigned grid[3], block[3], shared;
-    int pointers; /* the first values, given anew at each run */
-    int count;    /* of all values: pointers, integers, hidden nulls */
-    int workspace; /* index of the pointer to zero before the launch, or -1 */
-    size_t workspace_bytes;
-    uint64_t values[MAX_VALUES];
-} Launch;
-
-static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"context", "function", "grid", "block", "shared", "pointers",
-                            "scalars", "hidden", "workspace", "workspace_bytes", NULL};
-    unsigned long long context, function, workspace_bytes, grid[3];
-    unsigned block[3], shared;
-    int pointers, hidden, workspace;
-    PyObject *scalars;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KK(KKK)(III)IiO!iiK:Launch", names, &context,
-                                     &function, &grid[0], &grid[1], &grid[2], &block[0], &block[1],
-                                     &block[2], &shared, &pointers, &PyTuple_Type, &scalars,
-                                     &hidden, &workspace, &workspace_bytes))
-        return NULL;
-    const Py_ssize_t integers = PyTuple_Size(scalars);
-    if (pointers < 0 || hidden < 0 || workspace >= pointers ||
-        pointers + integers + hidden > MAX_VALUES) {
-        PyErr_Format(PyExc_ValueError, "a launch takes at most %d parameters", MAX_VALUES);
-        return NULL;
-    }
-    if (grid[0] > MAX_GRID_X || grid[1] > MAX_GRID_YZ || grid[2] > MAX_GRID_YZ) {
-        PyErr_Format(PyExc_ValueError, "a grid of %llu x %llu x %llu blocks cannot be launched",
-                     grid[0], grid[1], grid[2]);
-        return NULL;
-    }
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Launch *self = (Launch *)allocate(type, 0);
-    if (!self) return NULL;
-    self->context = (void *)(uintptr_t)context;
-    self->function = (void *)(uintptr_t)function;
-    for (int i = 0; i < 3; i++) self->grid[i] = (unsigned)grid[i];
-    memcpy(self->block, block, sizeof block);
-    self->shared = shared;
-    self->pointers = pointers;
-    self->count = pointers + (int)integers + hidden;
-    self->workspace = workspace;
-    self->workspace_bytes = (size_t)workspace_bytes;
-    memset(self->values, 0, sizeof self->values);
-    for (Py_ssize_t i = 0; i < integers; i++) {
-        const long long value = PyLong_AsLongLong(PyTuple_GetItem(scalars, i));
-        if (value == -1 && PyErr_Occurred()) {
-            Py_DECREF(self);
-            return NULL;
-        }
-        self->values[pointers + i] = (uint64_t)value;
-    }
-    return (PyObject *)self;
-}
-
-static void launch_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF(type);
-}
-
-static int start(const Launch *self, uint64_t *values, void *stream) {
-    void *current = NULL, *parameters[MAX_VALUES];
-    int status = get_current(&current);
-    if (status) return status;
-    const int foreign = current != self->context;
-    if (foreign && (status = push_current(self->context))) return status;
-    if (self->workspace >= 0)
-        status = memset_async(values[self->workspace], 0, self->workspace_bytes, stream);
-    if (!status) {
-        for (int i = 0; i < self->count; i++) parameters[i] = &values[i];
-        status = launch_kernel(self->function, self->grid[0], self->grid[1], self->grid[2],
-                               self->block[0], self->block[1], self->block[2], self->shared,
-                               stream, parameters, NULL);
-    }
-    if (foreign) {
-        const int popped = pop_current(&current);
-        if (!status) status = popped;
-    }
-    return status;
-}
-
-static PyObject *launch_run(PyObject *object, PyObject *const *args, Py_ssize_t count) {
-    const Launch *self = (const Launch *)object;
-    uint64_t values[MAX_VALUES];
-    if (count != self->pointers + 1)
-        return PyErr_Format(PyExc_TypeError, "run takes a stream and %d pointers, got %zd arguments",
-                            self->pointers, count);
-    if (!launch_kernel) {
-        PyErr_SetString(PyExc_RuntimeError, "bind has not been called");
-        return NULL;
-    }
-    memcpy(values, self->values, sizeof(uint64_t) * (size_t)self->count);
-    for (int i = 0; i < self->pointers; i++) {
-        if (args[i + 1] == Py_None) continue;
-        values[i] = PyLong_AsUnsignedLongLong(args[i + 1]);
-        if (values[i] == (uint64_t)-1 && PyErr_Occurred()) return NULL;
-    }
-    const uint64_t stream = PyLong_AsUnsignedLongLong(args[0]);
-    if (stream == (uint64_t)-1 && PyErr_Occurred()) return NULL;
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = start(self, values, (void *)(uintptr_t)stream);
-    Py_END_ALLOW_THREADS
-    return PyLong_FromLong(status);
-}
-
-static PyMethodDef launch_methods[] = {
-    {"run", (PyCFunction)(void (*)(void))launch_run, METH_FASTCALL,
-     "run(stream, *pointers) -> int\n\nZero the workspace, launch, return the driver's status: 0 or "
-     "an error.\nA pointer is an address or None."},
-    {NULL, NULL, 0, NULL}};
-
-static PyType_Slot launch_slots[] = {
-    {Py_tp_new, launch_new},
-    {Py_tp_dealloc, launch_dealloc},
-    {Py_tp_methods, launch_methods},
-    {Py_tp_doc, "A kernel launch with everything fixed but the stream and the pointers."},
-    {0, NULL}};
-
-static PyType_Spec launch_spec = {"scan_registry._launcher.Launch", sizeof(Launch), 0,
-                                  Py_TPFLAGS_DEFAULT, launch_slots};
+#include "_launch.h"
+#include "_plain.h"
 
 static PyObject *bind(PyObject *module, PyObject *args) {
     unsigned long long launch, set, current, push, pop;
@@ -172,12 +26,21 @@ static PyMethodDef functions[] = {
      "Take the addresses of the driver's functions."},
     {NULL, NULL, 0, NULL}};
 
-static int execute(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&launch_spec);
-    if (!type) return -1;
-    const int status = PyModule_AddObject(module, "Launch", type);
-    if (status) Py_DECREF(type);
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **type) {
+    *type = (PyTypeObject *)PyType_FromSpec(spec);
+    if (!*type) return -1;
+    Py_INCREF(*type); /* for what it is compared with */
+    const int status = PyModule_AddObject(module, name, (PyObject *)*type);
+    if (status) Py_DECREF(*type);
     return status;
+}
+
+static int execute(PyObject *module) {
+    return add_type(module, "Launch", &launch_spec, &launch_type) ||
+                   add_type(module, "PlainLaunch", &plain_launch_spec, &plain_launch_type) ||
+                   add_type(module, "PlainCalls", &plain_calls_spec, &plain_calls_type)
+               ? -1
+               : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};

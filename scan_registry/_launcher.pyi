@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from typing import Any
+
 class Launch:
     """A kernel launch with everything fixed but the stream and the pointers."""
 
@@ -15,5 +18,48 @@ class Launch:
         workspace_bytes: int,
     ) -> Launch: ...
     def run(self, stream: int, /, *pointers: int | None) -> int: ...
+
+class PlainLaunch:
+    """What a plain call does on a GPU: allocate states, and launch."""
+
+    def __new__(
+        cls,
+        launch: Launch,
+        places: tuple[int, int, int],
+        empty: Callable[..., Any],
+        states: tuple[Any, ...],
+        workspace: tuple[Any, ...] | None,
+        refuse: Callable[[int], object],
+        elsewhere: Callable[[Any, Any], Any],
+    ) -> PlainLaunch: ...
+
+#: What is done with gates and tokens.
+PlainPlan = PlainLaunch | Callable[[Any, Any], Any]
+
+class PlainCalls:
+    """Calls on two plain tensors.
+
+    types     of plain tensors
+    watchers  functions that return something true while somebody watches or changes what is dispatched
+    is_neg    torch.Tensor.is_neg
+    exchange  the tensor type's __dlpack_c_exchange_api__, or None
+    backends  what there is to ask for
+    choice    a function of nothing that plans depend on, beside the arguments
+    plans     what was planned, with the choice that it depends on
+    plan      makes such a tuple, and puts it in ``plans``, from its key, the call's arguments and choice
+    """
+
+    def __new__(
+        cls,
+        types: tuple[type, ...],
+        watchers: tuple[Callable[[], object], ...],
+        is_neg: Callable[..., bool],
+        exchange: object,
+        backends: tuple[str, ...],
+        choice: Callable[[], object],
+        plans: dict[bytes, tuple[PlainPlan, Any]],
+        plan: Callable[[bytes, Any, Any, Any, Any, Any], tuple[PlainPlan, Any]],
+    ) -> PlainCalls: ...
+    def run(self, gates: object, tokens: object, dim: int, backend: object, /) -> Any: ...
 
 def bind(launch: int, memset: int, current: int, push: int, pop: int, /) -> None: ...

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any
 
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Variant
 from scan_registry.target import CudaVersion, Target
 

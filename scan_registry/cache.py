@@ -34,7 +34,7 @@ from scan_registry.target import Target
 Entry = tuple[Binary, bytes]
 
 _LOCKS = "locks"
-_KEY = re.compile(r"[0-9a-f]{64}")
+_KEY = r"[0-9a-f]{64}"
 _PATIENCE = 120.0  # seconds for somebody else's compile, before this process compiles too
 
 
@@ -179,7 +179,7 @@ class Cache:
             inner
             for outer in _children(self.folder)
             for inner in _children(outer)
-            if _KEY.fullmatch(inner.name) and inner.name[:2] == outer.name
+            if re.fullmatch(_KEY, inner.name) and inner.name[:2] == outer.name
         ]
 
     def _files(self) -> list[Path]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
+from scan_registry.frozen import dataclass
 from scan_registry.target import Capability, CudaVersion
 
 # Numbers of CUdevice_attribute.

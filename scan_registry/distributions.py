@@ -11,9 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from scan_registry.frozen import dataclass
 
 _SUFFIX = ".dist-info"
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 from scan_registry.archive import Binary
 from scan_registry.device import Device
+from scan_registry.frozen import dataclass
 from scan_registry.target import FIRST_CUDA, TEGRA, Capability, CudaVersion, Target
 
 #: What the kernels' instructions need.

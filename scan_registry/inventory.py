@@ -4,7 +4,7 @@ binaries."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from scan_registry import providers
 from scan_registry.archive import Archive, Binary, parse_json
+from scan_registry.frozen import dataclass
 from scan_registry.kernels import ROOT
 from scan_registry.providers import MISNAMED, Provider, ProviderError
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
 from scan_registry.archive import Binary
 from scan_registry.cache import jit_cache
 from scan_registry.fit import Toolchain
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Language, Variant
 from scan_registry.target import Target
 

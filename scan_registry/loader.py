@@ -12,7 +12,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from scan_registry import driver, jit, local
@@ -22,6 +21,7 @@ from scan_registry.archive import ArchiveError, Binary
 from scan_registry.cache import jit_cache
 from scan_registry.device import device
 from scan_registry.fit import Rung, misfit, nearest_rung
+from scan_registry.frozen import dataclass
 from scan_registry.inventory import catalogue
 from scan_registry.kernels.model import Family, Problem, Variant
 from scan_registry.policy import FallbackWarning

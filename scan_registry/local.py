@@ -11,12 +11,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from scan_registry.archive import Archive, ArchiveError, digest
 from scan_registry.cache import Cache, Entry, jit_cache, jit_folder
 from scan_registry.device import Device
+from scan_registry.frozen import dataclass
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Tuning

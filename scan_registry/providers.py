@@ -17,7 +17,6 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 from scan_registry import distributions
 from scan_registry.archive import SUFFIX, Archive, ArchiveError, parse_json
 from scan_registry.distributions import Distribution as Installed
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Variant
 
 GROUP = "scan_registry.archives"
@@ -33,7 +33,7 @@ CORE = "scan-registry"
 MANIFEST = "provider.json"
 SCHEMA = 1
 MISNAMED = f"is not used: it is named after no architecture, as sm90{SUFFIX} is"
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA256 = r"[0-9a-f]{64}"
 
 
 class ProviderError(RuntimeError):
@@ -235,7 +235,7 @@ def _denial(entry: Any) -> tuple[str, str]:
         )
     subject = given.get("sha256", given.get("variant"))
     if "sha256" in given:
-        if not (isinstance(subject, str) and _SHA256.fullmatch(subject)):
+        if not (isinstance(subject, str) and re.fullmatch(_SHA256, subject)):
             raise ValueError(
                 f"denied has sha256 {subject!r}; accepted are 64 hexadecimal digits in lower case"
             )

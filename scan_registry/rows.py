@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 from scan_registry.archive import Archive, ArchiveError
 from scan_registry.device import Device
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Kernel, Problem
 from scan_registry.kernels.tuning import Row, Tuning, strangeness
 

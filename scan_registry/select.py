@@ -7,7 +7,7 @@ on any machine. Dispatch, ``explain`` and ``doctor`` alike read the :class:`Deci
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
 from scan_registry.archive import Archive, ArchiveError, Binary
@@ -22,6 +22,7 @@ from scan_registry.fit import (
     misfit,
     nearest_rung,
 )
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Family, Kernel, Language, Launch, Problem, Variant
 from scan_registry.rows import Tuned, nearest_row
 from scan_registry.target import FIRST_CUDA, CudaVersion, Target

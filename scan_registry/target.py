@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
+
+from scan_registry.frozen import dataclass
 
 Capability = tuple[int, int]
 CudaVersion = tuple[int, int]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import ITEM_SIZE
 
 Direction = Literal["forward", "backward", "reduction"]

@@ -10,7 +10,7 @@ whose sequences are packed, ``ragged`` those whose rows start or end within 16 b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -76,6 +76,7 @@ _POINTERS: dict[Direction, tuple[str, ...]] = {
 }
 
 
+@cache
 def parameters(direction: Direction) -> tuple[Parameter, ...]:
     """The signature shared by all kernels of one direction."""
     pointers = [Parameter(name, "pointer") for name in _POINTERS[direction]]
@@ -430,6 +431,3 @@ FAMILY = Family(
     samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
     on_cpu=True,
 )
-
-for _kernel in FAMILY.kernels:
-    _ = _kernel.by_text  # while importing: a first call has no time to print variants

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
 from scan_registry import policy
-from scan_registry._signature import bind, signature
+from scan_registry.fit import Rung
 from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options
@@ -24,21 +24,16 @@ from scan_registry.ops.problems import StateRoom
 
 Outputs = tuple[Tensor, Tensor | None]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+#: Gates, states, their gradient, the initial state, the last one's gradient, cu_seqlens.
+Differentiated = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-_PLAIN_TYPES = (Tensor, Parameter)
+PLAIN_TYPES = (Tensor, Parameter)
 _is_compiling = torch.compiler.is_compiling
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # under is_grads_batched
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms_active = torch._C._are_functorch_transforms_active
-_tracing_state = torch._C._get_tracing_state
+dispatch_modes = torch._C._len_torch_dispatch_stack
+transforms_active = torch._C._are_functorch_transforms_active
+tracing_state = torch._C._get_tracing_state
 _required = policy.required.get
-
-bind(
-    _PLAIN_TYPES,
-    (_dispatch_modes, _transforms_active, _tracing_state),
-    Tensor.is_neg,
-    getattr(Tensor, "__dlpack_c_exchange_api__", None),
-)
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
@@ -49,7 +44,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
     """
     for tensor in tensors:
         if tensor is not None and (
-            type(tensor) not in _PLAIN_TYPES
+            type(tensor) not in PLAIN_TYPES
             or tensor.is_neg()
             or tensor.is_conj()
             or tensor._is_zerotensor()
@@ -58,20 +53,12 @@ def unobserved(*tensors: Tensor | None) -> bool:
         ):
             return False
     return (
-        not _dispatch_modes()
-        and not _transforms_active()
-        and _tracing_state() is None
+        not dispatch_modes()
+        and not transforms_active()
+        and tracing_state() is None
         and not profiler._is_profiler_enabled
         and not forward_mode()
     )
-
-
-def plain_signature(gates: Any, tokens: Any) -> tuple[bytes, int, int] | None:
-    """What the plan of a scan without options depends on, and where its tensors lie, if they are of one
-    shape and one real dtype, on one device, and ``unobserved``; else None."""
-    if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
-        return None
-    return signature(gates, tokens)
 
 
 def forward_mode() -> bool:
@@ -89,7 +76,7 @@ def scan(
     """The scan of ``normalised`` arguments, differentiable; None for a final state not asked for."""
     tensors = gates, tokens, initial_state, cu_seqlens
     if not _is_compiling():
-        if _transforms_active() or forward_mode():
+        if transforms_active() or forward_mode():
             states, last = TransformedScan.apply(*tensors, options)  # type: ignore[no-untyped-call]
             return states, last if options.final else None
         if unobserved(*tensors):
@@ -126,68 +113,38 @@ class LinearScan(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 states, last = _op(*tensors, *options)
-        _save(ctx, gates, states, initial_state, cu_seqlens, options)
+        ctx.set_materialize_grads(False)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(gates, states, initial_state, cu_seqlens)
+        else:
+            ctx.save_for_backward(gates, None, None, cu_seqlens)
+        ctx.of_states = states.shape, states.dtype
+        ctx.options, ctx.required = options, _required()
         return states, last
 
     @staticmethod
     def backward(ctx: Any, states_grad: Tensor | None, last_grad: Tensor | None) -> Any:
-        if states_grad is None and (last_grad is None or not ctx.options.final):
+        options, needs = ctx.options, ctx.needs_input_grad
+        if not options.final:
+            last_grad = None
+        if states_grad is None and last_grad is None:
             return (None,) * 6
-        return *_backward(ctx, ctx.options, states_grad, last_grad), None, None, None
-
-
-class PlainScan(torch.autograd.Function):
-    """The same for a scan without options, at the least cost."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        gates: Tensor,
-        tokens: Tensor,
-        dim: int,
-        backend: Any,
-        found: tuple[bytes, int, int],
-    ) -> Tensor:
-        states = plans.plain_forward(gates, tokens, dim, backend, found)
-        _save(ctx, gates, states, None, None, (dim, backend))
-        return states
-
-    @staticmethod
-    def backward(ctx: Any, states_grad: Tensor | None) -> Any:
+        gates, states, initial_state, cu_seqlens = ctx.saved_tensors
         if states_grad is None:
-            return (None,) * 5
-        dim, backend = ctx.options
-        options = Options(dim if dim < 0 else dim - states_grad.dim(), backend=backend)
-        return *_backward(ctx, options, states_grad, None)[:2], None, None, None
+            shape, dtype = ctx.of_states
+            states_grad = gates.new_zeros((), dtype=dtype).expand(shape)
+        tensors = gates, states, states_grad, initial_state, last_grad, cu_seqlens
+        wanted = needs[0], needs[1], needs[2]
+        return *first_derivative(tensors, options, wanted, ctx.required), None, None, None
 
 
-def _save(
-    ctx: Any, gates: Tensor, states: Tensor, initial: Tensor | None, bounds: Any, options: Any
-) -> None:
-    ctx.set_materialize_grads(False)
-    if ctx.needs_input_grad[0]:
-        ctx.save_for_backward(gates, states, initial, bounds)
-    else:
-        ctx.save_for_backward(gates, None, None, bounds)
-    ctx.of_states = states.shape, states.dtype
-    ctx.options, ctx.required = options, _required()
-
-
-def _backward(
-    ctx: Any, options: Options, states_grad: Tensor | None, last_grad: Tensor | None
+def first_derivative(
+    tensors: Differentiated, options: Options, wanted: Wanted, required: Rung | None
 ) -> Gradients:
-    gates, states, initial_state, cu_seqlens = ctx.saved_tensors
-    if states_grad is None:
-        shape, dtype = ctx.of_states
-        states_grad = gates.new_zeros((), dtype=dtype).expand(shape)
-    if not options.final:
-        last_grad = None
-    needs = ctx.needs_input_grad
-    wanted = needs[0], needs[1], needs[2]
-    tensors = gates, states, states_grad, initial_state, last_grad, cu_seqlens
-    with policy.as_required(ctx.required):
+    """The gradients that are wanted, under what ``required`` was in the forward pass."""
+    with policy.as_required(required):
         # Under create_graph, and where batches of gradients are mapped over.
-        if torch.is_grad_enabled() or _transforms_active():
+        if torch.is_grad_enabled() or transforms_active():
             return differentiable_backward(*tensors, options, wanted)
         if unobserved(*tensors):
             return plans.backward(*tensors, options, wanted)
@@ -417,8 +374,10 @@ for _dispatch_key in ("CPU", "CUDA"):
     _LIBRARY.impl("linear_scan_backward", _disable_dynamo(_backward_impl), _dispatch_key)
 _LIBRARY.impl("linear_scan", _forward_autograd, "Autograd")
 _LIBRARY.impl("linear_scan_backward", _backward_autograd, "Autograd")
-torch.library.register_fake("scan_registry::linear_scan", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("scan_registry::linear_scan_backward", _backward_fake, lib=_LIBRARY)
+# As kernels of tensors without memory: torch.library.register_fake takes longer than most of a first call,
+# to find out from where it is called.
+_LIBRARY.impl("linear_scan", _forward_fake, "Meta")
+_LIBRARY.impl("linear_scan_backward", _backward_fake, "Meta")
 
 _op = torch.ops.scan_registry.linear_scan.default
 _backward_op = torch.ops.scan_registry.linear_scan_backward.default

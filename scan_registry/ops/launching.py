@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,12 +12,14 @@ from scan_registry.loader import Prepared
 
 _MOST_PLANS = 4096  # past that the oldest half goes
 
+Key = TypeVar("Key")
+Kept = TypeVar("Kept")
 Plan = Callable[..., Any]
 #: Runs a kernel on tensors by the names of its pointers; those that are not there are null.
 Run = Callable[[Mapping[str, Tensor | None]], None]
 
 
-def remember(plans: dict[tuple[Any, ...], Plan], key: tuple[Any, ...], plan: Plan) -> Plan:
+def remember(plans: dict[Key, Kept], key: Key, plan: Kept) -> Kept:
     """Keep a plan, and not too many."""
     if len(plans) >= _MOST_PLANS:
         for old in list(plans)[: _MOST_PLANS // 2]:

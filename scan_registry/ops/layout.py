@@ -8,10 +8,11 @@ together where their strides allow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from scan_registry.alternatives import Asked
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.linear_scan.problem import Layout, LinearScanProblem, Strides
 from scan_registry.select import Backend
 

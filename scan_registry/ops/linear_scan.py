@@ -7,16 +7,17 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options, normalised
-from scan_registry.ops.derivatives import PlainScan, plain_signature, scan
+from scan_registry.ops.derivatives import scan
 from scan_registry.ops.layout import Share
+from scan_registry.ops.plain import plain_scan
 from scan_registry.ops.problems import reduction_share, share
 from scan_registry.select import BACKENDS, Backend
 
 __all__ = ["BACKENDS", "describe", "linear_scan"]
 
-_is_compiling = torch.compiler.is_compiling
+# What torch compiles is not to see the rest of a plain call; what it traces otherwise is told there.
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 @overload
@@ -111,11 +112,9 @@ def linear_scan(
         and return_final_state is False
         and type(dim) is int
         and not _is_compiling()
-        and (found := plain_signature(gates, tokens))
+        and (plain := plain_scan(gates, tokens, dim, backend)) is not None
     ):
-        if (gates.requires_grad or tokens.requires_grad) and torch.is_grad_enabled():
-            return PlainScan.apply(gates, tokens, dim, backend, found)  # type: ignore[no-any-return, no-untyped-call]
-        return plans.plain_forward(gates, tokens, dim, backend, found)
+        return plain
     options = Options(dim, reverse, return_final_state, backend)
     states, last = scan(*normalised(gates, tokens, initial_state, cu_seqlens, options))
     return states if last is None else (states, last)

@@ -19,7 +19,7 @@ from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.loader import prepare, run_reference
-from scan_registry.ops.arguments import Options, normalised
+from scan_registry.ops.arguments import Options
 from scan_registry.ops.launching import Plan, Run, address, launcher, remember
 from scan_registry.ops.layout import Share
 from scan_registry.ops.problems import StateRoom, reduction_share, share
@@ -29,7 +29,7 @@ Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_s
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 _required = policy.required.get
-_POINTERS = {
+POINTERS = {
     direction: [p.name for p in parameters(direction) if p.kind == "pointer"]
     for direction in ("forward", "backward", "reduction")
 }
@@ -46,7 +46,7 @@ def runner(
 ) -> Run | Decision:
     """A function that runs the best kernel for the problem, on no rung below ``lowest``, if that is
     given; where only the reference solves it, the decision that says so."""
-    names = _POINTERS[problem.direction]
+    names = POINTERS[problem.direction]
     if device.type == "cpu":
         kernel, scalars = getattr(_cpu, problem.direction), problem.scalars()
         numbers = tuple(scalars[p.name] for p in parameters(problem.direction) if p.kind == "i64")
@@ -128,56 +128,6 @@ def forward(
         plan = remember(_plans, key, made)
     outputs: tuple[Tensor, Tensor | None] = plan(gates, tokens, initial_state, cu_seqlens)
     return outputs
-
-
-def plain_forward(
-    gates: Tensor, tokens: Tensor, dim: int, backend: Any, found: tuple[bytes, int, int]
-) -> Tensor:
-    """States of a scan without options, of gates and tokens with a plain signature, ``found``. ``dim``
-    and ``backend`` are as given: a plan's first call checks them."""
-    signature, *addresses = found
-    key = signature, dim, backend, _required()
-    try:
-        plan = _plans.get(key)
-    except TypeError:  # an option that cannot be a key; the checks have better words for it
-        normalised(gates, tokens, None, None, Options(dim, backend=backend))
-        raise
-    if plan is None:
-        plan = remember(_plans, key, _plan_plain_forward(gates, tokens, dim, backend))
-    states: Tensor = plan(gates, tokens, *addresses)
-    return states
-
-
-def _plan_plain_forward(gates: Tensor, tokens: Tensor, dim: int, backend: Any) -> Plan:
-    *_, options = normalised(gates, tokens, None, None, Options(dim, backend=backend))
-    ready = None
-    if tokens.is_cuda and backend != "reference" and tokens.numel() > 0:
-        asked = share("forward", gates, {"tokens": tokens}, None, options.dim, False)
-        if not asked.copied:
-            ready = prepare(tokens.device.index, FAMILY, asked.problem, backend, policy.lowest())
-    if ready is None or ready.launch is None:
-        return lambda gates, tokens, *_: forward(gates, tokens, None, None, options)[0]
-    run, workspace, ordinal = ready.launch.run, ready.workspace, tokens.device.index
-    stream = torch._C._cuda_getCurrentRawStream
-
-    def plan(gates: Tensor, tokens: Tensor, gates_address: int, tokens_address: int) -> Tensor:
-        states = torch.empty_like(tokens)
-        scratch = tokens.new_empty(workspace, dtype=torch.uint8) if workspace else None
-        status = run(
-            stream(ordinal),
-            gates_address,
-            tokens_address,
-            None,
-            states.data_ptr(),
-            None,
-            None,
-            scratch.data_ptr() if scratch is not None else None,
-        )
-        if status:
-            ready.refuse(status)
-        return states
-
-    return plan
 
 
 def _plan_forward(

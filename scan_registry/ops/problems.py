@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from scan_registry.frozen import dataclass
 from scan_registry.kernels.linear_scan.problem import (
     Direction,
     LinearScanProblem,

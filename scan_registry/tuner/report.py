@@ -125,5 +125,5 @@ def _problem(each: Tuned) -> dict[str, Any]:
         "shipped": each.shipped,
         "shipped_ms": each.shipped_ms,
         "regret": each.regret,
-        "timings": {label: asdict(timing) for label, timing in each.measured.timings.items()},
+        "timings": {label: timing._asdict() for label, timing in each.measured.timings.items()},
     }

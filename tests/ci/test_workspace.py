@@ -15,7 +15,6 @@ COMPLETE = (
     "scan_registry/__init__.py",
     "scan_registry/_launcher.abi3.so",
     "scan_registry/_launcher.pyi",
-    "scan_registry/_signature.abi3.so",
     "scan_registry/_cpu.abi3.so",
     "scan_registry/py.typed",
     "scan_registry/aot/plan.py",
@@ -63,7 +62,7 @@ def test_the_data_folder_is_refused(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     "ending",
     [
-        *("_launcher.abi3.so", "_launcher.pyi", "_signature.abi3.so", "_cpu.abi3.so"),
+        *("_launcher.abi3.so", "_launcher.pyi", "_cpu.abi3.so"),
         *("py.typed", ".cu", ".cuh", ".scanreg"),
     ],
 )

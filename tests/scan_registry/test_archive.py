@@ -464,6 +464,24 @@ def test_a_section_holds_its_kernels_tunings(tmp_path: Path, a_binary: Make) -> 
     assert path.read_bytes() == without.read_bytes()
 
 
+def test_what_is_fastest_most_often_is_read_first(tmp_path: Path, a_binary: Make) -> None:
+    kernel = FAMILY.kernels[0]
+    held = [a_binary(v, content=bytes([i]) * 50) for i, v in enumerate(kernel.variants[:4])]
+    labels = [kernel.label(binary.variant) for binary, _ in held]
+    rows = [
+        Row({"time": time}, {labels[fastest]: 1.0, labels[0]: 2.0})
+        for time, fastest in enumerate((2, 3, 3, 1, 3, 2), 1)
+    ]
+    tunings = tuple(Tuning.of("sm_90", "x", "d", {"k": half}) for half in (rows[:2], rows[2:]))
+    path = tmp_path / "sm90.scanreg"
+    archive.write(path, Target.parse("sm90"), held, ORIGIN, {kernel.head: tunings})
+    found = Archive(path)
+    assert found.binaries == tuple(binary for binary, _ in held)
+    assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
+    places = [entry.place for entry in found.of("linear_scan", kernel.name)]
+    assert places == [(0, 150), (0, 100), (0, 50), (0, 0)]
+
+
 @pytest.mark.parametrize("tunings", [3, "x", [3], [{}], {"arch": 1}])
 def test_tunings_that_are_none(
     tmp_path: Path, a_binary: Make, archive_parts: Any, tunings: Any

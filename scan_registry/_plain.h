@@ -1,0 +1,345 @@
+/* Calls on two plain tensors and nothing else: from the tensors to the launch, at the least cost.
+ *
+ * What a call does is planned once for all calls alike, and found again by dtype, device, shape, strides and
+ * alignment. Asking torch for them one by one in Python, and for memory and its address, costs more than
+ * the launch. Here they come through DLPack's table of C functions, which torch has on its tensors' type
+ * from 2.10 on. Nothing of torch's is linked; the declarations of the table are those of DLPack 1.
+ */
+#pragma once
+#include "_launch.h"
+
+typedef struct {
+    void *data;
+    int32_t device_type, device;
+    int32_t dimensions;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t offset;
+} Tensor;
+
+typedef struct {
+    uint32_t major, minor;
+    void *earlier;
+    void *allocate, *export_managed, *import_managed;
+    int (*read)(void *object, Tensor *tensor); /* -1 with an exception; does not own what it reads */
+    int (*current_stream)(int32_t device_type, int32_t device, void **stream);
+} Exchange;
+
+enum { CPU = 1, CUDA = 2, PINNED = 3, FLOAT = 2, BFLOAT = 4 };
+enum { MOST_DIMENSIONS = 16, ALIGNMENT = 15 };
+enum { GATES, TOKENS, DIM, BACKEND, ARGUMENTS }; /* of a call */
+
+static uint64_t address(const Tensor *tensor) {
+    return (uint64_t)(uintptr_t)tensor->data + tensor->offset;
+}
+
+static void release(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release_memory = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release_memory(self);
+    Py_DECREF(type);
+}
+
+static PyObject *allocate_object(PyTypeObject *type) {
+    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
+
+/* --- PlainLaunch: what a call does on a GPU ---------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    Launch *launch;
+    int places[3];        /* of gates, tokens and states among the launch's pointers */
+    PyObject *empty;      /* makes a tensor on the current device */
+    PyObject *states;     /* of these arguments, */
+    PyObject *workspace;  /* and of these; None where there is none */
+    PyObject *refuse;     /* raises the error of a status */
+    PyObject *elsewhere;  /* computes the same from any context */
+} PlainLaunch;
+
+static PyTypeObject *plain_launch_type;
+
+static PyObject *plain_launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"launch",    "places", "empty",     "states",
+                            "workspace", "refuse", "elsewhere", NULL};
+    PyObject *launch, *empty, *states, *workspace, *refuse, *elsewhere;
+    int places[3];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!(iii)OO!OOO:PlainLaunch", names, launch_type,
+                                     &launch, &places[0], &places[1], &places[2], &empty,
+                                     &PyTuple_Type, &states, &workspace, &refuse, &elsewhere))
+        return NULL;
+    const int pointers = ((Launch *)launch)->pointers, zeroed = ((Launch *)launch)->workspace;
+    for (int i = 0; i < 3; i++)
+        if (places[i] < 0 || places[i] >= pointers)
+            return PyErr_Format(PyExc_ValueError, "place %d of %d pointers", places[i], pointers);
+    if (PyTuple_Check(workspace) != (zeroed >= 0))
+        return PyErr_Format(PyExc_ValueError, "the launch and its workspace do not go together");
+    if (!get_current) return PyErr_Format(PyExc_RuntimeError, "bind has not been called");
+    PlainLaunch *self = (PlainLaunch *)allocate_object(type);
+    if (!self) return NULL;
+    memcpy(self->places, places, sizeof places);
+    self->launch = (Launch *)Py_NewRef(launch);
+    self->empty = Py_NewRef(empty);
+    self->states = Py_NewRef(states);
+    self->workspace = Py_NewRef(workspace);
+    self->refuse = Py_NewRef(refuse);
+    self->elsewhere = Py_NewRef(elsewhere);
+    return (PyObject *)self;
+}
+
+static void plain_launch_dealloc(PyObject *object) {
+    PlainLaunch *self = (PlainLaunch *)object;
+    Py_XDECREF(self->launch);
+    Py_XDECREF(self->empty);
+    Py_XDECREF(self->states);
+    Py_XDECREF(self->workspace);
+    Py_XDECREF(self->refuse);
+    Py_XDECREF(self->elsewhere);
+    release(object);
+}
+
+/* A new tensor, and its address. */
+static PyObject *made(const Exchange *exchange, PyObject *empty, PyObject *arguments, uint64_t *at) {
+    Tensor tensor;
+    PyObject *object = PyObject_Call(empty, arguments, NULL);
+    if (object && exchange->read(object, &tensor)) Py_CLEAR(object);
+    if (object) *at = address(&tensor);
+    return object;
+}
+
+static int started(const PlainLaunch *self, uint64_t *values, void *stream) {
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = start_here(self->launch, values, stream);
+    Py_END_ALLOW_THREADS
+    if (!status) return 1;
+    PyObject *nothing = PyObject_CallFunction(self->refuse, "i", status);
+    Py_XDECREF(nothing);
+    if (nothing) PyErr_Format(PyExc_RuntimeError, "the launch failed with status %d", status);
+    return 0;
+}
+
+static PyObject *plain_launch_run(const PlainLaunch *self, const Exchange *exchange,
+                                  PyObject *const *args, const Tensor *gates, const Tensor *tokens) {
+    const Launch *launch = self->launch;
+    void *current = NULL, *stream = NULL;
+    if (get_current(&current) || current != launch->context)
+        return PyObject_CallFunctionObjArgs(self->elsewhere, args[GATES], args[TOKENS], NULL);
+    if (exchange->current_stream(tokens->device_type, tokens->device, &stream)) return NULL;
+    uint64_t values[MAX_VALUES];
+    memcpy(values, launch->values, sizeof *values * (size_t)launch->count);
+    values[self->places[0]] = address(gates);
+    values[self->places[1]] = address(tokens);
+    PyObject *workspace = NULL, *states;
+    states = made(exchange, self->empty, self->states, &values[self->places[2]]);
+    int ready = states != NULL;
+    if (ready && launch->workspace >= 0) {
+        workspace = made(exchange, self->empty, self->workspace, &values[launch->workspace]);
+        ready = workspace != NULL;
+    }
+    if (!ready || !started(self, values, stream)) Py_CLEAR(states);
+    Py_XDECREF(workspace); /* whoever gets this memory next uses it after the kernel */
+    return states;
+}
+
+static PyType_Slot plain_launch_slots[] = {
+    {Py_tp_new, plain_launch_new},
+    {Py_tp_dealloc, plain_launch_dealloc},
+    {Py_tp_doc, "What a plain call does on a GPU: allocate states, and launch."},
+    {0, NULL}};
+
+static PyType_Spec plain_launch_spec = {"scan_registry._launcher.PlainLaunch", sizeof(PlainLaunch), 0,
+                                        Py_TPFLAGS_DEFAULT, plain_launch_slots};
+
+/* --- PlainCalls: whether a call is plain, and what it does -------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    const Exchange *exchange; /* NULL: this torch has none, and no call is plain */
+    PyObject *types, *watchers, *is_neg, *backends, *choice, *plans, *plan;
+} PlainCalls;
+
+static PyTypeObject *plain_calls_type;
+
+static PyObject *plain_calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"types",  "watchers", "is_neg", "exchange", "backends",
+                            "choice", "plans",    "plan",   NULL};
+    PyObject *types, *watchers, *is_neg, *capsule, *backends, *choice, *plans, *plan;
+    const Exchange *table = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOO!OO!O:PlainCalls", names, &PyTuple_Type,
+                                     &types, &PyTuple_Type, &watchers, &is_neg, &capsule,
+                                     &PyTuple_Type, &backends, &choice, &PyDict_Type, &plans,
+                                     &plan))
+        return NULL;
+    if (capsule != Py_None && !(table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
+        return NULL;
+    PlainCalls *self = (PlainCalls *)allocate_object(type);
+    if (!self) return NULL;
+    self->exchange = table && table->major == 1 ? table : NULL;
+    self->types = Py_NewRef(types);
+    self->watchers = Py_NewRef(watchers);
+    self->is_neg = Py_NewRef(is_neg);
+    self->backends = Py_NewRef(backends);
+    self->choice = Py_NewRef(choice);
+    self->plans = Py_NewRef(plans);
+    self->plan = Py_NewRef(plan);
+    return (PyObject *)self;
+}
+
+static void plain_calls_dealloc(PyObject *object) {
+    PlainCalls *self = (PlainCalls *)object;
+    Py_XDECREF(self->types);
+    Py_XDECREF(self->watchers);
+    Py_XDECREF(self->is_neg);
+    Py_XDECREF(self->backends);
+    Py_XDECREF(self->choice);
+    Py_XDECREF(self->plans);
+    Py_XDECREF(self->plan);
+    release(object);
+}
+
+/* The results of what follows: 1 yes, 0 not what a plain call has, -1 with an exception. */
+
+static int is_false(PyObject *truth) {
+    if (!truth) return -1;
+    const int value = PyObject_IsTrue(truth);
+    Py_DECREF(truth);
+    return value < 0 ? -1 : !value;
+}
+
+static int has_type(const PlainCalls *self, PyObject *object) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(self->types); i++)
+        if (PyTuple_GetItem(self->types, i) == (PyObject *)Py_TYPE(object)) return 1;
+    return 0;
+}
+
+static int nobody_watches(const PlainCalls *self) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(self->watchers); i++) {
+        const int status = is_false(PyObject_CallNoArgs(PyTuple_GetItem(self->watchers, i)));
+        if (status < 1) return status;
+    }
+    return 1;
+}
+
+static int read_tensor(const PlainCalls *self, PyObject *object, Tensor *tensor) {
+    const int status = is_false(PyObject_CallFunctionObjArgs(self->is_neg, object, NULL));
+    if (status < 1) return status;
+    if (self->exchange->read(object, tensor)) return -1;
+    const int real = tensor->code == FLOAT || tensor->code == BFLOAT;
+    const int here = tensor->device_type >= CPU && tensor->device_type <= PINNED;
+    /* Without an address there is nothing, or it stands for zeros. */
+    return real && here && tensor->lanes == 1 && tensor->dimensions <= MOST_DIMENSIONS &&
+           tensor->data != NULL;
+}
+
+static int read_both(const PlainCalls *self, PyObject *const *args, Tensor *gates, Tensor *tokens) {
+    int status;
+    if (!self->exchange || !has_type(self, args[GATES]) || !has_type(self, args[TOKENS])) return 0;
+    if ((status = nobody_watches(self)) < 1 ||
+        (status = read_tensor(self, args[GATES], gates)) < 1 ||
+        (status = read_tensor(self, args[TOKENS], tokens)) < 1)
+        return status;
+    return gates->code == tokens->code && gates->bits == tokens->bits &&
+           gates->device_type == tokens->device_type && gates->device == tokens->device &&
+           gates->dimensions == tokens->dimensions &&
+           !memcmp(gates->shape, tokens->shape, sizeof(int64_t) * (size_t)gates->dimensions);
+}
+
+static int read_options(const PlainCalls *self, PyObject *const *args, int64_t options[2]) {
+    int overflow;
+    options[0] = PyLong_AsLongLongAndOverflow(args[DIM], &overflow);
+    if (options[0] == -1 && PyErr_Occurred()) return -1;
+    const Py_ssize_t count = PyTuple_Size(self->backends);
+    Py_ssize_t i = 0;
+    while (i < count && PyTuple_GetItem(self->backends, i) != args[BACKEND]) i++;
+    if (i == count && PyUnicode_Check(args[BACKEND]))
+        for (i = 0; i < count; i++)
+            if (!PyUnicode_Compare(PyTuple_GetItem(self->backends, i), args[BACKEND])) break;
+    options[1] = i;
+    return !overflow && i < count;
+}
+
+/* All that a plan depends on; ``choice`` goes by its identity, and the plan keeps it. */
+static PyObject *key_of(const Tensor *gates, const Tensor *tokens, const int64_t options[2],
+                        PyObject *choice) {
+    const int64_t head[] = {gates->code << 8 | gates->bits,
+                            (int64_t)gates->device_type << 32 | gates->device,
+                            (int64_t)((address(gates) | address(tokens)) & ALIGNMENT),
+                            options[0],
+                            options[1],
+                            (int64_t)(intptr_t)choice};
+    enum { HEAD = sizeof head / sizeof *head };
+    const size_t n = (size_t)gates->dimensions;
+    int64_t words[HEAD + 3 * MOST_DIMENSIONS];
+    memcpy(words, head, sizeof head);
+    memcpy(words + HEAD, gates->shape, n * sizeof *words);
+    memcpy(words + HEAD + n, gates->strides, n * sizeof *words);
+    memcpy(words + HEAD + 2 * n, tokens->strides, n * sizeof *words);
+    return PyBytes_FromStringAndSize((const char *)words, (Py_ssize_t)((HEAD + 3 * n) * sizeof *words));
+}
+
+static PyObject *plan_of(const PlainCalls *self, PyObject *const *args, const Tensor *gates,
+                         const Tensor *tokens, const int64_t options[2]) {
+    PyObject *choice = PyObject_CallNoArgs(self->choice), *kept = NULL, *plan = NULL;
+    PyObject *key = choice ? key_of(gates, tokens, options, choice) : NULL;
+    if (key) {
+        kept = PyDict_GetItemWithError(self->plans, key);
+        Py_XINCREF(kept);
+        if (!kept && !PyErr_Occurred())
+            kept = PyObject_CallFunctionObjArgs(self->plan, key, args[GATES], args[TOKENS],
+                                                args[DIM], args[BACKEND], choice, NULL);
+    }
+    if (kept) {
+        plan = PyTuple_GetItem(kept, 0);
+        Py_XINCREF(plan);
+    }
+    Py_XDECREF(kept);
+    Py_XDECREF(key);
+    Py_XDECREF(choice);
+    return plan;
+}
+
+static PyObject *plain_calls_run(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+    const PlainCalls *self = (const PlainCalls *)object;
+    Tensor gates, tokens;
+    int64_t options[2];
+    if (count != ARGUMENTS)
+        return PyErr_Format(PyExc_TypeError, "run takes gates, tokens, dim and backend, got %zd arguments",
+                            count);
+    int status = read_both(self, args, &gates, &tokens);
+    if (status < 0) {
+        /* Sparse and nested tensors, and batches that transforms map over, cannot be read so. What else
+         * they are is for others to say. */
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_BufferError))
+            return NULL;
+        PyErr_Clear();
+    }
+    if (status == 1 && (status = read_options(self, args, options)) < 0) return NULL;
+    if (status < 1) Py_RETURN_NONE;
+    PyObject *plan = plan_of(self, args, &gates, &tokens, options);
+    if (!plan) return NULL;
+    PyObject *states =
+        Py_TYPE(plan) == plain_launch_type
+            ? plain_launch_run((const PlainLaunch *)plan, self->exchange, args, &gates, &tokens)
+            : PyObject_CallFunctionObjArgs(plan, args[GATES], args[TOKENS], NULL);
+    Py_DECREF(plan);
+    return states;
+}
+
+static PyMethodDef plain_calls_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))plain_calls_run, METH_FASTCALL,
+     "run(gates, tokens, dim, backend) -> states | None\n\nDo what is planned for the call. None unless "
+     "the tensors are plain, of one real dtype and\none shape, on one device, in memory, and nobody "
+     "watches; or if there is no such backend."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot plain_calls_slots[] = {
+    {Py_tp_new, plain_calls_new},
+    {Py_tp_dealloc, plain_calls_dealloc},
+    {Py_tp_methods, plain_calls_methods},
+    {Py_tp_doc, "Calls on two plain tensors."},
+    {0, NULL}};
+
+static PyType_Spec plain_calls_spec = {"scan_registry._launcher.PlainCalls", sizeof(PlainCalls), 0,
+                                       Py_TPFLAGS_DEFAULT, plain_calls_slots};

@@ -1,0 +1,131 @@
+"""Scans of two plain tensors, without options, at the least cost.
+
+Most calls are such. On a GPU one goes from the tensors to the launch in C, where its plan is looked up: see
+``_plain.h``. Only then is autograd told, if it is to be. All other calls go through ``derivatives.scan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, profiler
+
+from scan_registry import policy
+from scan_registry._launcher import PlainCalls, PlainLaunch
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.loader import prepare
+from scan_registry.ops import plans
+from scan_registry.ops.arguments import Options, normalised
+from scan_registry.ops.derivatives import (
+    PLAIN_TYPES,
+    dispatch_modes,
+    first_derivative,
+    tracing_state,
+    transforms_active,
+)
+from scan_registry.ops.launching import remember
+from scan_registry.ops.problems import share
+from scan_registry.select import BACKENDS
+
+PlainPlan = PlainLaunch | Callable[[Tensor, Tensor], Tensor]
+
+_required = policy.required.get
+_POINTERS = plans.POINTERS["forward"]
+_PLACES = _POINTERS.index("gates"), _POINTERS.index("tokens"), _POINTERS.index("states")
+#: What torch's own compiler allocates with, past the dispatcher; None if this torch has it no longer.
+_empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def plain_scan(gates: Any, tokens: Any, dim: int, backend: Any) -> Tensor | None:
+    """States of such a scan. None if it is no such scan, or if the dispatcher would do more than find the
+    kernels: see ``derivatives.unobserved``. ``dim``, an int, and ``backend`` are as given."""
+    if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
+        return None
+    states: Tensor | None = _run(gates, tokens, dim, backend)
+    if (
+        states is not None
+        and (gates.requires_grad or tokens.requires_grad)
+        and torch.is_grad_enabled()
+    ):
+        return _recorded(gates, tokens, (states, dim, backend))
+    return states
+
+
+class PlainScan(torch.autograd.Function):
+    """Tells autograd of states that are computed already."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, tokens: Tensor, done: tuple[Tensor, int, Any]) -> Tensor:
+        states, dim, backend = done
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(gates, states if gates.requires_grad else None)
+        ctx.asked = dim, backend, _required()
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, states_grad: Tensor | None) -> Any:
+        if states_grad is None:
+            return None, None, None
+        (gates, states), (dim, backend, required) = ctx.saved_tensors, ctx.asked
+        options = Options(dim if dim < 0 else dim - states_grad.dim(), backend=backend)
+        tensors = gates, states, states_grad, None, None, None
+        wanted = *ctx.needs_input_grad[:2], False
+        return *first_derivative(tensors, options, wanted, required)[:2], None
+
+
+#: Without the search for transforms, which a plain call is not under.
+_recorded: Callable[..., Tensor] = super(torch.autograd.Function, PlainScan).apply
+
+
+def _plan(
+    key: bytes, gates: Tensor, tokens: Tensor, dim: int, backend: Any, required: Any
+) -> tuple[PlainPlan, Any]:
+    *_, options = normalised(gates, tokens, None, None, Options(dim, backend=backend))
+
+    def general(gates: Tensor, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            return plans.forward(gates, tokens, None, None, options)[0]
+
+    plan = _launch(gates, tokens, options, general) or general
+    return remember(_plans, key, (plan, required))
+
+
+def _launch(
+    gates: Tensor, tokens: Tensor, options: Options, elsewhere: Callable[[Tensor, Tensor], Tensor]
+) -> PlainLaunch | None:
+    """What C does by itself; None where it cannot."""
+    if _empty is None or not tokens.is_cuda or options.backend == "reference":
+        return None
+    asked = share("forward", gates, {"tokens": tokens}, None, options.dim, False)
+    if asked.copied:
+        return None
+    backend: Any = options.backend
+    ready = prepare(tokens.device.index, FAMILY, asked.problem, backend, policy.lowest())
+    if ready.launch is None:
+        return None
+    states = torch.empty_like(tokens, device="meta")
+    return PlainLaunch(
+        launch=ready.launch,
+        places=_PLACES,
+        empty=_empty,
+        states=(tuple(states.shape), states.stride(), states.dtype),
+        workspace=((ready.workspace,), (1,), torch.uint8) if ready.workspace else None,
+        refuse=ready.refuse,
+        elsewhere=elsewhere,
+    )
+
+
+_plans: dict[bytes, tuple[PlainPlan, Any]] = {}
+_run = PlainCalls(
+    types=PLAIN_TYPES,
+    watchers=(dispatch_modes, transforms_active, tracing_state),
+    is_neg=Tensor.is_neg,
+    exchange=getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    backends=BACKENDS,
+    choice=_required,
+    plans=_plans,
+    plan=_plan,
+).run

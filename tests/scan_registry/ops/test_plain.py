@@ -1,0 +1,298 @@
+"""Plain calls: which ones are, what of them a plan depends on, and what is launched for one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scan_registry._launcher import PlainCalls
+from scan_registry.ops import plain
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no table of DLPack's"
+)
+
+
+def memory(*shape: int, dtype: torch.dtype = torch.float32, off: int = 0) -> Tensor:
+    """On the 16-byte grid, or ``off`` elements from it."""
+    room = torch.zeros(torch.Size(shape).numel() + 16, dtype=dtype)
+    first = -room.data_ptr() // room.element_size() % 16 + off
+    return room[first:][: torch.Size(shape).numel()].view(shape)
+
+
+class Planner:
+    """Plain calls that return the numbers of their plans."""
+
+    def __init__(self) -> None:
+        self.plans: dict[bytes, Any] = {}
+        self.asked: list[Any] = []
+        self.choice: object = None
+        self.calls = PlainCalls(**self.parts())
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            "types": plain.PLAIN_TYPES,
+            "watchers": (plain.dispatch_modes, plain.transforms_active, plain.tracing_state),
+            "is_neg": Tensor.is_neg,
+            "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None),
+            "backends": ("auto", "cuda"),
+            "choice": lambda: self.choice,
+            "plans": self.plans,
+            "plan": self.plan,
+        }
+
+    def plan(self, key: bytes, *asked: Any) -> Any:
+        number = len(self.asked)
+        self.asked.append(asked)
+        self.plans[key] = (lambda gates, tokens: number), asked[-1]
+        return self.plans[key]
+
+    def __call__(self, gates: Any, tokens: Any, dim: Any = -1, backend: Any = "auto") -> Any:
+        return self.calls.run(gates, tokens, dim, backend)
+
+
+def test_a_call_is_planned_once() -> None:
+    planner, gates, tokens = Planner(), memory(2, 3), memory(2, 3)
+    planner.choice = object()
+    assert [planner(gates, tokens, 1, "cuda") for _ in range(3)] == [0, 0, 0]
+    ((*tensors, dim, backend, choice),) = planner.asked
+    assert all(one is other for one, other in zip(tensors, (gates, tokens), strict=True))
+    assert (dim, backend) == (1, "cuda")
+    assert choice is planner.choice
+    planner.plans.clear()
+    assert planner(gates, tokens, 1, "cuda") == 1
+
+
+def test_options_go_by_their_values() -> None:
+    planner, tensors = Planner(), (memory(*[1] * 9), memory(*[1] * 9))
+    for _ in range(2):
+        assert planner(*tensors, int("-7"), "".join(["cu", "da"])) == 0
+    assert planner(*tensors, -8, "cuda") == 1
+    assert planner(*tensors, -7, "auto") == 2
+    assert planner(*tensors, -7, "other") is None
+    assert planner(*tensors, -7, ["cuda"]) is None
+    assert planner(*tensors, 2**64, "cuda") is None
+
+
+def test_what_planning_raises_is_raised() -> None:
+    with pytest.raises(ValueError, match="dim is 5"):
+        plain.plain_scan(memory(2, 3), memory(2, 3), 5, "auto")
+
+
+def test_equal_calls_have_equal_plans_and_others_have_not() -> None:
+    pairs = {
+        "plain": (memory(4, 8), memory(4, 8)),
+        "another dtype": (memory(4, 8).half(), memory(4, 8).half()),
+        "of the same size": (memory(4, 8).bfloat16(), memory(4, 8).bfloat16()),
+        "wide": (memory(4, 8, dtype=torch.float64), memory(4, 8, dtype=torch.float64)),
+        "another shape": (memory(8, 4), memory(8, 4)),
+        "another rank": (memory(32), memory(32)),
+        "gates' strides": (memory(8, 4).T, memory(4, 8)),
+        "tokens' strides": (memory(4, 8), memory(8, 4).T),
+        "gates' alignment": (memory(4, 8, off=1), memory(4, 8)),
+        "tokens' alignment": (memory(4, 8), memory(4, 8, off=2)),
+    }
+    planner = Planner()
+    found = {name: planner(*pair) for name, pair in pairs.items()}
+    found["another dim"] = planner(*pairs["plain"], 0)
+    found["another backend"] = planner(*pairs["plain"], -1, "cuda")
+    planner.choice = object()
+    found["another choice"] = planner(*pairs["plain"])
+    planner.choice = None
+    for one, other in combinations(found, 2):
+        assert found[one] != found[other], (one, other)
+    again = planner(torch.nn.Parameter(memory(4, 8)), memory(4, 8))
+    assert again == found["plain"]
+
+
+class Subclass(Tensor):
+    pass
+
+
+PLAIN = memory(2, 3)
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "shapes that broadcast": (memory(1, 3), PLAIN),
+    "shapes of one size": (memory(3, 2), PLAIN),
+    "dtypes that mix": (PLAIN, PLAIN.half()),
+    "complex": (PLAIN.to(torch.complex64), PLAIN.to(torch.complex64)),
+    "integers": (PLAIN.int(), PLAIN.int()),
+    "a lazy negation": (PLAIN, torch._neg_view(PLAIN)),
+    "zeros without memory": (PLAIN, torch._efficientzerotensor((2, 3))),
+    "nothing": (PLAIN[:0], PLAIN[:0]),
+    "no memory": (PLAIN.to("meta"), PLAIN.to("meta")),
+    "sparse": (PLAIN, PLAIN.to_sparse()),
+    "a subclass": (PLAIN, PLAIN.as_subclass(Subclass)),
+    "no tensor": (PLAIN, None),
+    "many dimensions": (memory(*[1] * 17), memory(*[1] * 17)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_plain_call(name: str) -> None:
+    planner = Planner()
+    assert planner(*OTHERS[name]) is None
+    assert not planner.asked
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_nobody_may_be_watching() -> None:
+    planner = Planner()
+    with Mode():
+        assert planner(PLAIN, PLAIN) is None
+    seen: list[Any] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        seen.append(planner(tensor, PLAIN))
+        return tensor
+
+    torch.func.vmap(look)(memory(4, 2, 3))
+    torch.func.grad(lambda tensor: look(tensor).sum())(PLAIN)
+    torch.jit.trace(look, (PLAIN,), check_trace=False)
+    assert seen == [None, None, None]
+    assert planner(PLAIN, PLAIN) == 0
+
+
+def test_without_the_table_no_call_is_plain() -> None:
+    parts = Planner().parts() | {"exchange": None}
+    assert PlainCalls(**parts).run(PLAIN, PLAIN, -1, "auto") is None
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: Planner().calls.run(PLAIN), TypeError),  # type: ignore[call-arg]
+        (lambda: PlainCalls(**Planner().parts() | {"types": []}), TypeError),
+        (lambda: PlainCalls(**Planner().parts() | {"exchange": 1}), ValueError),
+        (lambda: PlainCalls(**Planner().parts() | {"plans": []}), TypeError),
+    ],
+)
+def test_wrong_arguments(call: Callable[[], object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        call()
+
+
+# --- Launches ---------------------------------------------------------------------------------
+
+#: A driver of callbacks, whose launches are on the CPU's memory: what they are given, and the results.
+LAUNCHES = """
+import ctypes, json
+from ctypes import CFUNCTYPE, POINTER, c_int, c_ubyte, c_size_t, c_uint, c_uint64, c_void_p
+import torch
+from scan_registry import _launcher
+from scan_registry.ops import plain
+
+said, status, context = [], 0, 1000
+
+def launch(function, *rest):
+    *shape, stream, parameters, extra = rest
+    packed, values, packed_size, size, end = extra[:5]
+    assert (parameters, packed, packed_size, end) == (None, 1, 2, None)
+    count = ctypes.cast(size, POINTER(c_size_t))[0] // 8
+    values = list(ctypes.cast(values, POINTER(c_uint64))[:count])
+    said.append(["launch", function, shape, stream, values])
+    return status
+
+def zero(pointer, value, size, stream):
+    said.append(["zero", pointer, value, size, stream])
+    return 0
+
+def current(into):
+    into[0] = context
+    return 0
+
+driver = [
+    CFUNCTYPE(c_int, c_void_p, *[c_uint] * 7, c_void_p, c_void_p, POINTER(c_void_p))(launch),
+    CFUNCTYPE(c_int, c_uint64, c_ubyte, c_size_t, c_void_p)(zero),
+    CFUNCTYPE(c_int, POINTER(c_void_p))(current),
+    CFUNCTYPE(c_int, c_void_p)(lambda context: 999),
+    CFUNCTYPE(c_int, POINTER(c_void_p))(lambda context: 999),
+]
+_launcher.bind(*[ctypes.cast(each, c_void_p).value for each in driver])
+
+def plan(workspace=None, **others):
+    zeroed = {"workspace": 4 if workspace else -1, "workspace_bytes": 64 if workspace else 0}
+    launch = _launcher.Launch(context=1000, function=7, grid=(2, 3, 4), block=(32, 1, 1), shared=5,
+                              pointers=5, scalars=(11, -1), hidden=1, **zeroed)
+    made = []
+    def empty(*arguments):
+        made.append(torch.empty_strided(*arguments[:2], dtype=arguments[2]))
+        return made[-1]
+    parts = {
+        "launch": launch, "places": (0, 2, 3), "empty": empty,
+        "states": ((2, 3), (1, 2), torch.float64), "workspace": workspace,
+        "refuse": lambda status: None, "elsewhere": lambda gates, tokens: "elsewhere"}
+    return made, _launcher.PlainLaunch(**{**parts, **others})
+
+other = _launcher.Launch(1000, 7, (1, 1, 1), (1, 1, 1), 0, 5, (), 0, 4, 64)
+gates, tokens = torch.zeros(2, 3), torch.zeros(2, 3)
+plain.plain_scan(gates, tokens, -1, "auto")
+(key,) = plain._plans
+found = {}
+
+def scan(made, launch):
+    plain._plans[key] = launch, None
+    said.clear()
+    try:
+        states = plain.plain_scan(gates, tokens, -1, "auto")
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    places = {each.data_ptr(): name for name, each in
+              {"gates": gates, "tokens": tokens, **{f"made {n}": m for n, m in enumerate(made)}}.items()}
+    for each in said:
+        if each[0] == "launch":
+            each[4] = [places.get(value, value) for value in each[4]]
+        else:
+            each[1] = places[each[1]]
+    if states == "elsewhere":
+        return [states, *said]
+    return [states is made[0], states.stride(), *said]
+
+def refuse(status):
+    raise OSError(f"status {status}")
+
+found["plain"] = scan(*plan())
+found["zeroed"] = scan(*plan(((64,), (1,), torch.uint8)))
+status = 701
+found["refused"] = scan(*plan(refuse=refuse))
+found["refused in silence"] = scan(*plan())
+status, context = 0, 2000
+found["elsewhere"] = scan(*plan())
+for name, wrong in {"places": {"places": (0, 2, 5)}, "workspace": {"launch": other}}.items():
+    try:
+        plan(**wrong)
+    except ValueError as error:
+        found[f"wrong {name}"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def test_launches(tmp_path: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHES], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    found = json.loads(done.stdout)
+    values = ["gates", 0, "tokens", "made 0", 0, 11, 2**64 - 1, 0]
+    launched = ["launch", 7, [2, 3, 4, 32, 1, 1, 5], None, values]
+    assert found["plain"] == [True, [1, 2], launched]
+    zeroed = ["launch", 7, launched[2], None, [*values[:4], "made 1", *values[5:]]]
+    assert found["zeroed"] == [True, [1, 2], ["zero", "made 1", 0, 64, None], zeroed]
+    assert found["refused"] == ["OSError", "status 701"]
+    assert found["refused in silence"] == ["RuntimeError", "the launch failed with status 701"]
+    assert found["elsewhere"] == ["elsewhere"]
+    assert found["wrong places"] == "place 5 of 5 pointers"
+    assert "workspace" in found["wrong workspace"]
