@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,18 @@ def build_archives(
     """
     jobs = plan(archs)
     made = compile_all([job for per_arch in jobs.values() for job in per_arch], cache_folder)
-    paths = [
-        pack(folder, arch, _held(made[job] for job in per_arch), origin)
-        for arch, per_arch in jobs.items()
-    ]
+    held = {arch: _held(made[job] for job in per_arch) for arch, per_arch in jobs.items()}
+    # Packing is compressing, which other threads need not wait for.
+    with ThreadPoolExecutor(_workers()) as pool:
+        paths = [*pool.map(lambda arch: pack(folder, arch, held[arch], origin), held)]
     for stale in set(folder.glob(f"*{archive.SUFFIX}")) - set(paths):
         stale.unlink()
     return paths
+
+
+def _workers() -> int:
+    """How many things to do at a time."""
+    return max(1, int(os.environ.get("SCAN_REGISTRY_JOBS") or len(os.sched_getaffinity(0))))
 
 
 def _held(outcomes: Iterable[Outcome]) -> list[Made]:
@@ -76,11 +81,10 @@ def compile_all(jobs: Iterable[Job], cache_folder: Path | None) -> Mapping[Job, 
     by_variant: dict[Variant, list[Job]] = {}
     for job in jobs:
         by_variant.setdefault(job.variant, []).append(job)
-    workers = int(os.environ.get("SCAN_REGISTRY_JOBS") or len(os.sched_getaffinity(0)))
     made: dict[Job, Outcome] = {}
     # Forked workers inherit how this process finds the packages, whatever that is.
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(max(1, workers), mp_context=context)
+    pool = ProcessPoolExecutor(_workers(), mp_context=context)
     try:
         finished = pool.map(_compile, by_variant.values(), [cache_folder] * len(by_variant))
         for outcome in _reported(finished, len(by_variant)):
@@ -123,5 +127,6 @@ def check_archives(paths: Iterable[Path]) -> None:
         packed = Archive(path)
         if not packed.binaries:
             raise ArchiveError(f"{path}: holds no binary")
+        read = packed.reader()
         for binary in packed.binaries:
-            packed.read(binary)
+            read(binary)

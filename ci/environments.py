@@ -39,11 +39,19 @@ path = next(a.path for a in catalogue().archives if a.arch == Target.parse("sm90
 package = Package("sm90", "900.0", "900.0", {Target.parse("sm90"): path.read_bytes()})
 print(package.wheel().write(Path(sys.argv[1])))
 """
+#: A call, its gradients, and the same compiled as one graph, which differs most from torch to torch.
 SCAN = """
 import torch, scan_registry
-gates, tokens = torch.rand(2, 3, 50), torch.rand(2, 3, 50)
+from scan_registry import nn
+gates, tokens = (torch.rand(2, 3, 50, requires_grad=True) for _ in range(2))
 states = scan_registry.linear_scan(gates, tokens)
 assert states.shape == tokens.shape and bool(states.isfinite().all())
+states.sum().backward()
+assert bool(gates.grad.isfinite().all())
+compiled = torch.compile(scan_registry.linear_scan, fullgraph=True, backend="aot_eager")
+assert bool((compiled(gates, tokens) == states).all())
+outputs, _ = nn.LSTM(32, 32)(torch.rand(5, 2, 32))
+assert outputs.shape == (5, 2, 32)
 """
 
 

@@ -27,7 +27,7 @@ import os
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -247,6 +247,10 @@ class _Section:
         )
 
 
+#: Chunks that are being read, by their section and their number there.
+_Chunks = dict[tuple[_Section, int], chunks.Opened]
+
+
 def _read_place(record: Any) -> tuple[int, int]:
     if not isinstance(record, Mapping):
         raise ValueError(f"{record!r} is not an object")
@@ -405,24 +409,36 @@ class Archive:
 
     def read(self, binary: Binary) -> bytes:
         """The bytes of ``binary``, checked against its digest."""
+        return self._find(binary, {})
+
+    def reader(self) -> Callable[[Binary], bytes]:
+        """``read`` for many binaries, one after the other: it decompresses no chunk twice, and keeps all
+        of them meanwhile."""
+        opened: _Chunks = {}
+        return lambda binary: self._find(binary, opened)
+
+    def _find(self, binary: Binary, opened: _Chunks) -> bytes:
         for section in self._sections:
             if section.of == binary.variant.head:
                 for entry in self._entries(section):
                     if entry.text == str(binary.variant) and entry.binary == binary:
-                        return self._checked(section, entry)
+                        return self._checked(section, entry, opened)
         raise KeyError(f"{self.path} does not hold {binary}")
 
-    def _checked(self, section: _Section, entry: Entry) -> bytes:
+    def _checked(self, section: _Section, entry: Entry, opened: _Chunks) -> bytes:
         (chunk, start), binary = entry.place, entry.binary
         again = "reinstall the package that brought this file"
         places = self._section(section).chunks
         if chunk >= len(places):
             raise ArchiveError(f"{self.path}: {binary} is in chunk {chunk} of {len(places)}")
-        offset, size = places[chunk]
-        packed = self._bytes(self.manifest["start"] + offset, size)
         try:
-            content = chunks.decompress(packed, start + binary.size)[start:]
+            if (section, chunk) not in opened:
+                offset, size = places[chunk]
+                packed = self._bytes(self.manifest["start"] + offset, size)
+                opened[section, chunk] = chunks.Opened(packed)
+            content = opened[section, chunk].part(start, binary.size)
         except ValueError as error:
+            opened.pop((section, chunk), None)  # what lies before the damage can still be read
             raise ArchiveError(f"{self.path}: {binary}: its chunk {error}; {again}") from error
         found = digest(content)
         if found != binary.sha256:

@@ -14,7 +14,7 @@ try:
 except ImportError:
     lzma = None  # type: ignore[assignment]
 
-__all__ = ["SIZE", "compress", "decompress"]
+__all__ = ["SIZE", "Opened", "compress", "decompress"]
 
 #: Bytes of binaries in a chunk, unless a single one is larger. Larger chunks make smaller archives, and the
 #: last binary of one later to be had.
@@ -40,13 +40,28 @@ def decompress(chunk: bytes, size: int) -> bytes:
 
     ``ValueError`` if it is damaged before their end, or where Python lacks the module lzma.
     """
-    if lzma is None:
-        raise ValueError(_MISSING)
-    decompressor = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_filters({}))
-    try:
-        return decompressor.decompress(chunk, size)
-    except (lzma.LZMAError, OverflowError) as error:
-        raise ValueError(f"cannot be decompressed: {error}") from error
+    return Opened(chunk).part(0, size)
+
+
+class Opened:
+    """A chunk, decompressed as far as anything was asked of it; errors are those of ``decompress``."""
+
+    def __init__(self, chunk: bytes) -> None:
+        if lzma is None:
+            raise ValueError(_MISSING)
+        self._decompressor = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_filters({}))
+        self._rest, self._content = chunk, bytearray()
+
+    def part(self, start: int, size: int) -> bytes:
+        """So many bytes of the content from ``start`` on, or less if it ends before."""
+        missing = start + size - len(self._content)
+        if missing > 0 and not self._decompressor.eof:
+            rest, self._rest = self._rest, b""
+            try:
+                self._content += self._decompressor.decompress(rest, missing)
+            except (lzma.LZMAError, OverflowError) as error:
+                raise ValueError(f"cannot be decompressed: {error}") from error
+        return bytes(self._content[start : start + size])
 
 
 def _filters(settings: Mapping[str, int]) -> list[dict[str, Any]]:

@@ -122,8 +122,9 @@ def tuned_contents() -> Iterator[TunedHere]:
         except FileNotFoundError:  # somebody is clearing the cache
             continue
         try:
+            read = archive.reader()
             for binary in archive.binaries:
-                archive.read(binary)
+                read(binary)
             key = archive.manifest.get("cache_key")
             if key != archive.path.parent.name or place.open(key, archive.arch) is None:
                 raise ArchiveError("its key is another, or others can write to its folder")

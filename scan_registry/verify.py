@@ -9,7 +9,7 @@ import multiprocessing
 import re
 import time
 from base64 import urlsafe_b64decode
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -81,12 +81,25 @@ def _altered(path: Path, recorded: str) -> str | None:
 # --- Binaries ---------------------------------------------------------------------------------
 
 
-def check(archive: Archive, binary: Binary, attestation: Attestation | None) -> list[Defect]:
-    """Everything that is wrong with one binary; nothing is compiled."""
-    return [Defect(archive.path, binary, r) for r in _reasons(archive, binary, attestation)]
+def check(
+    archive: Archive,
+    binaries: Iterable[Binary],
+    attestations: Mapping[str, Attestation],
+) -> Iterator[Defect]:
+    """Everything that is wrong with binaries of an archive; nothing is compiled. ``attestations`` go by
+    the binaries' digests."""
+    read = archive.reader()
+    for binary in binaries:
+        for reason in _reasons(archive, binary, read, attestations.get(binary.sha256)):
+            yield Defect(archive.path, binary, reason)
 
 
-def _reasons(archive: Archive, binary: Binary, attestation: Attestation | None) -> Iterator[str]:
+def _reasons(
+    archive: Archive,
+    binary: Binary,
+    read: Callable[[Binary], bytes],
+    attestation: Attestation | None,
+) -> Iterator[str]:
     made, arch = binary.target, archive.arch
     if (made.capability, made.is_ptx) != (arch.capability, arch.is_ptx):
         yield f"is not for the archive's architecture, {arch}"
@@ -98,7 +111,7 @@ def _reasons(archive: Archive, binary: Binary, attestation: Attestation | None) 
             f"{attestation.error:.1e}, tolerance {attestation.tolerance:.1e}"
         )
     try:
-        content = archive.read(binary)
+        content = read(binary)
     except ArchiveError as error:
         yield str(error).removeprefix(f"{archive.path}: ").removeprefix(f"{binary} ")
     else:

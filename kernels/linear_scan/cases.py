@@ -76,8 +76,10 @@ OPTIONS = (
 )
 
 #: (batch, channels, time) of a quick check, and of an attestation: few and many rows, one step and
-#: very many, primes, powers of two and their neighbours.
-QUICK: tuple[Shape, ...] = ((2, 48, 1), (4, 33, 257), (2, 5, 700), (2, 64, 1024), (2, 80, 4112))
+#: very many, primes, powers of two and their neighbours. Which options a shape is tried with goes by its
+#: place: sums that do not decay, of gates that stay the same, are as short as to be right step by step in
+#: float32, as the CPU makes them.
+QUICK: tuple[Shape, ...] = ((2, 5, 700), (4, 33, 257), (2, 64, 1024), (2, 80, 4112), (2, 48, 1))
 THOROUGH: tuple[Shape, ...] = (
     (1, 1, 1),
     (1, 7, 2),

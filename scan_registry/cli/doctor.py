@@ -166,10 +166,11 @@ def _stock(findings: list[Finding]) -> _Stock:
 def _archive(archive: Archive, damaged: dict[Key, str], *, unread: bool) -> ArchiveState:
     """The state of an archive, after every byte was checked; adds to what is ``damaged``."""
     path, damage, intact = archive.path, [], 0
+    read = archive.reader()
     try:
         for binary in () if unread else archive.binaries:
             try:
-                archive.read(binary)
+                read(binary)
                 intact += 1
             except ArchiveError as error:
                 damage.append(str(error))

@@ -71,8 +71,9 @@ def read(catalogue: Catalogue) -> list[Listed]:
     listed = []
     for entry in opened(catalogue):
         try:
+            read_one = entry.archive.reader()
             for binary in entry.binaries:
-                entry.archive.read(binary)
+                read_one(binary)
             listed.append(entry)
         except ArchiveError as error:
             listed.append(Listed(entry.archive, (), str(error)))

@@ -174,8 +174,7 @@ def _checked(entry: Listed, found: Catalogue) -> Result:
     if entry.damage:
         reason = entry.damage.removeprefix(f"{entry.archive.path}: ")
         defects.append(Defect(entry.archive.path, None, reason))
-    for binary in entry.binaries:
-        defects += check(entry.archive, binary, found.attestations.get(binary.sha256))
+    defects += check(entry.archive, entry.binaries, found.attestations)
     return Result(entry, tuple(defects), time.perf_counter() - started)
 
 

@@ -41,7 +41,8 @@ def check_tensors(gates: Any, tokens: Any, initial_state: Any, cu_seqlens: Any) 
     """Refuse what are no dense tensors on one device; ``TypeError`` or ``ValueError`` names it."""
     optional = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
     given = {"gates": gates, "tokens": tokens}
-    given |= {name: value for name, value in optional.items() if value is not None}
+    # ``|=`` would break the graph of torch.compile in torch 2.6.
+    given.update({name: value for name, value in optional.items() if value is not None})
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")

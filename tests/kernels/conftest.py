@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,8 +12,8 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def cuda_emulator() -> ModuleType:
-    """The module of that name."""
+def cuda_emulator(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The module of that name, which keeps libraries where all workers of this run have them."""
     spec = importlib.util.spec_from_file_location(
         "cuda_emulator", Path(__file__).with_name("cuda_emulator.py")
     )
@@ -24,4 +25,8 @@ def cuda_emulator() -> ModuleType:
     spec.loader.exec_module(module)
     if module.compiler() is None:
         pytest.skip("g++ is not installed")
+    base = tmp_path_factory.getbasetemp()
+    several = "PYTEST_XDIST_WORKER" in os.environ  # each of which has a folder inside of the run's
+    module.shared = (base.parent if several else base) / "emulated"
+    module.shared.mkdir(exist_ok=True)
     return module

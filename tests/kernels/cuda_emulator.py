@@ -7,10 +7,14 @@ CUDA allows; how fast a kernel is it does not tell.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
+import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +27,8 @@ from scan_registry.kernels.model import Kernel, Static, Variant
 
 EMULATOR = Path(__file__).with_name("emulator")
 BLOCKS_AT_ONCE = 6
+#: Where all tests of a run keep the libraries that they have in common, if there is such a folder.
+shared: Path | None = None
 #: Multiprocessors of the GPU that is emulated: few, so that small problems fill it.
 MULTIPROCESSORS = 3
 
@@ -96,23 +102,48 @@ def library_of(
     constants: Mapping[str, Static],
     folder: Path,
 ) -> Path:
-    """A library in a new folder inside ``folder``, of the file ``source`` among ``texts``."""
+    """A library of the file ``source`` among ``texts``, in the shared folder or else ``folder``; compiled
+    if it is not there yet."""
+    folder = shared or folder
+    emulator = {path.name: path.read_text() for path in sorted(EMULATOR.iterdir())}
+    held = {name: emulator.get(Path(name).name, text) for name, text in texts.items()}
+    main = _MAIN.format(source=source, entry=entry)
+    everything = json.dumps([emulator, held, main, {**constants}], sort_keys=True)
+    library = folder / f"{hashlib.sha256(everything.encode()).hexdigest()}.so"
+    if library.exists():
+        return library
     place = Path(tempfile.mkdtemp(dir=folder))
     sources = place / "family"  # headers may be another family's: ../linear_scan/ptx.cuh
-    for name, text in texts.items():
-        file, emulated = sources / name, EMULATOR / Path(name).name
-        file.resolve().parent.mkdir(parents=True, exist_ok=True)
-        file.resolve().write_text(emulated.read_text() if emulated.exists() else text)
-    (sources / "main.cpp").write_text(_MAIN.format(source=source, entry=entry))
-    library = place / "kernel.so"
+    for name, text in held.items():
+        file = (sources / name).resolve()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (sources / "main.cpp").write_text(main)
+    defined = [f"-D{name}={value}" for name, value in constants.items()]
+    made = place / "kernel.so"
+    _compile(["-shared", *defined, f"-I{_headers(folder)}", "-o", made, sources / "main.cpp"])
+    os.replace(made, library)
+    return library
+
+
+def _compile(words: Sequence[str | Path]) -> None:
     command = [
-        *(str(compiler()), "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-w"),
+        *(str(compiler()), "-std=c++17", "-O1", "-fPIC", "-pthread", "-w"),
         "-U_FORTIFY_SOURCE",  # which takes a jump from stack to stack for an error
         # Or several libraries would share what has to be each one's own.
         "-fno-gnu-unique",
         "-ffp-contract=off",
-        *(f"-D{name}={value}" for name, value in constants.items()),
-        *(f"-I{EMULATOR}", "-o", str(library), str(sources / "main.cpp")),
     ]
-    subprocess.run(command, check=True)
-    return library
+    subprocess.run([*command, *map(str, words), f"-I{EMULATOR}"], check=True)
+
+
+def _headers(folder: Path) -> Path:
+    """A folder with the emulator's header compiled ahead, which takes as long as a kernel does."""
+    ready = folder / "headers"
+    if not ready.exists():
+        fresh = Path(tempfile.mkdtemp(dir=folder))
+        header = Path(shutil.copy(EMULATOR / "cuda.hpp", fresh))
+        _compile(["-x", "c++-header", "-o", f"{header}.gch", header])
+        with suppress(OSError):  # somebody else was first
+            fresh.rename(ready)
+    return ready

@@ -21,6 +21,10 @@ HEAD = FAMILY.kernels[0].head
 VARIANTS = [variant for variant in FAMILY.kernels[0].every if variant.head == HEAD][:5]
 
 
+#: In which the binaries of ``spread`` are read.
+ORDERS = ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (1, 0, 4, 2, 3))
+
+
 def noise(seed: int, size: int) -> bytes:
     return random.Random(seed).randbytes(size)
 
@@ -31,6 +35,10 @@ def test_round_trip(content: bytes) -> None:
     assert chunks.decompress(packed, len(content)) == content
     assert chunks.decompress(packed, len(content) // 2) == content[: len(content) // 2]
     assert chunks.decompress(packed, len(content) + 9) == content
+    opened = chunks.Opened(packed)
+    last = max(0, len(content) - 2)
+    for start, size in ((3, 5), (0, 4), (last, 9), (last, 9), (0, 1 << 30)):
+        assert opened.part(start, size) == content[start : start + size]
 
 
 def test_machine_code_is_compressed_by_its_instructions() -> None:
@@ -87,12 +95,30 @@ def test_damage_to_a_chunk_spares_what_lies_before_it_and_in_others(
     parts.code = parts.code[:inside] + b"\xff" * 50 + parts.code[inside + 50 :]
     path.write_bytes(parts.together())
     opened = Archive(path)
-    for number, (binary, content) in enumerate(held):
-        if number == 1:
-            with pytest.raises(ArchiveError, match=str(binary.variant)):
-                opened.read(binary)
-        else:
-            assert opened.read(binary) == content
+    for order in ORDERS:
+        for read in (opened.read, opened.reader()):
+            for number in order:
+                binary, content = held[number]
+                if number == 1:
+                    with pytest.raises(ArchiveError, match=str(binary.variant)):
+                        read(binary)
+                else:
+                    assert read(binary) == content
+
+
+def test_a_reader_decompresses_no_chunk_twice(
+    spread: tuple[Path, list[tuple[Binary, bytes]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, held = spread
+    opened, first_one = [], chunks.Opened
+    monkeypatch.setattr(chunks, "Opened", lambda chunk: opened.append(chunk) or first_one(chunk))
+    for order in ORDERS:
+        opened.clear()
+        read = Archive(path).reader()
+        for number in (*order, *order):
+            binary, content = held[number]
+            assert read(binary) == content
+        assert len(opened) == len(set(opened)) == 3
 
 
 @pytest.mark.parametrize("listed", [None, {}, 1, [1], [{}], [{"offset": 0}], [[0, 1]]])

@@ -13,11 +13,13 @@ from scan_registry.kernels.linear_scan.cases import TOLERANCE
 Capture = pytest.CaptureFixture[str]
 
 
-def test_one_dtype(capsys: Capture) -> None:
-    assert main(["selftest", "--device", "cpu", "--dtype", "bf16", "--json"]) == 0
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_one_dtype(dtype: str, capsys: Capture) -> None:
+    """Each passes on the CPU."""
+    assert main(["selftest", "--device", "cpu", "--dtype", dtype, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["passed"]
-    assert {result["dtype"] for result in document["results"]} == {"bfloat16"}
+    assert {result["dtype"] for result in document["results"]} == {dtype}
     kernels = [result["kernel"] for result in document["results"]]
     assert len(kernels) == len(set(kernels)) == 6
     assert all(result["cases"] > 0 for result in document["results"])
