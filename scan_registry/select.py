@@ -267,7 +267,11 @@ def _from_source(
         if (kernel.name, kernel.language) != (problem.kernel, language):
             continue
         for variant in _buildable(system, kernel):
-            text = str(variant)
+            text, needed = str(variant), kernel.needs(variant)
+            if target.capability < needed:
+                reason = f"it needs compute capability {dotted(needed)}"
+                yield Rejected(f"{text} for {target}", reason)
+                continue
             cost = _cost(system, family, variant, text, problem, backend)
             if isinstance(cost, str):
                 yield Rejected(f"{text} for {target}", cost)

@@ -6,6 +6,11 @@
 // multiplies, and the owners of the slots add up, compute h[t] of their units and publish it. Inputs
 // come a step ahead from the L2 cache and several steps ahead from memory. All blocks have to be running
 // at the same time; they work on as many groups as there are, one after the other.
+//
+// Where a cluster of blocks holds a whole head, all that is in clustered_forward.cuh.
+#if CLUSTER
+#include "clustered_forward.cuh"
+#else
 #include "block.cuh"
 #include "cells.cuh"
 
@@ -162,3 +167,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
         }
     }
 }
+#endif
