@@ -62,7 +62,7 @@ def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
         for label in tuning.labels
     }
     for variant in kernel.variants:
-        if arch.capability < kernel.needs(variant):
+        if not kernel.serves(variant, arch.capability):
             continue
         label = kernel.label(variant)
         if str(variant) in kernel.by_text:

@@ -267,9 +267,9 @@ def _from_source(
         if (kernel.name, kernel.language) != (problem.kernel, language):
             continue
         for variant in _buildable(system, kernel):
-            text, needed = str(variant), kernel.needs(variant)
-            if target.capability < needed:
-                reason = f"it needs compute capability {dotted(needed)}"
+            text = str(variant)
+            if not kernel.serves(variant, target.capability):
+                reason = f"it is not for compute capability {dotted(target.capability)}"
                 yield Rejected(f"{text} for {target}", reason)
                 continue
             cost = _cost(system, family, variant, text, problem, backend)

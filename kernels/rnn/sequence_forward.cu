@@ -66,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
     unsigned round = 0;
     Matrix weights;
     Unit units[OWN];
+    Patience patience;
 
     const auto fetch = [&](Unit& unit) {
 #pragma unroll
@@ -104,9 +105,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
             Product<GATES, CHUNKS, LAYERS> product;
             product.clear();
             if (t > 0 || initial)
-                product.add(weights, factor, group.dim, group.batch - group.first_batch, at);
+                product.add(weights, factor, group.dim, group.batch - group.first_batch, patience, at);
             float2 terms[OWN][GATES];
             product.gather(terms, round, at, alone);
+            patience.begin();
 
             const bool more = t + 1 < time;
             if (alone) factor = {Local<UNITS>::at(round), Local<UNITS>::STRIDE, false};

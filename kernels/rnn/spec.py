@@ -114,8 +114,8 @@ def _values(variant: Variant, direction: Direction) -> dict[str, int]:
 
 def _fused_tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
     """Up to some hundred units, a block has 64 of them and few warps share a row of R, so that few blocks
-    have to wait for each other; else 16 of them, with as much of R as there is room for. Forwards, a
-    block has a head of up to 64 units for itself, and a cluster one of up to 256."""
+    have to wait for each other; else 16 of them, with as much of R as there is room for. A block may also
+    have a head of up to 64 units for itself and, forwards, a cluster one of up to 256."""
     function, dtype = (str(value) for _, value in kind[:2][::-1])
     gates, narrow = SIZES[function].recurrent, ITEM_SIZE[dtype] == 2  # type: ignore[index]
     # sLSTM's other states, LSTM's gradients and float32 that is split into parts take registers, too.
@@ -128,8 +128,10 @@ def _fused_tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
     ]
     if direction == "forward":
         found.append(_tiling(rows=4, split=2, chunks=2 if narrow else 4, cluster=1))
-        if narrow:
-            found.append(_tiling(rows=2, split=2, chunks=8, cluster=8))
+    if narrow and direction == "forward":
+        found.append(_tiling(rows=2, split=2, chunks=8, cluster=8))
+    elif narrow:
+        found.append(_tiling(rows=4, split=2, chunks=1, cluster=1))
     return tuple(found)
 
 
@@ -201,8 +203,13 @@ def _fused_cost(direction: Direction, variant: Variant, problem: RnnProblem) -> 
     return rounds * step + members / 1000
 
 
-def _fused_needs(variant: Variant) -> tuple[int, int]:
-    return (9, 0) if variant.number("cluster") > 1 else (8, 0)
+def _fused_serves(direction: Direction, variant: Variant, capability: tuple[int, int]) -> bool:
+    """Clusters are known to be worth their bytes on 9.0, where forwards they take the place of wide
+    blocks. One of several blocks cannot be before."""
+    if variant.number("cluster"):
+        return capability == (9, 0)
+    wide = variant.number("rows") == 4
+    return not (wide and direction == "forward" and capability == (9, 0))
 
 
 def _fused_kernel(direction: Direction) -> Kernel:
@@ -220,7 +227,7 @@ def _fused_kernel(direction: Direction) -> Kernel:
         shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
         accepts=partial(_fused_accepts, direction),
         crowds=partial(_fused_crowds, direction),
-        needs=_fused_needs,
+        serves=partial(_fused_serves, direction),
         cost=partial(_fused_cost, direction),
         launch=partial(_fused_launch, direction),
     )

@@ -8,7 +8,8 @@ A tiling is a value for each variable; ``block.cuh`` has the picture.
     chunks   of a row of R that a warp keeps in registers (backward: times the gates that R feeds)
     layers   of them that it keeps in shared memory, likewise
     cluster  0: blocks tell each other through memory; else so many, which reach each other's shared
-             memory, have a whole head. See ``clustered.cuh``: ``split`` warps share 16 units, not a row
+             memory, have a whole head. Forwards, ``split`` warps then share 16 units, and not a row of
+             R, see ``clustered.cuh``
 
 A problem gives ``dim``, ``gates`` (that R feeds), ``item`` (bytes of an element) and ``backward`` (0, 1);
 a GPU ``multiprocessors``, ``shared_memory`` (bytes per block), ``threads`` and ``registers`` (per block),
@@ -54,22 +55,24 @@ multiprocessors, shared_memory = Name("multiprocessors"), Name("shared_memory")
 most_threads, registers = Name("threads"), Name("registers")
 capability = Name("capability")
 
-#: Whether (0, 1) blocks are in clusters, and whether these are of more than one.
+#: Whether (0, 1) blocks are in clusters; whether these are of more than one; whether a warp has whole rows of
+#: R, and whether it has parts.
 clustered: Expression = ceil_div(cluster, 16)
 several: Expression = ceil_div(cluster - 1, 16)
-memory: Expression = expression(1) - clustered
+whole: Expression = clustered * (expression(1) - backward)
+parts: Expression = expression(1) - whole
 
 threads: Expression = 32 * rows * split
 units: Expression = 16 * rows
 #: Batches of a group, and its blocks.
 tile: Expression = 8 * batches
-members: Expression = memory * ceil_div(dim, units) + cluster
+members: Expression = (expression(1) - clustered) * ceil_div(dim, units) + cluster
 #: Values of a row that one word of each lane covers: a chunk.
 chunk: Expression = ceil_div(64, item)
 #: Previous units that R's rows have room for.
-room: Expression = chunk * (chunks + layers) * (split - clustered)
+room: Expression = chunk * (chunks + layers) * (split - whole)
 #: A lane's part of R: two words of 16 bytes for each gate, or two gates, and chunk.
-held: Expression = 8 * chunks * (memory * gates + clustered * ceil_div(gates, 2))
+held: Expression = 8 * chunks * (parts * gates + whole * ceil_div(gates, 2))
 #: What else a thread holds: sums, a window of words on their way, and the states and inputs of its slot.
 others: Expression = 72 + 24 * batches + 6 * item
 #: Of shared memory: R's layers; the sums that the warps of a row exchange, in two rounds; and the values
@@ -80,7 +83,7 @@ local_gates: Expression = 1 + backward * (gates - 1)
 sums_bytes: Expression = 2 * 256 * split * rows * batches * 2 * forward_gates
 local_bytes: Expression = 2 * tile * (128 * ceil_div(units * local_gates * item, 128) + 64)
 rounds_bytes: Expression = 2 * tile * (128 * ceil_div(chunks, 2) + 64) + 16
-static_bytes: Expression = memory * (sums_bytes + local_bytes) + clustered * rounds_bytes
+static_bytes: Expression = parts * (sums_bytes + local_bytes) + whole * rounds_bytes
 shared_bytes: Expression = layer_bytes + static_bytes
 
 #: What a tiling has to meet, whatever the problem's sizes.
@@ -92,11 +95,11 @@ TILES = (
     Constraint("bytes of shared memory", shared_bytes, "<=", shared_memory),
     Constraint("bytes of shared memory beside R's", static_bytes, "<=", 48 * 1024),
     Constraint("chunks in shared memory beside those in registers", layers, "<=", 2 * chunks),
-    Constraint("warps that share 16 units in a cluster", clustered * split, "==", 2 * clustered),
-    Constraint("tiles of 8 batches in a cluster", clustered * batches, "==", clustered),
-    Constraint("chunks in shared memory in a cluster", clustered * layers, "<=", 0),
+    Constraint("warps that share 16 units where rows are whole", whole * split, "==", 2 * whole),
+    Constraint("tiles of 8 batches where rows are whole", whole * batches, "==", whole),
+    Constraint("chunks in shared memory where rows are whole", whole * layers, "<=", 0),
     Constraint("bytes of an element that blocks of a cluster exchange", several * item, "<=", 2),
-    Constraint("backward passes in clusters", clustered * backward, "<=", 0),
+    Constraint("backward passes in clusters of several blocks", several * backward, "<=", 0),
     Constraint("compute capability that clusters need", 90 * several, "<=", capability),
 )
 #: What a problem has to meet, too.
@@ -126,9 +129,9 @@ def windows(values: Values) -> int:
 
 
 def most_units(values: Values) -> int:
-    """The largest ``dim`` for a tiling on a GPU; ``values`` has the tiling, ``item`` and
+    """The largest ``dim`` for a tiling on a GPU; ``values`` has the tiling, ``item``, ``backward`` and
     ``multiprocessors``."""
-    blocks = memory * multiprocessors + cluster
+    blocks = (expression(1) - clustered) * multiprocessors + cluster
     return min(room.value(values), (units * blocks).value(values)) // 16 * 16
 
 

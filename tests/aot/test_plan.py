@@ -104,8 +104,8 @@ def test_what_tunings_name_is_optional_on_other_architectures(
         assert others == expected
 
 
-def test_architectures_get_no_kernels_that_need_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = replace(FAMILY.kernels[0], needs=lambda variant: (9, 0))
+def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = replace(FAMILY.kernels[0], serves=lambda variant, capability: capability >= (9, 0))
     family = replace(FAMILY, kernels=(kernel,))
     monkeypatch.setattr(planning, "families", lambda: {family.name: family})
     for arch, there in (("sm89", False), ("ptx80", False), ("sm90", True), ("sm120", True)):

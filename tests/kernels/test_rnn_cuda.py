@@ -40,9 +40,9 @@ def rnn_trials() -> ModuleType:
 
 
 def tiled(function: str, dtype: str, **tiling: int) -> Variant:
-    """A variant of the fused forward kernel, whose blocks are in no clusters."""
+    """A variant of the fused forward kernel."""
     kind = (("dtype", dtype), ("function", function))
-    statics = (*kind, *tiling.items(), ("cluster", 0))
+    statics = (*kind, *{**tiling, "cluster": tiling.get("cluster", 0)}.items())
     return Variant(FAMILY.name, "sequence_forward", "cuda", statics)
 
 
@@ -50,8 +50,8 @@ def chosen() -> Iterator[Variant]:
     """The tilings of each function, in one dtype each, and one in the third."""
     for variant in FAMILY.kernel("sequence_forward", "cuda").variants:
         dtype, function = variant.text("dtype"), variant.text("function")
-        of_cluster = {0: None, 1: "float32", 8: "bfloat16"}[variant.number("cluster")]
-        usual = of_cluster or {4: "bfloat16", 1: "float32"}[variant.number("rows")]
+        alone = variant.number("cluster") == 1
+        usual = "float32" if alone or variant.number("rows") == 1 else "bfloat16"
         if dtype == usual or (function, dtype) == ("lstm", "float16"):
             yield variant
 
@@ -62,6 +62,7 @@ OTHERS = (
     (tiled("gru", "float32", rows=2, split=4, batches=2, chunks=1, layers=1), 128),
     (tiled("elman", "float16", rows=4, split=1, batches=2, chunks=2, layers=1), 64),
     (tiled("slstm", "float32", rows=2, split=1, batches=1, chunks=3, layers=1), 64),
+    (tiled("gru", "float32", rows=2, split=2, batches=1, chunks=2, layers=0, cluster=1), 32),
 )
 
 
@@ -71,11 +72,14 @@ def opposite(forward: Variant) -> Variant:
     alike = Variant(FAMILY.name, kernel.name, "cuda", forward.statics)
     if forward not in FAMILY.kernel("sequence_forward", "cuda").variants:
         return alike
-    rows = max(forward.number("rows"), 4 * (forward.number("cluster") > 1))
+    narrow = forward.text("dtype") != "float32"
+    cluster = int(forward.number("cluster") == 1 and narrow)
+    rows = 4 if forward.number("cluster") else forward.number("rows")
     return next(
         v
         for v in kernel.variants
-        if v.statics[:2] == forward.statics[:2] and v.number("rows") == rows
+        if v.statics[:2] == forward.statics[:2]
+        and (v.number("rows"), v.number("cluster")) == (rows, cluster)
     )
 
 

@@ -268,6 +268,12 @@ inline void __syncthreads() {
 inline void __syncwarp() { emulator::exchange(0, 0); }
 inline void __nanosleep(unsigned) {}
 
+inline bool __any_sync(unsigned, bool x) {
+    bool any = false;
+    emulator::meet(x, [&](const bool* all) { any = std::any_of(all, all + emulator::WARP, [](bool b) { return b; }); });
+    return any;
+}
+
 inline int emulated_lane() { return int(threadIdx.x % emulator::WARP); }
 template <class T>
 T __shfl_sync(unsigned, T x, int lane) {
