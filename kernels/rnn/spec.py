@@ -122,9 +122,14 @@ def _fused_tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
     crowded = function == "slstm" or (function == "lstm" and direction == "backward" and narrow)
     chunks = (12 if crowded else 16) // gates
     few = chunks if narrow else 12 // gates
+    deep = {"chunks": chunks, "layers": 8 // gates}
+    if function == "elman" and narrow:
+        deep = {
+            "chunks": 8
+        }  # for 2048 units, which have about as many multiprocessors as there are
     found = [
         _tiling(rows=4, split=2, chunks=few, layers=4 // gates),
-        _tiling(rows=1, split=8, chunks=chunks, layers=8 // gates),
+        _tiling(rows=1, split=8, **deep),
     ]
     if direction == "forward":
         found.append(_tiling(rows=4, split=2, chunks=2 if narrow else 4, cluster=1))
