@@ -62,6 +62,8 @@ def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
         for label in tuning.labels
     }
     for variant in kernel.variants:
+        if not kernel.serves(variant, arch.capability):
+            continue
         label = kernel.label(variant)
         if str(variant) in kernel.by_text:
             yield Job(variant, arch)

@@ -156,6 +156,7 @@ class Kernel:
     accepts      variant, problem -> None, or the reason why the variant cannot solve the problem
     crowds       variant, problem, multiprocessors of the GPU -> None, or why they are too few: for
                  kernels whose blocks wait for each other
+    serves       variant, compute capability -> whether it is compiled for that, ahead of time or here
     cost         variant, problem -> smaller is better, among variants that accept
     launch       variant, problem, multiprocessors of the GPU -> grid, scalars, workspace
     shared       variant -> bytes of dynamic shared memory per block (CUDA)
@@ -184,6 +185,7 @@ class Kernel:
     fuses: Callable[[Variant], bool] = lambda variant: True
     shared: Callable[[Variant], int] = lambda variant: 0
     crowds: Callable[[Variant, Any, int], str | None] = lambda variant, problem, count: None
+    serves: Callable[[Variant, tuple[int, int]], bool] = lambda variant, capability: True
     may_spill: frozenset[Variant] = field(default_factory=frozenset)
     space: Space | None = None
     shape: Callable[[Any], Shape] | None = None

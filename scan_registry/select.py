@@ -269,6 +269,10 @@ def _from_source(
             continue
         for variant in _buildable(system, kernel):
             text = str(variant)
+            if not kernel.serves(variant, target.capability):
+                reason = f"it is not for compute capability {dotted(target.capability)}"
+                yield Rejected(f"{text} for {target}", reason)
+                continue
             cost = _cost(system, family, variant, text, problem, backend)
             if isinstance(cost, str):
                 yield Rejected(f"{text} for {target}", cost)

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from scan_registry import __version__, nn
 
-BATCH, TIME, WIDTH, LAYERS, HEADS = 16, 256, 256, 2, 4
+# Short sequences: plain torch goes step by step, and launches some hundred kernels in each.
+BATCH, TIME, WIDTH, LAYERS, HEADS = 64, 64, 256, 2, 4
 CHARACTERS = 128
 WARM_UP = 5  # steps whose time does not count
 #: How far two loss curves may be apart: rounding, which training amplifies step by step.

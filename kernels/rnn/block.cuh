@@ -18,7 +18,8 @@
 // over a row's warps are made slot by slot: a slot is 16 units by every other batch of 8, so that a lane
 // has a pair of units of one batch. Its owner, a warp, does with it what comes after the product.
 //
-// ROWS, SPLIT, BATCHES (times 8), CHUNKS and LAYERS come from the build.
+// ROWS, SPLIT, BATCHES (times 8), CHUNKS, LAYERS and CLUSTER come from the build. If the last is 1, a block is
+// always alone, which spares all that is needed to wait for others.
 #pragma once
 #include "exchange.cuh"
 
@@ -46,7 +47,7 @@ struct Group {
     const unsigned first_unit = blockIdx.x % members * UNITS;
     unsigned work = number, head = 0, first_batch = 0;
 
-    __device__ bool alone() const { return ROWS > 1 && members == 1; }
+    __device__ bool alone() const { return CLUSTER == 1 || (ROWS > 1 && members == 1); }
     // Whether there is more to work on.
     __device__ bool begins() {
         if (work >= heads * tiles) return false;
@@ -145,9 +146,10 @@ struct Product {
                     for (int i = 0; i < 4; i++) sums[chain][n][m][i] = 0;
     }
 
-    // `values` of each row of `factor`, of which there are `batches`.
+    // `values` of each row of `factor`, of which there are `batches`, awaited with `patience`.
     __device__ void add(const Weights<TILES, HELD, STORED>& weights, const Factor& factor,
-                        unsigned values, unsigned batches, const Place& at) {
+                        unsigned values, unsigned batches, Patience& patience,
+                        const Place& at) {
         const int mine = int(values) - int(at.part * CHUNK);
         const int chunks = chunks_in(mine), words = chunks_in(mine - int(at.in_quad * PER));
 #pragma unroll
@@ -160,7 +162,7 @@ struct Product {
                 const uint4* const from =
                     factor.words(batch, at.part * CHUNK + at.in_quad * PER) + first * STRIDE;
                 const int count = batch < batches ? words - first : 0;
-                if (factor.awaited) await<WINDOW, STRIDE>(columns[n], from, count);
+                if (CLUSTER == 0 && factor.awaited) await<WINDOW, STRIDE>(columns[n], from, count, patience);
                 else read<WINDOW, STRIDE>(columns[n], from, count);
             }
 #pragma unroll

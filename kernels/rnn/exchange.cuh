@@ -30,7 +30,8 @@ static_assert(RING >= 2 * PERIOD + 2, "a slot could be read before all know it a
 
 // Where some 32-bit words are not there yet.
 __device__ inline bool lacks(uint4 words) {
-    return words.x == 0 || words.y == 0 || words.z == 0 || words.w == 0;
+    const unsigned x = words.x < words.y ? words.x : words.y, z = words.z < words.w ? words.z : words.w;
+    return (x < z ? x : z) == 0;
 }
 __device__ inline uint4 inverted(uint4 words) {
     return make_uint4(~words.x, ~words.y, ~words.z, ~words.w);
@@ -83,23 +84,40 @@ __device__ void read(uint4 (&words)[COUNT], const uint4* from, int count) {
     for (int i = 0; i < COUNT; i++)
         words[i] = i < count ? from[i * STRIDE] : make_uint4(0, 0, 0, 0);
 }
-// Likewise those that are to be published, when they are. To be called by whole warps.
+// How long a warp lets pass, since the block has multiplied, before it looks for words. Whoever looks for
+// them too early keeps the L2 cache from those that bring them: that made a step of 48 blocks half as long
+// again. So that is found out on the way, to stay a little too long: longer after having come too early, and
+// slightly shorter after not.
+struct Patience {
+    static constexpr unsigned LONGER = 64, SHORTER = 4, MOST = 4000;  // cycles
+    unsigned begun = 0, cycles = 0;
+
+    __device__ void begin() { begun = clock_cycles(); }
+    __device__ void wait() const {
+        while (clock_cycles() - begun < cycles) {}
+    }
+    // To be called by whole warps.
+    __device__ void learn(bool early) {
+        if (__any_sync(~0u, early)) cycles = cycles + LONGER < MOST ? cycles + LONGER : MOST;
+        else cycles = cycles > SHORTER ? cycles - SHORTER : 0;
+    }
+};
+
+// Likewise those that are to be published, when all are. To be called by whole warps.
 template <int COUNT, int STRIDE>
-__device__ void await(uint4 (&words)[COUNT], const uint4* from, int count) {
-    bool lacking;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++)
-        words[i] = i < count ? load_words(from + i * STRIDE) : make_uint4(~0u, ~0u, ~0u, ~0u);
+__device__ void await(uint4 (&words)[COUNT], const uint4* from, int count, Patience& patience) {
+    bool lacking, early = false;
+    patience.wait();
     do {
-        lacking = false;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) lacking = lacking || lacks(words[i]);
-        if (!lacking) break;
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
-            if (lacks(words[i])) words[i] = load_words(from + i * STRIDE);
-    } while (true);
-    __syncwarp();
+            words[i] = i < count ? load_words(from + i * STRIDE) : make_uint4(~0u, ~0u, ~0u, ~0u);
+        lacking = false;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) lacking |= lacks(words[i]);
+        early |= lacking;
+    } while (lacking);
+    patience.learn(early);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) words[i] = inverted(words[i]);
 }

@@ -44,6 +44,13 @@ __device__ inline uint4 load_words(const uint4* from) {
 // What this thread read and wrote before comes, for the whole GPU, before what it does after.
 __device__ inline void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+// Cycles of the multiprocessor's clock, of which 32 bits come round in seconds.
+__device__ inline unsigned clock_cycles() {
+    unsigned cycles;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
+    return cycles;
+}
+
 // Bring a line to the L2 cache; a hint.
 __device__ inline void prefetch(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

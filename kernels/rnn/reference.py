@@ -288,19 +288,19 @@ def parameter_grads(
 
 def _by_head(through: Tensor, before: Tensor) -> Tensor:
     """Of (B, T, gates, N, D) and (B, T, N, P), the sums over B and T of their products: (gates, N, D, P).
-    Products of matrices, which are read as they lie: of one head all gates at once."""
+    Products of matrices, of which those with gates are read as they lie."""
     batch, time, gates, heads, dim = through.shape
     if through.stride(0) < through.stride(1):  # time before batch, in memory
         through, before = through.transpose(0, 1), before.transpose(0, 1)
-    right = before.reshape(batch * time, heads, dim).transpose(0, 1)
+    rows = batch * time
     if heads == 1:
-        left = through.reshape(batch * time, gates * dim).transpose(0, 1)
-        return torch.mm(left, right[0]).reshape(gates, 1, dim, dim)
-    parts = [
-        torch.bmm(through.select(2, k).reshape(batch * time, heads, dim).permute(1, 2, 0), right)
-        for k in range(gates)
-    ]
-    return torch.stack(parts)
+        left = through.reshape(rows, gates * dim).transpose(0, 1)
+        return torch.mm(left, before.reshape(rows, dim)).reshape(gates, 1, dim, dim)
+    # All products at once, with h repeated for each gate: those of one gate would leave most of a GPU idle.
+    left = through.reshape(rows, gates * heads, dim).permute(1, 2, 0)
+    repeated = before.unsqueeze(2).expand(-1, -1, gates, -1, -1)
+    right = repeated.reshape(rows, gates * heads, dim).transpose(0, 1)
+    return torch.bmm(left, right).reshape(gates, heads, dim, dim)
 
 
 def previous_first(recurrent: Tensor) -> Tensor:

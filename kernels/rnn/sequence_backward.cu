@@ -94,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
     unsigned round = 0;
     Matrix weights;
     Unit units[OWN];
+    Patience patience;
 
     const auto fetch = [&](Unit& unit, i64 t) {
 #pragma unroll
@@ -163,8 +164,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
             if (t < time - 1 && clip > 0) {
                 Terms product;
                 product.clear();
-                product.add(weights, factor, values, group.batch - group.first_batch, at);
+                product.add(weights, factor, values, group.batch - group.first_batch, patience, at);
                 product.gather(terms, round, at, alone);
+                patience.begin();
 #pragma unroll
                 for (int k = 0; k < OWN; k++) {
                     units[k].grads[0][0] += clipped(terms[k][0].x, clip);

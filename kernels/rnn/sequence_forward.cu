@@ -6,6 +6,11 @@
 // multiplies, and the owners of the slots add up, compute h[t] of their units and publish it. Inputs
 // come a step ahead from the L2 cache and several steps ahead from memory. All blocks have to be running
 // at the same time; they work on as many groups as there are, one after the other.
+//
+// Where a cluster of blocks holds a whole head, all that is in clustered_forward.cuh.
+#if CLUSTER
+#include "clustered_forward.cuh"
+#else
 #include "block.cuh"
 #include "cells.cuh"
 
@@ -61,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
     unsigned round = 0;
     Matrix weights;
     Unit units[OWN];
+    Patience patience;
 
     const auto fetch = [&](Unit& unit) {
 #pragma unroll
@@ -99,9 +105,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
             Product<GATES, CHUNKS, LAYERS> product;
             product.clear();
             if (t > 0 || initial)
-                product.add(weights, factor, group.dim, group.batch - group.first_batch, at);
+                product.add(weights, factor, group.dim, group.batch - group.first_batch, patience, at);
             float2 terms[OWN][GATES];
             product.gather(terms, round, at, alone);
+            patience.begin();
 
             const bool more = t + 1 < time;
             if (alone) factor = {Local<UNITS>::at(round), Local<UNITS>::STRIDE, false};
@@ -162,3 +169,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
         }
     }
 }
+#endif

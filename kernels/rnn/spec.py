@@ -34,7 +34,6 @@ from scan_registry.kernels.rnn.problem import (
     Scope,
     stride_names,
 )
-from scan_registry.kernels.rnn.tilings import Tiling
 
 FAMILY_NAME = "rnn"
 FOLDER = Path(__file__).parent
@@ -114,23 +113,43 @@ def _values(variant: Variant, direction: Direction) -> dict[str, int]:
 
 
 def _fused_tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
-    """Two: up to some hundred units, a block has 64 of them and few warps share a row of R, so that few
-    blocks have to wait for each other, or none; else 16 of them, with as much of R as there is room for."""
+    """Up to some hundred units, a block has 64 of them and few warps share a row of R, so that few blocks
+    have to wait for each other; else 16 of them, with as much of R as there is room for. A block may also
+    have a head of up to 64 units for itself and, forwards, a cluster one of up to 256."""
     function, dtype = (str(value) for _, value in kind[:2][::-1])
     gates, narrow = SIZES[function].recurrent, ITEM_SIZE[dtype] == 2  # type: ignore[index]
     # sLSTM's other states, LSTM's gradients and float32 that is split into parts take registers, too.
     crowded = function == "slstm" or (function == "lstm" and direction == "backward" and narrow)
     chunks = (12 if crowded else 16) // gates
     few = chunks if narrow else 12 // gates
-    wide: Tiling = {"rows": 4, "split": 2, "batches": 1, "chunks": few, "layers": 4 // gates}
-    deep: Tiling = {"rows": 1, "split": 8, "batches": 1, "chunks": chunks, "layers": 8 // gates}
-    return tuple(tuple(tiling.items()) for tiling in (wide, deep))
+    deep = {"chunks": chunks, "layers": 8 // gates}
+    if function == "elman" and narrow:
+        deep = {
+            "chunks": 8
+        }  # for 2048 units, which have about as many multiprocessors as there are
+    found = [
+        _tiling(rows=4, split=2, chunks=few, layers=4 // gates),
+        _tiling(rows=1, split=8, **deep),
+    ]
+    if direction == "forward":
+        found.append(_tiling(rows=4, split=2, chunks=2 if narrow else 4, cluster=1))
+    if narrow and direction == "forward":
+        found.append(_tiling(rows=2, split=2, chunks=8, cluster=8))
+    elif narrow:
+        found.append(_tiling(rows=4, split=2, chunks=1, cluster=1))
+    return tuple(found)
+
+
+def _tiling(**given: int) -> Pins:
+    return tuple(
+        (name, {"batches": 1, "layers": 0, "cluster": 0, **given}[name]) for name in tilings.DOMAINS
+    )
 
 
 def _fused_space(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
     """What tuning may choose from, on GPUs that have the most shared memory."""
     variant = Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", kind)
-    given = {**_values(variant, direction), **tilings.LEAST, "shared_memory": 227 * 1024}
+    given = {**_values(variant, direction), **tilings.LEAST, **tilings.HOPPER}
     return tuple(tuple(tiling.items()) for tiling in tilings.enumerate_tilings(given))
 
 
@@ -161,15 +180,16 @@ def _fused_launch(
     groups = problem.heads * -(-problem.batch // tile)
     at_once = max(1, min(groups, multiprocessors // members))
     published = problem.dim * (values["gates"] if direction == "backward" else 1)
-    alone = members == 1 and values["rows"] > 1
+    alone = (members == 1 and values["rows"] > 1) or values["cluster"]
     ring = 0 if alone else tilings.RING * tile * published * values["item"]
     return _launch_of("sequence", direction, problem, at_once * members, at_once * ring)
 
 
 #: Multiprocessors of the GPUs that costs are estimated for.
 _TYPICAL = 128
-#: What a step costs a block that waits for no other, and what every further wait costs.
-_ALONE, _WAIT = 0.4, 0.35
+#: What a step costs in clusters, in a block that waits for no other, and where a block has so many units
+#: that it is the product that takes time; and what every further wait costs.
+_CLUSTER, _ALONE, _MANY, _WAIT = {1: 0.3, 8: 0.5}, 0.5, 1.3, 0.35
 
 
 def _fused_cost(direction: Direction, variant: Variant, problem: RnnProblem) -> float:
@@ -179,9 +199,22 @@ def _fused_cost(direction: Direction, variant: Variant, problem: RnnProblem) -> 
     members, tile = tilings.members.value(values), tilings.tile.value(values)
     groups = problem.heads * -(-problem.batch // tile)
     rounds = -(-groups // max(1, _TYPICAL // members))
-    alone = members == 1 and values["rows"] > 1
-    step = _ALONE if alone else 1 + _WAIT * (tilings.windows(values) - 1)
+    if values["cluster"]:
+        step = _CLUSTER[values["cluster"]]
+    elif members == 1 and values["rows"] > 1:
+        step = _ALONE
+    else:
+        step = (_MANY if values["rows"] == 4 else 1) + _WAIT * (tilings.windows(values) - 1)
     return rounds * step + members / 1000
+
+
+def _fused_serves(direction: Direction, variant: Variant, capability: tuple[int, int]) -> bool:
+    """Clusters are known to be worth their bytes on 9.0, where forwards they take the place of wide
+    blocks. One of several blocks cannot be before."""
+    if variant.number("cluster"):
+        return capability == (9, 0)
+    wide = variant.number("rows") == 4
+    return not (wide and direction == "forward" and capability == (9, 0))
 
 
 def _fused_kernel(direction: Direction) -> Kernel:
@@ -199,6 +232,7 @@ def _fused_kernel(direction: Direction) -> Kernel:
         shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
         accepts=partial(_fused_accepts, direction),
         crowds=partial(_fused_crowds, direction),
+        serves=partial(_fused_serves, direction),
         cost=partial(_fused_cost, direction),
         launch=partial(_fused_launch, direction),
     )

@@ -7,9 +7,13 @@ A tiling is a value for each variable; ``block.cuh`` has the picture.
     batches  times 8 batches that a block works on
     chunks   of a row of R that a warp keeps in registers (backward: times the gates that R feeds)
     layers   of them that it keeps in shared memory, likewise
+    cluster  0: blocks tell each other through memory; else so many, which reach each other's shared
+             memory, have a whole head. Forwards, ``split`` warps then share 16 units, and not a row of
+             R, see ``clustered.cuh``
 
 A problem gives ``dim``, ``gates`` (that R feeds), ``item`` (bytes of an element) and ``backward`` (0, 1);
-a GPU ``multiprocessors``, ``shared_memory`` (bytes per block), ``threads`` and ``registers`` (per block).
+a GPU ``multiprocessors``, ``shared_memory`` (bytes per block), ``threads`` and ``registers`` (per block),
+and ``capability`` (90 for 9.0).
 The same constraints enumerate the tilings of a kind (``enumerate_tilings``; a solver can do that, too,
 see ``solve.py``) and tell at run time what a tiling is not for.
 """
@@ -26,6 +30,7 @@ from scan_registry.kernels.rnn.constraints import (
     Name,
     Values,
     ceil_div,
+    expression,
     first_broken,
 )
 
@@ -41,32 +46,44 @@ DOMAINS: Mapping[str, tuple[int, ...]] = {
     "batches": (1, 2),
     "chunks": (1, 2, 3, 4, 5, 6, 8, 12, 16),
     "layers": (0, 1, 2, 4, 8),
+    "cluster": (0, 1, 8),
 }
 
-rows, split, batches, chunks, layers = map(Name, DOMAINS)
+rows, split, batches, chunks, layers, cluster = map(Name, DOMAINS)
 dim, gates, item, backward = map(Name, ("dim", "gates", "item", "backward"))
 multiprocessors, shared_memory = Name("multiprocessors"), Name("shared_memory")
 most_threads, registers = Name("threads"), Name("registers")
+capability = Name("capability")
+
+#: Whether (0, 1) blocks are in clusters; whether these are of more than one; whether a warp has whole rows of
+#: R, and whether it has parts.
+clustered: Expression = ceil_div(cluster, 16)
+several: Expression = ceil_div(cluster - 1, 16)
+whole: Expression = clustered * (expression(1) - backward)
+parts: Expression = expression(1) - whole
 
 threads: Expression = 32 * rows * split
 units: Expression = 16 * rows
 #: Batches of a group, and its blocks.
 tile: Expression = 8 * batches
-members: Expression = ceil_div(dim, units)
+members: Expression = (expression(1) - clustered) * ceil_div(dim, units) + cluster
 #: Values of a row that one word of each lane covers: a chunk.
 chunk: Expression = ceil_div(64, item)
-#: A lane's part of R: two words of 16 bytes for each gate and chunk.
-held: Expression = 8 * gates * chunks
+#: Previous units that R's rows have room for.
+room: Expression = chunk * (chunks + layers) * (split - whole)
+#: A lane's part of R: two words of 16 bytes for each gate, or two gates, and chunk.
+held: Expression = 8 * chunks * (parts * gates + whole * ceil_div(gates, 2))
 #: What else a thread holds: sums, a window of words on their way, and the states and inputs of its slot.
 others: Expression = 72 + 24 * batches + 6 * item
 #: Of shared memory: R's layers; the sums that the warps of a row exchange, in two rounds; and the values
-#: of a block that is alone, in two rounds.
+#: of a block that is alone, or of a cluster, in two rounds.
 layer_bytes: Expression = 32 * gates * layers * threads
 forward_gates: Expression = gates - backward * (gates - 1)
 local_gates: Expression = 1 + backward * (gates - 1)
 sums_bytes: Expression = 2 * 256 * split * rows * batches * 2 * forward_gates
 local_bytes: Expression = 2 * tile * (128 * ceil_div(units * local_gates * item, 128) + 64)
-static_bytes: Expression = sums_bytes + local_bytes
+rounds_bytes: Expression = 2 * tile * (128 * ceil_div(chunks, 2) + 64) + 16
+static_bytes: Expression = parts * (sums_bytes + local_bytes) + whole * rounds_bytes
 shared_bytes: Expression = layer_bytes + static_bytes
 
 #: What a tiling has to meet, whatever the problem's sizes.
@@ -78,19 +95,26 @@ TILES = (
     Constraint("bytes of shared memory", shared_bytes, "<=", shared_memory),
     Constraint("bytes of shared memory beside R's", static_bytes, "<=", 48 * 1024),
     Constraint("chunks in shared memory beside those in registers", layers, "<=", 2 * chunks),
+    Constraint("warps that share 16 units where rows are whole", whole * split, "==", 2 * whole),
+    Constraint("tiles of 8 batches where rows are whole", whole * batches, "==", whole),
+    Constraint("chunks in shared memory where rows are whole", whole * layers, "<=", 0),
+    Constraint("bytes of an element that blocks of a cluster exchange", several * item, "<=", 2),
+    Constraint("backward passes in clusters of several blocks", several * backward, "<=", 0),
+    Constraint("compute capability that clusters need", 90 * several, "<=", capability),
 )
 #: What a problem has to meet, too.
 PROBLEM = (
     Constraint("16 hidden units go together", 16, "divides", dim),
-    Constraint(
-        "hidden units that R's rows have room for", dim, "<=", split * chunk * (chunks + layers)
-    ),
+    Constraint("hidden units that R's rows have room for", dim, "<=", room),
+    Constraint("hidden units of a cluster", clustered * dim, "<=", cluster * units),
 )
 #: What a problem and a GPU have to meet together: blocks wait for one another, so all have to run.
 RESIDENT = (Constraint("blocks of a group at once", members, "<=", multiprocessors),)
 
 #: A GPU with the least of everything among those of compute capability 8.0 and later.
-LEAST = {"threads": 1024, "registers": 65_536, "shared_memory": 99 * 1024}
+LEAST = {"threads": 1024, "registers": 65_536, "shared_memory": 99 * 1024, "capability": 80}
+#: What those of 9.0 have more of.
+HOPPER = {"shared_memory": 227 * 1024, "capability": 90}
 
 
 def windows(values: Values) -> int:
@@ -105,10 +129,10 @@ def windows(values: Values) -> int:
 
 
 def most_units(values: Values) -> int:
-    """The largest ``dim`` for a tiling on a GPU; ``values`` has the tiling, ``item`` and
+    """The largest ``dim`` for a tiling on a GPU; ``values`` has the tiling, ``item``, ``backward`` and
     ``multiprocessors``."""
-    room = (split * chunk * (chunks + layers)).value(values)
-    return min(room, (units * multiprocessors).value(values)) // 16 * 16
+    blocks = (expression(1) - clustered) * multiprocessors + cluster
+    return min(room.value(values), (units * blocks).value(values)) // 16 * 16
 
 
 def enumerate_tilings(given: Values) -> Iterator[Tiling]:

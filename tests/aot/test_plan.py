@@ -102,3 +102,12 @@ def test_what_tunings_name_is_optional_on_other_architectures(
         assert [job.variant for job in jobs if not job.optional][: len(defaults)] == defaults
         others = {job.variant: job.optional for job in jobs if job.variant not in defaults}
         assert others == expected
+
+
+def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = replace(FAMILY.kernels[0], serves=lambda variant, capability: capability >= (9, 0))
+    family = replace(FAMILY, kernels=(kernel,))
+    monkeypatch.setattr(planning, "families", lambda: {family.name: family})
+    for arch, there in (("sm89", False), ("ptx80", False), ("sm90", True), ("sm120", True)):
+        (jobs,) = plan([Target.parse(arch)]).values()
+        assert bool(jobs) == there

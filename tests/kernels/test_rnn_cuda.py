@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -19,8 +20,9 @@ from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.kernels.rnn.spec import FAMILY
 from scan_registry.target import Target
 
-#: Of the emulated GPU: as many blocks as run at once, so that some groups have to wait for others.
-MULTIPROCESSORS = 5
+#: Of the emulated GPU: as many blocks as run at once, so that some groups have to wait for others; a cluster
+#: needs more.
+MULTIPROCESSORS, OF_CLUSTER = 5, 8
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +42,17 @@ def rnn_trials() -> ModuleType:
 def tiled(function: str, dtype: str, **tiling: int) -> Variant:
     """A variant of the fused forward kernel."""
     kind = (("dtype", dtype), ("function", function))
-    return Variant(FAMILY.name, "sequence_forward", "cuda", (*kind, *tiling.items()))
+    statics = (*kind, *{**tiling, "cluster": tiling.get("cluster", 0)}.items())
+    return Variant(FAMILY.name, "sequence_forward", "cuda", statics)
 
 
 def chosen() -> Iterator[Variant]:
-    """Both tilings of each function, in one dtype each, and one in the third."""
+    """The tilings of each function, in one dtype each, and one in the third."""
     for variant in FAMILY.kernel("sequence_forward", "cuda").variants:
         dtype, function = variant.text("dtype"), variant.text("function")
-        dtypes = {4: "bfloat16", 1: "float32"}
-        if dtype == dtypes[variant.number("rows")] or (function, dtype) == ("lstm", "float16"):
+        alone = variant.number("cluster") == 1
+        usual = "float32" if alone or variant.number("rows") == 1 else "bfloat16"
+        if dtype == usual or (function, dtype) == ("lstm", "float16"):
             yield variant
 
 
@@ -58,6 +62,7 @@ OTHERS = (
     (tiled("gru", "float32", rows=2, split=4, batches=2, chunks=1, layers=1), 128),
     (tiled("elman", "float16", rows=4, split=1, batches=2, chunks=2, layers=1), 64),
     (tiled("slstm", "float32", rows=2, split=1, batches=1, chunks=3, layers=1), 64),
+    (tiled("gru", "float32", rows=2, split=2, batches=1, chunks=2, layers=0, cluster=1), 32),
 )
 
 
@@ -67,7 +72,15 @@ def opposite(forward: Variant) -> Variant:
     alike = Variant(FAMILY.name, kernel.name, "cuda", forward.statics)
     if forward not in FAMILY.kernel("sequence_forward", "cuda").variants:
         return alike
-    return next(v for v in kernel.variants if v.statics[:3] == forward.statics[:3])
+    narrow = forward.text("dtype") != "float32"
+    cluster = int(forward.number("cluster") == 1 and narrow)
+    rows = 4 if forward.number("cluster") else forward.number("rows")
+    return next(
+        v
+        for v in kernel.variants
+        if v.statics[:2] == forward.statics[:2]
+        and (v.number("rows"), v.number("cluster")) == (rows, cluster)
+    )
 
 
 def try_both(
@@ -79,13 +92,14 @@ def try_both(
         for variant in (forward, opposite(forward))
     ]
     dtype = forward.text("dtype")
+    multiprocessors = max(MULTIPROCESSORS, OF_CLUSTER * (forward.number("cluster") > 1))
     for number, trial in enumerate(tried):
         tensors = module.Tensors(trial, getattr(torch, dtype), seed=number)
         for library, direction in zip(libraries, ("forward", "backward"), strict=True):
             problem = tensors.problem("sequence", direction)
             assert library.kernel.accepts(library.variant, problem) is None
-            assert library.kernel.crowds(library.variant, problem, MULTIPROCESSORS) is None
-            library.run(problem, tensors.given, number, MULTIPROCESSORS)
+            assert library.kernel.crowds(library.variant, problem, multiprocessors) is None
+            library.run(problem, tensors.given, number, multiprocessors)
         assert tensors.error("states", "gates_grad", "initial_grad") <= module.TOLERANCE[dtype], (
             trial
         )
@@ -97,6 +111,10 @@ def test_matches_the_reference(
 ) -> None:
     """With every option, in whatever order the blocks and their threads run."""
     tried = rnn_trials.trials(variant.text("function"))
+    if blocks := variant.number("cluster"):
+        most = blocks * 16 * variant.number("rows")
+        tried = [replace(trial, dim=min(trial.dim, most)) for trial in tried]
+        tried.append(replace(tried[0], dim=most, batch=17))
     try_both(variant, tried, cuda_emulator, rnn_trials, tmp_path)
 
 

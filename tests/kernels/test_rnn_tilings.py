@@ -85,7 +85,9 @@ def test_what_is_not_known_excludes_nothing() -> None:
 
 
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)
-def test_defaults_meet_the_constraints_of_every_gpu(kernel: Kernel) -> None:
+def test_defaults_meet_the_constraints_of_every_gpu_that_has_their_instructions(
+    kernel: Kernel,
+) -> None:
     for variant in kernel.variants:
         pins = {k: v for k, v in variant.statics if isinstance(v, int)}
         function = variant.text("function")
@@ -95,6 +97,8 @@ def test_defaults_meet_the_constraints_of_every_gpu(kernel: Kernel) -> None:
             "backward": int(kernel.name.endswith("backward")),
             **tilings.LEAST,
         }
+        if not kernel.serves(variant, (8, 0)):
+            given |= tilings.HOPPER
         assert pins in list(tilings.enumerate_tilings(given)), str(variant)
 
 
@@ -102,8 +106,12 @@ def test_defaults_meet_the_constraints_of_every_gpu(kernel: Kernel) -> None:
 def test_others_than_the_defaults_may_be_tried(kernel: Kernel) -> None:
     """Those that the constraints allow on a GPU that has the most shared memory."""
     head = str(kernel.variants[0]).split(",rows")[0]
-    assert kernel.allows(Variant.parse(f"{head},rows=2,split=4,batches=1,chunks=2,layers=1"))
-    assert not kernel.allows(Variant.parse(f"{head},rows=2,split=4,batches=1,chunks=16,layers=1"))
+    assert kernel.allows(
+        Variant.parse(f"{head},rows=2,split=4,batches=1,chunks=2,layers=1,cluster=0")
+    )
+    assert not kernel.allows(
+        Variant.parse(f"{head},rows=2,split=4,batches=1,chunks=16,layers=1,cluster=0")
+    )
 
 
 def test_the_ring_has_the_memory_that_it_takes() -> None:
@@ -113,8 +121,10 @@ def test_the_ring_has_the_memory_that_it_takes() -> None:
 def test_more_memory_allows_more_tilings() -> None:
     given = {"gates": 4, "item": 2, "backward": 0, **tilings.LEAST}
     small = list(tilings.enumerate_tilings(given))
-    large = list(tilings.enumerate_tilings({**given, "shared_memory": 227 * 1024}))
+    large = list(tilings.enumerate_tilings({**given, **tilings.HOPPER}))
     assert 0 < len(small) < len(large)
+    assert {tiling["cluster"] for tiling in small} == {0, 1}
+    assert {tiling["cluster"] for tiling in large} == {0, 1, 8}
     assert all(tiling in large for tiling in small)
 
 
@@ -145,7 +155,8 @@ def test_how_wide_a_head_may_be() -> None:
         item = 4 if variant.text("dtype") == "float32" else 2
         kind = variant.text("function"), item
         for multiprocessors in (108, 132):
-            most = tilings.most_units({**pins, "item": item, "multiprocessors": multiprocessors})
+            given = {"item": item, "backward": 0, "multiprocessors": multiprocessors}
+            most = tilings.most_units({**pins, **given})
             problem = a_problem(kernel, dim=most, function=kind[0], dtype=variant.text("dtype"))
             larger = replace(problem, dim=most + 16)
             assert kernel.accepts(variant, problem) is None
@@ -160,7 +171,7 @@ def test_how_wide_a_head_may_be() -> None:
         ("lstm", 4): 768,
         ("gru", 2): 1792,
         ("gru", 4): 896,
-        ("elman", 2): 2112,
+        ("elman", 2): 2048,
         ("elman", 4): 2112,
         ("slstm", 2): 1280,
         ("slstm", 4): 640,
@@ -174,11 +185,12 @@ def best(kernel: Kernel, problem: RnnProblem) -> Variant:
 
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)
 def test_small_heads_take_few_blocks(kernel: Kernel) -> None:
-    for dim, members in ((16, 1), (64, 1), (128, 2), (768, 48), (1024, 64)):
+    for dim, members in ((16, 1), (64, 1), (128, 8), (768, 48), (1024, 64)):
         problem = a_problem(kernel, dim=dim, batch=8)
-        launch = kernel.launch(best(kernel, problem), problem, 132)
+        variant = best(kernel, problem)
+        launch = kernel.launch(variant, problem, 132)
         assert launch.grid == (members, 1, 1)
-        assert (launch.workspace > 0) == (members > 1)
+        assert (launch.workspace > 0) == (members > 1 and variant.number("cluster") == 0)
 
 
 def test_more_blocks_are_taken_as_long_as_they_all_run() -> None:
@@ -188,7 +200,7 @@ def test_more_blocks_are_taken_as_long_as_they_all_run() -> None:
         problem = a_problem(kernel, dim=256, heads=heads, batch=16)
         assert best(kernel, problem).number("rows") == rows
     forward = FAMILY.kernel("sequence_forward", "cuda")
-    assert best(forward, a_problem(forward, dim=256)).number("rows") == 4
+    assert best(forward, a_problem(forward, dim=256)).number("cluster") == 8
     elman = a_problem(forward, function="elman")
     assert best(forward, elman).number("rows") == 1
 

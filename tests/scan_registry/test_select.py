@@ -1094,3 +1094,15 @@ def test_blocks_that_wait_for_each_other_have_to_fit_the_gpu(
         decision = select(there, family, a_problem(), "auto", Rung.REFERENCE)
         assert decision.taken().rung is rung
         assert ("99 are too few" in told(decision, KERNEL)) == (count == 99)
+
+
+def test_what_is_for_other_architectures_is_not_compiled(a_device: Describe) -> None:
+    kernels = tuple(
+        replace(k, serves=lambda v, capability: capability >= (9, 0)) for k in FAMILY.kernels
+    )
+    family = replace(FAMILY, kernels=kernels)
+    for capability, rung in (((9, 0), Rung.JIT), ((8, 9), Rung.REFERENCE)):
+        there = System(a_device(capability), toolchains=COMPILERS)
+        decision = select(there, family, a_problem(), "auto", Rung.REFERENCE)
+        assert decision.taken().rung is rung
+        assert ("not for compute capability 8.9" in told(decision, KERNEL)) == (rung != Rung.JIT)

@@ -2,11 +2,13 @@
 //
 // A block runs in one thread of the system, its threads as coroutines of which one runs at a time,
 // until it has to wait; who runs next is drawn. Several blocks run at once, and start in an order
-// that is drawn, so whatever CUDA leaves open is tried. Shared memory starts as garbage.
+// that is drawn, so whatever CUDA leaves open is tried. The blocks of a cluster, of which there are CLUSTER
+// if that is defined, run at the same time. Shared memory starts as garbage.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -24,6 +26,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __shared__ static thread_local
 
 struct uint2 {
@@ -47,6 +50,11 @@ inline Index blockDim, gridDim;
 
 namespace emulator {
 
+#if defined(CLUSTER) && CLUSTER > 1
+constexpr unsigned BLOCKS_OF_CLUSTER = CLUSTER;
+#else
+constexpr unsigned BLOCKS_OF_CLUSTER = 1;
+#endif
 constexpr int WARP = 32;
 constexpr std::size_t STACK = 256 << 10, VALUE = 32;
 
@@ -218,10 +226,17 @@ void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsign
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads, 1, 1};
     const std::size_t blocks = std::size_t(grid[0]) * grid[1] * grid[2];
+    constexpr std::size_t together = BLOCKS_OF_CLUSTER;
+    if (blocks % together) fail("a cluster has too few blocks");
+    blocks_at_once = std::max(blocks_at_once, BLOCKS_OF_CLUSTER);
     std::vector<std::size_t> order(blocks);
     for (std::size_t i = 0; i < blocks; i++) order[i] = i;
     std::mt19937 random(seed);
-    for (std::size_t i = blocks; i > 1; i--) std::swap(order[i - 1], order[random() % i]);
+    for (std::size_t i = blocks / together; i > 1; i--)
+        std::swap_ranges(order.begin() + (i - 1) * together, order.begin() + i * together,
+                         order.begin() + random() % i * together);
+    for (std::size_t i = 0; i < blocks; i += together)
+        std::shuffle(order.begin() + i, order.begin() + i + together, random);
 
     std::atomic<std::size_t> next{0};
     const auto work = [&](unsigned number) {
@@ -252,6 +267,12 @@ inline void __syncthreads() {
 }
 inline void __syncwarp() { emulator::exchange(0, 0); }
 inline void __nanosleep(unsigned) {}
+
+inline bool __any_sync(unsigned, bool x) {
+    bool any = false;
+    emulator::meet(x, [&](const bool* all) { any = std::any_of(all, all + emulator::WARP, [](bool b) { return b; }); });
+    return any;
+}
 
 inline int emulated_lane() { return int(threadIdx.x % emulator::WARP); }
 template <class T>
