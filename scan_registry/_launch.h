@@ -7,11 +7,6 @@
 #include <stdint.h>
 #include <string.h>
 
-/* What the entries of cuLaunchKernel's last argument begin with: CU_LAUNCH_PARAM_… */
-#define END ((void *)0)
-#define PARAMETERS ((void *)1)
-#define PARAMETERS_SIZE ((void *)2)
-
 enum { MAX_VALUES = 64, MAX_GRID_X = 0x7fffffff, MAX_GRID_YZ = 65535 };
 
 typedef int (*LaunchKernel)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
@@ -98,17 +93,16 @@ static void launch_dealloc(PyObject *self) {
 
 /* In the current context, which has to be the launch's. */
 static int start_here(const Launch *self, uint64_t *values, void *stream) {
+    void *parameters[MAX_VALUES];
     if (self->workspace >= 0) {
         const uint64_t workspace = values[self->workspace];
         const int status = memset_async(workspace, 0, self->workspace_bytes, stream);
         if (status) return status;
     }
-    /* Values of 8 bytes in a row lie as the parameters do: the driver need not copy them one by one. */
-    size_t bytes = sizeof *values * (size_t)self->count;
-    void *extra[] = {PARAMETERS, values, PARAMETERS_SIZE, &bytes, END};
+    for (int i = 0; i < self->count; i++) parameters[i] = &values[i];
     return launch_kernel(self->function, self->grid[0], self->grid[1], self->grid[2],
-                         self->block[0], self->block[1], self->block[2], self->shared, stream, NULL,
-                         extra);
+                         self->block[0], self->block[1], self->block[2], self->shared, stream,
+                         parameters, NULL);
 }
 
 static int start(const Launch *self, uint64_t *values, void *stream) {

@@ -200,11 +200,8 @@ said, status, context = [], 0, 1000
 
 def launch(function, *rest):
     *shape, stream, parameters, extra = rest
-    packed, values, packed_size, size, end = extra[:5]
-    assert (parameters, packed, packed_size, end) == (None, 1, 2, None)
-    count = ctypes.cast(size, POINTER(c_size_t))[0] // 8
-    values = list(ctypes.cast(values, POINTER(c_uint64))[:count])
-    said.append(["launch", function, shape, stream, values])
+    values = [ctypes.cast(parameters[i], POINTER(c_uint64))[0] for i in range(8)]
+    said.append(["launch", function, shape, stream, values, extra])
     return status
 
 def zero(pointer, value, size, stream):
@@ -216,7 +213,7 @@ def current(into):
     return 0
 
 driver = [
-    CFUNCTYPE(c_int, c_void_p, *[c_uint] * 7, c_void_p, c_void_p, POINTER(c_void_p))(launch),
+    CFUNCTYPE(c_int, c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p), c_void_p)(launch),
     CFUNCTYPE(c_int, c_uint64, c_ubyte, c_size_t, c_void_p)(zero),
     CFUNCTYPE(c_int, POINTER(c_void_p))(current),
     CFUNCTYPE(c_int, c_void_p)(lambda context: 999),
@@ -287,9 +284,9 @@ def test_launches(tmp_path: Any) -> None:
     )
     found = json.loads(done.stdout)
     values = ["gates", 0, "tokens", "made 0", 0, 11, 2**64 - 1, 0]
-    launched = ["launch", 7, [2, 3, 4, 32, 1, 1, 5], None, values]
+    launched = ["launch", 7, [2, 3, 4, 32, 1, 1, 5], None, values, None]
     assert found["plain"] == [True, [1, 2], launched]
-    zeroed = ["launch", 7, launched[2], None, [*values[:4], "made 1", *values[5:]]]
+    zeroed = ["launch", 7, launched[2], None, [*values[:4], "made 1", *values[5:]], None]
     assert found["zeroed"] == [True, [1, 2], ["zero", "made 1", 0, 64, None], zeroed]
     assert found["refused"] == ["OSError", "status 701"]
     assert found["refused in silence"] == ["RuntimeError", "the launch failed with status 701"]
