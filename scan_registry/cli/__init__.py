@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Protocol
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         program.print_help(sys.stderr)
         return 2
+    # Torch's word where NumPy is not installed, which nothing here needs.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         return COMMANDS[args.command].run(args)
     except (ArchiveError, ProviderError, UsageError, NoKernelError) as error:

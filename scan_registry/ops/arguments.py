@@ -56,7 +56,9 @@ def check_tensors(gates: Any, tokens: Any, initial_state: Any, cu_seqlens: Any) 
             )
 
 
-def check_options(gates: Tensor, tokens: Tensor, options: Options) -> tuple[torch.Size, Options]:
+def check_options(
+    gates: Tensor, tokens: Tensor, options: Options
+) -> tuple[tuple[int, ...], Options]:
     """The shape of the states, and the options with a negative ``dim``; an exception names what is not
     accepted."""
     backend, dim = options.backend, options.dim
@@ -94,13 +96,13 @@ def check_options(gates: Tensor, tokens: Tensor, options: Options) -> tuple[torc
     return shape, Options(negative, options.reverse, options.final, backend)
 
 
-def _broadcast(one: Sequence[int], other: Sequence[int]) -> torch.Size | None:
-    """The shape that both broadcast to, if there is one."""
+def _broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape that both broadcast to, if there is one; no ``torch.Size``, which would break the graph of
+    torch.compile in torch 2.6."""
     if one == other:
-        return torch.Size(one)
+        return tuple(one)
     try:
-        both: torch.Size = torch.broadcast_shapes(tuple(one), tuple(other))
-        return both
+        return tuple(torch.broadcast_shapes(tuple(one), tuple(other)))
     except RuntimeError:
         return None
 
@@ -125,7 +127,7 @@ def kernel_dtypes(gates: torch.dtype, tokens: torch.dtype) -> tuple[torch.dtype,
 
 def check_initial_state(initial_state: Tensor, shape: Sequence[int], states: torch.dtype) -> None:
     """Refuse a state that does not broadcast to ``shape``, or is not of a dtype that goes with it."""
-    if _broadcast(initial_state.shape, torch.Size(shape)) != torch.Size(shape):
+    if _broadcast(initial_state.shape, shape) != tuple(shape):
         raise ValueError(
             f"initial_state has shape {tuple(initial_state.shape)}; it must broadcast to the "
             f"state's shape, {tuple(shape)}"

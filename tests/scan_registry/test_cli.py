@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -350,6 +351,19 @@ def test_a_user_error_is_one_line_without_a_traceback() -> None:
         assert result.stderr.count("\n") == 1
 
 
+def test_that_torch_finds_no_numpy_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(args: object) -> int:
+        warnings.warn("Failed to initialize NumPy: No module named 'numpy'", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(command, "run", run)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert main(["inspect"]) == 0
+    assert [str(each.message) for each in caught] == ["something else"]
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     """As in ``scan-registry inspect --json | head``."""
     command_line = [sys.executable, "-m", "scan_registry", "inspect", "--json"]
@@ -375,6 +389,7 @@ def test_the_console_script_is_the_same_program() -> None:
 def test_looking_needs_neither_torch_nor_a_compiler(words: list[str]) -> None:
     script = f"""
 import sys
+import warnings
 from scan_registry.cli import main
 try:
     main({words!r})
