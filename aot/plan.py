@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.kernels.tuning import Tuning, nearest_arch
+from scan_registry.kernels.tuning import Tuning, fewest, nearest_arch
 from scan_registry.target import RELEASED, Target
+
+#: Of the fastest's time on another GPU, what is close enough to be taken over from there.
+BORROWED = 1.1
 
 
 @dataclass(frozen=True)
@@ -53,27 +57,43 @@ def plan(archs: Iterable[Target]) -> dict[Target, tuple[Job, ...]]:
 
 
 def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
-    tunings = tunings_for(kernel, arch)
-    named = {label for tuning in tunings for label in tuning.labels}
-    own = {
-        label
-        for tuning in tunings
-        if not arch.is_ptx and tuning.capability == arch.capability
-        for label in tuning.labels
-    }
+    own, borrowed = set[str](), set[str]()
+    for tuning in tunings_for(kernel, arch):
+        if not arch.is_ptx and tuning.capability == arch.capability:
+            own.update(tuning.labels)
+        else:
+            borrowed |= _borrowed(kernel, tuning, arch.is_ptx)
     for variant in kernel.variants:
         if not kernel.serves(variant, arch.capability):
             continue
         label = kernel.label(variant)
-        if str(variant) in kernel.by_text:
+        if str(variant) in kernel.by_text or label in own:
             yield Job(variant, arch)
-        elif label in named:
-            yield Job(variant, arch, optional=label not in own)
+        elif label in borrowed:
+            yield Job(variant, arch, optional=True)
+
+
+def _borrowed(kernel: Kernel, tuning: Tuning, usual_do: bool) -> set[str]:
+    """What is taken over from another GPU's tuning, on which times are a guess: few variants, near the
+    fastest there on several problems. Kinds that have usual variants do with those where only one
+    problem asks for more, or if ``usual_do``; others, such as packed sequences, have to have some."""
+    usual = {kernel.label(variant) for variant in kernel.by_text.values()}
+    found = set[str]()
+    for kind in tuning.kinds:
+        problems = [row.times for row in tuning.rows(kind)]
+        has_usual = any(label.startswith(f"{kind},") for label in usual)
+        if has_usual and usual_do:
+            continue
+        for label in fewest(problems, BORROWED):
+            served = [t for t in problems if t.get(label, math.inf) <= BORROWED * min(t.values())]
+            if len(served) > 1 or not has_usual:
+                found.add(label)
+    return found
 
 
 def tunings_for(kernel: Kernel, arch: Target) -> tuple[Tuning, ...]:
     """What tuning found of a kernel that is of use in an archive: machine code runs on one kind of GPU,
-    and gets what is nearest to it; PTX gets everything."""
+    and gets what is nearest to it; PTX gets all tunings' rows."""
     every = kernel.tunings()
     nearest = nearest_arch(every, arch.capability)
     if nearest is None:

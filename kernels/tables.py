@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scan_registry.frozen import dataclass
-from scan_registry.kernels.tuning import Row, Shape, Tuning, capability_of, positive
+from scan_registry.kernels.tuning import Row, Shape, Tuning, capability_of, fewest, positive
 
 SCHEMA = 1
 FOLDER = "tuning"
@@ -199,28 +199,9 @@ def _rows(measured: Sequence[Measured]) -> tuple[Row, ...]:
 
 
 def chosen_labels(problems: Sequence[Mapping[str, Timing]]) -> tuple[str, ...]:
-    """Few variants of which one is as good as the fastest on each problem: again and again the one that
-    serves most of the problems that are still without."""
-    best = [min(timing.ms for timing in timings.values()) for timings in problems]
-    fit = {
-        number: {label for label, t in timings.items() if t.ms <= EQUAL * best[number]}
-        for number, timings in enumerate(problems)
-    }
-    chosen: list[str] = []
-    while fit:
-        labels = sorted({label for labels in fit.values() for label in labels})
-        served = {label: [n for n, labels in fit.items() if label in labels] for label in labels}
-
-        def preference(label: str) -> tuple[int, float, str]:
-            """Most problems; among equals the least time over the fastest, then by name."""
-            numbers = served[label]  # noqa: B023  called before the next turn
-            ratios = (problems[n][label].ms / best[n] for n in numbers)
-            return -len(numbers), sum(ratios), label
-
-        label = min(labels, key=preference)
-        chosen.append(label)
-        fit = {n: labels for n, labels in fit.items() if label not in labels}
-    return tuple(chosen)
+    """Few variants of which one is as good as the fastest on each problem."""
+    times = [{label: t.ms for label, t in timings.items()} for timings in problems]
+    return fewest(times, EQUAL)
 
 
 @cache

@@ -145,6 +145,31 @@ class Tuning:
         return found
 
 
+def fewest(problems: Sequence[Mapping[str, float]], within: float) -> tuple[str, ...]:
+    """Few labels, of which each problem, milliseconds by label, has one whose time is at most ``within``
+    times its least: again and again the one that serves most of the problems that are still without."""
+    best = [min(times.values()) for times in problems]
+    fit = {
+        number: {label for label, ms in times.items() if ms <= within * best[number]}
+        for number, times in enumerate(problems)
+    }
+    chosen: list[str] = []
+    while fit:
+        labels = sorted({label for labels in fit.values() for label in labels})
+        served = {label: [n for n, labels in fit.items() if label in labels] for label in labels}
+
+        def preference(label: str) -> tuple[int, float, str]:
+            """Most problems; among equals the least time over the fastest, then by name."""
+            numbers = served[label]  # noqa: B023  called before the next turn
+            ratios = (problems[n][label] / best[n] for n in numbers)
+            return -len(numbers), sum(ratios), label
+
+        label = min(labels, key=preference)
+        chosen.append(label)
+        fit = {n: labels for n, labels in fit.items() if label not in labels}
+    return tuple(chosen)
+
+
 def capability_of(arch: str) -> tuple[int, int]:
     """(9, 0) for ``sm_90``; ``ValueError`` for what is no GPU's architecture."""
     number = arch[3:] if isinstance(arch, str) and arch.startswith("sm_") else ""

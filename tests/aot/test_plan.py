@@ -11,6 +11,7 @@ from scan_registry.aot import plan as planning
 from scan_registry.aot.plan import chosen_archs, plan
 from scan_registry.kernels import families
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import pinned
 from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.target import RELEASED, Target
 
@@ -102,6 +103,32 @@ def test_what_tunings_name_is_optional_on_other_architectures(
         assert [job.variant for job in jobs if not job.optional][: len(defaults)] == defaults
         others = {job.variant: job.optional for job in jobs if job.variant not in defaults}
         assert others == expected
+
+
+def test_other_architectures_take_over_what_several_problems_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of kinds that have usual variants; PTX does with those."""
+    kernel = FAMILY.kernels[0]
+    usual = next(iter(kernel.by_text.values()))
+    kind = pinned(usual.statics[:3])
+    spares = [v for v in kernel.every if v not in kernel.by_text.values()]
+    shared, single = [v for v in spares if pinned(v.statics[:3]) == kind][:2]
+    a, b = kernel.label(shared), kernel.label(single)
+    rows = [
+        Row({"time": 1}, {a: 1.0, b: 2.0}),
+        Row({"time": 2}, {a: 1.05, b: 1.0}),
+        Row({"time": 4}, {b: 1.0, a: 9.0}),
+        Row({"time": 8}, {a: 1.0, b: 1.2}),
+    ]
+    for served, expected in ((rows[:2], {shared}), (rows, {shared, single}), (rows[2:], set())):
+        tuning = Tuning.of("sm_90", "x", "d", {kind: served})
+        tuned = replace(kernel, tunings=lambda tuning=tuning: (tuning,))
+        family = replace(FAMILY, kernels=(tuned,))
+        monkeypatch.setattr(planning, "families", lambda family=family: {family.name: family})
+        for arch, more in (("sm90", {shared, single}), ("sm89", expected), ("ptx80", set())):
+            (jobs,) = plan([Target.parse(arch)]).values()
+            assert {job.variant for job in jobs} - set(kernel.by_text.values()) == more
 
 
 def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
