@@ -102,6 +102,22 @@ __device__ inline Affine then(Affine first, Step second) {
     return {scale, rest, second(first.shift)};
 }
 
+// A map in shared memory, without what is always zero.
+template <bool = WITH_REST>
+struct Stored {
+    Affine map;
+
+    __device__ Stored& operator=(const Affine& other) { return map = other, *this; }
+    __device__ operator Affine() const { return map; }
+};
+template <>
+struct alignas(2 * sizeof(State)) Stored<false> {
+    State scale, shift;
+
+    __device__ Stored& operator=(const Affine& map) { return scale = map.scale, shift = map.shift, *this; }
+    __device__ operator Affine() const { return {scale, State(0), shift}; }
+};
+
 constexpr unsigned FULL_WARP = 0xffffffffu;
 
 template <class T>

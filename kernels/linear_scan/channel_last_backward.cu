@@ -22,7 +22,7 @@ struct Backward {
 // A lane's walk. ONE_GATE: each channel has one gate for all times.
 template <bool ONE_GATE>
 struct BackwardWalk {
-    const Rows gates, grads, states, gates_grad, tokens_grad;
+    Rows gates, grads, states, gates_grad, tokens_grad;
     const bool for_gates, each_gate, each_token;  // what is asked for
     Tiles<3> tiles;
     Passage passage;
@@ -32,7 +32,8 @@ struct BackwardWalk {
                             const States& after_grad)
         : gates(of.gates, of.gates_batch, of.gates_time, column),
           grads(of.states_grad, of.states_grad_batch, of.states_grad_time, column),
-          states(of.states, of.states_batch, of.states_time, column),
+          // The earlier state of each row; that of the walk's last is not among the states.
+          states(of.states, of.states_batch, of.states_time, column, 1),
           gates_grad(of.gates_grad, of.grads_batch, of.grads_time, column),
           tokens_grad(of.tokens_grad, of.grads_batch, of.grads_time, column),
           for_gates(of.gates_grad || of.sums),
@@ -47,19 +48,18 @@ struct BackwardWalk {
         }
     }
 
-    __device__ void fetch(i64 order) const {
-        if (!ONE_GATE) tiles.copy_in(0, gates, order, Element::ONE);
-        tiles.copy_in(1, grads, order, 0);
-        // The earlier state of each row; that of the walk's last is not among the states.
-        if (for_gates) tiles.copy_in(2, states, order + 1, 0);
+    __device__ void fetch(int left) {
+        if (!ONE_GATE) tiles.copy_in(0, gates, left, Element::ONE);
+        tiles.copy_in(1, grads, left, 0);
+        if (for_gates) tiles.copy_in(2, states, left, 0);
+        gates.advance(), grads.advance(), states.advance();
     }
-    __device__ void walk_rows(i64 order) {
+    __device__ void walk_rows(int left) {
         Chunk<Element, VECTOR> gate_row[STEPS], grad_row[STEPS];
         Affine maps[VECTOR];
-        const i64 left = tiles.left(order);
         const auto gate = [&](int k, int v) -> State {
             if (!ONE_GATE) return conj(gate_row[k].get(v));
-            return k < left ? kept[v] : State(1);
+            return tiles.first_own + k < left ? kept[v] : State(1);
         };
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
@@ -77,19 +77,21 @@ struct BackwardWalk {
             State to_gates[VECTOR], to_tokens[VECTOR];
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
-                const State x = k + 1 == left ? initial[v] : earlier.get(v);
+                const State x = tiles.first_own + k + 1 == left ? initial[v] : earlier.get(v);
                 to_tokens[v] = grad_row[k].get(v) + h[v];
                 to_gates[v] = to_tokens[v] * conj(x);
                 h[v] = gate(k, v) * to_tokens[v];
-                if (ONE_GATE && k < left) sum[v] = sum[v] + to_gates[v];
+                if (ONE_GATE && tiles.first_own + k < left) sum[v] = sum[v] + to_gates[v];
             }
-            if (each_gate) tiles.put(0, gates_grad, order, k, to_gates);
-            if (each_token) tiles.put(1, tokens_grad, order, k, to_tokens);
+            // A condition less where nothing goes to memory yet.
+            if (!RAGGED || each_gate) tiles.put(0, gates_grad, left, k, to_gates);
+            if (!RAGGED || each_token) tiles.put(1, tokens_grad, left, k, to_tokens);
         }
     }
-    __device__ void leave(i64 order) const {
-        if (each_gate) tiles.copy_out(0, gates_grad, order);
-        if (each_token) tiles.copy_out(1, tokens_grad, order);
+    __device__ void leave(int left) {
+        if (each_gate) tiles.copy_out(0, gates_grad, left);
+        if (each_token) tiles.copy_out(1, tokens_grad, left);
+        gates_grad.advance(), tokens_grad.advance();
     }
     // The sums of all groups, for the first.
     __device__ void add_up() {
@@ -130,23 +132,30 @@ struct BackwardTiles {
     const i64 state_batch, state_channel;
     Entrance entrance;
 
-    __device__ void fetch(const Tile& tile, int stage) const {
+    __device__ void fetch_maps(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
         const auto gates_rows = gates.rows(at, walk), grads_rows = grads.rows(at, walk);
-        const auto states_rows = states.rows(at, walk);
-        // Those whose earlier state is among the states; that of the walk's last one is not.
-        const bool has_last = at.first + at.rows == scans.time && at.rows > 0;
-        const int earlier_rows = gates_grad ? at.rows - has_last : 0;
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             ring.copy(0, k, gates_rows.at(k), k < at.rows);
             ring.copy(1, k, grads_rows.at(k), k < at.rows);
-            ring.copy(2, k, states_rows.at(k + 1), k < earlier_rows);
         }
         ring.fill(0, at.rows, Element::ONE);
         ring.fill(1, at.rows, 0);
-        if (!gates_grad || earlier_rows == at.rows) return;
+    }
+    __device__ void fetch(const Tile& tile, int stage, bool again) const {
+        if (!again) fetch_maps(tile, stage);
+        if (!gates_grad) return;
+        const Position at(scans, tile);
+        const Tiles ring(stage);
+        const auto states_rows = states.rows(at, walk);
+        // Those whose earlier state is among the states; that of the walk's last one is not.
+        const bool has_last = at.first + at.rows == scans.time && at.rows > 0;
+        const int earlier_rows = at.rows - has_last;
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) ring.copy(2, k, states_rows.at(k + 1), k < earlier_rows);
+        if (earlier_rows == at.rows) return;
         State initial[VECTOR];
 #pragma unroll
         for (int v = 0; v < VECTOR; v++)
@@ -155,8 +164,14 @@ struct BackwardTiles {
                              : State(0);
         ring.put(2, earlier_rows, initial);
     }
-    __device__ void look(const Tile& tile) { entrance.crossing.look(tile); }
-    __device__ void turn() { entrance.turn(); }
+    __device__ void clear() { entrance.clear(); }
+    __device__ void precede() { entrance.precede(); }
+    __device__ void cross(uint4* maps, unsigned columns, unsigned column, unsigned segment, bool is_last) {
+        const Position at(scans, {0, column});
+        entrance.cross(maps, columns, column, segment, is_last, [&](int scan) {
+            return state_of(final_grad, state_batch, state_channel, scan, at, scans);
+        });
+    }
     __device__ void compose(const Tile& tile, int stage) {
         const Tiles ring(stage);
         Affine rows[VECTOR];
@@ -167,14 +182,17 @@ struct BackwardTiles {
                 const State gate = conj(ring.get(0, k).get(v));
                 rows[v] = then(rows[v], Step{gate, gate * ring.get(1, k).get(v)});
             }
-        entrance.compose(rows, tile, Position(scans, tile));
+        entrance.compose(rows, Position(scans, tile));
     }
     __device__ void finish(const Tile& tile, int stage) {
         const Position at(scans, tile);
         const Tiles ring(stage);
         State h[VECTOR];
-        entrance.enter(h, tile, at, state_of(final_grad, state_batch, state_channel, at, scans),
-                       state_of(initial_grad, state_batch, state_channel, at, scans));
+        entrance.enter(h);
+        if (tile.level + 1 == scans.grid.levels)
+            entrance.leave(at, [&](int scan) {
+                return state_of(initial_grad, state_batch, state_channel, scan, at, scans);
+            });
         const auto gates_grad_rows = gates_grad.rows(at, walk);
         const auto tokens_grad_rows = tokens_grad.rows(at, walk);
 #pragma unroll
@@ -230,20 +248,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
         walk_column<false>(of, column, before, after_grad, before_grad, sums);
 #elif STAGES
     const Scans scans(batch, channels, time);
-    const Schedule schedule(scans.grid, workspace, blockIdx.x, gridDim.x);
-    schedule.run(BackwardTiles{scans,
-                               Walk(time, !(flags & 1), nullptr, 0),
-                               Plane(gates, gates_batch, gates_time),
-                               Plane(states_grad, states_grad_batch, states_grad_time),
-                               Plane(states, states_batch, states_time),
-                               Plane(gates_grad, grads_batch, grads_time),
-                               Plane(tokens_grad, grads_batch, grads_time),
-                               initial_state,
-                               final_state_grad,
-                               initial_state_grad,
-                               state_batch,
-                               state_channel,
-                               Entrance(schedule, workspace)});
+    const BackwardTiles work{scans,
+                             Walk(time, !(flags & 1), nullptr, 0),
+                             Plane(gates, gates_batch, gates_time),
+                             Plane(states_grad, states_grad_batch, states_grad_time),
+                             Plane(states, states_batch, states_time),
+                             Plane(gates_grad, grads_batch, grads_time),
+                             Plane(tokens_grad, grads_batch, grads_time),
+                             initial_state,
+                             final_state_grad,
+                             initial_state_grad,
+                             state_batch,
+                             state_channel,
+                             Entrance()};
+    Schedule{scans.grid}.run_segments(work, workspace);
 #else
     const Position at(static_cast<u64*>(workspace), outer, batch, channels);
     const Walk walk(time, !(flags & 1), offsets, sequences);

@@ -17,7 +17,7 @@ struct Forward {
 // A lane's walk. ONE_GATE: each channel has one gate for all times.
 template <bool ONE_GATE>
 struct ForwardWalk {
-    const Rows gates, tokens, states;
+    Rows gates, tokens, states;
     Tiles<2> tiles;
     Passage passage;
     State gate[VECTOR] = {};
@@ -35,18 +35,18 @@ struct ForwardWalk {
         }
     }
 
-    __device__ void fetch(i64 order) const {
-        if (!ONE_GATE) tiles.copy_in(0, gates, order, Element::ONE);
-        tiles.copy_in(1, tokens, order, 0);
+    __device__ void fetch(int left) {
+        if (!ONE_GATE) tiles.copy_in(0, gates, left, Element::ONE);
+        tiles.copy_in(1, tokens, left, 0);
+        gates.advance(), tokens.advance();
     }
-    __device__ void walk_rows(i64 order) {
+    __device__ void walk_rows(int left) {
         Chunk<Element, VECTOR> gate_row[STEPS], token_row[STEPS];
         Affine maps[VECTOR];
-        const i64 left = tiles.left(order);
         const auto step = [&](int k, int v) -> Step {
             const State token = token_row[k].get(v);
             if (!ONE_GATE) return {gate_row[k].get(v), token};
-            return k < left ? Step{gate[v], token} : Step{State(1), State(0)};
+            return tiles.first_own + k < left ? Step{gate[v], token} : Step{State(1), State(0)};
         };
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
@@ -61,10 +61,13 @@ struct ForwardWalk {
         for (int k = 0; k < STEPS; k++) {
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) x[v] = step(k, v)(x[v]);
-            tiles.put(1, states, order, k, x);
+            tiles.put(1, states, left, k, x);
         }
     }
-    __device__ void leave(i64 order) const { tiles.copy_out(1, states, order); }
+    __device__ void leave(int left) {
+        tiles.copy_out(1, states, left);
+        states.advance();
+    }
 };
 
 template <bool ONE_GATE>
@@ -89,7 +92,10 @@ struct ForwardTiles {
     const i64 state_batch, state_channel;
     Entrance entrance;
 
-    __device__ void fetch(const Tile& tile, int stage) const {
+    __device__ void fetch(const Tile& tile, int stage, bool again) const {
+        if (!again) fetch_maps(tile, stage);
+    }
+    __device__ void fetch_maps(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
         const auto gates_rows = gates.rows(at, walk), tokens_rows = tokens.rows(at, walk);
@@ -101,8 +107,14 @@ struct ForwardTiles {
         ring.fill(0, at.rows, Element::ONE);
         ring.fill(1, at.rows, 0);
     }
-    __device__ void look(const Tile& tile) { entrance.crossing.look(tile); }
-    __device__ void turn() { entrance.turn(); }
+    __device__ void clear() { entrance.clear(); }
+    __device__ void precede() { entrance.precede(); }
+    __device__ void cross(uint4* maps, unsigned columns, unsigned column, unsigned segment, bool is_last) {
+        const Position at(scans, {0, column});
+        entrance.cross(maps, columns, column, segment, is_last, [&](int scan) {
+            return state_of(initial_state, state_batch, state_channel, scan, at, scans);
+        });
+    }
     __device__ void compose(const Tile& tile, int stage) {
         const Tiles ring(stage);
         Affine rows[VECTOR];
@@ -111,14 +123,17 @@ struct ForwardTiles {
 #pragma unroll
             for (int v = 0; v < VECTOR; v++)
                 rows[v] = then(rows[v], Step{ring.get(0, k).get(v), ring.get(1, k).get(v)});
-        entrance.compose(rows, tile, Position(scans, tile));
+        entrance.compose(rows, Position(scans, tile));
     }
     __device__ void finish(const Tile& tile, int stage) {
         const Position at(scans, tile);
         const Tiles ring(stage);
         State x[VECTOR];
-        entrance.enter(x, tile, at, state_of(initial_state, state_batch, state_channel, at, scans),
-                       state_of(final_state, state_batch, state_channel, at, scans));
+        entrance.enter(x);
+        if (tile.level + 1 == scans.grid.levels)
+            entrance.leave(at, [&](int scan) {
+                return state_of(final_state, state_batch, state_channel, scan, at, scans);
+            });
         const auto rows = states.rows(at, walk);
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
@@ -153,17 +168,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     else walk_column<false>(of, column, before, after);
 #elif STAGES
     const Scans scans(batch, channels, time);
-    const Schedule schedule(scans.grid, workspace, blockIdx.x, gridDim.x);
-    schedule.run(ForwardTiles{scans,
-                              Walk(time, flags & 1, nullptr, 0),
-                              Plane(gates, gates_batch, gates_time),
-                              Plane(tokens, tokens_batch, tokens_time),
-                              Plane(states, states_batch, states_time),
-                              initial_state,
-                              final_state,
-                              state_batch,
-                              state_channel,
-                              Entrance(schedule, workspace)});
+    const ForwardTiles work{scans,
+                            Walk(time, flags & 1, nullptr, 0),
+                            Plane(gates, gates_batch, gates_time),
+                            Plane(tokens, tokens_batch, tokens_time),
+                            Plane(states, states_batch, states_time),
+                            initial_state,
+                            final_state,
+                            state_batch,
+                            state_channel,
+                            Entrance()};
+    Schedule{scans.grid}.run_segments(work, workspace);
 #else
     const Position at(static_cast<u64*>(workspace), outer, batch, channels);
     const Walk walk(time, flags & 1, offsets, sequences);

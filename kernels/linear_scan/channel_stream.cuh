@@ -1,28 +1,26 @@
 // Channels contiguous, aligned, and few of them: what the forward and the backward kernel share.
 //
 // The build pins WARPS (per block), LANES (threads side by side along the channels), VECTOR
-// (channels per thread), STEPS, STAGES and BLOCKS (per SM). A tile is
+// (channels per thread), STEPS, LEVELS (tiles of a segment), STAGES and BLOCKS (per SM). A tile is
 //
 //               channels ->   LANES × VECTOR
 //      order  slot 0          | STEPS rows, one after the other in a thread |
 //        |    slot 1          | STEPS rows                                  |
-//        v    …               SLOTS = 32 × WARPS / LANES
+//        v    …               32 / LANES slots
 //
-// and a column is what lies below one another. Order runs along the walk, with time or against it. A
-// block takes one tile after the other, the next of which are on their way to shared memory meanwhile;
-// tiles.cuh says which. A thread composes its rows' maps, a warp scans its slots, and the warps' totals
-// are chained; then the rows are walked again, from the state that enters them.
+// of a warp, and a column is what lies below one another. Order runs along the walk, with time or against
+// it. A warp takes one tile after the other, the next of which are on their way to shared memory meanwhile;
+// tiles.cuh says which. A thread composes its rows' maps and a warp scans its slots; then the rows are
+// walked again, from the state that enters them.
 #pragma once
-constexpr int THREADS = 32 * WARPS;
-constexpr int SKEW = 1;
+constexpr int WALKERS = WARPS, THREADS = 32 * WALKERS;
 #include "ring.cuh"
 #include "sequences.cuh"
 #include "tiles.cuh"
 
-constexpr int SLOTS_PER_WARP = 32 / LANES;
 constexpr int CHANNELS = LANES * VECTOR;
-constexpr int TIMES = WARPS * SLOTS_PER_WARP * STEPS;
-static_assert(32 % LANES == 0);
+constexpr int TIMES = 32 / LANES * STEPS;
+static_assert(32 % LANES == 0 && LEVELS > 0);
 
 // What is scanned: batches × times × channels, along the walk.
 struct Scans {
@@ -39,7 +37,7 @@ struct Scans {
 
 // Where a thread is in a tile.
 struct Position {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32;
     i64 batch, tile_channel, channel;  // first channel of the tile, and of this thread
     i64 first;                         // order of this thread's first row
     int rows;                          // of this thread's, those that there are: at most STEPS
@@ -48,16 +46,16 @@ struct Position {
         batch = tile.column / scans.across;
         tile_channel = i64(tile.column % scans.across) * CHANNELS;
         channel = tile_channel + lane % LANES * VECTOR;
-        first = i64(tile.level) * TIMES + (warp * SLOTS_PER_WARP + lane / LANES) * STEPS;
+        first = i64(tile.level) * TIMES + lane / LANES * STEPS;
         const i64 left = scans.time - first;
         rows = channel >= scans.channels || left <= 0 ? 0 : left < STEPS ? int(left) : STEPS;
     }
 };
 
-// The state of the scan that this lane keeps, among those of batches × channels; null if there is none.
+// The state of a tile's scan, among those of batches × channels; null if there is none.
 template <class S>
-__device__ S* state_of(S* states, i64 by_batch, i64 by_channel, const Position& at, const Scans& scans) {
-    const i64 channel = at.tile_channel + at.lane % CHANNELS;
+__device__ S* state_of(S* states, i64 by_batch, i64 by_channel, int scan, const Position& at, const Scans& scans) {
+    const i64 channel = at.tile_channel + scan;
     return states && channel < scans.channels ? states + at.batch * by_batch + channel * by_channel
                                               : nullptr;
 }
@@ -91,35 +89,46 @@ struct Plane {
 
 // How the states that enter a thread's rows are found, for each of its channels.
 struct Entrance {
-    Crossing<CHANNELS> crossing;
-    Affine composed[VECTOR], kept[VECTOR];  // before this slot: of the tile just composed, and of the one before
+    Carried carried[VECTOR];                    // before the tile
+    Affine composed[VECTOR], tile_map[VECTOR];  // of the tile: before this slot, and of all slots
+    Affine part[VECTOR];                        // of the tiles composed against the walk
 
-    __device__ Entrance(const Schedule& schedule, void* workspace) : crossing(schedule, workspace) {}
-
-    __device__ void turn() {
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) kept[v] = composed[v];
-        crossing.turn();
-    }
     // `rows` compose this thread's rows.
-    __device__ void compose(Affine (&rows)[VECTOR], const Tile& tile, const Position& at) {
-        const int first = at.lane % LANES * VECTOR;
+    __device__ void compose(Affine (&rows)[VECTOR], const Position& at) {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
             composed[v] = exclusive_scan<LANES>(rows[v], at.lane);
-            if (at.lane >= 32 - LANES) crossing.total()[first + v] = rows[v];
+            tile_map[v] = from_lane(rows[v], 32 - LANES + at.lane % LANES);
         }
-        crossing.compose(tile);
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++)
-            composed[v] = then(from_lane(crossing.composed.before, first + v), composed[v]);
     }
-    // `before` and `after` are null, or the state of this lane's scan before and after the walk.
-    __device__ void enter(State (&entering)[VECTOR], const Tile& tile, const Position& at,
-                          const State* before, State* after) {
-        const State x = crossing.enter(tile, before, after);
+    __device__ void clear() {
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) part[v] = {};
+    }
+    __device__ void precede() {
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) part[v] = then(tile_map[v], part[v]);
+    }
+    template <class Initial>
+    __device__ void cross(uint4* maps, unsigned columns, unsigned column, unsigned segment, bool is_last,
+                          const Initial& initial) {
+        using Channels = Crossing<CHANNELS, VECTOR>;
+        Channels::cross(Channels::maps_of(maps, columns, column), segment, is_last, initial, part, carried);
+    }
+    __device__ void enter(State (&entering)[VECTOR]) {
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) {
+            entering[v] = composed[v](carried[v].x);
+            carried[v] = tile_map[v](carried[v]);
+        }
+    }
+    // The states after the walk, of those channels that there are; `after`, of a channel of the tile, is null or
+    // points to its own.
+    template <class After>
+    __device__ void leave(const Position& at, const After& after) const {
+        if (at.lane >= LANES) return;
 #pragma unroll
         for (int v = 0; v < VECTOR; v++)
-            entering[v] = kept[v](from_lane(x, at.lane % LANES * VECTOR + v));
+            if (State* const to = after(at.lane * VECTOR + v)) *to = carried[v].x;
     }
 };

@@ -15,22 +15,23 @@
 // sequence is a column of its own.
 //
 // RAGGED: rows do not start and end where pieces of 16 bytes do, and each in another place, but all tensors'
-// alike. Then a block copies the pieces that its channels lie in, as many as before, and has fewer channels of
-// its own, WIDTH; lanes read and write them one by one.
+// alike. Then a block copies the pieces that its channels lie in, one more a row, and lanes read and write them
+// one by one. Results in pieces that are the block's alone leave like others, the rest from the lane at once.
 #pragma once
 constexpr int THREADS = 32 * WARPS;
 #include "affine.cuh"
 
 constexpr int ITEMS = 16 / sizeof(Storage);  // in 16 bytes
 constexpr int CHANNELS = ACROSS * VECTOR;
-constexpr int WIDTH = CHANNELS - (RAGGED ? ITEMS : 0);
 constexpr int GROUPS = THREADS / ACROSS;
 constexpr int WARP_STEPS = STEPS * (32 / ACROSS);
-constexpr int PIECES = CHANNELS / ITEMS;     // of a row
-constexpr int ROWS = 32 / PIECES;            // that a warp copies at once
-constexpr int COPIES = WARP_STEPS / ROWS;    // of a lane, for each input of a tile
-constexpr int TIMES = WARPS * WARP_STEPS;    // of a tile
-static_assert(PIECES <= 32 && WARP_STEPS % ROWS == 0);
+constexpr int PIECES = CHANNELS / ITEMS + RAGGED;          // of a row
+constexpr int ROWS = 32 / PIECES;                          // that a warp copies at once
+constexpr int COPIES = (WARP_STEPS + ROWS - 1) / ROWS;     // of a lane, for each input of a tile
+constexpr int TIMES = WARPS * WARP_STEPS;                  // of a tile
+// Pieces between the rows of a warp's groups, so that these do not meet in the same banks.
+constexpr int APART = ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0;
+static_assert(PIECES <= 32 && CHANNELS % ITEMS == 0);
 
 // Where a block's column is, and in it the channels of this lane.
 struct Column {
@@ -40,10 +41,10 @@ struct Column {
     i64 origin, way = 1, rows;                 // time of the row at order 0, from row to row, and how many
 
     __device__ Column(i64 channels, i64 time, bool against, const i64* offsets, i64 sequences) {
-        const unsigned across = unsigned((channels + WIDTH - 1) / WIDTH);
+        const unsigned across = unsigned((channels + CHANNELS - 1) / CHANNELS);
         unsigned number = blockIdx.x;
-        const i64 first = i64(number % across) * WIDTH;
-        end = first + WIDTH < channels ? first + WIDTH : channels;
+        const i64 first = i64(number % across) * CHANNELS;
+        end = first + CHANNELS < channels ? first + CHANNELS : channels;
         number /= across;
         batch = number;
         origin = 0, rows = time;
@@ -65,100 +66,117 @@ struct Column {
     }
 };
 
-// This lane's share of a tensor of batches × times × channels: one piece of every ROWS-th row.
+// This lane's share of a tensor of batches × times × channels: one piece of every ROWS-th row of its warp's,
+// in the tile that is at hand.
 struct Rows {
     Storage* first;
-    i64 apart;  // rows of the walk
-    int to_own;  // from the first channel that this lane copies to its own
+    i64 apart;   // rows of the walk
+    i64 to_own;  // from the first piece to the first of this lane's channels
+    int later;   // by how many rows it is read later than others
 
-    __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column)
-        : first(const_cast<Storage*>(tensor) + column.batch * by_batch + column.copied +
-                (column.origin + column.way * (column.lane / PIECES)) * by_time),
-          apart(column.way * by_time),
-          to_own(int(column.channel - column.copied)) {}
-    __device__ Storage* at(i64 order) const { return first + order * apart; }
-    // This lane's channels.
-    __device__ Storage* own(i64 order) const {
-        return at(order - threadIdx.x % 32 / PIECES) + to_own;
+    __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column, int later = 0)
+        : apart(column.way * by_time), later(later) {
+        const int copied = threadIdx.x / 32 * WARP_STEPS + column.lane / PIECES;
+        const int own = threadIdx.x / ACROSS * STEPS;
+        first = const_cast<Storage*>(tensor) + column.batch * by_batch + column.origin * by_time + column.copied +
+                (copied + later) * apart;
+        to_own = column.channel - column.copied + (own - copied) * apart;
     }
+    __device__ Storage* at(int row) const { return first + row * apart; }
+    __device__ Storage* own(int k) const { return at(k) + to_own; }
+    __device__ void advance() { first += TIMES * apart; }
 };
 
-// Tiles on their way: a warp's rows of INPUTS tensors, in STAGES places.
+// Tiles on their way: a warp's rows of INPUTS tensors, in STAGES places. Of the rows from a tile on, only as
+// many as matter are counted: one more than a tile has.
 template <int INPUTS>
 struct Tiles {
-    static constexpr int STAGE = INPUTS * COPIES * 32;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const bool copies, owns;  // whether what this lane copies is there, and it may have channels
-    bool has[VECTOR];         // and which
+    static constexpr int INPUT = WARP_STEPS * PIECES + (32 / ACROSS - 1) * APART;
+    static constexpr int STAGE = INPUTS * INPUT;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_own = threadIdx.x / ACROSS * STEPS;
+    const int own_row = lane / PIECES;  // of ROWS, what this lane copies a piece of
     const i64 rows;
-    const int to_end;  // from the first channel that this lane copies to the block's end
-    // Elements before the block's channels in their piece: at order 0, and how that grows.
+    const int width, to_end;  // from the block's first channel, and from the first that this lane copies, to the end
+    const bool copies;        // whether there is something for this lane to copy
+    // Elements before the block's channels in their piece: in a tile's first row, and how that grows.
     const unsigned lead, lead_apart;
+    int own_leads[STEPS + 1];  // in this lane's rows
+    unsigned bits = 0;         // of its channels in those rows, which are not copied out with their piece
     uint4* const own = reinterpret_cast<uint4*>(dynamic_shared()) + warp * (STAGES * STAGE);
     int stage = 0;  // the next to be filled; after the turn, the one that was filled first
-    int own_lead = 0;  // of this lane's first row
 
     // The strides are those of any tensor.
     __device__ Tiles(const Column& column, i64 by_batch, i64 by_time)
-        : copies(RAGGED || column.copied < column.end),
-          owns(lane % ACROSS * VECTOR < WIDTH),
-          rows(column.rows),
+        : rows(column.rows),
+          width(int(column.end - column.copied) + lane % PIECES * ITEMS),
           to_end(int(column.end - column.copied)),
+          copies(own_row < ROWS && (RAGGED || to_end > 0)),
           lead(unsigned(column.batch * by_batch + column.origin * by_time + column.copied)),
           lead_apart(unsigned(column.way * by_time)) {
+        static_assert(TIMES % ITEMS == 0, "or leads would change from tile to tile");
+        static_assert(!RAGGED || STEPS * VECTOR <= 32, "a bit for each");
+        const int channel = lane % ACROSS * VECTOR;
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) has[v] = column.has(v);
+        for (int k = 0; k <= STEPS; k++) {
+            own_leads[k] = lead_of(first_own + k);
+#pragma unroll
+            for (int v = 0; RAGGED && k < STEPS && v < VECTOR; v++) {
+                const int piece = (channel + v + own_leads[k]) & -ITEMS;
+                bits |= unsigned(channel + v < width && !is_whole(piece - own_leads[k])) << (k * VECTOR + v);
+            }
+        }
     }
     __device__ void turn() { stage = stage + 1 < STAGES ? stage + 1 : 0; }
-    __device__ int lead_at(i64 order) const {
-        return RAGGED ? int((lead + unsigned(order) * lead_apart) & (ITEMS - 1)) : 0;
+    __device__ int lead_of(int row) const {
+        return RAGGED ? int((lead + row * lead_apart) & (ITEMS - 1)) : 0;
     }
+    // In the row of the piece that this lane copies as its i-th.
+    __device__ int copied_lead(int i, const Rows& rows) const {
+        return lead_of(warp * WARP_STEPS + own_row + i * ROWS + rows.later);
+    }
+    // Of a piece that starts at this channel, counted from the block's first: whether it is the block's alone.
+    __device__ bool is_whole(int begin) const { return begin >= 0 && begin + ITEMS <= width; }
 
     __device__ uint4* piece(int input, int copy) const {
-        return own + stage * STAGE + (input * COPIES + copy) * 32 + lane;
+        const int row = copy * ROWS + own_row;
+        return own + stage * STAGE + input * INPUT + copy * (ROWS * PIECES) + lane + row / STEPS * APART;
     }
     // The first of this lane's channels in its row k.
     __device__ Storage* cells(int input, int k) const {
-        return reinterpret_cast<Storage*>(own + stage * STAGE + input * COPIES * 32) +
-               (lane / ACROSS * STEPS + k) * CHANNELS + lane % ACROSS * VECTOR;
+        const int group = lane / ACROSS, row = group * STEPS + k;
+        return reinterpret_cast<Storage*>(own + stage * STAGE + input * INPUT + row * PIECES + group * APART) +
+               lane % ACROSS * VECTOR;
     }
-
-    // This lane's rows that there are, of a tile from `order` on.
-    __device__ i64 left(i64 order) const { return rows - order - threadIdx.x / ACROSS * STEPS; }
 
     // Rows of this warp that this lane has to copy: every ROWS-th below this.
-    __device__ int count(i64 order) const {
-        const i64 left = rows - order - warp * WARP_STEPS - lane / PIECES;
-        return !copies || left < 0 ? 0 : left < WARP_STEPS ? int(left) : WARP_STEPS;
+    __device__ int count(int left) const {
+        const int own = left - warp * WARP_STEPS;
+        return !copies ? 0 : (own < WARP_STEPS ? own : WARP_STEPS) - own_row;
     }
     // Rows that are not there read as `outside`.
-    __device__ void copy_in(int input, const Rows& from, i64 order, Storage outside) const {
-        const int there = count(order);
-        const i64 first = order + warp * WARP_STEPS;
+    __device__ void copy_in(int input, const Rows& from, int left, Storage outside) const {
+        const int there = count(left - from.later);
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
-            const int before = before_own(first + i * ROWS);
-            copy_async<16>(piece(input, i), from.at(first + i * ROWS) - before,
+            const int before = copied_lead(i, from);
+            copy_async<16>(piece(input, i), from.at(i * ROWS) - before,
                            i * ROWS < there && (!RAGGED || before > -to_end));
         }
-        if (there < WARP_STEPS) {
+        if (own_row < ROWS && there < WARP_STEPS - own_row) {
             Chunk<Element, ITEMS> chunk;
             chunk.fill(outside);
             for (int i = 0; i < COPIES; i++)
-                if (i * ROWS >= there) *piece(input, i) = words_of(chunk);
+                if (i * ROWS >= there && i * ROWS < WARP_STEPS - own_row) *piece(input, i) = words_of(chunk);
         }
     }
-    __device__ void copy_out(int input, const Rows& to, i64 order) const {
-        if (RAGGED) return;  // results are out
-        const int there = count(order);
-        const i64 first = order + warp * WARP_STEPS;
+    __device__ void copy_out(int input, const Rows& to, int left) const {
+        const int there = count(left);
 #pragma unroll
-        for (int i = 0; i < COPIES; i++)
-            if (i * ROWS < there) store_global(to.at(first + i * ROWS), *piece(input, i));
-    }
-    // From where the piece that this lane copies of a row starts, to its first channel.
-    __device__ int before_own(i64 order) const {
-        return lead_at(order + lane / PIECES);
+        for (int i = 0; i < COPIES; i++) {
+            const int before = copied_lead(i, to);
+            if (i * ROWS < there && (!RAGGED || is_whole(lane % PIECES * ITEMS - before)))
+                store_global(to.at(i * ROWS) - before, *piece(input, i));
+        }
     }
 
     // This lane's channels in its row k of a tensor whose rows are LATER by so many.
@@ -168,54 +186,54 @@ struct Tiles {
         if constexpr (!RAGGED && VECTOR * sizeof(Storage) >= 4) {
             return get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(from));
         } else {
-            const int before = !RAGGED || !owns ? 0 : (own_lead + (k + LATER) * lead_apart) & (ITEMS - 1);
             Chunk<Element, VECTOR> chunk;
             chunk.word[0] = 0;
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) chunk.put(v, from[before + v]);
+            for (int v = 0; v < VECTOR; v++) chunk.put(v, from[own_leads[k + LATER] + v]);
             return chunk;
         }
     }
-    // Results of this lane's row k, to where they take the place of an input or, of ragged rows, to memory.
-    __device__ void put(int input, const Rows& to, i64 order, int k, const State (&x)[VECTOR]) const {
+    // Results of this lane's row k, to where they take the place of an input, and to memory what will not be
+    // copied from there.
+    __device__ void put(int input, const Rows& to, int left, int k, const State (&x)[VECTOR]) const {
         Chunk<Element, VECTOR> chunk;
         chunk.set(x);
         if constexpr (RAGGED) {
-            Storage* const row = to.own(order + threadIdx.x / ACROSS * STEPS + k);
-            if (k < left(order)) {
+            Storage* const cell = cells(input, k) + own_leads[k];
 #pragma unroll
-                for (int v = 0; v < VECTOR; v++)
-                    if (has[v]) row[v] = chunk.bits(v);
+            for (int v = 0; v < VECTOR; v++) {
+                cell[v] = chunk.bits(v);
+                if (bits >> (k * VECTOR + v) & 1 && first_own + k < left) to.own(k)[v] = chunk.bits(v);
             }
         } else if constexpr (VECTOR * sizeof(Storage) >= 4) {
-            *reinterpret_cast<decltype(words_of(chunk))*>(cells(input, k)) = words_of(chunk);
+            put_words(cells(input, k), chunk);
         } else {
             *cells(input, k) = Storage(chunk.word[0]);
         }
     }
 
-    // Walk all rows. `work.fetch(order)` copies the tile at `order` in, `work.walk_rows(order)` walks this
-    // warp's rows of it, and `work.leave(order)` copies results out.
+    // Walk all rows. `work.fetch(left)` copies a tile in, where so many rows are left, `work.walk_rows(left)` walks
+    // this warp's rows of it, and `work.leave(left)` copies results out.
     template <class Work>
     __device__ void walk(Work& work) {
-        i64 coming = 0;
+        const auto counted = [](i64 left) { return left <= TIMES ? int(left) : TIMES + 1; };
+        i64 to_come = rows;
         const auto next = [&] {
-            if (coming < rows) work.fetch(coming);
+            if (to_come > 0) work.fetch(counted(to_come));
             commit_copies();
             turn();
-            coming += TIMES;
+            to_come -= TIMES;
         };
 #pragma unroll 1
         for (int i = 1; i < STAGES; i++) next();
 #pragma unroll 1
-        for (i64 order = 0; order < rows; order += TIMES) {
+        for (i64 left = rows; left > 0; left -= TIMES) {
             next();
             wait_for_copies<STAGES - 1>();
             __syncwarp();  // of all lanes
-            own_lead = lead_at(order + threadIdx.x / ACROSS * STEPS);
-            work.walk_rows(order);
+            work.walk_rows(counted(left));
             __syncwarp();  // results are there
-            work.leave(order);
+            work.leave(counted(left));
             __syncwarp();  // and gone, before others come in
         }
     }
@@ -228,7 +246,7 @@ struct Passage {
 
     // The state that enters this lane's rows, whose maps `own` composes. To be called by the whole block.
     __device__ void enter(const Affine (&own)[VECTOR], State (&entering)[VECTOR]) {
-        __shared__ Affine maps[2][GROUPS][VECTOR][ACROSS];
+        __shared__ Stored<> maps[2][GROUPS][VECTOR][ACROSS];
         const int group = threadIdx.x / ACROSS, lane = threadIdx.x % ACROSS;
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) maps[turn][group][v][lane] = own[v];
@@ -239,7 +257,7 @@ struct Passage {
 #pragma unroll(UNROLLED)
             for (int g = 0; g < GROUPS; g++) {
                 if (g == group) entering[v] = x.x;
-                x = maps[turn][g][v][lane](x);
+                x = Affine(maps[turn][g][v][lane])(x);
             }
             carried[v] = x;
         }

@@ -19,7 +19,7 @@ def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
     if access == "generic":  # 32 channels wide, so that many run side by side, or narrow
         widths = (32, registers.NARROW)
         return [{"warps": 8, "lanes": lanes, "vector": 1, "steps": 8} for lanes in widths]
-    return list(_walk_and_split(direction, dtype, access))
+    return list(_walk_and_cut(direction, dtype, access))
 
 
 def _ragged_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -27,17 +27,17 @@ def _ragged_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
     yield from streams.resident(direction, dtype, tile, 8)
 
 
-def _walk_and_split(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """A walk, and a tile for few channels."""
+def _walk_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
+    """A walk of whole columns, and what cuts those of few channels."""
     each = ITEM_SIZE[dtype]
-    walk = {"warps": 8, "across": 32} if each < 8 else {"warps": 4, "across": 16}
+    warps = 8 if access == "aligned" else 4  # of ragged rows lanes keep more in registers
+    walk = {"warps": warps, "across": 32} if each < 8 else {"warps": 4, "across": 16}
     vector = 1 if access == "aligned" else 4 // each
-    yield from streams.resident(
-        direction, dtype, {**walk, "vector": vector, "steps": 8, "stages": 3}, 2
-    )
+    walk |= {"vector": vector, "steps": 8, "stages": 3}
+    yield from streams.resident(direction, dtype, walk, 2, access)
     if access == "aligned":
-        split = {"warps": 4, "lanes": 2, "vector": 16 // each, "steps": 4, "stages": 3}
-        yield from streams.resident(direction, dtype, split, 4 if each < 8 else 2)
+        cut = {"warps": 8, "lanes": 2, "vector": 16 // each, "steps": 4, "stages": 2, "levels": 8}
+        yield from streams.resident(direction, dtype, cut, 2)
 
 
 def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:

@@ -153,6 +153,10 @@ __device__ auto words_of(const Chunk<E, N>& chunk) {
     else
         return chunk.word[0];
 }
+template <class E, int N>
+__device__ void put_words(void* to, const Chunk<E, N>& chunk) {
+    *static_cast<decltype(words_of(chunk))*>(to) = words_of(chunk);
+}
 
 // One line of a tensor: the elements that succeed one another along one dimension.
 template <class E>
@@ -191,7 +195,7 @@ template <int N, class E>
 __device__ void store(const Line<E>& to, i64 begin, i64 end, const Chunk<E, N>& chunk) {
     if constexpr (ALIGNED) {
         if (begin >= 0 && begin < end)
-            *reinterpret_cast<decltype(words_of(chunk))*>(to.first + begin) = words_of(chunk);
+            put_words(to.first + begin, chunk);
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++)

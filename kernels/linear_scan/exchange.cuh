@@ -61,7 +61,7 @@ __device__ inline void publish(uint4* to, i64 apart, const Affine& map) {
 }
 // Maps that lie `stride` apart, at most MOST, on their way.
 template <int MOST>
-struct Maps {
+struct Fetched {
     const uint4* from;
     i64 stride, apart;
     int count;

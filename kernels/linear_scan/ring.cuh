@@ -42,8 +42,7 @@ struct Ring {
         for (; k < STEPS; k++) put(input, k, chunk);
     }
     __device__ void put(int input, int k, const Chunk<Element, VECTOR>& chunk) const {
-        const auto words = words_of(chunk);
-        *reinterpret_cast<decltype(words_of(chunk))*>(place(input, k)) = words;
+        put_words(place(input, k), chunk);
     }
     __device__ Chunk<Element, VECTOR> get(int input, int k) const {
         return get_words<Element, VECTOR>(

@@ -132,6 +132,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "PACKED": int(statics.get("access") == "packed"),
         "RAGGED": int(statics.get("access") == "ragged"),
         "STAGES": 0,
+        "LEVELS": 0,
         "WALKS": int(streams.walks(variant)),
         **tile,
     }

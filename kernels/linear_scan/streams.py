@@ -3,7 +3,8 @@
 They take memory that is aligned. Of time-last kernels ``lanes`` threads share a row, each of which holds
 ``pieces`` of 16 bytes, and ``rows`` warps work side by side or ``warps`` share a row; channel-last ones
 have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` rows; or lanes ``across`` them, and
-then a block walks all of time. ``blocks`` are meant to share a multiprocessor. The sources
+then a block walks all of time. Scans that are too few to fill a GPU are cut into segments of ``levels`` tiles.
+``blocks`` are meant to share a multiprocessor. The sources
 are ``time_stream.cuh``, ``channel_stream.cuh`` and ``column_walk.cuh``.
 """
 
@@ -24,9 +25,6 @@ _MOST_ROWS = 2**31 - 1
 _LINE = 128
 #: Blocks that a GPU has something to do with.
 _MANY = 64
-#: Of the blocks that a GPU holds, what columns have to fill not to be split, and tiles that are worth
-#: splitting.
-_FILLED, _FEWEST_TILES = 0.75, 4
 
 
 def is_streamed(variant: Variant) -> bool:
@@ -42,53 +40,61 @@ def walks(variant: Variant) -> bool:
 
 
 def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """A warp's rows side by side, down to a row for each lane; or 4 to 16 warps for one. Rows of one tile
-    have nothing to fetch ahead, but gain from more blocks at once."""
+    """A warp's rows side by side, down to a row for each lane; or parts of rows. Rows of one tile have
+    nothing to fetch ahead, but gain from more blocks at once."""
     wide = ITEM_SIZE[dtype] == 8
     lanes_of = (16, 32) if wide else (1, 2, 4, 8, 16, 32)
     crowd = 4 if wide else 8
     for lanes, pieces, (stages, most) in product(lanes_of, (2, 4), ((1, crowd), (2, 4), (3, 4))):
         tile = {"warps": 1, "rows": 4, "lanes": lanes, "pieces": pieces, "stages": stages}
         yield from resident(direction, dtype, tile, most)
-    for warps, pieces, stages in product((4, 8, 16), (2, 4), (3, 4)):
-        tile = {"warps": warps, "rows": 1, "lanes": 32, "pieces": pieces, "stages": stages}
-        yield from resident(direction, dtype, tile, 4)
+    for pieces, stages, levels in product((2, 4), (2, 3), (8, 16)):
+        tile = {"warps": 1, "rows": 8, "lanes": 32, "pieces": pieces, "stages": stages}
+        yield from resident(direction, dtype, tile | {"levels": levels}, 4)
 
 
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
     """Walks over rows of 32 to 256 bytes; for few channels, 16 bytes to a lane, and split."""
     each = ITEM_SIZE[dtype]
-    for warps, (across, vector), (steps, stages) in product(
-        (4, 8, 16),
-        ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),),
-        ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3)),
+    usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
+    for warps, (across, vector), (steps, stages) in (
+        *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
+        # Narrow columns are for problems that leave a multiprocessor one block.
+        *product((4, 8), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
     ):
-        tile = {"warps": warps, "across": across, "vector": vector}
-        rows, copied = steps * 32 // across, 512 // (across * vector * each)  # of a warp, at once
-        if rows % copied == 0:
-            tile |= {"steps": steps, "stages": stages}
-            yield from resident(direction, dtype, tile, 2)
+        tile = {
+            "warps": warps,
+            "across": across,
+            "vector": vector,
+            "steps": steps,
+            "stages": stages,
+        }
+        yield from resident(direction, dtype, tile, 2, access)
+        if warps == 16:  # more registers
+            yield from resident(direction, dtype, tile, 1, access)
     if access in (PACKED, RAGGED):
         return
     vector = 16 // each
-    for warps, scans, steps, stages in product((4, 8, 16), (8, 16, 32), (4, 8), (3, 4)):
+    for scans, stages, levels in product((16, 32), (2, 3), (4, 8, 16)):
         if scans % vector == 0 and scans > vector:
-            tile = {"warps": warps, "lanes": scans // vector, "vector": vector}
-            tile |= {"steps": steps, "stages": stages}
-            yield from resident(direction, dtype, tile, 4 if each < 8 and scans < 32 else 2)
+            tile = {"warps": 8, "lanes": scans // vector, "vector": vector}
+            tile |= {"steps": 8, "stages": stages, "levels": levels}
+            yield from resident(direction, dtype, tile, 2)
 
 
-def resident(direction: Direction, dtype: str, tile: Tile, most: int) -> Iterator[Tile]:
+def resident(
+    direction: Direction, dtype: str, tile: Tile, most: int, access: str = ""
+) -> Iterator[Tile]:
     """The tile with the number of blocks that a multiprocessor has room for, at most ``most``; of those
     that leave it neither idle nor crowded."""
-    shared = _shared(direction, dtype, tile)
+    shared = _shared(direction, dtype, access, tile)
     threads = 32 * int(tile["warps"]) * int(tile.get("rows", 1))
     blocks = min(_SHARED // shared, 1024 // threads, most)
     if blocks * threads >= 128 and blocks * shared >= 48_000:
         yield {**tile, "blocks": blocks}
 
 
-def _shared(direction: Direction, dtype: str, tile: Tile) -> int:
+def _shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     """Bytes of a block's ring."""
     number = {name: int(value) for name, value in tile.items()}
     inputs = 2 if direction == "forward" else 3
@@ -97,8 +103,14 @@ def _shared(direction: Direction, dtype: str, tile: Tile) -> int:
         if direction == "backward":  # of the states one more a row
             pieces += 32 // number["lanes"]
         return 16 * number["stages"] * number["warps"] * number["rows"] * pieces
-    elements = 32 * number["warps"] * number["vector"] * number["steps"]
-    return number["stages"] * inputs * elements * ITEM_SIZE[dtype]
+    warp = 32 * number["vector"] * number["steps"] * ITEM_SIZE[dtype]
+    if "across" in number:
+        groups = 32 // number["across"]
+        if access == RAGGED:  # one more piece a row
+            warp += 16 * groups * number["steps"]
+        if ITEM_SIZE[dtype] < 8:  # between groups
+            warp += 64 * (groups - 1)
+    return number["stages"] * inputs * number["warps"] * warp
 
 
 def shared(direction: Direction, variant: Variant) -> int:
@@ -106,16 +118,16 @@ def shared(direction: Direction, variant: Variant) -> int:
     if not is_streamed(variant):
         return 0
     tile = {name: value for name, value in variant.statics if isinstance(value, int)}
-    return _shared(direction, variant.text("dtype"), tile)
+    return _shared(direction, variant.text("dtype"), variant.text("access"), tile)
 
 
 def times(variant: Variant) -> int:
     """Times that a tile covers."""
     lanes = variant.number("across" if walks(variant) else "lanes")
     if variant.kernel.startswith("time_last"):
-        items = variant.number("pieces") * 16 // ITEM_SIZE[variant.text("dtype")]
-        return variant.number("warps") * lanes * items
-    return variant.number("warps") * (32 // lanes) * variant.number("steps")
+        return lanes * variant.number("pieces") * 16 // ITEM_SIZE[variant.text("dtype")]
+    warps = variant.number("warps") if walks(variant) else 1
+    return warps * (32 // lanes) * variant.number("steps")
 
 
 def _scans(variant: Variant) -> int:
@@ -150,6 +162,8 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
     rows = problem.batch * problem.channels * max(1, problem.sequences)
     if rows > _MOST_ROWS:
         return f"{rows} rows; it counts {_MOST_ROWS}"
+    if _cuts(variant) and _segments(variant, problem) > _MOST_ROWS:
+        return f"more than {_MOST_ROWS} segments"
     side_by_side = problem.layout == "time_last" and variant.number("lanes") < 32
     if side_by_side and not problem.folds():
         return "rows do not follow one another at one stride"
@@ -157,8 +171,8 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
-    """Where no tuning speaks: walks, unless they would leave most of any GPU idle; whose tiles are filled
-    best, and then the widest."""
+    """Where no tuning speaks: whole columns, unless they would leave most of any GPU idle; whose tiles are
+    filled best, and then the widest."""
     if problem.layout == "channel_last":
         lines = problem.batch * max(1, problem.sequences)
         enough = lines * ceil_div(problem.channels, _scans(variant)) >= _MANY
@@ -168,34 +182,37 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
 
 
 def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
-    """A block for each column where those fill the GPU, or as many as it holds if that is far more; else
-    columns are split into tiles, which as many blocks as it holds share."""
+    """A block for each column, or as many as the GPU holds if that is far more; where columns are cut, a
+    block for each segment, or as many as the GPU holds."""
+    at_once = multiprocessors * variant.number("blocks")
+    if _cuts(variant):
+        words = 2 if ITEM_SIZE[problem.dtype] == 8 else 1
+        with_rest = ITEM_SIZE[problem.dtype] >= 4
+        lines = ceil_div((3 if with_rest else 2) * words, 3)  # of 16 bytes: three words and a mark
+        scans = 1 if problem.layout == "time_last" else _scans(variant)
+        segments = _segments(variant, problem)
+        workspace = 16 * (1 + segments * scans * lines)
+        return Launch((min(segments, at_once), 1, 1), problem.scalars(), workspace)
     if walks(variant):
         lines = problem.batch * max(1, problem.sequences)
-        width = _scans(variant) - (problem.chunk() if _ragged(variant) else 0)
-        columns = lines * ceil_div(problem.channels, width)
+        columns = lines * ceil_div(problem.channels, _scans(variant))
         return Launch((columns, 1, 1), problem.scalars())
-    scans, at_once = _scans(variant), multiprocessors * variant.number("blocks")
+    columns = ceil_div(problem.batch * problem.channels, _scans(variant))
+    return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
+
+
+def _cuts(variant: Variant) -> bool:
+    """Whether scans are cut into segments."""
+    return "levels" in dict(variant.statics)
+
+
+def _segments(variant: Variant, problem: LinearScanProblem) -> int:
+    """Of all columns, if the variant cuts them."""
     if problem.layout == "time_last":
-        columns = ceil_div(problem.batch * problem.channels, scans)
-        splits = variant.number("warps") > 1
-        if not splits:
-            blocks = at_once if columns > 4 * at_once else columns
-            return Launch((blocks, 1, 1), problem.scalars())
+        columns, warps = problem.batch * problem.channels, variant.number("rows")
     else:
-        columns = problem.batch * ceil_div(problem.channels, scans)
+        columns = problem.batch * ceil_div(problem.channels, _scans(variant))
+        warps = variant.number("warps")
     skipped = _LINE // ITEM_SIZE[problem.dtype] - 1 if _ragged(variant) else 0
-    levels = ceil_div(problem.time + skipped, times(variant))
-    if columns >= _FILLED * at_once or levels < _FEWEST_TILES:
-        return Launch((columns, 1, 1), problem.scalars())
-    words = 2 if ITEM_SIZE[problem.dtype] == 8 else 1
-    with_rest = ITEM_SIZE[problem.dtype] >= 4
-    lines = ceil_div(
-        (3 if with_rest else 2) * words, 3
-    )  # of 16 bytes, for a map: three words and a mark
-    blocks = columns * min(levels, max(1, at_once // columns))
-    return Launch(
-        (blocks, 1, 1),
-        problem.scalars(),
-        16 * (ceil_div(columns, 4) + scans * columns * levels * lines),
-    )
+    length = times(variant) * warps * variant.number("levels")
+    return columns * ceil_div(problem.time + skipped, length)

@@ -31,23 +31,36 @@ struct BackwardTiles {
                    : Storage(0);
     }
 
-    __device__ void fetch(const Tile& tile, int stage) const {
+    __device__ void fetch_maps(const Tile& tile, int stage) const {
         const Position at(tile);
         const Tiles ring(stage);
         copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
         copy_in<TURNED>(ring, 1, of.grads, at, scans, [](unsigned) { return Storage(0); });
+    }
+    __device__ void fetch(const Tile& tile, int stage, bool again) const {
+        if (!again) fetch_maps(tile, stage);
         if (!of.gates_grad.first) return;
+        const Position at(tile);
+        const Tiles ring(stage);
         copy_in<TURNED>(ring, 2, of.states, at, scans,
                         [&](unsigned row) { return initial(row); });
         if (at.lane >= SIDE) return;
         const unsigned row = at.first_row + at.lane;
-        const i64 next = at.first + WARP_TIMES - scans.skip<TURNED>(row);
+        const i64 next = at.first + TIMES - scans.skip<TURNED>(row);
         const bool inside = row < scans.rows && next < scans.time;
         copy_async<16>(ring.extra(at.lane), of.states.at<TURNED>(scans, row, next), inside);
         if (!inside) *ring.extra(at.lane) = piece_of(initial(row));
     }
-    __device__ void look(const Tile& tile) { entrance.look(tile); }
-    __device__ void turn() { entrance.turn(); }
+    // Of a row among batches × channels; null if there is none.
+    template <class S>
+    __device__ S* of_row(S* states, unsigned row) const {
+        return states && row < scans.rows ? states + of.of_state.offset(row, scans.channels) : nullptr;
+    }
+    __device__ void clear() { entrance.clear(); }
+    __device__ void precede() { entrance.precede(); }
+    __device__ void cross(uint4* maps, unsigned columns, unsigned row, unsigned segment, bool is_last) {
+        entrance.cross(maps, columns, row, segment, is_last, [&](int) { return of_row(of.final_grad, row); });
+    }
     __device__ void compose(const Tile& tile, int stage) {
         const Position at(tile);
         const Tiles ring(stage);
@@ -68,15 +81,13 @@ struct BackwardTiles {
                 map = then(map, Step{kept, kept * grad.get(i)});
             }
         }
-        entrance.compose(map, tile, at);
+        entrance.compose(map, at);
     }
     __device__ void finish(const Tile& tile, int stage) {
         const Position at(tile);
         const Tiles ring(stage);
-        const bool has_row = at.row() < scans.rows;
-        const i64 state = has_row ? of.of_state.offset(at.row(), scans.channels) : 0;
-        State h = entrance.enter(tile, at, has_row && of.final_grad ? of.final_grad + state : nullptr,
-                                 has_row && of.initial_grad ? of.initial_grad + state : nullptr);
+        State h = entrance.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at.row()),
+                                 of_row(of.initial_grad, at.row()));
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const int own = at.lane * PIECES + p;
@@ -240,10 +251,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
                       final_state_grad,
                       initial_state_grad,
                       {state_batch, state_channel}};
-    const Schedule schedule = schedule_of(scans, workspace);
-    const Entrance entrance(schedule, workspace);
-    if (flags & 1) schedule.run(BackwardTiles<false>{of, scans, entrance});
-    else schedule.run(BackwardTiles<true>{of, scans, entrance});
+    if (flags & 1) run(scans.grid, BackwardTiles<false>{of, scans, Entrance()}, workspace);
+    else run(scans.grid, BackwardTiles<true>{of, scans, Entrance()}, workspace);
 #else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;

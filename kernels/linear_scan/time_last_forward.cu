@@ -22,14 +22,25 @@ struct ForwardTiles {
     const Scans& scans;
     Entrance entrance;
 
-    __device__ void fetch(const Tile& tile, int stage) const {
+    __device__ void fetch(const Tile& tile, int stage, bool again) const {
+        if (!again) fetch_maps(tile, stage);
+    }
+    __device__ void fetch_maps(const Tile& tile, int stage) const {
         const Position at(tile);
         const Tiles ring(stage);
         copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
         copy_in<TURNED>(ring, 1, of.tokens, at, scans, [](unsigned) { return Storage(0); });
     }
-    __device__ void look(const Tile& tile) { entrance.look(tile); }
-    __device__ void turn() { entrance.turn(); }
+    // Of a row among batches × channels; null if there is none.
+    template <class S>
+    __device__ S* of_row(S* states, unsigned row) const {
+        return states && row < scans.rows ? states + of.of_state.offset(row, scans.channels) : nullptr;
+    }
+    __device__ void clear() { entrance.clear(); }
+    __device__ void precede() { entrance.precede(); }
+    __device__ void cross(uint4* maps, unsigned columns, unsigned row, unsigned segment, bool is_last) {
+        entrance.cross(maps, columns, row, segment, is_last, [&](int) { return of_row(of.initial_state, row); });
+    }
     __device__ void compose(const Tile& tile, int stage) {
         const Position at(tile);
         const Tiles ring(stage);
@@ -45,16 +56,13 @@ struct ForwardTiles {
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) map = then(map, Step{gate.get(i), token.get(i)});
         }
-        entrance.compose(map, tile, at);
+        entrance.compose(map, at);
     }
     __device__ void finish(const Tile& tile, int stage) {
         const Position at(tile);
         const Tiles ring(stage);
-        const bool has_row = at.row() < scans.rows;
-        const i64 state = has_row ? of.of_state.offset(at.row(), scans.channels) : 0;
-        State x = entrance.enter(tile, at,
-                                 has_row && of.initial_state ? of.initial_state + state : nullptr,
-                                 has_row && of.final_state ? of.final_state + state : nullptr);
+        State x = entrance.enter(tile, at, scans.grid.levels, of_row(of.initial_state, at.row()),
+                                 of_row(of.final_state, at.row()));
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
@@ -159,10 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
                      initial_state,
                      final_state,
                      {state_batch, state_channel}};
-    const Schedule schedule = schedule_of(scans, workspace);
-    const Entrance entrance(schedule, workspace);
-    if (flags & 1) schedule.run(ForwardTiles<true>{of, scans, entrance});
-    else schedule.run(ForwardTiles<false>{of, scans, entrance});
+    if (flags & 1) run(scans.grid, ForwardTiles<true>{of, scans, Entrance()}, workspace);
+    else run(scans.grid, ForwardTiles<false>{of, scans, Entrance()}, workspace);
 #else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;

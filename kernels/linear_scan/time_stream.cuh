@@ -1,7 +1,7 @@
 // Time contiguous, aligned, without options: what the forward and the backward kernel share.
 //
-// The build pins LANES (threads that share a row), PIECES (of 16 bytes, per thread), WARPS (that share
-// a row), ROWS (warps side by side), STAGES and BLOCKS (per SM). A warp's part of a tile is
+// The build pins LANES (threads that share a row), PIECES (of 16 bytes, per thread), ROWS (warps of a block),
+// LEVELS (tiles of a warp's part of a segment, where rows are cut), STAGES and BLOCKS (per SM). A tile is
 //
 //                 time in the order of the walk ->
 //     row 0       | lane 0: PIECES pieces | lane 1 | …  LANES |
@@ -17,22 +17,19 @@
 // starts `skip` elements before its row, where long rows have a line of the caches start, and what pieces hold
 // of other rows changes nothing and is not written.
 //
-// Either WARPS is 1, and each of ROWS warps has tiles, rows and states of its own and never waits for
-// the others; or ROWS is 1, and the warps of a block follow one another along a row.
+// Each warp has tiles and states of its own, and rows or parts of one, and does not wait for others as it walks.
 #pragma once
-constexpr int THREADS = 32 * WARPS * ROWS;
-constexpr int SKEW = WARPS > 1;  // others wait for what a block finds out
+constexpr int WALKERS = ROWS, THREADS = 32 * WALKERS;
 #include "sequences.cuh"
 #include "tiles.cuh"
 
 constexpr int VECTOR = 16 / sizeof(Storage);
 constexpr int SIDE = 32 / LANES;
 constexpr int ITEMS = PIECES * VECTOR;         // of a lane
-constexpr int WARP_TIMES = LANES * ITEMS;      // that a warp covers
-constexpr int TIMES = WARPS * WARP_TIMES;      // that a tile covers
+constexpr int TIMES = LANES * ITEMS;           // that a tile covers
 constexpr int LINE = 128 / sizeof(Storage);    // of the caches
 constexpr int LONG = 16 * LINE;                // for a row
-static_assert(WARPS == 1 || (ROWS == 1 && LANES == 32));
+static_assert(WARPS == 1 && (LEVELS == 0 || LANES == 32));
 
 // Strides between rows. Where a warp has several rows side by side, one stride leads from each to the
 // next, whatever their batch.
@@ -73,12 +70,12 @@ struct Scans {
 };
 
 struct Position {
-    int lane = threadIdx.x % 32, warp = WARPS > 1 ? threadIdx.x / 32 : 0;
+    int lane = threadIdx.x % 32;
     unsigned first_row;  // of the warp's SIDE rows
     i64 first;           // order of the warp's first element in each of them, from where walks start
 
     __device__ Position(const Tile& tile)
-        : first_row(tile.column * SIDE), first(i64(tile.level) * TIMES + warp * WARP_TIMES) {}
+        : first_row(tile.column * SIDE), first(i64(tile.level) * TIMES) {}
     __device__ unsigned row() const { return first_row + lane / LANES; }  // this lane's own
     __device__ bool ends_row() const { return lane % LANES == LANES - 1; }
 };
@@ -222,49 +219,41 @@ __device__ void copy_out(const Ring<INPUTS, EXTRA>& ring, int input, const Rows&
     }
 }
 
-__device__ inline Schedule schedule_of(const Scans& scans, void* workspace) {
-    const unsigned warp = WARPS == 1 ? threadIdx.x / 32 : 0;  // rows that are its own are not split
-    return {scans.grid, WARPS == 1 ? nullptr : workspace, blockIdx.x * ROWS + warp, gridDim.x * ROWS};
-}
-
 // How the states that enter a lane's elements are found.
 struct Entrance {
-    Crossing<1> crossing;
-    Carried carried = State(0);  // of rows that a warp has to itself
-    Affine composed, kept, row;  // before this lane: of the tile just composed, and of the one before
+    Carried carried = State(0);  // before the tile, of this lane's row
+    Affine composed, row;        // of the tile: before this lane, and of its row
+    Affine part;                 // of the tiles composed against the walk
 
-    __device__ Entrance(const Schedule& schedule, void* workspace) : crossing(schedule, workspace) {}
-
-    __device__ void look(const Tile& tile) {
-        if constexpr (WARPS > 1) crossing.look(tile);
-    }
-    __device__ void turn() {
-        kept = composed;
-        if constexpr (WARPS > 1) crossing.turn();
-    }
     // `lane_map` composes this lane's elements.
-    __device__ void compose(Affine lane_map, const Tile& tile, const Position& at) {
+    __device__ void compose(Affine lane_map, const Position& at) {
         composed = exclusive_scan<1, LANES>(lane_map, at.lane);
-        if constexpr (WARPS == 1) {
-            row = from_lane(lane_map, at.lane | (LANES - 1));
-        } else {
-            if (at.lane == 31) *crossing.total() = lane_map;
-            crossing.compose(tile);
-            composed = then(crossing.composed.before, composed);
-        }
+        row = from_lane(lane_map, at.lane | (LANES - 1));
+    }
+    __device__ void clear() { part = {}; }
+    __device__ void precede() { part = then(row, part); }
+    template <class Initial>
+    __device__ void cross(uint4* maps, unsigned columns, unsigned column, unsigned segment, bool is_last,
+                          const Initial& initial) {
+        using Row = Crossing<1, 1>;
+        const Affine parts[1] = {part};
+        Carried entering[1];
+        Row::cross(Row::maps_of(maps, columns, column), segment, is_last, initial, parts, entering);
+        carried = entering[0];
     }
     // The state that enters this lane's elements. `before` and `after` are null, or this row's states before
     // and after the walk.
-    __device__ State enter(const Tile& tile, const Position& at, const State* before, State* after) {
-        if constexpr (WARPS > 1) {
-            const State entering = crossing.enter(tile, before, after);
-            return (SKEW ? kept : composed)(entering);
-        }
-        if (tile.level == 0) carried = before ? *before : State(0);
+    __device__ State enter(const Tile& tile, const Position& at, unsigned levels, const State* before, State* after) {
+        if (!LEVELS && tile.level == 0) carried = before ? *before : State(0);
         const State entering = carried.x;
         carried = row(carried);
-        if (tile.level + 1 == crossing.schedule.grid.levels && at.ends_row() && after)
-            *after = carried.x;
+        if (tile.level + 1 == levels && at.ends_row() && after) *after = carried.x;
         return composed(entering);
     }
 };
+
+template <class Work>
+__device__ void run(const Grid& grid, const Work& work, void* workspace) {
+    if constexpr (LEVELS > 0) Schedule{grid}.run_segments(work, workspace);
+    else Schedule{grid}.run(work, blockIdx.x * ROWS + threadIdx.x / 32, gridDim.x * ROWS);
+}

@@ -22,6 +22,7 @@ from scan_registry.ops.problems import share
 SHAPES = (
     *(f"time_last:8,1536,{time}" for time in (2048, 8192, 512, 65536, 128)),
     *(f"channel_last:8,1024,{time}" for time in (8192, 1024, 32768)),
+    "channel_last:8,1536,8192",
     "channel_last:16,512,4096",
     "channel_last:4,2048,4096",
     "channel_last:1,2048,8192",
@@ -33,6 +34,7 @@ SHAPES = (
     "time_last:4096,512,64",
     "time_last:65536,64,16",
     "time_last:3,1537,4099",
+    "time_last:1,1,16777213",
     "channel_last:8,1001,4099",
     "channel_last:1,1024,1048576:sequences=64",
     "channel_last:8,1024,8192:gates=channel",
