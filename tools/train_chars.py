@@ -78,8 +78,8 @@ class PlainSLSTM(nn.SLSTM):
         h = c = n = given.new_zeros(heads, batch, dim)
         m = torch.full_like(h, -math.inf)  # so that at first i decides
         every = []
-        for t in range(time):
-            gates = torch.baddbmm(given[t], h, recurrent).view(heads, batch, 4, dim)
+        for own in given.unbind():  # the gradient of an index would be as large as all steps
+            gates = torch.baddbmm(own, h, recurrent).view(heads, batch, 4, dim)
             i, f, z, o = gates.unbind(2)
             kept = logsigmoid(f) + m
             most = torch.maximum(kept, i)
