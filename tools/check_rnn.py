@@ -71,7 +71,8 @@ class Group:
     heads: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"batch {self.batch}, {self.time} steps, {self.heads} heads of {self.dim} units"
+        heads = ", ".join(map(str, self.heads))
+        return f"batch {self.batch}, {self.time} steps, {heads} heads of {self.dim} units"
 
 
 def groups() -> list[Group]:
@@ -257,9 +258,12 @@ def sweep(
     functions = list(dict.fromkeys(tally.function for tally in tallies))
     dtypes = list(dict.fromkeys(tally.dtype for tally in tallies))
     work = [(group, function) for group in chosen for function in functions]
+    began = time.monotonic()
     for number, (group, function) in enumerate(work):
-        if time.monotonic() > until:
+        now = time.monotonic()
+        if now > until:
             return len(work) - number
+        print(f"{now - began:5.0f} s: {function}, {group}", file=sys.stderr, flush=True)
         for dtype, problem in problems(function, group, dtypes, device):  # type: ignore[arg-type]
             heads = problem.arguments["R"].shape[1]
             for tally in tallies:
@@ -338,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(tallies, times, f"{where}: worst ‖out − ref‖ / ‖ref‖, seed {seed}, {seconds:.0f} s")
     defects = [defect for tally in tallies for defect in tally.defects()]
     if left:
-        defects.append(f"the budget was too short for {left} of {len(chosen)} × functions")
+        defects.append(f"the budget was too short for {left} groups of networks of a function")
     for defect in defects:
         print(f"error: {defect}", file=sys.stderr)
     if options.json:
