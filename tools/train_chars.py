@@ -1,11 +1,13 @@
 """Train small language models of characters with torch.nn's networks and with scan_registry.nn's.
 
     python tools/train_chars.py [--device cpu] [--steps N] [--json FILE] [--plot FILE]
+    python tools/train_chars.py --from FILE --plot FILE
 
-Two layers of an LSTM, by torch.nn and by ``scan_registry.nn``; then of an sLSTM of several heads, in plain
-torch and by the kernels. Each pair starts from the same parameters, in float32, and sees the same batches:
-pieces of the sources of Python's standard library. Their losses have to agree. A picture needs
-matplotlib.
+Two layers of an LSTM, by torch.nn and by ``scan_registry.nn``; then of an sLSTM of several heads, which
+torch.nn has not: there it is written out below in torch's operators, step by step, and torch differentiates
+it. Each pair starts from the same parameters, in float32, and sees the same batches: pieces of the sources
+of Python's standard library. Their losses have to agree. A picture needs matplotlib; of a run before, whose
+numbers ``--json`` wrote, it needs no GPU.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.nn.functional import cross_entropy, linear, logsigmoid
 
 from scan_registry import __version__, nn
 
-# Short sequences: plain torch goes step by step, and launches some hundred kernels in each.
+# Short sequences: plain torch goes step by step, and launches some fifty kernels in each.
 BATCH, TIME, WIDTH, LAYERS, HEADS = 64, 64, 256, 2, 4
 CHARACTERS = 128
+RATE = 1e-3  # at twice that, an LSTM's training makes more of every rounding error, step by step
 WARM_UP = 5  # steps whose time does not count
 #: How far two loss curves may be apart: rounding, which training amplifies step by step.
 TOLERANCE = 1e-2
@@ -49,6 +53,42 @@ class Model(torch.nn.Module):
     def forward(self, characters: Tensor) -> Tensor:
         logits: Tensor = self.head(self.network(self.embedding(characters))[0])
         return logits
+
+
+class PlainSLSTM(nn.SLSTM):
+    """The same parameters and the same function in torch's operators."""
+
+    def forward(self, input: Tensor, hx: None = None) -> tuple[Tensor, Tensor]:
+        """(B, T, I) to h at every step and at the last one, from states of zero."""
+        out = input
+        for layer in range(self.num_layers):
+            out = self._steps(out, f"l{layer}")
+        return out, out[:, -1]
+
+    def _steps(self, x: Tensor, layer: str) -> Tensor:
+        of_inputs, of_h, b_inputs, b_h = (
+            getattr(self, f"{name}_{layer}")
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        batch, time, _ = x.shape
+        heads, dim = self.heads, self.hidden_size // self.heads
+        # By step and head: (T, N, B, gates · D) and (N, previous, gates · new).
+        given = linear(x, of_inputs, b_inputs + b_h).view(batch, time, 4, heads, dim)
+        given = given.permute(1, 3, 0, 2, 4).reshape(time, heads, batch, 4 * dim)
+        recurrent = of_h.view(4, heads, dim, dim).permute(1, 3, 0, 2).reshape(heads, dim, 4 * dim)
+        h = c = n = given.new_zeros(heads, batch, dim)
+        m = torch.full_like(h, -math.inf)  # so that at first i decides
+        every = []
+        for own in given.unbind():  # the gradient of an index would be as large as all steps
+            gates = torch.baddbmm(own, h, recurrent).view(heads, batch, 4, dim)
+            i, f, z, o = gates.unbind(2)
+            kept = logsigmoid(f) + m
+            most = torch.maximum(kept, i)
+            old, new, m = (kept - most).exp(), (i - most).exp(), most
+            c, n = old * c + new * z.tanh(), (old * n + new).clamp_min(1)
+            h = o.sigmoid() * c / n
+            every.append(h)
+        return torch.stack(every).permute(2, 0, 1, 3).reshape(batch, time, heads * dim)
 
 
 @dataclass(frozen=True)
@@ -84,7 +124,7 @@ def pairs() -> Iterator[tuple[str, dict[str, Any]]]:
     yield (
         "sLSTM",
         {
-            "plain torch": nn.SLSTM(**size, num_heads=HEADS, backend="reference"),
+            "plain torch": PlainSLSTM(**size, num_heads=HEADS),
             "scan_registry.nn": nn.SLSTM(**size, num_heads=HEADS),
         },
     )
@@ -94,13 +134,13 @@ def train(
     names: tuple[str, str], model: Model, corpus: Tensor, steps: int, device: torch.device
 ) -> Run:
     """Steps of AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses, times = [], []
     for _, characters in zip(range(steps), batches(corpus, seed=1), strict=False):
         there = characters.to(device)
         begin = time.perf_counter()
         logits = model(there[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), there[:, 1:].flatten())
+        loss = cross_entropy(logits.flatten(0, 1), there[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -144,22 +184,9 @@ def draw(done: list[Run], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cuda:0", help="default: cuda:0")
-    parser.add_argument("--steps", type=int, default=200, help="default: 200")
-    parser.add_argument("--json", type=Path, help="write every number to this file")
-    parser.add_argument("--plot", type=Path, help="draw the losses into this file")
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("train_chars needs an NVIDIA GPU or --device cpu; torch sees none", file=sys.stderr)
-        return 2
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    done = list(runs(args.steps, device))
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    table = Table(title=f"{where}: ({BATCH}, {TIME}), {args.steps} steps")
+def show(done: list[Run], where: str) -> float:
+    """Print a table; how far apart the losses of a model are at most."""
+    table = Table(title=f"{where}: ({BATCH}, {TIME}), {len(done[0].losses)} steps")
     for column in ("model", "by", "first loss", "last loss", "largest difference", "ms per step"):
         table.add_column(column, justify="left" if column in ("model", "by") else "right")
     worst = 0.0
@@ -169,6 +196,37 @@ def main() -> int:
         ends = f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}"
         table.add_row(run.model, run.name, *ends, f"{apart(run, first):.1e}", f"{run.ms:.1f}")
     Console(width=110).print(table)
+    return worst
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda:0", help="default: cuda:0")
+    parser.add_argument("--steps", type=int, default=200, help="default: 200")
+    parser.add_argument("--json", type=Path, help="write every number to this file")
+    parser.add_argument("--plot", type=Path, help="draw the losses into this file")
+    parser.add_argument(
+        "--from", type=Path, dest="before", help="train nothing; show what --json wrote"
+    )
+    args = parser.parse_args()
+    if args.before:
+        record = json.loads(args.before.read_text())
+        done, where = [Run(**run) for run in record["runs"]], record["device"]
+    else:
+        device = torch.device(args.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            print(
+                "train_chars needs an NVIDIA GPU or --device cpu; torch sees none", file=sys.stderr
+            )
+            return 2
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        done = []
+        for run in runs(args.steps, device):
+            done.append(run)
+            print(f"{run.model}, {run.name}: {run.ms:.1f} ms per step", file=sys.stderr, flush=True)
+    worst = show(done, where)
     if args.json:
         record = {
             "device": where,

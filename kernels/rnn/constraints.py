@@ -10,8 +10,9 @@ Expressions are sums, differences, products and quotients that are rounded up, o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from scan_registry.frozen import dataclass
 
 Relation = Literal["<=", "==", "divides"]
 Values: TypeAlias = Mapping[str, int]

@@ -32,8 +32,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from scan_registry.frozen import dataclass
 
 Function = Literal["lstm", "gru", "elman", "slstm"]
 Direction = Literal["forward", "backward"]
@@ -100,8 +101,7 @@ STRIDED: Mapping[tuple[Scope, Direction], Mapping[str, tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Clips:
+class Clips(NamedTuple):
     """What is clipped, symmetrically about zero; infinity for nothing.
 
     forward         h after each step, which is the last thing that a step does. Gradients pass

@@ -204,8 +204,8 @@ for _dispatch_key in ("CPU", "CUDA"):
     _LIBRARY.impl("rnn_backward", _disable_dynamo(_backward_impl), _dispatch_key)
 _LIBRARY.impl("rnn", _forward_autograd, "Autograd")
 _LIBRARY.impl("rnn_backward", _backward_autograd, "Autograd")
-torch.library.register_fake("scan_registry::rnn", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("scan_registry::rnn_backward", _backward_fake, lib=_LIBRARY)
+_LIBRARY.impl("rnn", _forward_fake, "Meta")  # rather than by register_fake, as in derivatives.py
+_LIBRARY.impl("rnn_backward", _backward_fake, "Meta")
 
 _op = torch.ops.scan_registry.rnn.default
 _backward_op = torch.ops.scan_registry.rnn_backward.default
