@@ -36,7 +36,7 @@ def _walk_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Til
     walk |= {"vector": vector, "steps": 8, "stages": 3}
     yield from streams.resident(direction, dtype, walk, 2, access)
     if access == "aligned":
-        cut = {"warps": 8, "lanes": 2, "vector": 16 // each, "steps": 4, "stages": 2, "levels": 8}
+        cut = {"warps": 4, "lanes": 2, "vector": 16 // each, "steps": 4, "stages": 2, "levels": 8}
         yield from streams.resident(direction, dtype, cut, 2)
 
 
