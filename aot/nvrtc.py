@@ -22,7 +22,7 @@ from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.target import CudaVersion, Target
 
-#: The PTX that NVRTC makes for this one it makes for these numbers, too, unless a source asks which it is.
+#: What NVRTC makes for this one assembles to the code of these, too, unless a source asks which it is.
 _PORTABLE = Target((8, 0), "compute")
 _LIKE_80 = (86, 89, 90)
 _ASKS = "__CUDA_ARCH"
@@ -152,10 +152,10 @@ class Nvrtc:
     def _assembled(
         self, kernel: Kernel, target: Target, shared: Shared
     ) -> dict[str, tuple[bytes, str]]:
-        """Machine code from the PTX of 8.0, where that is there already and nothing tells it from the
-        target's own: the bytes are those of ``_images``, as the assembler is of the same release.
+        """Machine code from the PTX of 8.0, where that is there already and would be the target's own;
+        nothing otherwise. The bytes are those of ``_images``, as the assembler is of the same release.
 
-        From 10.0 on NVRTC makes other PTX, and notes its own build in the code.
+        From 10.0 on NVRTC makes other PTX, and writes which build of the assembler it holds into the code.
         """
         from scan_registry.aot import ptxas  # a warm start of the JIT assembles nothing
 

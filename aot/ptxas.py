@@ -59,5 +59,7 @@ def assemble(program: Path, ptx: bytes, target: Target) -> bytes:
             check=False,
         )
         if done.returncode:
-            raise CompileError(f"{program.name} ended with {done.returncode}\n{done.stdout}".strip())
+            raise CompileError(
+                f"{program.name} ended with {done.returncode}\n{done.stdout}".strip()
+            )
         return cubin.read_bytes()
