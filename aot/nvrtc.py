@@ -22,6 +22,11 @@ from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.target import CudaVersion, Target
 
+#: What NVRTC makes for this one assembles to the code of these, too, unless a source asks which it is.
+_PORTABLE = Target((8, 0), "compute")
+_LIKE_80 = (86, 89, 90)
+_ASKS = "__CUDA_ARCH"
+
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -128,8 +133,10 @@ class Nvrtc:
 
     def compile(self, kernel: Kernel, variant: Variant, target: Target, shared: Shared) -> Compiled:
         if str(target) not in shared:
-            shared.update(self._images(kernel, variant, target))
-        content, log = shared.pop(str(target))
+            shared |= self._assembled(kernel, target, shared) or self._images(
+                kernel, variant, target
+            )
+        content, log = shared[str(target)]
         return Compiled(
             content=content,
             target=target,
@@ -141,6 +148,25 @@ class Nvrtc:
             hidden=0,
             log=log,
         )
+
+    def _assembled(
+        self, kernel: Kernel, target: Target, shared: Shared
+    ) -> dict[str, tuple[bytes, str]]:
+        """Machine code from the PTX of 8.0, where that is there already and would be the target's own;
+        nothing otherwise. The bytes are those of ``_images``, as the assembler is of the same release.
+
+        From 10.0 on NVRTC makes other PTX, and writes which build of the assembler it holds into the code.
+        """
+        from scan_registry.aot import ptxas  # a warm start of the JIT assembles nothing
+
+        made = shared.get(str(_PORTABLE))
+        if made is None or target.kind != "sm" or target.suffix or target.number not in _LIKE_80:
+            return {}
+        program = ptxas.find(self.identity().removeprefix("nvrtc "))
+        if program is None or any(_ASKS in text for text in self.sources(kernel).values()):
+            return {}
+        ptx, log = made
+        return {str(target): (ptxas.assemble(program, ptxas.retargeted(ptx, target), target), log)}
 
     def _images(
         self, kernel: Kernel, variant: Variant, target: Target

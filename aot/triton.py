@@ -12,6 +12,7 @@ from typing import Any
 
 from scan_registry import distributions
 from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError, Shared
+from scan_registry.frozen import dataclass
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.target import CudaVersion, Target
@@ -21,6 +22,8 @@ _CUDA_OF_TRITON: tuple[tuple[tuple[int, int], CudaVersion], ...] = (
     ((3, 5), (12, 9)),
     ((3, 3), (12, 8)),
 )
+#: Architectures for which Triton makes the PTX of another one, but for the line that names the target.
+_SAME_PTX = {86: 80, 89: 80, 120: 100}
 #: Settings of a user's own kernels, which must not change ours.
 _FOREIGN = ("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_PTXAS_OPT", "NVPTX_")
 
@@ -64,15 +67,33 @@ def _words(error: BaseException | None) -> str:
     return "\n".join(words)
 
 
-def _compile(
-    kernel: Kernel, variant: Variant, target: Target, shared: Shared
-) -> Any:  # triton ships no type information
-    # Triton's own cache is keyed by paths; ours is not, so its folder is thrown away. With line
-    # information the code would embed the source's path, and differ from folder to folder.
+@contextmanager
+def _own_settings() -> Iterator[None]:
+    """Triton's own cache is keyed by paths; ours is not, so its folder is thrown away. With line
+    information the code would embed the source's path, and differ from folder to folder."""
     with (
         tempfile.TemporaryDirectory() as folder,
         _environment(TRITON_CACHE_DIR=folder, TRITON_DISABLE_LINE_INFO="1"),
     ):
+        yield
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What Triton makes for one architecture: PTX, the machine code that it gives, and what is known
+    of both."""
+
+    ptx: str
+    cubin: bytes
+    metadata: Any  # triton ships no type information
+
+
+def _options(kernel: Kernel, variant: Variant) -> dict[str, Any]:
+    return {"num_warps": kernel.warps(variant), "enable_fp_fusion": kernel.fuses(variant)}
+
+
+def _compile(kernel: Kernel, variant: Variant, target: Target, shared: Shared) -> _Made:
+    with _own_settings():
         try:
             import triton
             from triton.backends.compiler import GPUTarget
@@ -81,16 +102,34 @@ def _compile(
                 f"Triton is not installed; `pip install triton` gives it ({error})"
             ) from error
         try:
-            return triton.compile(
+            made = triton.compile(
                 _source(kernel, variant, shared),
                 target=GPUTarget("cuda", target.number, 32),
-                options={
-                    "num_warps": kernel.warps(variant),
-                    "enable_fp_fusion": kernel.fuses(variant),
-                },
+                options=_options(kernel, variant),
             )
         except Exception as error:  # Triton raises many kinds; each is a failed compile
             raise CompileError(_words(error)) from error
+    return _Made(made.asm["ptx"], made.asm["cubin"], made.metadata)
+
+
+def _assembled(kernel: Kernel, variant: Variant, target: Target, like: _Made) -> _Made:
+    """The same for an architecture with the same PTX, by the last of Triton's steps alone."""
+    from triton.backends.compiler import GPUTarget, Language
+    from triton.compiler.compiler import make_backend
+
+    from scan_registry.aot import ptxas
+
+    ptx = ptxas.retargeted(like.ptx.encode(), target).decode()
+    steps: dict[str, Any] = {}
+    with _own_settings():
+        try:
+            backend = make_backend(GPUTarget("cuda", target.number, 32))
+            options = backend.parse_options(_options(kernel, variant))
+            backend.add_stages(steps, options, Language.TRITON)
+            cubin = steps["cubin"](ptx, {})
+        except Exception as error:  # Triton raises many kinds; each is a failed compile
+            raise CompileError(_words(error)) from error
+    return _Made(ptx, cubin, like.metadata)
 
 
 def _source(kernel: Kernel, variant: Variant, shared: Shared) -> Any:
@@ -179,16 +218,19 @@ class Triton:
 
     def compile(self, kernel: Kernel, variant: Variant, target: Target, shared: Shared) -> Compiled:
         made = f"sm_{target.number}"  # machine code and PTX of one architecture are made together
-        if made not in shared:
+        like = shared.get(f"sm_{_SAME_PTX.get(target.number)}")
+        if made not in shared and like is not None:
+            shared[made] = _assembled(kernel, variant, target, like)
+        elif made not in shared:
             shared[made] = _compile(kernel, variant, target, shared)
-        compiled = shared[made]
+        compiled: _Made = shared[made]
         metadata = compiled.metadata
         if target.is_ptx:
-            content, form, made_for = compiled.asm["ptx"].encode(), "ptx", target
+            content, form, made_for = compiled.ptx.encode(), "ptx", target
         else:
             # From 9.0 up Triton aims at the architecture-specific target.
             suffix = "a" if target.number >= 90 else ""
-            content, form = compiled.asm["cubin"], "cubin"
+            content, form = compiled.cubin, "cubin"
             made_for = Target(target.capability, suffix=suffix)
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise CompileError(

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from scan_registry import archive
-from scan_registry.aot import build, elf, nvrtc
+from scan_registry.aot import build, elf, nvrtc, ptxas
 from scan_registry.aot.compile import compile_variant, refuse_spill
 from scan_registry.aot.plan import Job
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
 from scan_registry.archive import Archive, digest
 from scan_registry.cache import Cache
-from scan_registry.kernels import family
+from scan_registry.kernels import families, family
 from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space, Variant
-from scan_registry.target import Target
+from scan_registry.target import RELEASED, Target
 
 # The module, which the package's attribute of this name may hide behind a function one day.
 compiling = importlib.import_module("scan_registry.aot.compile")
@@ -173,32 +173,104 @@ def test_triton_does_not_see_a_users_settings(monkeypatch: pytest.MonkeyPatch) -
     assert compile_variant(TRITON, SM90)[0] == binary
 
 
-@pytest.mark.parametrize("variant", [CUDA, TRITON], ids=lambda variant: variant.language)
-def test_what_architectures_share_changes_no_byte(
-    variant: Variant, monkeypatch: pytest.MonkeyPatch
+RELEASES = [Target.parse(arch) for arch in RELEASED]
+#: Those for which NVRTC makes the same PTX.
+LIKE_80 = [Target.parse(arch) for arch in ("sm80", "sm86", "sm89", "sm90", "ptx80")]
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The targets that NVRTC compiles for, from the source on."""
+    run: list[str] = []
+    images = nvrtc.Nvrtc._images
+
+    def recorded(self: nvrtc.Nvrtc, kernel: Kernel, variant: Variant, target: Target) -> Any:
+        run.append(str(target))
+        return images(self, kernel, variant, target)
+
+    monkeypatch.setattr(nvrtc.Nvrtc, "_images", recorded)
+    return run
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        kernel
+        for each in families().values()
+        for kernel in each.kernels
+        if kernel.language == "cuda"
+    ],
+    ids=lambda kernel: kernel.head,
+)
+def test_what_architectures_share_changes_no_byte(kernel: Kernel, programs: list[str]) -> None:
+    """Of one variant of each kernel in CUDA C++."""
+    variant = next(
+        v for v in kernel.variants if all(kernel.serves(v, each.capability) for each in LIKE_80)
+    )
+    alone = [compile_variant(variant, target) for target in LIKE_80]
+    programs.clear()
+    shared: dict[str, Any] = {}
+    assert [compile_variant(variant, target, None, shared) for target in LIKE_80] == alone
+    assert programs == ["sm_80"]  # its PTX is a by-product of its machine code
+
+
+def test_what_architectures_share_of_triton_changes_no_byte(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    targets = [Target.parse(arch) for arch in ("sm80", "sm90", "ptx80")]
-    alone = [compile_variant(variant, target) for target in targets]
+    alone = [compile_variant(TRITON, target) for target in RELEASES]
     lowered: list[str] = []
     generator = importlib.import_module("triton.compiler.code_generator")
-    lower = generator.ast_to_ttir
+    backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
+    for where, step in ((generator, "ast_to_ttir"), (backend, "make_llir")):
+        original = getattr(where, step)
 
-    def counted(*given: Any, **named: Any) -> Any:
-        lowered.append("once")
-        return lower(*given, **named)
+        def counted(*given: Any, _of: Any = (step, original), **named: Any) -> Any:
+            lowered.append(_of[0])
+            return _of[1](*given, **named)
 
-    monkeypatch.setattr(generator, "ast_to_ttir", counted)
-    programs: list[Target] = []
-    images = nvrtc.Nvrtc._images
-    monkeypatch.setattr(
-        nvrtc.Nvrtc,
-        "_images",
-        lambda self, *given: programs.append(given[2]) or images(self, *given),
-    )
+        monkeypatch.setattr(where, step, counted)
     shared: dict[str, Any] = {}
-    assert [compile_variant(variant, target, None, shared) for target in targets] == alone
-    # The PTX of 8.0 is a by-product of its machine code; of Triton, only the later forms are made anew.
-    assert (len(lowered), len(programs)) == ((0, 2) if variant.language == "cuda" else (1, 0))
+    assert [compile_variant(TRITON, target, None, shared) for target in RELEASES] == alone
+    # 8.6 and 8.9 have the PTX of 8.0, and 12.0 that of 10.0.
+    assert (lowered.count("ast_to_ttir"), lowered.count("make_llir")) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "reason", ["it asks", "no assembler", "a suffix", "another order", "later ones"]
+)
+def test_what_is_compiled_for_each_architecture(
+    reason: str, toy: Toy, programs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the PTX of 8.0 would not do, or is not there, or nothing assembles it: as alone."""
+    targets = [Target.parse(arch) for arch in ("sm80", "sm89", "sm90")]
+    if reason == "it asks":
+        toy.write(
+            "scale.cuh", "__device__ inline float scaled(float x) { return __CUDA_ARCH__; }\n"
+        )
+    elif reason == "no assembler":
+        monkeypatch.setattr(ptxas, "find", lambda version: None)
+    elif reason == "a suffix":
+        targets = [Target.parse(arch) for arch in ("sm80", "sm90a")]
+    elif reason == "another order":
+        targets.reverse()
+    else:
+        targets = [Target.parse(arch) for arch in ("sm80", "sm100", "sm120")]
+    alone = [compile_variant(toy.variant, target) for target in targets]
+    programs.clear()
+    shared: dict[str, Any] = {}
+    assert [compile_variant(toy.variant, target, None, shared) for target in targets] == alone
+    assert programs == [str(target) for target in targets]
+
+
+def test_a_build_begins_with_what_others_share(
+    tmp_path: Path, programs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever order architectures are named."""
+    archs = [Target.parse(arch) for arch in ("ptx80", "sm90", "sm86", "sm80")]
+    jobs = [Job(CUDA, arch) for arch in archs]
+    made = build._compile(jobs, None)
+    assert {job.arch for job in made} == {*archs}
+    assert programs == ["sm_80"]
 
 
 # --- Failures ---------------------------------------------------------------------------------
