@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
 from typing import Any
 
 from scan_registry.frozen import dataclass
@@ -18,12 +19,18 @@ from scan_registry.frozen import dataclass
 class Shape:
     """Where a problem lies among those that a kernel is tuned for.
 
-    kind   what has to be equal for two problems to be compared, such as dtypes and access
-    sizes  positive numbers by name; what counts is the ratio of two problems' sizes
+    kind     what has to be equal for two problems to be compared, such as dtypes and access
+    sizes    positive numbers by name; what counts is the ratio of two problems' sizes
+    weights  how much a size counts, by its name; 1 for those that are not here
     """
 
     kind: str
     sizes: Mapping[str, float]
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def unweighted(self) -> Shape:
+        """What is recorded of it."""
+        return Shape(self.kind, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -36,13 +43,13 @@ class Row:
     sizes: Mapping[str, float]
     times: Mapping[str, float]
 
-    def distance(self, sizes: Mapping[str, float]) -> float:
-        """How far away other sizes are: the length of the ratios' logarithms, to base 2; infinite where
-        the two do not have the same names."""
-        if self.sizes.keys() != sizes.keys():
+    def distance(self, other: Shape) -> float:
+        """How far away a problem is: the length of the ratios' logarithms, to base 2, each by its weight;
+        infinite where the sizes do not have the same names."""
+        if self.sizes.keys() != other.sizes.keys():
             return math.inf
-        logs = (math.log2(sizes[name] / size) for name, size in self.sizes.items())
-        return math.hypot(*logs)
+        logs = {name: math.log2(other.sizes[name] / size) for name, size in self.sizes.items()}
+        return math.hypot(*(other.weights.get(name, 1.0) * log for name, log in logs.items()))
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class Tuning:
     def nearest(self, shape: Shape) -> tuple[float, Row] | None:
         """The row of the shape's kind that is closest to it, and how far away it is; of equals the
         first. None if the kind was never tuned."""
-        measured = [(row.distance(shape.sizes), row) for row in self.rows(shape.kind)]
+        measured = [(row.distance(shape), row) for row in self.rows(shape.kind)]
         found = min(measured, key=lambda pair: pair[0], default=None)
         return None if found is None or math.isinf(found[0]) else found
 

@@ -159,8 +159,13 @@ struct Tiles {
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             const int before = copied_lead(i, from);
-            copy_async<16>(piece(input, i), from.at(i * ROWS) - before,
-                           i * ROWS < there && (!RAGGED || before > -to_end));
+            if constexpr (RAGGED) {  // nothing past the block's channels, which may be the tensor's last
+                const int left = to_end + before;
+                copy_async_first(piece(input, i), from.at(i * ROWS) - before,
+                                 (left < ITEMS ? left : ITEMS) * int(sizeof(Storage)), i * ROWS < there && left > 0);
+            } else {
+                copy_async<16>(piece(input, i), from.at(i * ROWS), i * ROWS < there);
+            }
         }
         if (own_row < ROWS && there < WARP_STEPS - own_row) {
             Chunk<Element, ITEMS> chunk;

@@ -95,6 +95,15 @@ __device__ inline void copy_async(void* to, const void* from, bool wanted) {
             "l"(from), "r"(int(wanted)), "n"(BYTES)
             : "memory");
 }
+// Likewise 16 bytes of which only the first are read, and zeros for the others.
+__device__ inline void copy_async_first(void* to, const void* from, int bytes, bool wanted) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
+        "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %3; }" ::"r"(
+            unsigned(__cvta_generic_to_shared(to))),
+        "l"(from), "r"(int(wanted)), "r"(bytes)
+        : "memory");
+}
 // Close the group of this thread's copies so far; wait until at most PENDING groups are under way.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>

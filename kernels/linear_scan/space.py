@@ -36,6 +36,9 @@ _MOST_TILES = 1 << 18
 
 #: Gates that are broadcast are as far from others as a factor of this in a size.
 _BROADCAST = 16.0
+#: Of contiguous channels, which tile is good depends on how many there are, since they fill the GPU, and
+#: little on how long they are.
+_TIME_OF_COLUMNS = 0.125
 
 
 def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES) -> Space:
@@ -163,7 +166,8 @@ def shape(
         "sequences": sequences,
         "broadcast": _BROADCAST if _broadcast(problem) else 1.0,
     }
-    return Shape(",".join(f"{name}={value}" for name, value in kind), sizes)
+    weights = {} if problem.layout == "time_last" else {"time": _TIME_OF_COLUMNS}
+    return Shape(",".join(f"{name}={value}" for name, value in kind), sizes, weights)
 
 
 def _broadcast(problem: LinearScanProblem) -> bool:

@@ -48,7 +48,7 @@ struct BackwardTiles {
         const unsigned row = at.first_row + at.lane;
         const i64 next = at.first + TIMES - scans.skip<TURNED>(row);
         const bool inside = row < scans.rows && next < scans.time;
-        copy_async<16>(ring.extra(at.lane), of.states.at<TURNED>(scans, row, next), inside);
+        copy_piece<TURNED>(ring.extra(at.lane), of.states.at<TURNED>(scans, row, next), next, scans.time, inside);
         if (!inside) *ring.extra(at.lane) = piece_of(initial(row));
     }
     // Of a row among batches × channels; null if there is none.

@@ -154,6 +154,17 @@ struct Turn {
           inside(order < scans.time && (!RAGGED || order > -VECTOR) && row < scans.rows) {}
 };
 
+// Copy a piece; of a ragged row nothing past its end, which may be that of the tensor.
+template <bool TURNED>
+__device__ void copy_piece(uint4* to, const Storage* from, i64 order, i64 time, bool wanted) {
+    if constexpr (RAGGED) {
+        const i64 left = TURNED ? order + VECTOR : time - order;
+        copy_async_first(to, from, int(left < VECTOR ? left : VECTOR) * int(sizeof(Storage)), wanted);
+    } else {
+        copy_async<16>(to, from, wanted);
+    }
+}
+
 // `outside` gives for a row what elements before and after it read as.
 template <bool TURNED, int INPUTS, int EXTRA, class Outside>
 __device__ void copy_in(const Ring<INPUTS, EXTRA>& ring, int input, const Rows& rows,
@@ -162,7 +173,8 @@ __device__ void copy_in(const Ring<INPUTS, EXTRA>& ring, int input, const Rows& 
     for (int i = 0; i < PIECES; i++) {
         const Turn<TURNED> turn(i, at, scans);
         uint4* const place = ring.place(input, turn.piece);
-        copy_async<16>(place, rows.at<TURNED>(scans, turn.row, turn.order), turn.inside);
+        copy_piece<TURNED>(place, rows.at<TURNED>(scans, turn.row, turn.order), turn.order, scans.time,
+                           turn.inside);
         if (!turn.inside) *place = piece_of(outside(turn.row));
     }
 }

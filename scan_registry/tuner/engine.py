@@ -184,7 +184,8 @@ class Tuner:
         if not timings:
             self.tell(f"{posed}: nothing could be timed")
             return
-        found = Measured(posed.kernel.head, str(posed), posed.shape, timings, self.run)
+        shape = posed.shape.unweighted()
+        found = Measured(posed.kernel.head, str(posed), shape, timings, self.run)
         shipped = None if chosen is None else posed.kernel.label(chosen)
         self.tuned.append(Tuned(posed, found, shipped))
         self.tell(_words(self.tuned[-1]))

@@ -25,10 +25,12 @@ def at(time: float, lines: float = 1.0, **times: float) -> Row:
 
 
 def test_distances_are_of_ratios() -> None:
-    assert at(1024).distance({"time": 4096, "lines": 1}) == 2.0
-    assert at(1024).distance({"time": 256, "lines": 1}) == 2.0
-    assert at(1024, 8).distance({"time": 8192, "lines": 128}) == 5.0
-    assert math.isinf(at(1024).distance({"time": 1024}))
+    assert at(1024).distance(Shape(KIND, {"time": 4096, "lines": 1})) == 2.0
+    assert at(1024).distance(Shape(KIND, {"time": 256, "lines": 1})) == 2.0
+    assert at(1024, 8).distance(Shape(KIND, {"time": 8192, "lines": 128})) == 5.0
+    assert math.isinf(at(1024).distance(Shape(KIND, {"time": 1024})))
+    lighter = Shape(KIND, {"time": 4096, "lines": 2}, {"time": 0.5, "lines": 0.0})
+    assert at(1024).distance(lighter) == 1.0
 
 
 def test_the_nearest_row_wins_and_of_equals_the_first() -> None:
@@ -51,7 +53,7 @@ def test_no_row_is_nearer_than_the_nearest(sizes: list[tuple[int, int]], time: i
     shape = Shape(KIND, {"time": time, "lines": 64})
     found = tuning.nearest(shape)
     assert found is not None
-    assert found[0] == min(row.distance(shape.sizes) for row in tuning.rows(KIND))
+    assert found[0] == min(row.distance(shape) for row in tuning.rows(KIND))
 
 
 def test_json_keeps_everything() -> None:

@@ -68,7 +68,7 @@ constexpr std::size_t STACK = 256 << 10, VALUE = 32;
 struct Copy {
     void* to;
     const void* from;
-    std::size_t bytes;
+    std::size_t bytes, read;  // and zeros for what is not read
     int group;
 };
 
@@ -193,12 +193,16 @@ T exchange(T mine, int source) {
     return theirs;
 }
 
-inline void copy_now(const Copy& copy) { std::memcpy(copy.to, copy.from, copy.bytes); }
+inline void copy_now(const Copy& copy) {
+    std::memset(copy.to, 0, copy.bytes);
+    std::memcpy(copy.to, copy.from, copy.read);
+}
 
-inline void copy_async(void* to, const void* from, std::size_t bytes) {
+inline void copy_async(void* to, const void* from, std::size_t bytes, std::size_t read) {
     if (std::uintptr_t(to) % bytes || std::uintptr_t(from) % bytes) fail("a copy is not aligned");
+    if (read > bytes) fail("a copy reads more than it writes");
     Block& b = block();
-    const Copy copy{to, from, bytes, b.self().groups};
+    const Copy copy{to, from, bytes, read, b.self().groups};
     if (b.random() & 1) copy_now(copy);
     else b.self().copies.push_back(copy);
 }

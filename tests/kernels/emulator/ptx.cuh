@@ -57,7 +57,10 @@ inline char* dynamic_shared() {
 }
 template <int BYTES>
 void copy_async(void* to, const void* from, bool wanted) {
-    if (wanted) emulator::copy_async(to, from, BYTES);
+    if (wanted) emulator::copy_async(to, from, BYTES, BYTES);
+}
+inline void copy_async_first(void* to, const void* from, int bytes, bool wanted) {
+    if (wanted) emulator::copy_async(to, from, 16, bytes);
 }
 inline void commit_copies() { emulator::commit(); }
 template <int PENDING>
