@@ -17,6 +17,7 @@ from scan_registry import _cpu, policy
 from scan_registry.fit import Rung
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
+from scan_registry.kernels.linear_scan.space import PACKED
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.loader import prepare, run_reference
 from scan_registry.ops.arguments import Options
@@ -61,7 +62,24 @@ def runner(
 
     allowed = policy.lowest() if lowest is None else min(lowest, policy.lowest())
     ready = prepare(device.index, FAMILY, problem, backend, allowed)
-    return ready.decision if ready.launch is None else launcher(ready, names, device)
+    if ready.launch is None:
+        return ready.decision
+    run = launcher(ready, names, device)
+    assert ready.binary is not None
+    trusting = dict(ready.binary.variant.statics).get("access") == PACKED
+    return _with_sound_bounds(run, problem.time) if trusting else run
+
+
+def _with_sound_bounds(run: Run, time: int) -> Run:
+    """``run`` of a kernel that takes a sequence from where its bounds say to where they say, on bounds that
+    rise from 0 at least to ``time`` at most: what is malformed must not have it write elsewhere."""
+
+    def run_soundly(tensors: Mapping[str, Tensor | None]) -> None:
+        bounds = tensors["offsets"]
+        assert bounds is not None
+        run({**tensors, "offsets": bounds.clamp(0, time).cummax(0).values})
+
+    return run_soundly
 
 
 def _copied(tensors: dict[str, Tensor], names: Sequence[str], model: Tensor) -> dict[str, Tensor]:
