@@ -129,8 +129,8 @@ def _in_chunks(
     binaries: Iterable[tuple[Binary, bytes]], tunings: Sequence[Tuning]
 ) -> tuple[list[dict[str, Any]], list[bytes]]:
     """What a section says of each binary, and what is to be in its chunks, where those of like size are
-    together, which are most alike; equal bytes are once. A chunk begins with what tuning found to be the
-    fastest most often, as it takes the longer to read the further back a binary is."""
+    together, which are most alike; equal bytes are once. In a chunk, whose end takes longest to read, first
+    come those that tuning found to be the fastest most often; of kernels without tuning all are in order."""
     held, members, room = [*binaries], list[dict[str, tuple[Binary, bytes]]](), 0
     for binary, content in sorted(held, key=lambda pair: len(pair[1])):
         if digest(content) != binary.sha256:
@@ -143,10 +143,11 @@ def _in_chunks(
         members[-1][binary.sha256] = binary, content
         room -= len(content)
     wins = sum((tuning.wins() for tuning in tunings), Counter[str]())
-    places: dict[str, dict[str, int]] = {}
-    contents = []
+    as_given = dict.fromkeys(binary.sha256 for binary, _ in held)
+    places, contents = dict[str, dict[str, int]](), []
     for number, each in enumerate(members):
-        parts = sorted(each.values(), key=lambda pair: -wins[pinned(pair[0].variant.statics)])
+        parts = [*each.values()] if wins else [each[it] for it in as_given if it in each]
+        parts.sort(key=lambda pair: -wins[pinned(pair[0].variant.statics)])
         ends = accumulate((len(content) for _, content in parts), initial=0)
         for (binary, _), offset in zip(parts, ends, strict=False):
             places[binary.sha256] = {"chunk": number, "offset": offset}

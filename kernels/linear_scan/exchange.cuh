@@ -1,4 +1,4 @@
-// What the blocks of a split scan tell one another: the maps of tiles.
+// What the blocks that share a scan tell one another: the maps of its segments.
 //
 // A value travels in lines of 16 bytes, three words of it and a mark that is not zero, each in one
 // store and one load, so nothing needs a fence. Before the launch everything is zero.

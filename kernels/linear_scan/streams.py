@@ -54,7 +54,7 @@ def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """Walks over rows of 32 to 256 bytes; for few channels, 16 bytes to a lane, and split."""
+    """Walks over rows of 32 to 256 bytes; for few channels, 16 bytes to a lane, and cut."""
     each = ITEM_SIZE[dtype]
     usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
     for warps, (across, vector), (steps, stages) in (

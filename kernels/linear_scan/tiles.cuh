@@ -33,7 +33,7 @@ struct Grid {
 //     compose(tile, stage)        from what enters the tile to what enters each thread's part
 //     finish(tile, stage)         the walk itself, and the results
 //     clear(), precede()          the map of no tiles; the tile just composed precedes those of the map
-//     cross(crossing, column, …)  has the state found that enters the warp's part of a segment
+//     cross(maps, column, …)      has the state found that enters the warp's part of a segment
 struct Schedule {
     const Grid grid;
 

@@ -223,7 +223,7 @@ class Tuner:
             for label, calls in made.items()
             if first[label] <= limit
         }
-        left = {label: Timing(round(ms, 6), 0.0, 1) for label, ms in first.items()}
+        left = {label: _timing(ms, 0.0, 1) for label, ms in first.items()}
         return left | _race(recordings, shipped)
 
     def _distrust(self, variant: Variant, posed: Posed, reason: str) -> None:
@@ -284,9 +284,14 @@ def _race(recordings: Mapping[str, Recording], shipped: str | None) -> dict[str,
 def _times(recordings: Mapping[str, Recording], how: Mapping[str, int]) -> dict[str, Timing]:
     times = compete([*recordings.values()], **how) if recordings else []
     return {
-        label: Timing(round(ms, 6), round(spread, 6), how["rounds"])
+        label: _timing(ms, spread, how["rounds"])
         for label, (ms, spread) in zip(recordings, times, strict=True)
     }
+
+
+def _timing(ms: float, spread: float, rounds: int) -> Timing:
+    """In digits that are more than noise, as tables are long."""
+    return Timing(float(f"{ms:.5g}"), float(f"{spread:.3g}"), rounds)
 
 
 def _results(posed: Posed, call: Call, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

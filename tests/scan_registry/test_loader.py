@@ -748,7 +748,7 @@ from dataclasses import replace
 
 before = facts(prepare())
 kernel = FAMILY.kernel("time_last_forward", "cuda")
-chosen = [v for v in kernel.every if "=float32,access=aligned,warps=8,rows=1,lanes=32,pieces=2" in str(v)][0]
+chosen = [v for v in kernel.every if "=float32,access=aligned,warps=1,rows=4,lanes=32,pieces=2" in str(v)][0]
 first = next(b for _, b in loader.catalogue() if b.variant.text("dtype") == "float32")
 content = loader.catalogue().archives[0].read(first)
 problem = prepare().decision.problem
@@ -792,7 +792,7 @@ def test_a_pinned_variant_is_compiled_if_no_archive_has_it(rig: Rig, synthetic: 
     found = rig.run(
         """
 kernel = FAMILY.kernel("time_last_forward", "cuda")
-spare = [v for v in kernel.every if "=float32,access=aligned,warps=8,rows=1,lanes=32,pieces=2" in str(v)][0]
+spare = [v for v in kernel.every if "=float32,access=aligned,warps=1,rows=4,lanes=32,pieces=2" in str(v)][0]
 problem = prepare().decision.problem
 def pinned(variant):
     return facts(loader.prepare(0, FAMILY, problem, "cuda", Rung.JIT, variant))
