@@ -143,10 +143,9 @@ def _in_chunks(
         members[-1][binary.sha256] = binary, content
         room -= len(content)
     wins = sum((tuning.wins() for tuning in tunings), Counter[str]())
-    as_given = dict.fromkeys(binary.sha256 for binary, _ in held)
     places, contents = dict[str, dict[str, int]](), []
     for number, each in enumerate(members):
-        parts = [*each.values()] if wins else [each[it] for it in as_given if it in each]
+        parts = [*each.values()] if wins else [pair for pair in held if pair in each.values()]
         parts.sort(key=lambda pair: -wins[pinned(pair[0].variant.statics)])
         ends = accumulate((len(content) for _, content in parts), initial=0)
         for (binary, _), offset in zip(parts, ends, strict=False):
