@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -112,6 +113,45 @@ def test_a_walk_sums_the_gradient_of_one_gate(
             assert case.error() <= cases.TOLERANCE[dtype], str(trial)
             checked += 1
     assert checked
+
+
+PACKED = cases.Setting(states=True, packed=True)
+PAD = 1 << 14
+
+
+def surrounded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory full of a number, and in its middle a tensor like this one."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    around = torch.full((extent + 2 * PAD,), 77.0, dtype=tensor.dtype)
+    return around, around.as_strided(tensor.shape, tensor.stride(), PAD)
+
+
+@pytest.mark.parametrize("name", ["channel_last_forward", "channel_last_backward"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+def test_a_walk_over_bounds_that_fall_writes_nowhere_else(
+    name: str, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Bounds are from 0 to the length, as the operator makes sure, but in no order."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(name, "cuda")
+    pins = {"dtype": "float32", "access": "packed", "across": 16}.items()
+    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    setting = replace(PACKED, reverse=reverse)
+    case = cases.draw((1, 16, 300), setting, "float32", "cpu").case(name, aligned=True)
+    assert kernel.accepts(variant, case.problem) is None
+    tensors, areas = dict(case.tensors), []
+    for output in case.expected:
+        around, tensors[output] = surrounded(tensors[output])
+        areas.append((around, tensors[output]))
+    offsets = tensors["offsets"]
+    drawn = torch.randint(0, case.problem.time + 1, (8, len(offsets)))
+    for bounds in (*drawn, torch.zeros_like(offsets), torch.full_like(offsets, case.problem.time)):
+        tensors["offsets"] = bounds.contiguous()
+        library.run(case.problem, tensors, seed=0)
+        for around, output in areas:
+            output.fill_(77.0)
+            assert bool((around == 77.0).all()), bounds
 
 
 # --- The emulator -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ def received(values: list[int]) -> list[int]:
     """What the kernel gets."""
     found: list[dict[str, torch.Tensor | None]] = []
     tokens = torch.zeros(1)
-    run = plans._with_sound_bounds(lambda tensors: found.append({**tensors}), TIME)
+    run = plans._within(lambda tensors: found.append({**tensors}), TIME)
     run({"tokens": tokens, "offsets": torch.tensor(values)})
     (tensors,) = found
     assert tensors["tokens"] is tokens
@@ -28,12 +28,10 @@ def received(values: list[int]) -> list[int]:
 
 
 @given(st.lists(ANY, min_size=2, max_size=20))
-def test_whatever_is_given_they_rise_within_time(values: list[int]) -> None:
+def test_whatever_is_given_they_are_within_time(values: list[int]) -> None:
     bounds = received(values)
     assert len(bounds) == len(values)
-    assert bounds == sorted(bounds)
-    assert bounds[0] >= 0
-    assert bounds[-1] <= TIME
+    assert all(0 <= bound <= TIME for bound in bounds)
 
 
 @pytest.mark.parametrize("values", [[0, TIME], [0, 0, 3, 3, 700, TIME]], ids=str)
