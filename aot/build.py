@@ -21,6 +21,8 @@ from scan_registry.aot.plan import Job, plan
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError, Shared
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.cache import Cache
+from scan_registry.device import described
+from scan_registry.fit import misfit
 from scan_registry.kernels.model import Variant
 from scan_registry.target import Target
 
@@ -37,6 +39,8 @@ def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Outcom
         try:
             binary, content = compile_variant(job.variant, job.arch, cache, shared)
             refuse_spill(binary)
+            if job.optional:
+                _refuse_misfit(binary)
         except MissingCompilerError:
             raise
         except CompileError as error:
@@ -46,6 +50,14 @@ def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Outcom
         else:
             made[job] = binary, content
     return made
+
+
+def _refuse_misfit(binary: Binary) -> None:
+    """``CompileError`` for machine code that no GPU of its architecture has room for."""
+    if binary.target.is_ptx:
+        return
+    if reason := misfit(binary, described(binary.target.capability)):
+        raise CompileError(f"{binary}: {reason}")
 
 
 def build_archives(

@@ -20,8 +20,8 @@ BORROWED = 1.15
 class Job:
     """One variant to compile for one architecture.
 
-    An ``optional`` one is left out, and that is said, where it does not compile or spills: it was found
-    to be good on another architecture.
+    An ``optional`` one is left out, and that is said, where it does not compile, spills or does not fit: it
+    was found to be good on another architecture.
     """
 
     variant: Variant

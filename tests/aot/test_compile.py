@@ -524,3 +524,18 @@ def test_an_optional_variant_may_fail(
     planned(Job(CUDA, SM90), Job(bad, SM90))
     with pytest.raises(CompileError, match="did not compile"):
         build.build_archives(tmp_path / "out", [SM90], tmp_path / "cache", {})
+
+
+def test_an_optional_variant_that_no_such_gpu_has_room_for_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sm89 = Target.parse("sm89")
+    kernel = family("linear_scan").kernel("channel_last_forward", "cuda")
+    large = next(each for each in kernel.every if kernel.shared(each) > 101_376)
+    jobs = (Job(CUDA, sm89), Job(large, sm89, optional=True))
+    monkeypatch.setattr(build, "plan", lambda archs: {sm89: jobs})
+    (path,) = build.build_archives(tmp_path / "out", [sm89], tmp_path / "cache", {})
+    assert [binary.variant for binary in Archive(path).binaries] == [CUDA]
+    words = capsys.readouterr().err
+    assert f"sm89: left out: {large}" in words
+    assert "bytes of shared memory per block; the device has 101376" in words
