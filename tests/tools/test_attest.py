@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,17 +12,10 @@ import pytest
 
 from scan_registry.inventory import catalogue
 
-TOOL = Path(__file__).parents[2] / "tools" / "attest.py"
-
 
 @pytest.fixture(scope="module")
-def attest() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("attest", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def attest(load_tool: Callable[[str], ModuleType]) -> ModuleType:
+    return load_tool("attest")
 
 
 def record(sha256: str, variant: str, target: str, error: float) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
 from types import ModuleType
@@ -16,19 +15,12 @@ import torch
 import scan_registry
 from scan_registry import NoKernelError, rnn
 
-TOOL = Path(__file__).parents[2] / "tools" / "check_rnn.py"
 SMALL = ["--device", "cpu", "--dim", "16", "--time", "3", "--time", "2"]
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_rnn", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def tool(load_tool: Callable[[str], ModuleType]) -> ModuleType:
+    return load_tool("check_rnn")
 
 
 def test_every_two_sizes_meet(tool: Any) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,15 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def dev() -> ModuleType:
+def dev(load_tool: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module; it is not in a package."""
-    spec = importlib.util.spec_from_file_location("dev_script", ROOT / "tools" / "dev.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("dev")
 
 
 def test_the_whole_suite_runs_in_parallel(dev: ModuleType) -> None:

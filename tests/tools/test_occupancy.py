@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,19 +12,12 @@ import pytest
 from scan_registry.inventory import catalogue
 from scan_registry.kernels.model import Variant
 
-TOOL = Path(__file__).parents[2] / "tools" / "occupancy.py"
 ROWS = "linear_scan.time_last_forward:cuda:dtype=float32,gates=float32,access=aligned,"
 
 
 @pytest.fixture(scope="module")
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("occupancy", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["occupancy"] = module  # a dataclass looks its module up there
-    spec.loader.exec_module(module)
-    return module
+def tool(load_tool: Callable[[str], ModuleType]) -> Any:
+    return load_tool("occupancy")
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,23 +14,13 @@ from scan_registry.kernels.rnn.cases import TOLERANCE, draw
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.kernels.rnn.spec import FAMILY
 
-TOOLS = Path(__file__).parents[2] / "tools"
 MULTIPROCESSORS = 132
 
 
 @pytest.fixture(scope="module")
-def tool() -> Any:
-    def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # sanitize_rnn imports attest
-        spec.loader.exec_module(module)
-        return module
-
-    load("attest")
-    return load("sanitize_rnn")
+def tool(load_tool: Callable[[str], ModuleType]) -> Any:
+    load_tool("attest")  # which it imports
+    return load_tool("sanitize_rnn")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,18 +14,10 @@ import torch
 
 from scan_registry import nn
 
-TOOL = Path(__file__).parents[2] / "tools" / "train_chars.py"
-
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_chars", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def tool(load_tool: Callable[[str], ModuleType]) -> ModuleType:
+    return load_tool("train_chars")
 
 
 def test_plain_slstm_is_the_same_function(tool: Any) -> None:
