@@ -21,10 +21,8 @@ from scan_registry.aot.plan import Job, plan
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError, Shared
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.cache import Cache
-from scan_registry.device import described
-from scan_registry.fit import misfit
 from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
+from scan_registry.target import SHARED_MEMORY, Target
 
 Made = tuple[Binary, bytes]
 #: A binary, or why an optional one is left out.
@@ -54,10 +52,11 @@ def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Outcom
 
 def _refuse_misfit(binary: Binary) -> None:
     """``CompileError`` for machine code that no GPU of its architecture has room for."""
-    if binary.target.is_ptx:
-        return
-    if reason := misfit(binary, described(binary.target.capability)):
-        raise CompileError(f"{binary}: {reason}")
+    most = SHARED_MEMORY.get(binary.target.capability)
+    if most is not None and binary.shared > most and not binary.target.is_ptx:
+        raise CompileError(
+            f"{binary} takes {binary.shared} bytes of shared memory per block; {binary.target} has {most}"
+        )
 
 
 def build_archives(

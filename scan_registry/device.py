@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from scan_registry.frozen import dataclass
-from scan_registry.target import Capability, CudaVersion
+from scan_registry.target import SHARED_MEMORY, Capability, CudaVersion
 
 # Numbers of CUdevice_attribute.
 _MAX_THREADS_PER_BLOCK = 1
@@ -34,20 +34,19 @@ class Device:
         return "sm_{}{}".format(*self.capability)
 
 
-#: What the CUDA C++ Programming Guide states of each capability: bytes of shared memory that a block
-#: may have, and the multiprocessors of its largest GPU.
-_STATED: Mapping[Capability, tuple[int, int]] = {
-    (7, 5): (65_536, 72),
-    (8, 0): (166_912, 108),
-    (8, 6): (101_376, 84),
-    (8, 7): (166_912, 16),
-    (8, 9): (101_376, 144),
-    (9, 0): (232_448, 132),
-    (10, 0): (232_448, 148),
-    (10, 3): (232_448, 148),
-    (11, 0): (232_448, 20),
-    (12, 0): (101_376, 188),
-    (12, 1): (101_376, 48),
+#: Multiprocessors of the largest GPU of each capability.
+_MULTIPROCESSORS: Mapping[Capability, int] = {
+    (7, 5): 72,
+    (8, 0): 108,
+    (8, 6): 84,
+    (8, 7): 16,
+    (8, 9): 144,
+    (9, 0): 132,
+    (10, 0): 148,
+    (10, 3): 148,
+    (11, 0): 20,
+    (12, 0): 188,
+    (12, 1): 48,
 }
 #: CUDA versions that the branches of the Linux driver support, by the branch's first number.
 _BRANCHES: Mapping[int, CudaVersion] = {
@@ -110,13 +109,12 @@ def described(
 ) -> Device:
     """A GPU that is not here, as far as its capability tells; a capability that is not known has the
     limits of the latest known one before it, and the driver is the latest known one unless given."""
-    known = max((c for c in _STATED if c <= capability), default=min(_STATED))
-    shared, count = _STATED[known]
+    known = max((c for c in SHARED_MEMORY if c <= capability), default=min(SHARED_MEMORY))
     return Device(
         name="a GPU of compute capability {}.{}".format(*capability),
         capability=capability,
-        multiprocessors=multiprocessors or count,
-        shared_memory_per_block=shared_memory_per_block or shared,
+        multiprocessors=multiprocessors or _MULTIPROCESSORS[known],
+        shared_memory_per_block=shared_memory_per_block or SHARED_MEMORY[known],
         registers_per_block=65_536,
         threads_per_block=1024,
         driver=driver or max(_BRANCHES.values()),

@@ -34,6 +34,21 @@ FIRST_CUDA: Mapping[Capability, CudaVersion] = {
 #: and in a package of its own, such as scan-registry-sm90; ci/matrix.json describes them.
 RELEASED = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "ptx80")
 
+#: Bytes of shared memory that a block may have, as the CUDA C++ Programming Guide states of each capability.
+SHARED_MEMORY: Mapping[Capability, int] = {
+    (7, 5): 65_536,
+    (8, 0): 166_912,
+    (8, 6): 101_376,
+    (8, 7): 166_912,
+    (8, 9): 101_376,
+    (9, 0): 232_448,
+    (10, 0): 232_448,
+    (10, 3): 232_448,
+    (11, 0): 232_448,
+    (12, 0): 101_376,
+    (12, 1): 101_376,
+}
+
 _TARGET = re.compile(r"(?P<kind>sm|compute|ptx)_?(?P<number>\d{2,3})(?P<suffix>[af]?)")
 
 

@@ -538,4 +538,4 @@ def test_an_optional_variant_that_no_such_gpu_has_room_for_is_left_out(
     assert [binary.variant for binary in Archive(path).binaries] == [CUDA]
     words = capsys.readouterr().err
     assert f"sm89: left out: {large}" in words
-    assert "bytes of shared memory per block; the device has 101376" in words
+    assert "bytes of shared memory per block; sm_89 has 101376" in words
