@@ -45,8 +45,10 @@ class PlainCalls:
     exchange  the tensor type's __dlpack_c_exchange_api__, or None
     backends  what there is to ask for
     choice    a function of nothing that plans depend on, beside the arguments
-    plans     what was planned, with the choice that it depends on
-    plan      makes such a tuple, and puts it in ``plans``, from its key, the call's arguments and choice
+    plan      makes a plan from the arguments of the first call of its kind
+    tracking  whether gradients are recorded
+    record    tells autograd, where a tensor requires gradients: of gates, tokens, and states with what
+              was asked for, which is ``dim``, ``backend`` and choice; returns the states
     """
 
     def __new__(
@@ -57,8 +59,9 @@ class PlainCalls:
         exchange: object,
         backends: tuple[str, ...],
         choice: Callable[[], object],
-        plans: dict[bytes, tuple[PlainPlan, Any]],
-        plan: Callable[[bytes, Any, Any, Any, Any, Any], tuple[PlainPlan, Any]],
+        plan: Callable[[Any, Any, int, Any], PlainPlan],
+        tracking: Callable[[], bool],
+        record: Callable[[Any, Any, tuple[Any, tuple[int, Any, Any]]], Any],
     ) -> PlainCalls: ...
     def run(self, gates: object, tokens: object, dim: int, backend: object, /) -> Any: ...
 

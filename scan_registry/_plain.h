@@ -1,12 +1,13 @@
 /* Calls on two plain tensors and nothing else: from the tensors to the launch, at the least cost.
  *
  * What a call does is planned once for all calls alike, and found again by dtype, device, shape, strides and
- * alignment. Asking torch for them one by one in Python, and for memory and its address, costs more than
+ * alignment; autograd is told of its states after they are computed. Asking torch for them one by one in Python, and for memory and its address, costs more than
  * the launch. Here they come through DLPack's table of C functions, which torch has on its tensors' type
  * from 2.10 on. Nothing of torch's is linked; the declarations of the table are those of DLPack 1.
  */
 #pragma once
 #include "_launch.h"
+#include "_plans.h"
 
 typedef struct {
     void *data;
@@ -157,54 +158,70 @@ static PyType_Spec plain_launch_spec = {"scan_registry._launcher.PlainLaunch", s
 typedef struct {
     PyObject_HEAD
     const Exchange *exchange; /* NULL: this torch has none, and no call is plain */
-    PyObject *types, *watchers, *is_neg, *backends, *choice, *plans, *plan;
+    PyObject *types, *watchers, *is_neg, *backends, *choice, *plan;
+    PyObject *tracking, *record, *requires_grad;
+    Plans plans;
 } PlainCalls;
 
 static PyTypeObject *plain_calls_type;
 
 static PyObject *plain_calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"types",  "watchers", "is_neg", "exchange", "backends",
-                            "choice", "plans",    "plan",   NULL};
-    PyObject *types, *watchers, *is_neg, *capsule, *backends, *choice, *plans, *plan;
+    static char *names[] = {"types",  "watchers", "is_neg",   "exchange", "backends",
+                            "choice", "plan",     "tracking", "record",   NULL};
+    PyObject *types, *watchers, *is_neg, *capsule, *backends, *choice, *plan, *tracking, *record;
     const Exchange *table = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOO!OO!O:PlainCalls", names, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOO!OOOO:PlainCalls", names, &PyTuple_Type,
                                      &types, &PyTuple_Type, &watchers, &is_neg, &capsule,
-                                     &PyTuple_Type, &backends, &choice, &PyDict_Type, &plans,
-                                     &plan))
+                                     &PyTuple_Type, &backends, &choice, &plan, &tracking,
+                                     &record))
         return NULL;
     if (capsule != Py_None && !(table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
         return NULL;
-    PlainCalls *self = (PlainCalls *)allocate_object(type);
-    if (!self) return NULL;
+    PyObject *requires_grad = PyUnicode_InternFromString("requires_grad");
+    PlainCalls *self = requires_grad ? (PlainCalls *)allocate_object(type) : NULL;
+    if (!self) {
+        Py_XDECREF(requires_grad);
+        return NULL;
+    }
     self->exchange = table && table->major == 1 ? table : NULL;
     self->types = Py_NewRef(types);
     self->watchers = Py_NewRef(watchers);
     self->is_neg = Py_NewRef(is_neg);
     self->backends = Py_NewRef(backends);
     self->choice = Py_NewRef(choice);
-    self->plans = Py_NewRef(plans);
     self->plan = Py_NewRef(plan);
+    self->tracking = Py_NewRef(tracking);
+    self->record = Py_NewRef(record);
+    self->requires_grad = requires_grad;
     return (PyObject *)self;
 }
 
 static void plain_calls_dealloc(PyObject *object) {
     PlainCalls *self = (PlainCalls *)object;
+    forget_plans(&self->plans);
     Py_XDECREF(self->types);
     Py_XDECREF(self->watchers);
     Py_XDECREF(self->is_neg);
     Py_XDECREF(self->backends);
     Py_XDECREF(self->choice);
-    Py_XDECREF(self->plans);
     Py_XDECREF(self->plan);
+    Py_XDECREF(self->tracking);
+    Py_XDECREF(self->record);
+    Py_XDECREF(self->requires_grad);
     release(object);
 }
 
 /* The results of what follows: 1 yes, 0 not what a plain call has, -1 with an exception. */
 
-static int is_false(PyObject *truth) {
+static int is_true(PyObject *truth) {
     if (!truth) return -1;
     const int value = PyObject_IsTrue(truth);
     Py_DECREF(truth);
+    return value;
+}
+
+static int is_false(PyObject *truth) {
+    const int value = is_true(truth);
     return value < 0 ? -1 : !value;
 }
 
@@ -248,6 +265,7 @@ static int read_both(const PlainCalls *self, PyObject *const *args, Tensor *gate
 
 static int read_options(const PlainCalls *self, PyObject *const *args, int64_t options[2]) {
     int overflow;
+    if (!PyLong_CheckExact(args[DIM])) return 0;
     options[0] = PyLong_AsLongLongAndOverflow(args[DIM], &overflow);
     if (options[0] == -1 && PyErr_Occurred()) return -1;
     const Py_ssize_t count = PyTuple_Size(self->backends);
@@ -260,9 +278,16 @@ static int read_options(const PlainCalls *self, PyObject *const *args, int64_t o
     return !overflow && i < count;
 }
 
-/* All that a plan depends on; ``choice`` goes by its identity, and the plan keeps it. */
-static PyObject *key_of(const Tensor *gates, const Tensor *tokens, const int64_t options[2],
-                        PyObject *choice) {
+/* Whether autograd is to be told. */
+static int is_tracked(const PlainCalls *self, PyObject *const *args) {
+    int status = is_true(PyObject_GetAttr(args[GATES], self->requires_grad));
+    if (!status) status = is_true(PyObject_GetAttr(args[TOKENS], self->requires_grad));
+    return status == 1 ? is_true(PyObject_CallNoArgs(self->tracking)) : status;
+}
+
+/* All that a plan depends on; ``choice`` goes by its identity. */
+static Key key_of(const Tensor *gates, const Tensor *tokens, const int64_t options[2],
+                  PyObject *choice) {
     const int64_t head[] = {gates->code << 8 | gates->bits,
                             (int64_t)gates->device_type << 32 | gates->device,
                             (int64_t)((address(gates) | address(tokens)) & ALIGNMENT),
@@ -270,38 +295,62 @@ static PyObject *key_of(const Tensor *gates, const Tensor *tokens, const int64_t
                             options[1],
                             (int64_t)(intptr_t)choice};
     enum { HEAD = sizeof head / sizeof *head };
+    _Static_assert(HEAD + 3 * MOST_DIMENSIONS <= MOST_WORDS, "a key has room for all dimensions");
     const size_t n = (size_t)gates->dimensions;
-    int64_t words[HEAD + 3 * MOST_DIMENSIONS];
-    memcpy(words, head, sizeof head);
-    memcpy(words + HEAD, gates->shape, n * sizeof *words);
-    memcpy(words + HEAD + n, gates->strides, n * sizeof *words);
-    memcpy(words + HEAD + 2 * n, tokens->strides, n * sizeof *words);
-    return PyBytes_FromStringAndSize((const char *)words, (Py_ssize_t)((HEAD + 3 * n) * sizeof *words));
+    Key key;
+    key.count = HEAD + 3 * n;
+    memcpy(key.words, head, sizeof head);
+    memcpy(key.words + HEAD, gates->shape, n * sizeof *key.words);
+    memcpy(key.words + HEAD + n, gates->strides, n * sizeof *key.words);
+    memcpy(key.words + HEAD + 2 * n, tokens->strides, n * sizeof *key.words);
+    return key;
 }
 
-static PyObject *plan_of(const PlainCalls *self, PyObject *const *args, const Tensor *gates,
-                         const Tensor *tokens, const int64_t options[2]) {
-    PyObject *choice = PyObject_CallNoArgs(self->choice), *kept = NULL, *plan = NULL;
-    PyObject *key = choice ? key_of(gates, tokens, options, choice) : NULL;
-    if (key) {
-        kept = PyDict_GetItemWithError(self->plans, key);
-        Py_XINCREF(kept);
-        if (!kept && !PyErr_Occurred())
-            kept = PyObject_CallFunctionObjArgs(self->plan, key, args[GATES], args[TOKENS],
-                                                args[DIM], args[BACKEND], choice, NULL);
+/* Kept with what was asked for, and so with ``choice``: its identity is nothing else's meanwhile. */
+static Planned *make_plan(PlainCalls *self, const Key *key, PyObject *const *args, PyObject *choice) {
+    PyObject *plan = PyObject_CallFunctionObjArgs(self->plan, args[GATES], args[TOKENS], args[DIM],
+                                                  args[BACKEND], NULL);
+    PyObject *asked = plan ? PyTuple_Pack(3, args[DIM], args[BACKEND], choice) : NULL;
+    Planned *kept = asked ? keep_planned(&self->plans, key, plan, asked) : NULL;
+    Py_XDECREF(asked);
+    Py_XDECREF(plan);
+    return kept;
+}
+
+static const Planned *plan_of(PlainCalls *self, PyObject *const *args, const Tensor *gates,
+                              const Tensor *tokens, const int64_t options[2]) {
+    PyObject *choice = PyObject_CallNoArgs(self->choice);
+    if (!choice) return NULL;
+    const Key key = key_of(gates, tokens, options, choice);
+    const Planned *planned = find_planned(&self->plans, &key);
+    if (!planned) planned = make_plan(self, &key, args, choice);
+    Py_DECREF(choice);
+    return planned;
+}
+
+/* The states of a plan; from then on it may be forgotten. */
+static PyObject *states_of(const PlainCalls *self, const Planned *planned, PyObject *const *args,
+                           const Tensor *gates, const Tensor *tokens, int tracked) {
+    PyObject *plan = Py_NewRef(planned->plan), *asked = Py_NewRef(planned->asked);
+    PyObject *states =
+        Py_TYPE(plan) == plain_launch_type
+            ? plain_launch_run((const PlainLaunch *)plan, self->exchange, args, gates, tokens)
+            : PyObject_CallFunctionObjArgs(plan, args[GATES], args[TOKENS], NULL);
+    if (states && tracked) {
+        PyObject *done = PyTuple_Pack(2, states, asked);
+        Py_DECREF(states);
+        states = done ? PyObject_CallFunctionObjArgs(self->record, args[GATES], args[TOKENS], done,
+                                                     NULL)
+                      : NULL;
+        Py_XDECREF(done);
     }
-    if (kept) {
-        plan = PyTuple_GetItem(kept, 0);
-        Py_XINCREF(plan);
-    }
-    Py_XDECREF(kept);
-    Py_XDECREF(key);
-    Py_XDECREF(choice);
-    return plan;
+    Py_DECREF(asked);
+    Py_DECREF(plan);
+    return states;
 }
 
 static PyObject *plain_calls_run(PyObject *object, PyObject *const *args, Py_ssize_t count) {
-    const PlainCalls *self = (const PlainCalls *)object;
+    PlainCalls *self = (PlainCalls *)object;
     Tensor gates, tokens;
     int64_t options[2];
     if (count != ARGUMENTS)
@@ -309,22 +358,18 @@ static PyObject *plain_calls_run(PyObject *object, PyObject *const *args, Py_ssi
                             count);
     int status = read_both(self, args, &gates, &tokens);
     if (status < 0) {
-        /* Sparse and nested tensors, and batches that transforms map over, cannot be read so. What else
-         * they are is for others to say. */
+        /* Sparse and nested tensors, and batches that transforms map over, cannot be read so. What else they
+         * are is for others to say. */
         if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_BufferError))
             return NULL;
         PyErr_Clear();
+        Py_RETURN_NONE;
     }
-    if (status == 1 && (status = read_options(self, args, options)) < 0) return NULL;
-    if (status < 1) Py_RETURN_NONE;
-    PyObject *plan = plan_of(self, args, &gates, &tokens, options);
-    if (!plan) return NULL;
-    PyObject *states =
-        Py_TYPE(plan) == plain_launch_type
-            ? plain_launch_run((const PlainLaunch *)plan, self->exchange, args, &gates, &tokens)
-            : PyObject_CallFunctionObjArgs(plan, args[GATES], args[TOKENS], NULL);
-    Py_DECREF(plan);
-    return states;
+    if (status) status = read_options(self, args, options);
+    if (status < 1) return status < 0 ? NULL : Py_NewRef(Py_None);
+    const int tracked = is_tracked(self, args);
+    const Planned *planned = tracked < 0 ? NULL : plan_of(self, args, &gates, &tokens, options);
+    return planned ? states_of(self, planned, args, &gates, &tokens, tracked) : NULL;
 }
 
 static PyMethodDef plain_calls_methods[] = {

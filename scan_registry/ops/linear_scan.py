@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad, profiler
 
 from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import scan
@@ -110,8 +111,9 @@ def linear_scan(
         and cu_seqlens is None
         and reverse is False
         and return_final_state is False
-        and type(dim) is int
         and not _is_compiling()
+        and not profiler._is_profiler_enabled
+        and forward_ad._current_level < 0
         and (plain := plain_scan(gates, tokens, dim, backend)) is not None
     ):
         return plain

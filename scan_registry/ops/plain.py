@@ -1,6 +1,6 @@
 """Scans of two plain tensors, without options, at the least cost.
 
-Most calls are such. On a GPU one goes from the tensors to the launch in C, where its plan is looked up: see
+Most calls are such. One goes from the tensors to the launch in C, where its plan is looked up: see
 ``_plain.h``. Only then is autograd told, if it is to be. All other calls go through ``derivatives.scan``.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, profiler
+from torch.autograd import Function
 
 from scan_registry import policy
 from scan_registry._launcher import PlainCalls, PlainLaunch
@@ -23,46 +23,27 @@ from scan_registry.ops.derivatives import (
     PLAIN_TYPES,
     dispatch_modes,
     first_derivative,
-    tracing_state,
     transforms_active,
 )
-from scan_registry.ops.launching import remember
 from scan_registry.ops.problems import share
 from scan_registry.select import BACKENDS
 
 PlainPlan = PlainLaunch | Callable[[Tensor, Tensor], Tensor]
 
-_required = policy.required.get
 _POINTERS = plans.POINTERS["forward"]
 _PLACES = _POINTERS.index("gates"), _POINTERS.index("tokens"), _POINTERS.index("states")
 #: What torch's own compiler allocates with, past the dispatcher; None if this torch has it no longer.
 _empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-def plain_scan(gates: Any, tokens: Any, dim: int, backend: Any) -> Tensor | None:
-    """States of such a scan. None if it is no such scan, or if the dispatcher would do more than find the
-    kernels: see ``derivatives.unobserved``. ``dim``, an int, and ``backend`` are as given."""
-    if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
-        return None
-    states: Tensor | None = _run(gates, tokens, dim, backend)
-    if (
-        states is not None
-        and (gates.requires_grad or tokens.requires_grad)
-        and torch.is_grad_enabled()
-    ):
-        return _recorded(gates, tokens, (states, dim, backend))
-    return states
-
-
-class PlainScan(torch.autograd.Function):
+class PlainScan(Function):
     """Tells autograd of states that are computed already."""
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, tokens: Tensor, done: tuple[Tensor, int, Any]) -> Tensor:
-        states, dim, backend = done
+    def forward(ctx: Any, gates: Tensor, tokens: Tensor, done: tuple[Tensor, Any]) -> Tensor:
+        states, ctx.asked = done
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(gates, states if gates.requires_grad else None)
-        ctx.asked = dim, backend, _required()
+        ctx.save_for_backward(gates, states if ctx.needs_input_grad[0] else None)
         return states
 
     @staticmethod
@@ -77,20 +58,17 @@ class PlainScan(torch.autograd.Function):
 
 
 #: Without the search for transforms, which a plain call is not under.
-_recorded: Callable[..., Tensor] = super(torch.autograd.Function, PlainScan).apply
+_recorded: Callable[..., Tensor] = super(Function, PlainScan).apply
 
 
-def _plan(
-    key: bytes, gates: Tensor, tokens: Tensor, dim: int, backend: Any, required: Any
-) -> tuple[PlainPlan, Any]:
+def _plan(gates: Tensor, tokens: Tensor, dim: int, backend: Any) -> PlainPlan:
     *_, options = normalised(gates, tokens, None, None, Options(dim, backend=backend))
 
     def general(gates: Tensor, tokens: Tensor) -> Tensor:
         with torch.no_grad():
             return plans.forward(gates, tokens, None, None, options)[0]
 
-    plan = _launch(gates, tokens, options, general) or general
-    return remember(_plans, key, (plan, required))
+    return _launch(gates, tokens, options, general) or general
 
 
 def _launch(
@@ -118,14 +96,17 @@ def _launch(
     )
 
 
-_plans: dict[bytes, tuple[PlainPlan, Any]] = {}
-_run = PlainCalls(
+#: States of such a scan, from gates, tokens, ``dim`` and ``backend`` as given. None if it is no such scan, or
+#: if the dispatcher would do more than find the kernels: see ``derivatives.unobserved``. Whether anything
+#: profiles, or takes forward-mode derivatives, is left to the caller, whom it costs least to ask.
+plain_scan: Callable[[Any, Any, int, Any], Tensor | None] = PlainCalls(
     types=PLAIN_TYPES,
-    watchers=(dispatch_modes, transforms_active, tracing_state),
+    watchers=(dispatch_modes, transforms_active, torch._C._is_tracing),
     is_neg=Tensor.is_neg,
     exchange=getattr(Tensor, "__dlpack_c_exchange_api__", None),
     backends=BACKENDS,
-    choice=_required,
-    plans=_plans,
+    choice=policy.required.get,
     plan=_plan,
+    tracking=torch.is_grad_enabled,
+    record=_recorded,
 ).run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scan_registry import linear_scan
 from scan_registry._launcher import PlainCalls
 from scan_registry.ops import plain
 
@@ -29,32 +31,40 @@ def memory(*shape: int, dtype: torch.dtype = torch.float32, off: int = 0) -> Ten
     return room[first:][: torch.Size(shape).numel()].view(shape)
 
 
+class Anything:
+    pass
+
+
 class Planner:
     """Plain calls that return the numbers of their plans."""
 
     def __init__(self) -> None:
-        self.plans: dict[bytes, Any] = {}
         self.asked: list[Any] = []
+        self.recorded: list[Any] = []
         self.choice: object = None
         self.calls = PlainCalls(**self.parts())
 
     def parts(self) -> dict[str, Any]:
         return {
             "types": plain.PLAIN_TYPES,
-            "watchers": (plain.dispatch_modes, plain.transforms_active, plain.tracing_state),
+            "watchers": (plain.dispatch_modes, plain.transforms_active, torch._C._is_tracing),
             "is_neg": Tensor.is_neg,
             "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None),
             "backends": ("auto", "cuda"),
             "choice": lambda: self.choice,
-            "plans": self.plans,
             "plan": self.plan,
+            "tracking": torch.is_grad_enabled,
+            "record": self.record,
         }
 
-    def plan(self, key: bytes, *asked: Any) -> Any:
+    def plan(self, *asked: Any) -> Any:
         number = len(self.asked)
         self.asked.append(asked)
-        self.plans[key] = (lambda gates, tokens: number), asked[-1]
-        return self.plans[key]
+        return lambda gates, tokens: number
+
+    def record(self, *told: Any) -> Any:
+        self.recorded.append(told)
+        return "recorded"
 
     def __call__(self, gates: Any, tokens: Any, dim: Any = -1, backend: Any = "auto") -> Any:
         return self.calls.run(gates, tokens, dim, backend)
@@ -64,12 +74,58 @@ def test_a_call_is_planned_once() -> None:
     planner, gates, tokens = Planner(), memory(2, 3), memory(2, 3)
     planner.choice = object()
     assert [planner(gates, tokens, 1, "cuda") for _ in range(3)] == [0, 0, 0]
-    ((*tensors, dim, backend, choice),) = planner.asked
+    ((*tensors, dim, backend),) = planner.asked
     assert all(one is other for one, other in zip(tensors, (gates, tokens), strict=True))
     assert (dim, backend) == (1, "cuda")
-    assert choice is planner.choice
-    planner.plans.clear()
-    assert planner(gates, tokens, 1, "cuda") == 1
+    assert not planner.recorded
+
+
+def test_plans_that_are_too_many_are_forgotten() -> None:
+    planner, most = Planner(), 4096
+    tensors = [(torch.zeros(size + 1), torch.zeros(size + 1)) for size in range(most)]
+    for _ in range(2):
+        assert [planner(*each) for each in tensors] == list(range(most))
+    assert planner(PLAIN, PLAIN) == most
+    assert planner(*tensors[0]) == most + 1
+    assert planner(PLAIN, PLAIN) == most
+
+
+def test_what_plans_keep_goes_with_them() -> None:
+    choices = [Anything()]
+    kept = weakref.ref(choices[0])
+    parts = {"choice": lambda: choices[-1], "plan": lambda *call: lambda gates, tokens: 0}
+    calls = PlainCalls(**Planner().parts() | parts)
+    calls.run(PLAIN, PLAIN, -1, "auto")
+    choices[:] = [Anything()]
+    assert kept() is not None  # as what takes its place in memory would have its plans
+    del calls
+    assert kept() is None
+
+
+def test_autograd_is_told_where_a_tensor_requires_gradients() -> None:
+    planner, tracked = Planner(), torch.nn.Parameter(memory(2, 3))
+    planner.choice = object()
+    for gates, tokens in ((tracked, PLAIN), (PLAIN, tracked), (tracked, tracked)):
+        assert planner(gates, tokens, 1, "cuda") == "recorded"
+        (told,) = planner.recorded
+        assert told[0] is gates
+        assert told[1] is tokens
+        assert told[2] == (0, (1, "cuda", planner.choice))
+        planner.recorded.clear()
+        with torch.no_grad():
+            assert planner(gates, tokens, 1, "cuda") == 0
+    assert not planner.recorded
+
+
+def test_what_recording_and_planning_raise_is_raised() -> None:
+    def fail(*args: Any) -> Any:
+        raise LookupError(len(args))
+
+    tracked = torch.nn.Parameter(memory(2, 3))
+    for name, count in (("record", 3), ("plan", 4), ("choice", 0), ("tracking", 0)):
+        calls = PlainCalls(**Planner().parts() | {name: fail})
+        with pytest.raises(LookupError, match=str(count)):
+            calls.run(tracked, PLAIN, -1, "auto")
 
 
 def test_options_go_by_their_values() -> None:
@@ -81,6 +137,8 @@ def test_options_go_by_their_values() -> None:
     assert planner(*tensors, -7, "other") is None
     assert planner(*tensors, -7, ["cuda"]) is None
     assert planner(*tensors, 2**64, "cuda") is None
+    assert planner(*tensors, True, "cuda") is None
+    assert planner(*tensors, "-7", "cuda") is None
 
 
 def test_what_planning_raises_is_raised() -> None:
@@ -110,7 +168,7 @@ def test_equal_calls_have_equal_plans_and_others_have_not() -> None:
     planner.choice = None
     for one, other in combinations(found, 2):
         assert found[one] != found[other], (one, other)
-    again = planner(torch.nn.Parameter(memory(4, 8)), memory(4, 8))
+    again = planner(torch.nn.Parameter(memory(4, 8), requires_grad=False), memory(4, 8))
     assert again == found["plain"]
 
 
@@ -167,6 +225,23 @@ def test_nobody_may_be_watching() -> None:
     assert planner(PLAIN, PLAIN) == 0
 
 
+@pytest.mark.parametrize("tracked", [False, True])
+def test_scans_in_transforms_of_other_tensors(tracked: bool) -> None:
+    gates = torch.rand(2, 3).requires_grad_(tracked)
+    tokens, weights = torch.rand(2, 3), torch.rand(4, 2, 3)
+    states = linear_scan(gates, tokens)
+
+    def weighted(weight: Tensor) -> Tensor:
+        return (linear_scan(gates, tokens) * weight).sum()
+
+    found = torch.func.vmap(torch.func.grad(weighted))(weights)
+    torch.testing.assert_close(found, states.expand(4, 2, 3))
+    if tracked:
+        (grad,) = torch.autograd.grad(torch.func.vmap(weighted)(weights).sum(), gates)
+        (wanted,) = torch.autograd.grad((states * weights).sum(), gates)
+        torch.testing.assert_close(grad, wanted)
+
+
 def test_without_the_table_no_call_is_plain() -> None:
     parts = Planner().parts() | {"exchange": None}
     assert PlainCalls(**parts).run(PLAIN, PLAIN, -1, "auto") is None
@@ -178,7 +253,7 @@ def test_without_the_table_no_call_is_plain() -> None:
         (lambda: Planner().calls.run(PLAIN), TypeError),  # type: ignore[call-arg]
         (lambda: PlainCalls(**Planner().parts() | {"types": []}), TypeError),
         (lambda: PlainCalls(**Planner().parts() | {"exchange": 1}), ValueError),
-        (lambda: PlainCalls(**Planner().parts() | {"plans": []}), TypeError),
+        (lambda: PlainCalls(**Planner().parts() | {"backends": []}), TypeError),
     ],
 )
 def test_wrong_arguments(call: Callable[[], object], error: type[Exception]) -> None:
@@ -237,15 +312,16 @@ def plan(workspace=None, **others):
 
 other = _launcher.Launch(1000, 7, (1, 1, 1), (1, 1, 1), 0, 5, (), 0, 4, 64)
 gates, tokens = torch.zeros(2, 3), torch.zeros(2, 3)
-plain.plain_scan(gates, tokens, -1, "auto")
-(key,) = plain._plans
 found = {}
 
 def scan(made, launch):
-    plain._plans[key] = launch, None
+    calls = _launcher.PlainCalls(
+        types=plain.PLAIN_TYPES, watchers=(), is_neg=torch.Tensor.is_neg,
+        exchange=torch.Tensor.__dlpack_c_exchange_api__, backends=("auto",), choice=lambda: None,
+        plan=lambda *call: launch, tracking=lambda: False, record=None)
     said.clear()
     try:
-        states = plain.plain_scan(gates, tokens, -1, "auto")
+        states = calls.run(gates, tokens, -1, "auto")
     except Exception as error:
         return [type(error).__name__, str(error)]
     places = {each.data_ptr(): name for name, each in

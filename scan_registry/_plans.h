@@ -1,0 +1,80 @@
+/* What was planned for plain calls: a table from all that a plan depends on to the plan. */
+#pragma once
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { MOST_WORDS = 64, BUCKETS = 1024, MOST_PLANS = 4096 }; /* past that many, all go */
+
+typedef struct {
+    size_t count;
+    int64_t words[MOST_WORDS];
+} Key;
+
+typedef struct Planned {
+    struct Planned *next; /* in its bucket */
+    PyObject *plan, *asked;
+    size_t count;
+    int64_t words[];
+} Planned;
+
+typedef struct {
+    size_t count;
+    Planned *buckets[BUCKETS];
+} Plans;
+
+static Planned **bucket_of(Plans *plans, const Key *key) {
+    uint64_t hash = key->count;
+    for (size_t i = 0; i < key->count; i++) {
+        hash = (hash ^ (uint64_t)key->words[i]) * 0x9e3779b97f4a7c15;
+        hash ^= hash >> 32;
+    }
+    return &plans->buckets[hash % BUCKETS];
+}
+
+static Planned *find_planned(Plans *plans, const Key *key) {
+    Planned *found = *bucket_of(plans, key);
+    while (found && (found->count != key->count ||
+                     memcmp(found->words, key->words, key->count * sizeof *key->words)))
+        found = found->next;
+    return found;
+}
+
+/* What is released may run Python, which may plan anew: by then the table is empty. */
+static void forget_plans(Plans *plans) {
+    Planned *going = NULL;
+    for (int i = 0; i < BUCKETS; i++)
+        while (plans->buckets[i]) {
+            Planned *each = plans->buckets[i];
+            plans->buckets[i] = each->next;
+            each->next = going;
+            going = each;
+        }
+    plans->count = 0;
+    while (going) {
+        Planned *each = going;
+        going = each->next;
+        Py_DECREF(each->plan);
+        Py_DECREF(each->asked);
+        PyMem_Free(each);
+    }
+}
+
+static Planned *keep_planned(Plans *plans, const Key *key, PyObject *plan, PyObject *asked) {
+    const size_t bytes = key->count * sizeof *key->words;
+    Planned *kept = PyMem_Malloc(sizeof *kept + bytes);
+    if (!kept) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (plans->count >= MOST_PLANS) forget_plans(plans);
+    Planned **bucket = bucket_of(plans, key);
+    kept->plan = Py_NewRef(plan);
+    kept->asked = Py_NewRef(asked);
+    kept->count = key->count;
+    memcpy(kept->words, key->words, bytes);
+    kept->next = *bucket;
+    *bucket = kept;
+    plans->count++;
+    return kept;
+}
