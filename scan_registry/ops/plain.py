@@ -39,11 +39,16 @@ _empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 class PlainScan(Function):
     """Tells autograd of states that are computed already."""
 
+    # What torch asks the class for at each call by a new string, and else finds last of all.
+    setup_context = staticmethod(Function.setup_context)
+    clear_saved_tensors_on_access = boxed_grads_call = False
+
     @staticmethod
     def forward(ctx: Any, gates: Tensor, tokens: Tensor, done: tuple[Tensor, Any]) -> Tensor:
         states, ctx.asked = done
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(gates, states if ctx.needs_input_grad[0] else None)
+        # As ``set_materialize_grads`` and ``save_for_backward`` do, at half the cost.
+        ctx.materialize_grads = False
+        ctx.to_save = gates, states if ctx.needs_input_grad[0] else None
         return states
 
     @staticmethod
