@@ -286,8 +286,8 @@ static int is_tracked(const PlainCalls *self, PyObject *const *args) {
 }
 
 /* All that a plan depends on; ``choice`` goes by its identity. */
-static Key key_of(const Tensor *gates, const Tensor *tokens, const int64_t options[2],
-                  PyObject *choice) {
+static void fill_key(Key *key, const Tensor *gates, const Tensor *tokens, const int64_t options[2],
+                     PyObject *choice) {
     const int64_t head[] = {gates->code << 8 | gates->bits,
                             (int64_t)gates->device_type << 32 | gates->device,
                             (int64_t)((address(gates) | address(tokens)) & ALIGNMENT),
@@ -297,13 +297,11 @@ static Key key_of(const Tensor *gates, const Tensor *tokens, const int64_t optio
     enum { HEAD = sizeof head / sizeof *head };
     _Static_assert(HEAD + 3 * MOST_DIMENSIONS <= MOST_WORDS, "a key has room for all dimensions");
     const size_t n = (size_t)gates->dimensions;
-    Key key;
-    key.count = HEAD + 3 * n;
-    memcpy(key.words, head, sizeof head);
-    memcpy(key.words + HEAD, gates->shape, n * sizeof *key.words);
-    memcpy(key.words + HEAD + n, gates->strides, n * sizeof *key.words);
-    memcpy(key.words + HEAD + 2 * n, tokens->strides, n * sizeof *key.words);
-    return key;
+    key->count = HEAD + 3 * n;
+    memcpy(key->words, head, sizeof head);
+    memcpy(key->words + HEAD, gates->shape, n * sizeof *key->words);
+    memcpy(key->words + HEAD + n, gates->strides, n * sizeof *key->words);
+    memcpy(key->words + HEAD + 2 * n, tokens->strides, n * sizeof *key->words);
 }
 
 /* Kept with what was asked for, and so with ``choice``: its identity is nothing else's meanwhile. */
@@ -321,7 +319,8 @@ static const Planned *plan_of(PlainCalls *self, PyObject *const *args, const Ten
                               const Tensor *tokens, const int64_t options[2]) {
     PyObject *choice = PyObject_CallNoArgs(self->choice);
     if (!choice) return NULL;
-    const Key key = key_of(gates, tokens, options, choice);
+    Key key;
+    fill_key(&key, gates, tokens, options, choice);
     const Planned *planned = find_planned(&self->plans, &key);
     if (!planned) planned = make_plan(self, &key, args, choice);
     Py_DECREF(choice);

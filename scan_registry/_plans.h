@@ -24,12 +24,10 @@ typedef struct {
 } Plans;
 
 static Planned **bucket_of(Plans *plans, const Key *key) {
-    uint64_t hash = key->count;
-    for (size_t i = 0; i < key->count; i++) {
-        hash = (hash ^ (uint64_t)key->words[i]) * 0x9e3779b97f4a7c15;
-        hash ^= hash >> 32;
-    }
-    return &plans->buckets[hash % BUCKETS];
+    const uint64_t odd = 0x9e3779b97f4a7c15;
+    uint64_t hash = 0; /* a sum, for products that need not wait for each other */
+    for (size_t i = 0; i < key->count; i++) hash += (uint64_t)key->words[i] * (odd * (2 * i + 1));
+    return &plans->buckets[(hash ^ hash >> 32) % BUCKETS];
 }
 
 static Planned *find_planned(Plans *plans, const Key *key) {
