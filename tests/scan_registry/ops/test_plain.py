@@ -128,6 +128,14 @@ def test_what_recording_and_planning_raise_is_raised() -> None:
             calls.run(tracked, PLAIN, -1, "auto")
 
 
+def test_what_torch_asks_a_derivative_for_is_as_torch_has_it() -> None:
+    """``PlainScan`` repeats it only for it to be found sooner."""
+    function = torch.autograd.Function
+    assert plain.PlainScan.setup_context is function.setup_context
+    for name in ("clear_saved_tensors_on_access", "boxed_grads_call"):
+        assert getattr(plain.PlainScan, name) == getattr(function, name, False)
+
+
 def test_options_go_by_their_values() -> None:
     planner, tensors = Planner(), (memory(*[1] * 9), memory(*[1] * 9))
     for _ in range(2):
