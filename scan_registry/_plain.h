@@ -1,9 +1,10 @@
 /* Calls on two plain tensors and nothing else: from the tensors to the launch, at the least cost.
  *
  * What a call does is planned once for all calls alike, and found again by dtype, device, shape, strides and
- * alignment; autograd is told of its states after they are computed. Asking torch for them one by one in Python, and for memory and its address, costs more than
- * the launch. Here they come through DLPack's table of C functions, which torch has on its tensors' type
- * from 2.10 on. Nothing of torch's is linked; the declarations of the table are those of DLPack 1.
+ * alignment; autograd is told of its states after they are computed. Asking torch for them one by one in
+ * Python, and for memory and its address, costs more than the launch. Here they come through DLPack's table of
+ * C functions, which torch has on its tensors' type from 2.10 on. Nothing of torch's is linked; the
+ * declarations of the table are those of DLPack 1.
  */
 #pragma once
 #include "_launch.h"
