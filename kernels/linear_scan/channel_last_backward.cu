@@ -123,81 +123,72 @@ __device__ void walk_column(const Backward& of, const Column& column, const Stat
 #include "channel_stream.cuh"
 
 struct BackwardTiles {
-    using Tiles = Ring<3>;
+    using Tiles = Ring<3, 32 * STEPS>;
+    using Entrance = ColumnEntrance;
+    static constexpr int SCANS = CHANNELS, HELD = VECTOR;
     const Scans scans;
     const Walk walk;
     const Plane gates, grads, states, gates_grad, tokens_grad;
     const State *const initial_state, *const final_grad;
     State* const initial_grad;
     const i64 state_batch, state_channel;
-    Entrance entrance;
 
-    __device__ void fetch_maps(const Tile& tile, int stage) const {
-        const Position at(scans, tile);
-        const Tiles ring(stage);
-        const auto gates_rows = gates.rows(at, walk), grads_rows = grads.rows(at, walk);
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            ring.copy(0, k, gates_rows.at(k), k < at.rows);
-            ring.copy(1, k, grads_rows.at(k), k < at.rows);
-        }
-        ring.fill(0, at.rows, Element::ONE);
-        ring.fill(1, at.rows, 0);
+    __device__ const State* before(unsigned column, int scan) const {
+        return scans.state_of(final_grad, state_batch, state_channel, column, scan);
     }
-    __device__ void fetch(const Tile& tile, int stage, bool again) const {
-        if (!again) fetch_maps(tile, stage);
-        if (!gates_grad) return;
+    __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
-        const auto states_rows = states.rows(at, walk);
-        // Those whose earlier state is among the states; that of the walk's last one is not.
+        copy_in(ring, 0, gates, at, walk, Element::ONE);
+        copy_in(ring, 1, grads, at, walk, 0);
+        if (!gates_grad) return;
+        // Of each row the state before it; that of the walk's last is not among the states.
+        Position earlier = at;
+        earlier.first++;
         const bool has_last = at.first + at.rows == scans.time && at.rows > 0;
-        const int earlier_rows = at.rows - has_last;
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) ring.copy(2, k, states_rows.at(k + 1), k < earlier_rows);
-        if (earlier_rows == at.rows) return;
+        earlier.rows -= has_last;
+        copy_in(ring, 2, states, earlier, walk, 0);
+        const int last = at.rows - 1;
+        if (!has_last || !at.has_channels || at.lane / LANES != last % ROWS) return;
         State initial[VECTOR];
 #pragma unroll
         for (int v = 0; v < VECTOR; v++)
             initial[v] = initial_state
                              ? initial_state[at.batch * state_batch + (at.channel + v) * state_channel]
                              : State(0);
-        ring.put(2, earlier_rows, initial);
+        Chunk<Element, VECTOR> chunk;
+        chunk.set(initial);
+        *ring.place(2, last * LANES + at.lane % LANES) = words_of(chunk);
     }
-    __device__ void clear() { entrance.clear(); }
-    __device__ void precede() { entrance.precede(); }
-    __device__ void cross(uint4* maps, unsigned columns, unsigned column, unsigned segment, bool is_last) {
-        const Position at(scans, {0, column});
-        entrance.cross(maps, columns, column, segment, is_last, [&](int scan) {
-            return state_of(final_grad, state_batch, state_channel, scan, at, scans);
-        });
-    }
-    __device__ void compose(const Tile& tile, int stage) {
+    __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
+        const Position at(scans, tile);
         const Tiles ring(stage);
         Affine rows[VECTOR];
 #pragma unroll
-        for (int k = 0; k < STEPS; k++)
+        for (int k = 0; k < STEPS; k++) {
+            const auto gates = read_piece(ring.place(0, at.own(k))), grad = read_piece(ring.place(1, at.own(k)));
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
-                const State gate = conj(ring.get(0, k).get(v));
-                rows[v] = then(rows[v], Step{gate, gate * ring.get(1, k).get(v)});
+                const State gate = conj(gates.get(v));
+                rows[v] = then(rows[v], Step{gate, gate * grad.get(v)});
             }
-        entrance.compose(rows, Position(scans, tile));
+        }
+        entrance.compose(rows, at);
     }
-    __device__ void finish(const Tile& tile, int stage) {
+    __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
         State h[VECTOR];
         entrance.enter(h);
         if (tile.level + 1 == scans.grid.levels)
             entrance.leave(at, [&](int scan) {
-                return state_of(initial_grad, state_batch, state_channel, scan, at, scans);
+                return scans.state_of(initial_grad, state_batch, state_channel, tile.column, scan);
             });
-        const auto gates_grad_rows = gates_grad.rows(at, walk);
-        const auto tokens_grad_rows = tokens_grad.rows(at, walk);
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            const auto gate = ring.get(0, k), grad = ring.get(1, k), earlier = ring.get(2, k);
+            uint4 *const gates_place = ring.place(0, at.own(k)), *const grads_place = ring.place(1, at.own(k));
+            auto gate = read_piece(gates_place), grad = read_piece(grads_place);
+            const auto earlier = read_piece(ring.place(2, at.own(k)));
             State for_gates[VECTOR], for_tokens[VECTOR];
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
@@ -205,10 +196,12 @@ struct BackwardTiles {
                 for_gates[v] = for_tokens[v] * conj(earlier.get(v));
                 h[v] = conj(gate.get(v)) * for_tokens[v];
             }
-            if (k >= at.rows) continue;
-            if (gates_grad) gates_grad_rows.put(k, for_gates);
-            if (tokens_grad) tokens_grad_rows.put(k, for_tokens);
+            gate.set(for_gates), grad.set(for_tokens);
+            *gates_place = words_of(gate), *grads_place = words_of(grad);
         }
+        __syncwarp();
+        if (gates_grad) copy_out(ring, 0, gates_grad, at, walk);
+        if (tokens_grad) copy_out(ring, 1, tokens_grad, at, walk);
     }
 };
 #else
@@ -259,8 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                              final_state_grad,
                              initial_state_grad,
                              state_batch,
-                             state_channel,
-                             Entrance()};
+                             state_channel};
     Schedule{scans.grid}.run_segments(work, workspace);
 #else
     const Position at(static_cast<u64*>(workspace), outer, batch, channels);

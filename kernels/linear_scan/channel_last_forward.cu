@@ -83,65 +83,58 @@ __device__ void walk_column(const Forward& of, const Column& column, const State
 #include "channel_stream.cuh"
 
 struct ForwardTiles {
-    using Tiles = Ring<2>;
+    using Tiles = Ring<2, 32 * STEPS>;
+    using Entrance = ColumnEntrance;
+    static constexpr int SCANS = CHANNELS, HELD = VECTOR;
     const Scans scans;
     const Walk walk;
     const Plane gates, tokens, states;
     const State* const initial_state;
     State* const final_state;
     const i64 state_batch, state_channel;
-    Entrance entrance;
 
-    __device__ void fetch(const Tile& tile, int stage, bool again) const {
-        if (!again) fetch_maps(tile, stage);
+    __device__ const State* before(unsigned column, int scan) const {
+        return scans.state_of(initial_state, state_batch, state_channel, column, scan);
     }
-    __device__ void fetch_maps(const Tile& tile, int stage) const {
+    __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
-        const auto gates_rows = gates.rows(at, walk), tokens_rows = tokens.rows(at, walk);
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            ring.copy(0, k, gates_rows.at(k), k < at.rows);
-            ring.copy(1, k, tokens_rows.at(k), k < at.rows);
-        }
-        ring.fill(0, at.rows, Element::ONE);
-        ring.fill(1, at.rows, 0);
+        copy_in(ring, 0, gates, at, walk, Element::ONE);
+        copy_in(ring, 1, tokens, at, walk, 0);
     }
-    __device__ void clear() { entrance.clear(); }
-    __device__ void precede() { entrance.precede(); }
-    __device__ void cross(uint4* maps, unsigned columns, unsigned column, unsigned segment, bool is_last) {
-        const Position at(scans, {0, column});
-        entrance.cross(maps, columns, column, segment, is_last, [&](int scan) {
-            return state_of(initial_state, state_batch, state_channel, scan, at, scans);
-        });
-    }
-    __device__ void compose(const Tile& tile, int stage) {
+    __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
+        const Position at(scans, tile);
         const Tiles ring(stage);
         Affine rows[VECTOR];
 #pragma unroll
-        for (int k = 0; k < STEPS; k++)
+        for (int k = 0; k < STEPS; k++) {
+            const auto gate = read_piece(ring.place(0, at.own(k))), token = read_piece(ring.place(1, at.own(k)));
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++)
-                rows[v] = then(rows[v], Step{ring.get(0, k).get(v), ring.get(1, k).get(v)});
-        entrance.compose(rows, Position(scans, tile));
+            for (int v = 0; v < VECTOR; v++) rows[v] = then(rows[v], Step{gate.get(v), token.get(v)});
+        }
+        entrance.compose(rows, at);
     }
-    __device__ void finish(const Tile& tile, int stage) {
+    __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
         State x[VECTOR];
         entrance.enter(x);
         if (tile.level + 1 == scans.grid.levels)
             entrance.leave(at, [&](int scan) {
-                return state_of(final_state, state_batch, state_channel, scan, at, scans);
+                return scans.state_of(final_state, state_batch, state_channel, tile.column, scan);
             });
-        const auto rows = states.rows(at, walk);
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
+            uint4* const place = ring.place(1, at.own(k));
+            const auto gate = read_piece(ring.place(0, at.own(k))), token = read_piece(place);
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++)
-                x[v] = Step{ring.get(0, k).get(v), ring.get(1, k).get(v)}(x[v]);
-            if (k < at.rows) rows.put(k, x);
+            for (int v = 0; v < VECTOR; v++) x[v] = Step{gate.get(v), token.get(v)}(x[v]);
+            Chunk<Element, VECTOR> chunk;
+            chunk.set(x);
+            *place = words_of(chunk);
         }
+        __syncwarp();
+        copy_out(ring, 1, states, at, walk);
     }
 };
 #else
@@ -176,8 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                             initial_state,
                             final_state,
                             state_batch,
-                            state_channel,
-                            Entrance()};
+                            state_channel};
     Schedule{scans.grid}.run_segments(work, workspace);
 #else
     const Position at(static_cast<u64*>(workspace), outer, batch, channels);

@@ -1,26 +1,26 @@
 // Channels contiguous, aligned, and few of them: what the forward and the backward kernel share.
 //
-// The build pins WARPS (per block), LANES (threads side by side along the channels), VECTOR
-// (channels per thread), STEPS, LEVELS (tiles of a segment), STAGES and BLOCKS (per SM). A tile is
+// The build pins WARPS (per block), LANES (threads side by side along the channels), VECTOR (channels of a
+// thread), STEPS, AHEAD, STAGES and BLOCKS (per SM). A tile is
 //
-//               channels ->   LANES × VECTOR
+//               channels ->   LANES pieces of 16 bytes
 //      order  slot 0          | STEPS rows, one after the other in a thread |
 //        |    slot 1          | STEPS rows                                  |
 //        v    …               32 / LANES slots
 //
 // of a warp, and a column is what lies below one another. Order runs along the walk, with time or against
-// it. A warp takes one tile after the other, the next of which are on their way to shared memory meanwhile;
-// tiles.cuh says which. A thread composes its rows' maps and a warp scans its slots; then the rows are
-// walked again, from the state that enters them.
+// it. A thread composes its rows' maps and a warp scans its slots; then the rows are walked again, from the state
+// that enters them. The next STAGES - 1 tiles are on their way meanwhile; tiles.cuh says which.
 #pragma once
-constexpr int WALKERS = WARPS, THREADS = 32 * WALKERS;
+constexpr int CHANNELS = LANES * VECTOR;
+constexpr int WALKERS = WARPS, FOLDERS = (AHEAD + 1) * CHANNELS * WALKERS / 32, THREADS = 32 * (WALKERS + FOLDERS);
 #include "ring.cuh"
 #include "sequences.cuh"
 #include "tiles.cuh"
 
-constexpr int CHANNELS = LANES * VECTOR;
 constexpr int TIMES = 32 / LANES * STEPS;
-static_assert(32 % LANES == 0 && LEVELS > 0);
+constexpr int ROWS = 32 / LANES;  // that a warp copies at once
+static_assert(32 % LANES == 0 && AHEAD > 0 && CHANNELS * WALKERS >= 32);
 
 // What is scanned: batches × times × channels, along the walk.
 struct Scans {
@@ -33,32 +33,40 @@ struct Scans {
           time(time),
           across(unsigned((channels + CHANNELS - 1) / CHANNELS)),
           grid{unsigned(batches) * across, unsigned((time + TIMES - 1) / TIMES)} {}
-};
 
-// Where a thread is in a tile.
-struct Position {
-    int lane = threadIdx.x % 32;
-    i64 batch, tile_channel, channel;  // first channel of the tile, and of this thread
-    i64 first;                         // order of this thread's first row
-    int rows;                          // of this thread's, those that there are: at most STEPS
+    // The first channel of a column.
+    __device__ i64 channel(unsigned column) const { return i64(column % across) * CHANNELS; }
 
-    __device__ Position(const Scans& scans, const Tile& tile) {
-        batch = tile.column / scans.across;
-        tile_channel = i64(tile.column % scans.across) * CHANNELS;
-        channel = tile_channel + lane % LANES * VECTOR;
-        first = i64(tile.level) * TIMES + lane / LANES * STEPS;
-        const i64 left = scans.time - first;
-        rows = channel >= scans.channels || left <= 0 ? 0 : left < STEPS ? int(left) : STEPS;
+    // A state of a column, among those of batches × channels; null if there is none.
+    template <class S>
+    __device__ S* state_of(S* states, i64 by_batch, i64 by_channel, unsigned column, int scan) const {
+        const i64 of = channel(column) + scan;
+        return states && of < channels ? states + column / across * by_batch + of * by_channel : nullptr;
     }
 };
 
-// The state of a tile's scan, among those of batches × channels; null if there is none.
-template <class S>
-__device__ S* state_of(S* states, i64 by_batch, i64 by_channel, int scan, const Position& at, const Scans& scans) {
-    const i64 channel = at.tile_channel + scan;
-    return states && channel < scans.channels ? states + at.batch * by_batch + channel * by_channel
-                                              : nullptr;
-}
+// Where a tile is, and in it this lane: its part, and what it copies.
+struct Position {
+    int lane = threadIdx.x % 32;
+    i64 batch, channel;  // this lane's first
+    i64 first;           // order of the tile's first row
+    int rows;            // of the tile that there are
+    bool has_channels;
+
+    __device__ Position(const Scans& scans, const Tile& tile)
+        : batch(tile.column / scans.across),
+          channel(scans.channel(tile.column) + lane % LANES * VECTOR),
+          first(i64(tile.level) * TIMES),
+          has_channels(channel < scans.channels) {
+        const i64 left = scans.time - first;
+        rows = left < 0 ? 0 : left < TIMES ? int(left) : TIMES;
+    }
+    // Of what this lane copies in turn i.
+    __device__ int row(int i) const { return i * ROWS + lane / LANES; }
+    __device__ bool has(int i) const { return has_channels && row(i) < rows; }
+    // The piece of this lane's row k.
+    __device__ int own(int k) const { return (lane / LANES * STEPS + k) * LANES + lane % LANES; }
+};
 
 // One tensor of batches × times × channels.
 struct Plane {
@@ -69,61 +77,55 @@ struct Plane {
         : first(const_cast<Storage*>(first)), by_batch(by_batch), by_time(by_time) {}
     __device__ explicit operator bool() const { return first; }
 
-    // This thread's channels in the rows at the orders at.first, at.first + 1, …
-    struct Rows {
-        Storage* row;
-        i64 to_next;
-
-        __device__ Storage* at(int k) const { return row + k * to_next; }
-        __device__ void put(int k, const State (&x)[VECTOR]) const {
-            Chunk<Element, VECTOR> chunk;
-            chunk.set(x);
-            store_global(at(k), words_of(chunk));
-        }
-    };
-    __device__ Rows rows(const Position& at, const Walk& walk) const {
-        return {first + at.batch * by_batch + at.channel + walk.at(at.first) * by_time,
-                walk.step(by_time)};
+    // This lane's channels in a row of the tile.
+    __device__ Storage* at(const Position& at, const Walk& walk, int row) const {
+        return first + at.batch * by_batch + at.channel + walk.at(at.first + row) * by_time;
     }
 };
 
-// How the states that enter a thread's rows are found, for each of its channels.
-struct Entrance {
-    Carried carried[VECTOR];                    // before the tile
-    Affine composed[VECTOR], tile_map[VECTOR];  // of the tile: before this slot, and of all slots
-    Affine part[VECTOR];                        // of the tiles composed against the walk
+// Rows that are not there read as `outside`.
+template <class Ring>
+__device__ void copy_in(const Ring& ring, int input, const Plane& from, const Position& at, const Walk& walk,
+                        Storage outside) {
+    const Storage* const first = from.at(at, walk, at.row(0));
+    const i64 apart = walk.step(from.by_time) * ROWS;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        uint4* const place = ring.place(input, i * 32 + at.lane);
+        copy_async<16>(place, first + i * apart, at.has(i));
+        if (!at.has(i)) *place = piece_of(outside);
+    }
+}
+template <class Ring>
+__device__ void copy_out(const Ring& ring, int input, const Plane& to, const Position& at, const Walk& walk) {
+    Storage* const first = to.at(at, walk, at.row(0));
+    const i64 apart = walk.step(to.by_time) * ROWS;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+        if (at.has(i)) store_global(first + i * apart, *ring.place(input, i * 32 + at.lane));
+}
 
-    // `rows` compose this thread's rows.
+// The states that enter a lane's rows, for each of its channels.
+struct ColumnEntrance {
+    Carried carried[VECTOR];                // before the tile
+    Affine composed[VECTOR], tile[VECTOR];  // before this slot, and of all slots
+
+    // `rows` compose this lane's rows.
     __device__ void compose(Affine (&rows)[VECTOR], const Position& at) {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
             composed[v] = exclusive_scan<LANES>(rows[v], at.lane);
-            tile_map[v] = from_lane(rows[v], 32 - LANES + at.lane % LANES);
+            tile[v] = from_lane(rows[v], 32 - LANES + at.lane % LANES);
         }
-    }
-    __device__ void clear() {
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) part[v] = {};
-    }
-    __device__ void precede() {
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) part[v] = then(tile_map[v], part[v]);
-    }
-    template <class Initial>
-    __device__ void cross(uint4* maps, unsigned columns, unsigned column, unsigned segment, bool is_last,
-                          const Initial& initial) {
-        using Channels = Crossing<CHANNELS, VECTOR>;
-        Channels::cross(Channels::maps_of(maps, columns, column), segment, is_last, initial, part, carried);
     }
     __device__ void enter(State (&entering)[VECTOR]) {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
             entering[v] = composed[v](carried[v].x);
-            carried[v] = tile_map[v](carried[v]);
+            carried[v] = tile[v](carried[v]);
         }
     }
-    // The states after the walk, of those channels that there are; `after`, of a channel of the tile, is null or
-    // points to its own.
+    // The states after the walk; `after`, of a scan of the column, is null or points to its own.
     template <class After>
     __device__ void leave(const Position& at, const After& after) const {
         if (at.lane >= LANES) return;

@@ -50,7 +50,12 @@ struct Column {
         origin = 0, rows = time;
         if constexpr (PACKED) {
             batch = number / unsigned(sequences), sequence = number % unsigned(sequences);
-            origin = offsets[sequence], rows = offsets[sequence + 1] - origin;
+            // Bounds may be anything, and nothing else is to be touched.
+            const auto within = [](i64 bound, i64 least, i64 most) {
+                return bound < least ? least : bound > most ? most : bound;
+            };
+            origin = within(offsets[sequence], 0, time);
+            rows = within(offsets[sequence + 1], origin, time) - origin;
         }
         channel = first + lane % ACROSS * VECTOR;
         copied = first + lane % PIECES * ITEMS;

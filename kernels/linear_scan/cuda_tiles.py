@@ -14,8 +14,9 @@ def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
     """Those that every wheel holds."""
     if layout == "time_last":
         if access == RAGGED:
-            return list(_ragged_rows(direction, dtype))
-        return registers.time_last_tiles(dtype, access)
+            return [*_ragged_rows(direction, dtype), *_cut_rows(direction, dtype)]
+        tiles = registers.time_last_tiles()
+        return tiles if access == "generic" else [*tiles, *_cut_rows(direction, dtype)]
     if access == "generic":  # 32 channels wide, so that many run side by side, or narrow
         widths = (32, registers.NARROW)
         return [{"warps": 8, "lanes": lanes, "vector": 1, "steps": 8} for lanes in widths]
@@ -27,6 +28,13 @@ def _ragged_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
     yield from streams.resident(direction, dtype, tile, 8)
 
 
+def _cut_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """One that any GPU has room for, of the dtypes whose few long rows are tuned."""
+    if ITEM_SIZE[dtype] < 8:
+        tile = {"warps": 1, "rows": 8, "lanes": 32, "pieces": 2, "stages": 3, "ahead": 2}
+        yield from streams.resident(direction, dtype, tile, 1)
+
+
 def _walk_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
     """A walk of whole columns, and what cuts those of few channels."""
     each = ITEM_SIZE[dtype]
@@ -36,8 +44,8 @@ def _walk_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Til
     walk |= {"vector": vector, "steps": 8, "stages": 3}
     yield from streams.resident(direction, dtype, walk, 2, access)
     if access == "aligned":
-        cut = {"warps": 4, "lanes": 2, "vector": 16 // each, "steps": 4, "stages": 2, "levels": 8}
-        yield from streams.resident(direction, dtype, cut, 2)
+        cut = {"warps": 4, "lanes": max(2, each // 2), "vector": 16 // each, "steps": 4}
+        yield from streams.resident(direction, dtype, cut | {"stages": 3, "ahead": 1}, 1)
 
 
 def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:

@@ -12,6 +12,8 @@ __device__ constexpr int lines_for(int states) {
     return (states * STATE_WORDS + WORDS_IN_LINE - 1) / WORDS_IN_LINE;
 }
 constexpr int MAP_LINES = lines_for(WITH_REST ? 3 : 2);
+// A look takes about a microsecond, and the lines that all look at have better things to do.
+constexpr unsigned POLLED_NS = 100;
 
 template <int LINES>
 struct Words {
@@ -78,17 +80,13 @@ struct Fetched {
         for (int i = 0; i < MOST; i++)
             if (missing >> i & 1 && words[i].fetch(from + i * stride, apart)) missing &= ~(1u << i);
     }
-    // Their composition, once they are all there.
-    __device__ Affine await() {
+    // Those there are, once all have come; the others are no change.
+    __device__ void await(Affine (&maps)[MOST]) {
 #pragma unroll 1
-        while (missing) look();
-        Affine composed;
+        for (; missing; look()) __nanosleep(POLLED_NS);
 #pragma unroll
         for (int i = 0; i < MOST; i++)
-            if (i < count)
-                composed = then(composed, Affine{words[i].get(0),
-                                                 WITH_REST ? words[i].get(2) : State(0),
-                                                 words[i].get(1)});
-        return composed;
+            maps[i] = i < count ? Affine{words[i].get(0), WITH_REST ? words[i].get(2) : State(0), words[i].get(1)}
+                                : Affine{};
     }
 };

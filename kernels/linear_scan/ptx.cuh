@@ -71,6 +71,17 @@ __device__ inline uint4 load_relaxed(const uint4* from) {
     return value;
 }
 
+// Barriers of whole warps of a block, of number 1 to 15, that open when THREADS have arrived: some of them wait for
+// that, others have but something to tell and go on.
+template <int THREADS>
+__device__ inline void meet_at(int barrier) {
+    asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+template <int THREADS>
+__device__ inline void arrive_at(int barrier) {
+    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
 // The block's shared memory whose size the launch gives.
 __device__ inline char* dynamic_shared() {
     extern __shared__ uint4 dynamic[];

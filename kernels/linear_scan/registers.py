@@ -15,12 +15,10 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 NARROW, MOST_NARROW = 4, 8
 
 
-def time_last_tiles(dtype: str, access: str) -> tuple[Tile, ...]:
+def time_last_tiles() -> tuple[Tile, ...]:
     """Warps that share a row, rows per block, chunks a lane holds."""
     short: Tile = {"warps": 1, "rows": 4, "steps": 1}
-    wide = ITEM_SIZE[dtype] == 8
-    warps = (2, 4, 8) if access == "aligned" and not wide else (4,)
-    return (short, *({"warps": each, "rows": 1, "steps": 2} for each in warps))
+    return short, {"warps": 4, "rows": 1, "steps": 2}
 
 
 def time_last_tile(variant: Variant) -> int:

@@ -1,51 +1,35 @@
-// Tiles on their way from global memory: a ring of STAGES places in shared memory, so that many bytes
-// are in flight without a register for any of them.
+// Tiles on their way from global memory: a warp's share of a ring of STAGES places in shared memory, so that many
+// bytes are in flight without a register for any of them.
 //
-// A thread copies the pieces of a tile that it will read itself, so it waits for nobody else:
-//
-//     stage 0 | input 0: piece 0 of all threads | piece 1 | … STEPS | input 1: … |
-//     stage 1 | …
-//
-// A piece is VECTOR elements, of 4, 8 or 16 bytes.
+// Pieces are copied so that successive lanes copy successive 16 bytes, and read by the lane that they belong to;
+// results go back the same way. A piece lies where neither way makes lanes of a quarter warp meet in a bank.
 #pragma once
 #include "element.cuh"
 
-template <int INPUTS>
-struct Ring {
-    static constexpr int PIECE = VECTOR * sizeof(Storage);
-    static constexpr int STAGE = INPUTS * STEPS * THREADS * PIECE;
-    static_assert(PIECE == 4 || PIECE == 8 || PIECE == 16, "what one instruction copies");
+static_assert(VECTOR * sizeof(Storage) == 16, "elements of a piece");
 
-    char* const own;  // this thread's first piece of a stage
+// Where piece p of a tile lies.
+__device__ inline int swizzled(int piece) { return piece ^ (piece >> 3 & 7); }
+
+// INPUTS of EACH pieces, and after them EXTRA ones.
+template <int INPUTS, int EACH, int EXTRA = 0>
+struct Ring {
+    static constexpr int STAGE = INPUTS * EACH + EXTRA;
+    uint4* const own;  // of a stage
 
     __device__ explicit Ring(int stage)
-        : own(dynamic_shared() + stage * STAGE + threadIdx.x * PIECE) {}
+        : own(reinterpret_cast<uint4*>(dynamic_shared()) +
+              (threadIdx.x / 32 * STAGES + stage) * STAGE) {}
 
-    __device__ char* place(int input, int k) const {
-        return own + (input * STEPS + k) * THREADS * PIECE;
-    }
-
-    // Have a piece copied from global memory, if wanted; make it of states; make all from `k` on of
-    // one element.
-    __device__ void copy(int input, int k, const Storage* from, bool wanted) const {
-        copy_async<PIECE>(place(input, k), from, wanted);
-    }
-    __device__ void put(int input, int k, const State (&x)[VECTOR]) const {
-        Chunk<Element, VECTOR> chunk;
-        chunk.set(x);
-        put(input, k, chunk);
-    }
-    __device__ void fill(int input, int k, Storage bits) const {
-        Chunk<Element, VECTOR> chunk;
-        chunk.fill(bits);
-#pragma unroll 1
-        for (; k < STEPS; k++) put(input, k, chunk);
-    }
-    __device__ void put(int input, int k, const Chunk<Element, VECTOR>& chunk) const {
-        put_words(place(input, k), chunk);
-    }
-    __device__ Chunk<Element, VECTOR> get(int input, int k) const {
-        return get_words<Element, VECTOR>(
-            reinterpret_cast<const unsigned*>(place(input, k)));
-    }
+    __device__ uint4* place(int input, int piece) const { return own + input * EACH + swizzled(piece); }
+    __device__ uint4* extra(int i) const { return own + INPUTS * EACH + i; }
 };
+
+__device__ inline Chunk<Element, VECTOR> read_piece(const uint4* place) {
+    return get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(place));
+}
+__device__ inline uint4 piece_of(Storage bits) {
+    Chunk<Element, VECTOR> chunk;
+    chunk.fill(bits);
+    return words_of(chunk);
+}

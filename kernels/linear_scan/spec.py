@@ -132,7 +132,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "PACKED": int(statics.get("access") == "packed"),
         "RAGGED": int(statics.get("access") == "ragged"),
         "STAGES": 0,
-        "LEVELS": 0,
+        "AHEAD": 0,
         "WALKS": int(streams.walks(variant)),
         **tile,
     }
@@ -192,9 +192,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         parameters=parameters(direction),
         defaults=defaults,
         constants=_cuda_constants,
-        warps=lambda variant: (
-            variant.number("warps") * (variant.number("rows") if time_last else 1)
-        ),
+        warps=lambda variant: streams.warps(dict(variant.statics)),
         accepts=_cuda_accepts,
         cost=_cuda_cost,
         launch=_cuda_launch,

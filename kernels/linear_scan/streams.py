@@ -3,7 +3,8 @@
 They take memory that is aligned. Of time-last kernels ``lanes`` threads share a row, each of which holds
 ``pieces`` of 16 bytes, and ``rows`` warps work side by side or ``warps`` share a row; channel-last ones
 have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` rows; or lanes ``across`` them, and
-then a block walks all of time. Scans that are too few to fill a GPU are cut into segments of ``levels`` tiles.
+then a block walks all of time. Scans that are too few to fill a GPU are cut into segments of a tile for each
+warp of a block, which are composed some turns ``ahead`` of their walk.
 ``blocks`` are meant to share a multiprocessor. The sources
 are ``time_stream.cuh``, ``channel_stream.cuh`` and ``column_walk.cuh``.
 """
@@ -23,6 +24,8 @@ _SHARED = 220_000
 _MOST_ROWS = 2**31 - 1
 #: Bytes before a row, at most, where a walk along contiguous time may start.
 _LINE = 128
+#: Tiles of a warp in shared memory, and how many turns before it is walked one is composed.
+_AHEAD = ((2, 1), (3, 2), (4, 2), (5, 3))
 #: Blocks that a GPU has something to do with.
 _MANY = 64
 
@@ -48,9 +51,9 @@ def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
     for lanes, pieces, (stages, most) in product(lanes_of, (2, 4), ((1, crowd), (2, 4), (3, 4))):
         tile = {"warps": 1, "rows": 4, "lanes": lanes, "pieces": pieces, "stages": stages}
         yield from resident(direction, dtype, tile, most)
-    for pieces, stages, levels in product((2, 4), (2, 3), (8, 16)):
-        tile = {"warps": 1, "rows": 8, "lanes": 32, "pieces": pieces, "stages": stages}
-        yield from resident(direction, dtype, tile | {"levels": levels}, 4)
+    for rows, pieces, (stages, ahead) in product((8, 10, 12, 14, 16), (2, 4, 8), _AHEAD):
+        tile = {"warps": 1, "rows": rows, "lanes": 32, "pieces": pieces}
+        yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
 
 
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
@@ -75,11 +78,9 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     if access in (PACKED, RAGGED):
         return
     vector = 16 // each
-    for scans, stages, levels in product((16, 32), (2, 3), (4, 8, 16)):
-        if scans % vector == 0 and scans > vector:
-            tile = {"warps": 8, "lanes": scans // vector, "vector": vector}
-            tile |= {"steps": 8, "stages": stages, "levels": levels}
-            yield from resident(direction, dtype, tile, 2)
+    for scans, steps, (stages, ahead) in product((8, 16), (4, 8), _AHEAD[:3]):
+        tile = {"warps": 8, "lanes": scans // vector, "vector": vector, "steps": steps}
+        yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
 
 
 def resident(
@@ -87,8 +88,8 @@ def resident(
 ) -> Iterator[Tile]:
     """The tile with the number of blocks that a multiprocessor has room for, at most ``most``; of those
     that leave it neither idle nor crowded."""
-    shared = _shared(direction, dtype, access, tile)
-    threads = 32 * int(tile["warps"]) * int(tile.get("rows", 1))
+    shared = _shared(direction, dtype, access, tile) + _meeting(dtype, tile)
+    threads = 32 * warps(tile)
     blocks = min(_SHARED // shared, 1024 // threads, most)
     if blocks * threads >= 128 and blocks * shared >= 48_000:
         yield {**tile, "blocks": blocks}
@@ -111,6 +112,33 @@ def _shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
         if ITEM_SIZE[dtype] < 8:  # between groups
             warp += 64 * (groups - 1)
     return number["stages"] * inputs * number["warps"] * warp
+
+
+def _meeting(dtype: str, tile: Tile) -> int:
+    """Bytes, at most, that the warps of a block need to meet where columns are cut: for each scan of a walking
+    warp and each turn a map and a state with its rest."""
+    turns = int(tile.get("ahead", 0)) + 1
+    return _side_by_side(tile) * _walkers(tile) * turns * 5 * max(4, ITEM_SIZE[dtype])
+
+
+def _walkers(tile: Tile) -> int:
+    """Warps of a block that walk tiles."""
+    return int(tile["warps"]) * int(tile.get("rows", 1))
+
+
+def _side_by_side(tile: Tile) -> int:
+    """Scans of a warp where columns are cut; none where they are not."""
+    if "ahead" not in tile:
+        return 0
+    return 1 if "pieces" in tile else int(tile["lanes"]) * int(tile["vector"])
+
+
+def warps(tile: Tile) -> int:
+    """Of a block: those that walk, and where columns are cut those that find out which states enter."""
+    walkers = _walkers(tile)
+    if "ahead" not in tile:
+        return walkers
+    return walkers + (int(tile["ahead"]) + 1) * max(1, _side_by_side(tile) * walkers // 32)
 
 
 def shared(direction: Direction, variant: Variant) -> int:
@@ -186,12 +214,8 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
     block for each segment, or as many as the GPU holds."""
     at_once = multiprocessors * variant.number("blocks")
     if _cuts(variant):
-        words = 2 if ITEM_SIZE[problem.dtype] == 8 else 1
-        with_rest = ITEM_SIZE[problem.dtype] >= 4
-        lines = ceil_div((3 if with_rest else 2) * words, 3)  # of 16 bytes: three words and a mark
-        scans = 1 if problem.layout == "time_last" else _scans(variant)
         segments = _segments(variant, problem)
-        workspace = 16 * (1 + segments * scans * lines)
+        workspace = _workspace(variant, problem, segments)
         return Launch((min(segments, at_once), 1, 1), problem.scalars(), workspace)
     if walks(variant):
         lines = problem.batch * max(1, problem.sequences)
@@ -201,9 +225,19 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
 
 
+def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> int:
+    """Bytes that blocks exchange maps in: lines of 16, each three words and a mark. A counter has one, and the
+    map of a scan in a segment as many as its numbers need."""
+    words = 2 if ITEM_SIZE[problem.dtype] == 8 else 1
+    with_rest = ITEM_SIZE[problem.dtype] >= 4
+    of_map = ceil_div((3 if with_rest else 2) * words, 3)
+    scans = 1 if problem.layout == "time_last" else _scans(variant)
+    return 16 * (1 + scans * segments * of_map)
+
+
 def _cuts(variant: Variant) -> bool:
     """Whether scans are cut into segments."""
-    return "levels" in dict(variant.statics)
+    return "ahead" in dict(variant.statics)
 
 
 def _segments(variant: Variant, problem: LinearScanProblem) -> int:
@@ -214,5 +248,4 @@ def _segments(variant: Variant, problem: LinearScanProblem) -> int:
         columns = problem.batch * ceil_div(problem.channels, _scans(variant))
         warps = variant.number("warps")
     skipped = _LINE // ITEM_SIZE[problem.dtype] - 1 if _ragged(variant) else 0
-    length = times(variant) * warps * variant.number("levels")
-    return columns * ceil_div(problem.time + skipped, length)
+    return columns * ceil_div(problem.time + skipped, times(variant) * warps)

@@ -20,10 +20,11 @@ struct Backward {
 
 template <bool TURNED>
 struct BackwardTiles {
-    using Tiles = Ring<3, 1>;
+    using Tiles = Ring<3, 32 * PIECES, SIDE>;  // of the states one more a row, past the last
+    using Entrance = RowEntrance;
+    static constexpr int SCANS = 1, HELD = 1;
     const Backward& of;
     const Scans& scans;
-    Entrance entrance;
 
     __device__ Storage initial(unsigned row) const {
         return of.initial_state && row < scans.rows
@@ -31,17 +32,12 @@ struct BackwardTiles {
                    : Storage(0);
     }
 
-    __device__ void fetch_maps(const Tile& tile, int stage) const {
+    __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile);
         const Tiles ring(stage);
         copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
         copy_in<TURNED>(ring, 1, of.grads, at, scans, [](unsigned) { return Storage(0); });
-    }
-    __device__ void fetch(const Tile& tile, int stage, bool again) const {
-        if (!again) fetch_maps(tile, stage);
         if (!of.gates_grad.first) return;
-        const Position at(tile);
-        const Tiles ring(stage);
         copy_in<TURNED>(ring, 2, of.states, at, scans,
                         [&](unsigned row) { return initial(row); });
         if (at.lane >= SIDE) return;
@@ -56,12 +52,8 @@ struct BackwardTiles {
     __device__ S* of_row(S* states, unsigned row) const {
         return states && row < scans.rows ? states + of.of_state.offset(row, scans.channels) : nullptr;
     }
-    __device__ void clear() { entrance.clear(); }
-    __device__ void precede() { entrance.precede(); }
-    __device__ void cross(uint4* maps, unsigned columns, unsigned row, unsigned segment, bool is_last) {
-        entrance.cross(maps, columns, row, segment, is_last, [&](int) { return of_row(of.final_grad, row); });
-    }
-    __device__ void compose(const Tile& tile, int stage) {
+    __device__ const State* before(unsigned row, int) const { return of_row(of.final_grad, row); }
+    __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
         const Position at(tile);
         const Tiles ring(stage);
         if constexpr (RAGGED) {
@@ -83,7 +75,7 @@ struct BackwardTiles {
         }
         entrance.compose(map, at);
     }
-    __device__ void finish(const Tile& tile, int stage) {
+    __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
         const Position at(tile);
         const Tiles ring(stage);
         State h = entrance.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at.row()),
@@ -251,8 +243,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
                       final_state_grad,
                       initial_state_grad,
                       {state_batch, state_channel}};
-    if (flags & 1) run(scans.grid, BackwardTiles<false>{of, scans, Entrance()}, workspace);
-    else run(scans.grid, BackwardTiles<true>{of, scans, Entrance()}, workspace);
+    if (flags & 1) run(scans.grid, BackwardTiles<false>{of, scans}, workspace);
+    else run(scans.grid, BackwardTiles<true>{of, scans}, workspace);
 #else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;

@@ -17,15 +17,13 @@ struct Forward {
 
 template <bool TURNED>
 struct ForwardTiles {
-    using Tiles = Ring<2, 0>;
+    using Tiles = Ring<2, 32 * PIECES>;
+    using Entrance = RowEntrance;
+    static constexpr int SCANS = 1, HELD = 1;
     const Forward& of;
     const Scans& scans;
-    Entrance entrance;
 
-    __device__ void fetch(const Tile& tile, int stage, bool again) const {
-        if (!again) fetch_maps(tile, stage);
-    }
-    __device__ void fetch_maps(const Tile& tile, int stage) const {
+    __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile);
         const Tiles ring(stage);
         copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
@@ -36,12 +34,8 @@ struct ForwardTiles {
     __device__ S* of_row(S* states, unsigned row) const {
         return states && row < scans.rows ? states + of.of_state.offset(row, scans.channels) : nullptr;
     }
-    __device__ void clear() { entrance.clear(); }
-    __device__ void precede() { entrance.precede(); }
-    __device__ void cross(uint4* maps, unsigned columns, unsigned row, unsigned segment, bool is_last) {
-        entrance.cross(maps, columns, row, segment, is_last, [&](int) { return of_row(of.initial_state, row); });
-    }
-    __device__ void compose(const Tile& tile, int stage) {
+    __device__ const State* before(unsigned row, int) const { return of_row(of.initial_state, row); }
+    __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
         const Position at(tile);
         const Tiles ring(stage);
         if constexpr (RAGGED) {
@@ -58,7 +52,7 @@ struct ForwardTiles {
         }
         entrance.compose(map, at);
     }
-    __device__ void finish(const Tile& tile, int stage) {
+    __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
         const Position at(tile);
         const Tiles ring(stage);
         State x = entrance.enter(tile, at, scans.grid.levels, of_row(of.initial_state, at.row()),
@@ -167,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
                      initial_state,
                      final_state,
                      {state_batch, state_channel}};
-    if (flags & 1) run(scans.grid, ForwardTiles<true>{of, scans, Entrance()}, workspace);
-    else run(scans.grid, ForwardTiles<false>{of, scans, Entrance()}, workspace);
+    if (flags & 1) run(scans.grid, ForwardTiles<true>{of, scans}, workspace);
+    else run(scans.grid, ForwardTiles<false>{of, scans}, workspace);
 #else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;

@@ -1,17 +1,14 @@
 // Time contiguous, aligned, without options: what the forward and the backward kernel share.
 //
 // The build pins LANES (threads that share a row), PIECES (of 16 bytes, per thread), ROWS (warps of a block),
-// LEVELS (tiles of a warp's part of a segment, where rows are cut), STAGES and BLOCKS (per SM). A tile is
+// AHEAD (where they share rows), STAGES and BLOCKS (per SM). A tile is
 //
 //                 time in the order of the walk ->
 //     row 0       | lane 0: PIECES pieces | lane 1 | …  LANES |
 //     row 1       | lane LANES: …
 //     …           SIDE = 32 / LANES rows
 //
-// Pieces are copied to shared memory so that successive lanes copy successive 16 bytes, and read from
-// there by the lane that they belong to; results go back the same way. A piece lies where neither way
-// makes lanes of a quarter warp meet in a bank. Meanwhile the next STAGES - 1 tiles are on their way;
-// tiles.cuh says which.
+// The next STAGES - 1 tiles are on their way meanwhile; tiles.cuh says which.
 //
 // RAGGED: rows need not start or end where a piece does, but lie in pieces alike in all tensors. A walk then
 // starts `skip` elements before its row, where long rows have a line of the caches start, and what pieces hold
@@ -19,17 +16,20 @@
 //
 // Each warp has tiles and states of its own, and rows or parts of one, and does not wait for others as it walks.
 #pragma once
-constexpr int WALKERS = ROWS, THREADS = 32 * WALKERS;
+constexpr bool CUT = AHEAD > 0;
+constexpr int WALKERS = ROWS, FOLDERS = CUT ? AHEAD + 1 : 0, THREADS = 32 * (WALKERS + FOLDERS);
+#include "element.cuh"
+constexpr int VECTOR = 16 / sizeof(Storage);
+#include "ring.cuh"
 #include "sequences.cuh"
 #include "tiles.cuh"
 
-constexpr int VECTOR = 16 / sizeof(Storage);
 constexpr int SIDE = 32 / LANES;
 constexpr int ITEMS = PIECES * VECTOR;         // of a lane
 constexpr int TIMES = LANES * ITEMS;           // that a tile covers
 constexpr int LINE = 128 / sizeof(Storage);    // of the caches
 constexpr int LONG = 16 * LINE;                // for a row
-static_assert(WARPS == 1 && (LEVELS == 0 || LANES == 32));
+static_assert(WARPS == 1 && (!CUT || LANES == 32));
 
 // Strides between rows. Where a warp has several rows side by side, one stride leads from each to the
 // next, whatever their batch.
@@ -79,35 +79,6 @@ struct Position {
     __device__ unsigned row() const { return first_row + lane / LANES; }  // this lane's own
     __device__ bool ends_row() const { return lane % LANES == LANES - 1; }
 };
-
-// Where a warp's pieces lie: piece p of the SIDE * LANES * PIECES in the order of rows and times.
-__device__ inline int swizzled(int piece) { return piece ^ (piece >> 3 & 7); }
-
-// A warp's share of the ring. EXTRA inputs have one more piece a row, past the last.
-template <int INPUTS, int EXTRA>
-struct Ring {
-    static constexpr int INPUT = 32 * PIECES;
-    static constexpr int STAGE = INPUTS * INPUT + EXTRA * SIDE;
-    uint4* const own;  // of a stage
-
-    __device__ explicit Ring(int stage)
-        : own(reinterpret_cast<uint4*>(dynamic_shared()) +
-              (threadIdx.x / 32 * STAGES + stage) * STAGE) {}
-
-    __device__ uint4* place(int input, int piece) const {
-        return own + input * INPUT + swizzled(piece);
-    }
-    __device__ uint4* extra(int side) const { return own + INPUTS * INPUT + side; }
-};
-
-__device__ inline Chunk<Element, VECTOR> read_piece(const uint4* place) {
-    return get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(place));
-}
-__device__ inline uint4 piece_of(Storage bits) {
-    Chunk<Element, VECTOR> chunk;
-    chunk.fill(bits);
-    return words_of(chunk);
-}
 
 // A piece in the order of a walk. TURNED says that memory has it in the opposite order.
 template <bool TURNED>
@@ -166,8 +137,8 @@ __device__ void copy_piece(uint4* to, const Storage* from, i64 order, i64 time, 
 }
 
 // `outside` gives for a row what elements before and after it read as.
-template <bool TURNED, int INPUTS, int EXTRA, class Outside>
-__device__ void copy_in(const Ring<INPUTS, EXTRA>& ring, int input, const Rows& rows,
+template <bool TURNED, class Ring, class Outside>
+__device__ void copy_in(const Ring& ring, int input, const Rows& rows,
                         const Position& at, const Scans& scans, Outside outside) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
@@ -191,8 +162,8 @@ struct Own {
 };
 
 // Let what this lane's pieces hold of other rows read as `outside`.
-template <bool TURNED, int INPUTS, int EXTRA>
-__device__ void mend(const Ring<INPUTS, EXTRA>& ring, int input, const Position& at,
+template <bool TURNED, class Ring>
+__device__ void mend(const Ring& ring, int input, const Position& at,
                      const Scans& scans, Storage outside) {
     const i64 first = at.first + at.lane % LANES * ITEMS - scans.skip<TURNED>(at.row());
 #pragma unroll 1
@@ -209,8 +180,8 @@ __device__ void mend(const Ring<INPUTS, EXTRA>& ring, int input, const Position&
     }
 }
 
-template <bool TURNED, int INPUTS, int EXTRA>
-__device__ void copy_out(const Ring<INPUTS, EXTRA>& ring, int input, const Rows& rows,
+template <bool TURNED, class Ring>
+__device__ void copy_out(const Ring& ring, int input, const Rows& rows,
                          const Position& at, const Scans& scans) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
@@ -231,41 +202,28 @@ __device__ void copy_out(const Ring<INPUTS, EXTRA>& ring, int input, const Rows&
     }
 }
 
-// How the states that enter a lane's elements are found.
-struct Entrance {
-    Carried carried = State(0);  // before the tile, of this lane's row
-    Affine composed, row;        // of the tile: before this lane, and of its row
-    Affine part;                 // of the tiles composed against the walk
+// The state that enters a lane's elements.
+struct RowEntrance {
+    Carried carried[1] = {State(0)};  // before the tile, of this lane's row
+    Affine composed, tile[1];         // before this lane, and of all of its row's
 
     // `lane_map` composes this lane's elements.
     __device__ void compose(Affine lane_map, const Position& at) {
         composed = exclusive_scan<1, LANES>(lane_map, at.lane);
-        row = from_lane(lane_map, at.lane | (LANES - 1));
+        tile[0] = from_lane(lane_map, at.lane | (LANES - 1));
     }
-    __device__ void clear() { part = {}; }
-    __device__ void precede() { part = then(row, part); }
-    template <class Initial>
-    __device__ void cross(uint4* maps, unsigned columns, unsigned column, unsigned segment, bool is_last,
-                          const Initial& initial) {
-        using Row = Crossing<1, 1>;
-        const Affine parts[1] = {part};
-        Carried entering[1];
-        Row::cross(Row::maps_of(maps, columns, column), segment, is_last, initial, parts, entering);
-        carried = entering[0];
-    }
-    // The state that enters this lane's elements. `before` and `after` are null, or this row's states before
-    // and after the walk.
-    __device__ State enter(const Tile& tile, const Position& at, unsigned levels, const State* before, State* after) {
-        if (!LEVELS && tile.level == 0) carried = before ? *before : State(0);
-        const State entering = carried.x;
-        carried = row(carried);
-        if (tile.level + 1 == levels && at.ends_row() && after) *after = carried.x;
+    // `before` and `after` are null, or this row's states before and after the walk.
+    __device__ State enter(const Tile& here, const Position& at, unsigned levels, const State* before, State* after) {
+        if (!CUT && here.level == 0) carried[0] = before ? *before : State(0);
+        const State entering = carried[0].x;
+        carried[0] = tile[0](carried[0]);
+        if (here.level + 1 == levels && at.ends_row() && after) *after = carried[0].x;
         return composed(entering);
     }
 };
 
 template <class Work>
 __device__ void run(const Grid& grid, const Work& work, void* workspace) {
-    if constexpr (LEVELS > 0) Schedule{grid}.run_segments(work, workspace);
+    if constexpr (CUT) Schedule{grid}.run_segments(work, workspace);
     else Schedule{grid}.run(work, blockIdx.x * ROWS + threadIdx.x / 32, gridDim.x * ROWS);
 }

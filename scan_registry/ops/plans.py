@@ -17,7 +17,6 @@ from scan_registry import _cpu, policy
 from scan_registry.fit import Rung
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
-from scan_registry.kernels.linear_scan.space import PACKED
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.loader import prepare, run_reference
 from scan_registry.ops.arguments import Options
@@ -64,22 +63,7 @@ def runner(
     ready = prepare(device.index, FAMILY, problem, backend, allowed)
     if ready.launch is None:
         return ready.decision
-    run = launcher(ready, names, device)
-    assert ready.binary is not None
-    trusting = dict(ready.binary.variant.statics).get("access") == PACKED
-    return _within(run, problem.time) if trusting else run
-
-
-def _within(run: Run, time: int) -> Run:
-    """``run`` of a kernel that walks a sequence from where its bounds say to where they say, on bounds from 0
-    to ``time``: what is malformed must not have it write elsewhere. Where they fall it walks nothing."""
-
-    def run_within(tensors: Mapping[str, Tensor | None]) -> None:
-        bounds = tensors["offsets"]
-        assert bounds is not None
-        run({**tensors, "offsets": bounds.clamp(0, time)})
-
-    return run_within
+    return launcher(ready, names, device)
 
 
 def _copied(tensors: dict[str, Tensor], names: Sequence[str], model: Tensor) -> dict[str, Tensor]:

@@ -20,6 +20,8 @@ from scan_registry.kernels.model import Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
 SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
+#: For scans that are cut: more segments than blocks run at once.
+LONG = ((1, 8, 24000), (1, 1, 60000))
 
 
 def chosen() -> Iterator[Variant]:
@@ -43,14 +45,15 @@ def streamed() -> Iterator[Variant]:
         "time_last": [
             {"lanes": 1},
             {"lanes": 8},
-            {"lanes": 32, "warps": 1},
-            {"warps": 4},
+            {"lanes": 32},
+            {"ahead": 1},
+            {"ahead": 2, "stages": 4},
             {"lanes": 4, "access": "ragged"},
-            {"warps": 8, "access": "ragged"},
+            {"ahead": 2, "access": "ragged"},
         ],
         "channel_last": [
-            {"lanes": 2},
-            {"lanes": 8},
+            {"ahead": 1},
+            {"ahead": 2, "stages": 4},
             {"across": 16},
             {"across": 32},
             {"across": 16, "access": "packed"},
@@ -58,15 +61,17 @@ def streamed() -> Iterator[Variant]:
             {"vector": 2, "access": "ragged"},
         ],
     }
+    dtypes = ("float32", "bfloat16", "complex64")
     for kernel in FAMILY.kernels:
+        if kernel.language != "cuda":
+            continue
         found = [dict(pins) for pins in kernel.space or () if "stages" in dict(pins)]
-        for dtype, pins in product(
-            ("float32", "bfloat16", "complex64"), wanted[kernel.name.rpartition("_")[0]]
-        ):
-            match = {"access": "aligned", "dtype": dtype, **pins}
-            fits = [each for each in found if match.items() <= each.items()]
-            if fits:
-                yield Variant(FAMILY.name, kernel.name, "cuda", tuple(fits[0].items()))
+        for pins in wanted[kernel.name.rpartition("_")[0]] if found else ():
+            matches = [{"access": "aligned", "dtype": dtype, **pins} for dtype in dtypes]
+            fits = [next((f for f in found if m.items() <= f.items()), None) for m in matches]
+            assert any(fits), f"{kernel.name} has nothing like {pins}"
+            for each in filter(None, fits):
+                yield Variant(FAMILY.name, kernel.name, "cuda", tuple(each.items()))
 
 
 @pytest.mark.parametrize("variant", [*chosen(), *streamed()], ids=str)
@@ -77,7 +82,8 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     dtype = variant.text("dtype")
     checked = 0
-    for trial in cases.trials(dtype, SHAPES, "cpu"):
+    shapes = (*SHAPES, *LONG) if "ahead" in dict(variant.statics) else SHAPES
+    for trial in cases.trials(dtype, shapes, "cpu"):
         for case in trial.launches(kernel.name):
             if kernel.accepts(variant, case.problem) is None:
                 library.run(case.problem, case.tensors, seed=checked)
@@ -128,10 +134,9 @@ def surrounded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["channel_last_forward", "channel_last_backward"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-def test_a_walk_over_bounds_that_fall_writes_nowhere_else(
+def test_a_walk_over_malformed_bounds_writes_nowhere_else(
     name: str, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:
-    """Bounds are from 0 to the length, as the operator makes sure, but in no order."""
     torch.manual_seed(0)
     kernel = FAMILY.kernel(name, "cuda")
     pins = {"dtype": "float32", "access": "packed", "across": 16}.items()
@@ -145,8 +150,12 @@ def test_a_walk_over_bounds_that_fall_writes_nowhere_else(
         around, tensors[output] = surrounded(tensors[output])
         areas.append((around, tensors[output]))
     offsets = tensors["offsets"]
-    drawn = torch.randint(0, case.problem.time + 1, (8, len(offsets)))
-    for bounds in (*drawn, torch.zeros_like(offsets), torch.full_like(offsets, case.problem.time)):
+    time = case.problem.time
+    drawn = [
+        torch.randint(low, high, (4, len(offsets))) for low, high in ((0, time + 1), (-9, 9 + time))
+    ]
+    far = torch.tensor([-(2**63), 2**63 - 1, -(2**40), 2**40]).repeat(len(offsets))[: len(offsets)]
+    for bounds in (*torch.cat(drawn), torch.zeros_like(offsets), far, far.flip(0)):
         tensors["offsets"] = bounds.contiguous()
         library.run(case.problem, tensors, seed=0)
         for around, output in areas:

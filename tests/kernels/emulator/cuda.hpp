@@ -82,6 +82,12 @@ struct Thread {
     std::vector<Copy> copies;
 };
 
+// A barrier that some threads of a block arrive at, and how often it opened.
+struct Barrier {
+    int arrived = 0;
+    long opened = 0;
+};
+
 struct Block {
     std::vector<Thread> threads;
     std::vector<char> dynamic;
@@ -89,6 +95,7 @@ struct Block {
     std::function<void()> kernel;
     std::mt19937 random;
     jmp_buf outside;
+    Barrier numbered[16];
     int running = 0;
     long steps_in_vain = 0;
 
@@ -111,6 +118,8 @@ struct Block {
         }
         for (int next = pick(-1); next >= 0; next = pick(-1))
             if (!_setjmp(outside)) resume(next);
+        for (const Barrier& barrier : numbered)
+            if (barrier.arrived) fail("a block left with threads at a barrier");
     }
 
     static Block*& current() {
@@ -160,6 +169,10 @@ struct Block {
 
     Thread& self() { return threads[running]; }
 };
+
+inline void arrive(Barrier& at, int threads) {
+    if (++at.arrived == threads) at.arrived = 0, at.opened++;
+}
 
 inline Block& block() { return *Block::current(); }
 

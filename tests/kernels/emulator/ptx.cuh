@@ -52,6 +52,18 @@ inline uint4 load_relaxed(const uint4* from) {
     return *from;
 }
 
+template <int THREADS>
+void arrive_at(int barrier) {
+    emulator::arrive(emulator::block().numbered[barrier], THREADS);
+}
+template <int THREADS>
+void meet_at(int barrier) {
+    auto& at = emulator::block().numbered[barrier];
+    const long opened = at.opened;
+    emulator::arrive(at, THREADS);
+    emulator::block().wait([&] { return at.opened != opened; });
+}
+
 inline char* dynamic_shared() {
     return reinterpret_cast<char*>((std::uintptr_t(emulator::block().dynamic.data()) + 15) / 16 * 16);
 }
