@@ -10,6 +10,8 @@ in bfloat16 on (16, 1024), on the CPU a small one, and measures, in this order,
     context          a first tensor on the device, which opens the CUDA context
     product          a first product of matrices, for which torch sets cuBLAS up
     derivative       a first derivative of torch's own
+    operations       a first addition and concatenation of torch's own, and product with weights of the module's
+                     size, for each of which it loads a kernel
     import           importing the function or module, as far as torch has not been imported
     forward          the first call, to its synchronised result; again: the second
     backward         ``backward()`` of the sum of all h, likewise; again: the second
@@ -49,6 +51,7 @@ COLUMNS = (
     "context",
     "product",
     "derivative",
+    "operations",
     "import",
     "forward",
     "forward again",
@@ -85,6 +88,14 @@ matrix = torch.ones(64, 64, **there)
 timed("product", lambda: matrix @ matrix)
 one = torch.ones(1, requires_grad=True, **there)
 timed("derivative", lambda: (one * 2).sum().backward())
+weights = torch.ones(4 * units, units, **there)
+sequence = torch.ones(batch, steps, units, **there)
+
+def operate():
+    halves = weights[: 2 * units], weights[2 * units :]
+    return torch.nn.functional.linear(sequence, torch.cat(halves) + weights)
+
+timed("operations", operate)
 
 short = name.rpartition(".")[2]
 made = timed("import", lambda: getattr(importlib.import_module(home), short))
