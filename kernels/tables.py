@@ -9,7 +9,7 @@ the ``Tuning`` that each reduces to.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -79,12 +79,13 @@ class Table:
         every = {each.place: each for each in (*self.measured, *newer)}
         return replace(self, measured=tuple(sorted(every.values(), key=lambda m: m.place)))
 
-    def tunings(self) -> dict[str, Tuning]:
-        """What selection needs, by how the kernels' variants begin."""
+    def tunings(self, spare: Collection[str] = ()) -> dict[str, Tuning]:
+        """What selection needs, by how the kernels' variants begin: the times of few variants that are enough,
+        and of those with labels in ``spare``, which may be left where others do not fit."""
         kernels: dict[str, list[Measured]] = {}
         for each in self.measured:
             kernels.setdefault(each.kernel, []).append(each)
-        return {kernel: _reduced(self.arch, found) for kernel, found in kernels.items()}
+        return {kernel: _reduced(self.arch, found, spare) for kernel, found in kernels.items()}
 
     def to_json(self) -> dict[str, Any]:
         runs = list(dict.fromkeys(json.dumps(asdict(each.run)) for each in self.measured))
@@ -175,7 +176,7 @@ def _long(short: str, kind: str) -> str:
     return f"{kind}{short}" if short.startswith(",") else short
 
 
-def _reduced(arch: str, measured: Sequence[Measured]) -> Tuning:
+def _reduced(arch: str, measured: Sequence[Measured], spare: Collection[str]) -> Tuning:
     kinds: dict[str, list[Measured]] = {}
     for each in measured:
         kinds.setdefault(each.shape.kind, []).append(each)
@@ -184,12 +185,12 @@ def _reduced(arch: str, measured: Sequence[Measured]) -> Tuning:
         arch,
         latest.run.gpu,
         latest.run.date,
-        {kind: _rows(found) for kind, found in sorted(kinds.items())},
+        {kind: _rows(found, spare) for kind, found in sorted(kinds.items())},
     )
 
 
-def _rows(measured: Sequence[Measured]) -> tuple[Row, ...]:
-    chosen = chosen_labels([each.timings for each in measured])
+def _rows(measured: Sequence[Measured], spare: Collection[str]) -> tuple[Row, ...]:
+    chosen = {*chosen_labels([each.timings for each in measured]), *spare}
     rows = []
     for each in measured:
         times = {label: t.ms for label, t in each.timings.items() if label in chosen}
@@ -212,6 +213,7 @@ def tables(folder: Path, kernel: str | None = None) -> tuple[Table, ...]:
 
 
 @cache
-def shipped(folder: Path, kernel: str) -> tuple[Tuning, ...]:
+def shipped(folder: Path, kernel: str, spare: tuple[str, ...] = ()) -> tuple[Tuning, ...]:
     """The tunings in a family's folder of one kernel, given by how its variants begin."""
-    return tuple(table.tunings()[kernel] for table in tables(folder, kernel) if table.measured)
+    found = tables(folder, kernel)
+    return tuple(table.tunings(spare)[kernel] for table in found if table.measured)

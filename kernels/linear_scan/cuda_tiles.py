@@ -53,7 +53,10 @@ def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
     if layout == "time_last":
         if access == "generic":
             return space.cuda_time_last(dtype)
-        return list(streams.time_last(direction, dtype))
+        tiles = list(streams.time_last(direction, dtype))
+        if access == RAGGED or ITEM_SIZE[dtype] == 8:
+            return tiles
+        return [*tiles, *({"warps": warps, "rows": 1, "steps": 2} for warps in (2, 4, 8))]
     if access == "generic":
         return space.cuda_channel_last(dtype)
     return list(streams.channel_last(direction, dtype, access))

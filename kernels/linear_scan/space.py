@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from scan_registry.kernels.linear_scan.problem import DIMENSIONS, LinearScanProblem
-from scan_registry.kernels.model import ITEM_SIZE, Language, Pins, Space, Static, Variant
+from scan_registry.kernels.model import ITEM_SIZE, Language, Pins, Space, Static, Variant, pinned
 from scan_registry.kernels.tuning import Shape, Tuning
 
 FAMILY_NAME = "linear_scan"
@@ -124,13 +124,16 @@ def tuned(
         if ("access", "generic") not in statics
     )
 
+    # Tuned tiles of few long scans take most of the memory of the GPU that they were tuned on.
+    spare = tuple(pinned(v.statics) for v in closer if "ahead" in dict(v.statics))
+
     def shape_of(problem: LinearScanProblem) -> Shape:
         return shape(closer, accepts, packs, problem)
 
     def tunings() -> tuple[Tuning, ...]:
         from scan_registry.kernels.tables import shipped  # most processes have no use for files
 
-        return shipped(FOLDER, f"{FAMILY_NAME}.{name}:{language}")
+        return shipped(FOLDER, f"{FAMILY_NAME}.{name}:{language}", spare)
 
     return {
         "shape": shape_of,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -11,6 +12,10 @@ from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Kernel, Variant, pinned
 from scan_registry.kernels.tuning import Row, Tuning
+from scan_registry.target import SHARED_MEMORY
+
+#: Bytes of shared memory that a block may have on GPUs that wheels are built for.
+ROOMS = [room for capability, room in SHARED_MEMORY.items() if capability >= (8, 0)]
 
 TUNED = [kernel for kernel in FAMILY.kernels if kernel.space is not None]
 IDS = [kernel.head for kernel in TUNED]
@@ -46,6 +51,27 @@ def test_scans_are_tuned_and_reductions_are_not() -> None:
         for layout in ("time_last", "channel_last")
         for direction in ("forward", "backward")
     }
+
+
+CUT = ("time_last_forward", "time_last_backward", "channel_last_forward", "channel_last_backward")
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_few_long_scans_are_cut_on_gpus_with_little_shared_memory(name: str) -> None:
+    """What tuning found fits the GPU that it was tuned on; a row names something smaller, too."""
+    kernel = FAMILY.kernel(name, "cuda")
+    small = {
+        kernel.label(variant)
+        for variant in kernel.every
+        if "ahead" in dict(variant.statics) and kernel.shared(variant) <= 0.9 * min(ROOMS)
+    }
+    for tuning, dtype in product(kernel.tunings(), ("float32", "bfloat16", "float16")):
+        rows = tuning.rows(f"dtype={dtype},gates={dtype},access=aligned")
+        long = [row for row in rows if row.sizes["time"] > 1e5 and row.sizes["sequences"] == 1]
+        few = [row for row in long if row.sizes.get("lines", row.sizes.get("channels", 0)) <= 64]
+        assert len(few) == 2
+        for row in few:
+            assert small & set(row.times), row.sizes
 
 
 @pytest.mark.parametrize("kernel", TUNED, ids=IDS)

@@ -82,6 +82,12 @@ def test_rows_name_the_fastest_first() -> None:
     assert [[*row.times] for row in rows] == [["b", "a"], ["a", "b"], ["c"]]
 
 
+def test_rows_name_what_is_spare_too() -> None:
+    table = a_table(measured(8, a=1.0, b=2.0, c=3.0), measured(16, a=1.0, c=2.0))
+    rows = table.tunings(("c", "unknown"))[HEAD].rows("kind")
+    assert [[*row.times] for row in rows] == [["a", "c"], ["a", "c"]]
+
+
 def test_few_variants_serve_all() -> None:
     problems = [
         {"a": Timing(1.0, 0, 1), "all": Timing(EQUAL, 0, 1)},
