@@ -20,8 +20,8 @@ from scan_registry.kernels.model import Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
 SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
-#: For scans that are cut: more segments than blocks run at once.
-LONG = ((1, 8, 24000), (1, 1, 60000))
+#: For scans that are cut: several segments, and of few channels more than blocks run at once.
+LONG = ((1, 8, 8000), (1, 1, 24000))
 
 
 def chosen() -> Iterator[Variant]:

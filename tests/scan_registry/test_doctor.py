@@ -261,7 +261,7 @@ def test_what_is_denied(archive_factory: Factory, a_device: Describe) -> None:
     found = only(there, severity="error")
     assert found.text.endswith(": linear_scan.time_last_forward (float16)")
     assert any("package that denies" in remedy for remedy in found.remedies)
-    assert "6 variants for sm_90: denied: it races (somebody 1.0)" in found.reasons
+    assert "5 variants for sm_90: denied: it races (somebody 1.0)" in found.reasons
     # Where only one is denied, others take its place.
     first = dict(list(denied.items())[:1])
     assert rungs(replace(there, denied=first), "auto") == {"exact"}
