@@ -68,8 +68,8 @@ def runnable(family: Family) -> Iterator[tuple[Archive, Binary]]:
                 yield archive, binary
 
 
-def attest(family: Family, quick: bool) -> list[dict[str, Any]]:
-    """A record for each binary of ``family`` that the GPU can run."""
+def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
+    """A record for each binary of ``family`` that the GPU can run and in whose name ``only`` is found."""
     from rich.progress import track
 
     from scan_registry.check import cases_of, run
@@ -77,7 +77,11 @@ def attest(family: Family, quick: bool) -> list[dict[str, Any]]:
 
     cases = cases_of(family.name)
     multiprocessors = device(0).multiprocessors
-    binaries = list(runnable(family))
+    binaries = [
+        (archive, binary)
+        for archive, binary in runnable(family)
+        if re.search(only, f"{binary.variant} {binary.target}")
+    ]
     errors: dict[str, list[float]] = {binary.sha256: [] for _, binary in binaries}
     shapes = cases.QUICK if quick else cases.THOROUGH
 
@@ -86,7 +90,10 @@ def attest(family: Family, quick: bool) -> list[dict[str, Any]]:
             kernel.accepts(variant, problem) or kernel.crowds(variant, problem, multiprocessors)
         )
 
+    present = {binary.variant.text("dtype") for _, binary in binaries}
     for dtype, tolerance in cases.TOLERANCE.items():
+        if dtype not in present:
+            continue
         print(f"{family.name} {dtype}: drawing", flush=True)
         for trial in track(list(cases.trials(dtype, shapes, "cuda")), dtype):
             names = dict.fromkeys(binary.variant.kernel for _, binary in binaries)
@@ -147,6 +154,12 @@ def main() -> int:
         "--quick", action="store_true", help="few shapes; for trying, not for proof"
     )
     parser.add_argument(
+        "--only",
+        default="",
+        metavar="REGEX",
+        help="binaries in whose name and target it is found; for trying, or for compute-sanitizer",
+    )
+    parser.add_argument(
         "--family", choices=families(), action="append", help="may repeat; default: every family"
     )
     parser.add_argument(
@@ -155,8 +168,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.check:
         return check(args.folder)
-    if args.quick and args.folder == ROOT / "kernels":
-        parser.error("--quick proves nothing: name another --folder for what it writes")
+    if (args.quick or args.only) and args.folder == ROOT / "kernels":
+        parser.error("that is no proof of all binaries: name another --folder for what it writes")
 
     import torch
 
@@ -166,7 +179,7 @@ def main() -> int:
     failed = 0
     for name in args.family or families():
         family = families()[name]
-        records = attest(family, args.quick)
+        records = attest(family, args.quick, args.only)
         path = write(family, records, args.folder, args.quick)
         bad = [r for r in records if not r["error"] <= r["tolerance"]]
         failed += len(bad)
