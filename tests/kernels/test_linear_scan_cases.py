@@ -32,3 +32,13 @@ def test_what_was_not_written_is_no_state() -> None:
     tensors = {**case.tensors, **case.expected}
     tensors["final_state"] = torch.full_like(case.expected["final_state"], torch.nan)
     assert replace(case, tensors=tensors).error() == torch.inf
+
+
+@pytest.mark.parametrize("time", [1, 2, 50])
+def test_what_sums_over_time_has_one_gate(time: int) -> None:
+    """Where there is one step, nothing is broadcast along time, and nothing is summed."""
+    trial = cases.draw((2, 8, time), cases.Setting(broadcast=("time",)), "float32", "cpu")
+    problems = [case.problem for case in trial.launches("channel_last_backward")]
+    summing = [problem for problem in problems if problem.sums]
+    assert len(summing) == (time > 1)
+    assert all(problem.has_one_gate() for problem in summing)
