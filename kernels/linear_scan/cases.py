@@ -47,6 +47,7 @@ class Setting:
     broadcast  the dimensions, of outer, batch, channel and time, along which gates are broadcast
     mixed      whether gates are float32 whatever the dtype
     outer      how many of the batches the outer dimension takes
+    lasting    whether gates are so close to 1 that the first step reaches the last
     """
 
     states: bool = False
@@ -55,6 +56,7 @@ class Setting:
     broadcast: tuple[str, ...] = ()
     mixed: bool = False
     outer: int = 1
+    lasting: bool = False
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
@@ -275,7 +277,8 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         1 if name in setting.broadcast else size
         for name, size in zip(("outer", "batch", "channel", "time"), full, strict=True)
     ]
-    gates = 1 - torch.rand(of_gates, dtype=torch.float64) ** 3
+    gates = torch.rand(of_gates, dtype=torch.float64)
+    gates = 1 - (gates / time if setting.lasting else gates**3)
     if narrow.is_complex:
         gates = torch.polar(gates, 6.28 * torch.rand(of_gates, dtype=torch.float64))
     gates = gates.to(torch.float32 if setting.mixed else narrow)

@@ -136,6 +136,9 @@ struct BackwardTiles {
     __device__ const State* before(unsigned column, int scan) const {
         return scans.state_of(final_grad, state_batch, state_channel, column, scan);
     }
+    __device__ State* after(unsigned column, int scan) const {
+        return scans.state_of(initial_grad, state_batch, state_channel, column, scan);
+    }
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
@@ -180,10 +183,6 @@ struct BackwardTiles {
         const Tiles ring(stage);
         State h[VECTOR];
         entrance.enter(h);
-        if (tile.level + 1 == scans.grid.levels)
-            entrance.leave(at, [&](int scan) {
-                return scans.state_of(initial_grad, state_batch, state_channel, tile.column, scan);
-            });
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             uint4 *const gates_place = ring.place(0, at.own(k)), *const grads_place = ring.place(1, at.own(k));
@@ -253,7 +252,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                              initial_state_grad,
                              state_batch,
                              state_channel};
-    Schedule{scans.grid}.run_segments(work, workspace);
+    const Schedule schedule{scans.grid};
+    if (schedule.folds()) schedule.fold(work, workspace);
+    else schedule.walk(work, workspace);
 #else
     const Position at(static_cast<u64*>(workspace), outer, batch, channels);
     const Walk walk(time, !(flags & 1), offsets, sequences);

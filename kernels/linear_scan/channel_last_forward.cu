@@ -96,6 +96,9 @@ struct ForwardTiles {
     __device__ const State* before(unsigned column, int scan) const {
         return scans.state_of(initial_state, state_batch, state_channel, column, scan);
     }
+    __device__ State* after(unsigned column, int scan) const {
+        return scans.state_of(final_state, state_batch, state_channel, column, scan);
+    }
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
@@ -119,10 +122,6 @@ struct ForwardTiles {
         const Tiles ring(stage);
         State x[VECTOR];
         entrance.enter(x);
-        if (tile.level + 1 == scans.grid.levels)
-            entrance.leave(at, [&](int scan) {
-                return scans.state_of(final_state, state_batch, state_channel, tile.column, scan);
-            });
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             uint4* const place = ring.place(1, at.own(k));
@@ -170,7 +169,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                             final_state,
                             state_batch,
                             state_channel};
-    Schedule{scans.grid}.run_segments(work, workspace);
+    const Schedule schedule{scans.grid};
+    if (schedule.folds()) schedule.fold(work, workspace);
+    else schedule.walk(work, workspace);
 #else
     const Position at(static_cast<u64*>(workspace), outer, batch, channels);
     const Walk walk(time, flags & 1, offsets, sequences);

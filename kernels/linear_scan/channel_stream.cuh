@@ -107,7 +107,7 @@ __device__ void copy_out(const Ring& ring, int input, const Plane& to, const Pos
 
 // The states that enter a lane's rows, for each of its channels.
 struct ColumnEntrance {
-    Carried carried[VECTOR];                // before the tile
+    State carried[VECTOR];                  // before the tile
     Affine composed[VECTOR], tile[VECTOR];  // before this slot, and of all slots
 
     // `rows` compose this lane's rows.
@@ -118,19 +118,8 @@ struct ColumnEntrance {
             tile[v] = from_lane(rows[v], 32 - LANES + at.lane % LANES);
         }
     }
-    __device__ void enter(State (&entering)[VECTOR]) {
+    __device__ void enter(State (&entering)[VECTOR]) const {
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) {
-            entering[v] = composed[v](carried[v].x);
-            carried[v] = tile[v](carried[v]);
-        }
-    }
-    // The states after the walk; `after`, of a scan of the column, is null or points to its own.
-    template <class After>
-    __device__ void leave(const Position& at, const After& after) const {
-        if (at.lane >= LANES) return;
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++)
-            if (State* const to = after(at.lane * VECTOR + v)) *to = carried[v].x;
+        for (int v = 0; v < VECTOR; v++) entering[v] = composed[v](carried[v]);
     }
 };

@@ -88,6 +88,13 @@ __device__ inline char* dynamic_shared() {
     return reinterpret_cast<char*>(dynamic);
 }
 
+// The same from where a row of banks starts. Asynchronous copies take up to twice as long to pieces that lie together
+// in memory, but not in a row.
+__device__ inline char* dynamic_rows() {
+    extern __shared__ __align__(128) uint4 rows[];
+    return reinterpret_cast<char*>(rows);
+}
+
 // Copy 4, 8 or 16 bytes, if wanted, from global to shared memory while the thread goes on. Of 128 bytes that
 // lie together, what others will want comes as far as the L2.
 template <int BYTES>

@@ -11,14 +11,14 @@ static_assert(VECTOR * sizeof(Storage) == 16, "elements of a piece");
 // Where piece p of a tile lies.
 __device__ inline int swizzled(int piece) { return piece ^ (piece >> 3 & 7); }
 
-// INPUTS of EACH pieces, and after them EXTRA ones.
+// INPUTS of EACH pieces, and after them EXTRA ones; each stage starts in a row of banks.
 template <int INPUTS, int EACH, int EXTRA = 0>
 struct Ring {
-    static constexpr int STAGE = INPUTS * EACH + EXTRA;
+    static constexpr int STAGE = (INPUTS * EACH + EXTRA + 7) / 8 * 8;
     uint4* const own;  // of a stage
 
     __device__ explicit Ring(int stage)
-        : own(reinterpret_cast<uint4*>(dynamic_shared()) +
+        : own(reinterpret_cast<uint4*>(dynamic_rows()) +
               (threadIdx.x / 32 * STAGES + stage) * STAGE) {}
 
     __device__ uint4* place(int input, int piece) const { return own + input * EACH + swizzled(piece); }

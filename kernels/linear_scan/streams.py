@@ -78,7 +78,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     if access in (PACKED, RAGGED):
         return
     vector = 16 // each
-    for scans, steps, (stages, ahead) in product((8, 16), (4, 8), _AHEAD[:3]):
+    for scans, steps, (stages, ahead) in product((8, 16), (4, 8), (*_AHEAD[:3], (3, 1))):
         tile = {"warps": 8, "lanes": scans // vector, "vector": vector, "steps": steps}
         yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
 
@@ -102,7 +102,7 @@ def _shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     if "pieces" in number:
         pieces = inputs * 32 * number["pieces"]
         if direction == "backward":  # of the states one more a row
-            pieces += 32 // number["lanes"]
+            pieces += max(8, 32 // number["lanes"])  # in whole rows of banks
         return 16 * number["stages"] * number["warps"] * number["rows"] * pieces
     warp = 32 * number["vector"] * number["steps"] * ITEM_SIZE[dtype]
     if "across" in number:
@@ -115,10 +115,11 @@ def _shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
 
 
 def _meeting(dtype: str, tile: Tile) -> int:
-    """Bytes, at most, that the warps of a block need to meet where columns are cut: for each scan of a walking
-    warp and each turn a map and a state with its rest."""
+    """Bytes, at most, that the warps of a block need to meet where columns are cut: in each turn a map and a
+    state for each scan of a walking warp, and for each scan four maps and a state with its rest."""
     turns = int(tile.get("ahead", 0)) + 1
-    return _side_by_side(tile) * _walkers(tile) * turns * 5 * max(4, ITEM_SIZE[dtype])
+    numbers = _side_by_side(tile) * (4 * _walkers(tile) + 4 * 3 + 2)
+    return turns * numbers * max(4, ITEM_SIZE[dtype])
 
 
 def _walkers(tile: Tile) -> int:

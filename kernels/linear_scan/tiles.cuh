@@ -11,10 +11,11 @@
 //     turn t           they have done so: its tiles are walked, and their place goes to turn t + STAGES
 //     later ones       on their way
 //
-// Folders have AHEAD turns for that, most of which they wait: each turn has its own, in rotation. Nobody hands a
-// state on, and maps are folded in groups that start where the column does, so sums are in a fixed order. A map is
-// published as soon as what its block drew AHEAD turns earlier is walked, and a walk waits only for segments that
-// were drawn before its own: that of the first map that is missing waits for none, so nobody waits for ever.
+// Folders have AHEAD turns for that, most of which they wait: each turn has its own, in rotation. No block hands a
+// state to another, and maps are folded in groups that start where the column does, so sums are in a fixed order; the
+// state after the last whole group goes from turn to turn. A map is published as soon as what its block drew AHEAD
+// turns earlier is walked, and a walk waits only for segments that were drawn before its own: that of the first map
+// that is missing waits for none, so nobody waits for ever.
 //
 // workspace, zeroed before the launch: the counter, in a line of 16 bytes, then the maps of all segments.
 #pragma once
@@ -29,22 +30,28 @@ struct Grid {
 };
 
 // How walkers and the folders of a turn meet: when its tiles are composed, which folders wait for, and when the states
-// that enter them are there, which walkers wait for. Of AHEAD + 1 turns each has barriers of its own.
+// that enter them are there, which walkers wait for; and folders with those of the next turn, which wait for what the
+// former know. Of AHEAD + 1 turns each has barriers of its own.
 constexpr int TURNS = AHEAD + 1, FOLDERS_OF_TURN = FOLDERS / TURNS;
 constexpr int MEETING = 32 * (WALKERS + FOLDERS_OF_TURN);
 __device__ inline void tell_composed(int turn) { arrive_at<MEETING>(1 + turn % TURNS); }
 __device__ inline void await_composed(int turn) { meet_at<MEETING>(1 + turn % TURNS); }
 __device__ inline void tell_folded(int turn) { arrive_at<MEETING>(1 + TURNS + turn % TURNS); }
 __device__ inline void await_folded(int turn) { meet_at<MEETING>(1 + TURNS + turn % TURNS); }
-static_assert(2 * TURNS < 15, "barriers, beside that of the walkers");
+__device__ inline void tell_known(int turn) { arrive_at<64 * FOLDERS_OF_TURN>(1 + 2 * TURNS + turn % TURNS); }
+__device__ inline void await_known(int turn) { meet_at<64 * FOLDERS_OF_TURN>(1 + 2 * TURNS + turn % TURNS); }
+static_assert(3 * TURNS < 15, "barriers, beside that of the walkers");
 __device__ inline void meet_walkers() { meet_at<32 * WALKERS>(15); }
 
-// What they tell one another.
+// What they tell one another, and folders remember.
+constexpr unsigned GROUPS = 4;
 template <int SCANS>
 struct Room {
     struct Turn {
         Stored<> tiles[WALKERS][SCANS];
-        Carried entering[WALKERS][SCANS];
+        State entering[WALKERS][SCANS];
+        Stored<> groups[GROUPS][SCANS];  // of segments, composed
+        Carried after_known[SCANS];      // the states after the last whole group before the segment
     };
     static __device__ Turn& of(int turn) {
         __shared__ Turn turns[TURNS];
@@ -52,19 +59,24 @@ struct Room {
     }
 };
 
-// The segments that a block drew, by turn. A number is known STAGES turns before its own, and read until the turn after.
+// The segments that a block drew, by turn. One is known STAGES turns before its own, and read until the turn after.
 struct Drawn {
     const Grid grid;
+    const unsigned segments;  // of a column
 
-    static __device__ unsigned& number(int turn) {
+    __device__ explicit Drawn(const Grid& grid)
+        : grid(grid), segments((grid.levels + WALKERS - 1) / WALKERS) {}
+    static __device__ Tile& segment(int turn) {
         constexpr int KEPT = 16;
         static_assert(AHEAD == 0 || (AHEAD < STAGES && STAGES + 2 <= KEPT), "or one takes the place of another");
-        __shared__ unsigned numbers[KEPT];
-        return numbers[turn % KEPT];
+        __shared__ Tile drawn[KEPT];
+        return drawn[turn % KEPT];
     }
-    __device__ unsigned segments() const { return (grid.levels + WALKERS - 1) / WALKERS; }  // of a column
-    __device__ bool there(int turn) const { return number(turn) < grid.columns * segments(); }
-    __device__ Tile segment(int turn) const { return {number(turn) / grid.columns, number(turn) % grid.columns}; }
+    // By one thread: all others are spared the divisions.
+    __device__ void keep(int turn, unsigned number) const {
+        segment(turn) = {number / grid.columns, number % grid.columns};
+    }
+    __device__ bool there(int turn) const { return segment(turn).level < segments; }
 };
 
 // A warp that finds the states that enter tiles. Of SCANS side by side it has OWN, each with PLACES lanes: one for
@@ -75,7 +87,7 @@ struct Folder {
     static constexpr int OWN = SCANS / FOLDERS_OF_TURN;
     static constexpr int PLACES = 32 / OWN;
     static_assert(SCANS % FOLDERS_OF_TURN == 0 && 32 % OWN == 0 && PLACES >= WALKERS, "a lane for each tile");
-    static constexpr int LOOKS = STATE_WORDS > 1 || PLACES < 8 ? 4 : 8;
+    static constexpr int LOOKS = STATE_WORDS > 1 || PLACES < 8 || THREADS > 512 ? 4 : 8;  // as registers allow
     static constexpr unsigned GROUP = PLACES * LOOKS;
 
     const Work& work;
@@ -83,9 +95,6 @@ struct Folder {
     uint4* const maps;
     const int number = threadIdx.x / 32 - WALKERS, lane = threadIdx.x % 32, place = lane / OWN;
     const int scan = number % FOLDERS_OF_TURN * OWN + lane % OWN;
-    // Of the column that was folded last: how many segments, in whole groups, and the state after them.
-    unsigned column = ~0u, known = 0;
-    Carried after_known = {};
 
     __device__ uint4* map_of(const Tile& segment) const {
         return maps + (i64(segment.level) * drawn.grid.columns + segment.column) * (MAP_LINES * SCANS) + scan;
@@ -93,33 +102,59 @@ struct Folder {
     __device__ void run() {
         for (int turn = number / FOLDERS_OF_TURN;; turn += TURNS) {
             await_composed(turn);
-            if (!drawn.there(turn)) break;
+            if (!drawn.there(turn)) {
+                if (turn > 0 && drawn.there(turn - 1)) await_known(turn - 1);
+                break;
+            }
             auto& room = Room<SCANS>::of(turn);
             const Tile segment = drawn.segment(turn);
             Affine map;
             if (place < WALKERS) map = room.tiles[place][scan];
             const Affine before = exclusive_scan<OWN>(map, lane);
-            if (place + 1 == PLACES && segment.level + 1 < drawn.segments()) publish(map_of(segment), SCANS, map);
-            const Carried x = before(fold(segment));
-            if (place < WALKERS) room.entering[place][scan] = x;
+            if (place + 1 == PLACES && segment.level + 1 < drawn.segments) publish(map_of(segment), SCANS, map);
+            const Carried x = fold(turn, segment);
+            if (place < WALKERS) room.entering[place][scan] = before(x.x);
             tell_folded(turn);
+            if (place + 1 == PLACES && segment.level + 1 == drawn.segments)
+                if (State* const after = work.after(segment.column, scan)) *after = map(x).x;
         }
     }
 
-    // The state after all segments of the column before this one.
-    __device__ Carried fold(const Tile& segment) {
-        if (segment.column != column) {
-            const State* const before = work.before(segment.column, scan);
-            column = segment.column, known = 0, after_known = before ? *before : State(0);
-        }
-        Carried x = after_known;
+    // The state after all segments of the column before this one. Groups that were whole a turn ago are known; those
+    // since then are composed before the state that they start from is asked for, and handed on before the rest is.
+    __device__ Carried fold(int turn, const Tile& segment) {
+        auto& room = Room<SCANS>::of(turn);
+        const Tile last = turn > 0 ? drawn.segment(turn - 1) : Tile{0, ~0u};
+        const bool goes_on = last.column == segment.column;
+        const unsigned whole = segment.level / GROUP * GROUP, left = segment.level - whole;
+        unsigned begin = goes_on ? last.level / GROUP * GROUP : 0;
+        Carried x;
+        bool entered = false;
 #pragma unroll 1
-        for (unsigned group = known; group < segment.level; group += GROUP) {
-            const unsigned left = segment.level - group;
-            x = (left <= PLACES ? composed<1>(group, segment) : composed<LOOKS>(group, segment))(x);
-            if (left >= GROUP) known = group + GROUP, after_known = x;
-        }
+        do {
+            unsigned count = 0;
+#pragma unroll 1
+            for (; count < GROUPS && begin + count * GROUP < whole; count++) {
+                const Affine map = composed<LOOKS>(begin + count * GROUP, segment);
+                if (place == 0) room.groups[count][scan] = map;
+            }
+            __syncwarp();
+            if (!entered) x = entering(turn, segment, goes_on), entered = true;
+            for (unsigned i = 0; i < count; i++) x = Affine(room.groups[i][scan])(x);
+            __syncwarp();
+            begin += count * GROUP;
+        } while (begin < whole);
+        if (place == 0) room.after_known[scan] = x;
+        tell_known(turn);
+        if (left > 0) x = (left <= PLACES ? composed<1>(whole, segment) : composed<LOOKS>(whole, segment))(x);
         return x;
+    }
+    // The state before the walk, or after what was known a turn ago.
+    __device__ Carried entering(int turn, const Tile& segment, bool goes_on) const {
+        if (turn > 0) await_known(turn - 1);
+        if (goes_on) return Room<SCANS>::of(turn - 1).after_known[scan];
+        const State* const before = work.before(segment.column, scan);
+        return before ? *before : State(0);
     }
     // The maps of the segments from one on, at most MOST for each lane, and before this one. Successive lanes look at
     // successive maps.
@@ -166,7 +201,7 @@ struct Folder {
 //     fetch(tile, stage)               copies in
 //     compose(tile, stage, entrance)   from what enters the tile to what enters each thread's part
 //     finish(tile, stage, entrance)    the walk itself, and the results
-//     before(column, scan)             null, or the state before the walk
+//     before, after(column, scan)      null, or where the state before or after the walk is
 struct Schedule {
     const Grid grid;
 
@@ -194,16 +229,18 @@ struct Schedule {
         }
     }
 
+    // Segments: a warp's part of that. The compiler is to know that all its lanes have the same, or it provides for
+    // shuffles of lanes that have parted.
+    static __device__ bool folds() { return from_lane(threadIdx.x / 32, 0) >= WALKERS; }
     template <class Work>
-    __device__ void run_segments(const Work& work, void* workspace) const {
-        const Drawn drawn{grid};
-        if (threadIdx.x / 32 < WALKERS) walk(work, drawn, static_cast<unsigned*>(workspace));
-        else Folder<Work>{work, drawn, static_cast<uint4*>(workspace) + 1}.run();
+    __device__ void fold(const Work& work, void* workspace) const {
+        Folder<Work>{work, Drawn(grid), static_cast<uint4*>(workspace) + 1}.run();
     }
-
     template <class Work>
-    __device__ void walk(const Work& work, const Drawn& drawn, unsigned* counter) const {
+    __device__ void walk(const Work& work, void* workspace) const {
         using Room = ::Room<Work::SCANS>;
+        const Drawn drawn(grid);
+        unsigned* const counter = static_cast<unsigned*>(workspace);
         const int warp = threadIdx.x / 32, first_held = threadIdx.x % (Work::SCANS / Work::HELD) * Work::HELD;
         const auto tile = [&](int turn) {
             const Tile segment = drawn.segment(turn);
@@ -215,7 +252,6 @@ struct Schedule {
         int turn = -STAGES;
         for (; turn < 0 || drawn.there(turn); turn++) {
             const int ahead = turn + AHEAD, coming = turn + STAGES;
-            if (threadIdx.x == 0) drawn.number(coming) = number;
             if (ahead >= 0) {
                 if (drawn.there(ahead)) {
                     wait_for_copies<STAGES - AHEAD - 1>();
@@ -227,11 +263,11 @@ struct Schedule {
                 }
                 tell_composed(ahead);
             }
-            if (turn < 0) {
-                meet_walkers();
-            } else {
-                await_folded(turn);
-                number = draw();
+            if (threadIdx.x == 0) drawn.keep(coming, number);
+            if (turn < 0) meet_walkers();
+            else await_folded(turn);
+            number = draw();
+            if (turn >= 0) {
 #pragma unroll
                 for (int v = 0; v < Work::HELD; v++)
                     entrances[0].carried[v] = Room::of(turn).entering[warp][first_held + v];
@@ -240,10 +276,6 @@ struct Schedule {
             }
             if (drawn.there(coming)) work.fetch(tile(coming), coming % STAGES);
             commit_copies();
-            if (turn < 0) {  // numbers that follow one another are to go to different blocks: let all of them draw
-                if (ahead + 1 < 0) wait_for_copies<0>();
-                number = draw();
-            }
 #pragma unroll
             for (int k = 0; k < AHEAD; k++) entrances[k] = entrances[k + 1];
         }

@@ -26,40 +26,42 @@ struct BackwardTiles {
     const Backward& of;
     const Scans& scans;
 
-    __device__ Storage initial(unsigned row) const {
-        return of.initial_state && row < scans.rows
-                   ? Element::narrow(of.initial_state[of.of_state.offset(row, scans.channels)])
-                   : Storage(0);
+    __device__ Storage initial(const Position& at, unsigned row) const {
+        const State* const state = of_row(of.initial_state, at, row);
+        return state ? Element::narrow(*state) : Storage(0);
     }
 
     __device__ void fetch(const Tile& tile, int stage) const {
-        const Position at(tile);
+        const Position at(tile, scans);
         const Tiles ring(stage);
         copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
         copy_in<TURNED>(ring, 1, of.grads, at, scans, [](unsigned) { return Storage(0); });
         if (!of.gates_grad.first) return;
         copy_in<TURNED>(ring, 2, of.states, at, scans,
-                        [&](unsigned row) { return initial(row); });
+                        [&](unsigned row) { return initial(at, row); });
         if (at.lane >= SIDE) return;
         const unsigned row = at.first_row + at.lane;
-        const i64 next = at.first + TIMES - scans.skip<TURNED>(row);
+        const i64 next = at.first + TIMES - scans.skip<TURNED>(at, row);
         const bool inside = row < scans.rows && next < scans.time;
-        copy_piece<TURNED>(ring.extra(at.lane), of.states.at<TURNED>(scans, row, next), next, scans.time, inside);
-        if (!inside) *ring.extra(at.lane) = piece_of(initial(row));
+        copy_piece<TURNED>(ring.extra(at.lane), of.states.at<TURNED>(scans, at, row, next), next, scans.time, inside);
+        if (!inside) *ring.extra(at.lane) = piece_of(initial(at, row));
     }
     // Of a row among batches × channels; null if there is none.
     template <class S>
-    __device__ S* of_row(S* states, unsigned row) const {
-        return states && row < scans.rows ? states + of.of_state.offset(row, scans.channels) : nullptr;
+    __device__ S* of_row(S* states, const Position& at, unsigned row) const {
+        return states && row < scans.rows ? states + of.of_state.offset(at, row) : nullptr;
     }
-    __device__ const State* before(unsigned row, int) const { return of_row(of.final_grad, row); }
+    __device__ const State* before(unsigned row, int) const {
+        return of_row(of.final_grad, Position({0, row}, scans), row);
+    }
+    __device__ State* after(unsigned row, int) const { return of_row(of.initial_grad, Position({0, row}, scans), row); }
     __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
-        const Position at(tile);
+        const Position at(tile, scans);
         const Tiles ring(stage);
         if constexpr (RAGGED) {
             mend<TURNED>(ring, 0, at, scans, Element::ONE);
             mend<TURNED>(ring, 1, at, scans, 0);
-            mend<TURNED>(ring, 2, at, scans, initial(at.row()));
+            mend<TURNED>(ring, 2, at, scans, initial(at, at.row()));
             __syncwarp();  // a neighbour reads some of it
         }
         Affine map;
@@ -76,10 +78,10 @@ struct BackwardTiles {
         entrance.compose(map, at);
     }
     __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
-        const Position at(tile);
+        const Position at(tile, scans);
         const Tiles ring(stage);
-        State h = entrance.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at.row()),
-                                 of_row(of.initial_grad, at.row()));
+        State h = entrance.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at, at.row()),
+                                 of_row(of.initial_grad, at, at.row()));
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const int own = at.lane * PIECES + p;
@@ -243,8 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
                       final_state_grad,
                       initial_state_grad,
                       {state_batch, state_channel}};
-    if (flags & 1) run(scans.grid, BackwardTiles<false>{of, scans}, workspace);
-    else run(scans.grid, BackwardTiles<true>{of, scans}, workspace);
+    run<BackwardTiles>(of, scans, !(flags & 1), workspace);
 #else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;

@@ -24,19 +24,22 @@ struct ForwardTiles {
     const Scans& scans;
 
     __device__ void fetch(const Tile& tile, int stage) const {
-        const Position at(tile);
+        const Position at(tile, scans);
         const Tiles ring(stage);
         copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
         copy_in<TURNED>(ring, 1, of.tokens, at, scans, [](unsigned) { return Storage(0); });
     }
     // Of a row among batches × channels; null if there is none.
     template <class S>
-    __device__ S* of_row(S* states, unsigned row) const {
-        return states && row < scans.rows ? states + of.of_state.offset(row, scans.channels) : nullptr;
+    __device__ S* of_row(S* states, const Position& at, unsigned row) const {
+        return states && row < scans.rows ? states + of.of_state.offset(at, row) : nullptr;
     }
-    __device__ const State* before(unsigned row, int) const { return of_row(of.initial_state, row); }
+    __device__ const State* before(unsigned row, int) const {
+        return of_row(of.initial_state, Position({0, row}, scans), row);
+    }
+    __device__ State* after(unsigned row, int) const { return of_row(of.final_state, Position({0, row}, scans), row); }
     __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
-        const Position at(tile);
+        const Position at(tile, scans);
         const Tiles ring(stage);
         if constexpr (RAGGED) {
             mend<TURNED>(ring, 0, at, scans, Element::ONE);
@@ -53,10 +56,10 @@ struct ForwardTiles {
         entrance.compose(map, at);
     }
     __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
-        const Position at(tile);
+        const Position at(tile, scans);
         const Tiles ring(stage);
-        State x = entrance.enter(tile, at, scans.grid.levels, of_row(of.initial_state, at.row()),
-                                 of_row(of.final_state, at.row()));
+        State x = entrance.enter(tile, at, scans.grid.levels, of_row(of.initial_state, at, at.row()),
+                                 of_row(of.final_state, at, at.row()));
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
@@ -161,8 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
                      initial_state,
                      final_state,
                      {state_batch, state_channel}};
-    if (flags & 1) run(scans.grid, ForwardTiles<true>{of, scans}, workspace);
-    else run(scans.grid, ForwardTiles<false>{of, scans}, workspace);
+    run<ForwardTiles>(of, scans, flags & 1, workspace);
 #else
     const Position at(batch, channels);
     if (at.row >= outer * batch * channels) return;

@@ -31,16 +31,14 @@ constexpr int LINE = 128 / sizeof(Storage);    // of the caches
 constexpr int LONG = 16 * LINE;                // for a row
 static_assert(WARPS == 1 && (!CUT || LANES == 32));
 
+struct Position;
+
 // Strides between rows. Where a warp has several rows side by side, one stride leads from each to the
 // next, whatever their batch.
 struct Strides {
     i64 by_batch, by_channel;
 
-    __device__ i64 offset(unsigned row, unsigned channels) const {
-        if constexpr (SIDE > 1) return row * by_channel;
-        const unsigned batch = row / channels;
-        return batch * by_batch + (row - batch * channels) * by_channel;
-    }
+    __device__ i64 offset(const Position& at, unsigned row) const;
 };
 
 // What is scanned: rows of `time` elements, batches × channels of them, whose strides are those of any tensor.
@@ -62,23 +60,31 @@ struct Scans {
 
     // Elements between the start of a walk and its row.
     template <bool TURNED>
-    __device__ int skip(unsigned row) const {
+    __device__ int skip(const Position& at, unsigned row) const {
         if (!RAGGED) return 0;
-        const int offset = int(strides.offset(row, channels));
+        const int offset = int(strides.offset(at, row));
         return (TURNED ? -(offset + int(time)) : offset) & most_skipped;
     }
 };
 
 struct Position {
     int lane = threadIdx.x % 32;
-    unsigned first_row;  // of the warp's SIDE rows
-    i64 first;           // order of the warp's first element in each of them, from where walks start
+    unsigned first_row;       // of the warp's SIDE rows
+    i64 first;                // order of the warp's first element in each of them, from where walks start
+    unsigned batch, channel;  // of its only row
 
-    __device__ Position(const Tile& tile)
-        : first_row(tile.column * SIDE), first(i64(tile.level) * TIMES) {}
+    __device__ Position(const Tile& tile, const Scans& scans)
+        : first_row(tile.column * SIDE),
+          first(i64(tile.level) * TIMES),
+          batch(first_row / scans.channels),
+          channel(first_row - batch * scans.channels) {}
     __device__ unsigned row() const { return first_row + lane / LANES; }  // this lane's own
     __device__ bool ends_row() const { return lane % LANES == LANES - 1; }
 };
+
+__device__ inline i64 Strides::offset(const Position& at, unsigned row) const {
+    return SIDE > 1 ? row * by_channel : at.batch * by_batch + at.channel * by_channel;
+}
 
 // A piece in the order of a walk. TURNED says that memory has it in the opposite order.
 template <bool TURNED>
@@ -104,9 +110,8 @@ struct Rows {
 
     // Where the piece is whose first element has that order.
     template <bool TURNED>
-    __device__ Storage* at(const Scans& scans, unsigned row, i64 order) const {
-        return first + strides.offset(row, scans.channels) +
-               (TURNED ? scans.time - order - VECTOR : order);
+    __device__ Storage* at(const Scans& scans, const Position& at, unsigned row, i64 order) const {
+        return first + strides.offset(at, row) + (TURNED ? scans.time - order - VECTOR : order);
     }
 };
 
@@ -121,7 +126,7 @@ struct Turn {
     __device__ Turn(int i, const Position& at, const Scans& scans)
         : piece(i * 32 + at.lane),
           row(at.first_row + piece / (LANES * PIECES)),
-          order(at.first + piece % (LANES * PIECES) * VECTOR - scans.skip<TURNED>(row)),
+          order(at.first + piece % (LANES * PIECES) * VECTOR - scans.skip<TURNED>(at, row)),
           inside(order < scans.time && (!RAGGED || order > -VECTOR) && row < scans.rows) {}
 };
 
@@ -144,7 +149,7 @@ __device__ void copy_in(const Ring& ring, int input, const Rows& rows,
     for (int i = 0; i < PIECES; i++) {
         const Turn<TURNED> turn(i, at, scans);
         uint4* const place = ring.place(input, turn.piece);
-        copy_piece<TURNED>(place, rows.at<TURNED>(scans, turn.row, turn.order), turn.order, scans.time,
+        copy_piece<TURNED>(place, rows.at<TURNED>(scans, at, turn.row, turn.order), turn.order, scans.time,
                            turn.inside);
         if (!turn.inside) *place = piece_of(outside(turn.row));
     }
@@ -165,7 +170,7 @@ struct Own {
 template <bool TURNED, class Ring>
 __device__ void mend(const Ring& ring, int input, const Position& at,
                      const Scans& scans, Storage outside) {
-    const i64 first = at.first + at.lane % LANES * ITEMS - scans.skip<TURNED>(at.row());
+    const i64 first = at.first + at.lane % LANES * ITEMS - scans.skip<TURNED>(at, at.row());
 #pragma unroll 1
     for (int p = 0; p < PIECES; p++) {
         const i64 order = first + p * VECTOR;
@@ -187,7 +192,7 @@ __device__ void copy_out(const Ring& ring, int input, const Rows& rows,
     for (int i = 0; i < PIECES; i++) {
         const Turn<TURNED> turn(i, at, scans);
         if (!turn.inside) continue;
-        Storage* const to = rows.at<TURNED>(scans, turn.row, turn.order);
+        Storage* const to = rows.at<TURNED>(scans, at, turn.row, turn.order);
         const uint4* const place = ring.place(input, turn.piece);
         const Own own(turn.order, scans.time);
         if (!RAGGED || own.all()) {
@@ -212,9 +217,11 @@ struct RowEntrance {
         composed = exclusive_scan<1, LANES>(lane_map, at.lane);
         tile[0] = from_lane(lane_map, at.lane | (LANES - 1));
     }
-    // `before` and `after` are null, or this row's states before and after the walk.
+    // `before` and `after` are null, or this row's states before and after the walk; where rows are cut, the state is
+    // there, and folders see to the last.
     __device__ State enter(const Tile& here, const Position& at, unsigned levels, const State* before, State* after) {
-        if (!CUT && here.level == 0) carried[0] = before ? *before : State(0);
+        if (CUT) return composed(carried[0].x);
+        if (here.level == 0) carried[0] = before ? *before : State(0);
         const State entering = carried[0].x;
         carried[0] = tile[0](carried[0]);
         if (here.level + 1 == levels && at.ends_row() && after) *after = carried[0].x;
@@ -223,7 +230,17 @@ struct RowEntrance {
 };
 
 template <class Work>
-__device__ void run(const Grid& grid, const Work& work, void* workspace) {
-    if constexpr (CUT) Schedule{grid}.run_segments(work, workspace);
-    else Schedule{grid}.run(work, blockIdx.x * ROWS + threadIdx.x / 32, gridDim.x * ROWS);
+__device__ void walk(const Schedule& schedule, const Work& work, void* workspace) {
+    if constexpr (CUT) schedule.walk(work, workspace);
+    else schedule.run(work, blockIdx.x * ROWS + threadIdx.x / 32, gridDim.x * ROWS);
+}
+// What folders do is the same for both ways to walk.
+template <template <bool> class Work, class Of>
+__device__ void run(const Of& of, const Scans& scans, bool turned, void* workspace) {
+    const Schedule schedule{scans.grid};
+    if constexpr (CUT) {
+        if (schedule.folds()) return schedule.fold(Work<false>{of, scans}, workspace);
+    }
+    if (turned) walk(schedule, Work<true>{of, scans}, workspace);
+    else walk(schedule, Work<false>{of, scans}, workspace);
 }

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,7 @@ from scan_registry.kernels.model import Variant
 SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
 #: For scans that are cut: several segments, and of few channels more than blocks run at once.
 LONG = ((1, 8, 8000), (1, 1, 24000))
+LASTING = cases.Setting(states=True, lasting=True)
 
 
 def chosen() -> Iterator[Variant]:
@@ -82,8 +83,11 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     dtype = variant.text("dtype")
     checked = 0
-    shapes = (*SHAPES, *LONG) if "ahead" in dict(variant.statics) else SHAPES
-    for trial in cases.trials(dtype, shapes, "cpu"):
+    trials = cases.trials(dtype, SHAPES, "cpu")
+    if "ahead" in dict(variant.statics):
+        cut = product(LONG, (LASTING, replace(LASTING, reverse=True)))
+        trials = chain(trials, (cases.draw(*each, dtype, "cpu") for each in cut))
+    for trial in trials:
         for case in trial.launches(kernel.name):
             if kernel.accepts(variant, case.problem) is None:
                 library.run(case.problem, case.tensors, seed=checked)

@@ -67,6 +67,7 @@ void meet_at(int barrier) {
 inline char* dynamic_shared() {
     return reinterpret_cast<char*>((std::uintptr_t(emulator::block().dynamic.data()) + 15) / 16 * 16);
 }
+inline char* dynamic_rows() { return dynamic_shared(); }
 template <int BYTES>
 void copy_async(void* to, const void* from, bool wanted) {
     if (wanted) emulator::copy_async(to, from, BYTES, BYTES);
