@@ -108,9 +108,9 @@ struct BackwardWalk {
 
 template <bool ONE_GATE>
 __device__ void walk_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
-                            const States& before_grad, const States& sums) {
+                            const States& before_grad, const States& sums, Pace pace) {
     BackwardWalk<ONE_GATE> walk(of, column, before, after_grad);
-    walk.tiles.walk(walk);
+    walk.tiles.walk(walk, pace);
     if (ONE_GATE) walk.add_up();
     if (threadIdx.x >= ACROSS) return;
 #pragma unroll
@@ -209,7 +209,8 @@ struct BackwardTiles {
 
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1]; 2 if gates_grad is to be summed over time, where each channel has
-// one gate: then it points to State, and lies as initial_state does.
+// one gate: then it points to State, and lies as initial_state does; and four times the pace,
+// which is 0 unless all blocks run at the same time.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
@@ -234,10 +235,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                       grads_batch, grads_time};
     const States before = states_of(initial_state), after_grad = states_of(final_state_grad);
     const States before_grad = states_of(initial_state_grad), sums = states_of(all_sums);
+    const Pace pace(int(flags >> 2));
     if (gates_time == 0)
-        walk_column<true>(of, column, before, after_grad, before_grad, sums);
+        walk_column<true>(of, column, before, after_grad, before_grad, sums, pace);
     else
-        walk_column<false>(of, column, before, after_grad, before_grad, sums);
+        walk_column<false>(of, column, before, after_grad, before_grad, sums, pace);
 #elif STAGES
     const Scans scans(batch, channels, time);
     const BackwardTiles work{scans,

@@ -72,9 +72,9 @@ struct ForwardWalk {
 
 template <bool ONE_GATE>
 __device__ void walk_column(const Forward& of, const Column& column, const States& before,
-                            const States& after) {
+                            const States& after, Pace pace) {
     ForwardWalk<ONE_GATE> walk(of, column, before);
-    walk.tiles.walk(walk);
+    walk.tiles.walk(walk, pace);
     if (threadIdx.x >= ACROSS) return;
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) after.write(v, walk.passage.carried[v].x);
@@ -140,7 +140,8 @@ struct ForwardTiles {
 #include "channel_last.cuh"
 #endif
 
-// initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1].
+// initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1]; and four
+// times the pace, which is 0 unless all blocks run at the same time.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
@@ -156,8 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const States after(final_state, state_batch, state_channel, state_time, column);
     const Forward of{gates,        tokens,      states,       gates_batch, gates_time,
                      tokens_batch, tokens_time, states_batch, states_time};
-    if (gates_time == 0) walk_column<true>(of, column, before, after);
-    else walk_column<false>(of, column, before, after);
+    const Pace pace(int(flags >> 2));
+    if (gates_time == 0) walk_column<true>(of, column, before, after, pace);
+    else walk_column<false>(of, column, before, after, pace);
 #elif STAGES
     const Scans scans(batch, channels, time);
     const ForwardTiles work{scans,

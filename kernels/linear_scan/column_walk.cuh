@@ -2,7 +2,8 @@
 // other, and waits for no other block.
 //
 // The build pins WARPS (per block), ACROSS (lanes side by side), VECTOR (channels of a lane), STEPS, STAGES
-// and BLOCKS (per SM):
+// and BLOCKS (per SM),
+// and PACE where blocks keep in step (pace.cuh):
 //
 //                 channels ->    ACROSS × VECTOR
 //      order      | group 0: STEPS rows |  a tile of the block's column; the next STAGES - 1
@@ -20,6 +21,7 @@
 #pragma once
 constexpr int THREADS = 32 * WARPS;
 #include "affine.cuh"
+#include "pace.cuh"
 
 constexpr int ITEMS = 16 / sizeof(Storage);  // in 16 bytes
 constexpr int CHANNELS = ACROSS * VECTOR;
@@ -224,9 +226,33 @@ struct Tiles {
 
     // Walk all rows. `work.fetch(left)` copies a tile in, where so many rows are left, `work.walk_rows(left)` walks
     // this warp's rows of it, and `work.leave(left)` copies results out.
+#if PACE
     template <class Work>
-    __device__ void walk(Work& work) {
-        const auto counted = [](i64 left) { return left <= TIMES ? int(left) : TIMES + 1; };
+    __device__ void walk(Work& work, Pace pace) {
+        i64 to_come = rows;
+        int asked = 0, filled = 0;  // tiles that are asked for and not taken, and the stage of the next one
+        const auto ask = [&] {
+            const int at_hand = stage;
+            stage = filled;
+            if (to_come > 0) pace.ask(stage), work.fetch(counted(to_come));
+            commit_copies();
+            turn();
+            filled = stage, stage = at_hand;
+            to_come -= TIMES;
+        };
+#pragma unroll 1
+        for (i64 left = rows; left > 0; left -= TIMES, turn()) {
+#pragma unroll 1
+            for (; asked <= (pace.ahead ? 0 : STAGES - 1); asked++) ask();
+            wait_for_copies<STAGES - 1>(--asked);
+            __syncwarp();  // of all lanes
+            pace.take(stage);
+            walk_tile(work, counted(left));
+        }
+    }
+#else
+    template <class Work>
+    __device__ void walk(Work& work, Pace) {
         i64 to_come = rows;
         const auto next = [&] {
             if (to_come > 0) work.fetch(counted(to_come));
@@ -241,11 +267,19 @@ struct Tiles {
             next();
             wait_for_copies<STAGES - 1>();
             __syncwarp();  // of all lanes
-            work.walk_rows(counted(left));
-            __syncwarp();  // results are there
-            work.leave(counted(left));
-            __syncwarp();  // and gone, before others come in
+            walk_tile(work, counted(left));
         }
+    }
+#endif
+
+  private:
+    __device__ static int counted(i64 left) { return left <= TIMES ? int(left) : TIMES + 1; }
+    template <class Work>
+    __device__ static void walk_tile(Work& work, int left) {
+        work.walk_rows(left);
+        __syncwarp();  // results are there
+        work.leave(left);
+        __syncwarp();  // and gone, before others come in
     }
 };
 

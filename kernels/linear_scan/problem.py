@@ -112,15 +112,16 @@ class LinearScanProblem:
         """Of the four dimensions."""
         return self.outer, self.batch, self.channels, self.time
 
-    def scalars(self) -> dict[str, int]:
-        """Every integer parameter of the kernels, by name."""
+    def scalars(self, pace: int = 0) -> dict[str, int]:
+        """Every integer parameter of the kernels, by name. ``pace`` is one more than the tiles by which a block may
+        be ahead of others, and 0 if blocks do not keep in step."""
         values = {
             "outer": self.outer,
             "batch": self.batch,
             "channels": self.channels,
             "time": self.time,
             "sequences": self.sequences,
-            "flags": int(self.reverse) + 2 * int(self.sums),
+            "flags": int(self.reverse) + 2 * int(self.sums) + 4 * pace,
         }
         for name, strides in zip(STRIDED[self.direction], self.strides, strict=True):
             for dimension, stride in zip(DIMENSIONS, vars(strides).values(), strict=True):

@@ -50,6 +50,11 @@ __device__ inline unsigned load_relaxed(const unsigned* from) {
     return value;
 }
 
+// For others to add up, without the sum.
+__device__ inline void add_relaxed(unsigned* to, unsigned value) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
 // 16 bytes in one piece, likewise.
 __device__ inline void store_relaxed(uint4* to, uint4 value) {
     asm volatile(

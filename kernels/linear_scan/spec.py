@@ -133,6 +133,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "RAGGED": int(statics.get("access") == "ragged"),
         "STAGES": 0,
         "AHEAD": 0,
+        "PACE": 0,
         "WALKS": int(streams.walks(variant)),
         **tile,
     }

@@ -5,7 +5,7 @@ They take memory that is aligned. Of time-last kernels ``lanes`` threads share a
 have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` rows; or lanes ``across`` them, and
 then a block walks all of time. Scans that are too few to fill a GPU are cut into segments of a tile for each
 warp of a block, which are composed some turns ``ahead`` of their walk.
-``blocks`` are meant to share a multiprocessor. The sources
+``blocks`` are meant to share a multiprocessor; they keep in step where there is a ``pace``. The sources
 are ``time_stream.cuh``, ``channel_stream.cuh`` and ``column_walk.cuh``.
 """
 
@@ -77,6 +77,10 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
             yield from resident(direction, dtype, tile, 1, access)
     if access in (PACKED, RAGGED):
         return
+    if each == 4:  # narrower numbers leave no share of the bandwidth unused
+        for warps, (steps, stages) in product((4, 8), ((8, 3), (16, 2))):
+            tile = {"warps": warps, "across": 32, "vector": 2, "steps": steps, "stages": stages}
+            yield from resident(direction, dtype, tile | {"pace": 1}, 2)
     vector = 16 // each
     for scans, steps, (stages, ahead) in product((8, 16), (4, 8), (*_AHEAD[:3], (3, 1))):
         tile = {"warps": 8, "lanes": scans // vector, "vector": vector, "steps": steps}
@@ -221,7 +225,10 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
     if walks(variant):
         lines = problem.batch * max(1, problem.sequences)
         columns = lines * ceil_div(problem.channels, _scans(variant))
-        return Launch((columns, 1, 1), problem.scalars())
+        # With a multiprocessor for each, one that is a tile ahead does no harm yet.
+        pace = 0 if columns > at_once else 2 if columns <= multiprocessors else 1
+        keeps = "pace" in dict(variant.statics)
+        return Launch((columns, 1, 1), problem.scalars(pace=pace if keeps else 0))
     columns = ceil_div(problem.batch * problem.channels, _scans(variant))
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
 

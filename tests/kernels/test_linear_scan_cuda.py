@@ -57,6 +57,8 @@ def streamed() -> Iterator[Variant]:
             {"ahead": 2, "stages": 4},
             {"across": 16},
             {"across": 32},
+            {"pace": 1},
+            {"pace": 1, "stages": 2},
             {"across": 16, "access": "packed"},
             {"across": 16, "access": "ragged"},
             {"vector": 2, "access": "ragged"},

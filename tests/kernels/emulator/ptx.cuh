@@ -42,6 +42,7 @@ inline std::mutex& emulated_lines() {
     static std::mutex lines;
     return lines;
 }
+inline void add_relaxed(unsigned* to, unsigned value) { __atomic_fetch_add(to, value, __ATOMIC_RELAXED); }
 inline void store_relaxed(uint4* to, uint4 value) {
     const std::lock_guard<std::mutex> lock(emulated_lines());
     *to = value;
