@@ -13,7 +13,7 @@ from scan_registry.kernels.tuning import Tuning, fewest, nearest_arch
 from scan_registry.target import RELEASED, Target
 
 #: Of the fastest's time on another GPU, what is close enough to be taken over from there.
-BORROWED = 1.2
+BORROWED = 1.22
 
 
 @dataclass(frozen=True)

@@ -96,10 +96,12 @@ class Space:
 
     def __contains__(self, statics: Pins) -> bool:
         """Looks at one kind alone: a first call has no time for all of them."""
-        return any(
-            statics[: len(kind)] == kind and statics[len(kind) :] in self._tiles(kind)
-            for kind in self.kinds
-        )
+        kind = self.kind_of(statics)
+        return kind is not None and statics[len(kind) :] in self._tiles(kind)
+
+    def kind_of(self, statics: Pins) -> Pins | None:
+        """The kind that the pinnings begin with."""
+        return next((kind for kind in self.kinds if statics[: len(kind)] == kind), None)
 
     def _tiles(self, kind: Pins) -> frozenset[Pins]:
         if kind not in self._known:
@@ -154,6 +156,8 @@ class Kernel:
     elements     variant -> dtype of what each pointer points to (Triton)
     fuses        variant -> whether products and sums may be contracted to one rounding (Triton)
     accepts      variant, problem -> None, or the reason why the variant cannot solve the problem
+    differs      variant, problem -> None, or the reason why the variant's kind is for other problems, which is
+                 found in no time; one of the reasons of ``accepts``
     crowds       variant, problem, multiprocessors of the GPU -> None, or why they are too few: for
                  kernels whose blocks wait for each other
     serves       variant, compute capability -> whether it is compiled for that, ahead of time or here
@@ -183,6 +187,7 @@ class Kernel:
     divisible: Callable[[Variant], frozenset[str]] = lambda variant: frozenset()
     elements: Callable[[Variant], Mapping[str, str]] = lambda variant: {}
     fuses: Callable[[Variant], bool] = lambda variant: True
+    differs: Callable[[Variant, Any], str | None] = lambda variant, problem: None
     shared: Callable[[Variant], int] = lambda variant: 0
     crowds: Callable[[Variant, Any, int], str | None] = lambda variant, problem, count: None
     serves: Callable[[Variant, tuple[int, int]], bool] = lambda variant, capability: True
@@ -229,6 +234,14 @@ class Kernel:
         return variant.statics in self.defaults or (
             self.space is not None and variant.statics in self.space
         )
+
+    def mistakes(self, variant: Variant, problem: Any) -> str | None:
+        """Why a variant that is none of the defaults, and may be another version's, is not to be asked whether it
+        accepts the problem. A first call has no time to enumerate kinds that are for other problems."""
+        known = self.space is not None and self.space.kind_of(variant.statics) is not None
+        if known and (reason := self.differs(variant, problem)):
+            return reason
+        return None if self.allows(variant) else "this version's spec has no such variant"
 
     def label(self, variant: Variant) -> str:
         """What tunings call a variant: its static parameters but for what the problem decides."""

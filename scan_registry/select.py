@@ -333,8 +333,8 @@ def _refusal(
         kernel = _kernel(family, variant)
     except KeyError:
         return f"this version has no such kernel in {variant.language}"
-    if text not in kernel.by_text and not kernel.allows(variant):
-        return "this version's spec has no such variant"
+    if text not in kernel.by_text and (reason := kernel.mistakes(variant, problem)):
+        return reason
     assert system.device is not None
     count = system.device.multiprocessors
     if reason := kernel.accepts(variant, problem) or kernel.crowds(variant, problem, count):

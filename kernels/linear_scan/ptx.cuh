@@ -100,6 +100,14 @@ __device__ inline char* dynamic_rows() {
     return reinterpret_cast<char*>(rows);
 }
 
+// For lines that leave the L2 last. Where inputs do, though nobody reads them again, memory takes the results 2 to 4%
+// faster; why is not known.
+__device__ inline u64 leaves_last() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Copy 4, 8 or 16 bytes, if wanted, from global to shared memory while the thread goes on. Of 128 bytes that
 // lie together, what others will want comes as far as the L2.
 template <int BYTES>
@@ -108,8 +116,8 @@ __device__ inline void copy_async(void* to, const void* from, bool wanted) {
     if constexpr (BYTES == 16)
         asm volatile(
             "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
-            "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::"r"(shared),
-            "l"(from), "r"(int(wanted))
+            "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(shared),
+            "l"(from), "r"(int(wanted)), "l"(leaves_last())
             : "memory");
     else
         asm volatile(

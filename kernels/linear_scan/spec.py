@@ -202,6 +202,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
             accesses if time_last else (*accesses, space.PACKED),
         ),
         shared=partial(streams.shared, direction),
+        differs=_rejects_static,
         **space.tuned(
             name,
             "cuda",
@@ -346,6 +347,7 @@ def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
         launch=_triton_launch,
         space=scans(tiles),
         given=frozenset({"reverse"}),
+        differs=_rejects_static,
         **space.tuned(name, "triton", defaults, _triton_accepts, _triton_times),
     )
 

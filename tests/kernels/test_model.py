@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from scan_registry.kernels import families, family
-from scan_registry.kernels.model import Kernel, Variant
+from scan_registry.kernels.model import Kernel, Pins, Variant
 
 KERNELS = [kernel for found in families().values() for kernel in found.kernels]
 
@@ -67,3 +69,28 @@ def test_names_that_do_not_exist() -> None:
         family("attention")
     with pytest.raises(KeyError, match="has no triton kernel 'x'"):
         family("linear_scan").kernel("x", "triton")
+
+
+def test_kinds_for_other_problems_are_told_apart_without_their_tiles() -> None:
+    """What an archive holds may be another version's, and most of it is for other problems."""
+    scans = family("linear_scan")
+    kernel = scans.kernel("time_last_forward", "cuda")
+    sample = next(
+        s for s in scans.samples if s.problem.kernel == kernel.name and s.dtype == "float32"
+    )
+    assert kernel.space is not None
+
+    def tiles(kind: Pins) -> tuple[Pins, ...]:
+        raise AssertionError(f"enumerates {kind}")
+
+    quick = replace(kernel, space=replace(kernel.space, tiles=tiles))
+    tuned = [variant for variant in kernel.every if variant.statics not in kernel.defaults]
+    other = next(variant for variant in tuned if variant.text("dtype") == "float64")
+    reason = quick.mistakes(other, sample.problem)
+    assert reason is not None
+    assert reason == kernel.accepts(other, sample.problem)
+    same = next(variant for variant in tuned if variant.text("dtype") == "float32")
+    assert kernel.mistakes(same, sample.problem) is None
+    for statics in ((*same.statics[:3], ("gone", 1)), (("gone", 1),)):
+        unknown = replace(same, statics=statics)
+        assert kernel.mistakes(unknown, sample.problem) == "this version's spec has no such variant"
