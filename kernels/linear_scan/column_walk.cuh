@@ -1,9 +1,8 @@
 // Channels contiguous, aligned, and many of them: a block walks its channels from one end of time to the
 // other, and waits for no other block.
 //
-// The build pins WARPS (per block), ACROSS (lanes side by side), VECTOR (channels of a lane), STEPS, STAGES
-// and BLOCKS (per SM),
-// and PACE where blocks keep in step (pace.cuh):
+// The build pins WARPS (per block), ACROSS (lanes side by side), VECTOR (channels of a lane), STEPS, STAGES,
+// BLOCKS (per SM), and PACE, whether blocks keep in step (pace.cuh):
 //
 //                 channels ->    ACROSS × VECTOR
 //      order      | group 0: STEPS rows |  a tile of the block's column; the next STAGES - 1

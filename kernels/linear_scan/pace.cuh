@@ -15,14 +15,14 @@ struct Pace {
 };
 #else
 
-// The tiles of all launches so far, in a piece that can be copied as tiles are. It is never reset: a block is interested in
-// what was added since it began.
+// The tiles of all launches so far, in a piece that can be copied as tiles are. It is never reset: what was added
+// since a block began is what counts.
 struct alignas(16) Count {
     unsigned tiles, rest[3];
 };
 __device__ Count all_tiles;
 
-// Of a warp, who reads the count with each tile that it asks for.
+// A warp's look at the others: it reads the count with each tile that it asks for.
 struct Pace {
     const int slack;  // tiles by which a block may be ahead, less than 0 if not all of the grid run at the same time
     bool ahead = false;

@@ -177,3 +177,24 @@ def test_tiles_much_longer_than_a_sequence_are_not_worth_a_try() -> None:
     timed = [sum(kernel.worth(v, each) for v in kernel.every) for each in (short, long, longest)]
     assert 0 < timed[0] < timed[1]
     assert 0 < timed[2] < timed[1]  # some would take a million tiles
+
+
+@pytest.mark.parametrize(
+    ("batch", "multiprocessors", "pace"), [(4, 132, 2), (4, 48, 1), (8, 48, 0)]
+)
+def test_walks_keep_in_step_where_all_of_them_run_at_once(
+    batch: int, multiprocessors: int, pace: int
+) -> None:
+    """A block may be a tile ahead where each has a multiprocessor of its own."""
+    kernel = FAMILY.kernel("channel_last_forward", "cuda")
+    walks = [variant for variant in kernel.every if "pace" in dict(variant.statics)]
+    variant = next(v for v in walks if v.number("blocks") == 2)
+    problem = replace(a_problem("channel_last_forward", channels=1024), batch=batch)
+    assert kernel.accepts(variant, problem) is None
+    launch = kernel.launch(variant, problem, multiprocessors)
+    assert launch.grid[0] == batch * 1024 // 64
+    assert launch.scalars["flags"] >> 2 == pace
+    alone = next(
+        v for v in kernel.every if "pace" not in dict(v.statics) and v.text("access") == "aligned"
+    )
+    assert kernel.launch(alone, problem, multiprocessors).scalars["flags"] >> 2 == 0
