@@ -12,7 +12,8 @@ from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.kernels.tuning import Tuning, fewest, nearest_arch
 from scan_registry.target import RELEASED, Target
 
-#: Of the fastest's time on another GPU, what is close enough to be taken over from there.
+#: Of the fastest's time on another GPU, what is close enough to be taken over from there: a guess, and as much as
+#: leaves room in the wheel, since nobody has timed it here.
 BORROWED = 1.22
 
 

@@ -100,8 +100,8 @@ __device__ inline char* dynamic_rows() {
     return reinterpret_cast<char*>(rows);
 }
 
-// For lines that leave the L2 last. Where inputs do, though nobody reads them again, memory takes the results 2 to 4%
-// faster; why is not known.
+// For lines that leave the L2 last. Where inputs do, though nobody reads them again, memory takes the results faster;
+// why is not known (NOTES.md).
 __device__ inline u64 leaves_last() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));

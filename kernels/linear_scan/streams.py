@@ -77,7 +77,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
             yield from resident(direction, dtype, tile, 1, access)
     if access in (PACKED, RAGGED):
         return
-    if each == 4:  # narrower numbers leave no share of the bandwidth unused
+    if each == 4:  # with narrower numbers nobody falls behind (NOTES.md)
         for warps, (steps, stages) in product((4, 8), ((8, 3), (16, 2))):
             tile = {"warps": warps, "across": 32, "vector": 2, "steps": steps, "stages": stages}
             yield from resident(direction, dtype, tile | {"pace": 1}, 2)
@@ -225,10 +225,11 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
     if walks(variant):
         lines = problem.batch * max(1, problem.sequences)
         columns = lines * ceil_div(problem.channels, _scans(variant))
-        # With a multiprocessor for each, one that is a tile ahead does no harm yet.
-        pace = 0 if columns > at_once else 2 if columns <= multiprocessors else 1
-        keeps = "pace" in dict(variant.statics)
-        return Launch((columns, 1, 1), problem.scalars(pace=pace if keeps else 0))
+        pace = 0
+        if "pace" in dict(variant.statics) and columns <= at_once:
+            # With a multiprocessor for each, one that is a tile ahead does no harm yet.
+            pace = 2 if columns <= multiprocessors else 1
+        return Launch((columns, 1, 1), problem.scalars(pace))
     columns = ceil_div(problem.batch * problem.channels, _scans(variant))
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
 

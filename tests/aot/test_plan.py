@@ -119,7 +119,7 @@ def test_other_architectures_take_over_what_several_problems_ask_for(
         Row({"time": 1}, {a: 1.0, b: 2.0}),
         Row({"time": 2}, {a: 1.05, b: 1.0}),
         Row({"time": 4}, {b: 1.0, a: 9.0}),
-        Row({"time": 8}, {a: 1.0, b: 1.3}),
+        Row({"time": 8}, {a: 1.0, b: 1.05 * planning.BORROWED}),
     ]
     for served, expected in ((rows[:2], {shared}), (rows, {shared, single}), (rows[2:], set())):
         tuning = Tuning.of("sm_90", "x", "d", {kind: served})
