@@ -44,11 +44,12 @@ def _mount() -> None:
 
 def _archives(settings: Settings) -> None:
     from scan_registry.aot.build import build_archives, check_archives
-    from scan_registry.aot.pack import provenance
+    from scan_registry.aot.pack import forget_tunings, leave_tunings, provenance
     from scan_registry.aot.plan import chosen_archs
     from scan_registry.cache import build_folder
 
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    forget_tunings()
     paths = build_archives(
         ROOT / "scan_registry" / "archives",
         chosen_archs(settings),
@@ -56,6 +57,7 @@ def _archives(settings: Settings) -> None:
         provenance(ROOT, version),
     )
     check_archives(paths)
+    leave_tunings()
 
 
 def _requirements(base: list[str], settings: Settings) -> list[str]:

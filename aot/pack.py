@@ -12,6 +12,7 @@ from scan_registry import archive
 from scan_registry.aot.plan import tunings_for
 from scan_registry.archive import Binary
 from scan_registry.kernels import families
+from scan_registry.kernels.tables import forget_reduced, leave_reduced
 from scan_registry.kernels.tuning import Tuning
 from scan_registry.target import Target
 
@@ -49,6 +50,20 @@ def pack(
     path = folder / f"{arch.label}{archive.SUFFIX}"
     archive.write(path, arch, binaries, origin, tunings(arch))
     return path
+
+
+def forget_tunings() -> None:
+    """Remove what an earlier build has left for the JIT: the tables may be others now."""
+    for family in families().values():
+        forget_reduced(family.folder)
+
+
+def leave_tunings() -> None:
+    """Leave what the JIT needs of the tables, so that no first call has to read them."""
+    for family in families().values():
+        for kernel in family.kernels:
+            if kernel.shape is not None:
+                leave_reduced(family.folder, kernel.head, kernel.tunings())
 
 
 def tunings(arch: Target) -> dict[str, tuple[Tuning, ...]]:

@@ -6,7 +6,7 @@ needs no compiler, no GPU and no tensor library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +74,11 @@ class Variant:
         """What it prints as, before the static parameters."""
         return f"{self.family}.{self.kernel}:{self.language}"
 
+    @property
+    def stem(self) -> str:
+        """What it prints as, up to the first static parameter, which is the dtype."""
+        return f"{self.head}:{pinned(self.statics[:1])}"
+
 
 def pinned(statics: Pins) -> str:
     """``dtype=bfloat16,warps=4``."""
@@ -94,6 +99,11 @@ class Space:
     def __iter__(self) -> Iterator[Pins]:
         return ((*kind, *tile) for kind in self.kinds for tile in self.tiles(kind))
 
+    def of(self, dtype: str) -> Space:
+        """Those of one dtype, if their kinds tell it."""
+        kinds = (kind for kind in self.kinds if dict(kind).get("dtype", dtype) == dtype)
+        return Space(tuple(kinds), self.tiles)
+
     def __contains__(self, statics: Pins) -> bool:
         """Looks at one kind alone: a first call has no time for all of them."""
         kind = self.kind_of(statics)
@@ -101,7 +111,16 @@ class Space:
 
     def kind_of(self, statics: Pins) -> Pins | None:
         """The kind that the pinnings begin with."""
-        return next((kind for kind in self.kinds if statics[: len(kind)] == kind), None)
+        starts = (statics[:length] for length in self._lengths)
+        return next((start for start in starts if start in self._kinds), None)
+
+    @cached_property
+    def _kinds(self) -> frozenset[Pins]:
+        return frozenset(self.kinds)
+
+    @cached_property
+    def _lengths(self) -> tuple[int, ...]:
+        return tuple({len(kind) for kind in self.kinds})
 
     def _tiles(self, kind: Pins) -> frozenset[Pins]:
         if kind not in self._known:
@@ -140,6 +159,10 @@ class Problem(Protocol):
     @property
     def kernel(self) -> str:
         """Name of the kernel that solves it."""
+
+    @property
+    def dtype(self) -> str:
+        """What the static parameter ``dtype`` of a variant that solves it has to be."""
 
 
 @dataclass(frozen=True)
@@ -205,23 +228,36 @@ class Kernel:
 
     @cached_property
     def by_text(self) -> Mapping[str, Variant]:
-        """The defaults by what they print as, which is faster to look up than to parse."""
+        """The defaults by what they print as."""
         return {str(variant): variant for variant in self._of(self.defaults)}
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
         """What wheels hold: the defaults, and what a table names. Reads the tables."""
+        return self._held(self.defaults, self.space)
+
+    def held(self, dtype: str) -> tuple[Variant, ...]:
+        """Of ``variants`` those of one dtype, without a look at the others."""
+        if dtype not in self._known:
+            space = self.space and self.space.of(dtype)
+            self._known[dtype] = self._held(self.defaults.of(dtype), space)
+        return self._known[dtype]
+
+    @cached_property
+    def _known(self) -> dict[str, tuple[Variant, ...]]:
+        return {}
+
+    def _held(self, defaults: Space, space: Space | None) -> tuple[Variant, ...]:
         named = {label for tuning in self.tunings() for label in tuning.labels}
-        if not named:
-            return tuple(self.by_text.values())
-        tuned = (variant for variant in self.every if self.label(variant) in named)
-        return tuple(dict.fromkeys((*self.by_text.values(), *tuned)))
+        others = space if named and space else ()
+        tuned = (statics for statics in others if self._label(statics) in named)
+        return self._of(dict.fromkeys((*defaults, *tuned)))
 
     @cached_property
     def every(self) -> tuple[Variant, ...]:
         """The whole space, defaults first."""
         others = () if self.space is None else self._of(self.space)
-        return tuple(dict.fromkeys((*self.by_text.values(), *others)))
+        return tuple(dict.fromkeys((*self._of(self.defaults), *others)))
 
     def allows(self, variant: Variant) -> bool:
         """Whether there can be such a variant; enumerates no more than its kind."""
@@ -245,9 +281,20 @@ class Kernel:
 
     def label(self, variant: Variant) -> str:
         """What tunings call a variant: its static parameters but for what the problem decides."""
-        return pinned(tuple(pin for pin in variant.statics if pin[0] not in self.given))
+        return self._label(variant.statics)
 
-    def _of(self, space: Space) -> tuple[Variant, ...]:
+    def _label(self, statics: Pins) -> str:
+        return pinned(tuple(pin for pin in statics if pin[0] not in self.given))
+
+    def label_in(self, text: str) -> str:
+        """The same of what a variant prints as."""
+        statics = text[len(self.head) + 1 :]
+        if not self.given:
+            return statics
+        pins = statics.split(",")
+        return ",".join(pin for pin in pins if pin.partition("=")[0] not in self.given)
+
+    def _of(self, space: Iterable[Pins]) -> tuple[Variant, ...]:
         return tuple(Variant(self.family, self.name, self.language, statics) for statics in space)
 
     @property
@@ -279,15 +326,6 @@ class Family:
     kernels: tuple[Kernel, ...]
     samples: tuple[Sample, ...] = ()
     on_cpu: bool = False
-
-    def by_text(self, kernel: str) -> Mapping[str, Variant]:
-        """The defaults of one kernel, in both languages, by what they print as."""
-        return {
-            text: variant
-            for each in self.kernels
-            if each.name == kernel
-            for text, variant in each.by_text.items()
-        }
 
     def variants(self) -> tuple[Variant, ...]:
         """Every variant that wheels hold, of every kernel, in the spec's order."""

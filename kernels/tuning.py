@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
 from typing import Any
 
@@ -108,17 +109,22 @@ class Tuning:
     def rows(self, kind: str) -> tuple[Row, ...]:
         """Those of one kind; ``ValueError`` if they are not what is stated above."""
         listed = self.kinds.get(kind, ())
-        try:
+        with self._reading(listed):
             return tuple(self._row(sizes, times) for sizes, times in listed)
+
+    @contextmanager
+    def _reading(self, listed: Any) -> Iterator[None]:
+        try:
+            yield
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"the rows of a tuning are {listed!r}") from error
 
     def _row(self, sizes: Any, times: Any) -> Row:
+        return Row(self._sizes(sizes), {self.labels[n]: positive(ms) for n, ms in times})
+
+    def _sizes(self, sizes: Any) -> dict[str, float]:
         pairs = zip(self.names, sizes, strict=True)
-        return Row(
-            {str(name): positive(size) for name, size in pairs if size is not None},
-            {self.labels[number]: positive(ms) for number, ms in times},
-        )
+        return {str(name): positive(size) for name, size in pairs if size is not None}
 
     def wins(self) -> Counter[str]:
         """In how many rows each label is the fastest."""
@@ -128,9 +134,14 @@ class Tuning:
     def nearest(self, shape: Shape) -> tuple[float, Row] | None:
         """The row of the shape's kind that is closest to it, and how far away it is; of equals the
         first. None if the kind was never tuned."""
-        measured = [(row.distance(shape), row) for row in self.rows(shape.kind)]
-        found = min(measured, key=lambda pair: pair[0], default=None)
-        return None if found is None or math.isinf(found[0]) else found
+        listed = self.kinds.get(shape.kind, ())
+        with self._reading(listed):
+            rows = [
+                (Row(self._sizes(sizes), {}).distance(shape), n)
+                for n, (sizes, _) in enumerate(listed)
+            ]
+            distance, number = min(rows, default=(math.inf, 0))
+            return None if math.isinf(distance) else (distance, self._row(*listed[number]))
 
     @classmethod
     def from_json(cls, record: Any) -> Tuning:

@@ -31,8 +31,8 @@ def select_first(
         if not any(kernel.name == problem.kernel for kernel in family.kernels):
             reason = "this version has no such kernel"
             rejected[Rejected(f"{family.name}.{problem.kernel}", reason)] = None
-        rejected |= dict.fromkeys(decision.rejected)
         if decision.launches:
             break
+        rejected |= dict.fromkeys(decision.rejected)
     taken = decisions[-1] if decisions[-1].launches else decisions[0]
-    return replace(taken, rejected=tuple(rejected))
+    return replace(taken, before=tuple(rejected))

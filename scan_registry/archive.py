@@ -6,17 +6,17 @@ Layout, little-endian:
            8    8         length of the manifest
           16   32         SHA-256 of the manifest
           48   …          the manifest, UTF-8 JSON
-           …   …          chunks: neighbouring binaries of one section, compressed together (raw LZMA2)
-           …   …          sections, UTF-8 JSON: the entries of one kernel in one language each
+           …   …          chunks: binaries of one kernel in one language, compressed together (raw LZMA2)
+           …   …          sections, UTF-8 JSON: the entries of one kernel in one language and dtype each
+           …   …          tunings, UTF-8 JSON: what tuning found of one kernel in one language each
 
-The manifest gives the offset, size and SHA-256 of each section; a section lists its chunks, and an
-entry the chunk its binary is in, where it starts once that is decompressed, its size and SHA-256.
-Offsets in the file count from the end of the manifest. So a first call reads and checks the entries
-of its kernel and decompresses one chunk as far as its binary, however many there are. Binaries of one
-kernel are much alike, which is why they share a chunk; a chunk is small, which is what bounds the
-time to get at its last binary. What all entries of a section have in common, the section says once;
-where the kernel was tuned, it holds its tunings, too. Nothing in a file is believed before its digest
-is checked: every defect raises :class:`ArchiveError`.
+The manifest gives the offset, size and SHA-256 of each section and of all tunings; a section lists its
+kernel's chunks, and an entry the chunk its binary is in, where it starts once that is decompressed, its
+size and SHA-256. Offsets in the file count from the end of the manifest. So a first call reads and checks
+the entries of its kernel and dtype and decompresses one chunk as far as its binary, however many there
+are. Binaries of one kernel are much alike, which is why they share a chunk; a chunk is small, which is
+what bounds the time to get at its last binary. Nothing in a file is believed before its digest is
+checked: every defect raises :class:`ArchiveError`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scan_registry import chunks
-from scan_registry.binary import Binary, read_count, read_text
-from scan_registry.frozen import dataclass
-from scan_registry.kernels.model import Variant, pinned
+from scan_registry.binary import Binary, read_text
+from scan_registry.kernels.model import pinned
 from scan_registry.kernels.tuning import Tuning
+from scan_registry.sections import (
+    ArchiveError,
+    Content,
+    Document,
+    Entry,
+    digest,
+    document,
+    parse_json,
+)
 from scan_registry.target import Target
 
 __all__ = [
@@ -54,28 +62,10 @@ __all__ = [
     "write",
 ]
 
-MAGIC = b"SCANREG\x03"
-SCHEMA = 4
+MAGIC = b"SCANREG\x04"
+SCHEMA = 5
 SUFFIX = ".scanreg"
 _HEADER = struct.Struct("<8sQ32s")
-
-
-class ArchiveError(Exception):
-    """A file that is not an intact archive; the message names the file and what is wrong."""
-
-
-def parse_json(content: bytes) -> Any:
-    """The document; ``ValueError`` also if it holds text that cannot be printed, as JSON's escapes
-    allow."""
-    document = json.loads(content)
-    if b"\\u" in content:
-        json.dumps(document, ensure_ascii=False).encode()
-    return document
-
-
-def digest(content: bytes) -> str:
-    """SHA-256 in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def write(
@@ -100,17 +90,23 @@ def write(
         end += len(part)
         return {"offset": end - len(part), "size": len(part)}
 
-    documents = []
-    for of, group in groupby(binaries, lambda pair: pair[0].variant.head):
-        tuned = (tunings or {}).get(of, ())
-        records, contents = _in_chunks(group, tuned)
+    found: list[tuple[str, list[tuple[str, Any]]]] = [("sections", []), ("tunings", [])]
+    sections, tuned = (documents for _, documents in found)
+    for head, group in _grouped(binaries, lambda pair: pair[0].variant.head):
+        own = (tunings or {}).get(head, ())
+        records, contents = _in_chunks(group, own, arch)
         places = [place(chunks.compress(content)) for content in contents]
-        documents.append((of, _section(records, places, tuned)))
-    sections = []
-    for of, document in documents:
-        content = _dumped(document)
-        sections.append({"of": of, "sha256": digest(content), **place(content)})
-    manifest = _dumped({"schema": SCHEMA, "arch": str(arch), **provenance, "sections": sections})
+        for stem, alike in _grouped(
+            zip(group, records, strict=True), lambda each: each[0][0].variant.stem
+        ):
+            sections.append((stem, document([record for _, record in alike], places)))
+        if own:
+            tuned.append((head, [asdict(tuning) for tuning in own]))
+    listed: dict[str, Any] = {}
+    for name, documents in found:
+        texts = [(of, _dumped(each)) for of, each in documents]
+        listed[name] = [{"of": of, "sha256": digest(text), **place(text)} for of, text in texts]
+    manifest = _dumped({"schema": SCHEMA, "arch": str(arch), **provenance, **listed})
     header = _HEADER.pack(MAGIC, len(manifest), hashlib.sha256(manifest).digest())
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -125,145 +121,68 @@ def write(
         raise
 
 
+Each = TypeVar("Each")
+
+
+def _grouped(
+    listed: Iterable[Each], key: Callable[[Each], str]
+) -> Iterable[tuple[str, Sequence[Each]]]:
+    """Those of one key together, in order of appearance."""
+    groups: dict[str, list[Each]] = {}
+    for each in listed:
+        groups.setdefault(key(each), []).append(each)
+    return groups.items()
+
+
 def _in_chunks(
-    binaries: Iterable[tuple[Binary, bytes]], tunings: Sequence[Tuning]
+    held: Sequence[tuple[Binary, bytes]], tunings: Sequence[Tuning], arch: Target
 ) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """What a section says of each binary, and what is to be in its chunks, where those of like size are
-    together, which are most alike; equal bytes are once. In a chunk, whose end takes longest to read, first
-    come those that tuning found to be the fastest most often; of kernels without tuning all are in order."""
-    held, members, room = [*binaries], list[dict[str, tuple[Binary, bytes]]](), 0
-    for binary, content in sorted(held, key=lambda pair: len(pair[1])):
+    """What sections say of each binary of a kernel, and what is to be in its chunks; equal bytes are once. What
+    is the fastest somewhere on GPUs of this very architecture is in small chunks. In a chunk, whose end
+    takes longest to read, first come those that tuning found to be the fastest most often; of kernels
+    without tuning all are in order."""
+    distinct = {binary.sha256: (binary, content) for binary, content in reversed(held)}
+    for binary, content in distinct.values():
         if digest(content) != binary.sha256:
             raise ValueError(f"the bytes of {binary.variant} do not have the digest it states")
-        if any(binary.sha256 in each for each in members):
-            continue
-        if not members or room < len(content):
-            members.append({})
-            room = chunks.SIZE
-        members[-1][binary.sha256] = binary, content
-        room -= len(content)
     wins = sum((tuning.wins() for tuning in tunings), Counter[str]())
-    places, contents = dict[str, dict[str, int]](), []
-    for number, each in enumerate(members):
-        parts = [*each.values()] if wins else [pair for pair in held if pair in each.values()]
-        parts.sort(key=lambda pair: -wins[pinned(pair[0].variant.statics)])
+    here = {label for tuning in tunings if tuning.arch == str(arch) for label in tuning.wins()}
+    first, others = list[tuple[Binary, bytes]](), list[tuple[Binary, bytes]]()
+    for pair in reversed(distinct.values()):
+        (first if pinned(pair[0].variant.statics) in here else others).append(pair)
+    places, contents = dict[str, dict[str, int]](), list[bytes]()
+    for parts in (*_alike(first, chunks.SMALL), *_alike(others, chunks.SIZE)):
+        parts.sort(
+            key=lambda pair: -wins[pinned(pair[0].variant.statics)] if wins else held.index(pair)
+        )
         ends = accumulate((len(content) for _, content in parts), initial=0)
         for (binary, _), offset in zip(parts, ends, strict=False):
-            places[binary.sha256] = {"chunk": number, "offset": offset}
+            places[binary.sha256] = {"chunk": len(contents), "offset": offset}
         contents.append(b"".join(content for _, content in parts))
     return [{**binary.to_json(), **places[binary.sha256]} for binary, _ in held], contents
 
 
-def _section(
-    records: Sequence[Mapping[str, Any]],
-    places: Sequence[Mapping[str, Any]],
-    tunings: Sequence[Tuning],
-) -> dict[str, Any]:
-    """The entries, with what they have in common taken out of them, where their chunks are, and the
-    tunings if there are any."""
-    first, *others = records
-    common = {
-        name: value
-        for name, value in first.items()
-        if others and all(record[name] == value for record in others)
-    }
-    own = [{k: v for k, v in record.items() if k not in common} for record in records]
-    tuned = {"tunings": [asdict(tuning) for tuning in tunings]} if tunings else {}
-    return {"chunks": places, "common": common, "binaries": own, **tuned}
+def _alike(
+    binaries: Sequence[tuple[Binary, bytes]], most: int
+) -> Iterator[list[tuple[Binary, bytes]]]:
+    """Those of like size together, which are most alike, and no more bytes than that unless one is larger."""
+    together, room = list[tuple[Binary, bytes]](), most
+    for pair in sorted(binaries, key=lambda pair: len(pair[1])):
+        if together and room < len(pair[1]):
+            yield together
+            together, room = [], most
+        together.append(pair)
+        room -= len(pair[1])
+    if together:
+        yield together
 
 
-def _dumped(document: Mapping[str, Any]) -> bytes:
+def _dumped(document: Any) -> bytes:
     return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
 
-class Entry:
-    """What an archive says of one binary. All of it is read only for one that is of use: a first call
-    has no time for the others."""
-
-    def __init__(self, record: Any, where: str) -> None:
-        """``text`` is how its variant prints. ``ArchiveError``, which starts with ``where``, if what is
-        given is no entry."""
-        if not isinstance(record, Mapping):
-            raise ArchiveError(f"{where}: {record!r} is not an object")
-        self._record, self._where = record, where
-        self.text = str(record.get("variant"))
-
-    def __str__(self) -> str:
-        return f"{self.text} for {self._record.get('target')}"
-
-    @property
-    def language(self) -> str:
-        return self.text.split(":")[1]
-
-    @cached_property
-    def variant(self) -> Variant:
-        """``ArchiveError`` if it names none."""
-        try:
-            variant = Variant.parse(self.text)
-            if str(variant) != self.text:
-                raise ValueError(f"{self.text!r} is not how {variant} prints")
-        except ValueError as error:
-            raise ArchiveError(f"{self._where}: {error}") from error
-        return variant
-
-    @property
-    def binary(self) -> Binary:
-        """All of it; ``ArchiveError`` if something in the entry is not of its type."""
-        return self._read[0]
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """The number of the chunk it is in, and the offset there; ``ArchiveError`` likewise."""
-        return self._read[1]
-
-    @cached_property
-    def _read(self) -> tuple[Binary, tuple[int, int]]:
-        _ = self.variant  # an error if it names none
-        try:
-            chunk, offset = (read_count(n, self._record.get(n)) for n in ("chunk", "offset"))
-            return Binary.from_json(self._record), (chunk, offset)
-        except (ValueError, RecursionError) as error:
-            raise ArchiveError(f"{self._where}: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Section:
-    """Where the entries of one kernel in one language lie: ``of`` is how their variants begin."""
-
-    of: str
-    offset: int
-    size: int
-    sha256: str
-
-    @classmethod
-    def read(cls, record: Any) -> _Section:
-        if not isinstance(record, Mapping):
-            raise ValueError(f"{record!r} is not an object")
-        return cls(
-            read_text("of", record.get("of")),
-            read_count("offset", record.get("offset")),
-            read_count("size", record.get("size")),
-            read_text("sha256", record.get("sha256")),
-        )
-
-
-#: Chunks that are being read, by their section and their number there.
-_Chunks = dict[tuple[_Section, int], chunks.Opened]
-
-
-def _read_place(record: Any) -> tuple[int, int]:
-    if not isinstance(record, Mapping):
-        raise ValueError(f"{record!r} is not an object")
-    return read_count("offset", record.get("offset")), read_count("size", record.get("size"))
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What a section says. ``chunks`` are offset and size of each."""
-
-    chunks: tuple[tuple[int, int], ...]
-    entries: tuple[Entry, ...]
-    tunings: tuple[Tuning, ...]
+#: Chunks that are being read, by offset and size.
+_Chunks = dict[tuple[int, int], chunks.Opened]
 
 
 class Archive:
@@ -317,79 +236,78 @@ class Archive:
 
     @cached_property
     def binaries(self) -> tuple[Binary, ...]:
-        """What the archive holds, in the spec's order; ``ArchiveError`` if any entry is not right."""
-        return tuple(entry.binary for section in self._sections for entry in self._entries(section))
+        """What the archive holds, by kernel, language and dtype; ``ArchiveError`` if any entry is not right."""
+        sections = self._documents("sections", "")
+        return tuple(entry.binary for each in sections for entry in self._content(each).entries)
 
-    def of(self, family: str, kernel: str) -> tuple[Entry, ...]:
-        """The entries of one kernel's variants; the others remain unread."""
-        prefix = f"{family}.{kernel}:"
+    def of(
+        self, family: str, kernel: str, language: str | None = None, dtype: str | None = None
+    ) -> tuple[Entry, ...]:
+        """The entries of one kernel's variants, of all languages and dtypes unless one is given; the others
+        remain unread."""
         return tuple(
             entry
-            for section in self._sections
-            if section.of.startswith(prefix)
-            for entry in self._entries(section)
+            for section in self._documents("sections", f"{family}.{kernel}:")
+            if language in (None, section.language) and dtype in (None, section.dtype or dtype)
+            for entry in self._content(section).entries
         )
 
     def tunings(self, head: str) -> tuple[Tuning, ...]:
         """What tuning found of a kernel in a language, given by how its variants begin."""
-        return tuple(
-            tuning
-            for section in self._sections
-            if section.of == head
-            for tuning in self._section(section).tunings
-        )
+        listed = self._documents("tunings", f"{head}:")
+        return tuple(tuning for each in listed for tuning in self._read_tunings(each))
 
-    @cached_property
-    def _sections(self) -> tuple[_Section, ...]:
-        listed = self.manifest.get("sections")
+    def _documents(self, name: str, prefix: str) -> tuple[Document, ...]:
+        """Those that the manifest lists under a name and that are of what begins so; others remain unread."""
+        listed = self.manifest.get(name)
         if not isinstance(listed, list):
-            raise ArchiveError(f"{self.path}: the manifest lists no sections")
+            raise ArchiveError(f"{self.path}: the manifest lists no {name}")
         try:
-            return tuple(map(_Section.read, listed))
-        except ValueError as error:
-            raise ArchiveError(f"{self.path}: the manifest's sections: {error}") from error
+            texts = [read_text("of", dict(record).get("of")) for record in listed]
+            return tuple(
+                Document.read(record)
+                for of, record in zip(texts, listed, strict=True)
+                if f"{of}:".startswith(prefix)
+            )
+        except (TypeError, ValueError) as error:
+            raise ArchiveError(f"{self.path}: the manifest's {name}: {error}") from error
 
-    def _entries(self, section: _Section) -> tuple[Entry, ...]:
-        return self._section(section).entries
-
-    def _section(self, section: _Section) -> _Content:
-        if section not in self._read_sections:
-            self._read_sections[section] = self._read_section(section)
-        return self._read_sections[section]
+    def _content(self, section: Document) -> Content:
+        if section not in self._contents:
+            parsed = self._document(f"the section {section.of}", section)
+            self._contents[section] = Content.read(section.of, parsed, self.path)
+        return self._contents[section]
 
     @cached_property
-    def _read_sections(self) -> dict[_Section, _Content]:
+    def _contents(self) -> dict[Document, Content]:
+        """Of sections that have been read."""
         return {}
 
-    def _read_section(self, section: _Section) -> _Content:
-        name = f"the section {section.of}"
-        content = self._bytes(self.manifest["start"] + section.offset, section.size)
-        if digest(content) != section.sha256:
+    def _read_tunings(self, listed: Document) -> tuple[Tuning, ...]:
+        if listed not in self._tunings_read:
+            name = f"the tunings of {listed.of}"
+            parsed = self._document(name, listed)
+            try:
+                if not isinstance(parsed, list):
+                    raise ValueError(f"{parsed!r} is not a list")
+                self._tunings_read[listed] = tuple(map(Tuning.from_json, parsed))
+            except ValueError as error:
+                raise ArchiveError(f"{self.path}: {name}: {error}") from error
+        return self._tunings_read[listed]
+
+    @cached_property
+    def _tunings_read(self) -> dict[Document, tuple[Tuning, ...]]:
+        return {}
+
+    def _document(self, name: str, listed: Document) -> Any:
+        """A section, or tunings, checked against its digest."""
+        content = self._bytes(self.manifest["start"] + listed.offset, listed.size)
+        if digest(content) != listed.sha256:
             raise ArchiveError(
                 f"{self.path}: {name} has SHA-256 {digest(content)}, "
-                f"the manifest states {section.sha256}"
+                f"the manifest states {listed.sha256}"
             )
-        document = self._parsed(name, content)
-        common = document.get("common") if isinstance(document, dict) else None
-        if not isinstance(common, dict) or not isinstance(document.get("binaries"), list):
-            raise ArchiveError(f"{self.path}: {name} lists no binaries")
-        entries = tuple(self._listed(section, common, document["binaries"]))
-        try:
-            places = tuple(map(_read_place, document["chunks"]))
-            tunings = tuple(map(Tuning.from_json, document.get("tunings", ())))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArchiveError(f"{self.path}: {name}: {error}") from error
-        return _Content(places, entries, tunings)
-
-    def _listed(
-        self, section: _Section, common: Mapping[str, Any], binaries: Iterable[Any]
-    ) -> Iterator[Entry]:
-        for number, own in enumerate(binaries):
-            where = f"{self.path}: binary {number} of the section {section.of}"
-            entry = Entry({**common, **own} if isinstance(own, dict) else own, where)
-            if entry.text.rpartition(":")[0] != section.of:
-                raise ArchiveError(f"{where} is {entry.text!r}")
-            yield entry
+        return self._parsed(name, content)
 
     def _parsed(self, name: str, content: bytes) -> Any:
         try:
@@ -400,9 +318,11 @@ class Archive:
     def _bytes(self, start: int, size: int) -> bytes:
         """A part of the file: less than ``size`` bytes if it ends before."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(start)
-                return file.read(min(size, os.fstat(file.fileno()).st_size))
+            handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return os.pread(handle, min(size, os.fstat(handle).st_size), start)
+            finally:
+                os.close(handle)
         except (OSError, OverflowError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ArchiveError(f"{self.path}: {reason}") from error
@@ -418,27 +338,27 @@ class Archive:
         return lambda binary: self._find(binary, opened)
 
     def _find(self, binary: Binary, opened: _Chunks) -> bytes:
-        for section in self._sections:
-            if section.of == binary.variant.head:
-                for entry in self._entries(section):
-                    if entry.text == str(binary.variant) and entry.binary == binary:
-                        return self._checked(section, entry, opened)
+        text, stem = str(binary.variant), binary.variant.stem
+        for section in self._documents("sections", stem):
+            for entry in self._content(section).entries:
+                if entry.text == text and entry.binary == binary:
+                    return self._checked(section, entry, opened)
         raise KeyError(f"{self.path} does not hold {binary}")
 
-    def _checked(self, section: _Section, entry: Entry, opened: _Chunks) -> bytes:
+    def _checked(self, section: Document, entry: Entry, opened: _Chunks) -> bytes:
         (chunk, start), binary = entry.place, entry.binary
         again = "reinstall the package that brought this file"
-        places = self._section(section).chunks
+        places = self._content(section).chunks
         if chunk >= len(places):
             raise ArchiveError(f"{self.path}: {binary} is in chunk {chunk} of {len(places)}")
+        place = offset, size = places[chunk]
         try:
-            if (section, chunk) not in opened:
-                offset, size = places[chunk]
+            if place not in opened:
                 packed = self._bytes(self.manifest["start"] + offset, size)
-                opened[section, chunk] = chunks.Opened(packed)
-            content = opened[section, chunk].part(start, binary.size)
+                opened[place] = chunks.Opened(packed)
+            content = opened[place].part(start, binary.size)
         except ValueError as error:
-            opened.pop((section, chunk), None)  # what lies before the damage can still be read
+            opened.pop(place, None)  # what lies before the damage can still be read
             raise ArchiveError(f"{self.path}: {binary}: its chunk {error}; {again}") from error
         found = digest(content)
         if found != binary.sha256:

@@ -90,6 +90,11 @@ def read_text(name: str, value: Any) -> str:
     return value
 
 
+def read_target(value: Any) -> Target:
+    """``ValueError`` if it names none."""
+    return _target(str(value))
+
+
 def read_count(name: str, value: Any) -> int:
     if not _count(value):
         raise ValueError(f"{name} is {value!r}, not a count")
@@ -123,7 +128,7 @@ def _read_texts(name: str, value: Any) -> tuple[str, ...]:
 _READERS: Mapping[str, Callable[[str, Any], Any]] = defaultdict(
     lambda: read_text,
     variant=lambda name, value: Variant.parse(str(value)),
-    target=lambda name, value: _target(str(value)),
+    target=lambda name, value: read_target(value),
     oldest_driver=_read_version,
     block=_read_extent,
     cluster=_read_extent,

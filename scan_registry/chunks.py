@@ -14,11 +14,11 @@ try:
 except ImportError:
     lzma = None  # type: ignore[assignment]
 
-__all__ = ["SIZE", "Opened", "compress", "decompress"]
+__all__ = ["SIZE", "SMALL", "Opened", "compress", "decompress"]
 
 #: Bytes of binaries in a chunk, unless a single one is larger. Larger chunks make smaller archives, and the
-#: last binary of one later to be had.
-SIZE = 1 << 20
+#: last binary of one later to be had: 10 ms a megabyte. Small ones are for what is wanted most often.
+SIZE, SMALL = 1 << 21, 1 << 17
 
 #: Machine code repeats itself at steps of 16 bytes, an instruction; PTX, which is text, at none. Each becomes
 #: some percent smaller so. A chunk says itself how it was compressed.
@@ -66,4 +66,4 @@ class Opened:
 
 def _filters(settings: Mapping[str, int]) -> list[dict[str, Any]]:
     search = {"nice_len": 273, "depth": 1000}  # as long as it may take
-    return [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 2 * SIZE, **search, **settings}]
+    return [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": SIZE, **search, **settings}]

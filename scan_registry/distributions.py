@@ -17,6 +17,7 @@ from pathlib import Path
 from scan_registry.frozen import dataclass
 
 _SUFFIX = ".dist-info"
+_SEPARATORS = re.compile(r"[-_.]+")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def mentioning(group: str) -> list[Distribution]:
 
 def normalized(name: str) -> str:
     """A distribution's name as the packaging specifications compare it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return _SEPARATORS.sub("-", name).lower()
 
 
 def _entries() -> tuple[tuple[str, str], ...]:
@@ -87,5 +88,10 @@ def _entry_points(folder: str) -> bytes:
         handle = os.open(f"{folder}/entry_points.txt", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return b""  # most have none
-    with os.fdopen(handle, "rb", buffering=0) as file:
-        return file.read()
+    try:
+        parts = []
+        while part := os.read(handle, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(handle)

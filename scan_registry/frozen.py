@@ -18,6 +18,9 @@ __all__ = ["dataclass"]
 
 def _init(self: Any, *values: Any, **named: Any) -> None:
     fields = self.__dataclass_fields__
+    if not named and len(values) == len(fields):
+        vars(self).update(zip(fields, values, strict=True))
+        return
     given = {**dict(zip(fields, values, strict=False)), **named}
     if len(given) != len(values) + len(named) or not given.keys() <= fields.keys():
         raise TypeError(f"{_call(self, values, named)}: its fields are {', '.join(fields)}")

@@ -132,9 +132,8 @@ def prepare(
             _tell(file, file)
         while True:
             decision = decide(ordinal, family, problem, backend, lowest, pinned)
-            for loser in decision.rejected:
-                if loser.damaged:
-                    _tell(loser.reason, f"{loser.subject} is not used: {loser.reason}")
+            for loser in decision.damaged:
+                _tell(loser.reason, f"{loser.subject} is not used: {loser.reason}")
             winner = decision.taken()
             if ordinal is None or winner.variant is None:
                 return Prepared(decision)

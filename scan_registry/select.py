@@ -6,121 +6,69 @@ on any machine. Dispatch, ``explain`` and ``doctor`` alike read the :class:`Deci
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
 
-from scan_registry.archive import Archive, ArchiveError, Binary
+from scan_registry.archive import ArchiveError
 from scan_registry.device import Device
-from scan_registry.fit import (
-    OLDEST,
-    Rung,
-    Toolchain,
-    dotted,
-    jit_driver,
-    jit_target,
-    misfit,
-    nearest_rung,
-)
+from scan_registry.fit import OLDEST, Rung, Toolchain, dotted, jit_driver
 from scan_registry.frozen import dataclass
-from scan_registry.kernels.model import Family, Kernel, Language, Launch, Problem, Variant
-from scan_registry.rows import Tuned, nearest_row
+from scan_registry.kernels.model import Family, Kernel, Launch, Problem, Variant
+from scan_registry.offers import (
+    BACKENDS,
+    LANGUAGES,
+    MOST_BLOCKS,
+    Backend,
+    Candidate,
+    Key,
+    Offer,
+    Question,
+    Rejected,
+    System,
+    admitted,
+    checked,
+    not_asked,
+    offers,
+)
 from scan_registry.target import FIRST_CUDA, CudaVersion, Target
 
-Backend = Literal["auto", "cuda", "triton", "reference"]
-Key = tuple[str, str]
-MOST_BLOCKS = 2**31 - 1  # along x, on every GPU
+__all__ = [
+    "BACKENDS",
+    "MOST_BLOCKS",
+    "Backend",
+    "Candidate",
+    "Decision",
+    "Key",
+    "NoKernelError",
+    "Rejected",
+    "System",
+    "advice",
+    "remedies",
+    "select",
+]
+
 _LATEST_DRIVER: CudaVersion = (999, 0)  # later than any there will be
-BACKENDS: tuple[Backend, ...] = ("auto", "cuda", "triton", "reference")
 
 
 @dataclass(frozen=True)
-class System:
-    """What there is to choose from, beside the problem.
+class Decision(Question):
+    """The outcome: the winner, if there is one, and everything that lost.
 
-    device      the GPU, or None for the CPU
-    archives    compiled ahead of time, in order of preference among equals
-    toolchains  by language the compiler here, or why there is none; None: not looked for, because
-                what was compiled ahead of time comes first anyway
-    denied      reasons why a binary, by its digest, or a variant must not run
-    failed      reasons why what fits does not run here after all, by key: found out by trying
-    tuned       what was tuned on this GPU, with its binaries; comes before the other archives
-    pinned      the one variant that may run; None: any
+    damaged  archives that were looked at for the winner and are not intact
+    before   what was rejected before this problem was asked about
     """
 
-    device: Device | None
-    archives: tuple[Archive, ...] = ()
-    toolchains: Mapping[Language, Toolchain | str] | None = None
-    denied: Mapping[str, str] = field(default_factory=dict)
-    failed: Mapping[Key, str] = field(default_factory=dict)
-    tuned: Archive | None = None
-    pinned: Variant | None = None
-
-    @property
-    def every_archive(self) -> tuple[Archive, ...]:
-        """In order of preference among equals."""
-        return self.archives if self.tuned is None else (self.tuned, *self.archives)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Something that solves the problem on the device.
-
-    archive and binary are None where nothing has been compiled yet (jit); the variant and its
-    target, too, for the reference. ``cost`` is the spec's estimate: smaller is better. It decides
-    where nothing is ``tuned``, or among variants that the row does not name; ``ms`` is the variant's
-    time in that row, if it does.
-    """
-
-    rung: Rung
-    variant: Variant | None = None
-    target: Target | None = None
-    archive: Archive | None = None
-    binary: Binary | None = None
-    cost: float = 0.0
-    tuned: Tuned | None = None
-    ms: float | None = None
-
-    @property
-    def subject(self) -> str:
-        return f"{self.variant} for {self.target}" if self.variant else "the reference"
-
-    @property
-    def key(self) -> Key:
-        """What it is and where it comes from."""
-        return self.subject, str(self.archive.path) if self.archive else "here"
-
-    @property
-    def order(self) -> tuple[int, int, int, bool, float]:
-        """Rung first, CUDA before Triton, the latest architecture, then what tuning found to be the
-        fastest, then the spec's preference."""
-        if self.variant is None or self.target is None:
-            return self.rung, 0, 0, False, 0.0
-        other = int(self.variant.language != "cuda")
-        preference = self.cost if self.ms is None else self.ms
-        return self.rung, other, -self.target.number, self.ms is None, preference
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """What was not taken, and the reason. ``damaged`` marks an archive that is not intact."""
-
-    subject: str
-    reason: str
-    damaged: bool = False
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The outcome: the winner, if any, and everything that lost, in the order of consideration."""
-
-    system: System
-    family: Family
-    problem: Problem
-    backend: Backend
-    lowest: Rung
     winner: Candidate | None
-    rejected: tuple[Rejected, ...]
+    damaged: tuple[Rejected, ...] = ()
+    before: tuple[Rejected, ...] = ()
+
+    @cached_property
+    def rejected(self) -> tuple[Rejected, ...]:
+        """Everything that lost, in the order of consideration; it is looked at now, the whole catalogue."""
+        own = tuple(_rejected(self, self.winner))
+        return tuple(dict.fromkeys((*self.before, *own))) if self.before else own
 
     @property
     def launches(self) -> bool:
@@ -163,188 +111,68 @@ def select(
 
     An archive for an architecture that the device cannot run is rejected as a whole, unread.
     """
-    candidates: list[Candidate] = []
-    rejected: list[Rejected] = []
-    for outcome in _outcomes(system, family, problem, backend):
+    asked = Question(system, family, problem, backend, lowest)
+    found, damaged = list[Candidate](), list[Rejected]()
+    for language in LANGUAGES:
+        if backend in ("auto", language):
+            # What would be compiled comes after all of an earlier language; on the first rung everything does.
+            best = _best(asked, [*offers(asked, language, installed=bool(found))], damaged)
+            found += [best] if best else []
+            if best and best.rung == Rung.EXACT:
+                break
+    reference = _reference(asked)
+    found += [reference] if isinstance(reference, Candidate) else []
+    winner = min(found, key=lambda candidate: candidate.order, default=None)
+    return Decision(system, family, problem, backend, lowest, winner, tuple(dict.fromkeys(damaged)))
+
+
+def _best(
+    asked: Question, there: Sequence[Offer | Rejected], damaged: list[Rejected]
+) -> Candidate | None:
+    """The first candidate of one language: offers are checked until one makes it. Those that tuning has no
+    times of are all checked, since it takes the spec to compare them. What is found damaged is added."""
+    damaged += [each for each in there if isinstance(each, Rejected) and each.damaged]
+    ranked = sorted((each for each in there if isinstance(each, Offer)), key=lambda o: o.rank)
+    for (*_, untimed, _), equals in groupby(ranked, key=lambda offer: offer.rank):
+        candidates = []
+        for offer in equals:
+            found = checked(asked, offer)
+            if isinstance(found, Candidate):
+                candidates.append(found)
+                if not untimed:
+                    break
+            elif found.damaged:
+                damaged.append(found)
+        if candidates:
+            return min(candidates, key=lambda candidate: candidate.order)
+    return None
+
+
+def _reference(asked: Question) -> Candidate | Rejected:
+    if asked.backend in ("auto", "reference"):
+        return admitted(asked, Candidate(Rung.REFERENCE))
+    return Rejected("the reference", not_asked(asked.backend))
+
+
+def _rejected(asked: Question, winner: Candidate | None) -> Iterator[Rejected]:
+    """Everything but the winner, each checked; what would do, but is outranked, comes last."""
+    candidates, outcomes = list[Candidate](), list[Candidate | Rejected]()
+    whole = dict[Rejected, None]()  # archives, which are rejected in each language
+    for language in LANGUAGES:
+        for each in offers(asked, language, all_dtypes=True):
+            if isinstance(each, Offer):
+                outcomes.append(checked(asked, each))
+            elif each not in whole:
+                whole[each] = None
+                outcomes.append(each)
+    for outcome in (*outcomes, _reference(asked)):
         if isinstance(outcome, Rejected):
-            rejected.append(outcome)
-        elif outcome.rung > lowest:
-            reason = f"rung {outcome.rung}; the policy allows none below {lowest}"
-            rejected.append(Rejected(outcome.subject, reason))
-        elif outcome.key in system.failed:
-            rejected.append(Rejected(outcome.subject, system.failed[outcome.key]))
-        else:
+            yield outcome
+        elif winner is None or (outcome.key, outcome.binary) != (winner.key, winner.binary):
             candidates.append(outcome)
-    candidates = _placed(system, family, problem, candidates)
-    candidates.sort(key=lambda candidate: candidate.order)
-    winner = candidates[0] if candidates else None
-    for loser in candidates[1:]:
-        rejected.append(Rejected(loser.subject, _outranked(loser, candidates[0])))
-    return Decision(system, family, problem, backend, lowest, winner, tuple(rejected))
-
-
-Outcome = Candidate | Rejected
-
-
-def _outcomes(
-    system: System, family: Family, problem: Problem, backend: Backend
-) -> Iterator[Outcome]:
-    """Everything there is, from the top of the ladder down."""
-    if system.device is not None:
-        for archive in system.every_archive:
-            yield from _from_archive(system, system.device, archive, family, problem, backend)
-        for language, toolchain in (system.toolchains or {}).items():
-            yield from _from_source(
-                system, system.device, language, toolchain, family, problem, backend
-            )
-    if backend in ("auto", "reference"):
-        yield Candidate(Rung.REFERENCE)
-    else:
-        yield Rejected("the reference", _not_asked(backend))
-
-
-def _from_archive(
-    system: System,
-    device: Device,
-    archive: Archive,
-    family: Family,
-    problem: Problem,
-    backend: Backend,
-) -> Iterator[Outcome]:
-    label = f"{archive.provider}'s {archive.path.name}"
-    try:
-        if reason := archive.arch.misfit(device.capability):
-            yield Rejected(label, reason)
-            return
-        entries = archive.of(family.name, problem.kernel)
-    except ArchiveError as error:
-        yield Rejected(label, str(error), damaged=True)
-        return
-    known = family.by_text(problem.kernel)
-    for entry in entries:
-        try:
-            variant = known.get(entry.text) or entry.variant
-            cost = _cost(system, family, variant, entry.text, problem, backend)
-            if isinstance(cost, str):
-                yield Rejected(str(entry), cost)
-                continue
-            binary = entry.binary
-        except ArchiveError as error:
-            yield Rejected(str(entry), str(error), damaged=True)
-            continue
-        if reason := system.denied.get(binary.sha256) or misfit(binary, device):
-            yield Rejected(str(entry), reason)
-        else:
-            rung = nearest_rung(binary.target, device)
-            yield Candidate(rung, variant, binary.target, archive, binary, cost)
-
-
-def _from_source(
-    system: System,
-    device: Device,
-    language: Language,
-    toolchain: Toolchain | str,
-    family: Family,
-    problem: Problem,
-    backend: Backend,
-) -> Iterator[Outcome]:
-    label = f"{language} compiled here"
-    if isinstance(toolchain, str):
-        yield Rejected(label, toolchain)
-        return
-    target = jit_target(toolchain, language, device.capability)
-    if isinstance(target, str):
-        yield Rejected(label, target)
-        return
-    needed = jit_driver(toolchain, target)
-    if needed > device.driver:
-        reason = (
-            f"what {toolchain.identity} makes for {target} needs a driver for CUDA "
-            f"{dotted(needed)}; this one supports {dotted(device.driver)}"
-        )
-        yield Rejected(label, reason)
-        return
-    for kernel in family.kernels:
-        if (kernel.name, kernel.language) != (problem.kernel, language):
-            continue
-        for variant in _buildable(system, kernel):
-            text = str(variant)
-            if not kernel.serves(variant, target.capability):
-                reason = f"it is not for compute capability {dotted(target.capability)}"
-                yield Rejected(f"{text} for {target}", reason)
-                continue
-            cost = _cost(system, family, variant, text, problem, backend)
-            if isinstance(cost, str):
-                yield Rejected(f"{text} for {target}", cost)
-            else:
-                yield Candidate(Rung.JIT, variant, target, cost=cost)
-
-
-def _buildable(system: System, kernel: Kernel) -> tuple[Variant, ...]:
-    """What may be compiled: what wheels hold, and anything that there can be if it is pinned."""
-    pinned = system.pinned
-    if pinned is not None and kernel.allows(pinned):
-        return (pinned,)
-    return kernel.variants
-
-
-def _placed(
-    system: System, family: Family, problem: Problem, candidates: list[Candidate]
-) -> list[Candidate]:
-    """The candidates with what tuning knows of them. All of one language go by the same row, wherever
-    they come from, so that their times can be compared."""
-    rows: dict[Language, Tuned | None] = {}
-    placed = []
-    for candidate in candidates:
-        variant = candidate.variant
-        if variant is None or system.device is None:
-            placed.append(candidate)
-            continue
-        kernel = _kernel(family, variant)
-        if variant.language not in rows:
-            fitting = [a for a in system.archives if not a.arch.misfit(system.device.capability)]
-            spec = system.toolchains is not None
-            rows[variant.language] = nearest_row(
-                system.device, system.tuned, fitting, spec, kernel, problem
-            )
-        row = rows[variant.language]
-        ms = None if row is None else row.row.times.get(kernel.label(variant))
-        placed.append(replace(candidate, tuned=row, ms=ms))
-    return placed
-
-
-def _cost(
-    system: System, family: Family, variant: Variant, text: str, problem: Problem, backend: Backend
-) -> float | str:
-    """The spec's estimate for a variant that can and may solve the problem, or why it does not.
-    ``text`` is what the variant prints as."""
-    reason = _refusal(system, family, variant, text, problem, backend)
-    return _kernel(family, variant).cost(variant, problem) if reason is None else reason
-
-
-def _refusal(
-    system: System, family: Family, variant: Variant, text: str, problem: Problem, backend: Backend
-) -> str | None:
-    if backend not in ("auto", variant.language):
-        return _not_asked(backend)
-    if reason := system.denied.get(text) or _unpinned(system, variant):
-        return reason
-    try:
-        kernel = _kernel(family, variant)
-    except KeyError:
-        return f"this version has no such kernel in {variant.language}"
-    if text not in kernel.by_text and (reason := kernel.mistakes(variant, problem)):
-        return reason
-    assert system.device is not None
-    count = system.device.multiprocessors
-    if reason := kernel.accepts(variant, problem) or kernel.crowds(variant, problem, count):
-        return reason
-    blocks = kernel.launch(variant, problem, count).grid[0]
-    return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None
-
-
-def _unpinned(system: System, variant: Variant) -> str | None:
-    return None if system.pinned in (None, variant) else f"{system.pinned} is pinned"
+    for loser in sorted(candidates, key=lambda candidate: candidate.order):
+        assert winner is not None
+        yield Rejected(loser.subject, _outranked(loser, winner))
 
 
 def _kernel(family: Family, variant: Variant) -> Kernel:
@@ -352,10 +180,6 @@ def _kernel(family: Family, variant: Variant) -> Kernel:
 
 
 # --- Words ------------------------------------------------------------------------------------
-
-
-def _not_asked(backend: Backend) -> str:
-    return f"backend={backend!r} was asked for"
 
 
 def _outranked(loser: Candidate, winner: Candidate) -> str:

@@ -137,11 +137,12 @@ def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
 class Parts:
     """An archive taken apart, to be changed and put together with the digests that belong to it.
 
-    ``sections`` are the documents, by how their variants begin; ``code`` is the chunks.
+    ``sections`` and ``tunings`` are the documents, by how their variants begin; ``code`` is the chunks.
     """
 
     manifest: dict[str, Any]
     sections: dict[str, Any]
+    tunings: dict[str, Any]
     code: bytes
 
     HEADER = struct.Struct("<8sQ32s")
@@ -150,11 +151,14 @@ class Parts:
     def of(cls, content: bytes) -> Parts:
         end = cls.HEADER.size + cls.HEADER.unpack_from(content)[1]
         manifest, rest = json.loads(content[cls.HEADER.size : end]), content[end:]
-        sections = {
-            place["of"]: json.loads(rest[place["offset"] :][: place["size"]])
-            for place in manifest["sections"]
-        }
-        return cls(manifest, sections, rest[: manifest["sections"][0]["offset"]])
+        sections, tunings = (
+            {
+                place["of"]: json.loads(rest[place["offset"] :][: place["size"]])
+                for place in manifest[name]
+            }
+            for name in ("sections", "tunings")
+        )
+        return cls(manifest, sections, tunings, rest[: manifest["sections"][0]["offset"]])
 
     @classmethod
     def flipped(cls, content: bytes, number: int = -1) -> bytes:
@@ -172,13 +176,17 @@ class Parts:
 
     def together(self, **changed: bytes) -> bytes:
         """The file. ``changed`` is JSON to stand for a section, if its kernel's name is the keyword."""
-        rest, places = self.code, []
-        for of, document in self.sections.items():
-            text = changed.get(of.split(".")[1].split(":")[0], json.dumps(document).encode())
-            place = {"offset": len(rest), "size": len(text), "sha256": digest(text)}
-            places.append({"of": of, **place})
-            rest += text
-        return self.sealed(json.dumps({**self.manifest, "sections": places}).encode(), rest)
+        rest, listed = self.code, dict[str, list[dict[str, Any]]]()
+        for name, documents in (("sections", self.sections), ("tunings", self.tunings)):
+            listed[name] = []
+            for of, document in documents.items():
+                text = json.dumps(document).encode()
+                if name == "sections":
+                    text = changed.get(of.split(".")[1].split(":")[0], text)
+                place = {"offset": len(rest), "size": len(text), "sha256": digest(text)}
+                listed[name].append({"of": of, **place})
+                rest += text
+        return self.sealed(json.dumps({**self.manifest, **listed}).encode(), rest)
 
     @classmethod
     def sealed(cls, manifest: bytes, rest: bytes, length: int | None = None) -> bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, watched
-from scan_registry.kernels.tables import FOLDER, Table
+from scan_registry.kernels.tables import FOLDER, Table, forget_reduced
 from scan_registry.tuner.engine import Tuned
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +34,7 @@ def save(folder: Path, arch: str, tuned: list[Tuned]) -> list[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
         partial.write_text(table.with_newer(newer).text())
+        forget_reduced(folder / name)
         partial.replace(path)
         written.append(path)
     return written

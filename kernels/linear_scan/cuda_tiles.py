@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 from scan_registry.kernels.linear_scan import registers, space, streams
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
@@ -21,6 +22,12 @@ def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
         widths = (32, registers.NARROW)
         return [{"warps": 8, "lanes": lanes, "vector": 1, "steps": 8} for lanes in widths]
     return list(_walk_and_cut(direction, dtype, access))
+
+
+@cache
+def _streamed_rows(direction: Direction, dtype: str) -> Sequence[Tile]:
+    """The same for every access; a first call asks for two."""
+    return tuple(streams.time_last(direction, dtype))
 
 
 def _ragged_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -53,7 +60,7 @@ def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
     if layout == "time_last":
         if access == "generic":
             return space.cuda_time_last(dtype)
-        tiles = list(streams.time_last(direction, dtype))
+        tiles = _streamed_rows(direction, dtype)
         if access == RAGGED or ITEM_SIZE[dtype] == 8:
             return tiles
         return [*tiles, *({"warps": warps, "rows": 1, "steps": 2} for warps in (2, 4, 8))]

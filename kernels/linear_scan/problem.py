@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Literal
 
 from scan_registry.frozen import dataclass
@@ -115,13 +116,17 @@ class LinearScanProblem:
     def scalars(self, pace: int = 0) -> dict[str, int]:
         """Every integer parameter of the kernels, by name. ``pace`` is one more than the tiles by which a block may
         be ahead of others, and 0 if blocks do not keep in step."""
+        return {**self._scalars, "flags": self._scalars["flags"] + 4 * pace}
+
+    @cached_property
+    def _scalars(self) -> dict[str, int]:
         values = {
             "outer": self.outer,
             "batch": self.batch,
             "channels": self.channels,
             "time": self.time,
             "sequences": self.sequences,
-            "flags": int(self.reverse) + 2 * int(self.sums) + 4 * pace,
+            "flags": int(self.reverse) + 2 * int(self.sums),
         }
         for name, strides in zip(STRIDED[self.direction], self.strides, strict=True):
             for dimension, stride in zip(DIMENSIONS, vars(strides).values(), strict=True):

@@ -32,6 +32,11 @@ class StreamProblem:
         return FAMILY_NAME
 
     @property
+    def dtype(self) -> str:
+        """Of what is counted; the bytes may be anything's."""
+        return "float32"
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The kernel's names of what is read."""
         return _INPUTS[: self.reads]

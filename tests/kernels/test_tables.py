@@ -19,6 +19,8 @@ from scan_registry.kernels.tables import (
     Table,
     Timing,
     chosen_labels,
+    forget_reduced,
+    leave_reduced,
     shipped,
     tables,
 )
@@ -55,6 +57,19 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
     assert (tuning.arch, tuning.date) == ("sm_90", "2026-02-01")
     assert shipped(tmp_path / "a_family", "a_family.other:cuda") == ()
     assert tables(tmp_path / "b_family") == ()
+
+
+def test_what_a_build_leaves_is_read_instead_of_the_tables(tmp_path: Path) -> None:
+    folder, head = tmp_path / "a_family", HEAD
+    path = written(tmp_path, a_table(measured(8, a=1.0, b=2.0)))
+    found = shipped(folder, head)
+    leave_reduced(folder, head, found)
+    path.write_text("not read")
+    shipped.cache_clear()
+    assert shipped(folder, head) == found
+    forget_reduced(folder)
+    with pytest.raises(ValueError, match=r"sm90\.json"):
+        shipped(folder, head)
 
 
 def test_what_labels_have_in_common_with_the_kind_is_written_once(tmp_path: Path) -> None:

@@ -126,8 +126,28 @@ def test_a_section_is_read_when_it_is_needed(archive_factory: Factory) -> None:
     opened = Archive(path)
     (entry,) = opened.of("linear_scan", kernels[0].name)
     assert opened.read(entry.binary)
-    with pytest.raises(ArchiveError, match=f"the section linear_scan.{kernels[1].name}:cuda has"):
+    damaged = f"the section linear_scan.{kernels[1].name}:cuda:dtype=float32 has"
+    with pytest.raises(ArchiveError, match=damaged):
         opened.of("linear_scan", kernels[1].name)
+
+
+def test_a_dtype_is_read_when_it_is_needed(archive_factory: Factory) -> None:
+    kernel = FAMILY.kernel("time_last_forward", "cuda")
+    wanted = [v for v in kernel.variants if v.text("dtype") in ("float32", "bfloat16")]
+    path = archive_factory("sm90", variants=wanted).path
+    whole = Archive(path)
+    for dtype in ("float32", "bfloat16"):
+        expected = tuple(str(v) for v in wanted if v.text("dtype") == dtype)
+        found = whole.of("linear_scan", kernel.name, "cuda", dtype)
+        assert tuple(entry.text for entry in found) == expected
+    assert whole.of("linear_scan", kernel.name, "triton", "float32") == ()
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+    opened = Archive(path)
+    assert opened.of("linear_scan", kernel.name, "cuda", "float32")
+    with pytest.raises(ArchiveError, match="dtype=bfloat16 has SHA-256"):
+        opened.of("linear_scan", kernel.name, "cuda", "bfloat16")
 
 
 def test_an_edited_manifest_shows_both_digests(
@@ -159,7 +179,7 @@ def test_an_edited_binary_shows_both_digests_and_its_name(
 def test_wrong_magic(archive_factory: Factory) -> None:
     path = archive_factory("sm90").path
     path.write_bytes(b"SCANREG\x01" + path.read_bytes()[8:])
-    refused(path, r"SCANREG\x01", r"SCANREG\x03")
+    refused(path, r"SCANREG\x01", r"SCANREG\x04")
 
 
 def test_wrong_name(archive_factory: Factory) -> None:
@@ -305,9 +325,10 @@ def test_every_field_of_an_entry_is_required(archive_factory: Factory, archive_p
 @pytest.mark.parametrize(
     ("of", "variant"),
     [
-        ("linear_scan.x:cuda", "linear_scan.x:cuda:warps=01"),
-        ("linear_scan.x", "linear_scan.x:cuda:warps=1"),
-        ("linear_scan.x:cuda:warps=1", "linear_scan.x:cuda:warps=1,steps=2"),
+        ("linear_scan.x:cuda:warps=01", "linear_scan.x:cuda:warps=01"),
+        ("linear_scan.x:cuda", "linear_scan.x:cuda:warps=1"),
+        ("linear_scan.x:cuda:warps=1", "linear_scan.x:cuda:warps=16"),
+        ("linear_scan.x:cuda:warps=1,steps=2", "linear_scan.x:cuda:warps=1,steps=2"),
     ],
 )
 def test_variants_and_sections_are_named_in_one_way(
@@ -443,7 +464,7 @@ def test_binaries_round_trip_through_json(a_binary: Make) -> None:
 # --- Tunings ----------------------------------------------------------------------------------
 
 
-def test_a_section_holds_its_kernels_tunings(tmp_path: Path, a_binary: Make) -> None:
+def test_tunings_go_by_their_kernel(tmp_path: Path, a_binary: Make) -> None:
     variants = [FAMILY.kernels[0].variants[0], FAMILY.kernels[1].variants[0]]
     tunings = (
         Tuning.of("sm_90", "x", "d", {"k": [Row({"time": 8}, {"a": 1.0})]}),
@@ -479,7 +500,26 @@ def test_what_is_fastest_most_often_is_read_first(tmp_path: Path, a_binary: Make
     assert found.binaries == tuple(binary for binary, _ in held)
     assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
     places = [entry.place for entry in found.of("linear_scan", kernel.name)]
-    assert places == [(0, 150), (0, 100), (0, 50), (0, 0)]
+    # What is the fastest nowhere is in a chunk of its own.
+    assert places == [(1, 0), (0, 100), (0, 50), (0, 0)]
+
+
+def test_what_is_fastest_on_this_architecture_is_in_small_chunks(
+    tmp_path: Path, a_binary: Make
+) -> None:
+    kernel, half = FAMILY.kernels[0], chunks.SMALL // 2
+    held = [a_binary(v, content=bytes([i]) * half) for i, v in enumerate(kernel.variants[:6])]
+    rows = [
+        Row({"time": time}, {kernel.label(binary.variant): 1.0})
+        for time, (binary, _) in enumerate(held[:4], 1)
+    ]
+    for arch, expected in (("sm_90", [0, 0, 1, 1, 2, 2]), ("sm_80", [0] * 6)):
+        path, tuning = tmp_path / "sm90.scanreg", Tuning.of(arch, "x", "d", {"k": rows})
+        archive.write(path, SM90, held, ORIGIN, {kernel.head: [tuning]})
+        found = Archive(path)
+        entries = found.of("linear_scan", kernel.name)
+        assert [entry.place[0] for entry in entries] == expected
+        assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
 
 
 @pytest.mark.parametrize("tunings", [3, "x", [3], [{}], {"arch": 1}])
@@ -490,7 +530,11 @@ def test_tunings_that_are_none(
     archive.write(path, Target.parse("sm90"), [held], ORIGIN)
     parts = archive_parts.of(path.read_bytes())
     head = held[0].variant.head
-    parts.sections[head]["tunings"] = tunings
+    parts.tunings[head] = tunings
     path.write_bytes(parts.together())
-    with pytest.raises(ArchiveError, match=r"sm90\.scanreg: the section"):
+    with pytest.raises(ArchiveError, match=r"sm90\.scanreg: the tunings of linear_scan\."):
+        Archive(path).tunings(head)
+    parts.manifest["tunings"] = tunings
+    path.write_bytes(parts.sealed(json.dumps(parts.manifest).encode(), b""))
+    with pytest.raises(ArchiveError, match=r"sm90\.scanreg: the manifest"):
         Archive(path).tunings(head)

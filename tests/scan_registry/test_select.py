@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scan_registry import offers as offering
+from scan_registry import select as select_module
 from scan_registry.archive import Archive, Binary, Entry, digest
 from scan_registry.device import Device
 from scan_registry.fit import Rung, Toolchain
@@ -68,10 +70,21 @@ def in_memory(arch: str, binaries: Iterable[Binary], provider: str = "scan-regis
     return archive
 
 
+def facts(binary: Binary) -> tuple[str, ...]:
+    variant = binary.variant
+    return variant.family, variant.kernel, variant.language, variant.text("dtype")
+
+
 class InMemory(Archive):
-    def of(self, family: str, kernel: str) -> tuple[Entry, ...]:
-        key = family, kernel
-        held = (b for b in self.binaries if (b.variant.family, b.variant.kernel) == key)
+    def of(
+        self, family: str, kernel: str, language: str | None = None, dtype: str | None = None
+    ) -> tuple[Entry, ...]:
+        wanted = family, kernel, language, dtype
+        held = (
+            b
+            for b in self.binaries
+            if all(w in (None, f) for w, f in zip(wanted, facts(b), strict=True))
+        )
         records = (json.loads(json.dumps({**b.to_json(), "chunk": 0, "offset": 0})) for b in held)
         return tuple(Entry(record, str(self.path)) for record in records)
 
@@ -339,7 +352,7 @@ def test_an_entry_that_names_no_variant(
     path = archive_factory("sm90", variants=CUDA[:1]).path
     parts = archive_parts.of(path.read_bytes())
     (document,) = parts.sections.values()
-    document["binaries"][0]["variant"] = f"linear_scan.{KERNEL}:cuda:bad"
+    document["binaries"][0]["variant"] = f"{CUDA[0].stem},bad"
     path.write_bytes(parts.together())
     decision = decide(a_device(), [Archive(path)])
     assert decision.taken().rung is Rung.REFERENCE
@@ -925,6 +938,15 @@ def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> 
             assert winner.archive is not None
             assert winner.binary in winner.archive.binaries
         assert (decision.launch() is None) == (winner.rung is Rung.REFERENCE)
+    every = [
+        offering.checked(decision, each)
+        for language in offering.LANGUAGES
+        for each in offering.offers(decision, language, all_dtypes=True)
+        if isinstance(each, offering.Offer)
+    ]
+    found = [outcome for outcome in every if isinstance(outcome, Candidate)]
+    if winner is not None and winner.rung < Rung.REFERENCE:
+        assert winner == min(found, key=lambda candidate: candidate.order)
     accounted = [r.subject for r in decision.rejected] + ([winner.subject] if winner else [])
     assert sorted(accounted) == sorted(considered(system))
     assert all(loser.reason.strip() and not loser.damaged for loser in decision.rejected)
@@ -992,6 +1014,29 @@ def test_the_nearest_row_decides(a_binary: Make, a_device: Describe) -> None:
     assert untold.winner is not None
     assert (untold.winner.tuned, untold.winner.ms) == (None, None)
     assert "the spec prefers" in json.dumps([asdict(loser) for loser in untold.rejected])
+
+
+def test_those_that_rank_after_the_winner_are_looked_at_when_somebody_asks(
+    a_binary: Make, a_device: Describe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first call has no time for them."""
+    slow, *_, liked = aligned()
+    tuning = a_tuning(rows=[(1024, {slow: 0.1, liked: 0.2})])
+    archive = tuned_archive("sm90", [a_binary(v)[0] for v in CUDA], tuning)
+    seen: list[str] = []
+    real = select_module.checked
+    monkeypatch.setattr(
+        select_module, "checked", lambda asked, each: seen.append(each.text) or real(asked, each)
+    )
+    decision = decide(a_device(), [archive])
+    assert variant_of(decision.winner) == slow
+    assert seen == [str(slow)]
+    best = binary_of(decision.winner).sha256
+    second = decide(a_device(), [archive], denied={best: "denied: it races"})
+    assert variant_of(second.winner) == liked
+    assert seen[1:] == [str(slow), str(liked)]
+    assert told(second, str(slow)) == "denied: it races"
+    assert len(decision.rejected) == len(CUDA)  # the others and the reference
 
 
 def test_a_row_for_another_architecture(a_binary: Make, a_device: Describe) -> None:
