@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import replace
 from functools import cache
+from glob import escape, glob
 from pathlib import Path
 
 from scan_registry import distributions
@@ -27,7 +28,8 @@ _PORTABLE = Target((8, 0), "compute")
 _LIKE_80 = (86, 89, 90)
 _ASKS = "__CUDA_ARCH"
 
-_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+#: Not anchored to a line's start, which takes ten times as long to look for.
+_INCLUDE = re.compile(r'#include\s+"([^"]+)"')
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,15 @@ class _Library:
 
 def _packaged(folder: Path) -> Iterator[_Library]:
     """Those in one ``nvidia`` folder of this environment."""
-    for file in folder.glob("*/lib/libnvrtc.so.*"):
-        major = file.name.rpartition(".")[2]
+    for file in glob(f"{escape(str(folder))}/*/lib/libnvrtc.so.*"):
+        major = file.rpartition(".")[2]
         for package in (f"nvidia-cuda-nvrtc-cu{major}", "nvidia-cuda-nvrtc"):
             version = distributions.version(package)
             if version is not None and version.split(".")[0] == major:
-                yield _Library(str(file), version)
+                yield _Library(file, version)
                 break
         else:
-            yield _Library(str(file))
+            yield _Library(file)
 
 
 @cache

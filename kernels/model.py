@@ -94,7 +94,7 @@ class Space:
     """
 
     kinds: tuple[Pins, ...]
-    tiles: Callable[[Pins], tuple[Pins, ...]]
+    tiles: Callable[[Pins], Iterable[Pins]]
 
     def __iter__(self) -> Iterator[Pins]:
         return ((*kind, *tile) for kind in self.kinds for tile in self.tiles(kind))
@@ -105,9 +105,16 @@ class Space:
         return Space(tuple(kinds), self.tiles)
 
     def __contains__(self, statics: Pins) -> bool:
-        """Looks at one kind alone: a first call has no time for all of them."""
+        """Looks at one kind alone, and the first time no further than the tile: a first call asks once, and has
+        no time for all of them."""
         kind = self.kind_of(statics)
-        return kind is not None and statics[len(kind) :] in self._tiles(kind)
+        if kind is None:
+            return False
+        tile = statics[len(kind) :]
+        if kind not in self._asked:
+            self._asked.add(kind)
+            return any(tile == each for each in self.tiles(kind))
+        return tile in self._tiles(kind)
 
     def kind_of(self, statics: Pins) -> Pins | None:
         """The kind that the pinnings begin with."""
@@ -130,6 +137,10 @@ class Space:
     @cached_property
     def _known(self) -> dict[Pins, frozenset[Pins]]:
         return {}
+
+    @cached_property
+    def _asked(self) -> set[Pins]:
+        return set()
 
 
 @dataclass(frozen=True)
@@ -284,7 +295,9 @@ class Kernel:
         return self._label(variant.statics)
 
     def _label(self, statics: Pins) -> str:
-        return pinned(tuple(pin for pin in statics if pin[0] not in self.given))
+        if self.given:
+            statics = tuple(pin for pin in statics if pin[0] not in self.given)
+        return pinned(statics)
 
     def label_in(self, text: str) -> str:
         """The same of what a variant prints as."""

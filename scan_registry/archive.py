@@ -245,10 +245,11 @@ class Archive:
     ) -> tuple[Entry, ...]:
         """The entries of one kernel's variants, of all languages and dtypes unless one is given; the others
         remain unread."""
+        prefix = f"{family}.{kernel}:{language}:" if language else f"{family}.{kernel}:"
         return tuple(
             entry
-            for section in self._documents("sections", f"{family}.{kernel}:")
-            if language in (None, section.language) and dtype in (None, section.dtype or dtype)
+            for section in self._documents("sections", prefix)
+            if dtype in (None, section.dtype or dtype)
             for entry in self._content(section).entries
         )
 
@@ -263,13 +264,12 @@ class Archive:
         if not isinstance(listed, list):
             raise ArchiveError(f"{self.path}: the manifest lists no {name}")
         try:
-            texts = [read_text("of", dict(record).get("of")) for record in listed]
             return tuple(
                 Document.read(record)
-                for of, record in zip(texts, listed, strict=True)
-                if f"{of}:".startswith(prefix)
+                for record in listed
+                if f"{read_text('of', record['of'])}:".startswith(prefix)
             )
-        except (TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ArchiveError(f"{self.path}: the manifest's {name}: {error}") from error
 
     def _content(self, section: Document) -> Content:

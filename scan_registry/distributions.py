@@ -65,7 +65,7 @@ def _listed(path: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
             names = os.listdir(place)
         except OSError:
             continue  # no folder, or not there: the import system passes over it, too
-        found += ((place, name) for name in sorted(names) if name.endswith(_SUFFIX))
+        found += ((place, n) for n in sorted(n for n in names if n.endswith(_SUFFIX)))
     return tuple(found)
 
 
@@ -84,10 +84,13 @@ def _distribution(place: str, entry: str) -> Distribution:
 
 
 def _entry_points(folder: str) -> bytes:
+    path = f"{folder}/entry_points.txt"
+    if not os.access(path, os.R_OK):
+        return b""  # most have none, and to ask takes less time than an exception
     try:
-        handle = os.open(f"{folder}/entry_points.txt", os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return b""  # most have none
+        return b""
     try:
         parts = []
         while part := os.read(handle, 1 << 16):

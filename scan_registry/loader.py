@@ -108,9 +108,11 @@ def decide(
     """The decision for a problem. No more of the ladder is looked at than it takes to find the winner:
     nearly always, that is one archive."""
     for reach in (Rung.EXACT, Rung.PTX):
-        decision = select(system(ordinal, reach, pinned), family, problem, backend, lowest)
-        if decision.winner and decision.winner.rung <= reach:
-            return decision
+        there = system(ordinal, reach, pinned)
+        if there.every_archive:
+            decision = select(there, family, problem, backend, lowest)
+            if decision.winner and decision.winner.rung <= reach:
+                return decision
     return select(system(ordinal, pinned=pinned), family, problem, backend, lowest)
 
 

@@ -125,11 +125,6 @@ class Document:
         )
 
     @property
-    def language(self) -> str:
-        """Of a section."""
-        return self.of.split(":")[1]
-
-    @property
     def dtype(self) -> str | None:
         """Of a section, unless its kernel has none."""
         name, _, value = self.of.rpartition(":")[2].partition("=")

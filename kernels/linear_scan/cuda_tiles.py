@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 from scan_registry.kernels.linear_scan import registers, space, streams
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
@@ -22,12 +21,6 @@ def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
         widths = (32, registers.NARROW)
         return [{"warps": 8, "lanes": lanes, "vector": 1, "steps": 8} for lanes in widths]
     return list(_walk_and_cut(direction, dtype, access))
-
-
-@cache
-def _streamed_rows(direction: Direction, dtype: str) -> Sequence[Tile]:
-    """The same for every access; a first call asks for two."""
-    return tuple(streams.time_last(direction, dtype))
 
 
 def _ragged_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -55,15 +48,14 @@ def _walk_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Til
         yield from streams.resident(direction, dtype, cut | {"stages": 3, "ahead": 1}, 1)
 
 
-def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
+def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
     """What tuning may choose from."""
-    if layout == "time_last":
-        if access == "generic":
-            return space.cuda_time_last(dtype)
-        tiles = _streamed_rows(direction, dtype)
-        if access == RAGGED or ITEM_SIZE[dtype] == 8:
-            return tiles
-        return [*tiles, *({"warps": warps, "rows": 1, "steps": 2} for warps in (2, 4, 8))]
     if access == "generic":
-        return space.cuda_channel_last(dtype)
-    return list(streams.channel_last(direction, dtype, access))
+        of_dtype = space.cuda_time_last if layout == "time_last" else space.cuda_channel_last
+        yield from of_dtype(dtype)
+    elif layout == "channel_last":
+        yield from streams.channel_last(direction, dtype, access)
+    else:
+        if access != RAGGED and ITEM_SIZE[dtype] < 8:
+            yield from ({"warps": warps, "rows": 1, "steps": 2} for warps in (2, 4, 8))
+        yield from streams.time_last(direction, dtype)

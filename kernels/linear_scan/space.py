@@ -6,7 +6,7 @@ not fit a GPU's registers or spills is found out by compiling, and is not taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,7 +29,7 @@ RAGGED = "ragged"
 #: Static parameters beside dtypes and access.
 Tile: TypeAlias = Mapping[str, Static]
 #: Dtype and access to tiles.
-Tiles: TypeAlias = Callable[[str, str], Sequence[Tile]]
+Tiles: TypeAlias = Callable[[str, str], Iterable[Tile]]
 
 #: Tiles along a scan of four times its length that are no waste of time to try.
 _MOST_TILES = 1 << 18
@@ -53,9 +53,9 @@ def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES) -> Space:
         *((dtype, gates, "generic") for dtype, gates in MIXED),
     ]
 
-    def of(kind: Pins) -> tuple[Pins, ...]:
+    def of(kind: Pins) -> Iterator[Pins]:
         (_, dtype), _, (_, access) = kind
-        return tuple(tuple(tile.items()) for tile in tiles(str(dtype), str(access)))
+        return (tuple(tile.items()) for tile in tiles(str(dtype), str(access)))
 
     return Space(tuple((("dtype", d), ("gates", g), ("access", a)) for d, g, a in kinds), of)
 

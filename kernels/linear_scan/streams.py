@@ -101,27 +101,29 @@ def resident(
 
 def _shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     """Bytes of a block's ring."""
-    number = {name: int(value) for name, value in tile.items()}
     inputs = 2 if direction == "forward" else 3
-    if "pieces" in number:
-        pieces = inputs * 32 * number["pieces"]
+    ring = int(tile["stages"]) * int(tile["warps"])
+    if "pieces" in tile:
+        pieces = inputs * 32 * int(tile["pieces"])
         if direction == "backward":  # of the states one more a row
-            pieces += max(8, 32 // number["lanes"])  # in whole rows of banks
-        return 16 * number["stages"] * number["warps"] * number["rows"] * pieces
-    warp = 32 * number["vector"] * number["steps"] * ITEM_SIZE[dtype]
-    if "across" in number:
-        groups = 32 // number["across"]
+            pieces += max(8, 32 // int(tile["lanes"]))  # in whole rows of banks
+        return 16 * ring * int(tile["rows"]) * pieces
+    warp = 32 * int(tile["vector"]) * int(tile["steps"]) * ITEM_SIZE[dtype]
+    if "across" in tile:
+        groups = 32 // int(tile["across"])
         if access == RAGGED:  # one more piece a row
-            warp += 16 * groups * number["steps"]
+            warp += 16 * groups * int(tile["steps"])
         if ITEM_SIZE[dtype] < 8:  # between groups
             warp += 64 * (groups - 1)
-    return number["stages"] * inputs * number["warps"] * warp
+    return ring * inputs * warp
 
 
 def _meeting(dtype: str, tile: Tile) -> int:
     """Bytes, at most, that the warps of a block need to meet where columns are cut: in each turn a map and a
     state for each scan of a walking warp, and for each scan four maps and a state with its rest."""
-    turns = int(tile.get("ahead", 0)) + 1
+    if "ahead" not in tile:
+        return 0
+    turns = int(tile["ahead"]) + 1
     numbers = _side_by_side(tile) * (4 * _walkers(tile) + 4 * 3 + 2)
     return turns * numbers * max(4, ITEM_SIZE[dtype])
 
@@ -132,9 +134,7 @@ def _walkers(tile: Tile) -> int:
 
 
 def _side_by_side(tile: Tile) -> int:
-    """Scans of a warp where columns are cut; none where they are not."""
-    if "ahead" not in tile:
-        return 0
+    """Scans of a warp, where columns are cut."""
     return 1 if "pieces" in tile else int(tile["lanes"]) * int(tile["vector"])
 
 

@@ -73,7 +73,7 @@ _KERNEL = Kernel(
         tuple((("dtype", "float32"), ("reads", r), ("writes", w)) for r, w in PATTERNS),
         lambda kind: tuple(
             (("warps", 8), ("unroll", unroll), ("streaming", streaming))
-            for unroll, streaming in product((1, 4), (0, 1))
+            for unroll, streaming in product((1, 4), (0, 1, 2, 3))
         ),
     ),
     constants=lambda variant: {
