@@ -90,8 +90,7 @@ def write(
         end += len(part)
         return {"offset": end - len(part), "size": len(part)}
 
-    found: list[tuple[str, list[tuple[str, Any]]]] = [("sections", []), ("tunings", [])]
-    sections, tuned = (documents for _, documents in found)
+    sections, tuned = list[tuple[str, Any]](), list[tuple[str, Any]]()
     for head, group in _grouped(binaries, lambda pair: pair[0].variant.head):
         own = (tunings or {}).get(head, ())
         records, contents = _in_chunks(group, own, arch)
@@ -102,8 +101,8 @@ def write(
             sections.append((stem, document([record for _, record in alike], places)))
         if own:
             tuned.append((head, [asdict(tuning) for tuning in own]))
-    listed: dict[str, Any] = {}
-    for name, documents in found:
+    listed = dict[str, list[dict[str, Any]]]()
+    for name, documents in (("sections", sections), ("tunings", tuned)):
         texts = [(of, _dumped(each)) for of, each in documents]
         listed[name] = [{"of": of, "sha256": digest(text), **place(text)} for of, text in texts]
     manifest = _dumped({"schema": SCHEMA, "arch": str(arch), **provenance, **listed})

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scan_registry.kernels import families
+from scan_registry.kernels import tables as table_module
+from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.tables import (
     EQUAL,
     Measured,
@@ -70,6 +72,20 @@ def test_what_a_build_leaves_is_read_instead_of_the_tables(tmp_path: Path) -> No
     forget_reduced(folder)
     with pytest.raises(ValueError, match=r"sm90\.json"):
         shipped(folder, head)
+
+
+def test_what_is_installed_for_the_jit_is_what_the_tables_reduce_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tuned = [kernel for kernel in FAMILY.kernels if kernel.shape is not None]
+    left = [kernel.tunings() for kernel in tuned]
+    assert any(left)
+    monkeypatch.setattr(table_module, "_reduced_file", lambda *_: tmp_path / "none.json")
+    shipped.cache_clear()
+    try:
+        assert [kernel.tunings() for kernel in tuned] == left
+    finally:
+        shipped.cache_clear()
 
 
 def test_what_labels_have_in_common_with_the_kind_is_written_once(tmp_path: Path) -> None:
