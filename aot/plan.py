@@ -65,7 +65,7 @@ def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
         else:
             borrowed |= _borrowed(kernel, tuning, arch.is_ptx)
     for variant in kernel.variants:
-        if not kernel.serves(variant, arch.capability):
+        if not kernel.serves(variant.statics, arch):
             continue
         label = kernel.label(variant)
         if str(variant) in kernel.by_text or label in own:

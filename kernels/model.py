@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from scan_registry.frozen import dataclass
 from scan_registry.kernels.tuning import Shape, Source
+from scan_registry.target import Target
 
 Language = Literal["cuda", "triton"]
 Static: TypeAlias = str | int
@@ -99,10 +100,9 @@ class Space:
     def __iter__(self) -> Iterator[Pins]:
         return ((*kind, *tile) for kind in self.kinds for tile in self.tiles(kind))
 
-    def of(self, dtype: str) -> Space:
-        """Those of one dtype, if their kinds tell it."""
-        kinds = (kind for kind in self.kinds if dict(kind).get("dtype", dtype) == dtype)
-        return Space(tuple(kinds), self.tiles)
+    def of(self, kept: Callable[[Pins], bool]) -> Space:
+        """Those whose kind is kept."""
+        return Space(tuple(filter(kept, self.kinds)), self.tiles)
 
     def __contains__(self, statics: Pins) -> bool:
         """Looks at one kind alone, and the first time no further than the tile: a first call asks once, and has
@@ -117,7 +117,7 @@ class Space:
         return tile in self._tiles(kind)
 
     def kind_of(self, statics: Pins) -> Pins | None:
-        """The kind that the pinnings begin with."""
+        """The kind that the pinnings begin with; the longest, where a kind begins with another."""
         starts = (statics[:length] for length in self._lengths)
         return next((start for start in starts if start in self._kinds), None)
 
@@ -127,7 +127,7 @@ class Space:
 
     @cached_property
     def _lengths(self) -> tuple[int, ...]:
-        return tuple({len(kind) for kind in self.kinds})
+        return tuple(sorted({len(kind) for kind in self.kinds}, reverse=True))
 
     def _tiles(self, kind: Pins) -> frozenset[Pins]:
         if kind not in self._known:
@@ -194,7 +194,8 @@ class Kernel:
                  found in no time; one of the reasons of ``accepts``
     crowds       variant, problem, multiprocessors of the GPU -> None, or why they are too few: for
                  kernels whose blocks wait for each other
-    serves       variant, compute capability -> whether it is compiled for that, ahead of time or here
+    serves       static parameters, target -> whether it is compiled for that, ahead of time or here; of those of a
+                 kind, whether any such variant is
     cost         variant, problem -> smaller is better, among variants that accept
     launch       variant, problem, multiprocessors of the GPU -> grid, scalars, workspace
     shared       variant -> bytes of dynamic shared memory per block (CUDA)
@@ -224,7 +225,7 @@ class Kernel:
     differs: Callable[[Variant, Any], str | None] = lambda variant, problem: None
     shared: Callable[[Variant], int] = lambda variant: 0
     crowds: Callable[[Variant, Any, int], str | None] = lambda variant, problem, count: None
-    serves: Callable[[Variant, tuple[int, int]], bool] = lambda variant, capability: True
+    serves: Callable[[Pins, Target], bool] = lambda statics, target: True
     may_spill: frozenset[Variant] = field(default_factory=frozenset)
     space: Space | None = None
     shape: Callable[[Any], Shape] | None = None
@@ -247,15 +248,19 @@ class Kernel:
         """What wheels hold: the defaults, and what a table names. Reads the tables."""
         return self._held(self.defaults, self.space)
 
-    def held(self, dtype: str) -> tuple[Variant, ...]:
-        """Of ``variants`` those of one dtype, without a look at the others."""
-        if dtype not in self._known:
-            space = self.space and self.space.of(dtype)
-            self._known[dtype] = self._held(self.defaults.of(dtype), space)
-        return self._known[dtype]
+    def held(self, dtype: str, target: Target) -> tuple[Variant, ...]:
+        """Of ``variants`` those of one dtype for one target, without a look at most of the others."""
+
+        def kept(kind: Pins) -> bool:
+            return dict(kind).get("dtype", dtype) == dtype and self.serves(kind, target)
+
+        if (dtype, target) not in self._known:
+            space = self.space and self.space.of(kept)
+            self._known[dtype, target] = self._held(self.defaults.of(kept), space)
+        return self._known[dtype, target]
 
     @cached_property
-    def _known(self) -> dict[str, tuple[Variant, ...]]:
+    def _known(self) -> dict[tuple[str, Target], tuple[Variant, ...]]:
         return {}
 
     def _held(self, defaults: Space, space: Space | None) -> tuple[Variant, ...]:
@@ -302,7 +307,7 @@ class Kernel:
     def label_in(self, text: str) -> str:
         """The same of what a variant prints as."""
         statics = text[len(self.head) + 1 :]
-        if not self.given:
+        if not any(f",{name}=" in statics for name in self.given):
             return statics
         pins = statics.split(",")
         return ",".join(pin for pin in pins if pin.partition("=")[0] not in self.given)

@@ -174,7 +174,7 @@ def offers(
     if isinstance(target, str):
         yield Rejected(f"{language} compiled here", target)
         return
-    for variant in _buildable(system, kernel, dtype) if kernel else ():
+    for variant in _buildable(system, kernel, dtype, target) if kernel else ():
         text = str(variant)
         ms = _ms(kernel, tuned, text)
         yield Offer(kernel, text, Rung.JIT, target, tuned, ms, variant)
@@ -227,12 +227,14 @@ def _compiled_for(toolchain: Toolchain | str, language: Language, device: Device
     return target
 
 
-def _buildable(system: System, kernel: Kernel, dtype: str | None) -> tuple[Variant, ...]:
+def _buildable(
+    system: System, kernel: Kernel, dtype: str | None, target: Target
+) -> tuple[Variant, ...]:
     """What may be compiled: what wheels hold, and anything that there can be if it is pinned."""
     pinned = system.pinned
     if pinned is not None and kernel.allows(pinned):
         return (pinned,)
-    return kernel.variants if dtype is None else kernel.held(dtype)
+    return kernel.variants if dtype is None else kernel.held(dtype, target)
 
 
 # --- Checking one -----------------------------------------------------------------------------
@@ -293,8 +295,8 @@ def _unsolved(
     if offer.made is None:
         if reason := kernel.mistakes(variant, problem):
             return reason
-    elif not kernel.serves(variant, offer.target.capability):
-        return f"it is not for compute capability {dotted(offer.target.capability)}"
+    elif not kernel.serves(variant.statics, offer.target):
+        return f"it is not for {offer.target}"
     count = device.multiprocessors
     if reason := kernel.accepts(variant, problem) or kernel.crowds(variant, problem, count):
         return reason

@@ -105,8 +105,8 @@ def a_binary() -> Callable[..., tuple[Binary, bytes]]:
 def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
     """Writes an archive for an arch into ``tmp_path`` and returns it, unread.
 
-    ``binaries`` defaults to one for each of ``variants``, and these to the defaults of all CUDA kernels
-    that an operator calls, which no tuning table changes.
+    ``binaries`` defaults to one for each of ``variants``, and these to the arch's defaults of all CUDA
+    kernels that an operator calls, which no tuning table changes.
     """
 
     def make(
@@ -124,6 +124,7 @@ def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
                 for kernel in family.kernels
                 if family.samples and kernel.language == "cuda"
                 for variant in kernel.by_text.values()
+                if kernel.serves(variant.statics, target)
             )
             binaries = [make_binary(variant, target) for variant in chosen]
         path = tmp_path / f"{target.label}{archive.SUFFIX}"

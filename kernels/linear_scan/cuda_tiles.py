@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from scan_registry.kernels.linear_scan import registers, space, streams
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
 from scan_registry.kernels.linear_scan.space import RAGGED, Tile
-from scan_registry.kernels.model import ITEM_SIZE
+from scan_registry.kernels.model import ITEM_SIZE, Pins
+from scan_registry.target import Target
 
 
 def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
@@ -46,6 +47,18 @@ def _walk_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Til
     if access == "aligned":
         cut = {"warps": 4, "lanes": max(2, each // 2), "vector": 16 // each, "steps": 4}
         yield from streams.resident(direction, dtype, cut | {"stages": 3, "ahead": 1}, 1)
+
+
+def one_way(layout: Layout) -> tuple[str, ...]:
+    """Accesses that read time as it lies, and turn it in registers for scans against it: two walks, of which a
+    driver is to compile one alone."""
+    return ("aligned", RAGGED) if layout == "time_last" else ()
+
+
+def serves(layout: Layout, statics: Pins, target: Target) -> bool:
+    """PTX has a variant for each way, and machine code one for both."""
+    pins = dict(statics)
+    return pins.get("access") not in one_way(layout) or target.is_ptx == ("reverse" in pins)
 
 
 def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iterator[Tile]:

@@ -6,7 +6,7 @@ not fit a GPU's registers or spills is found out by compiling, and is not taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,9 +41,9 @@ _BROADCAST = 16.0
 _TIME_OF_COLUMNS = 0.125
 
 
-def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES) -> Space:
+def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES, one_way: Collection[str] = ()) -> Space:
     """Variants of a forward or backward kernel, for every kind; mixed dtypes are generic, and so are wide ones
-    in ragged rows."""
+    in ragged rows. Of accesses ``one_way`` there are kinds for each way alone, too."""
     kinds = [
         *(
             (dtype, dtype, access)
@@ -54,10 +54,13 @@ def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES) -> Space:
     ]
 
     def of(kind: Pins) -> Iterator[Pins]:
-        (_, dtype), _, (_, access) = kind
+        (_, dtype), _, (_, access), *_ = kind
         return (tuple(tile.items()) for tile in tiles(str(dtype), str(access)))
 
-    return Space(tuple((("dtype", d), ("gates", g), ("access", a)) for d, g, a in kinds), of)
+    pins = [(("dtype", d), ("gates", g), ("access", a)) for d, g, a in kinds]
+    turned = [kind for kind in pins if kind[-1][1] in one_way]
+    pinned_way = [(*kind, ("reverse", way)) for kind, way in product(turned, (0, 1))]
+    return Space((*pins, *pinned_way), of)
 
 
 def reductions(tile: Tile) -> Space:
@@ -125,7 +128,11 @@ def tuned(
     )
 
     # Tuned tiles of few long scans take most of the memory of the GPU that they were tuned on.
-    spare = tuple(pinned(v.statics) for v in closer if "ahead" in dict(v.statics))
+    spare = tuple(
+        pinned(v.statics)
+        for v in closer
+        if "ahead" in dict(v.statics) and "reverse" not in dict(v.statics)
+    )
 
     def shape_of(problem: LinearScanProblem) -> Shape:
         return shape(closer, accepts, packs, problem)

@@ -100,6 +100,8 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
         return f"gates in {variant.text('gates')}, not {problem.gates_dtype}"
     if problem.sums and not streams.walks(variant):
         return "it does not sum the gradient of gates"
+    if dict(variant.statics).get("reverse", problem.reverse) != problem.reverse:
+        return "it scans the other way"
     return _rejects_access(variant.text("access"), problem)
 
 
@@ -183,7 +185,8 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
     accesses = (*space.ACCESSES, space.RAGGED)
-    defaults = scans(partial(cuda_tiles.usual, layout, direction), accesses)
+    one_way = cuda_tiles.one_way(layout)
+    defaults = scans(partial(cuda_tiles.usual, layout, direction), accesses, one_way)
     return Kernel(
         family=FAMILY_NAME,
         name=name,
@@ -200,8 +203,11 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         space=scans(
             partial(cuda_tiles.every, layout, direction),
             accesses if time_last else (*accesses, space.PACKED),
+            one_way,
         ),
         shared=partial(streams.shared, direction),
+        serves=partial(cuda_tiles.serves, layout),
+        given=frozenset({"reverse"}),
         differs=_rejects_static,
         **space.tuned(
             name,
@@ -305,9 +311,6 @@ def _triton_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
         return reason
     if variant.text("access") == "aligned" and not problem.whole_chunks(16):
         return "row length and strides are not multiples of 16 elements"
-    reverse = dict(variant.statics).get("reverse")
-    if reverse is not None and reverse != problem.reverse:
-        return "it scans the other way"
     return None
 
 

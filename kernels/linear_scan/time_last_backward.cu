@@ -221,7 +221,7 @@ __device__ __forceinline__ void scan_row(
 #endif
 
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
-// flags: 1 if x[t] follows from x[t+1].
+// flags: 1 if x[t] follows from x[t+1]. Where the build pins that, there is no code for the other way.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
@@ -234,6 +234,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
+#ifdef REVERSE
+    flags = REVERSE;
+#endif
 #if STAGES
     const Scans scans(batch, channels, time, {gates_batch, gates_channel});
     const Backward of{{gates, gates_batch, gates_channel},

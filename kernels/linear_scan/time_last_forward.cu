@@ -146,7 +146,8 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
 }
 #endif
 
-// initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1].
+// initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1]. Where the build pins
+// that, there is no code for the other way.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
@@ -156,6 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
+#ifdef REVERSE
+    flags = REVERSE;
+#endif
 #if STAGES
     const Scans scans(batch, channels, time, {gates_batch, gates_channel});
     const Forward of{{gates, gates_batch, gates_channel},

@@ -34,6 +34,7 @@ from scan_registry.kernels.rnn.problem import (
     Scope,
     stride_names,
 )
+from scan_registry.target import Target
 
 FAMILY_NAME = "rnn"
 FOLDER = Path(__file__).parent
@@ -208,13 +209,14 @@ def _fused_cost(direction: Direction, variant: Variant, problem: RnnProblem) -> 
     return rounds * step + members / 1000
 
 
-def _fused_serves(direction: Direction, variant: Variant, capability: tuple[int, int]) -> bool:
+def _fused_serves(direction: Direction, statics: Pins, target: Target) -> bool:
     """Clusters are known to be worth their bytes on 9.0, where forwards they take the place of wide
     blocks. One of several blocks cannot be before."""
-    if variant.number("cluster"):
-        return capability == (9, 0)
-    wide = variant.number("rows") == 4
-    return not (wide and direction == "forward" and capability == (9, 0))
+    pins = dict(statics)
+    if pins.get("cluster"):
+        return target.capability == (9, 0)
+    wide = pins.get("rows") == 4
+    return not (wide and direction == "forward" and target.capability == (9, 0))
 
 
 def _fused_kernel(direction: Direction) -> Kernel:

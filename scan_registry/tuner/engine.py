@@ -28,6 +28,7 @@ from scan_registry.kernels.linear_scan.cases import TOLERANCE
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import Measured, Run, Timing
 from scan_registry.select import select
+from scan_registry.target import Target
 from scan_registry.tuner.binaries import Obtained, obtain_all
 from scan_registry.tuner.problems import Posed
 
@@ -145,16 +146,21 @@ class Tuner:
         wanted: list[Variant] = []
         for kernel in {each.posed.kernel.head: each.posed.kernel for each in self.tuned}.values():
             named = set(labels.get(kernel.head, ()))
-            wanted += [v for v in kernel.every if kernel.label(v) in named]
+            made = (v for v in kernel.every if kernel.serves(v.statics, self._target))
+            wanted += [v for v in made if kernel.label(v) in named]
         self._obtain(wanted)
         return [self._binaries[variant] for variant in wanted if variant in self._binaries]
+
+    @property
+    def _target(self) -> Target:
+        return Target(self.device.capability)
 
     def _late(self, started: float) -> bool:
         return self.budget is not None and self.clock() - started > self.budget
 
     def _compile(self, group: Sequence[Posed]) -> None:
         head, kind = group[0].place
-        variants = dict.fromkeys(v for each in group for v in each.variants())
+        variants = dict.fromkeys(v for each in group for v in each.variants(self._target))
         started = self.clock()
         self._obtain(variants)
         ready = sum(variant in self._binaries for variant in variants)
@@ -195,7 +201,7 @@ class Tuner:
         device = self.place
         traffic = posed.case.traffic(posed.direction)
         sets = [posed.tensors(device) for _ in range(sets_of_inputs(traffic, device))]
-        asked = [v for v in posed.variants() if v in self._binaries]
+        asked = [v for v in posed.variants(self._target) if v in self._binaries]
         if chosen in self._binaries and chosen not in asked:
             asked.append(chosen)
         asked.sort(key=lambda variant: variant != chosen)  # it sets the standard

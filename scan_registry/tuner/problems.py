@@ -16,6 +16,7 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Family, Kernel, Variant
 from scan_registry.kernels.tuning import Shape
 from scan_registry.ops.problems import share
+from scan_registry.target import Target
 
 #: (batch, channels, time) and options: rows of every length, channels many and few, and what has
 #: kernels of its own: odd sizes, packed sequences, gates for each channel.
@@ -85,9 +86,11 @@ class Posed:
         """The kernel and the kind: problems of one have the same variants to choose from."""
         return self.kernel.head, self.shape.kind
 
-    def variants(self) -> tuple[Variant, ...]:
-        """Those that are worth a try, or where none is, all that accept the problem."""
-        taken = [v for v in self.kernel.every if self.kernel.accepts(v, self.problem) is None]
+    def variants(self, target: Target) -> tuple[Variant, ...]:
+        """Those of a target that are worth a try, or where none is, all that accept the problem."""
+        kernel = self.kernel
+        made = (v for v in kernel.every if kernel.serves(v.statics, target))
+        taken = [v for v in made if kernel.accepts(v, self.problem) is None]
         worthy = [v for v in taken if self.kernel.worth(v, self.problem)]
         return tuple(worthy or taken)
 

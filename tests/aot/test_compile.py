@@ -205,7 +205,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_architectures_share_changes_no_byte(kernel: Kernel, programs: list[str]) -> None:
     """Of one variant of each kernel in CUDA C++."""
     variant = next(
-        v for v in kernel.variants if all(kernel.serves(v, each.capability) for each in LIKE_80)
+        v for v in kernel.variants if all(kernel.serves(v.statics, each) for each in LIKE_80)
     )
     alone = [compile_variant(variant, target) for target in LIKE_80]
     programs.clear()

@@ -11,7 +11,7 @@ from scan_registry.aot import plan as planning
 from scan_registry.aot.plan import chosen_archs, plan
 from scan_registry.kernels import families
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.model import pinned
+from scan_registry.kernels.model import Kernel, pinned
 from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.target import RELEASED, Target
 
@@ -80,19 +80,24 @@ def test_a_plan_is_every_variant_for_every_arch_in_order() -> None:
     assert plan(()) == {}
 
 
+def spare_labels(kernel: Kernel) -> list[str]:
+    """What tunings may name beside the defaults."""
+    usual = {kernel.label(variant) for variant in kernel.by_text.values()}
+    return [each for each in dict.fromkeys(map(kernel.label, kernel.every)) if each not in usual]
+
+
 def test_what_tunings_name_is_optional_on_other_architectures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = FAMILY.kernels[0]
-    spares = [v for v in kernel.every if str(v) not in kernel.by_text][:2]
+    spares = spare_labels(kernel)[:2]
     tunings = tuple(
-        Tuning.of(arch, "x", "d", {"k": [Row({"time": 1}, {kernel.label(spare): 1.0})]})
+        Tuning.of(arch, "x", "d", {"k": [Row({"time": 1}, {spare: 1.0})]})
         for arch, spare in zip(("sm_80", "sm_90"), spares, strict=True)
     )
     tuned = replace(kernel, tunings=lambda: tunings)
     family = replace(FAMILY, kernels=(tuned,))
     monkeypatch.setattr(planning, "families", lambda: {family.name: family})
-    defaults = list(kernel.by_text.values())
     for arch, expected in (
         ("sm90", {spares[1]: False}),
         ("sm86", {spares[0]: True}),
@@ -100,9 +105,12 @@ def test_what_tunings_name_is_optional_on_other_architectures(
         ("ptx80", {spares[0]: True, spares[1]: True}),
     ):
         (jobs,) = plan([Target.parse(arch)]).values()
+        defaults = [
+            v for v in kernel.by_text.values() if kernel.serves(v.statics, Target.parse(arch))
+        ]
         assert [job.variant for job in jobs if not job.optional][: len(defaults)] == defaults
-        others = {job.variant: job.optional for job in jobs if job.variant not in defaults}
-        assert others == expected
+        others = [job for job in jobs if job.variant not in defaults]
+        assert {kernel.label(job.variant): job.optional for job in others} == expected
 
 
 def test_other_architectures_take_over_what_several_problems_ask_for(
@@ -112,27 +120,26 @@ def test_other_architectures_take_over_what_several_problems_ask_for(
     kernel = FAMILY.kernels[0]
     usual = next(iter(kernel.by_text.values()))
     kind = pinned(usual.statics[:3])
-    spares = [v for v in kernel.every if v not in kernel.by_text.values()]
-    shared, single = [v for v in spares if pinned(v.statics[:3]) == kind][:2]
-    a, b = kernel.label(shared), kernel.label(single)
+    a, b = [label for label in spare_labels(kernel) if label.startswith(f"{kind},")][:2]
     rows = [
         Row({"time": 1}, {a: 1.0, b: 2.0}),
         Row({"time": 2}, {a: 1.05, b: 1.0}),
         Row({"time": 4}, {b: 1.0, a: 9.0}),
         Row({"time": 8}, {a: 1.0, b: 1.05 * planning.BORROWED}),
     ]
-    for served, expected in ((rows[:2], {shared}), (rows, {shared, single}), (rows[2:], set())):
+    for served, expected in ((rows[:2], {a}), (rows, {a, b}), (rows[2:], set())):
         tuning = Tuning.of("sm_90", "x", "d", {kind: served})
         tuned = replace(kernel, tunings=lambda tuning=tuning: (tuning,))
         family = replace(FAMILY, kernels=(tuned,))
         monkeypatch.setattr(planning, "families", lambda family=family: {family.name: family})
-        for arch, more in (("sm90", {shared, single}), ("sm89", expected), ("ptx80", set())):
+        for arch, more in (("sm90", {a, b}), ("sm89", expected), ("ptx80", set())):
             (jobs,) = plan([Target.parse(arch)]).values()
-            assert {job.variant for job in jobs} - set(kernel.by_text.values()) == more
+            others = {job.variant for job in jobs} - set(kernel.by_text.values())
+            assert {kernel.label(variant) for variant in others} == more
 
 
 def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = replace(FAMILY.kernels[0], serves=lambda variant, capability: capability >= (9, 0))
+    kernel = replace(FAMILY.kernels[0], serves=lambda statics, target: target.capability >= (9, 0))
     family = replace(FAMILY, kernels=(kernel,))
     monkeypatch.setattr(planning, "families", lambda: {family.name: family})
     for arch, there in (("sm89", False), ("ptx80", False), ("sm90", True), ("sm120", True)):

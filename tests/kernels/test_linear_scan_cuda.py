@@ -51,6 +51,7 @@ def streamed() -> Iterator[Variant]:
             {"ahead": 2, "stages": 4},
             {"lanes": 4, "access": "ragged"},
             {"ahead": 2, "access": "ragged"},
+            {"lanes": 4, "reverse": 1, "access": "ragged"},
         ],
         "channel_last": [
             {"ahead": 1},

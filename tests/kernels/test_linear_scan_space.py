@@ -12,11 +12,12 @@ from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Kernel, Variant, pinned
 from scan_registry.kernels.tuning import Row, Tuning
-from scan_registry.target import SHARED_MEMORY
+from scan_registry.target import SHARED_MEMORY, Target
 
 #: Bytes of shared memory that a block may have on GPUs that wheels are built for.
 ROOMS = [room for capability, room in SHARED_MEMORY.items() if capability >= (8, 0)]
 
+SM90 = Target((9, 0))
 TUNED = [kernel for kernel in FAMILY.kernels if kernel.space is not None]
 IDS = [kernel.head for kernel in TUNED]
 
@@ -76,7 +77,7 @@ def test_few_long_scans_are_cut_on_gpus_with_little_shared_memory(name: str) -> 
 
 @pytest.mark.parametrize("kernel", TUNED, ids=IDS)
 def test_a_space_is_a_few_dozen_variants_of_each_kind(kernel: Kernel) -> None:
-    kinds = Counter(pinned(variant.statics[:3]) for variant in kernel.every)
+    kinds = Counter(pinned(v.statics[:3]) for v in kernel.every if kernel.serves(v.statics, SM90))
     ragged = 3 if kernel.language == "cuda" else 0
     packed = 5 if ragged and kernel.name.startswith("channel_last") else 0
     assert len(kinds) == 12 + ragged + packed
@@ -109,6 +110,24 @@ def test_wheels_hold_what_a_table_names() -> None:
     # Both ways: which one it is, is the problem's.
     assert {dict(variant.statics)["reverse"] for variant in added} == {0, 1}
     assert {kernel.label(variant) for variant in added} == {kernel.label(extra)}
+
+
+CUDA = [kernel for kernel in TUNED if kernel.language == "cuda"]
+
+
+@pytest.mark.parametrize("kernel", CUDA, ids=[kernel.head for kernel in CUDA])
+def test_what_a_driver_compiles_goes_one_way_and_machine_code_both(kernel: Kernel) -> None:
+    """Every problem has the same tiles to choose from, whichever it is."""
+    ptx = Target((8, 0), "compute")
+    for access, reverse in product((16, 4), (False, True)):
+        problem = replace(a_problem(kernel.name, alignment=access), reverse=reverse)
+        taking = [v for v in kernel.every if not kernel.accepts(v, problem)]
+        tiles = Counter(kernel.label(v) for v in taking if kernel.serves(v.statics, ptx))
+        assert tiles == Counter(kernel.label(v) for v in taking if kernel.serves(v.statics, SM90))
+        assert set(tiles.values()) == {1}
+        for variant in (v for v in taking if kernel.serves(v.statics, ptx)):
+            turns = kernel.name.startswith("time_last") and variant.text("access") != "generic"
+            assert dict(variant.statics).get("reverse") == (reverse if turns else None)
 
 
 def test_what_is_in_no_space_is_not_allowed() -> None:

@@ -160,7 +160,8 @@ def test_the_row_is_named(
 def test_losers_are_grouped_or_listed(hopper: System) -> None:
     found = explained(hopper)
     short, long = str(found), found.text(everything=True)
-    assert "    7 variants for compute_80, sm_90: dtype float32, not bfloat16\n" in short
+    assert "    17 variants for compute_80, sm_90: dtype float32, not bfloat16\n" in short
+    assert "    5 variants for compute_80: it scans the other way\n" in short
     assert "    the reference: rung reference; the winner's is exact" in short
     for step in found.steps:
         losers = step.decision.rejected

@@ -125,8 +125,8 @@ BELOW_ALL = "frozen"  # which any module may import
 #: not listed are run-time modules: they may import each other, but nothing of the three on top.
 ALLOWED = {
     BELOW_ALL: set[str](),
-    "kernels": set[str](),
     "target": set[str](),
+    "kernels": {"target"},
     "distributions": set[str](),
     "binary": {"kernels", "target"},
     "chunks": set[str](),

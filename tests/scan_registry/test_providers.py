@@ -79,12 +79,14 @@ def provide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provide:
 
 
 def all_cuda(a_binary: Make, label: str, word: str = "") -> list[tuple[Binary, bytes]]:
-    """A made-up binary for each CUDA variant; ``word`` makes the bytes other ones."""
+    """A made-up binary for each CUDA variant of machine code; ``word`` makes the bytes other ones."""
     target = Target.parse(label)
     return [
         a_binary(variant, target, content=f"{word}{variant}".encode())
-        for variant in FAMILY.variants()
-        if variant.language == "cuda"
+        for kernel in FAMILY.kernels
+        if kernel.language == "cuda"
+        for variant in kernel.variants
+        if kernel.serves(variant.statics, target)
     ]
 
 

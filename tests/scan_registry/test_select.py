@@ -42,7 +42,11 @@ Describe = Callable[..., Device]
 KERNEL = "time_last_forward"
 #: Whatever tables there are.
 FAMILY = replace(SHIPPED, kernels=tuple(replace(k, tunings=tuple) for k in SHIPPED.kernels))
-CUDA = FAMILY.kernel(KERNEL, "cuda").variants
+EVERY_CUDA = FAMILY.kernel(KERNEL, "cuda").variants
+#: What there is machine code of, and PTX.
+CODE = [v for v in FAMILY.kernel(KERNEL, "cuda").every if "reverse" not in dict(v.statics)]
+CUDA = tuple(v for v in EVERY_CUDA if v in CODE)
+ONE_WAY = tuple(v for v in EVERY_CUDA if "reverse" in dict(v.statics))
 TRITON = FAMILY.kernel(KERNEL, "triton").variants
 NVRTC = Toolchain("nvrtc 12.9.86", (12, 9))
 COMPILERS: Mapping[Language, Toolchain | str] = {
@@ -373,13 +377,14 @@ def test_a_file_whose_name_is_no_architecture(a_device: Describe, tmp_path: Path
 def test_backend_pins_the_language(archive_factory: Factory, a_device: Describe) -> None:
     archive = archive_factory("sm90", variants=[*CUDA, *TRITON])
     languages: tuple[tuple[Language, Language], ...] = (("cuda", "triton"), ("triton", "cuda"))
+    count = {"cuda": len(CUDA) + len(EVERY_CUDA), "triton": 2 * len(TRITON)}
     for backend, other in languages:
         decision = decide(a_device(), [archive], backend=backend, toolchains=COMPILERS)
         assert variant_of(decision.taken()).language == backend
         reason = f"backend={backend!r} was asked for"
         losers = [r.subject for r in decision.rejected if r.reason == reason]
         # Installed, compiled here, and the reference.
-        assert len(losers) == 2 * len(FAMILY.kernel(KERNEL, other).variants) + 1
+        assert len(losers) == count[other] + 1
         assert told(decision, "the reference") == reason
         assert decide(a_device(), backend=backend).winner is None
     decision = decide(a_device(), [archive], backend="reference", toolchains=COMPILERS)
@@ -492,12 +497,12 @@ def test_a_denied_variant(archive_factory: Factory, a_device: Describe) -> None:
     decision = decide(a_device(), archives, denied=denied, toolchains=COMPILERS)
     assert variant_of(decision.taken()) != best
     losers = [r for r in decision.rejected if r.subject.startswith(f"{best} for ")]
-    assert [r.subject.rpartition(" ")[2] for r in losers] == ["sm_90", "compute_80", "sm_90"]
+    assert [r.subject.rpartition(" ")[2] for r in losers] == ["sm_90", "sm_90"]  # and compiled
     assert {r.reason for r in losers} == {"denied: it races"}
 
 
 def test_a_denied_variant_is_not_compiled_either(a_device: Describe) -> None:
-    denied = {str(variant): "denied: all" for variant in (*CUDA, *TRITON)}
+    denied = {str(variant): "denied: all" for variant in (*EVERY_CUDA, *TRITON)}
     decision = decide(a_device(), denied=denied, toolchains=COMPILERS)
     assert decision.taken().rung is Rung.REFERENCE
     assert {r.reason for r in decision.rejected} == {"denied: all"}
@@ -620,7 +625,8 @@ def test_what_the_driver_would_not_load_is_not_compiled(
 def test_only_variants_of_the_kernel_are_compiled(a_device: Describe) -> None:
     decision = decide(a_device(), toolchains=COMPILERS)
     subjects = {r.subject for r in decision.rejected} | {decision.taken().subject}
-    assert subjects == {*(f"{v} for sm_90" for v in (*CUDA, *TRITON)), "the reference"}
+    assert subjects == {*(f"{v} for sm_90" for v in (*EVERY_CUDA, *TRITON)), "the reference"}
+    assert {told(decision, str(v)) for v in ONE_WAY if plain(v)} == {"it is not for sm_90"}
 
 
 # --- No winner --------------------------------------------------------------------------------
@@ -965,7 +971,7 @@ def plain(variant: Variant) -> bool:
 
 
 #: In no wheel.
-SPARE = next(v for v in FAMILY.kernel(KERNEL, "cuda").every if plain(v) and v not in CUDA)
+SPARE = next(v for v in CODE if plain(v) and v not in CUDA)
 
 
 def a_tuning(
@@ -1143,11 +1149,12 @@ def test_blocks_that_wait_for_each_other_have_to_fit_the_gpu(
 
 def test_what_is_for_other_architectures_is_not_compiled(a_device: Describe) -> None:
     kernels = tuple(
-        replace(k, serves=lambda v, capability: capability >= (9, 0)) for k in FAMILY.kernels
+        replace(k, serves=lambda statics, target: target.capability >= (9, 0))
+        for k in FAMILY.kernels
     )
     family = replace(FAMILY, kernels=kernels)
     for capability, rung in (((9, 0), Rung.JIT), ((8, 9), Rung.REFERENCE)):
         there = System(a_device(capability), toolchains=COMPILERS)
         decision = select(there, family, a_problem(), "auto", Rung.REFERENCE)
         assert decision.taken().rung is rung
-        assert ("not for compute capability 8.9" in told(decision, KERNEL)) == (rung != Rung.JIT)
+        assert ("it is not for sm_89" in told(decision, KERNEL)) == (rung != Rung.JIT)

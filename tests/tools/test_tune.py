@@ -12,6 +12,7 @@ import pytest
 
 from scan_registry.bench.cases import Case
 from scan_registry.kernels.tables import Measured, Run, Table, Timing
+from scan_registry.target import Target
 from scan_registry.tuner.engine import Tuned
 from scan_registry.tuner.problems import posed
 
@@ -31,7 +32,7 @@ def tool() -> types.ModuleType:
 
 def tuned(text: str, ms: float) -> Tuned:
     (each,) = posed([Case.parse(text)], ["cuda"], ["forward"])
-    label = each.kernel.label(each.variants()[0])
+    label = each.kernel.label(each.variants(Target((9, 0)))[0])
     timings = {label: Timing(ms, 0.1, 11)}
     return Tuned(each, Measured(each.kernel.head, str(each), each.shape, timings, RUN), label)
 

@@ -15,11 +15,13 @@ from scan_registry import local
 from scan_registry.cli import main
 from scan_registry.cli import tune as command
 from scan_registry.select import System, select
+from scan_registry.target import Target
 from scan_registry.tuner import engine
 from scan_registry.tuner.problems import SHAPES
 
 Capture = pytest.CaptureFixture[str]
 
+SM90 = Target((9, 0))
 TINY = ("tune", "--shapes", "time_last:2,8,512", "--dtype", "fp32")
 
 
@@ -35,7 +37,7 @@ def here(workshop: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     monkeypatch.setattr(command, "tuner_for", tuner_for)
     (problem, *_) = command.chosen(_arguments("--kernel", "time_last_forward"))
-    fastest = problem.variants()[-1]
+    fastest = problem.variants(SM90)[-1]
     workshop.ms = lambda variant: 0.5 if variant == fastest else 1.0
     workshop.problem, workshop.fastest = problem, fastest
     return workshop
@@ -84,7 +86,7 @@ def test_a_dry_run_saves_nothing(here: Any, capsys: Capture, tmp_path: Path) -> 
 def test_what_there_was_no_time_for_is_listed(here: Any, capsys: Capture) -> None:
     assert main([*TINY, "--budget", "-1"]) == 2
     assert "nothing was timed on Imaginary 9.0: no problem was begun" in capsys.readouterr().err
-    here.missing = set(here.problem.variants()[:2])
+    here.missing = set(here.problem.variants(SM90)[:2])
     assert main([*TINY, "--kernel", "time_last_forward", "--language", "cuda"]) == 0
     assert "not timed: " in capsys.readouterr().err
 

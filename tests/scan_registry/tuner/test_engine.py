@@ -11,10 +11,12 @@ import torch
 from scan_registry.bench.cases import Case
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import Table
+from scan_registry.target import Target
 from scan_registry.tuner import engine
 from scan_registry.tuner.engine import COARSE, FAR, FINE, LAUNCH_MS, NEAR
 from scan_registry.tuner.problems import Posed, posed
 
+SM90 = Target((9, 0))
 SMALL = Case.parse("time_last:2,8,512:float32")
 
 
@@ -25,13 +27,13 @@ def problems(*cases: str, languages: tuple[str, ...] = ("cuda",), forward: bool 
 
 def numbered(posed: Posed, start: float = 1.0, step: float = 0.05) -> Callable[[Variant], float]:
     """Every variant is a step slower than the one before it; the first one is the fastest."""
-    order = {variant: start + step * n for n, variant in enumerate(posed.variants())}
+    order = {variant: start + step * n for n, variant in enumerate(posed.variants(SM90))}
     return lambda variant: order.get(variant, 99.0)
 
 
 def test_everything_is_timed_and_the_closest_again(workshop: Any) -> None:
     (problem,) = problems()
-    variants = problem.variants()
+    variants = problem.variants(SM90)
     workshop.ms = numbered(problem)
     tuner = workshop.tuner()
     tuner.tune([problem])
@@ -83,7 +85,7 @@ def test_every_pass_of_every_language(workshop: Any, case: str) -> None:
 def test_what_gives_other_results_is_refused(workshop: Any) -> None:
     (problem,) = problems()
     chosen = engine.untuned(0, problem)
-    wrong = next(v for v in problem.variants() if v != chosen)
+    wrong = next(v for v in problem.variants(SM90) if v != chosen)
     workshop.wrong = {wrong}
     workshop.ms = lambda variant: 0.1 if variant == wrong else 1.0
     tuner = workshop.tuner()
@@ -95,7 +97,7 @@ def test_what_gives_other_results_is_refused(workshop: Any) -> None:
 def test_what_is_wrong_once_is_taken_nowhere(workshop: Any) -> None:
     asked = problems("time_last:2,8,512:float32", "time_last:2,8,1024:float32")
     chosen = {engine.untuned(0, each) for each in asked}
-    turning = next(v for v in asked[0].variants() if v not in chosen)
+    turning = next(v for v in asked[0].variants(SM90) if v not in chosen)
     workshop.ms = lambda variant: 0.1 if variant == turning else 1.0
     tuner = workshop.tuner()
     tuner.done = lambda: workshop.wrong.add(turning)
@@ -110,7 +112,7 @@ def test_what_is_wrong_once_is_taken_nowhere(workshop: Any) -> None:
 def test_what_writes_nothing_is_refused(workshop: Any) -> None:
     (problem,) = problems()
     chosen = engine.untuned(0, problem)
-    idle = next(v for v in problem.variants() if v != chosen)
+    idle = next(v for v in problem.variants(SM90) if v != chosen)
     start = workshop.start
 
     def starting(ordinal: int, launch: Any, *others: Any) -> None:
@@ -128,14 +130,14 @@ def test_what_writes_nothing_is_refused(workshop: Any) -> None:
 def test_what_does_not_compile_or_load_is_left_out_with_its_reason(workshop: Any) -> None:
     (problem,) = problems()
     chosen = engine.untuned(0, problem)
-    missing, unfit = [v for v in problem.variants() if v != chosen][:2]
+    missing, unfit = [v for v in problem.variants(SM90) if v != chosen][:2]
     workshop.missing, workshop.unfit = {missing}, {unfit}
     tuner = workshop.tuner()
     tuner.tune([problem])
     assert tuner.refused[missing] == "no such luck"
     assert "the driver has no use for it" in tuner.refused[unfit]
-    assert len(tuner.tuned[0].measured.timings) == len(problem.variants()) - 2
-    count = len(problem.variants())
+    assert len(tuner.tuned[0].measured.timings) == len(problem.variants(SM90)) - 2
+    count = len(problem.variants(SM90))
     assert f"{count - 1} of {count} variants ready" in workshop.told[0]
 
 

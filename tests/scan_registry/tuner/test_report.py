@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from scan_registry.bench.cases import Case
+from scan_registry.target import Target
 from scan_registry.tuner import engine, report
 from scan_registry.tuner.problems import posed
 
@@ -41,7 +42,7 @@ def test_the_document(workshop: Any) -> None:
     tuner = tuned(
         workshop, "time_last:2,8,512:float32", "channel_last:2,8,64:float32:gates=channel"
     )
-    tuner.refused[tuner.tuned[0].posed.variants()[0]] = "a reason"
+    tuner.refused[tuner.tuned[0].posed.variants(Target((9, 0)))[0]] = "a reason"
     tuner.left_out.append(tuner.tuned[0].posed)
     found = json.loads(json.dumps(report.document(tuner, "/somewhere")))
     jsonschema.validate(found, schema)
