@@ -62,6 +62,9 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
     for warps, (across, vector), (steps, stages) in (
         *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
+        # Of narrow numbers a deep ring is soon filled, and helps where walks are short.
+        *(product((4,), ((32, 2),), ((8, 8), (16, 4), (16, 6))) if each == 2 else ()),
+        *(product((8,), ((32, 2),), ((16, 4),)) if each == 2 else ()),
         # Narrow columns are for problems that leave a multiprocessor one block.
         *product((4, 8), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
     ):
