@@ -26,6 +26,8 @@ _MOST_ROWS = 2**31 - 1
 _LINE = 128
 #: Tiles of a warp in shared memory, and how many turns before it is walked one is composed.
 _AHEAD = ((2, 1), (3, 2), (4, 2), (5, 3))
+#: Warps, and steps and stages, of walks over narrow numbers whose rings are deep.
+_DEEP = ((4, (8, 8)), (4, (16, 4)), (4, (16, 6)), (8, (16, 4)))
 #: Blocks that a GPU has something to do with.
 _MANY = 64
 
@@ -62,9 +64,8 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
     for warps, (across, vector), (steps, stages) in (
         *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
-        # Of narrow numbers a deep ring is soon filled, and helps where walks are short.
-        *(product((4,), ((32, 2),), ((8, 8), (16, 4), (16, 6))) if each == 2 else ()),
-        *(product((8,), ((32, 2),), ((16, 4),)) if each == 2 else ()),
+        # What is asked for at once is there sooner, where walks are short.
+        *((warps, (32, 2), ring) for warps, ring in _DEEP if each == 2),
         # Narrow columns are for problems that leave a multiprocessor one block.
         *product((4, 8), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
     ):
