@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from scan_registry.aot.compile import compile_variant
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Kernel, Variant, pinned
@@ -128,6 +129,19 @@ def test_what_a_driver_compiles_goes_one_way_and_machine_code_both(kernel: Kerne
         for variant in (v for v in taking if kernel.serves(v.statics, ptx)):
             turns = kernel.name.startswith("time_last") and variant.text("access") != "generic"
             assert dict(variant.statics).get("reverse") == (reverse if turns else None)
+
+
+@pytest.mark.parametrize("name", ["time_last_forward", "time_last_backward"])
+def test_ptx_of_one_way_is_about_half_of_both(name: str) -> None:
+    """Which is what a driver has to compile at a first call."""
+    kernel, ptx = FAMILY.kernel(name, "cuda"), Target((8, 0), "compute")
+    tile = "dtype=float32,gates=float32,access=aligned,warps=4,rows=1,steps=2"
+    variants = [v for v in kernel.by_text.values() if kernel.label(v) == tile]
+    contents = {dict(v.statics).get("reverse"): compile_variant(v, ptx)[1] for v in variants}
+    assert set(contents) == {None, 0, 1}
+    assert contents[0] != contents[1]
+    for way in (0, 1):
+        assert len(contents[way]) < 0.6 * len(contents[None])
 
 
 def test_what_is_in_no_space_is_not_allowed() -> None:
