@@ -1,11 +1,12 @@
 """What tuning found out of one kernel, in the form that selection looks it up in.
 
-A ``Tuning`` is small and is read in parts: a first call pays for the shapes of one kind alone. The
+A ``Tuning`` is small and is read in parts: a first call pays for the rows of one kind alone. The
 evidence behind it, every variant's time and its spread, is a ``tables.Table``.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,10 +48,14 @@ class Row:
     def distance(self, other: Shape) -> float:
         """How far away a problem is: the length of the ratios' logarithms, to base 2, each by its weight;
         infinite where the sizes do not have the same names."""
-        if self.sizes.keys() != other.sizes.keys():
-            return math.inf
-        logs = {name: math.log2(other.sizes[name] / size) for name, size in self.sizes.items()}
-        return math.hypot(*(other.weights.get(name, 1.0) * log for name, log in logs.items()))
+        return _distance(self.sizes, other)
+
+
+def _distance(sizes: Mapping[str, float], other: Shape) -> float:
+    if sizes.keys() != other.sizes.keys():
+        return math.inf
+    there, weight = other.sizes, other.weights.get
+    return math.hypot(*[weight(n, 1.0) * math.log2(there[n] / size) for n, size in sizes.items()])
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,9 @@ class Tuning:
     date    of the latest measurement, such as ``2026-01-31``
     names   of the sizes
     labels  of every variant that a row names
-    kinds   kind -> rows, each of them sizes in the order of ``names`` (None for one that it does not
-            have), and pairs of a variant's place in ``labels`` and its milliseconds
+    kinds   kind -> rows, as JSON, so that they are read by themselves: each is sizes in the order of
+            ``names`` (null for one that it does not have), and pairs of a variant's place in
+            ``labels`` and its milliseconds
     """
 
     arch: str
@@ -70,7 +76,7 @@ class Tuning:
     date: str
     names: Sequence[str]
     labels: Sequence[str]
-    kinds: Mapping[str, Sequence[Any]]
+    kinds: Mapping[str, str]
 
     @classmethod
     def of(cls, arch: str, gpu: str, date: str, rows: Mapping[str, Sequence[Row]]) -> Tuning:
@@ -79,7 +85,7 @@ class Tuning:
         names = list(dict.fromkeys(name for row in every for name in row.sizes))
         labels = list(dict.fromkeys(label for row in every for label in row.times))
         number = {label: n for n, label in enumerate(labels)}
-        kinds = {
+        listed = {
             kind: [
                 [
                     [row.sizes.get(name) for name in names],
@@ -89,6 +95,7 @@ class Tuning:
             ]
             for kind, each in rows.items()
         }
+        kinds = {kind: json.dumps(each, separators=(",", ":")) for kind, each in listed.items()}
         return cls(arch, gpu, date, names, labels, kinds)
 
     def with_newer(self, newer: Tuning) -> Tuning:
@@ -108,23 +115,30 @@ class Tuning:
 
     def rows(self, kind: str) -> tuple[Row, ...]:
         """Those of one kind; ``ValueError`` if they are not what is stated above."""
-        listed = self.kinds.get(kind, ())
-        with self._reading(listed):
+        with self._reading(kind) as listed:
             return tuple(self._row(sizes, times) for sizes, times in listed)
 
     @contextmanager
-    def _reading(self, listed: Any) -> Iterator[None]:
+    def _reading(self, kind: str) -> Iterator[Any]:
+        text = self.kinds.get(kind, "[]")
         try:
-            yield
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"the rows of a tuning are {listed!r}") from error
+            yield json.loads(text)
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise ValueError(f"the rows of a tuning are {text!r}") from error
 
     def _row(self, sizes: Any, times: Any) -> Row:
-        return Row(self._sizes(sizes), {self.labels[n]: positive(ms) for n, ms in times})
+        own = {name: positive(size) for name, size in self._named(sizes).items()}
+        return Row(own, {self.labels[n]: positive(ms) for n, ms in times})
 
-    def _sizes(self, sizes: Any) -> dict[str, float]:
-        pairs = zip(self.names, sizes, strict=True)
-        return {str(name): positive(size) for name, size in pairs if size is not None}
+    def _named(self, sizes: Any) -> dict[str, Any]:
+        return {n: size for n, size in zip(self.names, sizes, strict=True) if size is not None}
 
     def wins(self) -> Counter[str]:
         """In how many rows each label is the fastest."""
@@ -134,11 +148,9 @@ class Tuning:
     def nearest(self, shape: Shape) -> tuple[float, Row] | None:
         """The row of the shape's kind that is closest to it, and how far away it is; of equals the
         first. None if the kind was never tuned."""
-        listed = self.kinds.get(shape.kind, ())
-        with self._reading(listed):
+        with self._reading(shape.kind) as listed:
             rows = [
-                (Row(self._sizes(sizes), {}).distance(shape), n)
-                for n, (sizes, _) in enumerate(listed)
+                (_distance(self._named(sizes), shape), n) for n, (sizes, _) in enumerate(listed)
             ]
             distance, number = min(rows, default=(math.inf, 0))
             return None if math.isinf(distance) else (distance, self._row(*listed[number]))
@@ -152,8 +164,9 @@ class Tuning:
             capability_of(found.arch)
             if not (
                 isinstance(found.kinds, Mapping)
+                and all(isinstance(rows, str) for rows in found.kinds.values())
                 and isinstance(found.names, list)
-                and all(isinstance(label, str) for label in found.labels)
+                and all(isinstance(each, str) for each in (*found.names, *found.labels))
                 and isinstance(found.gpu, str)
                 and isinstance(found.date, str)
             ):

@@ -7,10 +7,10 @@ Layout, little-endian:
           16   32         SHA-256 of the manifest
           48   …          the manifest, UTF-8 JSON
            …   …          chunks: binaries of one kernel in one language, compressed together (raw LZMA2)
-           …   …          sections, UTF-8 JSON: the entries of one kernel in one language and dtype each
+           …   …          sections, lines of UTF-8 JSON: the entries of one kernel in one language and dtype each
            …   …          tunings, UTF-8 JSON: what tuning found of one kernel in one language each
 
-The manifest gives the offset, size and SHA-256 of each section and of all tunings; a section lists its
+The manifest gives the offset, size and SHA-256 of each section and of all tunings, by what they are of; a section lists its
 kernel's chunks, and an entry the chunk its binary is in, where it starts once that is decompressed, its
 size and SHA-256. Offsets in the file count from the end of the manifest. So a first call reads and checks
 the entries of its kernel and dtype and decompresses one chunk as far as its binary, however many there
@@ -22,7 +22,6 @@ checked: every defect raises :class:`ArchiveError`.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 import tempfile
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from scan_registry import chunks
-from scan_registry.binary import Binary, read_text
+from scan_registry.binary import Binary
 from scan_registry.kernels.model import pinned
 from scan_registry.kernels.tuning import Tuning
 from scan_registry.sections import (
@@ -44,8 +43,9 @@ from scan_registry.sections import (
     Document,
     Entry,
     digest,
-    document,
+    dumped,
     parse_json,
+    section_text,
 )
 from scan_registry.target import Target
 
@@ -62,8 +62,8 @@ __all__ = [
     "write",
 ]
 
-MAGIC = b"SCANREG\x04"
-SCHEMA = 5
+MAGIC = b"SCANREG\x05"
+SCHEMA = 6
 SUFFIX = ".scanreg"
 _HEADER = struct.Struct("<8sQ32s")
 
@@ -84,13 +84,14 @@ def write(
     parts: list[bytes] = []
     end = 0
 
-    def place(part: bytes) -> dict[str, Any]:
+    def place(part: bytes) -> tuple[int, int]:
+        """Its offset and size."""
         nonlocal end
         parts.append(part)
         end += len(part)
-        return {"offset": end - len(part), "size": len(part)}
+        return end - len(part), len(part)
 
-    sections, tuned = list[tuple[str, Any]](), list[tuple[str, Any]]()
+    sections, tuned = list[tuple[str, bytes]](), list[tuple[str, bytes]]()
     for head, group in _grouped(binaries, lambda pair: pair[0].variant.head):
         own = (tunings or {}).get(head, ())
         records, contents = _in_chunks(group, own, arch)
@@ -98,14 +99,13 @@ def write(
         for stem, alike in _grouped(
             zip(group, records, strict=True), lambda each: each[0][0].variant.stem
         ):
-            sections.append((stem, document([record for _, record in alike], places)))
+            sections.append((stem, section_text([record for _, record in alike], places)))
         if own:
-            tuned.append((head, [asdict(tuning) for tuning in own]))
-    listed = dict[str, list[dict[str, Any]]]()
-    for name, documents in (("sections", sections), ("tunings", tuned)):
-        texts = [(of, _dumped(each)) for of, each in documents]
-        listed[name] = [{"of": of, "sha256": digest(text), **place(text)} for of, text in texts]
-    manifest = _dumped({"schema": SCHEMA, "arch": str(arch), **provenance, **listed})
+            tuned.append((head, dumped([asdict(tuning) for tuning in own])))
+    listed = dict[str, list[str]]()
+    for name, texts in (("sections", sections), ("tunings", tuned)):
+        listed[name] = [str(Document(of, *place(text), digest(text))) for of, text in texts]
+    manifest = dumped({"schema": SCHEMA, "arch": str(arch), **provenance, **listed})
     header = _HEADER.pack(MAGIC, len(manifest), hashlib.sha256(manifest).digest())
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -174,10 +174,6 @@ def _alike(
         room -= len(pair[1])
     if together:
         yield together
-
-
-def _dumped(document: Any) -> bytes:
-    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
 
 #: Chunks that are being read, by offset and size.
@@ -258,24 +254,21 @@ class Archive:
         return tuple(tuning for each in listed for tuning in self._read_tunings(each))
 
     def _documents(self, name: str, prefix: str) -> tuple[Document, ...]:
-        """Those that the manifest lists under a name and that are of what begins so; others remain unread."""
+        """Those that the manifest lists under a name and that are of what begins so, where a colon stands
+        for the end; others remain unread."""
         listed = self.manifest.get(name)
         if not isinstance(listed, list):
             raise ArchiveError(f"{self.path}: the manifest lists no {name}")
         try:
-            return tuple(
-                Document.read(record)
-                for record in listed
-                if f"{read_text('of', record['of'])}:".startswith(prefix)
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            return tuple(Document.read(each) for each in listed if each.startswith(prefix))
+        except (AttributeError, ValueError) as error:
             raise ArchiveError(f"{self.path}: the manifest's {name}: {error}") from error
 
-    def _content(self, section: Document) -> Content:
-        if section not in self._contents:
-            parsed = self._document(f"the section {section.of}", section)
-            self._contents[section] = Content.read(section.of, parsed, self.path)
-        return self._contents[section]
+    def _content(self, listed: Document) -> Content:
+        if listed not in self._contents:
+            read = self._checked(f"the section {listed.of}", listed)
+            self._contents[listed] = Content.read(listed.of, read, self.path)
+        return self._contents[listed]
 
     @cached_property
     def _contents(self) -> dict[Document, Content]:
@@ -285,7 +278,7 @@ class Archive:
     def _read_tunings(self, listed: Document) -> tuple[Tuning, ...]:
         if listed not in self._tunings_read:
             name = f"the tunings of {listed.of}"
-            parsed = self._document(name, listed)
+            parsed = self._parsed(name, self._checked(name, listed))
             try:
                 if not isinstance(parsed, list):
                     raise ValueError(f"{parsed!r} is not a list")
@@ -298,7 +291,7 @@ class Archive:
     def _tunings_read(self) -> dict[Document, tuple[Tuning, ...]]:
         return {}
 
-    def _document(self, name: str, listed: Document) -> Any:
+    def _checked(self, name: str, listed: Document) -> bytes:
         """A section, or tunings, checked against its digest."""
         content = self._bytes(self.manifest["start"] + listed.offset, listed.size)
         if digest(content) != listed.sha256:
@@ -306,7 +299,7 @@ class Archive:
                 f"{self.path}: {name} has SHA-256 {digest(content)}, "
                 f"the manifest states {listed.sha256}"
             )
-        return self._parsed(name, content)
+        return content
 
     def _parsed(self, name: str, content: bytes) -> Any:
         try:
@@ -338,13 +331,13 @@ class Archive:
 
     def _find(self, binary: Binary, opened: _Chunks) -> bytes:
         text, stem = str(binary.variant), binary.variant.stem
-        for section in self._documents("sections", stem):
+        for section in self._documents("sections", f"{stem}:"):
             for entry in self._content(section).entries:
                 if entry.text == text and entry.binary == binary:
-                    return self._checked(section, entry, opened)
+                    return self._unpacked(section, entry, opened)
         raise KeyError(f"{self.path} does not hold {binary}")
 
-    def _checked(self, section: Document, entry: Entry, opened: _Chunks) -> bytes:
+    def _unpacked(self, section: Document, entry: Entry, opened: _Chunks) -> bytes:
         (chunk, start), binary = entry.place, entry.binary
         again = "reinstall the package that brought this file"
         places = self._content(section).chunks

@@ -1,12 +1,16 @@
 """Sections: what an archive says of the binaries of one kernel in one language and dtype.
 
-A section is a JSON document:
+A section is lines of JSON: a head, and a line for each binary with what only its entry says.
 
-    {"chunks": [{"offset": …, "size": …}, …],       where the compressed binaries of its kernel lie
-     "common": {…}, "binaries": [{…}, …]}           its entries; what they have in common is said once
+    {"chunks": [[offset, size], …],             where the compressed binaries of its kernel lie
+     "common": {…},                             what the entries have in common
+     "binaries": [[variant, target], …]}        of each entry, what selection compares
+    {…}
+    …
 
-The archive's manifest lists where each lies and its digest, so that a first call reads and checks the
-one of its problem's dtype. It lists tunings, too, which are a document for each kernel and language.
+The archive's manifest lists where each section lies and its digest, so that a first call reads and
+checks the one of its problem's dtype, and of its lines the head and those of binaries that rank first.
+The manifest lists tunings, too, which are a document for each kernel and language.
 """
 
 from __future__ import annotations
@@ -18,12 +22,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scan_registry.binary import Binary, read_count, read_target, read_text
+from scan_registry.binary import Binary, read_count, read_target
 from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Variant
 from scan_registry.target import Target
 
-__all__ = ["ArchiveError", "Content", "Document", "Entry", "digest", "document", "parse_json"]
+__all__ = [
+    "ArchiveError",
+    "Content",
+    "Document",
+    "Entry",
+    "digest",
+    "dumped",
+    "parse_json",
+    "section_text",
+]
 
 
 class ArchiveError(Exception):
@@ -46,18 +59,18 @@ def digest(content: bytes) -> str:
 
 class Entry:
     """What an archive says of one binary. All of it is read only for one that is of use: a first call
-    has no time for the others."""
+    has no time for the others.
 
-    def __init__(self, record: Any, where: str) -> None:
-        """``text`` is how its variant prints. ``ArchiveError``, which starts with ``where``, if what is
-        given is no entry."""
-        if not isinstance(record, Mapping):
-            raise ArchiveError(f"{where}: {record!r} is not an object")
-        self._record, self._where = record, where
-        self.text = str(record.get("variant"))
+    ``text`` is how its variant prints, and errors start with ``where``."""
+
+    def __init__(
+        self, text: str, target: str, common: Mapping[str, Any], line: bytes, where: str
+    ) -> None:
+        self.text, self._target = text, target
+        self._common, self._line, self._where = common, line, where
 
     def __str__(self) -> str:
-        return f"{self.text} for {self._record.get('target')}"
+        return f"{self.text} for {self._target}"
 
     @property
     def language(self) -> str:
@@ -78,7 +91,7 @@ class Entry:
     def target(self) -> Target:
         """``ArchiveError`` if it names none."""
         try:
-            return read_target(self._record.get("target"))
+            return read_target(self._target)
         except ValueError as error:
             raise ArchiveError(f"{self._where}: {error}") from error
 
@@ -96,8 +109,12 @@ class Entry:
     def _read(self) -> tuple[Binary, tuple[int, int]]:
         _ = self.variant  # an error if it names none
         try:
-            chunk, offset = (read_count(n, self._record.get(n)) for n in ("chunk", "offset"))
-            return Binary.from_json(self._record), (chunk, offset)
+            own = parse_json(self._line)
+            if not isinstance(own, dict):
+                raise ValueError(f"{own!r} is not an object")
+            record = {**self._common, **own, "variant": self.text, "target": self._target}
+            chunk, offset = (read_count(n, record.get(n)) for n in ("chunk", "offset"))
+            return Binary.from_json(record), (chunk, offset)
         except (ValueError, RecursionError) as error:
             raise ArchiveError(f"{self._where}: {error}") from error
 
@@ -112,17 +129,18 @@ class Document:
     size: int
     sha256: str
 
+    def __str__(self) -> str:
+        return f"{self.of}: {self.offset} {self.size} {self.sha256}"
+
     @classmethod
-    def read(cls, record: Any) -> Document:
-        """``ValueError`` if it is none."""
-        if not isinstance(record, Mapping):
-            raise ValueError(f"{record!r} is not an object")
-        return cls(
-            read_text("of", record.get("of")),
-            read_count("offset", record.get("offset")),
-            read_count("size", record.get("size")),
-            read_text("sha256", record.get("sha256")),
-        )
+    def read(cls, stated: str) -> Document:
+        """What prints so; ``ValueError`` if none does."""
+        of, _, rest = stated.partition(": ")
+        match rest.split(" "):
+            case [offset, size, sha256] if offset.isdecimal() and size.isdecimal():
+                start, length = read_count("offset", int(offset)), read_count("size", int(size))
+                return cls(of, start, length, sha256)
+        raise ValueError(f"{stated!r} does not say of what it is, an offset, a size and a SHA-256")
 
     @property
     def dtype(self) -> str | None:
@@ -139,45 +157,59 @@ class Content:
     entries: tuple[Entry, ...]
 
     @classmethod
-    def read(cls, of: str, document: Any, file: Path) -> Content:
+    def read(cls, of: str, section: bytes, file: Path) -> Content:
         """``ArchiveError`` names the file if it is none of variants that begin so."""
         where = f"{file}: the section {of}"
-        common = document.get("common") if isinstance(document, dict) else None
-        if not isinstance(common, dict) or not isinstance(document.get("binaries"), list):
-            raise ArchiveError(f"{where} lists no binaries")
-        entries = tuple(_listed(of, common, document["binaries"], file))
+        head, *lines = section.split(b"\n")
         try:
-            return cls(tuple(map(_read_place, document["chunks"])), entries)
+            said = parse_json(head)
+        except (ValueError, RecursionError) as error:
+            raise ArchiveError(f"{where} is not JSON: {error}") from error
+        common = said.get("common") if isinstance(said, dict) else None
+        listed = said.get("binaries") if isinstance(said, dict) else None
+        if not isinstance(common, dict) or not isinstance(listed, list):
+            raise ArchiveError(f"{where} lists no binaries")
+        if len(listed) != len(lines):
+            raise ArchiveError(f"{where} lists {len(listed)} binaries and has {len(lines)} entries")
+        entries = tuple(_listed(of, common, zip(listed, lines, strict=True), file))
+        try:
+            return cls(tuple(map(_read_place, said["chunks"])), entries)
         except (KeyError, TypeError, ValueError) as error:
             raise ArchiveError(f"{where}: {error}") from error
 
 
 def _listed(
-    of: str, common: Mapping[str, Any], binaries: Iterable[Any], file: Path
+    of: str, common: Mapping[str, Any], binaries: Iterable[tuple[Any, bytes]], file: Path
 ) -> Iterator[Entry]:
-    for number, own in enumerate(binaries):
-        which = f"{file}: binary {number} of the section {of}"
-        entry = Entry({**common, **own} if isinstance(own, dict) else own, which)
-        if entry.text.partition(",")[0] != of:
-            raise ArchiveError(f"{which} is {entry.text!r}")
-        yield entry
+    for number, (named, line) in enumerate(binaries):
+        where = f"{file}: binary {number} of the section {of}"
+        match named:
+            case [str(text), str(target)] if text.partition(",")[0] == of:
+                yield Entry(text, target, common, line, where)
+            case _:
+                raise ArchiveError(f"{where} is {named!r}")
 
 
-def _read_place(record: Any) -> tuple[int, int]:
-    if not isinstance(record, Mapping):
-        raise ValueError(f"{record!r} is not an object")
-    return read_count("offset", record.get("offset")), read_count("size", record.get("size"))
+def _read_place(listed: Any) -> tuple[int, int]:
+    offset, size = listed
+    return read_count("offset", offset), read_count("size", size)
 
 
-def document(
-    records: Sequence[Mapping[str, Any]], chunks: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """A section: the entries, with what they have in common taken out of them, and where chunks are."""
+def section_text(records: Sequence[Mapping[str, Any]], chunks: Sequence[tuple[int, int]]) -> bytes:
+    """A section of entries, with where chunks are."""
     first, *others = records
+    named = "variant", "target"
     common = {
         name: value
         for name, value in first.items()
-        if others and all(record[name] == value for record in others)
+        if others and name not in named and all(record[name] == value for record in others)
     }
-    own = [{k: v for k, v in record.items() if k not in common} for record in records]
-    return {"chunks": chunks, "common": common, "binaries": own}
+    listed = [[record[name] for name in named] for record in records]
+    own = [{k: v for k, v in each.items() if k not in (*named, *common)} for each in records]
+    head = {"chunks": chunks, "common": common, "binaries": listed}
+    return b"\n".join(map(dumped, (head, *own)))
+
+
+def dumped(document: Any) -> bytes:
+    """A document as archives hold it: without spaces, in one line, and always the same bytes."""
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()

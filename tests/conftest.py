@@ -138,7 +138,8 @@ def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
 class Parts:
     """An archive taken apart, to be changed and put together with the digests that belong to it.
 
-    ``sections`` and ``tunings`` are the documents, by how their variants begin; ``code`` is the chunks.
+    ``sections`` and ``tunings`` are by how their variants begin; ``code`` is the chunks. A section's entries
+    are whole in it, but for what they have in common.
     """
 
     manifest: dict[str, Any]
@@ -152,14 +153,31 @@ class Parts:
     def of(cls, content: bytes) -> Parts:
         end = cls.HEADER.size + cls.HEADER.unpack_from(content)[1]
         manifest, rest = json.loads(content[cls.HEADER.size : end]), content[end:]
-        sections, tunings = (
-            {
-                place["of"]: json.loads(rest[place["offset"] :][: place["size"]])
-                for place in manifest[name]
-            }
-            for name in ("sections", "tunings")
-        )
-        return cls(manifest, sections, tunings, rest[: manifest["sections"][0]["offset"]])
+        found: dict[str, dict[str, bytes]] = {"sections": {}, "tunings": {}}
+        for name, texts in found.items():
+            for stated in manifest[name]:
+                of, offset, size, _ = stated.split()
+                texts[of.removesuffix(":")] = rest[int(offset) :][: int(size)]
+        tunings = {of: json.loads(text) for of, text in found["tunings"].items()}
+        sections = {of: cls.section(text) for of, text in found["sections"].items()}
+        return cls(manifest, sections, tunings, rest[: int(manifest["sections"][0].split()[1])])
+
+    @classmethod
+    def section(cls, text: bytes) -> dict[str, Any]:
+        """A section's head, with entries in place of what it lists of each."""
+        head, *own = map(json.loads, text.split(b"\n"))
+        named = [{"variant": variant, "target": target} for variant, target in head["binaries"]]
+        return {**head, "binaries": [{**n, **each} for n, each in zip(named, own, strict=True)]}
+
+    @classmethod
+    def lines(cls, document: Any) -> list[bytes]:
+        """What it was before, if it still is one."""
+        listed = document.get("binaries") if isinstance(document, dict) else None
+        if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+            return [json.dumps(document).encode()]
+        named = [[each.get("variant"), each.get("target")] for each in listed]
+        own = [{k: v for k, v in e.items() if k not in ("variant", "target")} for e in listed]
+        return [json.dumps(each).encode() for each in ({**document, "binaries": named}, *own)]
 
     @classmethod
     def flipped(cls, content: bytes, number: int = -1) -> bytes:
@@ -167,25 +185,25 @@ class Parts:
         parts = cls.of(content)
         document = list(parts.sections.values())[-1]
         whole = {**document["common"], **document["binaries"][number]}
-        place = document["chunks"][-1]
-        packed = parts.code[place["offset"] :][: place["size"]]
+        offset, size = document["chunks"][-1]
+        packed = parts.code[offset:][:size]
         held = bytearray(chunks.decompress(packed, 1 << 30))
         held[whole["offset"] + whole["size"] - 1] ^= 1
-        parts.code = parts.code[: place["offset"]] + chunks.compress(bytes(held))
-        place["size"] = len(parts.code) - place["offset"]
+        parts.code = parts.code[:offset] + chunks.compress(bytes(held))
+        document["chunks"][-1] = [offset, len(parts.code) - offset]
         return parts.together()
 
     def together(self, **changed: bytes) -> bytes:
-        """The file. ``changed`` is JSON to stand for a section, if its kernel's name is the keyword."""
-        rest, listed = self.code, dict[str, list[dict[str, Any]]]()
+        """The file. ``changed`` is to stand for a section, if its kernel's name is the keyword."""
+        rest, listed = self.code, dict[str, list[str]]()
         for name, documents in (("sections", self.sections), ("tunings", self.tunings)):
             listed[name] = []
             for of, document in documents.items():
                 text = json.dumps(document).encode()
                 if name == "sections":
+                    text = b"\n".join(self.lines(document))
                     text = changed.get(of.split(".")[1].split(":")[0], text)
-                place = {"offset": len(rest), "size": len(text), "sha256": digest(text)}
-                listed[name].append({"of": of, **place})
+                listed[name].append(f"{of}: {len(rest)} {len(text)} {digest(text)}")
                 rest += text
         return self.sealed(json.dumps({**self.manifest, **listed}).encode(), rest)
 

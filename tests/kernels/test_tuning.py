@@ -69,7 +69,7 @@ def test_json_keeps_everything() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"arch": "hopper"}, {"kinds": []}, {"names": "time"}, {"labels": [1]}, {"gpu": None},
-     {"date": 3}, {"more": 1}, {"arch": 90}],
+     {"date": 3}, {"more": 1}, {"arch": 90}, {"names": [1]}, {"kinds": {KIND: []}}],
 )  # fmt: skip
 def test_what_is_no_tuning(change: dict[str, Any]) -> None:
     record = {**asdict(a_tuning("sm_90", at(1))), **change}
@@ -84,10 +84,12 @@ def test_what_is_no_tuning(change: dict[str, Any]) -> None:
     "rows",
     [3, [3], [[[1.0], [[0, 1.0]]]], [[[1.0, 0], [[0, 1.0]]]], [[[1.0, 1.0], [[7, 1.0]]]],
      [[[1.0, 1.0], [[0, -1.0]]]], [[[1.0, "x"], [[0, 1.0]]]], [[[1.0, 1.0], {"a": 1.0}]],
-     [[[1.0, math.nan], [[0, 1.0]]]], [[[1.0, True], [[0, 1.0]]]]],
+     [[[1.0, math.nan], [[0, 1.0]]]], [[[1.0, True], [[0, 1.0]]]], [[[0.5, 10**400], [[0, 1.0]]]],
+     "", "[", "null", '["\\ud800"]', "[" * 100_000],
 )  # fmt: skip
 def test_rows_that_are_none_are_refused_when_they_are_needed(rows: Any) -> None:
-    record = {**asdict(a_tuning("sm_90", at(1))), "kinds": {KIND: rows, "other": []}}
+    text = rows if isinstance(rows, str) else json.dumps(rows)
+    record = {**asdict(a_tuning("sm_90", at(1))), "kinds": {KIND: text, "other": "[]"}}
     tuning = Tuning.from_json(record)
     assert tuning.nearest(Shape("other", {"time": 1, "lines": 1})) is None
     with pytest.raises(ValueError, match="the rows of a tuning"):

@@ -179,7 +179,7 @@ def test_an_edited_binary_shows_both_digests_and_its_name(
 def test_wrong_magic(archive_factory: Factory) -> None:
     path = archive_factory("sm90").path
     path.write_bytes(b"SCANREG\x01" + path.read_bytes()[8:])
-    refused(path, r"SCANREG\x01", r"SCANREG\x04")
+    refused(path, r"SCANREG\x01", r"SCANREG\x05")
 
 
 def test_wrong_name(archive_factory: Factory) -> None:
@@ -241,16 +241,14 @@ def test_binaries_that_are_none(
     refused(path)
 
 
-PLACE = {"of": "a.b:cuda", "offset": 0, "size": 1, "sha256": "ab"}
-
-
 @pytest.mark.parametrize(
     "sections",
     [
         *(None, {}, 1, "x", [1], [None], [[]], [{}]),
-        *([{**PLACE, key: wrong}] for key in PLACE for wrong in (None, [], 1.5, -1, {})),
-        *([{**PLACE, key: far}] for key in ("offset", "size") for far in (2**40, 2**62, 2**70)),
-        [PLACE],
+        *([f"a.b:cuda: {wrong}"] for wrong in ("", "0", "0 1", "a b c", "0 1 ab ", "0 1 ab c")),
+        *([f"a.b:cuda: {wrong} 1 ab"] for wrong in ("", "-1", "1.5", "1e3", 2**40, 2**62, 2**70)),
+        *([f"a.b:cuda: 0 {wrong} ab"] for wrong in ("", "-1", "1.5", 2**40, 2**62, "9" * 5000)),
+        *(["a.b:cuda 0 1 ab"], ["0 1 ab"], ["a.b:cuda: 0 1 ab"]),
     ],
 )
 def test_sections_that_are_none(
@@ -269,6 +267,31 @@ def test_a_section_that_holds_another_kernel(archive_factory: Factory, archive_p
     parts.sections = {"linear_scan.another:cuda": document}
     path.write_bytes(parts.together())
     refused(path, "binary 0 of the section linear_scan.another:cuda is", str(VARIANTS[0]))
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_section_of_another_number_of_lines(
+    archive_factory: Factory, archive_parts: Any, more: int
+) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:2]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    lines = parts.lines(document)
+    lines = lines[:more] if more < 0 else [*lines, b"{}"]
+    path.write_bytes(parts.together(**{VARIANTS[0].kernel: b"\n".join(lines)}))
+    refused(path, f"lists 2 binaries and has {2 + more} entries")
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"null", b"7", b"\xff\xfe", b"[" * 200_000])
+def test_a_line_that_is_no_entry(archive_factory: Factory, archive_parts: Any, line: bytes) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:2]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    head, first, _ = parts.lines(document)
+    path.write_bytes(parts.together(**{VARIANTS[0].kernel: b"\n".join((head, first, line))}))
+    refused(path, f"binary 1 of the section linear_scan.{VARIANTS[0].kernel}:cuda")
+    entries = Archive(path).of("linear_scan", VARIANTS[0].kernel)
+    assert entries[0].binary.variant == VARIANTS[0]  # what is wrong is that line alone
 
 
 WRONG: dict[str, tuple[Any, ...]] = {

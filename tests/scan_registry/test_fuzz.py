@@ -241,12 +241,14 @@ def intact(held: list[tuple[Binary, bytes]], tmp_path: Path) -> bytes:
 
 
 def sealed(parts: Any, chance: random.Random) -> bytes:
-    """A file with a malformed manifest, or one malformed section, and the digests that belong to
-    them; the manifest's length may be a lie."""
+    """A file with a malformed manifest, or a malformed line of one section, and the digests that belong
+    to them; the manifest's length may be a lie."""
     if chance.random() < 0.6:
         of = chance.choice([*parts.sections])
-        text = malformed(parts.sections[of], chance)
-        return bytes(parts.together(**{of.split(".")[1].split(":")[0]: text}))
+        lines = parts.lines(parts.sections[of])
+        number = chance.randrange(len(lines))
+        lines[number] = malformed(json.loads(lines[number]), chance)
+        return bytes(parts.together(**{of.split(".")[1].split(":")[0]: b"\n".join(lines)}))
     end = parts.HEADER.size + parts.HEADER.unpack_from(whole := parts.together())[1]
     manifest = malformed(json.loads(whole[parts.HEADER.size : end]), chance)
     length = len(manifest)

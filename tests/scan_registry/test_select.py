@@ -84,13 +84,15 @@ class InMemory(Archive):
         self, family: str, kernel: str, language: str | None = None, dtype: str | None = None
     ) -> tuple[Entry, ...]:
         wanted = family, kernel, language, dtype
-        held = (
-            b
+        return tuple(
+            self._entry(b)
             for b in self.binaries
             if all(w in (None, f) for w, f in zip(wanted, facts(b), strict=True))
         )
-        records = (json.loads(json.dumps({**b.to_json(), "chunk": 0, "offset": 0})) for b in held)
-        return tuple(Entry(record, str(self.path)) for record in records)
+
+    def _entry(self, binary: Binary) -> Entry:
+        line = json.dumps({**binary.to_json(), "chunk": 0, "offset": 0}).encode()
+        return Entry(str(binary.variant), str(binary.target), {}, line, str(self.path))
 
     def tunings(self, head: str) -> tuple[Tuning, ...]:
         return self.__dict__.get("tuned", {}).get(head, ())
@@ -1100,7 +1102,7 @@ def test_what_was_tuned_here_and_is_damaged_counts_as_missing(
 
 def test_rows_that_are_not_right_count_as_missing(a_binary: Make, a_device: Describe) -> None:
     kind = next(iter(a_tuning(rows=[(1, {SPARE: 1.0})]).kinds))
-    wrong = Tuning("sm_90", "x", "d", [], [], {kind: [3]})
+    wrong = Tuning("sm_90", "x", "d", [], [], {kind: "[3]"})
     decision = decide(a_device(), [tuned_archive("sm90", [a_binary(v)[0] for v in CUDA], wrong)])
     assert variant_of(decision.winner) == aligned()[-1]
     assert decision.taken().tuned is None
