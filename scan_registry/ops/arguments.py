@@ -77,7 +77,7 @@ def check_options(
     for name, value in (("reverse", options.reverse), ("return_final_state", options.final)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; it must be a bool")
-    shape = _broadcast(gates.shape, tokens.shape)
+    shape = broadcast(gates.shape, tokens.shape)
     if shape is None:
         raise ValueError(
             f"gates have shape {tuple(gates.shape)}, tokens {tuple(tokens.shape)}; "
@@ -96,15 +96,23 @@ def check_options(
     return shape, Options(negative, options.reverse, options.final, backend)
 
 
-def _broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
+def broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
     """The shape that both broadcast to, if there is one; no ``torch.Size``, which would break the graph of
-    torch.compile in torch 2.6."""
+    torch.compile in torch 2.6. ``torch.broadcast_shapes`` imports sympy, a third of a second, in a
+    process that has not: it is for sizes that are symbols, whose process has."""
     if one == other:
         return tuple(one)
-    try:
-        return tuple(torch.broadcast_shapes(tuple(one), tuple(other)))
-    except RuntimeError:
+    if not all(isinstance(size, int) for size in (*one, *other)):
+        try:
+            return tuple(torch.broadcast_shapes(tuple(one), tuple(other)))
+        except RuntimeError:
+            return None
+    rank = max(len(one), len(other))
+    mine, yours = ((1,) * (rank - len(shape)) + tuple(shape) for shape in (one, other))
+    pairs = list(zip(mine, yours, strict=True))
+    if any(a != b and 1 not in (a, b) for a, b in pairs):
         return None
+    return tuple(b if a == 1 else a for a, b in pairs)
 
 
 def _check_mix(gates: torch.dtype, tokens: torch.dtype) -> None:
@@ -127,7 +135,7 @@ def kernel_dtypes(gates: torch.dtype, tokens: torch.dtype) -> tuple[torch.dtype,
 
 def check_initial_state(initial_state: Tensor, shape: Sequence[int], states: torch.dtype) -> None:
     """Refuse a state that does not broadcast to ``shape``, or is not of a dtype that goes with it."""
-    if _broadcast(initial_state.shape, shape) != tuple(shape):
+    if broadcast(initial_state.shape, shape) != tuple(shape):
         raise ValueError(
             f"initial_state has shape {tuple(initial_state.shape)}; it must broadcast to the "
             f"state's shape, {tuple(shape)}"
@@ -179,7 +187,11 @@ def normalised(
     check_tensors(gates, tokens, initial_state, cu_seqlens)
     shape, options = check_options(gates, tokens, options)
     gates_dtype, states = kernel_dtypes(gates.dtype, tokens.dtype)
-    gates, tokens = gates.to(gates_dtype), tokens.to(states)
+    # What nothing has to be done to is passed on as it is: a first call has no time for torch's first ones.
+    if gates.dtype != gates_dtype:
+        gates = gates.to(gates_dtype)
+    if tokens.dtype != states:
+        tokens = tokens.to(states)
     if tokens.shape != shape:
         tokens = tokens.expand(shape)
     sequences = None

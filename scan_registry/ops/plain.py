@@ -25,7 +25,7 @@ from scan_registry.ops.derivatives import (
     first_derivative,
     transforms_active,
 )
-from scan_registry.ops.problems import share
+from scan_registry.ops.problems import as_new, share
 from scan_registry.select import BACKENDS
 
 PlainPlan = PlainLaunch | Callable[[Tensor, Tensor], Tensor]
@@ -89,7 +89,7 @@ def _launch(
     ready = prepare(tokens.device.index, FAMILY, asked.problem, backend, policy.lowest())
     if ready.launch is None:
         return None
-    states = torch.empty_like(tokens, device="meta")
+    states = as_new(tokens)
     return PlainLaunch(
         launch=ready.launch,
         places=_PLACES,

@@ -19,10 +19,10 @@ from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.loader import prepare, run_reference
-from scan_registry.ops.arguments import Options
+from scan_registry.ops.arguments import Options, broadcast
 from scan_registry.ops.launching import Plan, Run, address, launcher, remember
 from scan_registry.ops.layout import Share
-from scan_registry.ops.problems import StateRoom, reduction_share, share
+from scan_registry.ops.problems import StateRoom, as_new, reduction_share, share
 from scan_registry.select import Decision, NoKernelError
 
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
@@ -85,7 +85,7 @@ def _check(gates: Tensor, alike: Sequence[Tensor], cu_seqlens: Tensor | None) ->
                 f"the operator's tensors have shapes {tuple(first.shape)} and {tuple(other.shape)} "
                 f"and dtypes {first.dtype} and {other.dtype}; both must be equal"
             )
-    if torch.broadcast_shapes(gates.shape, first.shape) != first.shape:
+    if broadcast(gates.shape, first.shape) != tuple(first.shape):
         raise ValueError(
             f"gates of shape {tuple(gates.shape)} do not broadcast to {tuple(first.shape)}"
         )
@@ -313,7 +313,7 @@ def _plan_reduction(
     gates: Tensor, states: Tensor, cu_seqlens: Tensor | None, options: Options
 ) -> Plan | None:
     """How broadcast gates get their gradient without one for every element; None if they cannot."""
-    dense = torch.empty_like(states, device="meta").stride() == states.stride()
+    dense = as_new(states).stride() == states.stride()
     asked = reduction_share(gates, states, cu_seqlens, options.dim, options.reverse)
     if asked is None or not dense:
         return None

@@ -24,6 +24,11 @@ from scan_registry.ops.layout import (
 )
 
 
+def as_new(model: Tensor) -> Tensor:
+    """A tensor with the shape, strides and dtype of a new one like ``model``."""
+    return model if model.is_contiguous() else torch.empty_like(model, device="meta")
+
+
 def state_strides(states: Tensor, dim: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     """Strides of a state without gaps, its dimensions in the order of the states' own, with ``dim``
     counting sequences (one, where none are packed)."""
@@ -46,7 +51,7 @@ class StateRoom:
     def of(cls, model: Tensor, dim: int, cu_seqlens: Tensor | None) -> StateRoom:
         """The room for a state of a scan whose states have the shape, dtype and device of ``model``, and
         lie as an output that is like it does."""
-        states = torch.empty_like(model, device="meta")
+        states = as_new(model)
         dim %= states.dim()
         strides = [*state_strides(states, dim, cu_seqlens)]
         if cu_seqlens is None:
@@ -114,8 +119,9 @@ def share(
     """What one scan makes of its inputs, of which the second gives the outputs their layout."""
     model = next(iter(others.values()))
     dim %= model.dim()
-    inputs = {"gates": gates.expand(model.shape), **others}
-    dense = torch.empty_like(model, device="meta")
+    broadcast = gates if gates.shape == model.shape else gates.expand(model.shape)
+    inputs = {"gates": broadcast, **others}
+    dense = as_new(model)
     arranged, copied = arrange_with_copies(
         model.shape,
         dim,

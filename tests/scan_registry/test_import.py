@@ -100,6 +100,24 @@ print(json.dumps([sorted(brought), "libcuda.so" in open("/proc/self/maps").read(
     assert not {"triton", "cuda", "rich"} & set(brought)
 
 
+def test_first_calls_import_nothing(tmp_path: Path) -> None:
+    """Not what torch imports at times, either: the whole of sympy, a third of a second."""
+    script = """
+import json, sys
+import torch
+from scan_registry import linear_scan, nn
+before = set(sys.modules)
+gates, tokens, state = torch.rand(2, 3, 8), torch.rand(2, 3, 8, requires_grad=True), torch.rand(3)
+for given in (gates, gates[:1], gates[0, :, :1]):
+    linear_scan(given, tokens.detach())
+    linear_scan(given, tokens, state, return_final_state=True)[0].sum().backward()
+nn.LSTM(3, 3)(gates.mT)[0].sum().backward()
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+    brought = fresh(script, tmp_path)
+    assert [name for name in brought if not name.startswith("torch.")] == []
+
+
 def test_an_import_is_quick(tmp_path: Path) -> None:
     script = """
 import time

@@ -19,6 +19,7 @@ from scan_registry.ops.layout import (
     dense_strides,
     memory_order,
 )
+from scan_registry.ops.problems import as_new
 
 Strides = tuple[int, ...]
 
@@ -320,3 +321,14 @@ def test_dense_strides_are_those_of_torch(shape: tuple[int, ...], data: st.DataO
     assert [d for d in memory_order(tensor.stride()) if d in long] == [
         d for d in order if d in long
     ]
+
+
+@given(st.data())
+def test_what_is_like_a_tensor_lies_as_torch_has_it(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=4))
+    strides = [*data.draw(st.one_of(layouts(shape), dense_layouts(shape)))]
+    for d in (d for d, size in enumerate(shape) if size == 1):
+        strides[d] = data.draw(st.sampled_from([0, 1, 5, strides[d]]))
+    tensor = torch.empty(10_000).as_strided(shape, strides)
+    assert as_new(tensor).stride() == torch.empty_like(tensor).stride()
+    assert as_new(tensor).shape == tensor.shape

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scan_registry import linear_scan
+from scan_registry.ops import arguments
 
 Oracle = Callable[..., tuple[Tensor, Tensor]]
 
@@ -48,6 +49,20 @@ def wide(tensor: Tensor) -> Tensor:
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+SHAPES = st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=4)
+
+
+@settings(deadline=None)  # torch imports sympy the first time
+@given(SHAPES, SHAPES)
+def test_shapes_broadcast_as_torch_has_it(one: list[int], other: list[int]) -> None:
+    try:
+        expected = tuple(torch.broadcast_shapes(tuple(one), tuple(other)))
+    except RuntimeError:
+        expected = None
+    assert arguments.broadcast(one, other) == expected
+    assert arguments.broadcast(torch.Size(one), tuple(other)) == expected
 
 
 # --- Any call at all --------------------------------------------------------------------------
