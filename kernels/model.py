@@ -266,7 +266,7 @@ class Kernel:
     def _held(self, defaults: Space, space: Space | None) -> tuple[Variant, ...]:
         named = {label for tuning in self.tunings() for label in tuning.labels}
         others = space if named and space else ()
-        tuned = (statics for statics in others if self._label(statics) in named)
+        tuned = (statics for statics in others if self._label(pinned(statics)) in named)
         return self._of(dict.fromkeys((*defaults, *tuned)))
 
     @cached_property
@@ -297,16 +297,13 @@ class Kernel:
 
     def label(self, variant: Variant) -> str:
         """What tunings call a variant: its static parameters but for what the problem decides."""
-        return self._label(variant.statics)
-
-    def _label(self, statics: Pins) -> str:
-        if self.given:
-            statics = tuple(pin for pin in statics if pin[0] not in self.given)
-        return pinned(statics)
+        return self._label(pinned(variant.statics))
 
     def label_in(self, text: str) -> str:
         """The same of what a variant prints as."""
-        statics = text[len(self.head) + 1 :]
+        return self._label(text[len(self.head) + 1 :])
+
+    def _label(self, statics: str) -> str:
         if not any(f",{name}=" in statics for name in self.given):
             return statics
         pins = statics.split(",")

@@ -16,6 +16,7 @@ from scan_registry.aot.pack import tunings
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.cache import Cache
 from scan_registry.kernels import families
+from scan_registry.offers import denial
 from scan_registry.package import Package
 from scan_registry.providers import core_range
 from scan_registry.target import Target
@@ -87,13 +88,15 @@ class Choice:
 
 def choose(entries: Iterable[Cached], denied: Mapping[str, str]) -> Choice:
     """One binary for each variant and target: of what this version compiles, the newest compiler's."""
+    kernels = {k.head: k for family in families().values() for k in family.kernels}
     best: dict[tuple[Target, str], Row] = {}
     left_out = []
     for entry in sorted(entries, key=_newest_first):
         reason, binary = entry.damage or entry.stale, entry.binary
         if binary is not None and reason is None:
             variant = str(binary.variant)
-            reason = denied.get(binary.sha256) or denied.get(variant)
+            kernel = kernels.get(binary.variant.head)
+            reason = denied.get(binary.sha256) or denial(denied, kernel, variant)
             if reason is None:
                 row = entry.archive, binary
                 _, first = best.setdefault((entry.archive.arch, variant), row)
@@ -101,8 +104,7 @@ def choose(entries: Iterable[Cached], denied: Mapping[str, str]) -> Choice:
                     reason = f"{first.compiler} has made it, too"
         if reason is not None:
             left_out.append((entry, reason))
-    kernels = [kernel for family in families().values() for kernel in family.kernels]
-    variants = [str(variant) for kernel in kernels for variant in kernel.every]
+    variants = [str(variant) for kernel in kernels.values() for variant in kernel.every]
     taken = {
         target: tuple(best[target, v] for v in variants if (target, v) in best)
         for target in sorted({target for target, _ in best})

@@ -280,7 +280,7 @@ def _refusal(asked: Question, device: Device, offer: Offer, variant: Variant) ->
     """Why the variant may not, or does not, solve the problem."""
     if asked.backend not in ("auto", variant.language):
         return not_asked(asked.backend)
-    if reason := asked.system.denied.get(offer.text):
+    if reason := denial(asked.system.denied, offer.kernel, offer.text):
         return reason
     if asked.system.pinned not in (None, variant):
         return f"{asked.system.pinned} is pinned"
@@ -302,6 +302,13 @@ def _unsolved(
         return reason
     blocks = kernel.launch(variant, problem, count).grid[0]
     return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None
+
+
+def denial(denied: Mapping[str, str], kernel: Kernel | None, text: str) -> str | None:
+    """Why a variant, given by what it prints as, must not run: a name without what the problem decides stands
+    for all that differ in that alone."""
+    general = f"{kernel.head}:{kernel.label_in(text)}" if kernel and denied else text
+    return denied.get(text) or denied.get(general)
 
 
 def not_asked(backend: Backend) -> str:

@@ -8,7 +8,8 @@ manifest ``provider.json``:
      "denied": [{"sha256": "…", "reason": "…"},       a binary that must not run, whoever brings it
                 {"variant": "…", "reason": "…"}]}     a variant that must not, not even compiled here
 
-This package is a provider, too; it need not say which versions of itself it goes with.
+A variant that is named without what the problem decides, such as a scan's ``reverse``, stands for all that
+differ in that alone. This package is a provider, too; it need not say which versions of itself it goes with.
 """
 
 from __future__ import annotations

@@ -335,14 +335,18 @@ def test_versions_are_compared_as_numbers(folder: Path, tmp_path: Path, capsys: 
 def test_what_is_denied_is_left_out(
     folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, *rest = paths(folder)
-    binary, _ = only(first)
-    found = Catalogue(())
-    found.denied = {binary.sha256: "denied: it hangs (somebody 1.0)"}
-    monkeypatch.setattr("scan_registry.cli.cache.catalogue", lambda: found)
-    made = document(capsys, "export", str(tmp_path / "package"))
-    assert [entry["reason"] for entry in made["left_out"]] == ["denied: it hangs (somebody 1.0)"]
-    assert sum(entry["binaries"] for entry in made["archives"]) == len(rest)
+    held = [only(path)[0] for path in paths(folder)]
+    found, denied = Catalogue(()), held[0]
+    others = {
+        denied.sha256: held[1:],
+        str(denied.variant): [each for each in held if each.variant != denied.variant],
+    }
+    for number, (subject, kept) in enumerate(others.items()):
+        found.denied = {subject: "denied: it hangs (somebody 1.0)"}
+        monkeypatch.setattr("scan_registry.cli.cache.catalogue", lambda: found)
+        made = document(capsys, "export", str(tmp_path / f"package{number}"))
+        assert {each["reason"] for each in made["left_out"]} == set(found.denied.values())
+        assert sum(each["binaries"] for each in made["archives"]) == len(kept)
 
 
 def test_nothing_to_export(

@@ -503,6 +503,22 @@ def test_a_denied_variant(archive_factory: Factory, a_device: Describe) -> None:
     assert {r.reason for r in losers} == {"denied: it races"}
 
 
+def test_to_deny_a_variant_is_to_deny_it_both_ways(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    """What PTX has one of for each way goes by one name in machine code; either can be denied alone."""
+    archives, kernel = [archive_factory("ptx80")], FAMILY.kernel(KERNEL, "cuda")
+    best = variant_of(decide(a_device(), archives).taken())
+    assert best in ONE_WAY
+    general = f"{best.head}:{kernel.label(best)}"
+    both = {str(v) for v in ONE_WAY if kernel.label(v) == kernel.label(best)}
+    for name, expected in ((general, both), (str(best), {str(best)})):
+        decision = decide(a_device(), archives, denied={name: "denied: it races"})
+        found = {r.subject for r in decision.rejected if r.reason == "denied: it races"}
+        assert found == {f"{variant} for compute_80" for variant in expected}
+        assert str(variant_of(decision.winner)) not in expected
+
+
 def test_a_denied_variant_is_not_compiled_either(a_device: Describe) -> None:
     denied = {str(variant): "denied: all" for variant in (*EVERY_CUDA, *TRITON)}
     decision = decide(a_device(), denied=denied, toolchains=COMPILERS)
@@ -847,6 +863,11 @@ def compiled_for(toolchain: Toolchain, language: str, device: Device) -> Target 
     return Target(max(earlier), "compute")
 
 
+def either_way(variant: Variant) -> str:
+    statics = tuple(pin for pin in variant.statics if pin[0] != "reverse")
+    return str(replace(variant, statics=statics))
+
+
 Offer = tuple[Rung, str, str]
 
 
@@ -861,7 +882,7 @@ def offers(system: System, problem: LinearScanProblem, backend: Backend) -> list
         return (
             variant.kernel == problem.kernel
             and backend in ("auto", variant.language)
-            and str(variant) not in system.denied
+            and not {str(variant), either_way(variant)} & system.denied.keys()
             and kernel.accepts(variant, problem) is None
         )
 
