@@ -7,16 +7,16 @@ Layout, little-endian:
           16   32         SHA-256 of the manifest
           48   …          the manifest, UTF-8 JSON
            …   …          chunks: binaries of one kernel in one language, compressed together (raw LZMA2)
-           …   …          sections, lines of UTF-8 JSON: the entries of one kernel in one language and dtype each
+           …   …          sections, lines of UTF-8 JSON: entries of one kernel in one language and dtype each
            …   …          tunings, UTF-8 JSON: what tuning found of one kernel in one language each
 
-The manifest gives the offset, size and SHA-256 of each section and of all tunings, by what they are of; a section lists its
-kernel's chunks, and an entry the chunk its binary is in, where it starts once that is decompressed, its
-size and SHA-256. Offsets in the file count from the end of the manifest. So a first call reads and checks
-the entries of its kernel and dtype and decompresses one chunk as far as its binary, however many there
-are. Binaries of one kernel are much alike, which is why they share a chunk; a chunk is small, which is
-what bounds the time to get at its last binary. Nothing in a file is believed before its digest is
-checked: every defect raises :class:`ArchiveError`.
+The manifest lists sections and tunings, a text for each: how the variants begin that it is about, its
+offset, size and SHA-256. A section lists its kernel's chunks, and an entry the chunk its binary is in,
+where it starts once that is decompressed, its size and SHA-256. Offsets in the file count from the end of
+the manifest. So a first call reads and checks the entries of its kernel and dtype and decompresses one
+chunk as far as its binary, however many there are. Binaries of one kernel are much alike, which is why
+they share a chunk; a chunk is small, which is what bounds the time to get at its last binary. Nothing in a
+file is believed before its digest is checked: every defect raises :class:`ArchiveError`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from scan_registry.sections import (
     digest,
     dumped,
     parse_json,
+    read_tunings,
     section_text,
 )
 from scan_registry.target import Target
@@ -121,6 +122,7 @@ def write(
 
 
 Each = TypeVar("Each")
+Said = TypeVar("Said")
 
 
 def _grouped(
@@ -216,7 +218,10 @@ class Archive:
                 f"{self.path}: the manifest's SHA-256 is {digest(content)}, "
                 f"the header states {expected.hex()}"
             )
-        manifest = self._parsed("the manifest", content)
+        try:
+            manifest = parse_json(content)
+        except (ValueError, RecursionError) as error:
+            raise ArchiveError(f"{self.path}: the manifest is not JSON: {error}") from error
         if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
             stated = manifest.get("schema") if isinstance(manifest, dict) else manifest
             raise ArchiveError(
@@ -233,7 +238,7 @@ class Archive:
     def binaries(self) -> tuple[Binary, ...]:
         """What the archive holds, by kernel, language and dtype; ``ArchiveError`` if any entry is not right."""
         sections = self._documents("sections", "")
-        return tuple(entry.binary for each in sections for entry in self._content(each).entries)
+        return tuple(entry.binary for each in sections for entry in self._section(each).entries)
 
     def of(
         self, family: str, kernel: str, language: str | None = None, dtype: str | None = None
@@ -245,13 +250,14 @@ class Archive:
             entry
             for section in self._documents("sections", prefix)
             if dtype in (None, section.dtype or dtype)
-            for entry in self._content(section).entries
+            for entry in self._section(section).entries
         )
 
     def tunings(self, head: str) -> tuple[Tuning, ...]:
         """What tuning found of a kernel in a language, given by how its variants begin."""
         listed = self._documents("tunings", f"{head}:")
-        return tuple(tuning for each in listed for tuning in self._read_tunings(each))
+        said = (self._said("tunings of", each, read_tunings) for each in listed)
+        return tuple(tuning for tunings in said for tuning in tunings)
 
     def _documents(self, name: str, prefix: str) -> tuple[Document, ...]:
         """Those that the manifest lists under a name and that are of what begins so, where a colon stands
@@ -264,48 +270,26 @@ class Archive:
         except (AttributeError, ValueError) as error:
             raise ArchiveError(f"{self.path}: the manifest's {name}: {error}") from error
 
-    def _content(self, listed: Document) -> Content:
-        if listed not in self._contents:
-            read = self._checked(f"the section {listed.of}", listed)
-            self._contents[listed] = Content.read(listed.of, read, self.path)
-        return self._contents[listed]
+    def _section(self, listed: Document) -> Content:
+        return self._said("section", listed, Content.read)
+
+    def _said(self, what: str, listed: Document, read: Callable[[str, bytes, Path], Said]) -> Said:
+        """What a document says, once its bytes have been checked against its digest."""
+        if listed not in self._known:
+            content = self._bytes(self.manifest["start"] + listed.offset, listed.size)
+            if digest(content) != listed.sha256:
+                raise ArchiveError(
+                    f"{self.path}: the {what} {listed.of} has SHA-256 {digest(content)}, "
+                    f"the manifest states {listed.sha256}"
+                )
+            self._known[listed] = read(listed.of, content, self.path)
+        said: Said = self._known[listed]
+        return said
 
     @cached_property
-    def _contents(self) -> dict[Document, Content]:
-        """Of sections that have been read."""
+    def _known(self) -> dict[Document, Any]:
+        """What documents say that have been read."""
         return {}
-
-    def _read_tunings(self, listed: Document) -> tuple[Tuning, ...]:
-        if listed not in self._tunings_read:
-            name = f"the tunings of {listed.of}"
-            parsed = self._parsed(name, self._checked(name, listed))
-            try:
-                if not isinstance(parsed, list):
-                    raise ValueError(f"{parsed!r} is not a list")
-                self._tunings_read[listed] = tuple(map(Tuning.from_json, parsed))
-            except ValueError as error:
-                raise ArchiveError(f"{self.path}: {name}: {error}") from error
-        return self._tunings_read[listed]
-
-    @cached_property
-    def _tunings_read(self) -> dict[Document, tuple[Tuning, ...]]:
-        return {}
-
-    def _checked(self, name: str, listed: Document) -> bytes:
-        """A section, or tunings, checked against its digest."""
-        content = self._bytes(self.manifest["start"] + listed.offset, listed.size)
-        if digest(content) != listed.sha256:
-            raise ArchiveError(
-                f"{self.path}: {name} has SHA-256 {digest(content)}, "
-                f"the manifest states {listed.sha256}"
-            )
-        return content
-
-    def _parsed(self, name: str, content: bytes) -> Any:
-        try:
-            return parse_json(content)
-        except (ValueError, RecursionError) as error:
-            raise ArchiveError(f"{self.path}: {name} is not JSON: {error}") from error
 
     def _bytes(self, start: int, size: int) -> bytes:
         """A part of the file: less than ``size`` bytes if it ends before."""
@@ -332,7 +316,7 @@ class Archive:
     def _find(self, binary: Binary, opened: _Chunks) -> bytes:
         text, stem = str(binary.variant), binary.variant.stem
         for section in self._documents("sections", f"{stem}:"):
-            for entry in self._content(section).entries:
+            for entry in self._section(section).entries:
                 if entry.text == text and entry.binary == binary:
                     return self._unpacked(section, entry, opened)
         raise KeyError(f"{self.path} does not hold {binary}")
@@ -340,7 +324,7 @@ class Archive:
     def _unpacked(self, section: Document, entry: Entry, opened: _Chunks) -> bytes:
         (chunk, start), binary = entry.place, entry.binary
         again = "reinstall the package that brought this file"
-        places = self._content(section).chunks
+        places = self._section(section).chunks
         if chunk >= len(places):
             raise ArchiveError(f"{self.path}: {binary} is in chunk {chunk} of {len(places)}")
         place = offset, size = places[chunk]

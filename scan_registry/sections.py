@@ -25,6 +25,7 @@ from typing import Any
 from scan_registry.binary import Binary, read_count, read_target
 from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Variant
+from scan_registry.kernels.tuning import Tuning
 from scan_registry.target import Target
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "digest",
     "dumped",
     "parse_json",
+    "read_tunings",
     "section_text",
 ]
 
@@ -193,6 +195,17 @@ def _listed(
 def _read_place(listed: Any) -> tuple[int, int]:
     offset, size = listed
     return read_count("offset", offset), read_count("size", size)
+
+
+def read_tunings(of: str, content: bytes, file: Path) -> tuple[Tuning, ...]:
+    """What tuning found of a kernel; ``ArchiveError`` names the file if it is nothing of that kind."""
+    try:
+        listed = parse_json(content)
+        if not isinstance(listed, list):
+            raise ValueError(f"{listed!r} is not a list")
+        return tuple(map(Tuning.from_json, listed))
+    except (ValueError, RecursionError) as error:
+        raise ArchiveError(f"{file}: the tunings of {of}: {error}") from error
 
 
 def section_text(records: Sequence[Mapping[str, Any]], chunks: Sequence[tuple[int, int]]) -> bytes:
