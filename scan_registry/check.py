@@ -28,7 +28,7 @@ def run(ordinal: int, binary: Binary, read: Callable[[], bytes], case: Any) -> N
     """Launch ``binary``, of which ``read`` gets the bytes, on a case's tensors, on the current stream;
     the case holds the outputs."""
     group = family(binary.variant.family)
-    function = loader.load(ordinal, binary, read, str(binary))
+    function = loader.load(ordinal, binary, read, binary)
     launch = loader.bind(ordinal, group, case.problem, binary, function)
     kernel = group.kernel(binary.variant.kernel, binary.variant.language)
     shape = kernel.launch(binary.variant, case.problem, device(ordinal).multiprocessors)

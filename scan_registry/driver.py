@@ -41,8 +41,8 @@ UNFIT = frozenset(
 class DriverError(RuntimeError):
     """A driver call that failed: the call, the driver's name for the error, and its words."""
 
-    def __init__(self, call: str, status: int, subject: str = "") -> None:
-        of = f": {subject}" if subject else ""
+    def __init__(self, call: str, status: int, subject: object = "") -> None:
+        of = f": {subject}" if subject != "" else ""
         super().__init__(f"{call} failed with {error_name(status)}{of}")
         self.status = status
 
@@ -72,7 +72,7 @@ def error_name(status: int) -> str:
     return f"{name.value.decode()} ({(words.value or b'').decode()})"
 
 
-def _check(call: str, status: int, subject: str = "") -> None:
+def _check(call: str, status: int, subject: object = "") -> None:
     if status:
         raise DriverError(call, status, subject)
 
@@ -86,19 +86,26 @@ def version() -> tuple[int, int]:
 
 
 @cache
-def primary_context(ordinal: int) -> int:
-    """The device's primary context, which torch uses too; kept for the life of the process."""
-    driver, device, context = library(), c_int(), c_void_p()
+def _device(ordinal: int) -> c_int:
+    driver, device = library(), c_int()
     _check("cuInit", driver.cuInit(0))
     _check("cuDeviceGet", driver.cuDeviceGet(byref(device), c_int(ordinal)))
-    _check("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(byref(context), device))
+    return device
+
+
+@cache
+def primary_context(ordinal: int) -> int:
+    """The device's primary context, which torch uses too; kept for the life of the process."""
+    device, context = _device(ordinal), c_void_p()
+    retained = library().cuDevicePrimaryCtxRetain(byref(context), device)
+    _check("cuDevicePrimaryCtxRetain", retained)
     return context.value or 0
 
 
-def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: str) -> int:
+def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: object) -> int:
     """Load ``image`` (a cubin, or PTX for the driver to compile) and return the function ``entry``.
 
-    The module stays loaded for the life of the process. ``subject`` names the kernel in errors.
+    The module stays loaded for the life of the process. ``subject`` prints as what errors call it.
     """
     driver, module, function, previous = library(), c_void_p(), c_void_p(), c_void_p()
     _check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(c_void_p(context)), subject)
@@ -141,17 +148,14 @@ def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: s
 
 def attribute(ordinal: int, number: int) -> int:
     """A device attribute, by its number in the driver API."""
-    driver, device, value = library(), c_int(), c_int()
-    _check("cuInit", driver.cuInit(0))
-    _check("cuDeviceGet", driver.cuDeviceGet(byref(device), c_int(ordinal)))
-    _check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(byref(value), c_int(number), device))
+    device, value = _device(ordinal), c_int()
+    read = library().cuDeviceGetAttribute(byref(value), c_int(number), device)
+    _check("cuDeviceGetAttribute", read)
     return value.value
 
 
 def device_name(ordinal: int) -> str:
     """The device's marketing name."""
-    driver, device, text = library(), c_int(), ctypes.create_string_buffer(256)
-    _check("cuInit", driver.cuInit(0))
-    _check("cuDeviceGet", driver.cuDeviceGet(byref(device), c_int(ordinal)))
-    _check("cuDeviceGetName", driver.cuDeviceGetName(text, c_int(256), device))
+    device, text = _device(ordinal), ctypes.create_string_buffer(256)
+    _check("cuDeviceGetName", library().cuDeviceGetName(text, c_int(256), device))
     return text.value.decode()

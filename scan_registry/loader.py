@@ -43,6 +43,23 @@ class UnfitError(Exception):
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """A binary that is to run what was decided. Prints as what errors call it: the kernel, its variant, the
+    launch shape and the problem."""
+
+    decision: Decision
+    binary: Binary
+
+    def __str__(self) -> str:
+        shape, binary = self.decision.launch(), self.binary
+        assert shape is not None
+        return (
+            f"{binary}, grid {shape.grid}, block {binary.block}, {binary.dynamic_shared} bytes of "
+            f"dynamic shared memory, for {self.decision.problem}"
+        )
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A decision, ready to run. ``launch`` is None where the reference has to.
 
@@ -58,7 +75,7 @@ class Prepared:
     def refuse(self, status: int) -> None:
         """Raise the ``DriverError`` of a launch that failed."""
         assert self.binary is not None
-        raise driver.DriverError("the launch", status, _described(self.decision, self.binary))
+        raise driver.DriverError("the launch", status, Attempt(self.decision, self.binary))
 
 
 _functions: dict[tuple[int, str, str], int] = {}
@@ -168,7 +185,7 @@ def prepare_first(
 
 def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Prepared:
     binary, read = _fetch(ordinal, decision, winner)
-    function = load(ordinal, binary, read, _described(decision, binary))
+    function = load(ordinal, binary, read, Attempt(decision, binary))
     try:
         launch = bind(ordinal, decision.family, decision.problem, binary, function)
     except (OverflowError, ValueError) as error:  # an entry that asks for what no launch has
@@ -200,10 +217,10 @@ def _fetch(
     return binary, lambda: compiled.content
 
 
-def load(ordinal: int, binary: Binary, read: Callable[[], bytes], subject: str) -> int:
+def load(ordinal: int, binary: Binary, read: Callable[[], bytes], subject: object) -> int:
     """The loaded kernel's handle on device ``ordinal``; each binary is loaded once per device.
 
-    ``subject`` is what errors call it. ``DriverError`` if the driver fails otherwise than by
+    ``subject`` prints as what errors call it. ``DriverError`` if the driver fails otherwise than by
     ``UnfitError``, which says that the bytes are damaged or that it has no use for them.
     """
     key = (ordinal, binary.sha256, binary.entry)
@@ -244,16 +261,6 @@ def bind(ordinal: int, family: Family, problem: Problem, binary: Binary, functio
 
 
 # --- Words ------------------------------------------------------------------------------------
-
-
-def _described(decision: Decision, binary: Binary) -> str:
-    """The kernel, its variant and the launch shape, for errors."""
-    shape = decision.launch()
-    assert shape is not None
-    return (
-        f"{binary}, grid {shape.grid}, block {binary.block}, {binary.dynamic_shared} bytes of "
-        f"dynamic shared memory, for {decision.problem}"
-    )
 
 
 def _tell(key: object, text: str) -> None:

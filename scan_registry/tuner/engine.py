@@ -251,7 +251,7 @@ class Tuner:
     ) -> list[Call]:
         """A launch on each set of tensors, of the very bytes that would be kept."""
         binary, content = self._binaries[variant]
-        function = loader.load(self.ordinal, binary, lambda: content, str(binary))
+        function = loader.load(self.ordinal, binary, lambda: content, binary)
         launch = loader.bind(self.ordinal, posed.family, posed.problem, binary, function)
         shape = posed.kernel.launch(variant, posed.problem, self.device.multiprocessors)
         return [
