@@ -1,0 +1,332 @@
+"""``scan-registry bench`` on the CPU: what it prints, refuses and draws, and ``tools/bench.py``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from benching import CPU, ROOT, SMALL, TINY, Capture, bench, document, refusal, schema
+
+from scan_registry.bench import plot
+from scan_registry.bench.cases import PASSES, Case
+from scan_registry.bench.measure import Bench, Timing
+from scan_registry.cli import bench as command
+from scan_registry.cli import main
+
+# --- The command -------------------------------------------------------------------------------
+
+
+def test_a_row_for_every_length_and_pass(capsys: Capture) -> None:
+    out = bench(capsys, "--seqlens", "16,32")
+    assert f"CPU, {torch.get_num_threads()} threads; streaming " in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("channel_last")]
+    words = [" ".join(row[1:-4]) for row in rows]
+    assert words == [
+        f"2, 8, {length} bfloat16 {kernel}"
+        for length in (16, 32)
+        for kernel in (
+            "forward scan-registry cpu",
+            "forward torch.mul",
+            "backward scan-registry cpu",
+        )
+    ]
+    for row in rows:
+        ms, spread, speed, share = map(float, row[-4:])
+        assert ms > 0
+        assert min(spread, speed, share) >= 0
+
+
+def test_the_document(capsys: Capture) -> None:
+    found = document(capsys, "--seqlens", "16, 32,16", "--dtype", "fp32", "--layout", "time_last")
+    assert found["gpu"] is None
+    assert found["torch"] == torch.__version__
+    assert found["scan_registry"] == importlib.metadata.version("scan-registry")
+    cases = [timing["case"] for timing in found["timings"]]
+    assert cases[0] == {
+        "layout": "time_last", "batch": 2, "channels": 8, "time": 16, "dtype": "float32"
+    }  # fmt: skip
+    who = [(t["case"]["time"], t["direction"], t["who"]) for t in found["timings"]]
+    assert who == [
+        (time, direction, who)
+        for time in (16, 32)
+        for direction, who in (
+            ("forward", "scan-registry cpu"),
+            ("forward", "torch.mul"),
+            ("backward", "scan-registry cpu"),
+        )
+    ]
+    for entry in found["timings"]:
+        traffic = 2 * 8 * entry["case"]["time"] * 4 * (3 if entry["direction"] == "forward" else 5)
+        floor = traffic / found["streaming_bytes_per_ms"]
+        assert entry["floor_ms"] == pytest.approx(floor)
+
+
+@pytest.mark.parametrize("spelling", ["--fwd_only", "--fwd-only"])
+def test_the_forward_pass_alone(spelling: str, capsys: Capture) -> None:
+    found = document(capsys, "--seqlens", "16", spelling, "--d-model", "4")
+    assert {(t["direction"], t["case"]["channels"]) for t in found["timings"]} == {("forward", 4)}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "float64", "complex64"])
+def test_every_dtype(dtype: str, capsys: Capture) -> None:
+    found = document(capsys, "--seqlens", "16", "--dtype", dtype)
+    assert {t["case"]["dtype"] for t in found["timings"]} == {command.DTYPES[dtype]}
+    assert len(found["timings"]) == 3
+
+
+def test_the_reference(capsys: Capture) -> None:
+    found = document(capsys, "--seqlens", "16", "--backend", "reference", "--fwd_only")
+    assert [t["who"] for t in found["timings"]] == ["scan-registry reference", "torch.mul"]
+
+
+def test_the_lengths_that_are_usual_depend_on_the_device() -> None:
+    lengths = {kind: [*map(int, text.split(","))] for kind, text in command.SEQLENS.items()}
+    assert lengths["cuda"] == [128, 256, 1024, 2048, 4096, 8192, 16384, 32768]
+    assert max(lengths["cpu"]) < max(lengths["cuda"])
+
+
+def test_recorded_results_have_the_documents_form() -> None:
+    recorded = sorted((ROOT / "tools" / "results").glob("*-bench.json"))
+    assert recorded
+    for path in recorded:
+        jsonschema.Draft202012Validator(schema()).validate(json.loads(path.read_text()))
+
+
+# --- What it refuses ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("untimed")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layout", "channels"], "--layout is 'channels'; accepted are channel_last, time_last"),
+        (["--dtype", "int8"], "--dtype is 'int8'; accepted are float32, fp32, "),
+        (["--backend", "cpp"], "--backend is 'cpp'; accepted are auto, cuda, triton, reference"),
+        (["--backend", "cuda"], "--backend is 'cuda', which needs a GPU; accepted on the CPU are"),
+        (["--bs", "0"], "--bs is 0; accepted are whole numbers from 1 on"),
+        (["--d_model", "-3"], "--d_model is -3; accepted are whole numbers from 1 on"),
+        (["--seqlens", "16,"], "--seqlens is '16,'; accepted are lengths such as 1024,2048"),
+        (["--seqlens", "0"], "--seqlens is '0'; accepted are lengths such as"),
+        (["--seqlens", "1e3"], "--seqlens is '1e3'; accepted are lengths such as"),
+        (["--seqlens", "9" * 5000], "accepted are lengths such as 1024,2048"),
+        (["--seqlens", str(2**60)], "is a tensor of more than 2**60 elements"),
+        (["--plot", "no/such/x.png"], "--plot is 'no/such/x.png'; its folder does not exist"),
+        (["--plot", "x.bmp"], "--plot is 'x.bmp'; accepted are files in pdf, png, svg"),
+        (["--plot", "/"], "--plot is '/', a folder; it takes a file"),
+        (["--plot", ""], "a folder; it takes a file"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(
+    words: list[str], message: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert message in refusal(capsys, "--device", "cpu", *words)
+
+
+@pytest.mark.usefixtures("untimed")
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "cpu:0"])
+def test_devices_that_are_not_here(name: str, capsys: Capture) -> None:
+    assert f"--device is {name!r}; accepted here are cpu" in refusal(capsys, "--device", name)
+
+
+def test_more_than_the_memory_holds(capsys: Capture) -> None:
+    words = ("--bs", "1024", "--seqlens", f"16,{2**30}")
+    message = refusal(capsys, "--device", "cpu", *words)
+    assert f"--seqlens: T = {2**30} takes about " in message
+    assert "GB are free on cpu" in message
+
+
+def test_sizes_that_are_no_numbers(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "--bs", "many"])
+    assert stopped.value.code == 2
+    assert "--bs: invalid int value: 'many'" in capsys.readouterr().err
+
+
+# --- The picture -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("untimed")
+@pytest.mark.parametrize("spelling", ["--plot", "--plot_name", "--plot-name"])
+def test_without_matplotlib(
+    spelling: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = refusal(capsys, "--device", "cpu", spelling, "x.png")
+    assert "--plot: a plot needs matplotlib, which does not import here" in message
+    assert "pip install 'scan-registry[plot]' brings it" in message
+
+
+class Figure:
+    """As much of matplotlib's as is used; remembers what is drawn, and writes it."""
+
+    def __init__(self, **_: Any) -> None:
+        self.panels: list[Any] = []
+
+    def subplots(self, rows: int, columns: int, squeeze: bool) -> list[list[Any]]:
+        assert (rows, squeeze) == (2, False)
+        for _ in range(2 * columns):
+            panel = types.SimpleNamespace(lines={}, title=None)
+            panel.plot = lambda x, y, panel=panel, label=None, **_: panel.lines.update(
+                {label: [x, y]}
+            )
+            panel.set = lambda panel=panel, title=None, **_: setattr(panel, "title", title)
+            panel.get_legend_handles_labels = lambda panel=panel: ([], [*panel.lines])
+            for name in ("set_xscale", "set_yscale", "set_ylim", "grid", "legend"):
+                setattr(panel, name, lambda *_, **__: None)
+            self.panels.append(panel)
+        return [self.panels[:columns], self.panels[columns:]]
+
+    def legend(self, handles: Any, labels: list[str], **_: Any) -> None:
+        assert labels == [*self.panels[0].lines]
+
+    def suptitle(self, text: str) -> None:
+        self.title = text
+
+    def savefig(self, path: Path) -> None:
+        panels = {panel.title: panel.lines for panel in self.panels}
+        path.write_text(json.dumps({"title": self.title, "panels": panels}))
+
+
+def test_a_line_for_everyone_and_the_floor(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawing: Any = types.ModuleType("matplotlib.figure")
+    drawing.Figure = Figure
+    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", drawing)
+    found = document(capsys, "--seqlens", "32,16", "--plot_name", str(tmp_path / "out"))
+    drawn = json.loads((tmp_path / "out.png").read_text())
+    assert drawn["title"].endswith("threads: channel_last, B 2, C 8, bfloat16")
+    assert {name: [*lines] for name, lines in drawn["panels"].items()} == {
+        "forward": ["scan-registry cpu", "torch.mul", "streaming"],
+        "backward": ["scan-registry cpu", "streaming"],
+        "forward, of the floor": ["scan-registry cpu", "torch.mul"],
+        "backward, of the floor": ["scan-registry cpu"],
+    }
+    for entry in found["timings"]:
+        times, ms = drawn["panels"][entry["direction"]][entry["who"]]
+        assert times == [16, 32]
+        assert entry["ms"] in ms
+        times, shares = drawn["panels"][f"{entry['direction']}, of the floor"][entry["who"]]
+        assert times == [16, 32]
+        assert entry["floor_ms"] / entry["ms"] in shares
+
+
+def test_cases_of_several_kinds_have_lines_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawing: Any = types.ModuleType("matplotlib.figure")
+    drawing.Figure = Figure
+    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", drawing)
+    cases = [SMALL, replace(SMALL, time=32), replace(SMALL, gates="channel")]
+    timings = [Timing(case, "forward", "us", 2.0, 0.1, 1.0) for case in cases]
+    plot.draw(timings, "all", tmp_path / "out.png")
+    drawn = json.loads((tmp_path / "out.png").read_text())
+    assert drawn["panels"]["forward, of the floor"] == {
+        "channel_last, 2 × 8, float32, us": [[16, 32], [0.5, 0.5]],
+        "channel_last, 2 × 8, a gate per channel, float32, us": [[16], [0.5]],
+    }
+
+
+def test_a_picture_is_one(capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "out.png"
+    bench(capsys, "--seqlens", "16,32", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(plot, "load", lambda: None)
+    monkeypatch.setattr(plot, "draw", full)
+    words = (*TINY, "--seqlens", "16", "--fwd_only", "--plot", str(tmp_path / "x.svg"))
+    assert main(["bench", *words]) == 2
+    captured = capsys.readouterr()
+    assert "torch.mul" in captured.out  # the numbers are there all the same
+    assert f"--plot: {tmp_path / 'x.svg'} cannot be written: disk full" in captured.err
+
+
+# --- The tool ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tool() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_tool", ROOT / "tools" / "bench.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tools_cases_are_those_of_the_recorded_results(tool: types.ModuleType) -> None:
+    recorded = json.loads((ROOT / "tools" / "results" / "h200-bench.json").read_text())
+    cases = [Case(**entry["case"]) for entry in recorded["timings"]]
+    assert list(dict.fromkeys(cases)) == tool.default_cases()
+
+
+def test_the_tool_writes_the_document(
+    tool: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "out.json"
+    on = Bench.on
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tool.Bench, "on", lambda device: on(CPU))
+    monkeypatch.setattr(
+        sys, "argv", ["bench", "--case", "time_last:1,8,16:float32", "--json", str(path)]
+    )
+    assert tool.main() == 0
+    found = json.loads(path.read_text())
+    jsonschema.Draft202012Validator(schema()).validate(found)
+    assert {Case(**entry["case"]) for entry in found["timings"]} == {
+        Case("time_last", 1, 8, 16, "float32")
+    }
+    assert "time_last" in capsys.readouterr().out
+
+
+def test_the_tool_needs_a_gpu(
+    tool: types.ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    assert tool.main() == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["bench", "--case", "rows"])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "the case is 'rows'; expected layout:batch,channels,time" in capsys.readouterr().err
+
+
+# --- On a GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capsys: Capture) -> None:
+    words = ("--bs", "2", "--d_model", "64", "--seqlens", "128", "--no-peers", "--json")
+    assert main(["bench", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema()).validate(found)
+    assert found["gpu"] == torch.cuda.get_device_name()
+    assert [(t["direction"], t["who"]) for t in found["timings"]] == [
+        (direction, f"scan-registry {language}")
+        for direction in PASSES
+        for language in ("cuda", "triton")
+    ]
+    for entry in found["timings"]:
+        assert entry["floor"].startswith("stream.stream:cuda:")
+        assert entry["floor_ms"] < 10 * entry["ms"]

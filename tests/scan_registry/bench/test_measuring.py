@@ -1,0 +1,222 @@
+"""How ``bench`` measures."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from benching import CPU, SMALL
+
+from scan_registry.bench import measure, timing
+from scan_registry.bench.cases import Case
+from scan_registry.bench.measure import Bench, our_call
+from scan_registry.select import NoKernelError
+
+
+def test_recordings_take_turns() -> None:
+    """The warm-up does not count; of the rest the median and the spread do."""
+    order: list[str] = []
+
+    class Scripted:
+        def __init__(self, name: str, scale: float) -> None:
+            self.name, self.times = (
+                name,
+                iter([1e9] * timing.WARM_UP + [scale * n for n in range(11)]),
+            )
+
+        def ms(self) -> float:
+            order.append(self.name)
+            return next(self.times)
+
+    assert timing.ROUNDS == 11
+    found = timing.compete([Scripted("a", 1.0), Scripted("b", 2.0)])
+    assert found == [(5.0, 10.0), (10.0, 20.0)]
+    assert order == ["a", "b"] * (timing.WARM_UP + timing.ROUNDS)
+
+
+def test_the_wall_clock_counts_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    now = iter([10.0, 10.6])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    clock = timing.WallClock(2, [lambda: made.append("a"), lambda: made.append("b")])
+    assert clock.ms() == pytest.approx(150)
+    assert made == ["a", "b", "a", "b"]
+
+
+class Stream:
+    """What torch.cuda's graphs and events do, in order; every call takes a millisecond."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.captured, self.capturing = 0.0, 0, False
+
+        stream = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = stream.now
+
+            def synchronize(self) -> None:
+                assert self.at == stream.now
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at - self.at
+
+        class Graph:
+            def capture_begin(self) -> None:
+                stream.capturing = True
+
+            def capture_end(self) -> None:
+                stream.capturing = False
+
+            def replay(self) -> None:
+                stream.now += stream.captured
+
+        for name, value in {
+            "Event": Event, "CUDAGraph": Graph, "Stream": lambda: None, "stream": nullcontext,
+            "synchronize": lambda: None,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def call(self) -> None:
+        if self.capturing:
+            self.captured += 1
+        else:
+            self.now += 1.0
+
+
+@pytest.mark.parametrize(("sets", "launches"), [(1, 12), (5, 15), (20, 20)])
+def test_a_graph_records_a_dozen_launches_at_least(
+    sets: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(monkeypatch)
+    recording = timing.record([stream.call] * sets, torch.device("cuda:0"))
+    assert isinstance(recording, timing.Graph)
+    assert stream.captured == recording.launches == launches
+    before = stream.now
+    assert recording.ms() == 1.0
+    assert stream.now - before == launches
+
+
+@pytest.mark.parametrize(("sets", "launches"), [(1, 3), (2, 4), (5, 5)])
+def test_a_graph_records_as_many_launches_as_are_asked_for(
+    sets: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(monkeypatch)
+    recording = timing.record([stream.call] * sets, torch.device("cuda:0"), launches=3)
+    assert isinstance(recording, timing.Graph)
+    assert stream.captured == recording.launches == launches
+    (found,) = timing.compete([recording], warm_up=1, rounds=2)
+    assert found == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("sets", "enough", "turns"), [(1, 5.0, 5), (1, 50.0, 12), (3, 50.0, 4), (3, 0, 1)]
+)
+def test_what_no_graph_records_is_launched(
+    sets: int, enough: float, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "ENOUGH_MS", enough)
+    stream = Stream(monkeypatch)
+    recording = timing.record([stream.call] * sets, torch.device("cuda:0"), captured=False)
+    assert isinstance(recording, timing.Launches)
+    assert (recording.turns, stream.captured) == (turns, 0)
+    before = stream.now
+    assert recording.ms() == 1.0
+    assert stream.now - before == turns * sets
+
+
+@pytest.mark.parametrize(
+    ("traffic", "sets"), [(1, 64), (1 << 10, 48), (1 << 14, 3), (3 << 14, 1), (1 << 40, 1)]
+)
+def test_inputs_fill_the_cache_three_times(traffic: int, sets: int) -> None:
+    assert timing.sets_of_inputs(traffic, CPU) == sets
+
+
+@pytest.mark.parametrize("layout", ["time_last", "channel_last"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_a_case_moves_what_its_tensors_hold(layout: str, dtype: str) -> None:
+    case = Case.parse(f"{layout}:2,3,5:{dtype}")
+    tensors = case.random_gates(CPU), case.sequence(CPU), case.sequence(CPU)
+    assert {t.shape for t in tensors} == {torch.Size(case.shape)}
+    assert case.shape[case.dim] == 5
+    assert case.traffic("forward") == sum(t.numel() * t.element_size() for t in tensors)
+    assert 3 * case.traffic("backward") == 5 * case.traffic("forward")
+    shared = replace(case, gates="channel")
+    assert shared.random_gates(CPU).numel() == 3
+    assert shared.moves("forward") == (1, 1)
+    assert shared.moves("backward") == (2, 1)
+    assert Case.parse(str(shared)) == shared
+    assert Case(**shared.to_json()) == shared
+    assert Case(**case.to_json()) == case
+    assert bool((tensors[0].abs() <= 1).all())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "time_last:1,2:float32", "rows:1,2,3:float32", "time_last:1,2,3:int8",
+             "time_last:1,0,3:float32", "time_last:1,x,3:float32", "time_last:1,2,3:float32:packed",
+     "time_last:1,2,3:float32:sequences=-1", "time_last:1,2,3:float32:gates=none",
+     "time_last:1,2,3:float32:sequences=x", "time_last:1,2,3:float32:more=1"]
+)  # fmt: skip
+def test_cases_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="the case is "):
+        Case.parse(text)
+
+
+def test_packed_sequences_fill_the_time_and_are_the_same_each_time() -> None:
+    case = Case("channel_last", 1, 8, 1000, "bfloat16", sequences=64)
+    bounds = case.bounds(CPU)
+    assert bounds is not None
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, 1000, 65)
+    assert bool((bounds.diff() >= 0).all())
+    again = case.bounds(CPU)
+    assert again is not None
+    assert bounds.equal(again)
+    assert SMALL.bounds(CPU) is None
+    assert Case.parse(str(case)) == case
+    assert case.options == "64 packed sequences"
+
+
+@pytest.mark.parametrize("layout", ["time_last", "channel_last"])
+@pytest.mark.parametrize("options", [{}, {"gates": "channel"}, {"sequences": 3}])
+def test_what_is_timed_is_the_scan(
+    layout: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both calls compute what the operator and autograd do."""
+    case = Case(layout, 2, 3, 20, "float64", **options)
+    gates, tokens = case.random_gates(CPU).requires_grad_(), case.sequence(CPU).requires_grad_()
+    monkeypatch.setattr(Case, "random_gates", lambda self, device: gates.detach())
+    monkeypatch.setattr(Case, "sequence", lambda self, device: tokens.detach())
+    states = measure.linear_scan(gates, tokens, dim=case.dim, cu_seqlens=case.bounds(CPU))
+    torch.testing.assert_close(our_call(case, "forward", "auto", CPU)(), states.detach())
+    expected = torch.autograd.grad(states, (gates, tokens), tokens.detach())
+    for_gates, for_tokens, for_initial = our_call(case, "backward", "auto", CPU)()
+    torch.testing.assert_close((for_gates, for_tokens), expected)
+    assert for_initial is None
+
+
+def test_no_kernel_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> Any:
+        raise NoKernelError("nothing fits")
+
+    monkeypatch.setattr(measure, "our_call", none)
+    with pytest.raises(NoKernelError, match="nothing fits"):
+        Bench.on(CPU).run(SMALL)
+
+
+def test_one_language_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def some(case: Case, direction: str, backend: str, device: Any) -> Any:
+        if backend == "auto":
+            raise NoKernelError("nothing fits")
+        return lambda: None
+
+    monkeypatch.setattr(measure, "our_call", some)
+    here = Bench.on(CPU, ("auto", "reference"))
+    here.run(SMALL)
+    assert {t.who for t in here.timings} == {"scan-registry reference", "torch.mul"}
+    assert here.skipped == {"scan-registry cpu": "nothing fits"}

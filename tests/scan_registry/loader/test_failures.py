@@ -1,0 +1,95 @@
+"""The loader against the stub driver: what the driver fails at."""
+
+from __future__ import annotations
+
+import pytest
+from loading import LAUNCH_OUT_OF_RESOURCES, NO_BINARY_FOR_GPU, OUT_OF_MEMORY, Rig, Synthetic
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuCtxPushCurrent",
+        "cuThreadExchangeStreamCaptureMode",
+        "cuModuleLoadData",
+        "cuModuleGetFunction",
+        "cuFuncSetAttribute",
+    ],
+)
+def test_running_out_of_memory_is_raised_and_not_remembered(
+    rig: Rig, synthetic: Synthetic, call: str
+) -> None:
+    rig.stub.gpu((9, 0)).fail(call, OUT_OF_MEMORY, times=1)
+    binary, code = synthetic("sm90", dynamic_shared=65_536)
+    rig.holds("sm90", (binary, code))
+    rig.holds("ptx80", synthetic("ptx80"))
+    found = rig.run("""
+first = attempt(prepare)
+second = prepare()
+report(first=first, second=facts(second), status=run(second))
+""")
+    assert found["first"]["error"] == "DriverError"
+    for word in (
+        f"{call} failed with CUDA_ERROR_OUT_OF_MEMORY (out of memory)",
+        "linear_scan.time_last_forward",
+        str(binary),
+        "grid (6, 1, 1), block (128, 1, 1), 65536 bytes of dynamic shared memory",
+    ):
+        assert word in found["first"]["words"]
+    assert found["second"]["rung"] == "exact"
+    assert (found["status"], found["told"]) == (0, [])
+
+
+def test_a_launch_that_fails(rig: Rig, synthetic: Synthetic) -> None:
+    rig.stub.gpu((9, 0)).fail("cuLaunchKernel", LAUNCH_OUT_OF_RESOURCES, times=1)
+    binary, code = synthetic("sm90")
+    rig.holds("sm90", (binary, code))
+    found = rig.run("""
+ready = prepare()
+status = [run(ready), run(ready)]
+report(status=status, it=attempt(ready.refuse, status[0]))
+""")
+    assert found["status"] == [LAUNCH_OUT_OF_RESOURCES, 0]
+    assert found["it"]["error"] == "DriverError"
+    for word in ("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", str(binary), "grid (6, 1, 1)"):
+        assert word in found["it"]["words"]
+
+
+FOREIGN = """
+library = driver.library()
+prepare(1)
+foreign, before = driver.primary_context(1), ctypes.c_void_p()
+assert library.cuCtxSetCurrent(ctypes.c_void_p(foreign)) == 0
+
+def unchanged():
+    assert library.cuCtxGetCurrent(ctypes.byref(before)) == 0
+    return before.value == foreign
+"""
+
+
+@pytest.mark.parametrize("failing", [None, "cuModuleLoadData", "cuModuleGetFunction"])
+@pytest.mark.parametrize("status", [OUT_OF_MEMORY, NO_BINARY_FOR_GPU])
+def test_a_foreign_context_stays_current(
+    rig: Rig, synthetic: Synthetic, failing: str | None, status: int
+) -> None:
+    rig.stub.gpu((9, 0)).gpu((8, 0)).fail("cuLaunchKernel", 700, after=1, device=0)
+    if failing:
+        rig.stub.fail(failing, status, times=1, device=0)
+    for arch in ("sm90", "sm80", "ptx80"):
+        rig.holds(arch, synthetic(arch))
+    found = rig.run(f"""{FOREIGN}
+states = []
+attempt(prepare, 0)
+states.append(unchanged())
+ready = prepare(0)
+states.append(unchanged())
+results = [run(ready), run(ready)]
+states.append(unchanged())
+report(states=states, results=results)
+""")
+    assert found["states"] == [True, True, True]
+    assert found["results"] == [0, 700]
+    # Whoever is capturing a graph finds the mode as it was.
+    modes = [c.number("mode") for c in rig.stub.calls("cuThreadExchangeStreamCaptureMode")]
+    assert modes[0::2] == [2] * (len(modes) // 2)
+    assert modes[1::2] == [0] * (len(modes) // 2)

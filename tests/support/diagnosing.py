@@ -1,0 +1,92 @@
+"""Imaginary systems and installations for ``doctor``, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from scan_registry.archive import Archive, Binary
+from scan_registry.cli import main
+from scan_registry.device import Device
+from scan_registry.doctor import Finding, coverage, lacks
+from scan_registry.fit import Rung, Toolchain
+from scan_registry.kernels import families
+from scan_registry.kernels.linear_scan.spec import FAMILY as SHIPPED
+from scan_registry.providers import Provider
+from scan_registry.select import System
+from scan_registry.target import Target
+
+Factory = Callable[..., Archive]
+Make = Callable[..., tuple[Binary, bytes]]
+Describe = Callable[..., Device]
+Capture = pytest.CaptureFixture[str]
+Provide = Callable[..., Provider]
+SCHEMA = json.loads(files("scan_registry").joinpath("schemas", "doctor.json").read_text())
+#: Whatever tables there are.
+FAMILY = replace(SHIPPED, kernels=tuple(replace(k, tunings=tuple) for k in SHIPPED.kernels))
+FAMILIES = {FAMILY.name: FAMILY}
+KERNELS = {kernel.name for kernel in FAMILY.kernels}
+#: What there is machine code of.
+EVERY = tuple(
+    variant
+    for kernel in FAMILY.kernels
+    for variant in kernel.variants
+    if kernel.serves(variant.statics, Target((9, 0)))
+)
+#: What a wheel holds, or would without tables.
+HELD = (
+    *EVERY,
+    *(v for name, other in families().items() if name != FAMILY.name for v in other.variants()),
+)
+CUDA = [variant for variant in EVERY if variant.language == "cuda"]
+#: Those that solve one of the problems that are asked about.
+SOLVING = [
+    variant
+    for variant in EVERY
+    if any(
+        sample.problem.kernel == variant.kernel
+        and not FAMILY.kernel(variant.kernel, variant.language).accepts(variant, sample.problem)
+        for sample in FAMILY.samples
+    )
+]
+SOLVING_CUDA = [variant for variant in SOLVING if variant.language == "cuda"]
+NVRTC = Toolchain("nvrtc 12.9.86", (12, 9))
+MISSING = {"cuda": "NVRTC is not installed", "triton": "Triton is not installed"}
+
+
+def findings(there: System, lowest: Rung = Rung.REFERENCE) -> list[Finding]:
+    return list(lacks(coverage(there, FAMILIES, lowest), there, FAMILIES, lowest))
+
+
+def only(there: System, lowest: Rung = Rung.REFERENCE, severity: str | None = None) -> Finding:
+    """The one finding, of a severity if that is given."""
+    (found,) = [f for f in findings(there, lowest) if severity in (None, f.severity)]
+    return found
+
+
+def rungs(there: System, backend: str, lowest: Rung = Rung.REFERENCE) -> set[str]:
+    return {str(a.rungs.get(backend)) for a in coverage(there, FAMILIES, lowest).answers}
+
+
+def document(capsys: Capture, *words: str, status: int = 0) -> dict[str, Any]:
+    """What the command prints as JSON, which its schema describes."""
+    assert main(["doctor", *words, "--json"]) == status
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    Draft202012Validator(SCHEMA).validate(found)
+    assert found["passed"] == (status == 0)
+    return found
+
+
+def text(capsys: Capture, *words: str, status: int = 0) -> str:
+    assert main(["doctor", *words]) == status
+    return capsys.readouterr().out
+
+
+def errors(found: Mapping[str, Any]) -> list[str]:
+    return [f["text"] for f in found["findings"] if f["severity"] == "error"]
