@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from scan_registry import archive, chunks
 from scan_registry.archive import Archive, ArchiveError, Binary, digest
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.target import Target
 
 Factory = Callable[..., Archive]
@@ -25,7 +24,6 @@ Make = Callable[..., tuple[Binary, bytes]]
 
 SM90 = Target.parse("sm90")
 VARIANTS = FAMILY.variants()
-ORIGIN = {"version": "9.9.9"}
 
 
 def read_all(path: Path) -> dict[Binary, bytes]:
@@ -482,84 +480,3 @@ def test_binaries_round_trip_through_json(a_binary: Make) -> None:
     for target in ("sm90", "sm90a", "ptx80"):
         binary, _ = a_binary(target=target)
         assert Binary.from_json(json.loads(json.dumps(binary.to_json()))) == binary
-
-
-# --- Tunings ----------------------------------------------------------------------------------
-
-
-def test_tunings_go_by_their_kernel(tmp_path: Path, a_binary: Make) -> None:
-    variants = [FAMILY.kernels[0].variants[0], FAMILY.kernels[1].variants[0]]
-    tunings = (
-        Tuning.of("sm_90", "x", "d", {"k": [Row({"time": 8}, {"a": 1.0})]}),
-        Tuning.of("sm_80", "y", "d", {}),
-    )
-    held = [a_binary(variant) for variant in variants]
-    path, target = tmp_path / "sm90.scanreg", Target.parse("sm90")
-    given = {variants[0].head: tunings, "a.kernel:cuda": tunings}
-    archive.write(path, target, held, ORIGIN, given)
-    found = Archive(path)
-    assert found.tunings(variants[0].head) == tunings
-    assert found.tunings(variants[1].head) == ()
-    assert found.tunings("a.kernel:cuda") == ()
-    assert found.binaries == tuple(binary for binary, _ in held)
-    without = tmp_path / "other" / "sm90.scanreg"
-    archive.write(without, target, held, ORIGIN)
-    archive.write(path, target, held, ORIGIN, {"a.kernel:cuda": tunings})
-    assert path.read_bytes() == without.read_bytes()
-
-
-def test_what_is_fastest_most_often_is_read_first(tmp_path: Path, a_binary: Make) -> None:
-    kernel = FAMILY.kernels[0]
-    variants = [v for v in kernel.variants if kernel.serves(v.statics, SM90)][:4]
-    held = [a_binary(v, content=bytes([i]) * 50) for i, v in enumerate(variants)]
-    labels = [kernel.label(binary.variant) for binary, _ in held]
-    rows = [
-        Row({"time": time}, {labels[fastest]: 1.0, labels[0]: 2.0})
-        for time, fastest in enumerate((2, 3, 3, 1, 3, 2), 1)
-    ]
-    tunings = tuple(Tuning.of("sm_90", "x", "d", {"k": half}) for half in (rows[:2], rows[2:]))
-    path = tmp_path / "sm90.scanreg"
-    archive.write(path, Target.parse("sm90"), held, ORIGIN, {kernel.head: tunings})
-    found = Archive(path)
-    assert found.binaries == tuple(binary for binary, _ in held)
-    assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
-    places = [entry.place for entry in found.of("linear_scan", kernel.name)]
-    # What is the fastest nowhere is in a chunk of its own.
-    assert places == [(1, 0), (0, 100), (0, 50), (0, 0)]
-
-
-def test_what_is_fastest_on_this_architecture_is_in_small_chunks(
-    tmp_path: Path, a_binary: Make
-) -> None:
-    kernel, half = FAMILY.kernels[0], chunks.SMALL // 2
-    variants = [v for v in kernel.variants if kernel.serves(v.statics, SM90)][:6]
-    held = [a_binary(v, content=bytes([i]) * half) for i, v in enumerate(variants)]
-    rows = [
-        Row({"time": time}, {kernel.label(binary.variant): 1.0})
-        for time, (binary, _) in enumerate(held[:4], 1)
-    ]
-    for arch, expected in (("sm_90", [0, 0, 1, 1, 2, 2]), ("sm_80", [0] * 6)):
-        path, tuning = tmp_path / "sm90.scanreg", Tuning.of(arch, "x", "d", {"k": rows})
-        archive.write(path, SM90, held, ORIGIN, {kernel.head: [tuning]})
-        found = Archive(path)
-        entries = found.of("linear_scan", kernel.name)
-        assert [entry.place[0] for entry in entries] == expected
-        assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
-
-
-@pytest.mark.parametrize("tunings", [3, "x", [3], [{}], {"arch": 1}])
-def test_tunings_that_are_none(
-    tmp_path: Path, a_binary: Make, archive_parts: Any, tunings: Any
-) -> None:
-    path, held = tmp_path / "sm90.scanreg", a_binary()
-    archive.write(path, Target.parse("sm90"), [held], ORIGIN)
-    parts = archive_parts.of(path.read_bytes())
-    head = held[0].variant.head
-    parts.tunings[head] = tunings
-    path.write_bytes(parts.together())
-    with pytest.raises(ArchiveError, match=r"sm90\.scanreg: the tunings of linear_scan\."):
-        Archive(path).tunings(head)
-    parts.manifest["tunings"] = tunings
-    path.write_bytes(parts.sealed(json.dumps(parts.manifest).encode(), b""))
-    with pytest.raises(ArchiveError, match=r"sm90\.scanreg: the manifest"):
-        Archive(path).tunings(head)

@@ -1,0 +1,71 @@
+"""A toy family of kernels, to be compiled and changed."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scan_registry.kernels import family
+from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space, Variant
+from scan_registry.target import Target
+
+# The module, which the package's attribute of this name may hide behind a function one day.
+compiling = importlib.import_module("scan_registry.aot.compile")
+SM90 = Target.parse("sm90")
+LINEAR_SCAN = family("linear_scan")
+CUDA = LINEAR_SCAN.kernel("time_last_forward", "cuda").variants[0]
+TRITON = LINEAR_SCAN.kernel("time_last_forward", "triton").variants[0]
+COPY = """
+#include "scale.cuh"
+extern "C" __global__ void toy(float* x) { x[threadIdx.x] = scaled(x[threadIdx.x]); }
+"""
+HEADER = "__device__ inline float scaled(float x) { return SCALE * x; }\n"
+#: Keeps 96 numbers alive across a barrier, with leave for 32 registers.
+SPILL = """
+extern "C" __global__ void __launch_bounds__(1024, 2) toy(float* x) {
+    float kept[96];
+#pragma unroll
+    for (int i = 0; i < 96; i++) kept[i] = x[i * 1024 + threadIdx.x];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 96; i++) x[i * 1024 + threadIdx.x] = kept[i] * kept[95 - i] * SCALE;
+}
+"""
+
+
+class Toy:
+    """A family of one CUDA kernel, whose files and spec a test changes at will."""
+
+    variant = Variant("toy", "copy", "cuda", (("dtype", "float32"), ("scale", 2)))
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kernel = Kernel(
+            family="toy",
+            name="copy",
+            language="cuda",
+            source="copy.cu",
+            entry="toy",
+            parameters=(Parameter("x", "pointer"),),
+            defaults=Space((self.variant.statics,), lambda kind: ((),)),
+            constants=lambda variant: {"SCALE": variant.number("scale")},
+            warps=lambda variant: 4,
+            accepts=lambda variant, problem: None,
+            cost=lambda variant, problem: 0.0,
+            launch=lambda variant, problem, multiprocessors: Launch((1, 1, 1), {}),
+        )
+        self.write("copy.cu", COPY)
+        self.write("scale.cuh", HEADER)
+
+    def write(self, name: str, text: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_text(text)
+
+    def change(self, **changes: Any) -> None:
+        self.kernel = replace(self.kernel, **changes)
+
+    def family(self, name: str) -> Family:
+        assert name == "toy"
+        return Family("toy", "y = scale * x", self.folder, (self.kernel,))
