@@ -253,7 +253,7 @@ def sealed(parts: Any, chance: random.Random) -> bytes:
     manifest = malformed(json.loads(whole[parts.HEADER.size : end]), chance)
     length = len(manifest)
     if chance.random() < 0.05:
-        length += chance.choice([-1, 1, 2**32, 2**63 - 1])
+        length = max(0, length + chance.choice([-1, 1, 2**32, 2**63 - 1]))
     return bytes(parts.sealed(manifest, whole[end:], length))
 
 
