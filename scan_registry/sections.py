@@ -183,13 +183,17 @@ class Content:
 def _listed(
     of: str, common: Mapping[str, Any], binaries: Iterable[tuple[Any, bytes]], file: Path
 ) -> Iterator[Entry]:
+    start, end = f"{file}: binary", f"of the section {of}"
     for number, (named, line) in enumerate(binaries):
-        where = f"{file}: binary {number} of the section {of}"
-        match named:
-            case [str(text), str(target)] if text.partition(",")[0] == of:
-                yield Entry(text, target, common, line, where)
-            case _:
-                raise ArchiveError(f"{where} is {named!r}")
+        where = f"{start} {number} {end}"
+        if not (
+            isinstance(named, list)
+            and list(map(type, named)) == [str, str]
+            and named[0].partition(",")[0] == of
+        ):
+            raise ArchiveError(f"{where} is {named!r}")
+        text, target = named
+        yield Entry(text, target, common, line, where)
 
 
 def _read_place(listed: Any) -> tuple[int, int]:
