@@ -134,11 +134,11 @@ class Tuning:
             raise ValueError(f"the rows of a tuning are {text!r}") from error
 
     def _row(self, sizes: Any, times: Any) -> Row:
-        own = {name: positive(size) for name, size in self._named(sizes).items()}
-        return Row(own, {self.labels[n]: positive(ms) for n, ms in times})
+        return Row(self._sizes(sizes), {self.labels[n]: positive(ms) for n, ms in times})
 
-    def _named(self, sizes: Any) -> dict[str, Any]:
-        return {n: size for n, size in zip(self.names, sizes, strict=True) if size is not None}
+    def _sizes(self, sizes: Any) -> dict[str, float]:
+        pairs = zip(self.names, sizes, strict=True)
+        return {name: positive(size) for name, size in pairs if size is not None}
 
     def wins(self) -> Counter[str]:
         """In how many rows each label is the fastest."""
@@ -150,7 +150,7 @@ class Tuning:
         first. None if the kind was never tuned."""
         with self._reading(shape.kind) as listed:
             rows = [
-                (_distance(self._named(sizes), shape), n) for n, (sizes, _) in enumerate(listed)
+                (_distance(self._sizes(sizes), shape), n) for n, (sizes, _) in enumerate(listed)
             ]
             distance, number = min(rows, default=(math.inf, 0))
             return None if math.isinf(distance) else (distance, self._row(*listed[number]))

@@ -10,8 +10,8 @@ Layout, little-endian:
            …   …          sections, lines of UTF-8 JSON: entries of one kernel in one language and dtype each
            …   …          tunings, UTF-8 JSON: what tuning found of one kernel in one language each
 
-The manifest lists sections and tunings, a text for each: how the variants begin that it is about, its
-offset, size and SHA-256. A section lists its kernel's chunks, and an entry the chunk its binary is in,
+The manifest lists sections and tunings, each as ``<of>: <offset> <size> <SHA-256>``, where the variants that
+it is of begin with ``<of>``. A section lists its kernel's chunks, and an entry the chunk its binary is in,
 where it starts once that is decompressed, its size and SHA-256. Offsets in the file count from the end of
 the manifest. So a first call reads and checks the entries of its kernel and dtype and decompresses one
 chunk as far as its binary, however many there are. Binaries of one kernel are much alike, which is why
@@ -260,8 +260,8 @@ class Archive:
         return tuple(tuning for tunings in said for tuning in tunings)
 
     def _documents(self, name: str, prefix: str) -> tuple[Document, ...]:
-        """Those that the manifest lists under a name and that are of what begins so, where a colon stands
-        for the end; others remain unread."""
+        """Those that the manifest lists under a name and that are of what begins with ``prefix``, which ends
+        in a colon where that has to end, too; others remain unread."""
         listed = self.manifest.get(name)
         if not isinstance(listed, list):
             raise ArchiveError(f"{self.path}: the manifest lists no {name}")
@@ -275,19 +275,19 @@ class Archive:
 
     def _said(self, what: str, listed: Document, read: Callable[[str, bytes, Path], Said]) -> Said:
         """What a document says, once its bytes have been checked against its digest."""
-        if listed not in self._known:
+        if (what, listed) not in self._known:
             content = self._bytes(self.manifest["start"] + listed.offset, listed.size)
             if digest(content) != listed.sha256:
                 raise ArchiveError(
                     f"{self.path}: the {what} {listed.of} has SHA-256 {digest(content)}, "
                     f"the manifest states {listed.sha256}"
                 )
-            self._known[listed] = read(listed.of, content, self.path)
-        said: Said = self._known[listed]
+            self._known[what, listed] = read(listed.of, content, self.path)
+        said: Said = self._known[what, listed]
         return said
 
     @cached_property
-    def _known(self) -> dict[Document, Any]:
+    def _known(self) -> dict[tuple[str, Document], Any]:
         """What documents say that have been read."""
         return {}
 

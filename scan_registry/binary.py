@@ -1,4 +1,4 @@
-"""What an archive's manifest says of one binary, and how it is read from one."""
+"""What an archive says of one binary, and how it is read from one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Binary:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Binary:
-        """The binary a manifest entry describes; ``ValueError`` if it does not describe one."""
+        """The binary an entry describes; ``ValueError`` if it does not describe one."""
         if not isinstance(record, Mapping):
             raise ValueError(f"{record!r} is not an object")
         return cls(**{name: _READERS[name](name, record.get(name)) for name in _NAMES})
@@ -124,7 +124,7 @@ def _read_texts(name: str, value: Any) -> tuple[str, ...]:
     return tuple(map(str, value))
 
 
-#: How the fields of a binary are read from a manifest; what is not named here is text.
+#: How the fields of a binary are read from an entry; what is not named here is text.
 _READERS: Mapping[str, Callable[[str, Any], Any]] = defaultdict(
     lambda: read_text,
     variant=lambda name, value: Variant.parse(str(value)),

@@ -41,8 +41,8 @@ UNFIT = frozenset(
 class DriverError(RuntimeError):
     """A driver call that failed: the call, the driver's name for the error, and its words."""
 
-    def __init__(self, call: str, status: int, subject: object = "") -> None:
-        of = f": {subject}" if subject != "" else ""
+    def __init__(self, call: str, status: int, subject: object = None) -> None:
+        of = f": {subject}" if subject is not None else ""
         super().__init__(f"{call} failed with {error_name(status)}{of}")
         self.status = status
 
@@ -72,7 +72,7 @@ def error_name(status: int) -> str:
     return f"{name.value.decode()} ({(words.value or b'').decode()})"
 
 
-def _check(call: str, status: int, subject: object = "") -> None:
+def _check(call: str, status: int, subject: object = None) -> None:
     if status:
         raise DriverError(call, status, subject)
 

@@ -4,7 +4,7 @@ A section is lines of JSON: a head, and a line for each binary with what only it
 
     {"chunks": [[offset, size], …],             where the compressed binaries of its kernel lie
      "common": {…},                             what the entries have in common
-     "binaries": [[variant, target], …]}        of each entry, what selection compares
+     "binaries": [[variant, target], …]}        of each entry, what selection compares; nothing else states it
     {…}
     …
 
@@ -48,7 +48,7 @@ class ArchiveError(Exception):
 def parse_json(content: bytes) -> Any:
     """The document; ``ValueError`` also if it holds text that cannot be printed, as JSON's escapes
     allow."""
-    document = json.loads(content)
+    document = json.loads(content.decode())  # which is stricter than what ``loads`` does with bytes
     if b"\\u" in content:
         json.dumps(document, ensure_ascii=False).encode()
     return document
@@ -124,7 +124,7 @@ class Entry:
 @dataclass(frozen=True)
 class Document:
     """Where a section lies, or what tuning found of a kernel. ``of`` is how the variants begin that it is
-    about: a ``Variant.stem``, or a ``Variant.head``."""
+    about: a ``Variant.stem``, or a ``Variant.head``. Prints as the manifest lists it."""
 
     of: str
     offset: int

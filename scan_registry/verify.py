@@ -150,10 +150,10 @@ def _kernel(variant: Variant) -> Kernel | None:
 
 
 def _contradictions(binary: Binary, content: bytes) -> Iterator[str]:
-    """In what the image says other of itself than the manifest does."""
+    """In what the image says other of itself than its entry does."""
     form = "ptx" if binary.target.is_ptx else "cubin"
     if binary.format != form:
-        yield f"format: the manifest states {binary.format}, but code for {binary.target} is {form}"
+        yield f"format: the entry states {binary.format}, but code for {binary.target} is {form}"
     try:
         said = _of_ptx(binary, content) if form == "ptx" else _of_cubin(binary, content)
     except ValueError as error:
@@ -162,7 +162,7 @@ def _contradictions(binary: Binary, content: bytes) -> Iterator[str]:
     for name, value in said.items():
         stated = binary.target.number if name == "architecture" else getattr(binary, name)
         if value != stated:
-            yield f"{name}: the manifest states {stated}, the image {value}"
+            yield f"{name}: the entry states {stated}, the image {value}"
 
 
 def _of_cubin(binary: Binary, content: bytes) -> Mapping[str, Any]:

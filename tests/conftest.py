@@ -27,6 +27,11 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 from scan_registry.target import Target
 
+pytest.register_assert_rewrite(
+    "benching", "caching", "compiling", "diagnosing", "explaining", "imaginary", "loading", "selecting",
+    "verifying", "watched",
+)  # fmt: skip
+
 PROVENANCE: Mapping[str, Any] = {"version": "9.9.9", "commit": "c0ffee" * 6 + "beef", "dirty": True}
 
 
@@ -138,8 +143,8 @@ def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
 class Parts:
     """An archive taken apart, to be changed and put together with the digests that belong to it.
 
-    ``sections`` and ``tunings`` are by how their variants begin; ``code`` is the chunks. A section's entries
-    are whole in it, but for what they have in common.
+    ``sections`` and ``tunings`` are by how their variants begin, and may be replaced by bytes; ``code`` is the
+    chunks. A section's entries are whole in it, but for what they have in common.
     """
 
     manifest: dict[str, Any]
@@ -199,8 +204,11 @@ class Parts:
         for name, documents in (("sections", self.sections), ("tunings", self.tunings)):
             listed[name] = []
             for of, document in documents.items():
-                text = json.dumps(document).encode()
-                if name == "sections":
+                if isinstance(document, bytes):
+                    text = document
+                elif name == "tunings":
+                    text = json.dumps(document).encode()
+                else:
                     text = b"\n".join(self.lines(document))
                     text = changed.get(of.split(".")[1].split(":")[0], text)
                 listed[name].append(f"{of}: {len(rest)} {len(text)} {digest(text)}")

@@ -120,7 +120,7 @@ def examine(elsewhere: Device | None = None) -> Report:
 class _Stock:
     """What providers bring: the part that can be used, and the state of all of it.
 
-    damaged  by key, binaries whose bytes are not those that the manifest states
+    damaged  by key, binaries whose bytes are not those that their entries state
     """
 
     found: Catalogue

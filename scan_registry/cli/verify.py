@@ -108,7 +108,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "verify",
         help="check what is installed; compile it again and compare",
         description="Checks every file, manifest and binary against its digest, the binaries' "
-        "origin against the shipped sources, what each binary says of itself against its manifest, "
+        "origin against the shipped sources, what each binary says of itself against its entry, "
         "and what GPUs have measured. Filters may repeat; what is left matches one value of each.",
         epilog="Exit status: 0 if all of it is as stated, and with --rebuild at least one binary was "
         "compared and every one that was is identical; 1 if anything is not; 2 if an argument is "

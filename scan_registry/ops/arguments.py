@@ -77,7 +77,7 @@ def check_options(
     for name, value in (("reverse", options.reverse), ("return_final_state", options.final)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; it must be a bool")
-    shape = broadcast(gates.shape, tokens.shape)
+    shape = common_shape(gates.shape, tokens.shape)
     if shape is None:
         raise ValueError(
             f"gates have shape {tuple(gates.shape)}, tokens {tuple(tokens.shape)}; "
@@ -96,10 +96,10 @@ def check_options(
     return shape, Options(negative, options.reverse, options.final, backend)
 
 
-def broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
+def common_shape(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
     """The shape that both broadcast to, if there is one; no ``torch.Size``, which would break the graph of
     torch.compile in torch 2.6. ``torch.broadcast_shapes`` imports sympy, a third of a second, in a
-    process that has not: it is for sizes that are symbols, whose process has."""
+    process that has not: it is for symbols that do not pass for integers, whose process has."""
     if one == other:
         return tuple(one)
     if not all(isinstance(size, int) for size in (*one, *other)):
@@ -135,7 +135,7 @@ def kernel_dtypes(gates: torch.dtype, tokens: torch.dtype) -> tuple[torch.dtype,
 
 def check_initial_state(initial_state: Tensor, shape: Sequence[int], states: torch.dtype) -> None:
     """Refuse a state that does not broadcast to ``shape``, or is not of a dtype that goes with it."""
-    if broadcast(initial_state.shape, shape) != tuple(shape):
+    if common_shape(initial_state.shape, shape) != tuple(shape):
         raise ValueError(
             f"initial_state has shape {tuple(initial_state.shape)}; it must broadcast to the "
             f"state's shape, {tuple(shape)}"

@@ -19,7 +19,7 @@ from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.loader import prepare, run_reference
-from scan_registry.ops.arguments import Options, broadcast
+from scan_registry.ops.arguments import Options, common_shape
 from scan_registry.ops.launching import Plan, Run, address, launcher, remember
 from scan_registry.ops.layout import Share
 from scan_registry.ops.problems import StateRoom, as_new, reduction_share, share
@@ -85,7 +85,7 @@ def _check(gates: Tensor, alike: Sequence[Tensor], cu_seqlens: Tensor | None) ->
                 f"the operator's tensors have shapes {tuple(first.shape)} and {tuple(other.shape)} "
                 f"and dtypes {first.dtype} and {other.dtype}; both must be equal"
             )
-    if broadcast(gates.shape, first.shape) != tuple(first.shape):
+    if common_shape(gates.shape, first.shape) != tuple(first.shape):
         raise ValueError(
             f"gates of shape {tuple(gates.shape)} do not broadcast to {tuple(first.shape)}"
         )

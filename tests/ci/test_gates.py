@@ -62,7 +62,7 @@ def test_intact(real: Callable[..., Release]) -> None:
 
 def test_machine_code_of_another_architecture(real: Callable[..., Release]) -> None:
     (*_, reason) = gates.intact(real(target=Target.parse("sm80"), options=())).wrong
-    assert "architecture: the manifest states 80, the image 90" in reason
+    assert "architecture: the entry states 80, the image 90" in reason
 
 
 def test_spilled_registers(packed: Callable[..., bytes], tmp_path: Path) -> None:

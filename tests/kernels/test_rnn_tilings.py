@@ -9,12 +9,7 @@ import pytest
 
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.kernels.rnn import solve, tilings
-from scan_registry.kernels.rnn.constraints import (
-    Constraint,
-    Name,
-    ceil_div,
-    first_broken,
-)
+from scan_registry.kernels.rnn.constraints import Constraint, Name, ceil_div, first_broken
 from scan_registry.kernels.rnn.problem import SIZES, RnnProblem
 from scan_registry.kernels.rnn.spec import FAMILY
 from scan_registry.target import Target

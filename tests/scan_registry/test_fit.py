@@ -9,15 +9,7 @@ import pytest
 
 from scan_registry.archive import Binary
 from scan_registry.device import Device, described
-from scan_registry.fit import (
-    OLDEST,
-    Rung,
-    Toolchain,
-    jit_driver,
-    jit_target,
-    misfit,
-    nearest_rung,
-)
+from scan_registry.fit import OLDEST, Rung, Toolchain, jit_driver, jit_target, misfit, nearest_rung
 from scan_registry.target import FIRST_CUDA, TEGRA, Target
 
 Make = Callable[..., tuple[Binary, bytes]]

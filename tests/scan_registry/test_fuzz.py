@@ -30,6 +30,8 @@ from scan_registry.fit import misfit
 from scan_registry.inventory import Catalogue, read_attestations, worst_attestations
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import Variant
+from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.providers import ProviderError
 from scan_registry.select import MOST_BLOCKS, System, select
 from scan_registry.target import Target
@@ -123,7 +125,16 @@ def check_error(error: Exception, path: Path) -> None:
 TEXTS = [
     *("null", "true", "false", "0", "-0", "1", "-1", "1.5", "1e3", "2.0", "[]", "{}", '""', '"x"'),
     *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", str(2**31), str(2**63), str(-(2**63))),
-    *(str(2**64), str(2**70), "9" * 400, "9" * 5000, '"\\ud800"', '"\\u0000"', '"\\udfff\\ud800"'),
+    *(
+        str(2**64),
+        str(2**70),
+        "9" * 400,
+        "9" * 5000,
+        '"\\ud800"',
+        '"\ud800"',
+        '"\\u0000"',
+        '"\\udfff\\ud800"',
+    ),
     *('"sm_90"', '"sm_90a"', '"sm_80"', '"compute_80"', '"٩٠"', "[1,1,1]", "[1,1]", "[12,9]"),
     *("[0,0,0]", "[-1,1,1]", "[1e9,1,1]", "[4294967296,1,1]", '[["x"]]', '{"a":{"a":[]}}'),
     *('"' + "x" * 70_000 + '"', "[" * 100 + "]" * 100, '{"a":' * 50 + "1" + "}" * 50),
@@ -172,7 +183,9 @@ def malformed(value: Any, chance: random.Random) -> bytes:
     value = json.loads(json.dumps(value))
     texts: list[str] = []
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
-        place, key = chance.choice(nodes(value))
+        if not (places := nodes(value)):
+            break
+        place, key = chance.choice(places)
         old, kind = place[key], chance.randrange(10)
         others = [p[k] for p, k in nodes(value) if k == key]
         if kind == 0:
@@ -236,19 +249,55 @@ def held(a_binary: Make) -> list[tuple[Binary, bytes]]:
 def intact(held: list[tuple[Binary, bytes]], tmp_path: Path) -> bytes:
     """The archive's content."""
     path = tmp_path / "intact" / f"sm90{SUFFIX}"
-    archive.write(path, SM90, held, {"version": "9.9.9", "commit": "c0ffee"})
+    tunings = dict(map(tuned, problems(), (VARIANTS[0], VARIANTS[2])))
+    archive.write(path, SM90, held, {"version": "9.9.9", "commit": "c0ffee"}, tunings)
     return path.read_bytes()
 
 
-def sealed(parts: Any, chance: random.Random) -> bytes:
-    """A file with a malformed manifest, or a malformed line of one section, and the digests that belong
-    to them; the manifest's length may be a lie."""
+def tuned(problem: LinearScanProblem, variant: Variant) -> tuple[str, list[Tuning]]:
+    """What tuning might have found of a variant on a problem, and what kernel that goes by."""
+    kernel = FAMILY.kernel(variant.kernel, variant.language)
+    assert kernel.shape is not None
+    shape = kernel.shape(problem)
+    rows = [Row({**shape.sizes, "time": t}, {kernel.label(variant): 0.5}) for t in (8, 4096)]
+    return kernel.head, [Tuning.of("sm_90", "Imaginary", "2026-01-31", {shape.kind: rows})]
+
+
+def malformed_section(parts: Any, section: Any, chance: random.Random) -> bytes:
+    """One of its lines is malformed, or what all of them say together."""
+    lines = parts.lines(section)
     if chance.random() < 0.6:
-        of = chance.choice([*parts.sections])
-        lines = parts.lines(parts.sections[of])
         number = chance.randrange(len(lines))
         lines[number] = malformed(json.loads(lines[number]), chance)
-        return bytes(parts.together(**{of.split(".")[1].split(":")[0]: b"\n".join(lines)}))
+    else:
+        text = malformed(section, chance)
+        try:
+            lines = parts.lines(json.loads(text))
+        except (ValueError, RecursionError):
+            lines = [text]
+    return b"\n".join(lines)
+
+
+def malformed_tunings(tunings: Any, chance: random.Random) -> bytes:
+    """The rows of one kind are malformed, or all of them around the rows."""
+    if chance.random() < 0.5:
+        return malformed(tunings, chance)
+    ((kind, rows),) = tunings[0]["kinds"].items()
+    text = malformed(json.loads(rows), chance).decode(errors="replace")
+    return json.dumps([{**tunings[0], "kinds": {kind: text}}]).encode()
+
+
+def sealed(parts: Any, chance: random.Random) -> bytes:
+    """A file with a malformed manifest, or a malformed section, or malformed tunings, and the digests that
+    belong to them; the manifest's length may be a lie."""
+    if chance.random() < 0.65:
+        holder = parts.tunings if parts.tunings and chance.random() < 0.3 else parts.sections
+        of = chance.choice([*holder])
+        if holder is parts.tunings:
+            holder[of] = malformed_tunings(holder[of], chance)
+        else:
+            holder[of] = malformed_section(parts, holder[of], chance)
+        return bytes(parts.together())
     end = parts.HEADER.size + parts.HEADER.unpack_from(whole := parts.together())[1]
     manifest = malformed(json.loads(whole[parts.HEADER.size : end]), chance)
     length = len(manifest)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from imaginary import COMPILERS, FAMILY
 from selecting import (
-    COMPILERS,
     CUDA,
     EVERY_CUDA,
-    FAMILY,
     KERNEL,
     TRITON,
     Describe,
@@ -28,16 +27,9 @@ from selecting import (
 from scan_registry.archive import Archive
 from scan_registry.fit import Rung
 from scan_registry.kernels.model import Language, Variant
-from scan_registry.select import (
-    Candidate,
-    NoKernelError,
-    Rejected,
-    System,
-    advice,
-    select,
-)
+from scan_registry.select import Candidate, NoKernelError, Rejected, System, advice, select
 
-# --- Rungs -------------------------------------------------------------------------------------
+# --- Rungs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,7 +184,7 @@ def test_the_launch_is_the_winners(archive_factory: Factory, a_device: Describe)
     assert decision.launch() == launch
 
 
-# --- Rejections --------------------------------------------------------------------------------
+# --- Rejections -------------------------------------------------------------------------------
 
 
 def test_architecture_specific_code_stays_on_its_architecture(

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selecting import CUDA, FAMILY, KERNEL, TRITON, Describe, Make, a_problem, in_memory
+from imaginary import FAMILY
+from selecting import CUDA, KERNEL, TRITON, Describe, Make, a_problem, in_memory
 
 from scan_registry import offers as offering
 from scan_registry.archive import Archive, Binary, digest
@@ -15,14 +16,7 @@ from scan_registry.device import Device
 from scan_registry.fit import Rung, Toolchain
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.model import Variant
-from scan_registry.select import (
-    BACKENDS,
-    Backend,
-    Candidate,
-    NoKernelError,
-    System,
-    select,
-)
+from scan_registry.select import BACKENDS, Backend, Candidate, NoKernelError, System, select
 from scan_registry.target import FIRST_CUDA, TEGRA, Target
 
 CAPABILITIES = st.sampled_from([(7, 5), *(c for c in FIRST_CUDA if c >= (8, 0)), (13, 0)])

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from imaginary import COMPILERS, FAMILY, MISSING
 from selecting import (
-    COMPILERS,
     CUDA,
     EVERY_CUDA,
-    FAMILY,
     KERNEL,
-    MISSING,
     ONE_WAY,
     TRITON,
     Describe,
@@ -29,13 +27,9 @@ from scan_registry.archive import Archive
 from scan_registry.fit import Rung, Toolchain
 from scan_registry.kernels.model import Language
 from scan_registry.policy import LEVELS, Level
-from scan_registry.select import (
-    Backend,
-    NoKernelError,
-    advice,
-)
+from scan_registry.select import Backend, NoKernelError, advice
 
-# --- Denied and failed -------------------------------------------------------------------------
+# --- Denied and failed ------------------------------------------------------------------------
 
 
 def test_a_denied_digest(archive_factory: Factory, a_device: Describe) -> None:
@@ -111,7 +105,7 @@ def test_a_failure_is_about_one_archive(a_binary: Make, a_device: Describe) -> N
     assert told(decision, str(binary)) == "it is damaged"
 
 
-# --- Policy ------------------------------------------------------------------------------------
+# --- Policy -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lowest", list(Rung))
@@ -152,7 +146,7 @@ def test_backend_and_policy_both_hold(archive_factory: Factory, a_device: Descri
     assert "rung jit; the policy allows none below same-major" in told(decision, ":triton:")
 
 
-# --- Compilers ---------------------------------------------------------------------------------
+# --- Compilers --------------------------------------------------------------------------------
 
 
 def test_missing_compilers_are_named(a_device: Describe) -> None:
@@ -206,7 +200,7 @@ def test_only_variants_of_the_kernel_are_compiled(a_device: Describe) -> None:
     assert {told(decision, str(v)) for v in ONE_WAY if plain(v)} == {"it is not for sm_90"}
 
 
-# --- No winner ---------------------------------------------------------------------------------
+# --- No winner --------------------------------------------------------------------------------
 
 
 def test_no_winner_lists_what_is_installed_and_what_to_do(

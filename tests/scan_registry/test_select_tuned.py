@@ -8,11 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from imaginary import COMPILERS, FAMILY
 from selecting import (
     CODE,
-    COMPILERS,
     CUDA,
-    FAMILY,
     KERNEL,
     TRITON,
     Describe,
@@ -32,11 +31,7 @@ from scan_registry.archive import Archive, Binary
 from scan_registry.fit import Rung
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Row, Tuning
-from scan_registry.select import (
-    NoKernelError,
-    System,
-    select,
-)
+from scan_registry.select import NoKernelError, System, select
 
 #: In no wheel.
 SPARE = next(v for v in CODE if plain(v) and v not in CUDA)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
 import pytest
+from imaginary import FAMILY
 from jsonschema import Draft202012Validator
 
 from scan_registry.archive import Archive, Binary
 from scan_registry.cli import main
 from scan_registry.device import Device
 from scan_registry.doctor import Finding, coverage, lacks
-from scan_registry.fit import Rung, Toolchain
+from scan_registry.fit import Rung
 from scan_registry.kernels import families
-from scan_registry.kernels.linear_scan.spec import FAMILY as SHIPPED
 from scan_registry.providers import Provider
 from scan_registry.select import System
 from scan_registry.target import Target
@@ -28,8 +27,6 @@ Describe = Callable[..., Device]
 Capture = pytest.CaptureFixture[str]
 Provide = Callable[..., Provider]
 SCHEMA = json.loads(files("scan_registry").joinpath("schemas", "doctor.json").read_text())
-#: Whatever tables there are.
-FAMILY = replace(SHIPPED, kernels=tuple(replace(k, tunings=tuple) for k in SHIPPED.kernels))
 FAMILIES = {FAMILY.name: FAMILY}
 KERNELS = {kernel.name for kernel in FAMILY.kernels}
 #: What there is machine code of.
@@ -56,8 +53,6 @@ SOLVING = [
     )
 ]
 SOLVING_CUDA = [variant for variant in SOLVING if variant.language == "cuda"]
-NVRTC = Toolchain("nvrtc 12.9.86", (12, 9))
-MISSING = {"cuda": "NVRTC is not installed", "triton": "Triton is not installed"}
 
 
 def findings(there: System, lowest: Rung = Rung.REFERENCE) -> list[Finding]:

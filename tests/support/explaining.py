@@ -15,7 +15,6 @@ from scan_registry.archive import Archive, Binary
 from scan_registry.cli import main
 from scan_registry.device import Device
 from scan_registry.explanation import Explanation, explain_for
-from scan_registry.fit import Toolchain
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.select import System
@@ -26,7 +25,6 @@ Describe = Callable[..., Device]
 Capture = pytest.CaptureFixture[str]
 SCHEMA = json.loads(files("scan_registry").joinpath("schemas", "explain.json").read_text())
 CALL = ("explain", "linear_scan", "--dtype", "bf16", "--shape", "2,8,4096")
-NVRTC = Toolchain("nvrtc 12.9.86", (12, 9))
 
 
 def valid(document: Mapping[str, Any]) -> None:

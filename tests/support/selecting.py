@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from imaginary import FAMILY
+
 from scan_registry.archive import Archive, Binary, Entry
 from scan_registry.device import Device
-from scan_registry.fit import Rung, Toolchain
+from scan_registry.fit import Rung
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
-from scan_registry.kernels.linear_scan.spec import FAMILY as SHIPPED
-from scan_registry.kernels.model import Language, Variant
+from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Tuning
-from scan_registry.select import (
-    Backend,
-    Candidate,
-    Decision,
-    System,
-    select,
-)
+from scan_registry.select import Backend, Candidate, Decision, System, select
 from scan_registry.target import Target
 
 Factory = Callable[..., Archive]
@@ -29,23 +23,12 @@ Make = Callable[..., tuple[Binary, bytes]]
 Describe = Callable[..., Device]
 
 KERNEL = "time_last_forward"
-#: Whatever tables there are.
-FAMILY = replace(SHIPPED, kernels=tuple(replace(k, tunings=tuple) for k in SHIPPED.kernels))
 EVERY_CUDA = FAMILY.kernel(KERNEL, "cuda").variants
 #: What there is machine code of, and PTX.
 CODE = [v for v in FAMILY.kernel(KERNEL, "cuda").every if "reverse" not in dict(v.statics)]
 CUDA = tuple(v for v in EVERY_CUDA if v in CODE)
 ONE_WAY = tuple(v for v in EVERY_CUDA if "reverse" in dict(v.statics))
 TRITON = FAMILY.kernel(KERNEL, "triton").variants
-NVRTC = Toolchain("nvrtc 12.9.86", (12, 9))
-COMPILERS: Mapping[Language, Toolchain | str] = {
-    "cuda": NVRTC,
-    "triton": Toolchain("triton 3.6.0", (12, 9)),
-}
-MISSING: Mapping[Language, Toolchain | str] = {
-    "cuda": "NVRTC is not installed",
-    "triton": "Triton is not installed",
-}
 
 
 def a_problem(time: int = 1024, dtype: str = "float32", alignment: int = 16) -> LinearScanProblem:

@@ -22,7 +22,7 @@ from scan_registry.kernels import families
 from scan_registry.kernels.model import Kernel
 from scan_registry.target import RELEASED, Target
 
-# --- What comes out ----------------------------------------------------------------------------
+# --- What comes out ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90a", "ptx80"])
@@ -168,7 +168,7 @@ def test_a_build_begins_with_what_others_share(
     assert programs == ["sm_80"]
 
 
-# --- Failures ----------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------
 
 
 def test_an_error_names_the_variant_and_holds_the_log(toy: Toy) -> None:

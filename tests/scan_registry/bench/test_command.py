@@ -22,7 +22,7 @@ from scan_registry.bench.measure import Bench, Timing
 from scan_registry.cli import bench as command
 from scan_registry.cli import main
 
-# --- The command -------------------------------------------------------------------------------
+# --- The command ------------------------------------------------------------------------------
 
 
 def test_a_row_for_every_length_and_pass(capsys: Capture) -> None:
@@ -101,7 +101,7 @@ def test_recorded_results_have_the_documents_form() -> None:
         jsonschema.Draft202012Validator(schema()).validate(json.loads(path.read_text()))
 
 
-# --- What it refuses ---------------------------------------------------------------------------
+# --- What it refuses --------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("untimed")
@@ -151,7 +151,7 @@ def test_sizes_that_are_no_numbers(capsys: Capture) -> None:
     assert "--bs: invalid int value: 'many'" in capsys.readouterr().err
 
 
-# --- The picture -------------------------------------------------------------------------------
+# --- The picture ------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("untimed")
@@ -261,7 +261,7 @@ def test_a_picture_that_cannot_be_written(
     assert f"--plot: {tmp_path / 'x.svg'} cannot be written: disk full" in captured.err
 
 
-# --- The tool ----------------------------------------------------------------------------------
+# --- The tool ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,7 @@ def test_the_tool_needs_a_gpu(
     assert "the case is 'rows'; expected layout:batch,channels,time" in capsys.readouterr().err
 
 
-# --- On a GPU ----------------------------------------------------------------------------------
+# --- On a GPU ---------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -15,9 +15,7 @@ from benching import CPU, SMALL, Capture, document, refusal, schema
 from scan_registry.bench import floor, goals, measure
 from scan_registry.bench.cases import PASSES, Case
 from scan_registry.bench.measure import Bench
-from scan_registry.bench.peers import (
-    Peer,
-)
+from scan_registry.bench.peers import Peer
 from scan_registry.cli import bench as command
 from scan_registry.cli import main
 

@@ -10,7 +10,7 @@ from caching import Capture, add, document, only, paths, run, wanted
 from scan_registry import jit
 from scan_registry.cli.cache import age_text
 
-# --- list --------------------------------------------------------------------------------------
+# --- list -------------------------------------------------------------------------------------
 
 
 def test_every_entry_is_listed(folder: Path, capsys: Capture) -> None:
@@ -126,7 +126,7 @@ def test_ages(seconds: float, text: str) -> None:
     assert age_text(seconds) == text
 
 
-# --- clear -------------------------------------------------------------------------------------
+# --- clear ------------------------------------------------------------------------------------
 
 
 def test_clear_says_how_much_it_deleted(folder: Path, capsys: Capture) -> None:

@@ -27,7 +27,7 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.providers import core_range
 from scan_registry.target import Target
 
-# --- export ------------------------------------------------------------------------------------
+# --- export -----------------------------------------------------------------------------------
 
 
 def test_what_a_package_holds(folder: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -216,7 +216,7 @@ def test_the_range_of_versions(own: str, expected: str) -> None:
     assert core_range(own) == expected
 
 
-# --- Installing what was exported --------------------------------------------------------------
+# --- Installing what was exported -------------------------------------------------------------
 
 
 SELECT = """

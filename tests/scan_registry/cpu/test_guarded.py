@@ -17,7 +17,8 @@ from watched import MIXES, Case, Memory, levels, using
 
 
 def test_nothing_outside_is_touched() -> None:
-    shared = {**os.environ, "PYTHONPATH": str(Path(watched.__file__).parent)}
+    folders = [str(Path(watched.__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
+    shared = {**os.environ, "PYTHONPATH": ":".join(filter(None, folders))}
     done = subprocess.run(
         [sys.executable, __file__], check=False, capture_output=True, text=True, env=shared
     )

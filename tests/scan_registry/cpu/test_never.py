@@ -13,11 +13,9 @@ from torch import Tensor
 from watched import LAYOUTS, OUTPUTS, Case, Memory, levels, reduction_case, run, scalars, using
 
 from scan_registry import _cpu
-from scan_registry.kernels.linear_scan.problem import (
-    Direction,
-)
+from scan_registry.kernels.linear_scan.problem import Direction
 
-# --- The same, however it is run ---------------------------------------------------------------
+# --- The same, however it is run --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("instructions", levels())
@@ -69,7 +67,7 @@ def test_calls_at_the_same_time() -> None:
             assert torch.equal(found, alone)
 
 
-# --- Apart -------------------------------------------------------------------------------------
+# --- Apart ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
@@ -148,7 +146,7 @@ def test_nothing_to_do(sizes: tuple[int, int, int, int]) -> None:
     run("reduction", "float32", "float32", integers, {}, 1, ("time_last",))
 
 
-# --- Refused -----------------------------------------------------------------------------------
+# --- Refused ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

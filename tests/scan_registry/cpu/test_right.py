@@ -23,12 +23,7 @@ from watched import (
     using,
 )
 
-from scan_registry.kernels.linear_scan.problem import (
-    Direction,
-    Layout,
-)
-
-# --- Right -------------------------------------------------------------------------------------
+from scan_registry.kernels.linear_scan.problem import Direction, Layout
 
 
 @pytest.mark.parametrize("instructions", levels())
@@ -98,7 +93,7 @@ def test_rounding_to_narrow_numbers(dtype: str, instructions: str) -> None:
     assert torch.equal(states.nan_to_num(), rounded.nan_to_num())
 
 
-# --- Reduction ---------------------------------------------------------------------------------
+# --- Reduction --------------------------------------------------------------------------------
 
 
 def check_reduction(case: Case, layout: Layout) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
-from diagnosing import HELD, MISSING, Make, Provide
+from diagnosing import HELD, Make, Provide
+from imaginary import MISSING
 
 from scan_registry import archive, providers
 from scan_registry.kernels.model import Variant

@@ -9,10 +9,7 @@ from diagnosing import (
     CUDA,
     EVERY,
     FAMILIES,
-    FAMILY,
     KERNELS,
-    MISSING,
-    NVRTC,
     SOLVING,
     SOLVING_CUDA,
     Describe,
@@ -22,6 +19,7 @@ from diagnosing import (
     only,
     rungs,
 )
+from imaginary import FAMILY, MISSING, NVRTC
 
 from scan_registry import policy
 from scan_registry.archive import Archive
@@ -29,7 +27,7 @@ from scan_registry.doctor import condensed, coverage
 from scan_registry.fit import Rung
 from scan_registry.select import System
 
-# --- What runs ---------------------------------------------------------------------------------
+# --- What runs --------------------------------------------------------------------------------
 
 
 def test_every_sample_is_asked_about(archive_factory: Factory, a_device: Describe) -> None:
@@ -61,7 +59,7 @@ def test_a_kernel_without_a_language_has_no_answer_in_it(a_device: Describe) -> 
     assert {tuple(answer.rungs) for answer in found.answers} == {("auto", "cuda")}
 
 
-# --- What would help ---------------------------------------------------------------------------
+# --- What would help --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diagnosing import (
-    CUDA,
-    FAMILY,
-    HELD,
-    SCHEMA,
-    Capture,
-    Make,
-    Provide,
-    document,
-    errors,
-    text,
-)
+from diagnosing import CUDA, HELD, SCHEMA, Capture, Make, Provide, document, errors, text
+from imaginary import FAMILY
 from jsonschema import Draft202012Validator
 
 from scan_registry import archive, policy, providers
@@ -35,7 +25,7 @@ from scan_registry.providers import ProviderError
 from scan_registry.select import System
 from scan_registry.target import Target
 
-# --- The command: the installation -------------------------------------------------------------
+# --- The command: the installation ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,7 +191,7 @@ def test_the_policy_in_force(
     assert errors(found)[0].startswith("SCAN_REGISTRY_REQUIRE is 'sometimes'; accepted are aot")
 
 
-# --- The command: the cache --------------------------------------------------------------------
+# --- The command: the cache -------------------------------------------------------------------
 
 
 def test_the_cache(provide: Provide, capsys: Capture, tmp_path: Path, a_binary: Make) -> None:
@@ -261,7 +251,7 @@ def test_a_cache_that_cannot_be_used(
     assert "SCAN_REGISTRY_CACHE" in finding["remedies"][0]
 
 
-# --- What is really installed ------------------------------------------------------------------
+# --- What is really installed -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

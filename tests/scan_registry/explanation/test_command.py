@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from explaining import CALL, NVRTC, SCHEMA, Capture, Factory, document, explained, valid
+from explaining import CALL, SCHEMA, Capture, Factory, document, explained, valid
+from imaginary import NVRTC
 from jsonschema import Draft202012Validator
 
 import scan_registry
@@ -23,7 +24,7 @@ from scan_registry.inventory import Catalogue, catalogue
 from scan_registry.providers import ProviderError
 from scan_registry.select import System
 
-# --- JSON --------------------------------------------------------------------------------------
+# --- JSON -------------------------------------------------------------------------------------
 
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 7), (9, 0), (10, 3), (12, 1), (13, 0)]
@@ -79,7 +80,7 @@ def test_the_schema_is_strict(capsys: Capture) -> None:
     assert list(Draft202012Validator(SCHEMA).iter_errors(found))
 
 
-# --- The command -------------------------------------------------------------------------------
+# --- The command ------------------------------------------------------------------------------
 
 
 @pytest.fixture

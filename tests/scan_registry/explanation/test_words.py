@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from explaining import (
-    NVRTC,
     Capture,
     Describe,
     Factory,
@@ -21,6 +20,7 @@ from explaining import (
     meta,
     valid,
 )
+from imaginary import NVRTC
 
 import scan_registry
 from scan_registry import archive, explanation, policy
@@ -31,7 +31,7 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.select import Rejected, System
 from scan_registry.target import Target
 
-# --- Words -------------------------------------------------------------------------------------
+# --- Words ------------------------------------------------------------------------------------
 
 
 def test_the_winner_is_described(hopper: System) -> None:
@@ -191,7 +191,7 @@ def test_empty_tensors(hopper: System) -> None:
     assert str(found).endswith("\n\nnothing runs: the tensors are empty")
 
 
-# --- Calls -------------------------------------------------------------------------------------
+# --- Calls ------------------------------------------------------------------------------------
 
 
 def test_tensors_on_the_cpu() -> None:

@@ -8,7 +8,7 @@ from loading import BEST, COMPILED, CUDA, NO_BINARY_FOR_GPU, Rig, Synthetic, nee
 from scan_registry.aot.compile import compile_variant
 from scan_registry.target import Target
 
-# --- Compiled here -----------------------------------------------------------------------------
+# --- Compiled here ----------------------------------------------------------------------------
 
 
 @needs_nvrtc
@@ -149,7 +149,7 @@ report(ready=[facts(r) for r in ready])
     assert kinds == ["CacheWarning", "FallbackWarning"]
 
 
-# --- Tuned and pinned --------------------------------------------------------------------------
+# --- Tuned and pinned -------------------------------------------------------------------------
 
 
 def test_what_was_tuned_here_is_used(rig: Rig, synthetic: Synthetic) -> None:

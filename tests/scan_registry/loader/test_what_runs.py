@@ -11,7 +11,7 @@ from scan_registry import archive, providers
 from scan_registry.aot.compile import compile_variant
 from scan_registry.target import Target
 
-# --- What runs where ---------------------------------------------------------------------------
+# --- What runs where --------------------------------------------------------------------------
 
 
 def test_two_gpus_get_different_binaries(rig: Rig, synthetic: Synthetic) -> None:
@@ -80,7 +80,7 @@ def test_much_dynamic_shared_memory_is_asked_for(rig: Rig, synthetic: Synthetic)
     assert call.number("value") == 100_000
 
 
-# --- What does not run -------------------------------------------------------------------------
+# --- What does not run ------------------------------------------------------------------------
 
 
 def test_a_damaged_binary_warns_and_the_next_rung_is_taken(

@@ -61,8 +61,8 @@ def test_shapes_broadcast_as_torch_has_it(one: list[int], other: list[int]) -> N
         expected = tuple(torch.broadcast_shapes(tuple(one), tuple(other)))
     except RuntimeError:
         expected = None
-    assert arguments.broadcast(one, other) == expected
-    assert arguments.broadcast(torch.Size(one), tuple(other)) == expected
+    assert arguments.common_shape(one, other) == expected
+    assert arguments.common_shape(torch.Size(one), tuple(other)) == expected
 
 
 # --- Any call at all --------------------------------------------------------------------------

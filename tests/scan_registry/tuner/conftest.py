@@ -45,7 +45,7 @@ class Workshop:
     def obtain_all(self, device: Any, archives: Any, variants: Any) -> Mapping[Variant, Any]:
         return {v: "no such luck" if v in self.missing else self.make(v, "sm90") for v in variants}
 
-    def load(self, ordinal: int, binary: Binary, read: Any, subject: str) -> Variant:
+    def load(self, ordinal: int, binary: Binary, read: Any, subject: object) -> Variant:
         if binary.variant in self.unfit:
             raise engine.loader.UnfitError("the driver has no use for it")
         assert read() == self.make(binary.variant, "sm90")[1]

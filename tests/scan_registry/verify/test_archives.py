@@ -16,7 +16,7 @@ from scan_registry.cli import main
 from scan_registry.inventory import Attestation, Catalogue
 from scan_registry.target import Target
 
-# --- What is intact ----------------------------------------------------------------------------
+# --- What is intact ---------------------------------------------------------------------------
 
 
 def test_what_is_really_installed_is_intact(capsys: Capture) -> None:
@@ -80,7 +80,7 @@ def test_a_number_of_processes_that_is_none(
     assert f"SCAN_REGISTRY_JOBS is {text!r}; accepted are 1, 2, 3" in capsys.readouterr().err
 
 
-# --- Damage ------------------------------------------------------------------------------------
+# --- Damage -----------------------------------------------------------------------------------
 
 
 def test_a_binary_with_other_bytes(
@@ -126,19 +126,19 @@ def test_an_archive_without_an_intact_manifest(
 @pytest.mark.parametrize(
     ("label", "change", "reason"),
     [
-        ("sm103", {"registers": 1}, "registers: the manifest states 1, the image "),
-        ("sm103", {"static_shared": 7}, "static_shared: the manifest states 7, the image "),
-        ("sm103", {"spill_bytes": 16}, "spill_bytes: the manifest states 16, the image 0"),
-        ("sm103", {"format_version": "6"}, "format_version: the manifest states 6, the image "),
-        ("sm103", {"oldest_driver": (1, 0)}, "oldest_driver: the manifest states (1, 0), the "),
+        ("sm103", {"registers": 1}, "registers: the entry states 1, the image "),
+        ("sm103", {"static_shared": 7}, "static_shared: the entry states 7, the image "),
+        ("sm103", {"spill_bytes": 16}, "spill_bytes: the entry states 16, the image 0"),
+        ("sm103", {"format_version": "6"}, "format_version: the entry states 6, the image "),
+        ("sm103", {"oldest_driver": (1, 0)}, "oldest_driver: the entry states (1, 0), the "),
         ("sm103", {"entry": "another"}, "no intact kernel 'another'"),
-        ("sm103", {"format": "ptx"}, "format: the manifest states ptx, but code for sm_103 is"),
-        ("sm103", {"content": other_arch}, "architecture: the manifest states 103, the image 90"),
+        ("sm103", {"format": "ptx"}, "format: the entry states ptx, but code for sm_103 is"),
+        ("sm103", {"content": other_arch}, "architecture: the entry states 103, the image 90"),
         ("sm103", {"content": lambda before: b"\x7fELF"}, "not a CUDA ELF file"),
         ("sm103", {"content": lambda before: before[:200]}, "no intact kernel"),
         ("ptx80", {"entry": "another"}, "no kernel 'another'; there are: linear_scan"),
-        ("ptx80", {"format_version": "7.0"}, "format_version: the manifest states 7.0, the im"),
-        ("ptx80", {"oldest_driver": (11, 0)}, "oldest_driver: the manifest states (11, 0), the"),
+        ("ptx80", {"format_version": "7.0"}, "format_version: the entry states 7.0, the im"),
+        ("ptx80", {"oldest_driver": (11, 0)}, "oldest_driver: the entry states (11, 0), the"),
         ("ptx80", {"content": lambda b: b.replace(b"sm_80", b"sm_90")}, "states 80, the image 90"),
         ("ptx80", {"content": lambda b: b.replace(b".target", b"//")}, "the PTX states no target"),
         ("ptx80", {"content": lambda b: b.replace(b".version", b"//")}, "PTX of version None"),

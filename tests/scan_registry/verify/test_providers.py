@@ -30,7 +30,7 @@ from scan_registry import archive, providers, verify
 from scan_registry.archive import Archive
 from scan_registry.jit import CompileError
 
-# --- Providers ---------------------------------------------------------------------------------
+# --- Providers --------------------------------------------------------------------------------
 
 
 def test_files_are_those_that_were_installed(
@@ -102,7 +102,7 @@ def test_a_file_that_is_named_after_no_architecture_is_a_defect(provided: Path) 
     assert (defect["path"], defect["reason"]) == (str(stray), providers.MISNAMED)
 
 
-# --- Compiling again ---------------------------------------------------------------------------
+# --- Compiling again --------------------------------------------------------------------------
 
 
 def test_compiled_again_to_the_same_bytes(provided: Path) -> None:
