@@ -41,6 +41,10 @@ __all__ = [
 ]
 
 
+#: What a section's head states of each binary.
+_NAMED = ("variant", "target")
+
+
 class ArchiveError(Exception):
     """A file that is not an intact archive; the message names the file and what is wrong."""
 
@@ -114,7 +118,10 @@ class Entry:
             own = parse_json(self._line)
             if not isinstance(own, dict):
                 raise ValueError(f"{own!r} is not an object")
-            record = {**self._common, **own, "variant": self.text, "target": self._target}
+            stated = {**self._common, **own}
+            if not stated.keys().isdisjoint(_NAMED):
+                raise ValueError("it states its variant or target again")
+            record = {**stated, "variant": self.text, "target": self._target}
             chunk, offset = (read_count(n, record.get(n)) for n in ("chunk", "offset"))
             return Binary.from_json(record), (chunk, offset)
         except (ValueError, RecursionError) as error:
@@ -139,7 +146,9 @@ class Document:
         """What prints so; ``ValueError`` if none does."""
         of, _, rest = stated.partition(": ")
         match rest.split(" "):
-            case [offset, size, sha256] if offset.isdecimal() and size.isdecimal():
+            case [offset, size, sha256] if (
+                offset.isdecimal() and size.isdecimal() and rest.isascii()
+            ):
                 start, length = read_count("offset", int(offset)), read_count("size", int(size))
                 return cls(of, start, length, sha256)
         raise ValueError(f"{stated!r} does not say of what it is, an offset, a size and a SHA-256")
@@ -215,14 +224,13 @@ def read_tunings(of: str, content: bytes, file: Path) -> tuple[Tuning, ...]:
 def section_text(records: Sequence[Mapping[str, Any]], chunks: Sequence[tuple[int, int]]) -> bytes:
     """A section of entries, with where chunks are."""
     first, *others = records
-    named = "variant", "target"
     common = {
         name: value
         for name, value in first.items()
-        if others and name not in named and all(record[name] == value for record in others)
+        if others and name not in _NAMED and all(record[name] == value for record in others)
     }
-    listed = [[record[name] for name in named] for record in records]
-    own = [{k: v for k, v in each.items() if k not in (*named, *common)} for each in records]
+    listed = [[record[name] for name in _NAMED] for record in records]
+    own = [{k: v for k, v in each.items() if k not in (*_NAMED, *common)} for each in records]
     head = {"chunks": chunks, "common": common, "binaries": listed}
     return b"\n".join(map(dumped, (head, *own)))
 

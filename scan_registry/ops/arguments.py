@@ -98,8 +98,9 @@ def check_options(
 
 def common_shape(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
     """The shape that both broadcast to, if there is one; no ``torch.Size``, which would break the graph of
-    torch.compile in torch 2.6. ``torch.broadcast_shapes`` imports sympy, a third of a second, in a
-    process that has not: it is for symbols that do not pass for integers, whose process has."""
+    torch.compile in torch 2.6. ``torch.broadcast_shapes`` makes a process that has not done so import
+    sympy, which takes longer than all else that a first call does: it is for symbols that do not pass for
+    integers, whose process has."""
     if one == other:
         return tuple(one)
     if not all(isinstance(size, int) for size in (*one, *other)):

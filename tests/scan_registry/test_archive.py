@@ -246,7 +246,7 @@ def test_binaries_that_are_none(
         *([f"a.b:cuda: {wrong}"] for wrong in ("", "0", "0 1", "a b c", "0 1 ab ", "0 1 ab c")),
         *([f"a.b:cuda: {wrong} 1 ab"] for wrong in ("", "-1", "1.5", "1e3", 2**40, 2**62, 2**70)),
         *([f"a.b:cuda: 0 {wrong} ab"] for wrong in ("", "-1", "1.5", 2**40, 2**62, "9" * 5000)),
-        *(["a.b:cuda 0 1 ab"], ["0 1 ab"], ["a.b:cuda: 0 1 ab"]),
+        *(["a.b:cuda: ٠ 1 ab"], ["a.b:cuda 0 1 ab"], ["0 1 ab"], ["a.b:cuda: 0 1 ab"]),
     ],
 )
 def test_sections_that_are_none(
@@ -290,6 +290,19 @@ def test_a_line_that_is_no_entry(archive_factory: Factory, archive_parts: Any, l
     refused(path, f"binary 1 of the section linear_scan.{VARIANTS[0].kernel}:cuda")
     entries = Archive(path).of("linear_scan", VARIANTS[0].kernel)
     assert entries[0].binary.variant == VARIANTS[0]  # what is wrong is that line alone
+
+
+@pytest.mark.parametrize("name", ["variant", "target"])
+def test_a_line_that_states_what_the_head_does(
+    archive_factory: Factory, archive_parts: Any, name: str
+) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:2]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    head, first, second = parts.lines(document)
+    line = json.dumps({**json.loads(second), name: document["binaries"][1][name]}).encode()
+    path.write_bytes(parts.together(**{VARIANTS[0].kernel: b"\n".join((head, first, line))}))
+    refused(path, "binary 1 of the section", "it states its variant or target again")
 
 
 WRONG: dict[str, tuple[Any, ...]] = {

@@ -101,7 +101,7 @@ print(json.dumps([sorted(brought), "libcuda.so" in open("/proc/self/maps").read(
 
 
 def test_first_calls_import_nothing(tmp_path: Path) -> None:
-    """Not what torch imports at times, either: the whole of sympy, a third of a second."""
+    """Not what torch imports at times, either: the whole of sympy."""
     script = """
 import json, sys
 import torch

@@ -63,8 +63,9 @@ class InMemory(Archive):
         )
 
     def _entry(self, binary: Binary) -> Entry:
-        line = json.dumps({**binary.to_json(), "chunk": 0, "offset": 0}).encode()
-        return Entry(str(binary.variant), str(binary.target), {}, line, str(self.path))
+        own = {**binary.to_json(), "chunk": 0, "offset": 0}
+        variant, target = own.pop("variant"), own.pop("target")
+        return Entry(variant, target, {}, json.dumps(own).encode(), str(self.path))
 
     def tunings(self, head: str) -> tuple[Tuning, ...]:
         return self.__dict__.get("tuned", {}).get(head, ())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scan_registry import linear_scan
-from scan_registry.ops import arguments
+from scan_registry.ops.arguments import common_shape
 
 Oracle = Callable[..., tuple[Tensor, Tensor]]
 
@@ -61,8 +61,8 @@ def test_shapes_broadcast_as_torch_has_it(one: list[int], other: list[int]) -> N
         expected = tuple(torch.broadcast_shapes(tuple(one), tuple(other)))
     except RuntimeError:
         expected = None
-    assert arguments.common_shape(one, other) == expected
-    assert arguments.common_shape(torch.Size(one), tuple(other)) == expected
+    assert common_shape(one, other) == expected
+    assert common_shape(torch.Size(one), tuple(other)) == expected
 
 
 # --- Any call at all --------------------------------------------------------------------------
