@@ -6,7 +6,7 @@ Layout, little-endian:
            8    8         length of the manifest
           16   32         SHA-256 of the manifest
           48   …          the manifest, UTF-8 JSON
-           …   …          chunks: binaries of one kernel in one language, compressed together (raw LZMA2)
+           …   …          chunks: binaries of one kernel in one language, compressed together or one as it is (raw LZMA2)
            …   …          sections, lines of UTF-8 JSON: entries of one kernel in one language and dtype each
            …   …          tunings, UTF-8 JSON: what tuning found of one kernel in one language each
 
@@ -95,8 +95,8 @@ def write(
     sections, tuned = list[tuple[str, bytes]](), list[tuple[str, bytes]]()
     for head, group in _grouped(binaries, lambda pair: pair[0].variant.head):
         own = (tunings or {}).get(head, ())
-        records, contents = _in_chunks(group, own, arch)
-        places = [place(chunks.compress(content)) for content in contents]
+        records, packed = _in_chunks(group, own, arch)
+        places = [place(chunk) for chunk in packed]
         for stem, alike in _grouped(
             zip(group, records, strict=True), lambda each: each[0][0].variant.stem
         ):
@@ -138,10 +138,10 @@ def _grouped(
 def _in_chunks(
     held: Sequence[tuple[Binary, bytes]], tunings: Sequence[Tuning], arch: Target
 ) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """What sections say of each binary of a kernel, and what is to be in its chunks; equal bytes are once. What
-    is the fastest somewhere on GPUs of this very architecture is in small chunks. In a chunk, whose end
-    takes longest to read, first come those that tuning found to be the fastest most often; of kernels
-    without tuning all are in order."""
+    """What sections say of each binary of a kernel, and its chunks; equal bytes are once. What is the fastest
+    somewhere on GPUs of this very architecture is stored as it is if it is small, and else in small chunks.
+    In a chunk, whose end takes longest to read, first come those that tuning found to be the fastest most
+    often; of kernels without tuning all are in order."""
     distinct = {binary.sha256: (binary, content) for binary, content in reversed(held)}
     for binary, content in distinct.values():
         if digest(content) != binary.sha256:
@@ -149,18 +149,23 @@ def _in_chunks(
     wins = sum((tuning.wins() for tuning in tunings), Counter[str]())
     here = {label for tuning in tunings if tuning.arch == str(arch) for label in tuning.wins()}
     first, others = list[tuple[Binary, bytes]](), list[tuple[Binary, bytes]]()
-    for pair in reversed(distinct.values()):
-        (first if pinned(pair[0].variant.statics) in here else others).append(pair)
-    places, contents = dict[str, dict[str, int]](), list[bytes]()
+    places, packed = dict[str, dict[str, int]](), list[bytes]()
+    for binary, content in reversed(distinct.values()):
+        fastest = pinned(binary.variant.statics) in here
+        if fastest and len(content) <= chunks.PLAIN:
+            places[binary.sha256] = {"chunk": len(packed), "offset": 0}
+            packed.append(chunks.stored(content))
+        else:
+            (first if fastest else others).append((binary, content))
     for parts in (*_alike(first, chunks.SMALL), *_alike(others, chunks.SIZE)):
         parts.sort(
             key=lambda pair: -wins[pinned(pair[0].variant.statics)] if wins else held.index(pair)
         )
         ends = accumulate((len(content) for _, content in parts), initial=0)
         for (binary, _), offset in zip(parts, ends, strict=False):
-            places[binary.sha256] = {"chunk": len(contents), "offset": offset}
-        contents.append(b"".join(content for _, content in parts))
-    return [{**binary.to_json(), **places[binary.sha256]} for binary, _ in held], contents
+            places[binary.sha256] = {"chunk": len(packed), "offset": offset}
+        packed.append(chunks.compress(b"".join(content for _, content in parts)))
+    return [{**binary.to_json(), **places[binary.sha256]} for binary, _ in held], packed
 
 
 def _alike(

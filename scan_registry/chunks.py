@@ -1,4 +1,4 @@
-"""Chunks: neighbouring binaries of an archive, compressed together (raw LZMA2).
+"""Chunks: neighbouring binaries of an archive, compressed together, or one as it is (raw LZMA2).
 
 Binaries of one kernel are much alike, so a chunk of them is a fraction of its parts compressed alone.
 A chunk is small, which bounds the time to get at the last binary in it.
@@ -14,11 +14,16 @@ try:
 except ImportError:
     lzma = None  # type: ignore[assignment]
 
-__all__ = ["SIZE", "SMALL", "Opened", "compress", "decompress"]
+__all__ = ["PLAIN", "SIZE", "SMALL", "Opened", "compress", "decompress", "stored"]
 
 #: Bytes of binaries in a chunk, unless a single one is larger. Larger chunks make smaller archives, and the
 #: last binary of one later to be had: 10 ms a megabyte. Small ones are for what is wanted most often.
 SIZE, SMALL = 1 << 21, 1 << 17
+#: Bytes of a binary up to which it is stored as it is where it is wanted most often: decompressing it would
+#: take a tenth of a first call.
+PLAIN = 28 << 10
+#: Bytes of a part of a chunk that is not compressed, at most; what says so, and what says that no part follows.
+_PART, _AS_IT_IS, _END = 1 << 16, b"\x01", b"\0"
 
 #: Machine code repeats itself at steps of 16 bytes, an instruction; PTX, which is text, at none. Each becomes
 #: some percent smaller so. A chunk says itself how it was compressed.
@@ -33,6 +38,12 @@ def compress(content: bytes) -> bytes:
         raise OSError(_MISSING)
     settings = _CODE if content.startswith(b"\x7fELF") else _TEXT
     return lzma.compress(content, lzma.FORMAT_RAW, filters=_filters(settings))
+
+
+def stored(content: bytes) -> bytes:
+    """A chunk of ``content`` as it is: a byte and the part's size less one before each part."""
+    parts = (content[at : at + _PART] for at in range(0, len(content), _PART))
+    return b"".join(_AS_IT_IS + (len(each) - 1).to_bytes(2, "big") + each for each in parts) + _END
 
 
 def decompress(chunk: bytes, size: int) -> bytes:

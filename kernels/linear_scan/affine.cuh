@@ -52,9 +52,9 @@ struct Step {
 // A run's map. Its scale is a product of many gates, and where they are all alike, so are its
 // rounding errors, which then add up in proportion to the length of the run. `rest` keeps them,
 // unless the states are stored too coarsely for that to show.
-constexpr bool WITH_REST = sizeof(Storage) >= 4;
+enum : bool { WITH_REST = sizeof(Storage) >= 4 };
 // How far to unroll what composes maps: one of complex numbers is a hundred instructions.
-constexpr int UNROLLED = sizeof(State) > 4 ? 1 : 32;
+enum : int { UNROLLED = sizeof(State) > 4 ? 1 : 32 };
 
 // The state that goes from tile to tile, with what rounding took from it: where gates are close to
 // one, what is lost there stays lost.
@@ -118,7 +118,7 @@ struct alignas(2 * sizeof(State)) Stored<false> {
     __device__ operator Affine() const { return {scale, State(0), shift}; }
 };
 
-constexpr unsigned FULL_WARP = 0xffffffffu;
+enum : unsigned { FULL_WARP = 0xffffffffu };
 
 template <class T>
 __device__ T from_lane(T x, int lane) {

@@ -23,13 +23,15 @@
 #pragma once
 #include "sequences.cuh"
 
-constexpr int THREADS = 32 * WARPS;
-constexpr int SLOTS_PER_WARP = 32 / LANES;
-constexpr int CHANNELS = LANES * VECTOR;
-constexpr int TIMES = WARPS * SLOTS_PER_WARP * STEPS;
-constexpr int BLOCKS = LEAST_BLOCKS;
-constexpr int STATE_WORDS = sizeof(State) / 4;
-constexpr int CARRIED_WORDS = (WITH_REST ? 2 : 1) * STATE_WORDS;
+enum : int {
+    THREADS = 32 * WARPS,
+    SLOTS_PER_WARP = 32 / LANES,
+    CHANNELS = LANES * VECTOR,
+    TIMES = WARPS * SLOTS_PER_WARP * STEPS,
+    BLOCKS = LEAST_BLOCKS,
+    STATE_WORDS = sizeof(State) / 4,
+    CARRIED_WORDS = (WITH_REST ? 2 : 1) * STATE_WORDS,
+};
 static_assert(32 % LANES == 0 && CHANNELS <= THREADS, "a channel needs a thread of the spine");
 
 struct Position {

@@ -125,7 +125,7 @@ __device__ void walk_column(const Backward& of, const Column& column, const Stat
 struct BackwardTiles {
     using Tiles = Ring<3, 32 * STEPS>;
     using Entrance = ColumnEntrance;
-    static constexpr int SCANS = CHANNELS, HELD = VECTOR;
+    enum : int { SCANS = CHANNELS, HELD = VECTOR };
     const Scans scans;
     const Walk walk;
     const Plane gates, grads, states, gates_grad, tokens_grad;

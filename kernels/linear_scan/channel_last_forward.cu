@@ -85,7 +85,7 @@ __device__ void walk_column(const Forward& of, const Column& column, const State
 struct ForwardTiles {
     using Tiles = Ring<2, 32 * STEPS>;
     using Entrance = ColumnEntrance;
-    static constexpr int SCANS = CHANNELS, HELD = VECTOR;
+    enum : int { SCANS = CHANNELS, HELD = VECTOR };
     const Scans scans;
     const Walk walk;
     const Plane gates, tokens, states;

@@ -12,14 +12,14 @@
 // it. A thread composes its rows' maps and a warp scans its slots; then the rows are walked again, from the state
 // that enters them. The next STAGES - 1 tiles are on their way meanwhile; tiles.cuh says which.
 #pragma once
-constexpr int CHANNELS = LANES * VECTOR;
-constexpr int WALKERS = WARPS, FOLDERS = (AHEAD + 1) * CHANNELS * WALKERS / 32, THREADS = 32 * (WALKERS + FOLDERS);
+enum : int { CHANNELS = LANES * VECTOR };
+enum : int { WALKERS = WARPS, FOLDERS = (AHEAD + 1) * CHANNELS * WALKERS / 32, THREADS = 32 * (WALKERS + FOLDERS) };
 #include "ring.cuh"
 #include "sequences.cuh"
 #include "tiles.cuh"
 
-constexpr int TIMES = 32 / LANES * STEPS;
-constexpr int ROWS = 32 / LANES;  // that a warp copies at once
+enum : int { TIMES = 32 / LANES * STEPS };
+enum : int { ROWS = 32 / LANES };  // that a warp copies at once
 static_assert(32 % LANES == 0 && AHEAD > 0 && CHANNELS * WALKERS >= 32);
 
 // What is scanned: batches × times × channels, along the walk.

@@ -18,20 +18,22 @@
 // alike. Then a block copies the pieces that its channels lie in, one more a row, and lanes read and write them
 // one by one. Results in pieces that are the block's alone leave like others, the rest from the lane at once.
 #pragma once
-constexpr int THREADS = 32 * WARPS;
+enum : int { THREADS = 32 * WARPS };
 #include "affine.cuh"
 #include "pace.cuh"
 
-constexpr int ITEMS = 16 / sizeof(Storage);  // in 16 bytes
-constexpr int CHANNELS = ACROSS * VECTOR;
-constexpr int GROUPS = THREADS / ACROSS;
-constexpr int WARP_STEPS = STEPS * (32 / ACROSS);
-constexpr int PIECES = CHANNELS / ITEMS + RAGGED;          // of a row
-constexpr int ROWS = 32 / PIECES;                          // that a warp copies at once
-constexpr int COPIES = (WARP_STEPS + ROWS - 1) / ROWS;     // of a lane, for each input of a tile
-constexpr int TIMES = WARPS * WARP_STEPS;                  // of a tile
+enum : int {
+    ITEMS = 16 / sizeof(Storage),  // in 16 bytes
+    CHANNELS = ACROSS * VECTOR,
+    GROUPS = THREADS / ACROSS,
+    WARP_STEPS = STEPS * (32 / ACROSS),
+    PIECES = CHANNELS / ITEMS + RAGGED,  // of a row
+    ROWS = 32 / PIECES,  // that a warp copies at once
+    COPIES = (WARP_STEPS + ROWS - 1) / ROWS,  // of a lane, for each input of a tile
+    TIMES = WARPS * WARP_STEPS,  // of a tile
+};
 // Pieces between the rows of a warp's groups, so that these do not meet in the same banks.
-constexpr int APART = ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0;
+enum : int { APART = ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0 };
 static_assert(PIECES <= 32 && CHANNELS % ITEMS == 0);
 
 // Where a block's column is, and in it the channels of this lane.
@@ -97,8 +99,7 @@ struct Rows {
 // many as matter are counted: one more than a tile has.
 template <int INPUTS>
 struct Tiles {
-    static constexpr int INPUT = WARP_STEPS * PIECES + (32 / ACROSS - 1) * APART;
-    static constexpr int STAGE = INPUTS * INPUT;
+    enum : int { INPUT = WARP_STEPS * PIECES + (32 / ACROSS - 1) * APART, STAGE = INPUTS * INPUT };
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_own = threadIdx.x / ACROSS * STEPS;
     const int own_row = lane / PIECES;  // of ROWS, what this lane copies a piece of
     const i64 rows;

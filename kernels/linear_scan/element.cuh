@@ -27,7 +27,7 @@ struct float32 {
     using Whole = float32;
     using Storage = unsigned;
     using State = float;
-    static constexpr Storage ONE = 0x3f800000u;
+    enum : Storage { ONE = 0x3f800000u };
     static __device__ State widen(Storage bits) { return __uint_as_float(bits); }
     static __device__ Storage narrow(State x) { return __float_as_uint(x); }
 };
@@ -36,7 +36,7 @@ struct bfloat16 {
     using Whole = float32;
     using Storage = unsigned short;
     using State = float;
-    static constexpr Storage ONE = 0x3f80u;
+    enum : Storage { ONE = 0x3f80u };
     static __device__ State widen(Storage bits) { return __uint_as_float(unsigned(bits) << 16); }
     static __device__ unsigned narrow_two(State low, State high) { return bfloat16_pair(low, high); }
     static __device__ Storage narrow(State x) { return Storage(narrow_two(x, x)); }
@@ -46,7 +46,7 @@ struct float16 {
     using Whole = float32;
     using Storage = unsigned short;
     using State = float;
-    static constexpr Storage ONE = 0x3c00u;
+    enum : Storage { ONE = 0x3c00u };
     static __device__ State widen(Storage bits) { return from_float16(bits); }
     static __device__ unsigned narrow_two(State low, State high) { return float16_pair(low, high); }
     static __device__ Storage narrow(State x) { return Storage(narrow_two(x, x)); }
@@ -56,7 +56,7 @@ struct float64 {
     using Whole = float64;
     using Storage = u64;
     using State = double;
-    static constexpr Storage ONE = 0x3ff0000000000000u;
+    enum : Storage { ONE = 0x3ff0000000000000u };
     static __device__ State widen(Storage bits) { return __longlong_as_double(i64(bits)); }
     static __device__ Storage narrow(State x) { return Storage(__double_as_longlong(x)); }
 };
@@ -65,7 +65,7 @@ struct complex64 {
     using Whole = complex64;
     using Storage = u64;  // the real part is the low half
     using State = Complex;
-    static constexpr Storage ONE = 0x3f800000u;
+    enum : Storage { ONE = 0x3f800000u };
     static __device__ State widen(Storage bits) {
         return {__uint_as_float(unsigned(bits)), __uint_as_float(unsigned(bits >> 32))};
     }
@@ -82,13 +82,13 @@ using State = Element::State;
 
 // Blocks per SM that registers must leave room for. 1 frees the compiler from aiming at more, which
 // makes it spill where much is live; 0 leaves that to it.
-constexpr int LEAST_BLOCKS = ALIGNED && sizeof(Storage) < 8 ? 0 : 1;
+enum : int { LEAST_BLOCKS = ALIGNED && sizeof(Storage) < 8 ? 0 : 1 };
 
 // N elements of type E, packed into 32-bit words.
 template <class E, int N>
 struct Chunk {
-    static constexpr int SIZE = sizeof(typename E::Storage);
-    static constexpr int WORDS = (N * SIZE + 3) / 4;
+    enum : int { SIZE = sizeof(typename E::Storage) };
+    enum : int { WORDS = (N * SIZE + 3) / 4 };
     unsigned word[WORDS];
 
     __device__ typename E::Storage bits(int i) const {

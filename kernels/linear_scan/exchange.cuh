@@ -5,15 +5,15 @@
 #pragma once
 #include "affine.cuh"
 
-constexpr int STATE_WORDS = sizeof(State) / 4;
-constexpr int WORDS_IN_LINE = 3;
+enum : int { STATE_WORDS = sizeof(State) / 4 };
+enum : int { WORDS_IN_LINE = 3 };
 
 __device__ constexpr int lines_for(int states) {
     return (states * STATE_WORDS + WORDS_IN_LINE - 1) / WORDS_IN_LINE;
 }
-constexpr int MAP_LINES = lines_for(WITH_REST ? 3 : 2);
+enum : int { MAP_LINES = lines_for(WITH_REST ? 3 : 2) };
 // A look takes about a microsecond, and the lines that all look at have better things to do.
-constexpr unsigned POLLED_NS = 100;
+enum : unsigned { POLLED_NS = 100 };
 
 template <int LINES>
 struct Words {

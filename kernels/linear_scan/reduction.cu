@@ -13,10 +13,12 @@
 //                                                   summed, each tile along it.
 #include "sequences.cuh"
 
-constexpr int UNIT = 32;
-constexpr int OTHER = 64;
-constexpr int ROWS = OTHER / WARPS;
-constexpr int THREADS = 32 * WARPS;
+enum : int {
+    UNIT = 32,
+    OTHER = 64,
+    ROWS = OTHER / WARPS,
+    THREADS = 32 * WARPS,
+};
 
 __device__ inline State sum_of_warp(State x) {
 #pragma unroll

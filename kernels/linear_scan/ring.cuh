@@ -14,7 +14,7 @@ __device__ inline int swizzled(int piece) { return piece ^ (piece >> 3 & 7); }
 // INPUTS of EACH pieces, and after them EXTRA ones; each stage starts in a row of banks.
 template <int INPUTS, int EACH, int EXTRA = 0>
 struct Ring {
-    static constexpr int STAGE = (INPUTS * EACH + EXTRA + 7) / 8 * 8;
+    enum : int { STAGE = (INPUTS * EACH + EXTRA + 7) / 8 * 8 };
     uint4* const own;  // of a stage
 
     __device__ explicit Ring(int stage)

@@ -32,8 +32,8 @@ struct Grid {
 // How walkers and the folders of a turn meet: when its tiles are composed, which folders wait for, and when the states
 // that enter them are there, which walkers wait for; and folders with those of the next turn, which wait for what the
 // former know. Of AHEAD + 1 turns each has barriers of its own.
-constexpr int TURNS = AHEAD + 1, FOLDERS_OF_TURN = FOLDERS / TURNS;
-constexpr int MEETING = 32 * (WALKERS + FOLDERS_OF_TURN);
+enum : int { TURNS = AHEAD + 1, FOLDERS_OF_TURN = FOLDERS / TURNS };
+enum : int { MEETING = 32 * (WALKERS + FOLDERS_OF_TURN) };
 __device__ inline void tell_composed(int turn) { arrive_at<MEETING>(1 + turn % TURNS); }
 __device__ inline void await_composed(int turn) { meet_at<MEETING>(1 + turn % TURNS); }
 __device__ inline void tell_folded(int turn) { arrive_at<MEETING>(1 + TURNS + turn % TURNS); }
@@ -44,7 +44,7 @@ static_assert(3 * TURNS < 15, "barriers, beside that of the walkers");
 __device__ inline void meet_walkers() { meet_at<32 * WALKERS>(15); }
 
 // What they tell one another, and folders remember.
-constexpr unsigned GROUPS = 4;
+enum : unsigned { GROUPS = 4 };
 template <int SCANS>
 struct Room {
     struct Turn {
@@ -83,12 +83,14 @@ struct Drawn {
 // each tile of a segment, or for LOOKS maps.
 template <class Work>
 struct Folder {
-    static constexpr int SCANS = Work::SCANS;
-    static constexpr int OWN = SCANS / FOLDERS_OF_TURN;
-    static constexpr int PLACES = 32 / OWN;
+    enum : int {
+        SCANS = Work::SCANS,
+        OWN = SCANS / FOLDERS_OF_TURN,
+        PLACES = 32 / OWN,
+    };
     static_assert(SCANS % FOLDERS_OF_TURN == 0 && 32 % OWN == 0 && PLACES >= WALKERS, "a lane for each tile");
-    static constexpr int LOOKS = STATE_WORDS > 1 || PLACES < 8 || THREADS > 512 ? 4 : 8;  // as registers allow
-    static constexpr unsigned GROUP = PLACES * LOOKS;
+    enum : int { LOOKS = STATE_WORDS > 1 || PLACES < 8 || THREADS > 512 ? 4 : 8 };  // as registers allow
+    enum : unsigned { GROUP = PLACES * LOOKS };
 
     const Work& work;
     const Drawn drawn;

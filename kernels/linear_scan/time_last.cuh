@@ -13,11 +13,13 @@
 #pragma once
 #include "sequences.cuh"
 
-constexpr int VECTOR = ALIGNED || sizeof(Storage) > 4 ? 16 / sizeof(Storage) : 4;
-constexpr int BLOCKS = LEAST_BLOCKS;
-constexpr int WARP_TILE = STEPS * 32 * VECTOR;
-constexpr int TILE = WARPS * WARP_TILE;
-constexpr int THREADS = WARPS * ROWS * 32;
+enum : int {
+    VECTOR = ALIGNED || sizeof(Storage) > 4 ? 16 / sizeof(Storage) : 4,
+    BLOCKS = LEAST_BLOCKS,
+    WARP_TILE = STEPS * 32 * VECTOR,
+    TILE = WARPS * WARP_TILE,
+    THREADS = WARPS * ROWS * 32,
+};
 static_assert(WARPS == 1 || ROWS == 1, "warps that share a row meet at a block-wide barrier");
 
 struct Position {

@@ -22,7 +22,7 @@ template <bool TURNED>
 struct BackwardTiles {
     using Tiles = Ring<3, 32 * PIECES, SIDE>;  // of the states one more a row, past the last
     using Entrance = RowEntrance;
-    static constexpr int SCANS = 1, HELD = 1;
+    enum : int { SCANS = 1, HELD = 1 };
     const Backward& of;
     const Scans& scans;
 

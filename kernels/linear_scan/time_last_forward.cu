@@ -19,7 +19,7 @@ template <bool TURNED>
 struct ForwardTiles {
     using Tiles = Ring<2, 32 * PIECES>;
     using Entrance = RowEntrance;
-    static constexpr int SCANS = 1, HELD = 1;
+    enum : int { SCANS = 1, HELD = 1 };
     const Forward& of;
     const Scans& scans;
 

@@ -16,19 +16,21 @@
 //
 // Each warp has tiles and states of its own, and rows or parts of one, and does not wait for others as it walks.
 #pragma once
-constexpr bool CUT = AHEAD > 0;
-constexpr int WALKERS = ROWS, FOLDERS = CUT ? AHEAD + 1 : 0, THREADS = 32 * (WALKERS + FOLDERS);
+enum : bool { CUT = AHEAD > 0 };
+enum : int { WALKERS = ROWS, FOLDERS = CUT ? AHEAD + 1 : 0, THREADS = 32 * (WALKERS + FOLDERS) };
 #include "element.cuh"
-constexpr int VECTOR = 16 / sizeof(Storage);
+enum : int { VECTOR = 16 / sizeof(Storage) };
 #include "ring.cuh"
 #include "sequences.cuh"
 #include "tiles.cuh"
 
-constexpr int SIDE = 32 / LANES;
-constexpr int ITEMS = PIECES * VECTOR;         // of a lane
-constexpr int TIMES = LANES * ITEMS;           // that a tile covers
-constexpr int LINE = 128 / sizeof(Storage);    // of the caches
-constexpr int LONG = 16 * LINE;                // for a row
+enum : int {
+    SIDE = 32 / LANES,
+    ITEMS = PIECES * VECTOR,  // of a lane
+    TIMES = LANES * ITEMS,  // that a tile covers
+    LINE = 128 / sizeof(Storage),  // of the caches
+    LONG = 16 * LINE,  // for a row
+};
 static_assert(WARPS == 1 && (!CUT || LANES == 32));
 
 struct Position;

@@ -23,12 +23,12 @@
 #pragma once
 #include "exchange.cuh"
 
-constexpr int WARPS = ROWS * SPLIT, THREADS = 32 * WARPS;
-constexpr unsigned UNITS = 16 * ROWS, TILE = 8 * BATCHES;
-constexpr int SLOTS = ROWS * BATCHES * 2;
+enum : int { WARPS = ROWS * SPLIT, THREADS = 32 * WARPS };
+enum : unsigned { UNITS = 16 * ROWS, TILE = 8 * BATCHES };
+enum : int { SLOTS = ROWS * BATCHES * 2 };
 // Whether what a step needs of memory is loaded a step ahead; else, when it is needed, from the L2 cache.
-constexpr bool EARLY = !Element::EXACT;
-constexpr int OWN = SPLIT == 1 ? 2 * BATCHES : (SLOTS + WARPS - 1) / WARPS;
+enum : bool { EARLY = !Element::EXACT };
+enum : int { OWN = SPLIT == 1 ? 2 * BATCHES : (SLOTS + WARPS - 1) / WARPS };
 
 struct Place {
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -127,12 +127,14 @@ struct Factor {
 // A warp's share of the product, in CHAINS sums that do not wait for each other.
 template <int TILES, int HELD, int STORED>
 struct Product {
-    static constexpr int CHAINS = TILES >= 3 ? 1 : 4 / TILES;
-    // Words under way at a time: as many as there are registers for.
-    static constexpr int MOST =
-        (Element::EXACT ? (TILES > 1 ? 4 : 6) : ROWS > 1 ? 8 : 12) / BATCHES;
-    static constexpr int COUNT = HELD + STORED, WINDOW = COUNT < MOST ? COUNT : MOST;
-    static constexpr int STRIDE = SPLIT * 4;                       // of them from one chunk to the next
+    enum : int {
+        CHAINS = TILES >= 3 ? 1 : 4 / TILES,
+        // Words under way at a time: as many as there are registers for.
+        MOST = (Element::EXACT ? (TILES > 1 ? 4 : 6) : ROWS > 1 ? 8 : 12) / BATCHES,
+        COUNT = HELD + STORED,
+        WINDOW = COUNT < MOST ? COUNT : MOST,
+        STRIDE = SPLIT * 4,  // of them from one chunk to the next
+    };
     float sums[CHAINS][BATCHES][TILES][4];
 
     __device__ void clear() {
@@ -246,7 +248,7 @@ private:
 template <int VALUES>
 struct Local {
     // An odd number of half cache lines: two rows side by side are in different banks.
-    static constexpr unsigned STRIDE = (VALUES + 8 * PER - 1) / (8 * PER) * (8 * PER) + 4 * PER;
+    enum : unsigned { STRIDE = (VALUES + 8 * PER - 1) / (8 * PER) * (8 * PER) + 4 * PER };
 
     __device__ static Storage* at(unsigned round) {
         __shared__ uint4 rows[2][TILE * STRIDE / PER];

@@ -8,10 +8,8 @@
 #pragma once
 #include "element.cuh"
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-
 __device__ inline float exponential(float x) {
-    return Element::EXACT ? expf(x) : fast_exp2(x * LOG2_E);
+    return Element::EXACT ? expf(x) : fast_exp2(x * 1.4426950408889634f);
 }
 __device__ inline float hyperbolic(float x) { return Element::EXACT ? tanhf(x) : fast_tanh(x); }
 __device__ inline float quotient(float x, float y) {
@@ -21,7 +19,7 @@ __device__ inline float logistic(float x) { return quotient(1.f, 1.f + exponenti
 // log σ(x), and from that 1 − σ(x).
 __device__ inline float log_logistic(float x) {
     const float tail = exponential(-fabsf(x));
-    const float log = Element::EXACT ? log1pf(tail) : LN_2 * fast_log2(1.f + tail);
+    const float log = Element::EXACT ? log1pf(tail) : 0.6931471805599453f * fast_log2(1.f + tail);
     return (x < 0 ? x : 0.f) - log;
 }
 __device__ inline float complement(float log) {
@@ -35,8 +33,8 @@ __device__ inline float clipped(float x, float limit) {
 }
 
 struct lstm {
-    static constexpr int RECURRENT = 4, INPUTS = 4, GATES = 4, STATES = 2, KEPT = 4;
-    static constexpr int FIRST = 1, TRACKED = 1;
+    enum : int { RECURRENT = 4, INPUTS = 4, GATES = 4, STATES = 2, KEPT = 4 };
+    enum : int { FIRST = 1, TRACKED = 1 };
 
     static __device__ void forward(const float (&r)[4], const float (&x)[4], const float (&b)[4],
                                    float (&s)[2], float (&kept)[4]) {
@@ -61,8 +59,8 @@ struct lstm {
 };
 
 struct gru {
-    static constexpr int RECURRENT = 3, INPUTS = 3, GATES = 4, STATES = 1, KEPT = 4;
-    static constexpr int FIRST = 0, TRACKED = 1;
+    enum : int { RECURRENT = 3, INPUTS = 3, GATES = 4, STATES = 1, KEPT = 4 };
+    enum : int { FIRST = 0, TRACKED = 1 };
 
     static __device__ void forward(const float (&r)[3], const float (&x)[3], const float (&b)[4],
                                    float (&s)[1], float (&kept)[4]) {
@@ -85,8 +83,8 @@ struct gru {
 };
 
 struct elman {
-    static constexpr int RECURRENT = 1, INPUTS = 1, GATES = 1, STATES = 1, KEPT = 0;
-    static constexpr int FIRST = 0, TRACKED = 1;
+    enum : int { RECURRENT = 1, INPUTS = 1, GATES = 1, STATES = 1, KEPT = 0 };
+    enum : int { FIRST = 0, TRACKED = 1 };
 
     static __device__ void forward(const float (&r)[1], const float (&x)[1], const float (&b)[1],
                                    float (&s)[1], float (&kept)[1]) {
@@ -106,9 +104,8 @@ struct elman {
 // gradients of a loss that only h enters obey dm = dc·c + dn·n. So what is carried backwards in m's place
 // is dm − dc·c − dn·n, which is then exactly 0 and gathers no rounding errors.
 struct slstm {
-    static constexpr int RECURRENT = 4, INPUTS = 4, GATES = 4, STATES = 4, KEPT = 4;
-    static constexpr int FIRST = 1, TRACKED = 2;
-    static constexpr float MOST_LOG = 60;  // where n is 0, k may be above 1, but not infinite
+    enum : int { RECURRENT = 4, INPUTS = 4, GATES = 4, STATES = 4, KEPT = 4 };
+    enum : int { FIRST = 1, TRACKED = 2 };
 
     static __device__ void forward(const float (&r)[4], const float (&x)[4], const float (&b)[4],
                                    float (&s)[4], float (&kept)[4]) {
@@ -118,6 +115,7 @@ struct slstm {
         kept[3] = logistic(r[3] + x[3] + b[3]);
         const float decayed = kept[1] + s[3];
         const bool by_input = s[2] == 0 || i > decayed;
+        constexpr float MOST_LOG = 60;  // where n is 0, k may be above 1, but not infinite
         const float apart = by_input ? decayed - i : i - decayed;
         const float lesser = exponential(apart > MOST_LOG ? MOST_LOG : apart);
         const float e = by_input ? 1.f : lesser, k = by_input ? lesser : 1.f;
@@ -164,5 +162,4 @@ __device__ inline void release(float (&grads)[Cell::STATES], const float (&befor
     if constexpr (Cell::STATES == 4) grads[3] += grads[1] * before[0] + grads[2] * before[1];
 }
 
-template <int N>
-constexpr int AT_LEAST_ONE = N > 0 ? N : 1;
+__device__ constexpr int at_least_one(int n) { return n > 0 ? n : 1; }

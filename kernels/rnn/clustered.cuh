@@ -17,9 +17,9 @@
 #include "cells.cuh"
 #include "cluster.cuh"
 
-constexpr int WARPS = ROWS * SPLIT, THREADS = 32 * WARPS;
-constexpr unsigned UNITS = 16 * ROWS, TILE = 8;
-constexpr int GATES = Cell::RECURRENT, TILES = (2 * GATES + 3) / 4;
+enum : int { WARPS = ROWS * SPLIT, THREADS = 32 * WARPS };
+enum : unsigned { UNITS = 16 * ROWS, TILE = 8 };
+enum : int { GATES = Cell::RECURRENT, TILES = (2 * GATES + 3) / 4 };
 static_assert(SPLIT == 2 && BATCHES == 1 && LAYERS == 0, "the only way that it is written for");
 
 struct Seat {
@@ -97,10 +97,10 @@ struct Weights {
 // has h of all units, and who has sent his has read the round before. In a cluster of several blocks, warps
 // without units take no part: nobody would wait for them, and they would lose count.
 struct Rounds {
-    static constexpr unsigned CAPACITY = CHUNKS * CHUNK;
+    enum : unsigned { CAPACITY = CHUNKS * CHUNK };
     // An odd number of half cache lines: two rows side by side are in different banks.
-    static constexpr unsigned STRIDE = (CAPACITY + 8 * PER - 1) / (8 * PER) * (8 * PER) + 4 * PER;
-    static constexpr unsigned WORDS = TILE * STRIDE / PER;
+    enum : unsigned { STRIDE = (CAPACITY + 8 * PER - 1) / (8 * PER) * (8 * PER) + 4 * PER };
+    enum : unsigned { WORDS = TILE * STRIDE / PER };
     struct Memory {
         uint4 rows[2][WORDS];
         u64 arrivals[2];

@@ -3,18 +3,18 @@
 #pragma once
 #include "clustered.cuh"
 
-constexpr int AHEAD = 8;
+enum : int { AHEAD = 8 };
 
 // What a step makes of a pair of units, stored while the next step waits for its product.
 struct Made {
-    Pair states[Cell::STATES], kept[AT_LEAST_ONE<Cell::KEPT>];
+    Pair states[Cell::STATES], kept[at_least_one(Cell::KEPT)];
 };
 
 // Inputs of the block's units are brought to the L2 cache several steps ahead, a line by each of its
 // first threads.
 struct Ahead {
-    static constexpr unsigned OF_LINE = 128 / sizeof(Storage);
-    static constexpr unsigned LINES = (UNITS + OF_LINE - 1) / OF_LINE, ALL = LINES * TILE * Cell::INPUTS;
+    enum : unsigned { OF_LINE = 128 / sizeof(Storage) };
+    enum : unsigned { LINES = (UNITS + OF_LINE - 1) / OF_LINE, ALL = LINES * TILE * Cell::INPUTS };
     static_assert(ALL <= THREADS, "a thread has one line");
     const unsigned batch = threadIdx.x / LINES % TILE, gate = threadIdx.x / (LINES * TILE);
     const unsigned unit = blockIdx.x % CLUSTER * UNITS + threadIdx.x % LINES * OF_LINE;
@@ -96,7 +96,7 @@ rnn_sequence_forward(
             uint4 h[CHUNKS];
             rounds.read(h, at);
             if (t > 0 && live) store();
-            float x[2][Cell::INPUTS], r[2][GATES], kept[2][AT_LEAST_ONE<Cell::KEPT>];
+            float x[2][Cell::INPUTS], r[2][GATES], kept[2][at_least_one(Cell::KEPT)];
 #pragma unroll
             for (int g = 0; g < Cell::INPUTS; g++) {
                 const float2 pair = widen(coming[g]);

@@ -8,7 +8,7 @@
 struct bfloat16 {
     using Storage = unsigned short;
     using Pair = unsigned;
-    static constexpr bool EXACT = false;  // narrow enough for the GPU's approximations
+    enum : bool { EXACT = false };  // narrow enough for the GPU's approximations
     static __device__ float widen(Storage bits) { return __uint_as_float(unsigned(bits) << 16); }
     static __device__ Pair narrow(float2 x) { return bfloat16_pair(x.x, x.y); }
     static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) {
@@ -19,7 +19,7 @@ struct bfloat16 {
 struct float16 {
     using Storage = unsigned short;
     using Pair = unsigned;
-    static constexpr bool EXACT = false;
+    enum : bool { EXACT = false };
     static __device__ float widen(Storage bits) { return from_float16(bits); }
     static __device__ Pair narrow(float2 x) { return float16_pair(x.x, x.y); }
     static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) {
@@ -37,7 +37,7 @@ __device__ inline unsigned low_part(unsigned x) {
 struct float32 {
     using Storage = unsigned;
     using Pair = uint2;
-    static constexpr bool EXACT = true;
+    enum : bool { EXACT = true };
     static __device__ float widen(Storage bits) { return __uint_as_float(bits); }
     static __device__ Pair narrow(float2 x) {
         return make_uint2(__float_as_uint(x.x), __float_as_uint(x.y));
@@ -61,8 +61,8 @@ using Element = ELEMENT;
 using Storage = Element::Storage;
 using Pair = Element::Pair;
 
-constexpr unsigned PER = 16 / sizeof(Storage);  // elements in a 16-byte word
-constexpr unsigned CHUNK = 4 * PER;             // of a row that a warp multiplies at a time
+enum : unsigned { PER = 16 / sizeof(Storage) };  // elements in a 16-byte word
+enum : unsigned { CHUNK = 4 * PER };  // of a row that a warp multiplies at a time
 
 __device__ inline Storage first_of(unsigned pair) { return Storage(pair); }
 __device__ inline Storage second_of(unsigned pair) { return Storage(pair >> 16); }

@@ -25,7 +25,7 @@
 #pragma once
 #include "element.cuh"
 
-constexpr unsigned RING = 16, PERIOD = 7;
+enum : unsigned { RING = 16, PERIOD = 7 };
 static_assert(RING >= 2 * PERIOD + 2, "a slot could be read before all know it as empty");
 
 // Where some 32-bit words are not there yet.
@@ -89,7 +89,7 @@ __device__ void read(uint4 (&words)[COUNT], const uint4* from, int count) {
 // again. So that is found out on the way, to stay a little too long: longer after having come too early, and
 // slightly shorter after not.
 struct Patience {
-    static constexpr unsigned LONGER = 64, SHORTER = 4, MOST = 4000;  // cycles
+    enum : unsigned { LONGER = 64, SHORTER = 4, MOST = 4000 };  // cycles
     unsigned begun = 0, cycles = 0;
 
     __device__ void begin() { begun = clock_cycles(); }

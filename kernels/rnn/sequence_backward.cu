@@ -7,7 +7,7 @@
 #include "block.cuh"
 #include "cells.cuh"
 
-constexpr int RECURRENT = Cell::RECURRENT, AHEAD = 8;
+enum : int { RECURRENT = Cell::RECURRENT, AHEAD = 8 };
 using Matrix = Weights<1, RECURRENT * CHUNKS, RECURRENT * LAYERS>;
 using Terms = Product<1, RECURRENT * CHUNKS, RECURRENT * LAYERS>;
 using Rows = Local<RECURRENT * UNITS>;
@@ -49,7 +49,7 @@ struct Columns {
 
 // What a step needs of a pair of units, as it lies in memory.
 struct Known {
-    Pair kept[AT_LEAST_ONE<Cell::KEPT>], before[Cell::TRACKED], given[Cell::STATES];
+    Pair kept[at_least_one(Cell::KEPT)], before[Cell::TRACKED], given[Cell::STATES];
 };
 
 // What a thread has of one of its slots; the pointers are to the step that is fetched next.
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                 float gates[2][Cell::GATES];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    float kept[AT_LEAST_ONE<Cell::KEPT>], before[Cell::TRACKED], given[Cell::STATES];
+                    float kept[at_least_one(Cell::KEPT)], before[Cell::TRACKED], given[Cell::STATES];
 #pragma unroll
                     for (int v = 0; v < Cell::KEPT; v++) kept[v] = half(unit.coming.kept[v], i);
 #pragma unroll

@@ -14,7 +14,7 @@
 #include "block.cuh"
 #include "cells.cuh"
 
-constexpr int GATES = Cell::RECURRENT, AHEAD = 8;
+enum : int { GATES = Cell::RECURRENT, AHEAD = 8 };
 using Matrix = Weights<GATES, CHUNKS, LAYERS>;
 
 // A row of R: words of consecutive previous units.
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
                 Unit& unit = units[k];
                 if (!unit.live) continue;
                 if (!EARLY) fetch(unit);
-                float x[2][Cell::INPUTS], r[2][GATES], kept[2][AT_LEAST_ONE<Cell::KEPT>];
+                float x[2][Cell::INPUTS], r[2][GATES], kept[2][at_least_one(Cell::KEPT)];
 #pragma unroll
                 for (int g = 0; g < Cell::INPUTS; g++) {
                     const float2 pair = widen(unit.coming[g]);

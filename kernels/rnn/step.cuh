@@ -4,7 +4,7 @@
 #pragma once
 #include "cells.cuh"
 
-constexpr int THREADS = 32 * WARPS;
+enum : int { THREADS = 32 * WARPS };
 
 struct Pairs {
     const i64 batches, heads, dim;

@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rnn_step_backward(
     const Pairs at{batch, heads, dim};
     if (!at.there()) return;
     const float clip = __uint_as_float(unsigned(recurrent_clip));
-    float r[2][1], kept[2][AT_LEAST_ONE<Cell::KEPT>], old[2][Cell::TRACKED], now[2][Cell::TRACKED];
+    float r[2][1], kept[2][at_least_one(Cell::KEPT)], old[2][Cell::TRACKED], now[2][Cell::TRACKED];
     float given[2][Cell::STATES], carried[2][Cell::STATES], gates[2][Cell::GATES];
     load_pairs(r, terms ? terms + at.in_terms(1) : nullptr, 0, 1);
     load_pairs(kept, cache + at.batch * cache_batch + at.offset, at.block_of(), Cell::KEPT);

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rnn_step_forward(
     const Pairs at{batch, heads, dim};
     if (!at.there()) return;
     float x[2][Cell::INPUTS], r[2][Cell::RECURRENT], b[2][Cell::GATES], s[2][Cell::STATES];
-    float kept[2][AT_LEAST_ONE<Cell::KEPT>];
+    float kept[2][at_least_one(Cell::KEPT)];
     load_pairs(x, inputs + at.batch * inputs_batch + at.offset, at.block_of(), Cell::INPUTS);
     load_pairs(r, terms ? terms + at.in_terms(Cell::RECURRENT) : nullptr, dim, Cell::RECURRENT);
     load_floats(b, bias + at.offset, at.block_of());

@@ -14,7 +14,7 @@
 // The last count % 4 floats are moved one by one.
 typedef long long i64;
 
-constexpr int THREADS = 32 * WARPS;
+enum : int { THREADS = 32 * WARPS };
 static_assert(1 <= READS && READS <= 3 && 1 <= WRITES && WRITES <= 2, "three inputs, two outputs");
 
 __device__ inline float4 load(const float4* from) {

@@ -80,6 +80,18 @@ def test_the_installed_binaries_state_what_nvidia_reads(tmp_path: Path) -> None:
         assert elf.arch_number(content) == binary.target.number
 
 
+def test_constants_are_in_the_code_alone() -> None:
+    """NVRTC keeps every variable of a source, and loading a module with constants takes longer."""
+    constant = re.compile(rb"^\.(global|const)\b.*=", re.M)
+    for archive in {archive.path: archive for archive, _ in catalogue()}.values():
+        read = archive.reader()
+        for binary in archive.binaries:
+            if binary.variant.language == "cuda":
+                content = read(binary)
+                assert b".nv.global.init" not in content, (archive, binary)
+                assert binary.format != "ptx" or not constant.search(content), (archive, binary)
+
+
 def test_the_wrong_entry(cubin: bytes) -> None:
     with pytest.raises((ValueError, KeyError), match="nothing_of_that_name"):
         elf.resources(cubin, "nothing_of_that_name")

@@ -43,9 +43,9 @@ def test_tunings_go_by_their_kernel(tmp_path: Path, a_binary: Make) -> None:
 
 
 def test_what_is_fastest_most_often_is_read_first(tmp_path: Path, a_binary: Make) -> None:
-    kernel = FAMILY.kernels[0]
+    kernel, size = FAMILY.kernels[0], chunks.PLAIN + 1
     variants = [v for v in kernel.variants if kernel.serves(v.statics, SM90)][:4]
-    held = [a_binary(v, content=bytes([i]) * 50) for i, v in enumerate(variants)]
+    held = [a_binary(v, content=bytes([i]) * size) for i, v in enumerate(variants)]
     labels = [kernel.label(binary.variant) for binary, _ in held]
     rows = [
         Row({"time": time}, {labels[fastest]: 1.0, labels[0]: 2.0})
@@ -59,7 +59,7 @@ def test_what_is_fastest_most_often_is_read_first(tmp_path: Path, a_binary: Make
     assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
     places = [entry.place for entry in found.of("linear_scan", kernel.name)]
     # What is the fastest nowhere is in a chunk of its own.
-    assert places == [(1, 0), (0, 100), (0, 50), (0, 0)]
+    assert places == [(1, 0), (0, 2 * size), (0, size), (0, 0)]
 
 
 def test_what_is_fastest_on_this_architecture_is_in_small_chunks(
@@ -79,6 +79,28 @@ def test_what_is_fastest_on_this_architecture_is_in_small_chunks(
         entries = found.of("linear_scan", kernel.name)
         assert [entry.place[0] for entry in entries] == expected
         assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
+
+
+def test_what_is_fastest_on_this_architecture_is_stored_as_it_is_if_it_is_small(
+    tmp_path: Path, a_binary: Make, archive_parts: Any
+) -> None:
+    kernel = FAMILY.kernels[0]
+    variants = [v for v in kernel.variants if kernel.serves(v.statics, SM90)][:4]
+    sizes = (chunks.PLAIN, chunks.PLAIN + 1, 9, 9)
+    held = [
+        a_binary(v, content=bytes([i]) * size)
+        for i, (v, size) in enumerate(zip(variants, sizes, strict=True))
+    ]
+    rows = [
+        Row({"time": time}, {kernel.label(binary.variant): 1.0})
+        for time, (binary, _) in enumerate(held[:3], 1)
+    ]
+    for arch, plain in (("sm_90", {0, 2}), ("sm_80", set())):
+        path, tuning = tmp_path / "sm90.scanreg", Tuning.of(arch, "x", "d", {"k": rows})
+        archive.write(path, SM90, held, ORIGIN, {kernel.head: [tuning]})
+        code = archive_parts.of(path.read_bytes()).code
+        assert {i for i, (_, content) in enumerate(held) if chunks.stored(content) in code} == plain
+        assert [Archive(path).read(binary) for binary, _ in held] == [each for _, each in held]
 
 
 @pytest.mark.parametrize("tunings", [3, "x", [3], [{}], {"arch": 1}])
