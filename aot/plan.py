@@ -85,7 +85,7 @@ def _borrowed(kernel: Kernel, tuning: Tuning, usual_do: bool) -> set[str]:
         has_usual = any(label.startswith(f"{kind},") for label in usual)
         if has_usual and usual_do:
             continue
-        for label in fewest(problems, BORROWED):
+        for label in fewest(problems, [BORROWED] * len(problems)):
             served = [t for t in problems if t.get(label, math.inf) <= BORROWED * min(t.values())]
             if len(served) > 1 or not has_usual:
                 found.add(label)

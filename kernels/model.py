@@ -203,6 +203,8 @@ class Kernel:
     space        the variants that tuning may choose from, beside the defaults; None for no others
     shape        problem -> where it lies among those that the kernel is tuned for; None: it never is
     worth        variant, problem -> whether tuning should time a variant that accepts the problem
+    filled       what a variant prints as, sizes of a shape -> how much of what the variant then works through is the
+                 problem; 1 where the rest costs nothing
     given        static parameters that the problem decides, and not tuning
     tunings      () -> what tuning found, on each architecture that has a table
     """
@@ -230,6 +232,7 @@ class Kernel:
     space: Space | None = None
     shape: Callable[[Any], Shape] | None = None
     worth: Callable[[Variant, Any], bool] = lambda variant, problem: True
+    filled: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0
     given: frozenset[str] = frozenset()
     tunings: Source = tuple
 

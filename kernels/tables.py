@@ -22,7 +22,8 @@ from scan_registry.kernels.tuning import Row, Shape, Tuning, capability_of, fewe
 SCHEMA = 1
 FOLDER = "tuning"
 _REDUCED = "reduced"
-#: A variant within this of the fastest is as good: what fewer variants can serve, fewer do.
+#: A variant within this of the fastest is as good, unless something else is said: what fewer variants can serve,
+#: fewer do.
 EQUAL = 1.015
 
 
@@ -54,6 +55,7 @@ class Measured:
     kernel   how its variants begin, such as ``linear_scan.time_last_forward:cuda``
     problem  in words, for people
     timings  by the variants' labels
+    within   of the fastest's time, how many times that a variant may take and is as good
     """
 
     kernel: str
@@ -61,6 +63,7 @@ class Measured:
     shape: Shape
     timings: Mapping[str, Timing]
     run: Run
+    within: float = EQUAL
 
     @property
     def place(self) -> tuple[str, str, tuple[tuple[str, float], ...]]:
@@ -103,6 +106,7 @@ class Table:
                     "problem": each.problem,
                     "sizes": dict(each.shape.sizes),
                     "run": runs.index(json.dumps(asdict(each.run))),
+                    **({} if each.within == EQUAL else {"within": each.within}),
                     "ms_spread_rounds": {
                         _short(label, each.shape.kind): [timing.ms, timing.spread, timing.rounds]
                         for label, timing in each.timings.items()
@@ -163,9 +167,9 @@ def _measured(record: Mapping[str, Any], runs: Sequence[Run]) -> Measured:
     }
     if not timings:
         raise ValueError(f"nothing was measured on {record['problem']!r}")
-    return Measured(
-        record["kernel"], record["problem"], Shape(record["kind"], sizes), timings, runs[record["run"]]
-    )  # fmt: skip
+    shape, run = Shape(record["kind"], sizes), runs[record["run"]]
+    within = positive(record.get("within", EQUAL))
+    return Measured(record["kernel"], record["problem"], shape, timings, run, within)
 
 
 def _short(label: str, kind: str) -> str:
@@ -192,19 +196,25 @@ def _reduced(arch: str, measured: Sequence[Measured], spare: Collection[str]) ->
 
 
 def _rows(measured: Sequence[Measured], spare: Collection[str]) -> tuple[Row, ...]:
-    chosen = {*chosen_labels([each.timings for each in measured]), *spare}
+    """A row names what is chosen for its problem along with those that ask for as much or more, so problems that
+    ask for less change nothing for it."""
+    chosen = {
+        within: {*chosen_labels([m for m in measured if m.within <= within]), *spare}
+        for within in {each.within for each in measured}
+    }
     rows = []
     for each in measured:
-        times = {label: t.ms for label, t in each.timings.items() if label in chosen}
+        named = chosen[each.within]
+        times = {label: t.ms for label, t in each.timings.items() if label in named}
         order = sorted(times, key=lambda label: (times[label], label))
         rows.append(Row(each.shape.sizes, {label: times[label] for label in order}))
     return tuple(rows)
 
 
-def chosen_labels(problems: Sequence[Mapping[str, Timing]]) -> tuple[str, ...]:
+def chosen_labels(measured: Sequence[Measured]) -> tuple[str, ...]:
     """Few variants of which one is as good as the fastest on each problem."""
-    times = [{label: t.ms for label, t in timings.items()} for timings in problems]
-    return fewest(times, EQUAL)
+    times = [{label: t.ms for label, t in each.timings.items()} for each in measured]
+    return fewest(times, [each.within for each in measured])
 
 
 @cache

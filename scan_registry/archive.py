@@ -139,20 +139,20 @@ def _in_chunks(
     held: Sequence[tuple[Binary, bytes]], tunings: Sequence[Tuning], arch: Target
 ) -> tuple[list[dict[str, Any]], list[bytes]]:
     """What sections say of each binary of a kernel, and its chunks; equal bytes are once. What is the fastest
-    somewhere on GPUs of this very architecture is stored as it is if it is small, and else in small chunks.
-    In a chunk, whose end takes longest to read, first come those that tuning found to be the fastest most
-    often; of kernels without tuning all are in order."""
+    somewhere on GPUs of this very architecture is stored as it is if it is that often and small, and else in
+    small chunks. In a chunk, whose end takes longest to read, first come those that tuning found to be the
+    fastest most often; of kernels without tuning all are in order."""
     distinct = {binary.sha256: (binary, content) for binary, content in reversed(held)}
     for binary, content in distinct.values():
         if digest(content) != binary.sha256:
             raise ValueError(f"the bytes of {binary.variant} do not have the digest it states")
     wins = sum((tuning.wins() for tuning in tunings), Counter[str]())
-    here = {label for tuning in tunings if tuning.arch == str(arch) for label in tuning.wins()}
+    here = sum((each.wins() for each in tunings if each.arch == str(arch)), Counter[str]())
     first, others = list[tuple[Binary, bytes]](), list[tuple[Binary, bytes]]()
     places, packed = dict[str, dict[str, int]](), list[bytes]()
     for binary, content in reversed(distinct.values()):
-        fastest = pinned(binary.variant.statics) in here
-        if fastest and len(content) <= chunks.PLAIN:
+        fastest = here[pinned(binary.variant.statics)]
+        if fastest >= chunks.OFTEN and len(content) <= chunks.PLAIN:
             places[binary.sha256] = {"chunk": len(packed), "offset": 0}
             packed.append(chunks.stored(content))
         else:

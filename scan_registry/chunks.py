@@ -14,14 +14,14 @@ try:
 except ImportError:
     lzma = None  # type: ignore[assignment]
 
-__all__ = ["PLAIN", "SIZE", "SMALL", "Opened", "compress", "decompress", "stored"]
+__all__ = ["OFTEN", "PLAIN", "SIZE", "SMALL", "Opened", "compress", "decompress", "stored"]
 
 #: Bytes of binaries in a chunk, unless a single one is larger. Larger chunks make smaller archives, and the
 #: last binary of one later to be had: 10 ms a megabyte. Small ones are for what is wanted most often.
 SIZE, SMALL = 1 << 21, 1 << 17
-#: Bytes of a binary up to which it is stored as it is where it is wanted most often: decompressing it would
-#: take a tenth of a first call.
-PLAIN = 28 << 10
+#: Bytes of a binary up to which it is stored as it is, if it is the fastest on so many tuned problems:
+#: decompressing it would take a tenth of a first call.
+PLAIN, OFTEN = 26 << 10, 3
 #: Bytes of a part of a chunk that is not compressed, at most; what says so, and what says that no part follows.
 _PART, _AS_IT_IS, _END = 1 << 16, b"\x01", b"\0"
 

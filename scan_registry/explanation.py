@@ -270,7 +270,7 @@ def decision_record(decision: Decision) -> dict[str, Any]:
 
 
 def _tuning_record(decision: Decision) -> dict[str, Any] | None:
-    """The row that the winner goes by; ``ms`` is null where the row does not name it."""
+    """The row that the winner goes by; ``ms`` and ``counted`` are null where the row does not name it."""
     winner, device = decision.winner, decision.system.device
     if winner is None or winner.tuned is None or device is None:
         return None
@@ -280,7 +280,8 @@ def _tuning_record(decision: Decision) -> dict[str, Any] | None:
         "own_arch": found.tuning.arch == device.arch,
         "sizes": dict(found.row.sizes),
         "distance": found.distance,
-        "ms": winner.ms,
+        "ms": _there(decision, winner),
+        "counted": winner.ms,
         "times": dict(found.row.times),
     }
 
@@ -359,9 +360,24 @@ def _tuning(decision: Decision, winner: Candidate) -> str:
     origin = str(found.origin)
     if found.tuning.arch != device.arch:
         origin += f"; another architecture's, as there is none for {device.arch}"
-    named = f"{winner.ms:g} ms there" if winner.ms is not None else None
-    outcome = named or f"which names nothing that runs here: {estimate}"
+    there = _there(decision, winner)
+    if there is None:
+        outcome = f"which names nothing that runs here: {estimate}"
+    elif there == winner.ms:
+        outcome = f"{there:g} ms there"
+    else:
+        outcome = (
+            f"{there:g} ms there, counted as {winner.ms:g}, as it fills its tiles otherwise here"
+        )
     return f"the row of {sizes or 'size 1'} ({origin}), {outcome}"
+
+
+def _there(decision: Decision, winner: Candidate) -> float | None:
+    """The winner's time on the tuned problem, if the row names it."""
+    if winner.tuned is None or winner.variant is None:
+        return None
+    kernel = decision.family.kernel(winner.variant.kernel, winner.variant.language)
+    return winner.tuned.row.times.get(kernel.label(winner.variant))
 
 
 def _proof(binary: Binary) -> str:

@@ -71,8 +71,8 @@ class Candidate:
 
     archive and binary are None where nothing has been compiled yet (jit); the variant and its
     target, too, for the reference. ``cost`` is the spec's estimate: smaller is better. It decides
-    where nothing is ``tuned``, or among variants that the row does not name; ``ms`` is the variant's
-    time in that row, if it does.
+    where nothing is ``tuned``, or among variants that the row does not name; ``ms`` is what the
+    variant counts as by that row, if it does: see ``Tuned.ms``.
     """
 
     rung: Rung
@@ -196,7 +196,7 @@ def _is_fitting(archive: Archive, device: Device) -> bool:
 
 
 def _ms(kernel: Kernel | None, tuned: Tuned | None, text: str) -> float | None:
-    return None if kernel is None or tuned is None else tuned.row.times.get(kernel.label_in(text))
+    return None if kernel is None or tuned is None else tuned.ms(kernel, text)
 
 
 def _installed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from scan_registry.archive import Archive, ArchiveError
@@ -33,12 +33,22 @@ class Tuned:
 
     distance  from the problem to the row's: see ``Row.distance``
     local     whether it was tuned on this machine, rather than shipped
+    sizes     the problem's
     """
 
     tuning: Tuning
     row: Row
     distance: float
     local: bool
+    sizes: Mapping[str, float]
+
+    def ms(self, kernel: Kernel, text: str) -> float | None:
+        """What the variant that prints as ``text`` counts as: its time in the row, and more where it fills less
+        of its tiles than there; None if the row does not name it."""
+        found = self.row.times.get(kernel.label_in(text))
+        if found is None or not self.distance:
+            return found
+        return found * kernel.filled(text, self.row.sizes) / kernel.filled(text, self.sizes)
 
     @property
     def origin(self) -> Origin:
@@ -71,7 +81,7 @@ def nearest_row(
             nearest = tuning.nearest(shape)
             if nearest is not None:
                 distance, row = nearest
-                found.append(Tuned(tuning, row, distance, is_local))
+                found.append(Tuned(tuning, row, distance, is_local, shape.sizes))
 
     def preference(each: Tuned) -> tuple[tuple[bool, bool, int], float]:
         return strangeness(each.tuning, device.capability), each.distance

@@ -3,6 +3,9 @@
     python tools/tune.py                         every kernel, dtype and shape that is usual
     python tools/tune.py --language cuda --dtype bf16 --budget 400
     python tools/tune.py --shapes time_last:8,1536,4096 --kernel time_last_forward
+    python tools/tune.py --shapes channel_last:1,768,32768 --within 1.15
+                                                 of these, no other variant goes into wheels where one that
+                                                 is there anyway takes at most 1.15 times the best one's time
 
 It writes ``kernels/<family>/tuning/<arch>.json`` after every kernel and kind, so that nothing is lost
 where a machine goes away; problems that are in the file already are replaced, others stay. The next wheel
@@ -13,24 +16,27 @@ from the best.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, watched
-from scan_registry.kernels.tables import FOLDER, Table, forget_reduced
+from scan_registry.kernels.tables import EQUAL, FOLDER, Table, forget_reduced
 from scan_registry.tuner.engine import Tuned
 
 ROOT = Path(__file__).parents[1]
 
 
-def save(folder: Path, arch: str, tuned: list[Tuned]) -> list[Path]:
+def save(folder: Path, arch: str, tuned: list[Tuned], within: float = EQUAL) -> list[Path]:
     """Add what was measured to the families' tables in ``folder``; return the files."""
     written = []
     for name in dict.fromkeys(each.posed.family.name for each in tuned):
         path = folder / name / FOLDER / f"{arch.replace('_', '')}.json"
         table = Table.read(path) if path.exists() else Table(name, arch)
-        newer = [each.measured for each in tuned if each.posed.family.name == name]
+        own = (each.measured for each in tuned if each.posed.family.name == name)
+        newer = [replace(each, within=within) for each in own]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
         partial.write_text(table.with_newer(newer).text())
@@ -47,20 +53,29 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "kernels", help="where the families' tables are"
     )
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=EQUAL,
+        metavar="RATIO",
+        help=f"of the best time, what is good enough to do without another variant; default: {EQUAL}",
+    )
     args = parser.parse_args()
     try:
+        if not 1 <= args.within < math.inf:
+            raise UsageError(f"--within is {args.within}; accepted are ratios from 1 on")
         problems = chosen(args)
         tuner = tuner_for(args.device, args.budget)
     except UsageError as error:
         print(f"tools/tune.py: error: {error}", file=sys.stderr)
         return 2
-    tuner.keep = lambda: save(args.folder, tuner.device.arch, tuner.tuned)
+    tuner.keep = lambda: save(args.folder, tuner.device.arch, tuner.tuned, args.within)
     watched(tuner, problems)
     if not tuner.tuned:
         print("tools/tune.py: error: nothing was timed", file=sys.stderr)
         return 2
     show_report(tuner)
-    for path in save(args.folder, tuner.device.arch, tuner.tuned):
+    for path in save(args.folder, tuner.device.arch, tuner.tuned, args.within):
         print(f"wrote {path}")
     return 0
 

@@ -36,9 +36,9 @@ _MOST_TILES = 1 << 18
 
 #: Gates that are broadcast are as far from others as a factor of this in a size.
 _BROADCAST = 16.0
-#: Of contiguous channels, which tile is good depends on how many there are, since they fill the GPU, and
-#: little on how long they are.
-_TIME_OF_COLUMNS = 0.125
+#: Of contiguous channels, which tile is good depends on how many there are in all batches, since they fill the
+#: GPU, and little on how they are spread over batches, or how long they are.
+_COLUMNS = {"channels": 0.1, "time": 0.125}
 
 
 def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES, one_way: Collection[str] = ()) -> Space:
@@ -165,19 +165,16 @@ def shape(
     kind = (("dtype", problem.dtype), ("gates", problem.gates_dtype), ("access", access))
     sequences = max(1, problem.sequences)
     batches = problem.outer * problem.batch
-    lines = (
-        {"lines": batches * problem.channels}
-        if problem.layout == "time_last"
-        else {"batches": batches, "channels": problem.channels}
-    )
+    columns = problem.layout == "channel_last"
     sizes = {
-        **lines,
+        "lines": batches * problem.channels,
+        **({"channels": problem.channels} if columns else {}),
         "time": max(1.0, problem.time / sequences),
         "sequences": sequences,
         "broadcast": _BROADCAST if _broadcast(problem) else 1.0,
     }
-    weights = {} if problem.layout == "time_last" else {"time": _TIME_OF_COLUMNS}
-    return Shape(",".join(f"{name}={value}" for name, value in kind), sizes, weights)
+    pins = ",".join(f"{name}={value}" for name, value in kind)
+    return Shape(pins, sizes, _COLUMNS if columns else {})
 
 
 def _broadcast(problem: LinearScanProblem) -> bool:

@@ -209,6 +209,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         serves=partial(cuda_tiles.serves, layout),
         given=frozenset({"reverse"}),
         differs=_rejects_static,
+        filled=streams.filled,
         **space.tuned(
             name,
             "cuda",

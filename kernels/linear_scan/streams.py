@@ -11,7 +11,8 @@ are ``time_stream.cuh``, ``channel_stream.cuh`` and ``column_walk.cuh``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from itertools import product
 
 from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem, ceil_div
@@ -220,6 +221,16 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
     return 1000 * filled - _scans(variant)
 
 
+def filled(text: str, sizes: Mapping[str, float]) -> float:
+    """How full segments are, where scans are cut into them: a block waits for the last of its warps, whether
+    all have a tile or not. Other variants ask for no bytes where there are none."""
+    if ",ahead=" not in text:
+        return 1.0
+    variant, time = Variant.parse(text), sizes["time"]
+    segment = times(variant) * _walkers(dict(variant.statics))
+    return time / (math.ceil(time / segment) * segment)
+
+
 def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
     """A block for each column, or as many as the GPU holds if that is far more; where columns are cut, a
     block for each segment, or as many as the GPU holds."""
@@ -258,9 +269,9 @@ def _cuts(variant: Variant) -> bool:
 def _segments(variant: Variant, problem: LinearScanProblem) -> int:
     """Of all columns, if the variant cuts them."""
     if problem.layout == "time_last":
-        columns, warps = problem.batch * problem.channels, variant.number("rows")
+        columns = problem.batch * problem.channels
     else:
         columns = problem.batch * ceil_div(problem.channels, _scans(variant))
-        warps = variant.number("warps")
     skipped = _LINE // ITEM_SIZE[problem.dtype] - 1 if _ragged(variant) else 0
-    return columns * ceil_div(problem.time + skipped, times(variant) * warps)
+    segment = times(variant) * _walkers(dict(variant.statics))
+    return columns * ceil_div(problem.time + skipped, segment)

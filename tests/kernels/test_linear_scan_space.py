@@ -195,7 +195,7 @@ def test_sizes() -> None:
     assert kernel.shape is not None
     problem = a_problem("channel_last_forward")
     plain = kernel.shape(problem).sizes
-    assert plain == {"batches": 2, "channels": 64, "time": 4096, "sequences": 1, "broadcast": 1}
+    assert plain == {"lines": 128, "channels": 64, "time": 4096, "sequences": 1, "broadcast": 1}
     packed = kernel.shape(replace(problem, sequences=8)).sizes
     assert (packed["time"], packed["sequences"]) == (512, 8)
     gates, *others = problem.strides

@@ -123,12 +123,30 @@ def test_rows_name_what_is_spare_too() -> None:
 
 def test_few_variants_serve_all() -> None:
     problems = [
-        {"a": Timing(1.0, 0, 1), "all": Timing(EQUAL, 0, 1)},
-        {"b": Timing(1.0, 0, 1), "all": Timing(1.01, 0, 1)},
-        {"c": Timing(1.0, 0, 1), "all": Timing(1.5, 0, 1)},
+        measured(1, a=1.0, all=EQUAL),
+        measured(2, b=1.0, all=1.01),
+        measured(3, c=1.0, all=1.5),
     ]
     assert chosen_labels(problems) == ("all", "c")
     assert chosen_labels([]) == ()
+    assert chosen_labels([*problems[:2], replace(problems[2], within=1.5)]) == ("all",)
+
+
+def test_problems_that_ask_for_less_change_nothing_for_others() -> None:
+    strict, rough = measured(8, a=1.0, b=1.01), replace(measured(16, a=2.0, b=1.0), within=1.5)
+    rows = a_table(strict, rough).tunings()[HEAD].rows("kind")
+    assert [[*row.times] for row in rows] == [["a"], ["b"]]
+    rows = a_table(strict, replace(rough, within=EQUAL)).tunings()[HEAD].rows("kind")
+    assert [[*row.times] for row in rows] == [["b"], ["b"]]
+
+
+def test_what_is_as_good_is_kept(tmp_path: Path) -> None:
+    usual, other = measured(8, a=1.0), replace(measured(16, a=1.0), within=1.15)
+    path = written(tmp_path, a_table(usual, other))
+    assert [each.within for each in Table.read(path).measured] == [EQUAL, 1.15]
+    path.write_text(path.read_text().replace("1.15", "-1"))
+    with pytest.raises(ValueError, match="-1 is not a positive number"):
+        Table.read(path)
 
 
 @given(
@@ -139,7 +157,7 @@ def test_few_variants_serve_all() -> None:
 def test_each_problem_has_a_variant_that_is_as_good_as_its_best(
     times: list[dict[str, float]],
 ) -> None:
-    problems = [{label: Timing(ms, 0.0, 1) for label, ms in each.items()} for each in times]
+    problems = [measured(time, **each) for time, each in enumerate(times, 1)]
     chosen = chosen_labels(problems)
     for each in times:
         taken = [each[label] for label in chosen if label in each]

@@ -81,21 +81,23 @@ def test_what_is_fastest_on_this_architecture_is_in_small_chunks(
         assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
 
 
-def test_what_is_fastest_on_this_architecture_is_stored_as_it_is_if_it_is_small(
+def test_what_is_fastest_often_on_this_architecture_is_stored_as_it_is_if_it_is_small(
     tmp_path: Path, a_binary: Make, archive_parts: Any
 ) -> None:
     kernel = FAMILY.kernels[0]
     variants = [v for v in kernel.variants if kernel.serves(v.statics, SM90)][:4]
-    sizes = (chunks.PLAIN, chunks.PLAIN + 1, 9, 9)
+    often = chunks.OFTEN
+    sizes, wins = (chunks.PLAIN, chunks.PLAIN + 1, 9, 9), (often, often, often - 1, often + 1)
     held = [
         a_binary(v, content=bytes([i]) * size)
         for i, (v, size) in enumerate(zip(variants, sizes, strict=True))
     ]
     rows = [
         Row({"time": time}, {kernel.label(binary.variant): 1.0})
-        for time, (binary, _) in enumerate(held[:3], 1)
+        for (binary, _), count in zip(held, wins, strict=True)
+        for time in range(1, count + 1)
     ]
-    for arch, plain in (("sm_90", {0, 2}), ("sm_80", set())):
+    for arch, plain in (("sm_90", {0, 3}), ("sm_80", set())):
         path, tuning = tmp_path / "sm90.scanreg", Tuning.of(arch, "x", "d", {"k": rows})
         archive.write(path, SM90, held, ORIGIN, {kernel.head: [tuning]})
         code = archive_parts.of(path.read_bytes()).code
