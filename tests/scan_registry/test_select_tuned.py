@@ -85,6 +85,28 @@ def test_the_nearest_row_decides(a_binary: Make, a_device: Describe) -> None:
     assert "the spec prefers" in json.dumps([asdict(loser) for loser in untold.rejected])
 
 
+def test_a_variant_that_fills_less_of_its_segments_counts_as_slower(
+    a_binary: Make, a_device: Describe
+) -> None:
+    cut = next(v for v in aligned() if "ahead" in dict(v.statics))
+    other = next(v for v in aligned() if "ahead" not in dict(v.statics))
+    rows = [(8192, {cut: 1.0, other: 1.1})]
+    archive = tuned_archive("sm90", [a_binary(v)[0] for v in (cut, other)], a_tuning(rows=rows))
+    for time, counts, liked in (
+        (8192, 1.0, cut),
+        (16384, 1.0, cut),
+        (7800, 8192 / 7800, cut),
+        (8200, 10240 / 8200, other),  # five segments of 2048
+    ):
+        winner = decide(a_device(), [archive], a_problem(time)).winner
+        assert winner is not None
+        assert winner.tuned is not None
+        kernel = FAMILY.kernel(KERNEL, "cuda")
+        assert variant_of(winner) == liked
+        assert winner.tuned.ms(kernel, str(cut)) == pytest.approx(counts)
+        assert winner.tuned.ms(kernel, str(other)) == 1.1
+
+
 def test_those_that_rank_after_the_winner_are_looked_at_when_somebody_asks(
     a_binary: Make, a_device: Describe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

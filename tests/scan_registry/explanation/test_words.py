@@ -28,6 +28,7 @@ from scan_registry.archive import Archive
 from scan_registry.explanation import called, explain_for, grouped
 from scan_registry.inventory import Attestation
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.select import Rejected, System
 from scan_registry.target import Target
 
@@ -106,6 +107,33 @@ def test_the_row_is_named(
         assert (record["source"] == "local") == local
         assert (record["own_arch"], record["distance"]) == (arch == "sm_90", 2.0)
         valid({**start, **found.to_json()})
+
+
+def test_what_a_time_counts_as_is_said(hopper: System, tmp_path: Path, a_binary: Make) -> None:
+    """Of a variant that cuts scans into segments of 4096 steps."""
+    kernel = FAMILY.kernel("time_last_forward", "cuda")
+    (cut,) = (
+        variant
+        for variant in kernel.variants
+        if "dtype=bfloat16,gates=bfloat16,access=aligned,warps=1,rows=8" in str(variant)
+        and "pieces=2,stages=3,ahead=2" in str(variant)
+        and "reverse" not in dict(variant.statics)
+    )
+    assert kernel.shape is not None
+    shape = kernel.shape(explained(hopper).steps[0].decision.problem)
+    tuning = Tuning.of(
+        "sm_90", "T", "2026-02-01", {shape.kind: [Row(shape.sizes, {kernel.label(cut): 0.25})]}
+    )
+    path = tmp_path / "sm90.scanreg"
+    archive.write(path, Target.parse("sm90"), [a_binary(cut)], {}, {kernel.head: [tuning]})
+    there = replace(hopper, archives=(Archive(path),))
+    for time, counted in ((4096, 0.25), (8192, 0.25), (5120, 0.4)):
+        found = explained(there, 2, 8, time)
+        said = facts(str(found), "forward")["tuning"]
+        assert "), 0.25 ms there" in said
+        assert ("counted as 0.4," in said) == (counted == 0.4)
+        record = found.to_json()["steps"][0]["tuning"]
+        assert (record["ms"], record["counted"]) == (0.25, counted)
 
 
 def test_losers_are_grouped_or_listed(hopper: System) -> None:
