@@ -169,6 +169,8 @@ def _measured(record: Mapping[str, Any], runs: Sequence[Run]) -> Measured:
         raise ValueError(f"nothing was measured on {record['problem']!r}")
     shape, run = Shape(record["kind"], sizes), runs[record["run"]]
     within = positive(record.get("within", EQUAL))
+    if within < 1:
+        raise ValueError(f"within is {within}; nothing takes less than the best time")
     return Measured(record["kernel"], record["problem"], shape, timings, run, within)
 
 

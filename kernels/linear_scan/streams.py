@@ -226,9 +226,12 @@ def filled(text: str, sizes: Mapping[str, float]) -> float:
     all have a tile or not. Other variants ask for no bytes where there are none."""
     if ",ahead=" not in text:
         return 1.0
-    variant, time = Variant.parse(text), sizes["time"]
-    segment = times(variant) * _walkers(dict(variant.statics))
-    return time / (math.ceil(time / segment) * segment)
+    try:
+        variant, time = Variant.parse(text), sizes["time"]
+        segment = times(variant) * _walkers(dict(variant.statics))
+        return time / (math.ceil(time / segment) * segment)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return 1.0  # another version's, which is refused when it is looked at
 
 
 def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:

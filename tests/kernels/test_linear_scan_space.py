@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 from scan_registry.aot.compile import compile_variant
+from scan_registry.kernels.linear_scan import streams
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Kernel, Variant, pinned
@@ -188,6 +189,23 @@ def test_rows_that_start_anywhere_have_kernels_of_their_own(kernel: Kernel) -> N
     for problem in (replace(odd, sequences=2), replace(odd, gates_dtype="bfloat16")):
         taking = [v for v in kernel.every if not kernel.accepts(v, problem)]
         assert all(v.text("access") == "generic" for v in taking)
+
+
+def test_how_full_segments_are() -> None:
+    kernel = FAMILY.kernel("channel_last_backward", "cuda")
+    cut = next(v for v in kernel.every if "ahead" in dict(v.statics))
+    tile = dict(cut.statics)
+    assert isinstance(tile["warps"], int)
+    segment = tile["warps"] * streams.times(cut)
+    for time, full in ((segment, 1), (segment + 1, 0.5), (segment / 4, 0.25), (3 * segment, 1)):
+        assert kernel.filled(str(cut), {"time": time}) == pytest.approx(full, rel=0.01)
+    whole = next(v for v in kernel.every if "ahead" not in dict(v.statics))
+    assert kernel.filled(str(whole), {"time": segment + 1}) == 1
+    # Of variants of other versions selection knows nothing yet.
+    for unknown in ("lanes=0", "lanes=x", "width=2"):
+        text = str(cut).replace(f"lanes={tile['lanes']}", unknown)
+        assert kernel.filled(text, {"time": segment + 1}) == 1
+    assert kernel.filled(f"{cut},", {"time": segment + 1}) == 1
 
 
 def test_sizes() -> None:

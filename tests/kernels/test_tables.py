@@ -144,9 +144,11 @@ def test_what_is_as_good_is_kept(tmp_path: Path) -> None:
     usual, other = measured(8, a=1.0), replace(measured(16, a=1.0), within=1.15)
     path = written(tmp_path, a_table(usual, other))
     assert [each.within for each in Table.read(path).measured] == [EQUAL, 1.15]
-    path.write_text(path.read_text().replace("1.15", "-1"))
-    with pytest.raises(ValueError, match="-1 is not a positive number"):
-        Table.read(path)
+    text = path.read_text()
+    for wrong, said in (("-1", "-1 is not a positive number"), ("0.9", "within is 0.9; nothing")):
+        path.write_text(text.replace("1.15", wrong))
+        with pytest.raises(ValueError, match=said):
+            Table.read(path)
 
 
 @given(
