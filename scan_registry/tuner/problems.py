@@ -15,7 +15,7 @@ from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProbl
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Family, Kernel, Variant
 from scan_registry.kernels.tuning import Shape
-from scan_registry.ops.problems import share
+from scan_registry.ops.problems import StateRoom, share
 from scan_registry.target import Target
 
 #: (batch, channels, time) and options: rows of every length, channels many and few, and what has
@@ -98,20 +98,24 @@ class Posed:
     def outputs(self) -> tuple[str, ...]:
         """Names of what the kernel writes, of what ``tensors`` gives."""
         written = {"gates_grad", "tokens_grad", "states"}
-        if self.case.gates != "full":
+        if self.case.gates != "full" and not self.problem.sums:
             written.remove("gates_grad")  # it is summed up by another kernel
         return tuple(name for name in OUTPUTS[self.direction] if name in written)
 
     def tensors(self, device: torch.device | str) -> dict[str, Tensor | None]:
         """New ones, by the names of the kernel's pointers; those that are not there are null. Results
         are not to be believed: the backward pass gets states that no scan has made."""
-        first, second = self.case.sequence(device), self.case.sequence(device)
+        case = self.case
+        first, second, bounds = case.sequence(device), case.sequence(device), case.bounds(device)
         inputs = ("tokens",) if self.direction == "forward" else ("states", "states_grad")
+        outputs = {name: torch.empty_like(first) for name in self.outputs}
+        if self.problem.sums:
+            outputs["gates_grad"] = StateRoom.of(first, case.dim, bounds).leaving(None)
         return {
-            "gates": self.case.random_gates(device),
-            "offsets": self.case.bounds(device),
+            "gates": case.random_gates(device),
+            "offsets": bounds,
             **dict(zip(inputs, (first, second), strict=False)),
-            **{name: torch.empty_like(first) for name in self.outputs},
+            **outputs,
         }
 
 
@@ -123,7 +127,7 @@ def posed(
     """The problems of the cases, in every language; of problems of the same place the first."""
     seen = set()
     for case, direction, kernel in product(asked, passes, FAMILY.kernels):
-        problem = _problem(case, direction)
+        problem = _problem(case, direction, kernel)
         if (kernel.name, kernel.shape is None) != (problem.kernel, False):
             continue
         assert kernel.shape is not None
@@ -134,8 +138,9 @@ def posed(
             yield Posed(case, problem.direction, FAMILY, kernel, problem, shape)
 
 
-def _problem(case: Case, direction: str) -> LinearScanProblem:
-    """Without tensors: on ``meta``, all of them are aligned, as new ones are."""
+def _problem(case: Case, direction: str, kernel: Kernel) -> LinearScanProblem:
+    """As a call poses it to the kernel, which sums up the gradient of broadcast gates if it can. Without tensors:
+    on ``meta``, all of them are aligned, as new ones are."""
     gates = torch.empty(_gates_shape(case), dtype=getattr(torch, case.dtype), device="meta")
     full = torch.empty(case.shape, dtype=gates.dtype, device="meta")
     bounds = None
@@ -150,6 +155,9 @@ def _problem(case: Case, direction: str) -> LinearScanProblem:
         case.dim,
         False,
     )
+    fused = found.fused()
+    if fused is not None and any(kernel.accepts(v, fused) is None for v in kernel.every):
+        return fused
     return found.problem
 
 
