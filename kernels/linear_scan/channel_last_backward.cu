@@ -84,7 +84,7 @@ struct BackwardWalk {
                 if (ONE_GATE && tiles.first_own + k < left) sum[v] = sum[v] + to_gates[v];
             }
             // A condition less where nothing goes to memory yet.
-            if (!RAGGED || each_gate) tiles.put(0, gates_grad, left, k, to_gates);
+            if ((!RAGGED && !ONE_GATE) || each_gate) tiles.put(0, gates_grad, left, k, to_gates);
             if (!RAGGED || each_token) tiles.put(1, tokens_grad, left, k, to_tokens);
         }
     }

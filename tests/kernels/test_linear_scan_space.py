@@ -83,7 +83,7 @@ def test_a_space_is_a_few_dozen_variants_of_each_kind(kernel: Kernel) -> None:
     ragged = 3 if kernel.language == "cuda" else 0
     packed = 5 if ragged and kernel.name.startswith("channel_last") else 0
     assert len(kinds) == 12 + ragged + packed
-    assert max(kinds.values()) <= 80
+    assert max(kinds.values()) <= 90
     assert min(kinds.values()) >= 4
     assert len(set(kernel.every)) == len(kernel.every)
     for variant in kernel.every:
