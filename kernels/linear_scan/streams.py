@@ -38,6 +38,8 @@ _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...
 )
 #: Warps, and steps and stages, of walks over narrow numbers whose rings are deep.
 _DEEP = ((4, (8, 8)), (4, (16, 4)), (4, (16, 6)), (8, (16, 4)))
+#: Warps, channels of a lane, steps and stages of walks that keep in step.
+_PACED = ((4, 2, 8, 3), (4, 2, 16, 2), (8, 2, 8, 3), (8, 2, 16, 2), (8, 1, 16, 3), (8, 1, 16, 4))
 #: Blocks that a GPU has something to do with.
 _MANY = 64
 
@@ -93,9 +95,9 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     if access in (PACKED, RAGGED):
         return
     if each == 4:  # with narrower numbers nobody falls behind (NOTES.md)
-        for warps, (steps, stages) in product((4, 8), ((8, 3), (16, 2))):
-            tile = {"warps": warps, "across": 32, "vector": 2, "steps": steps, "stages": stages}
-            yield from resident(direction, dtype, tile | {"pace": 1}, 2)
+        for warps, vector, steps, stages in _PACED:
+            tile = {"warps": warps, "across": 32, "vector": vector, "steps": steps}
+            yield from resident(direction, dtype, tile | {"stages": stages, "pace": 1}, 2)
     vector = 16 // each
     widths = [(8, 8, 4), (8, 8, 8), (8, 16, 4), (8, 16, 8)]
     if each < 8:
