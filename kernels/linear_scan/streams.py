@@ -27,8 +27,8 @@ _MOST_ROWS = 2**31 - 1
 _LINE = 128
 #: Tiles of a warp in shared memory, and how many turns before it is walked one is composed.
 _AHEAD = ((2, 1), (3, 2), (4, 2), (5, 3))
-#: Lanes that share a row and a lane's pieces, to rows of warps, stages and the most blocks that are worth a try: with
-#: others no problem that is tuned takes less time by a hundredth.
+#: Lanes that share a row and a lane's pieces, to rows of warps, stages and the most blocks that are worth a try (which
+#: ones were left out, NOTES.md says).
 _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...]], ...] = (
     ((2, 4, 8, 16, 32), 1, ((2, 3, 8), (4, 1, 8), (4, 2, 8), (4, 3, 6))),
     ((1, 2, 4, 8, 16, 32), 2, ((2, 2, 8), (2, 3, 8), (4, 1, 8), (4, 3, 4))),

@@ -15,6 +15,7 @@ from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProbl
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Family, Kernel, Variant
 from scan_registry.kernels.tuning import Shape
+from scan_registry.ops.layout import Share
 from scan_registry.ops.problems import StateRoom, share
 from scan_registry.target import Target
 
@@ -126,28 +127,36 @@ def posed(
 ) -> Iterator[Posed]:
     """The problems of the cases, in every language; of problems of the same place the first."""
     seen = set()
-    for case, direction, kernel in product(asked, passes, FAMILY.kernels):
-        problem = _problem(case, direction, kernel)
-        if (kernel.name, kernel.shape is None) != (problem.kernel, False):
-            continue
-        assert kernel.shape is not None
-        shape = kernel.shape(problem)
-        key = kernel.head, shape.kind, tuple(shape.sizes.items())
-        if kernel.language in languages and key not in seen:
-            seen.add(key)
-            yield Posed(case, problem.direction, FAMILY, kernel, problem, shape)
+    for case, direction in product(asked, passes):
+        call = _share(case, direction)
+        for kernel in FAMILY.kernels:
+            if kernel.name != call.problem.kernel or kernel.shape is None:
+                continue
+            problem = _posed_to(kernel, call)
+            shape = kernel.shape(problem)
+            key = kernel.head, shape.kind, tuple(shape.sizes.items())
+            if kernel.language in languages and key not in seen:
+                seen.add(key)
+                yield Posed(case, problem.direction, FAMILY, kernel, problem, shape)
 
 
-def _problem(case: Case, direction: str, kernel: Kernel) -> LinearScanProblem:
-    """As a call poses it to the kernel, which sums up the gradient of broadcast gates if it can. Without tensors:
-    on ``meta``, all of them are aligned, as new ones are."""
+def _posed_to(kernel: Kernel, call: Share) -> LinearScanProblem:
+    """A kernel that can sum up the gradient of broadcast gates is asked to."""
+    fused = call.fused()
+    if fused is not None and any(kernel.accepts(v, fused) is None for v in kernel.every):
+        return fused
+    return call.problem
+
+
+def _share(case: Case, direction: str) -> Share:
+    """Without tensors: on ``meta``, all of them are aligned, as new ones are."""
     gates = torch.empty(_gates_shape(case), dtype=getattr(torch, case.dtype), device="meta")
     full = torch.empty(case.shape, dtype=gates.dtype, device="meta")
     bounds = None
     if case.sequences:
         bounds = torch.empty(case.sequences + 1, dtype=torch.int64, device="meta")
     names = ("tokens",) if direction == "forward" else ("states", "states_grad")
-    found = share(
+    return share(
         "forward" if direction == "forward" else "backward",
         gates,
         dict.fromkeys(names, full),
@@ -155,10 +164,6 @@ def _problem(case: Case, direction: str, kernel: Kernel) -> LinearScanProblem:
         case.dim,
         False,
     )
-    fused = found.fused()
-    if fused is not None and any(kernel.accepts(v, fused) is None for v in kernel.every):
-        return fused
-    return found.problem
 
 
 def _gates_shape(case: Case) -> tuple[int, ...]:
