@@ -8,8 +8,13 @@
 // The states are read one step further along the walk than the rest. Three reads and two writes: 20
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in
 // column_walk.cuh, channel_stream.cuh (staged) and channel_last.cuh (held in registers).
-#if WALKS
+#if EARLY
+#include "shared_walk.cuh"
+#elif WALKS
 #include "column_walk.cuh"
+#endif
+
+#if WALKS
 
 struct Backward {
     const Storage *gates, *states, *states_grad;
@@ -54,39 +59,56 @@ struct BackwardWalk {
         if (for_gates) tiles.copy_in(2, states, left, 0);
         gates.advance(), grads.advance(), states.advance();
     }
-    __device__ void walk_rows(int left) {
-        Chunk<Element, VECTOR> gate_row[STEPS], grad_row[STEPS];
-        Affine maps[VECTOR];
-        const auto gate = [&](int k, int v) -> State {
-            if (!ONE_GATE) return conj(gate_row[k].get(v));
-            return tiles.first_own + k < left ? kept[v] : State(1);
-        };
+    // This lane's rows of the tile at hand; of the states, each is read when it is needed.
+    struct Held {
+        Chunk<Element, VECTOR> gates[STEPS], grads[STEPS];
+    };
+    __device__ void read(Held& held) const {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            if (!ONE_GATE) gate_row[k] = tiles.get(0, k);
-            grad_row[k] = tiles.get(1, k);
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++)
-                maps[v] = then(maps[v], Step{gate(k, v), gate(k, v) * grad_row[k].get(v)});
+            if (!ONE_GATE) held.gates[k] = tiles.get(0, k);
+            held.grads[k] = tiles.get(1, k);
         }
-        State h[VECTOR];
-        passage.enter(maps, h);
+    }
+    __device__ State gate(const Held& held, int left, int k, int v) const {
+        if (!ONE_GATE) return conj(held.gates[k].get(v));
+        return tiles.first_own + k < left ? kept[v] : State(1);
+    }
+    __device__ void compose(const Held& held, Affine (&maps)[VECTOR], int left) const {
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) {
+                const State scale = gate(held, left, k, v);
+                maps[v] = then(maps[v], Step{scale, scale * held.grads[k].get(v)});
+            }
+    }
+    __device__ void finish(const Held& held, State (&h)[VECTOR], int left) {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const Chunk<Element, VECTOR> earlier = tiles.get<1>(2, k);
             State to_gates[VECTOR], to_tokens[VECTOR];
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
-                const State x = tiles.first_own + k + 1 == left ? initial[v] : earlier.get(v);
-                to_tokens[v] = grad_row[k].get(v) + h[v];
+                const State x = chosen(tiles.first_own + k + 1 == left, initial[v], earlier.get(v));
+                to_tokens[v] = held.grads[k].get(v) + h[v];
                 to_gates[v] = to_tokens[v] * conj(x);
-                h[v] = gate(k, v) * to_tokens[v];
+                h[v] = gate(held, left, k, v) * to_tokens[v];
                 if (ONE_GATE && tiles.first_own + k < left) sum[v] = sum[v] + to_gates[v];
             }
             // A condition less where nothing goes to memory yet.
             if ((!RAGGED && !ONE_GATE) || each_gate) tiles.put(0, gates_grad, left, k, to_gates);
             if (!RAGGED || each_token) tiles.put(1, tokens_grad, left, k, to_tokens);
         }
+    }
+    __device__ void walk_rows(int left) {
+        Held held;
+        Affine maps[VECTOR];
+        State h[VECTOR];
+        read(held);
+        compose(held, maps, left);
+        passage.enter(maps, h);
+        finish(held, h, left);
     }
     __device__ void leave(int left) {
         if (each_gate) tiles.copy_out(0, gates_grad, left);
@@ -106,6 +128,7 @@ struct BackwardWalk {
     }
 };
 
+#if !EARLY
 template <bool ONE_GATE>
 __device__ void walk_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
                             const States& before_grad, const States& sums, Pace pace) {
@@ -119,6 +142,7 @@ __device__ void walk_column(const Backward& of, const Column& column, const Stat
         if (ONE_GATE) sums.write(v, walk.sum[v]);
     }
 }
+#endif
 #elif STAGES
 #include "channel_stream.cuh"
 
@@ -224,8 +248,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if WALKS
-    const Column column(channels, time, !(flags & 1), offsets, sequences);
-    const auto states_of = [&](const State* tensor) {
+#if EARLY
+    const Seat seat(workspace, int(flags >> 2));
+    const Column column(channels, time, !(flags & 1), offsets, sequences, seat.column, seat.part, seat.parts);
+#else
+    const Column column(channels, time, !(flags & 1), offsets, sequences, blockIdx.x);
+#endif
+    const auto states_of = [&](const State* tensor, const Column& column) {
         return States(tensor, state_batch, state_channel, state_time, column);
     };
     State* const all_sums = flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr;
@@ -233,13 +262,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                       tokens_grad, all_sums,     gates_batch, gates_time,
                       states_batch, states_time, states_grad_batch, states_grad_time,
                       grads_batch, grads_time};
-    const States before = states_of(initial_state), after_grad = states_of(final_state_grad);
-    const States before_grad = states_of(initial_state_grad), sums = states_of(all_sums);
+    const States before = states_of(initial_state, column), after_grad = states_of(final_state_grad, column);
+#if EARLY
+    const Column own = column.with(Share::place_of(Share::own_channel()));
+    Share share(seat, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
+    share.walk(BackwardWalk<false>(of, column, before, after_grad), time);
+#else
+    const States before_grad = states_of(initial_state_grad, column), sums = states_of(all_sums, column);
     const Pace pace(int(flags >> 2));
     if (gates_time == 0)
         walk_column<true>(of, column, before, after_grad, before_grad, sums, pace);
     else
         walk_column<false>(of, column, before, after_grad, before_grad, sums, pace);
+#endif
 #elif STAGES
     const Scans scans(batch, channels, time);
     const BackwardTiles work{scans,

@@ -5,8 +5,13 @@
 // channels, walks all of time once. One read of each input and one write of the output: 12 bytes per
 // element in float32, 6 in bfloat16 and float16. The tile pictures are in column_walk.cuh,
 // channel_stream.cuh (staged) and channel_last.cuh (held in registers).
-#if WALKS
+#if EARLY
+#include "shared_walk.cuh"
+#elif WALKS
 #include "column_walk.cuh"
+#endif
+
+#if WALKS
 
 struct Forward {
     const Storage *gates, *tokens;
@@ -40,29 +45,44 @@ struct ForwardWalk {
         tiles.copy_in(1, tokens, left, 0);
         gates.advance(), tokens.advance();
     }
-    __device__ void walk_rows(int left) {
-        Chunk<Element, VECTOR> gate_row[STEPS], token_row[STEPS];
-        Affine maps[VECTOR];
-        const auto step = [&](int k, int v) -> Step {
-            const State token = token_row[k].get(v);
-            if (!ONE_GATE) return {gate_row[k].get(v), token};
-            return tiles.first_own + k < left ? Step{gate[v], token} : Step{State(1), State(0)};
-        };
+    // This lane's rows of the tile at hand.
+    struct Held {
+        Chunk<Element, VECTOR> gates[STEPS], tokens[STEPS];
+    };
+    __device__ void read(Held& held) const {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            if (!ONE_GATE) gate_row[k] = tiles.get(0, k);
-            token_row[k] = tiles.get(1, k);
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++) maps[v] = then(maps[v], step(k, v));
+            if (!ONE_GATE) held.gates[k] = tiles.get(0, k);
+            held.tokens[k] = tiles.get(1, k);
         }
-        State x[VECTOR];
-        passage.enter(maps, x);
+    }
+    __device__ Step step(const Held& held, int left, int k, int v) const {
+        const State token = held.tokens[k].get(v);
+        if (!ONE_GATE) return {held.gates[k].get(v), token};
+        return tiles.first_own + k < left ? Step{gate[v], token} : Step{State(1), State(0)};
+    }
+    __device__ void compose(const Held& held, Affine (&maps)[VECTOR], int left) const {
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) maps[v] = then(maps[v], step(held, left, k, v));
+    }
+    __device__ void finish(const Held& held, State (&x)[VECTOR], int left) const {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) x[v] = step(k, v)(x[v]);
+            for (int v = 0; v < VECTOR; v++) x[v] = step(held, left, k, v)(x[v]);
             tiles.put(1, states, left, k, x);
         }
+    }
+    __device__ void walk_rows(int left) {
+        Held held;
+        Affine maps[VECTOR];
+        State x[VECTOR];
+        read(held);
+        compose(held, maps, left);
+        passage.enter(maps, x);
+        finish(held, x, left);
     }
     __device__ void leave(int left) {
         tiles.copy_out(1, states, left);
@@ -70,6 +90,7 @@ struct ForwardWalk {
     }
 };
 
+#if !EARLY
 template <bool ONE_GATE>
 __device__ void walk_column(const Forward& of, const Column& column, const States& before,
                             const States& after, Pace pace) {
@@ -79,6 +100,7 @@ __device__ void walk_column(const Forward& of, const Column& column, const State
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) after.write(v, walk.passage.carried[v].x);
 }
+#endif
 #elif STAGES
 #include "channel_stream.cuh"
 
@@ -152,14 +174,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if WALKS
-    const Column column(channels, time, flags & 1, offsets, sequences);
+#if EARLY
+    const Seat seat(workspace, int(flags >> 2));
+    const Column column(channels, time, flags & 1, offsets, sequences, seat.column, seat.part, seat.parts);
+#else
+    const Column column(channels, time, flags & 1, offsets, sequences, blockIdx.x);
+#endif
     const States before(initial_state, state_batch, state_channel, state_time, column);
-    const States after(final_state, state_batch, state_channel, state_time, column);
     const Forward of{gates,        tokens,      states,       gates_batch, gates_time,
                      tokens_batch, tokens_time, states_batch, states_time};
+#if EARLY
+    const Column own = column.with(Share::place_of(Share::own_channel()));
+    Share share(seat, workspace, States(initial_state, state_batch, state_channel, state_time, own),
+                States(final_state, state_batch, state_channel, state_time, own));
+    share.walk(ForwardWalk<false>(of, column, before), time);
+#else
+    const States after(final_state, state_batch, state_channel, state_time, column);
     const Pace pace(int(flags >> 2));
     if (gates_time == 0) walk_column<true>(of, column, before, after, pace);
     else walk_column<false>(of, column, before, after, pace);
+#endif
 #elif STAGES
     const Scans scans(batch, channels, time);
     const ForwardTiles work{scans,

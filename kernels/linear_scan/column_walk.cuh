@@ -2,7 +2,8 @@
 // other, and waits for no other block.
 //
 // The build pins WARPS (per block), ACROSS (lanes side by side), VECTOR (channels of a lane), STEPS, STAGES,
-// BLOCKS (per SM), and PACE, whether blocks keep in step (pace.cuh):
+// BLOCKS (per SM), PACE, whether blocks keep in step (pace.cuh), and EARLY, which is not 0 where blocks share a column
+// (shared_walk.cuh):
 //
 //                 channels ->    ACROSS × VECTOR
 //      order      | group 0: STEPS rows |  a tile of the block's column; the next STAGES - 1
@@ -33,7 +34,7 @@ enum : int {
     TIMES = WARPS * WARP_STEPS,  // of a tile
 };
 // Pieces between the rows of a warp's groups, so that these do not meet in the same banks.
-enum : int { APART = ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0 };
+enum : int { APART = ACROSS == 32 || sizeof(Storage) == 8 ? 0 : ACROSS == 8 && sizeof(Storage) == 2 ? 2 : 4 };
 static_assert(PIECES <= 32 && CHANNELS % ITEMS == 0);
 
 // Where a block's column is, and in it the channels of this lane.
@@ -41,11 +42,13 @@ struct Column {
     int lane = threadIdx.x % 32;
     i64 batch, sequence = 0, channel, copied;  // first channels: this lane's, and what it copies
     i64 end;                                   // of the block's channels
-    i64 origin, way = 1, rows;                 // time of the row at order 0, from row to row, and how many
+    i64 origin, way = 1, rows;                 // time of the first row, from row to row, and how many
+    int onward = TIMES;                        // rows from tile to tile
 
-    __device__ Column(i64 channels, i64 time, bool against, const i64* offsets, i64 sequences) {
+    // Of the tiles of a column a block has every `parts`-th, from its own on.
+    __device__ Column(i64 channels, i64 time, bool against, const i64* offsets, i64 sequences,
+                      unsigned number, int part = 0, int parts = 1) {
         const unsigned across = unsigned((channels + CHANNELS - 1) / CHANNELS);
-        unsigned number = blockIdx.x;
         const i64 first = i64(number % across) * CHANNELS;
         end = first + CHANNELS < channels ? first + CHANNELS : channels;
         number /= across;
@@ -63,8 +66,15 @@ struct Column {
         channel = first + lane % ACROSS * VECTOR;
         copied = first + lane % PIECES * ITEMS;
         if (against) origin += rows - 1, way = -1;
+        if constexpr (EARLY > 0) origin += way * part * TIMES, rows -= part * TIMES, onward *= parts;
     }
 
+    // The same for a lane that has one channel, of the block's this one.
+    __device__ Column with(int own) const {
+        Column other = *this;
+        other.channel += own - lane % ACROSS * VECTOR;
+        return other;
+    }
     // Whether a lane's channels are the block's own.
     __device__ bool has(int v) const { return channel + v < end; }
 
@@ -81,9 +91,10 @@ struct Rows {
     i64 apart;   // rows of the walk
     i64 to_own;  // from the first piece to the first of this lane's channels
     int later;   // by how many rows it is read later than others
+    int onward;  // rows from tile to tile
 
     __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column, int later = 0)
-        : apart(column.way * by_time), later(later) {
+        : apart(column.way * by_time), later(later), onward(column.onward) {
         const int copied = threadIdx.x / 32 * WARP_STEPS + column.lane / PIECES;
         const int own = threadIdx.x / ACROSS * STEPS;
         first = const_cast<Storage*>(tensor) + column.batch * by_batch + column.origin * by_time + column.copied +
@@ -92,7 +103,7 @@ struct Rows {
     }
     __device__ Storage* at(int row) const { return first + row * apart; }
     __device__ Storage* own(int k) const { return at(k) + to_own; }
-    __device__ void advance() { first += TIMES * apart; }
+    __device__ void advance() { first += (EARLY > 0 ? onward : TIMES) * apart; }
 };
 
 // Tiles on their way: a warp's rows of INPUTS tensors, in STAGES places. Of the rows from a tile on, only as
@@ -109,7 +120,7 @@ struct Tiles {
     const unsigned lead, lead_apart;
     int own_leads[STEPS + 1];  // in this lane's rows
     unsigned bits = 0;         // of its channels in those rows, which are not copied out with their piece
-    uint4* const own = reinterpret_cast<uint4*>(dynamic_shared()) + warp * (STAGES * STAGE);
+    uint4* const own = reinterpret_cast<uint4*>(dynamic_rows()) + warp * (STAGES * STAGE);
     int stage = 0;  // the next to be filled; after the turn, the one that was filled first
 
     // The strides are those of any tensor.
@@ -272,14 +283,19 @@ struct Tiles {
     }
 #endif
 
-  private:
     __device__ static int counted(i64 left) { return left <= TIMES ? int(left) : TIMES + 1; }
     template <class Work>
-    __device__ static void walk_tile(Work& work, int left) {
-        work.walk_rows(left);
+    __device__ static void hand_out(Work& work, int left) {
         __syncwarp();  // results are there
         work.leave(left);
         __syncwarp();  // and gone, before others come in
+    }
+
+  private:
+    template <class Work>
+    __device__ static void walk_tile(Work& work, int left) {
+        work.walk_rows(left);
+        hand_out(work, left);
     }
 };
 

@@ -22,6 +22,19 @@ __device__ inline float from_float16(unsigned short bits) {
     return x;
 }
 
+// One of two values that are both there: left to itself, the compiler fetches either where it is wanted, after a branch.
+template <class T>
+__device__ inline T chosen(bool first, T a, T b) {
+    return first ? a : b;
+}
+template <>
+__device__ inline float chosen(bool first, float a, float b) {
+    float x;
+    asm("{ .reg .pred first; setp.ne.b32 first, %3, 0;\n\t"
+        "selp.f32 %0, %1, %2, first; }" : "=f"(x) : "f"(a), "f"(b), "r"(int(first)));
+    return x;
+}
+
 // 16 or 8 bytes to global memory at once: left to itself, the compiler takes some of them apart.
 __device__ inline void store_global(void* to, uint4 value) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y),

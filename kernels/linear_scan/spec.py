@@ -136,6 +136,9 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "STAGES": 0,
         "AHEAD": 0,
         "PACE": 0,
+        "EARLY": 0,
+        "PARTS": 1,
+        "MAPS": streams.maps(variant),
         "WALKS": int(streams.walks(variant)),
         **tile,
     }
@@ -200,6 +203,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         accepts=_cuda_accepts,
         cost=_cuda_cost,
         launch=_cuda_launch,
+        crowds=streams.crowds,
         space=scans(
             partial(cuda_tiles.every, layout, direction),
             accesses if time_last else (*accesses, space.PACKED),

@@ -3,7 +3,8 @@
 They take memory that is aligned. Of time-last kernels ``lanes`` threads share a row, each of which holds
 ``pieces`` of 16 bytes, and ``rows`` warps work side by side or ``warps`` share a row; channel-last ones
 have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` rows; or lanes ``across`` them, and
-then a block walks all of time. Scans that are too few to fill a GPU are cut into segments of a tile for each
+then a block walks all of time, or shares that with others, a part for each of ``parts`` (0: for as many blocks as
+there is room for), which compose their tiles some turns ``early``. Scans that are too few to fill a GPU are cut into segments of a tile for each
 warp of a block, which are composed some turns ``ahead`` of their walk.
 ``blocks`` are meant to share a multiprocessor; they keep in step where there is a ``pace``. The sources
 are ``time_stream.cuh``, ``channel_stream.cuh`` and ``column_walk.cuh``.
@@ -40,6 +41,14 @@ _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...
 _DEEP = ((4, (8, 8)), (4, (16, 4)), (4, (16, 6)), (8, (16, 4)))
 #: Warps, channels of a lane, steps and stages of walks that keep in step.
 _PACED = ((4, 2, 8, 3), (4, 2, 16, 2), (8, 2, 8, 3), (8, 2, 16, 2), (8, 1, 16, 3), (8, 1, 16, 4))
+#: Of blocks that share a column: tiles in shared memory, and how many turns before it is walked one is composed; and
+#: of few channels, warps and steps.
+_EARLY = ((4, 2), (5, 3))
+_TOGETHER = {2: ((8, 16), (8, 24)), 4: ((8, 8),)}
+#: Of all channels, maps that a block reads in each turn where as many share a column as there is room for.
+_MAPS = 2048
+#: Bytes before the words in which blocks that share a column tell one another maps.
+_COUNTER = 256
 #: Blocks that a GPU has something to do with.
 _MANY = 64
 
@@ -94,6 +103,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
             yield from resident(direction, dtype, tile, 1, access)
     if access in (PACKED, RAGGED):
         return
+    yield from _shared_walks(direction, dtype)
     if each == 4:  # with narrower numbers nobody falls behind (NOTES.md)
         for warps, vector, steps, stages in _PACED:
             tile = {"warps": warps, "across": 32, "vector": vector, "steps": steps}
@@ -105,6 +115,17 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     for (warps, scans, steps), (stages, ahead) in product(widths, (*_AHEAD[:3], (3, 1))):
         tile = {"warps": warps, "lanes": scans // vector, "vector": vector, "steps": steps}
         yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
+
+
+def _shared_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Columns that several blocks walk together: over narrow numbers a few, in rows of 128 bytes; or as many as there
+    are, of few channels, which takes longer backward than to cut columns."""
+    each = ITEM_SIZE[dtype]
+    some = product((3, 4, 8), ((8, 16),), (32,)) if each == 2 else ()
+    every = product((0,), _TOGETHER.get(each, ()), (8, 16)) if direction == "forward" else ()
+    for (parts, (warps, steps), across), (stages, early) in product((*some, *every), _EARLY):
+        tile = {"warps": warps, "across": across, "vector": 2, "steps": steps, "stages": stages}
+        yield from resident(direction, dtype, tile | {"parts": parts, "early": early}, 1)
 
 
 def resident(
@@ -134,13 +155,19 @@ def _shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
         if access == RAGGED:  # one more piece a row
             warp += 16 * groups * int(tile["steps"])
         if ITEM_SIZE[dtype] < 8:  # between groups
-            warp += 64 * (groups - 1)
+            warp += (32 if groups == 4 and ITEM_SIZE[dtype] == 2 else 64) * (groups - 1)
     return ring * inputs * warp
 
 
 def _meeting(dtype: str, tile: Tile) -> int:
     """Bytes, at most, that the warps of a block need to meet where columns are cut: in each turn a map and a
     state for each scan of a walking warp, and for each scan four maps and a state with its rest."""
+    if "early" in tile:
+        scans = int(tile["across"]) * int(tile["vector"])
+        groups = (
+            int(tile["warps"]) * int(tile["vector"]) * 32 + scans
+        )  # of all channels, and the tile
+        return groups * ((int(tile["early"]) + 1) * (8 if ITEM_SIZE[dtype] == 2 else 12) + 2 * 4)
     if "ahead" not in tile:
         return 0
     turns = int(tile["ahead"]) + 1
@@ -215,6 +242,8 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
     rows = problem.batch * problem.channels * max(1, problem.sequences)
     if rows > _MOST_ROWS:
         return f"{rows} rows; it counts {_MOST_ROWS}"
+    if _shares(variant) and problem.sums:
+        return "blocks that share a column do not sum the gradient of gates"
     if _cuts(variant) and _segments(variant, problem) > _MOST_ROWS:
         return f"more than {_MOST_ROWS} segments"
     side_by_side = problem.layout == "time_last" and variant.number("lanes") < 32
@@ -227,9 +256,8 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
     """Where no tuning speaks: whole columns, unless they would leave most of any GPU idle; whose tiles are
     filled best, and then the widest."""
     if problem.layout == "channel_last":
-        lines = problem.batch * max(1, problem.sequences)
-        enough = lines * ceil_div(problem.channels, _scans(variant)) >= _MANY
-        return float(walks(variant) != enough)
+        alone = walks(variant) and not _shares(variant)
+        return float(alone != (_columns(variant, problem) >= _MANY))
     filled = ceil_div(problem.time, times(variant)) * times(variant) / max(1, problem.time)
     return 1000 * filled - _scans(variant)
 
@@ -256,13 +284,16 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
         workspace = _workspace(variant, problem, segments)
         return Launch((min(segments, at_once), 1, 1), problem.scalars(), workspace)
     if walks(variant):
-        lines = problem.batch * max(1, problem.sequences)
-        columns = lines * ceil_div(problem.channels, _scans(variant))
-        pace = 0
+        columns, pace = _columns(variant, problem), 0
         if "pace" in dict(variant.statics) and columns <= at_once:
             # With a multiprocessor for each, one that is a tile ahead does no harm yet.
             pace = 2 if columns <= multiprocessors else 1
-        return Launch((columns, 1, 1), problem.scalars(pace))
+        if not _shares(variant):
+            return Launch((columns, 1, 1), problem.scalars(pace))
+        parts = _parts(variant, columns, at_once)
+        return Launch(
+            (columns * parts, 1, 1), problem.scalars(parts), _told(variant, columns * parts)
+        )
     columns = ceil_div(problem.batch * problem.channels, _scans(variant))
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
 
@@ -275,6 +306,50 @@ def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> i
     of_map = ceil_div((3 if with_rest else 2) * words, 3)
     scans = 1 if problem.layout == "time_last" else _scans(variant)
     return 16 * (1 + scans * segments * of_map)
+
+
+def _columns(variant: Variant, problem: LinearScanProblem) -> int:
+    """Columns that are walked."""
+    return problem.batch * max(1, problem.sequences) * ceil_div(problem.channels, _scans(variant))
+
+
+def _shares(variant: Variant) -> bool:
+    """Whether blocks share a column."""
+    return "parts" in dict(variant.statics)
+
+
+def maps(variant: Variant) -> int:
+    """Of a channel, those of other blocks' tiles that a block reads in a turn, at most."""
+    parts = int(dict(variant.statics).get("parts", 1))
+    return parts - 1 if parts else _MAPS // _scans(variant)
+
+
+def _parts(variant: Variant, columns: int, room: int) -> int:
+    """Blocks that share a column where there is room for so many blocks in all."""
+    return variant.number("parts") or max(2, min(room // columns, maps(variant) + 1))
+
+
+def _told(variant: Variant, blocks: int) -> int:
+    """Bytes in which blocks that share columns tell each other maps: a counter, and a ring of tiles for each block
+    with a word for each channel."""
+    turns, word = (
+        2 * (variant.number("early") + 1),
+        8 if ITEM_SIZE[variant.text("dtype")] == 2 else 16,
+    )
+    return _COUNTER + blocks * turns * _scans(variant) * word
+
+
+def crowds(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> str | None:
+    """Why a GPU has no room for all blocks that share columns: others would begin when those are done."""
+    if not _shares(variant):
+        return None
+    columns, room = _columns(variant, problem), multiprocessors * variant.number("blocks")
+    blocks = columns * _parts(variant, columns, room)
+    return (
+        f"{blocks} blocks share {columns} columns, and {room} run at once"
+        if blocks > room
+        else None
+    )
 
 
 def _cuts(variant: Variant) -> bool:

@@ -249,3 +249,42 @@ def test_walks_keep_in_step_where_all_of_them_run_at_once(
         v for v in kernel.every if "pace" not in dict(v.statics) and v.text("access") == "aligned"
     )
     assert kernel.launch(alone, problem, multiprocessors).scalars["flags"] >> 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("pins", "channels", "multiprocessors", "parts"),
+    [
+        ({"parts": 4}, 1024, 132, 4),
+        ({"parts": 4}, 1024, 127, None),  # 128 blocks
+        ({"parts": 0, "across": 8}, 8, 132, 66),
+        ({"parts": 0, "across": 8}, 16, 400, 129),  # no more than it reads the maps of
+        ({"parts": 0, "across": 16}, 64, 8, 2),
+        ({"parts": 0, "across": 16}, 64, 7, None),  # one for each of 4 columns
+    ],
+)
+def test_blocks_share_columns_where_all_of_them_run_at_once(
+    pins: dict[str, int], channels: int, multiprocessors: int, parts: int | None
+) -> None:
+    kernel = FAMILY.kernel("channel_last_forward", "cuda")
+    variant = next(
+        v for v in kernel.every if {**pins, "dtype": "bfloat16"}.items() <= dict(v.statics).items()
+    )
+    problem = replace(
+        a_problem("channel_last_forward", channels=channels),
+        dtype="bfloat16",
+        gates_dtype="bfloat16",
+    )
+    assert kernel.accepts(variant, problem) is None
+    crowded = kernel.crowds(variant, problem, multiprocessors)
+    if parts is None:
+        assert crowded is not None
+        assert f"{multiprocessors} run at once" in crowded
+        return
+    assert crowded is None
+    launch = kernel.launch(variant, problem, multiprocessors)
+    scans = variant.number("across") * variant.number("vector")
+    blocks = 2 * -(-channels // scans) * parts
+    assert launch.grid[0] == blocks <= multiprocessors
+    assert launch.scalars["flags"] >> 2 == parts
+    turns = 2 * (variant.number("early") + 1)
+    assert launch.workspace == 256 + 8 * blocks * scans * turns

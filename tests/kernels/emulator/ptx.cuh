@@ -21,6 +21,11 @@ inline unsigned float16_pair(float low, float high) {
 }
 inline float from_float16(unsigned short bits) { return float(emulated_bits<_Float16>(bits)); }
 
+template <class T>
+T chosen(bool first, T a, T b) {
+    return first ? a : b;
+}
+
 template <class Words>
 void store_global(void* to, Words words) {
     if (std::uintptr_t(to) % sizeof words) emulator::fail("a store is not aligned");
