@@ -6,8 +6,8 @@
 It needs no GPU: registers and shared memory are those of the archives' resource reports. Resident blocks are
 what registers (handed to warps by 256, a quarter of them to each scheduler), shared memory (with the kilobyte
 that a block takes for itself), threads and blocks of a multiprocessor allow. In flight are the bytes of inputs
-that these blocks have asked for and not used yet: all stages of a ring but one, or a tile ahead of the one
-in registers. A GPU needs as many as arrive in LATENCY at its whole bandwidth, by Little's law. Bandwidths are
+that these blocks have asked for and not used yet: all stages of a ring but one and those that are composed before
+they are walked, or a tile ahead of the one in registers. A GPU needs as many as arrive in LATENCY at its whole bandwidth, by Little's law. Bandwidths are
 those that the makers state. Triton's kernels are not shown: how far ahead they load is the compiler's choice.
 """
 
@@ -78,8 +78,9 @@ def in_flight(binary: Binary) -> int:
     """Bytes of inputs that a block has asked for and not used yet."""
     variant = binary.variant
     if streams.is_streamed(variant):
-        stages = variant.number("stages")
-        return binary.dynamic_shared * max(1, stages - 1) // stages
+        held, stages = dict(variant.statics), variant.number("stages")
+        composed = int(held.get("early", held.get("ahead", 0)))
+        return binary.dynamic_shared * max(1, stages - 1 - composed) // stages
     inputs = 2 if variant.kernel.endswith("forward") else 3
     vector = 16 // ITEM_SIZE[variant.text("dtype")]
     if variant.text("access") == "generic":
