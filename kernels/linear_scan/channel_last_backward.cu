@@ -101,15 +101,6 @@ struct BackwardWalk {
             if (!RAGGED || each_token) tiles.put(1, tokens_grad, left, k, to_tokens);
         }
     }
-    __device__ void walk_rows(int left) {
-        Held held;
-        Affine maps[VECTOR];
-        State h[VECTOR];
-        read(held);
-        compose(held, maps, left);
-        passage.enter(maps, h);
-        finish(held, h, left);
-    }
     __device__ void leave(int left) {
         if (each_gate) tiles.copy_out(0, gates_grad, left);
         if (each_token) tiles.copy_out(1, tokens_grad, left);

@@ -75,15 +75,6 @@ struct ForwardWalk {
             tiles.put(1, states, left, k, x);
         }
     }
-    __device__ void walk_rows(int left) {
-        Held held;
-        Affine maps[VECTOR];
-        State x[VECTOR];
-        read(held);
-        compose(held, maps, left);
-        passage.enter(maps, x);
-        finish(held, x, left);
-    }
     __device__ void leave(int left) {
         tiles.copy_out(1, states, left);
         states.advance();

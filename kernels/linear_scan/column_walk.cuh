@@ -235,8 +235,8 @@ struct Tiles {
         }
     }
 
-    // Walk all rows. `work.fetch(left)` copies a tile in, where so many rows are left, `work.walk_rows(left)` walks
-    // this warp's rows of it, and `work.leave(left)` copies results out.
+    // Walk all rows. `work.fetch(left)` copies a tile in, where so many rows are left, `read` holds this lane's rows of
+    // it, which `compose` composes and `finish` walks from what `passage` lets enter, and `leave` copies results out.
 #if PACE
     template <class Work>
     __device__ void walk(Work& work, Pace pace) {
@@ -294,7 +294,13 @@ struct Tiles {
   private:
     template <class Work>
     __device__ static void walk_tile(Work& work, int left) {
-        work.walk_rows(left);
+        typename Work::Held held;
+        Affine maps[VECTOR];
+        State x[VECTOR];
+        work.read(held);
+        work.compose(held, maps, left);
+        work.passage.enter(maps, x);
+        work.finish(held, x, left);
         hand_out(work, left);
     }
 };

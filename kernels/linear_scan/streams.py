@@ -3,11 +3,11 @@
 They take memory that is aligned. Of time-last kernels ``lanes`` threads share a row, each of which holds
 ``pieces`` of 16 bytes, and ``rows`` warps work side by side or ``warps`` share a row; channel-last ones
 have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` rows; or lanes ``across`` them, and
-then a block walks all of time, or shares that with others, a part for each of ``parts`` (0: for as many blocks as
-there is room for), which compose their tiles some turns ``early``. Scans that are too few to fill a GPU are cut into segments of a tile for each
-warp of a block, which are composed some turns ``ahead`` of their walk.
+then a block walks all of time, or shares that with others, a part for each of ``parts`` (0: for as many blocks
+as there is room for), which compose their tiles some turns ``early``. Scans that are too few to fill a GPU are
+cut into segments of a tile for each warp of a block, which are composed some turns ``ahead`` of their walk.
 ``blocks`` are meant to share a multiprocessor; they keep in step where there is a ``pace``. The sources
-are ``time_stream.cuh``, ``channel_stream.cuh`` and ``column_walk.cuh``.
+are ``time_stream.cuh``, ``channel_stream.cuh``, ``column_walk.cuh`` and ``shared_walk.cuh``.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
 
 
 def _shared_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Columns that several blocks walk together: over narrow numbers a few, in rows of 128 bytes; or as many as there
-    are, of few channels, which takes longer backward than to cut columns."""
+    """Columns that several blocks walk together: over narrow numbers a few, in rows of 128 bytes; or as many
+    as there are, of few channels, which takes longer backward than to cut columns."""
     each = ITEM_SIZE[dtype]
     some = product((3, 4, 8), ((8, 16),), (32,)) if each == 2 else ()
     every = product((0,), _TOGETHER.get(each, ()), (8, 16)) if direction == "forward" else ()
@@ -160,13 +160,12 @@ def _shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
 
 
 def _meeting(dtype: str, tile: Tile) -> int:
-    """Bytes, at most, that the warps of a block need to meet where columns are cut: in each turn a map and a
-    state for each scan of a walking warp, and for each scan four maps and a state with its rest."""
+    """Bytes, at most, that the warps of a block need to meet. Where columns are cut: in each turn a map and a
+    state for each scan of a walking warp, and for each scan four maps and a state with its rest. Where they
+    are shared: for each channel the maps of all groups and of the tile, and in two turns a state for each."""
     if "early" in tile:
-        scans = int(tile["across"]) * int(tile["vector"])
-        groups = (
-            int(tile["warps"]) * int(tile["vector"]) * 32 + scans
-        )  # of all channels, and the tile
+        vector = int(tile["vector"])
+        groups = 32 * int(tile["warps"]) * vector + int(tile["across"]) * vector
         return groups * ((int(tile["early"]) + 1) * (8 if ITEM_SIZE[dtype] == 2 else 12) + 2 * 4)
     if "ahead" not in tile:
         return 0
