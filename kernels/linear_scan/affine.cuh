@@ -165,35 +165,3 @@ __device__ inline Affine exclusive_scan(Affine& map, int lane) {
     if (place < STRIDE) before = Affine{};
     return before;
 }
-
-__device__ inline void swap_if(bool wanted, Affine& a, Affine& b) {
-    const Affine first = a;
-    if (wanted) a = b, b = first;
-}
-// This lane's own map, and what the lane at a distance gives for this one's, in the order of the lanes.
-__device__ inline Affine with_other(Affine own, const Affine& given, int distance, int lane) {
-    Affine other = from_lane(given, lane ^ distance);
-    swap_if(lane & distance, own, other);
-    return then(own, other);
-}
-// Of the lanes that are congruent modulo STRIDE the first maps composed, then their second ones, and so on up to COUNT,
-// a power of 2 that is no more than those lanes.
-template <int STRIDE, int COUNT>
-__device__ inline Affine composed_across(Affine (&maps)[COUNT], int lane) {
-    static_assert(STRIDE * COUNT <= 32);
-    // Of what two lanes have each takes half, so that in the end a lane has one of the maps, of all lanes.
-#pragma unroll
-    for (int distance = STRIDE, count = COUNT; distance < 32; distance *= 2, count = (count + 1) / 2) {
-        const bool later = lane & distance;
-#pragma unroll
-        for (int i = 0; i < (count + 1) / 2; i++) {
-            Affine own = maps[i], given = maps[i + count / 2];
-            if (count > 1) swap_if(later, own, given);
-            maps[i] = with_other(own, given, distance, lane);
-        }
-    }
-#pragma unroll
-    for (int distance = STRIDE * COUNT / 2; distance >= STRIDE; distance /= 2)
-        maps[0] = with_other(maps[0], maps[0], distance, lane);
-    return maps[0];
-}

@@ -8,7 +8,7 @@
 // The states are read one step further along the walk than the rest. Three reads and two writes: 20
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in
 // column_walk.cuh, channel_stream.cuh (staged) and channel_last.cuh (held in registers).
-#if EARLY
+#if PARTS > 1
 #include "shared_walk.cuh"
 #elif WALKS
 #include "column_walk.cuh"
@@ -119,7 +119,7 @@ struct BackwardWalk {
     }
 };
 
-#if !EARLY
+#if PARTS == 1
 template <bool ONE_GATE>
 __device__ void walk_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
                             const States& before_grad, const States& sums, Pace pace) {
@@ -239,9 +239,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if WALKS
-#if EARLY
-    const Seat seat(workspace, int(flags >> 2));
-    const Column column(channels, time, !(flags & 1), offsets, sequences, seat.column, seat.part, seat.parts);
+#if PARTS > 1
+    const Seat seat(workspace);
+    const Column column(channels, time, !(flags & 1), offsets, sequences, seat.column, seat.part);
 #else
     const Column column(channels, time, !(flags & 1), offsets, sequences, blockIdx.x);
 #endif
@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                       states_batch, states_time, states_grad_batch, states_grad_time,
                       grads_batch, grads_time};
     const States before = states_of(initial_state, column), after_grad = states_of(final_state_grad, column);
-#if EARLY
+#if PARTS > 1
     const Column own = column.with(Share::place_of(Share::own_channel()));
     Share share(seat, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
     share.walk(BackwardWalk<false>(of, column, before, after_grad), time);

@@ -5,7 +5,7 @@
 // channels, walks all of time once. One read of each input and one write of the output: 12 bytes per
 // element in float32, 6 in bfloat16 and float16. The tile pictures are in column_walk.cuh,
 // channel_stream.cuh (staged) and channel_last.cuh (held in registers).
-#if EARLY
+#if PARTS > 1
 #include "shared_walk.cuh"
 #elif WALKS
 #include "column_walk.cuh"
@@ -81,7 +81,7 @@ struct ForwardWalk {
     }
 };
 
-#if !EARLY
+#if PARTS == 1
 template <bool ONE_GATE>
 __device__ void walk_column(const Forward& of, const Column& column, const States& before,
                             const States& after, Pace pace) {
@@ -165,16 +165,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if WALKS
-#if EARLY
-    const Seat seat(workspace, int(flags >> 2));
-    const Column column(channels, time, flags & 1, offsets, sequences, seat.column, seat.part, seat.parts);
+#if PARTS > 1
+    const Seat seat(workspace);
+    const Column column(channels, time, flags & 1, offsets, sequences, seat.column, seat.part);
 #else
     const Column column(channels, time, flags & 1, offsets, sequences, blockIdx.x);
 #endif
     const States before(initial_state, state_batch, state_channel, state_time, column);
     const Forward of{gates,        tokens,      states,       gates_batch, gates_time,
                      tokens_batch, tokens_time, states_batch, states_time};
-#if EARLY
+#if PARTS > 1
     const Column own = column.with(Share::place_of(Share::own_channel()));
     Share share(seat, workspace, States(initial_state, state_batch, state_channel, state_time, own),
                 States(final_state, state_batch, state_channel, state_time, own));

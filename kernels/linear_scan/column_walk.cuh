@@ -2,7 +2,7 @@
 // other, and waits for no other block.
 //
 // The build pins WARPS (per block), ACROSS (lanes side by side), VECTOR (channels of a lane), STEPS, STAGES,
-// BLOCKS (per SM), PACE, whether blocks keep in step (pace.cuh), and EARLY, which is not 0 where blocks share a column
+// BLOCKS (per SM), PACE, whether blocks keep in step (pace.cuh), and PARTS, how many blocks share a column
 // (shared_walk.cuh):
 //
 //                 channels ->    ACROSS × VECTOR
@@ -34,7 +34,7 @@ enum : int {
     TIMES = WARPS * WARP_STEPS,  // of a tile
 };
 // Pieces between the rows of a warp's groups, so that these do not meet in the same banks.
-enum : int { APART = ACROSS == 32 || sizeof(Storage) == 8 ? 0 : ACROSS == 8 && sizeof(Storage) == 2 ? 2 : 4 };
+enum : int { APART = ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0 };
 static_assert(PIECES <= 32 && CHANNELS % ITEMS == 0);
 
 // Where a block's column is, and in it the channels of this lane.
@@ -43,11 +43,10 @@ struct Column {
     i64 batch, sequence = 0, channel, copied;  // first channels: this lane's, and what it copies
     i64 end;                                   // of the block's channels
     i64 origin, way = 1, rows;                 // time of the first row, from row to row, and how many
-    int onward = TIMES;                        // rows from tile to tile
 
-    // Of the tiles of a column a block has every `parts`-th, from its own on.
+    // Of the tiles of a column a block has every PARTS-th, from its own on.
     __device__ Column(i64 channels, i64 time, bool against, const i64* offsets, i64 sequences,
-                      unsigned number, int part = 0, int parts = 1) {
+                      unsigned number, int part = 0) {
         const unsigned across = unsigned((channels + CHANNELS - 1) / CHANNELS);
         const i64 first = i64(number % across) * CHANNELS;
         end = first + CHANNELS < channels ? first + CHANNELS : channels;
@@ -66,7 +65,7 @@ struct Column {
         channel = first + lane % ACROSS * VECTOR;
         copied = first + lane % PIECES * ITEMS;
         if (against) origin += rows - 1, way = -1;
-        if constexpr (EARLY > 0) origin += way * part * TIMES, rows -= part * TIMES, onward *= parts;
+        if constexpr (PARTS > 1) origin += way * part * TIMES, rows -= part * TIMES;
     }
 
     // The same for a lane that has one channel, of the block's this one.
@@ -91,10 +90,9 @@ struct Rows {
     i64 apart;   // rows of the walk
     i64 to_own;  // from the first piece to the first of this lane's channels
     int later;   // by how many rows it is read later than others
-    int onward;  // rows from tile to tile
 
     __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column, int later = 0)
-        : apart(column.way * by_time), later(later), onward(column.onward) {
+        : apart(column.way * by_time), later(later) {
         const int copied = threadIdx.x / 32 * WARP_STEPS + column.lane / PIECES;
         const int own = threadIdx.x / ACROSS * STEPS;
         first = const_cast<Storage*>(tensor) + column.batch * by_batch + column.origin * by_time + column.copied +
@@ -103,7 +101,7 @@ struct Rows {
     }
     __device__ Storage* at(int row) const { return first + row * apart; }
     __device__ Storage* own(int k) const { return at(k) + to_own; }
-    __device__ void advance() { first += (EARLY > 0 ? onward : TIMES) * apart; }
+    __device__ void advance() { first += PARTS * TIMES * apart; }
 };
 
 // Tiles on their way: a warp's rows of INPUTS tensors, in STAGES places. Of the rows from a tile on, only as

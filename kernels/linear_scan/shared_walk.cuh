@@ -1,62 +1,36 @@
-// A column that several blocks walk together: each takes every so many-th tile. So rows may be wide where columns are
-// few, blocks are small and alike where columns would fill multiprocessors unevenly, and one column keeps all busy.
+// A column that PARTS blocks walk together: each takes every PARTS-th tile. So rows may be wide where columns are few,
+// and more multiprocessors have something to do.
 //
 //      tile 0      block 0    composed EARLY turns before it is walked; its map goes to the other blocks then
 //      tile 1      block 1
 //      …                      what a block knows, the state after its last tile, goes through the maps of the
-//      tile parts  block 0    parts - 1 tiles between, which are asked for before they are needed
+//      tile PARTS  block 0    PARTS - 1 tiles between, which are asked for a turn before they are needed
 //
-// PARTS blocks do, or if that is 0 as many as the launch says, which is as many as the GPU has room for, and MAPS + 1 at
-// most. Nobody waits for a state of others, only for maps, which wait for nothing but states that came EARLY turns
-// before. Blocks draw their numbers, so that of those that share a column the rest begins as soon as there is room.
+// A thread looks after one of the column's channels, whatever it walks; they are numbered so that lanes side by side
+// walk successive ones: a lane's first, then the second of all. Nobody waits for a state of others, only for maps, which
+// wait for nothing but states that came EARLY turns before. Blocks draw their numbers, so that of those that share a
+// column the rest begins as soon as there is room: of a launch at most PARTS - 1 wait for one that has not begun.
 //
-// A warp looks after the maps of OWN of the column's channels, PLACES lanes after each: they have the groups of a tile
-// between them, and the other blocks' maps. All maps are composed in the order of their rows. Channels are numbered so
-// that lanes side by side have successive ones: a lane's first, then the second of all.
-//
-// workspace, zeroed before the launch: a counter, and for each channel of each column a ring of TURNS × parts words,
-// one for each tile. A word says which round of the ring it is of, so that it travels in one store and one load, and
+// workspace, zeroed before the launch: a counter, and for each column a ring of TURNS × PARTS tiles with a word for
+// each channel. A word says which round of the ring it is of, so that it travels in one store and one load, and
 // nothing needs a fence. A tile takes the place of another once all have used that: a block that tells turn t has
 // entered turn t - EARLY, with maps of turn t - EARLY - 1 or later, and who told them had entered t - 2 EARLY - 1.
 #pragma once
 #include "column_walk.cuh"
 
 enum : int {
-    SLOTS = EARLY + 1,   // turns whose maps a block keeps
-    TURNS = 2 * SLOTS,   // turns that are told of
-    OWN = ACROSS == 32 ? 32 : CHANNELS / WARPS,
-    PLACES = 32 / OWN,
-    OWN_GROUPS = GROUPS / PLACES,
-    LOOKS = (MAPS + PLACES - 1) / PLACES,  // of a lane, at maps of others
+    SLOTS = EARLY + 1,  // turns whose maps a block keeps
+    TURNS = 2 * SLOTS,  // turns that are told of
 };
-static_assert(EARLY > 1 && STAGES > SLOTS && OWN * PLACES == 32 && OWN * WARPS >= CHANNELS && CHANNELS % OWN == 0);
-static_assert(OWN_GROUPS * PLACES == GROUPS);
-// Numbers of what belongs to a channel follow one another, or those of what belongs to a tile: as lanes want them.
-enum : int { BY_CHANNEL = PLACES > 1 ? GROUPS + 1 : 1, BY_GROUP = PLACES > 1 ? 1 : CHANNELS };
-static_assert(!RAGGED && !PACKED);
+static_assert(PARTS > 1 && EARLY > 1 && STAGES > SLOTS && CHANNELS <= THREADS && CHANNELS % 32 == 0 && ACROSS == 32);
+static_assert(!WITH_REST && !RAGGED && !PACKED);
 // A look takes about a microsecond.
 enum : unsigned { LOOK_AGAIN_NS = 40 };
 enum : int { COUNTER = 256 };  // bytes before the words, so that a warp's are in whole lines
 
-// A tile's map of a channel, and the round, 1 to 3: never that of the rounds before and after, nor of memory that was
-// zeroed.
-template <bool = WITH_REST>
+// A tile's map of a channel in a word, with the round in the last bits of the shift: states are stored so coarsely that
+// these do not matter. It is 1 to 3: never that of the rounds before and after, nor of memory that was zeroed.
 struct Told {
-    uint4 word;
-
-    __device__ static Told of(const Affine& map, unsigned round) {
-        const auto bits = [](State x) { return unsigned(Element::Whole::narrow(x)); };
-        return {make_uint4(bits(map.scale), bits(map.rest), bits(map.shift), round)};
-    }
-    __device__ unsigned round() const { return word.w; }
-    __device__ operator Affine() const {
-        const auto number = [](unsigned bits) { return Element::Whole::widen(bits); };
-        return {number(word.x), number(word.y), number(word.z)};
-    }
-};
-// In 8 bytes: the round is in the last bits of the shift. States are stored so coarsely that these do not matter.
-template <>
-struct Told<false> {
     u64 word;
 
     __device__ static Told of(const Affine& map, unsigned round) {
@@ -67,7 +41,6 @@ struct Told<false> {
         return {__uint_as_float(unsigned(word)), State(0), __uint_as_float(unsigned(word >> 32) & ~3u)};
     }
 };
-using Word = decltype(Told<>::word);
 
 // Which block this is: its column, and its number among the blocks that share that.
 struct Seat {
@@ -75,7 +48,7 @@ struct Seat {
     int part, parts;
 
     // The number is drawn for the whole block.
-    __device__ Seat(void* workspace, int fitting) : parts(PARTS ? PARTS : fitting) {
+    __device__ explicit Seat(void* workspace) : parts(PARTS) {
         __shared__ unsigned drawn;
         if (threadIdx.x == 0) drawn = atomicAdd(static_cast<unsigned*>(workspace), 1u);
         __syncthreads();
@@ -86,55 +59,53 @@ struct Seat {
 // What a block has to do with the others of its column.
 struct Share {
     const Seat seat;
-    const int lane = threadIdx.x % 32, place = lane / OWN;
-    const int channel = own_channel(), first_group = place * OWN_GROUPS;
-    const bool looks_after = OWN * WARPS == CHANNELS || channel < CHANNELS;  // any: the whole warp does, or does not
-    Word* const words;   // of that channel
+    const int channel = own_channel();
+    const bool has_channel = channel < CHANNELS;  // the whole warp has, or has not
+    u64* const words;    // of that channel
     const States final;  // where its last state goes
     Carried carried;     // its state after this block's last tile
-    Told<> told[LOOKS];
+    Told told[PARTS - 1];
 
-    static __device__ int own_channel() { return threadIdx.x / 32 * OWN + threadIdx.x % OWN; }
+    static __device__ int own_channel() { return threadIdx.x / 32 * 32 + threadIdx.x % 32; }
     // Where that is in the column, and the number of what a lane walks.
     static __device__ int place_of(int channel) { return channel % ACROSS * VECTOR + channel / ACROSS; }
     static __device__ int walked(int v) { return v * ACROSS + threadIdx.x % ACROSS; }
     __device__ Share(const Seat& seat, void* workspace, const States& before, const States& after)
         : seat(seat),
-          words(reinterpret_cast<Word*>(static_cast<char*>(workspace) + COUNTER) +
-                i64(seat.column) * CHANNELS * TURNS * seat.parts + (PLACES > 1 ? channel * TURNS * seat.parts : channel)),
+          words(reinterpret_cast<u64*>(static_cast<char*>(workspace) + COUNTER) +
+                i64(seat.column) * CHANNELS * TURNS * seat.parts + channel),
           final(after),
           carried(before.read(0)) {}
-    __device__ Word* word(int tile) const { return words + (PLACES > 1 ? tile : tile * CHANNELS); }
+    __device__ u64* word(int tile) const { return words + tile * CHANNELS; }
 
     // Of the groups of a tile, and last of the tile; those of the groups before, once the block has met.
     static __device__ Stored<>& map(int turn, int group, int channel) {
         __shared__ Stored<> maps[SLOTS][CHANNELS * (GROUPS + 1)];
-        return maps[turn % SLOTS][channel * BY_CHANNEL + group * BY_GROUP];
+        return maps[turn % SLOTS][channel + group * CHANNELS];
     }
     static __device__ State& entering(int turn, int group, int channel) {
         __shared__ State entering[2][CHANNELS * (GROUPS + 1)];
-        return entering[turn % 2][channel * BY_CHANNEL + group * BY_GROUP];
+        return entering[turn % 2][channel + group * CHANNELS];
     }
     __device__ static unsigned round(int turn) { return unsigned(turn) / TURNS % 3 + 1; }
 
     // Tell the others the map of a tile whose groups' maps are there.
     __device__ void tell(int turn) const {
-        Affine own[OWN_GROUPS], all;
+        Affine own[GROUPS], all;
 #pragma unroll
-        for (int g = 0; g < OWN_GROUPS; g++) own[g] = map(turn, first_group + g, channel), all = then(all, own[g]);
-        Affine before = exclusive_scan<OWN>(all, lane);
+        for (int g = 0; g < GROUPS; g++) own[g] = map(turn, g, channel), all = then(all, own[g]);
+        Affine before;
 #pragma unroll
-        for (int g = 0; g < OWN_GROUPS; g++) {
-            map(turn, first_group + g, channel) = before;
+        for (int g = 0; g < GROUPS; g++) {
+            map(turn, g, channel) = before;
             before = then(before, own[g]);
         }
-        if (place + 1 < PLACES) return;
         map(turn, GROUPS, channel) = all;
-        store_relaxed(word(unsigned(turn) % TURNS * seat.parts + seat.part), Told<>::of(all, round(turn)).word);
+        store_relaxed(word(unsigned(turn) % TURNS * seat.parts + seat.part), Told::of(all, round(turn)).word);
     }
-    // A lane's i-th tile after the block's last one: its place among those of a turn and the one before, and whether
+    // The i-th tile after the block's last one: its place among those of a turn and the one before, and whether
     // there is one that matters.
-    __device__ int after_last(int i) const { return seat.part + 1 + place + i * PLACES; }
+    __device__ int after_last(int i) const { return seat.part + 1 + i; }
     __device__ bool matters(int turn, int at) const {
         return at < seat.parts + seat.part && (turn > 0 || at >= seat.parts);
     }
@@ -142,7 +113,7 @@ struct Share {
     __device__ unsigned missing(int turn) const {
         unsigned bits = 0;
 #pragma unroll
-        for (int i = 0; i < LOOKS; i++) {
+        for (int i = 0; i < PARTS - 1; i++) {
             const int at = after_last(i);
             const bool there = told[i].round() == round(turn - (at < seat.parts));
             bits |= unsigned(matters(turn, at) && !there) << i;
@@ -153,7 +124,7 @@ struct Share {
     __device__ void ask(int turn, unsigned wanted) {
         const int before = int(unsigned(turn + TURNS - 1) % TURNS) * seat.parts, ring = TURNS * seat.parts;
 #pragma unroll
-        for (int i = 0; i < LOOKS; i++) {
+        for (int i = 0; i < PARTS - 1; i++) {
             const int index = before + after_last(i);
             if (wanted >> i & 1 && matters(turn, after_last(i)))
                 told[i].word = load_relaxed(word(index < ring ? index : index - ring));
@@ -166,19 +137,15 @@ struct Share {
             __nanosleep(LOOK_AGAIN_NS);
             ask(turn, wanted);
         }
-        Affine maps[LOOKS];
+        Affine maps[PARTS - 1];
 #pragma unroll
-        for (int i = 0; i < LOOKS; i++)
+        for (int i = 0; i < PARTS - 1; i++)
             if (matters(turn, after_last(i))) maps[i] = told[i];
-        if constexpr (PLACES > 1) {
-            carried = composed_across<OWN>(maps, lane)(carried);
-        } else {
 #pragma unroll
-            for (int i = 0; i < LOOKS; i++) carried = maps[i](carried);
-        }
+        for (int i = 0; i < PARTS - 1; i++) carried = maps[i](carried);
 #pragma unroll
-        for (int g = 0; g < OWN_GROUPS; g++)
-            entering(turn, first_group + g, channel) = Affine(map(turn, first_group + g, channel))(carried.x);
+        for (int g = 0; g < GROUPS; g++)
+            entering(turn, g, channel) = Affine(map(turn, g, channel))(carried.x);
         carried = Affine(map(turn, GROUPS, channel))(carried);
     }
 
@@ -204,8 +171,7 @@ struct Share {
 #pragma unroll 1
         for (int turn = -EARLY; turn < turns; turn++) {
             const bool goes_on = turn >= -1 && turn + 1 < turns, composes = turn + EARLY < turns;
-            // The fewer they are, the sooner others' maps are there.
-            if (PLACES == 1 && goes_on && looks_after) ask(turn + 1, ~0u);
+            if (goes_on && has_channel) ask(turn + 1, ~0u);
             next(turn + STAGES - 1);
             wait_for_copies<STAGES - SLOTS>();
             __syncwarp();  // of all lanes
@@ -218,8 +184,7 @@ struct Share {
                 for (int v = 0; v < VECTOR; v++) map(turn + EARLY, group, walked(v)) = maps[v];
             }
             __syncthreads();  // one a turn
-            if (composes && looks_after) tell(turn + EARLY);
-            if (PLACES > 1 && goes_on && looks_after) ask(turn + 1, ~0u);
+            if (composes && has_channel) tell(turn + EARLY);
             to_compose -= turn_rows;
             if (turn >= 0) {
                 State x[VECTOR];
@@ -232,8 +197,8 @@ struct Share {
                 tiles.hand_out(work, rows);
                 left -= turn_rows;
             }
-            if (goes_on && looks_after) enter(turn + 1);
+            if (goes_on && has_channel) enter(turn + 1);
         }
-        if (looks_after && place == 0 && seat.part + 1 == seat.parts) final.write(0, carried.x);
+        if (has_channel && seat.part + 1 == seat.parts) final.write(0, carried.x);
     }
 };

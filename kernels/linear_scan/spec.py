@@ -136,9 +136,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "STAGES": 0,
         "AHEAD": 0,
         "PACE": 0,
-        "EARLY": 0,
         "PARTS": 1,
-        "MAPS": streams.maps(variant),
         "WALKS": int(streams.walks(variant)),
         **tile,
     }

@@ -3,8 +3,8 @@
 They take memory that is aligned. Of time-last kernels ``lanes`` threads share a row, each of which holds
 ``pieces`` of 16 bytes, and ``rows`` warps work side by side or ``warps`` share a row; channel-last ones
 have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` rows; or lanes ``across`` them, and
-then a block walks all of time, or shares that with others, a part for each of ``parts`` (0: for as many blocks
-as there is room for), which compose their tiles some turns ``early``. Scans that are too few to fill a GPU are
+then a block walks all of time, or shares that with others, a part for each of ``parts``, which compose their
+tiles some turns ``early``. Scans that are too few to fill a GPU are
 cut into segments of a tile for each warp of a block, which are composed some turns ``ahead`` of their walk.
 ``blocks`` are meant to share a multiprocessor; they keep in step where there is a ``pace``. The sources
 are ``time_stream.cuh``, ``channel_stream.cuh``, ``column_walk.cuh`` and ``shared_walk.cuh``.
@@ -37,16 +37,19 @@ _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...
     ((1, 2), 8, ((4, 3, 4),)),
     ((16, 32), 8, ((2, 1, 12), (8, 1, 2), (8, 2, 1))),
 )
-#: Warps, and steps and stages, of walks over narrow numbers whose rings are deep.
-_DEEP = ((4, (8, 8)), (4, (16, 4)), (4, (16, 6)), (8, (16, 4)))
+#: Warps, steps and stages of walks over narrow numbers whose rings are deep.
+_DEEP = ((4, 8, 8), (4, 12, 3), (4, 16, 4), (4, 16, 6), (8, 16, 4))
+#: Warps, steps and stages of walks over columns of 128 channels.
+_WIDE = ((4, 8, 2), (4, 8, 3), (4, 8, 6), (4, 12, 2), (4, 12, 3), (6, 8, 4), (8, 8, 2), (8, 8, 3))
 #: Warps, channels of a lane, steps and stages of walks that keep in step.
-_PACED = ((4, 2, 8, 3), (4, 2, 16, 2), (8, 2, 8, 3), (8, 2, 16, 2), (8, 1, 16, 3), (8, 1, 16, 4))
-#: Of blocks that share a column: tiles in shared memory, and how many turns before it is walked one is composed; and
-#: of few channels, warps and steps.
+_PACED = (
+    *((8, 1, 16, 3), (8, 1, 16, 4), (2, 2, 32, 2), (4, 2, 8, 3), (4, 2, 12, 2), (4, 2, 16, 2)),
+    *((8, 2, 16, 2), (4, 4, 8, 2), (4, 4, 8, 3), (4, 4, 12, 3)),
+)
+#: Of blocks that share a column: tiles in shared memory, and how many turns before it is walked one is composed.
 _EARLY = ((4, 2), (5, 3))
-_TOGETHER = {2: ((8, 16), (8, 24)), 4: ((8, 8),)}
-#: Of all channels, maps that a block reads in each turn where as many share a column as there is room for.
-_MAPS = 2048
+#: Bytes of a map that they tell one another.
+_WORD = 8
 #: Bytes before the words in which blocks that share a column tell one another maps.
 _COUNTER = 256
 #: Blocks that a GPU has something to do with.
@@ -79,18 +82,18 @@ def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """Walks over rows of 32 to 256 bytes; for few channels, 16 bytes to a lane, and cut."""
+    """Walks over rows of 32 to 512 bytes; for few channels, 16 bytes to a lane, and cut."""
     each = ITEM_SIZE[dtype]
     usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
     for warps, (across, vector), (steps, stages) in (
         *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
         # What is asked for at once is there sooner, where walks are short.
-        *((warps, (32, 2), ring) for warps, ring in _DEEP if each == 2),
+        *((warps, (32, 2), tuple(ring)) for warps, *ring in _DEEP if each == 2),
         # Narrow columns are for problems that leave a multiprocessor one block.
         *product((4, 8), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
     ):
-        if each < 8 and (warps, across) == (16, 16):
-            continue  # of every problem that is tuned, 8% slower than others at least
+        if warps == 16 and (steps == 4 or (across == 16 and each < 8)):
+            continue  # of every problem that is tuned, 4% slower than others at least
         tile = {
             "warps": warps,
             "across": across,
@@ -98,12 +101,18 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
             "steps": steps,
             "stages": stages,
         }
-        yield from resident(direction, dtype, tile, 2, access)
-        if warps == 16:  # more registers
+        if steps != 12:
+            yield from resident(direction, dtype, tile, 2, access)
+        if warps == 16 or steps == 12:  # more registers
             yield from resident(direction, dtype, tile, 1, access)
     if access in (PACKED, RAGGED):
         return
-    yield from _shared_walks(direction, dtype)
+    if each < 8:
+        for warps, steps, stages in _WIDE:
+            tile = {"warps": warps, "across": 32, "vector": 4, "steps": steps}
+            yield from resident(direction, dtype, tile | {"stages": stages}, 2)
+    if each == 2:
+        yield from _shared_walks(direction, dtype)
     if each == 4:  # with narrower numbers nobody falls behind (NOTES.md)
         for warps, vector, steps, stages in _PACED:
             tile = {"warps": warps, "across": 32, "vector": vector, "steps": steps}
@@ -118,13 +127,9 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
 
 
 def _shared_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Columns that several blocks walk together: over narrow numbers a few, in rows of 128 bytes; or as many
-    as there are, of few channels, which takes longer backward than to cut columns."""
-    each = ITEM_SIZE[dtype]
-    some = product((3, 4, 8), ((8, 16),), (32,)) if each == 2 else ()
-    every = product((0,), _TOGETHER.get(each, ()), (8, 16)) if direction == "forward" else ()
-    for (parts, (warps, steps), across), (stages, early) in product((*some, *every), _EARLY):
-        tile = {"warps": warps, "across": across, "vector": 2, "steps": steps, "stages": stages}
+    """Columns that several blocks walk together."""
+    for parts, (stages, early) in product((3, 4, 8), _EARLY):
+        tile = {"warps": 8, "across": 32, "vector": 2, "steps": 16, "stages": stages}
         yield from resident(direction, dtype, tile | {"parts": parts, "early": early}, 1)
 
 
@@ -155,7 +160,7 @@ def _shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
         if access == RAGGED:  # one more piece a row
             warp += 16 * groups * int(tile["steps"])
         if ITEM_SIZE[dtype] < 8:  # between groups
-            warp += (32 if groups == 4 and ITEM_SIZE[dtype] == 2 else 64) * (groups - 1)
+            warp += 64 * (groups - 1)
     return ring * inputs * warp
 
 
@@ -166,7 +171,7 @@ def _meeting(dtype: str, tile: Tile) -> int:
     if "early" in tile:
         vector = int(tile["vector"])
         groups = 32 * int(tile["warps"]) * vector + int(tile["across"]) * vector
-        return groups * ((int(tile["early"]) + 1) * (8 if ITEM_SIZE[dtype] == 2 else 12) + 2 * 4)
+        return groups * ((int(tile["early"]) + 1) * 8 + 2 * 4)
     if "ahead" not in tile:
         return 0
     turns = int(tile["ahead"]) + 1
@@ -241,7 +246,7 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
     rows = problem.batch * problem.channels * max(1, problem.sequences)
     if rows > _MOST_ROWS:
         return f"{rows} rows; it counts {_MOST_ROWS}"
-    if _shares(variant) and problem.sums:
+    if _parts(variant) > 1 and problem.sums:
         return "blocks that share a column do not sum the gradient of gates"
     if _cuts(variant) and _segments(variant, problem) > _MOST_ROWS:
         return f"more than {_MOST_ROWS} segments"
@@ -255,7 +260,7 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
     """Where no tuning speaks: whole columns, unless they would leave most of any GPU idle; whose tiles are
     filled best, and then the widest."""
     if problem.layout == "channel_last":
-        alone = walks(variant) and not _shares(variant)
+        alone = walks(variant) and _parts(variant) == 1
         return float(alone != (_columns(variant, problem) >= _MANY))
     filled = ceil_div(problem.time, times(variant)) * times(variant) / max(1, problem.time)
     return 1000 * filled - _scans(variant)
@@ -287,12 +292,10 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
         if "pace" in dict(variant.statics) and columns <= at_once:
             # With a multiprocessor for each, one that is a tile ahead does no harm yet.
             pace = 2 if columns <= multiprocessors else 1
-        if not _shares(variant):
+        if _parts(variant) == 1:
             return Launch((columns, 1, 1), problem.scalars(pace))
-        parts = _parts(variant, columns, at_once)
-        return Launch(
-            (columns * parts, 1, 1), problem.scalars(parts), _told(variant, columns * parts)
-        )
+        blocks = columns * _parts(variant)
+        return Launch((blocks, 1, 1), problem.scalars(), _told(variant, blocks))
     columns = ceil_div(problem.batch * problem.channels, _scans(variant))
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
 
@@ -312,38 +315,25 @@ def _columns(variant: Variant, problem: LinearScanProblem) -> int:
     return problem.batch * max(1, problem.sequences) * ceil_div(problem.channels, _scans(variant))
 
 
-def _shares(variant: Variant) -> bool:
-    """Whether blocks share a column."""
-    return "parts" in dict(variant.statics)
-
-
-def maps(variant: Variant) -> int:
-    """Of a channel, those of other blocks' tiles that a block reads in a turn, at most."""
-    parts = int(dict(variant.statics).get("parts", 1))
-    return parts - 1 if parts else _MAPS // _scans(variant)
-
-
-def _parts(variant: Variant, columns: int, room: int) -> int:
-    """Blocks that share a column where there is room for so many blocks in all."""
-    return variant.number("parts") or max(2, min(room // columns, maps(variant) + 1))
+def _parts(variant: Variant) -> int:
+    """Blocks that share a column."""
+    return int(dict(variant.statics).get("parts", 1))
 
 
 def _told(variant: Variant, blocks: int) -> int:
     """Bytes in which blocks that share columns tell each other maps: a counter, and a ring of tiles for each block
     with a word for each channel."""
-    turns, word = (
-        2 * (variant.number("early") + 1),
-        8 if ITEM_SIZE[variant.text("dtype")] == 2 else 16,
-    )
-    return _COUNTER + blocks * turns * _scans(variant) * word
+    turns = 2 * (variant.number("early") + 1)
+    return _COUNTER + blocks * turns * _scans(variant) * _WORD
 
 
 def crowds(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> str | None:
     """Why a GPU has no room for all blocks that share columns: others would begin when those are done."""
-    if not _shares(variant):
+    parts = _parts(variant)
+    if parts == 1:
         return None
-    columns, room = _columns(variant, problem), multiprocessors * variant.number("blocks")
-    blocks = columns * _parts(variant, columns, room)
+    columns = _columns(variant, problem)
+    blocks, room = columns * parts, multiprocessors * variant.number("blocks")
     return (
         f"{blocks} blocks share {columns} columns, and {room} run at once"
         if blocks > room

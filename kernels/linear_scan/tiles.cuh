@@ -168,7 +168,31 @@ struct Folder {
         fetched.ask(map_of({first, segment.column}), PLACES * apart, SCANS, int((left + PLACES - 1) / PLACES));
         Affine maps[MOST];
         fetched.await(maps);
-        return composed_across<OWN>(maps, lane);
+        // Of what two lanes have each takes half, so that in the end a lane has one of the looks, of all lanes.
+#pragma unroll
+        for (int distance = OWN, count = MOST; distance < 32; distance *= 2, count = (count + 1) / 2) {
+            const bool later = lane & distance;
+#pragma unroll
+            for (int i = 0; i < (count + 1) / 2; i++) {
+                Affine own = maps[i], given = maps[i + count / 2];
+                if (count > 1) swap_if(later, own, given);
+                maps[i] = with_other(own, given, distance);
+            }
+        }
+#pragma unroll
+        for (int distance = OWN * MOST / 2; distance >= OWN; distance /= 2)
+            maps[0] = with_other(maps[0], maps[0], distance);
+        return maps[0];
+    }
+    // This lane's own map, and what the lane at a distance gives for this one's, in the order of the lanes.
+    __device__ Affine with_other(Affine own, const Affine& given, int distance) const {
+        Affine other = from_lane(given, lane ^ distance);
+        swap_if(lane & distance, own, other);
+        return then(own, other);
+    }
+    static __device__ void swap_if(bool wanted, Affine& a, Affine& b) {
+        const Affine first = a;
+        if (wanted) a = b, b = first;
     }
 };
 

@@ -83,13 +83,10 @@ class Emulated:
             (ctypes.c_uint * 3)(*launch.grid),
             ctypes.c_uint(32 * self.kernel.warps(self.variant)),
             ctypes.c_uint(self.kernel.shared(self.variant)),
-            ctypes.c_uint(max(BLOCKS_AT_ONCE, self._waiting(launch.grid[0]))),
+            # A GPU that is to run a variant has room for those that share a column.
+            ctypes.c_uint(max(BLOCKS_AT_ONCE, int(dict(self.variant.statics).get("parts", 1)))),
             ctypes.c_uint(seed),
         )
-
-    def _waiting(self, blocks: int) -> int:
-        """Blocks that wait for each other, of which a GPU has room for all."""
-        return blocks if "early" in dict(self.variant.statics) else 0
 
 
 def emulated(kernel: Kernel, variant: Variant, folder: Path) -> Emulated:

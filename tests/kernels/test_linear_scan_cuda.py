@@ -59,17 +59,14 @@ def streamed() -> Iterator[Variant]:
             {"ahead": 2, "stages": 4},
             {"across": 16},
             {"across": 32},
+            {"across": 32, "vector": 4},
             {"pace": 1},
             {"pace": 1, "stages": 2},
-            {"early": 2, "across": 32},
+            {"parts": 3},
+            {"parts": 8},
             {"across": 16, "access": "packed"},
             {"across": 16, "access": "ragged"},
             {"vector": 2, "access": "ragged"},
-        ],
-        "channel_last_forward": [
-            {"early": 2, "across": 8},
-            {"early": 2, "across": 16},
-            {"early": 3, "across": 32},
         ],
     }
     dtypes = ("float32", "bfloat16", "complex64")
@@ -97,7 +94,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     dtype = variant.text("dtype")
     checked = 0
     trials = cases.trials(dtype, SHAPES, "cpu")
-    if {"ahead", "early"} & {*dict(variant.statics)}:
+    if {"ahead", "parts"} & {*dict(variant.statics)}:
         cut = product(LONG, (LASTING, replace(LASTING, reverse=True)))
         trials = chain(trials, (cases.draw(*each, dtype, "cpu") for each in cut))
     for trial in trials:
@@ -107,28 +104,6 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
                 assert case.error() <= cases.TOLERANCE[dtype], str(trial)
                 checked += 1
     assert checked
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("across", [8, 16])
-def test_many_blocks_walk_one_column(
-    dtype: str, across: int, cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
-    """More of them than a lane looks at maps of at once, and a ring of maps that is used several times."""
-    torch.manual_seed(0)
-    kernel = FAMILY.kernel("channel_last_forward", "cuda")
-    pins = {"dtype": dtype, "access": "aligned", "across": across, "parts": 0}.items()
-    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
-    channels = across * variant.number("vector")
-    library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    for reverse, blocks in product((False, True), (11, 40)):
-        setting = replace(LASTING, reverse=reverse)
-        trial = cases.draw((1, channels, 90_000), setting, dtype, "cpu")
-        case = trial.case(kernel.name, aligned=True)
-        assert kernel.accepts(variant, case.problem) is None
-        assert kernel.launch(variant, case.problem, blocks).grid[0] == blocks
-        library.run(case.problem, case.tensors, seed=blocks, multiprocessors=blocks)
-        assert case.error() <= cases.TOLERANCE[dtype]
 
 
 ONE_GATE = (
