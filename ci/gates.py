@@ -16,13 +16,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 # After everything that is installed: beside this folder lie the sources of what is.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ci import sbom
+from ci import disassembly, sbom
 from ci.matrix import Matrix, load
 from ci.workspace import PACKAGE, ROOT
 from scan_registry.aot.compile import refuse_spill
@@ -122,6 +123,30 @@ def rebuilt(release: Release, every: int) -> Gate:
         if each.outcome != "identical"
     ]
     return Gate("rebuilt", f"{len(chosen)} of {len(rows)} binaries", tuple(wrong))
+
+
+def copied(release: Release) -> Gate:
+    """No asynchronous copy has its cache hint where the hardware does not look for it; every architecture
+    has some copies, or this gate has lost sight of them."""
+    rows = []
+    for archive in release.archives:
+        if not archive.arch.is_ptx:
+            contents = ((binary, archive.read(binary)) for binary in archive.binaries)
+            rows += [(archive, *each) for each in contents if disassembly.may_copy(each[1])]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        codes = list(threads.map(disassembly.disassembled, (content for _, _, content in rows)))
+    wrong, count, seen = [], 0, set()
+    for (archive, binary, _), code in zip(rows, codes, strict=True):
+        found = disassembly.copies(code)
+        count += len(found)
+        seen |= {archive.arch} if found else set()
+        wrong += [f"{binary}: {copy}" for copy in found if disassembly.broken(copy)]
+    wrong += [
+        f"{archive.arch.label}: no asynchronous copies were found"
+        for archive in release.archives
+        if not archive.arch.is_ptx and archive.arch not in seen
+    ]
+    return Gate("copies", f"{count} in {len(rows)} binaries", tuple(wrong))
 
 
 def identical(release: Release, again: Path) -> Gate:
@@ -240,6 +265,7 @@ def gates(
     yield lambda: intact(release)
     yield lambda: unspilled(release)
     yield lambda: attested(release)
+    yield lambda: copied(release)
     if every:
         yield lambda: rebuilt(release, every)
     if again is not None:

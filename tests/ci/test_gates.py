@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ci import gates, products, sbom
+from ci import disassembly, gates, products, sbom
 from ci.gates import Release
 from ci.matrix import load
 from ci.products import Parts
@@ -18,6 +18,7 @@ from scan_registry import archive
 from scan_registry.aot.compile import compile_variant
 from scan_registry.archive import Archive, Binary
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import Variant
 from scan_registry.target import Target
 from scan_registry.wheel import Wheel
 
@@ -39,8 +40,8 @@ def release(small: Parts, tmp_path: Path) -> Release:
 def real(tmp_path: Path) -> Callable[..., Release]:
     """A release of one real binary, in an archive; keywords change what is stated of it."""
 
-    def make(**changes: Any) -> Release:
-        binary, content = compile_variant(CUDA, SM90)
+    def make(variant: Variant = CUDA, **changes: Any) -> Release:
+        binary, content = compile_variant(variant, SM90)
         path = tmp_path / f"{replace(binary, **changes).target.label}{archive.SUFFIX}"
         held = replace(binary, **changes)
         archive.write(path, held.target, [(held, content)], {"version": "0.1.0"})
@@ -109,6 +110,24 @@ def test_attested(release: Release, tmp_path: Path) -> None:
     assert len(gates.attested(release, tmp_path).wrong) == 1
     attestation(needed, tmp_path, error=1e-7)
     assert gates.attested(release, tmp_path).wrong == ()
+
+
+def test_copies(real: Callable[..., Release], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FAMILY.kernel("channel_last_forward", "cuda")
+    kept = next(v for v in kernel.variants if "across" in dict(v.statics))
+    passed = gates.copied(real(variant=kept))
+    assert passed.wrong == ()
+    assert int(passed.looked_at.split()[0]) > 0
+    of_hint = "/*0f40*/ @P4 LDGSTS.E.BYPASS.LTC128B.128 [R2+UR4], desc[UR5][R22.64] ;"
+    monkeypatch.setattr(disassembly, "disassembled", lambda content: f"MOV R1, R2 ;\n{of_hint}\n")
+    (wrong,) = gates.copied(real(variant=kept)).wrong
+    assert str(kept) in wrong
+    assert "desc[UR5]" in wrong
+
+
+def test_an_architecture_without_copies(real: Callable[..., Release]) -> None:
+    (wrong,) = gates.copied(real()).wrong
+    assert wrong == "sm90: no asynchronous copies were found"
 
 
 def test_rebuilt(real: Callable[..., Release]) -> None:
