@@ -1,9 +1,9 @@
 """Whether compiled code has the instruction that one assembler gets wrong.
 
 Where the shared address of an asynchronous copy (LDGSTS, of ``cp.async``) with a cache hint has a part that all
-lanes have in common, NVRTC 12.9 and nvcc 13.0 keep the hint in an odd uniform register,
-``LDGSTS … [R2+UR0], desc[UR1][R4.64]``, which ends in an illegal instruction on every GPU. Sources avoid it; only
-the compiled code shows whether it was avoided.
+lanes have in common, NVRTC 12.9 and nvcc 13.0 kept the hint in an odd uniform register,
+``LDGSTS … [R2+UR0], desc[UR1][R4.64]``, which was an illegal instruction on an H200. Sources avoid it; only the
+compiled code shows whether it was avoided.
 """
 
 from __future__ import annotations
@@ -26,25 +26,22 @@ def may_copy(cubin: bytes) -> bool:
     return any(word & _OPCODES == _OPCODE for word in words)
 
 
-def disassembled(cubin: bytes) -> str:
-    """What cuobjdump says of machine code; ``RuntimeError`` where it says nothing."""
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """What NVIDIA's tool says of machine code; ``FileNotFoundError`` where it is not installed."""
     triton = find_spec("triton")
     if triton is None or triton.origin is None:
-        raise RuntimeError("triton, which brings cuobjdump, is not installed")
+        raise FileNotFoundError("triton, which brings cuobjdump, is not installed")
     tool = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [str(tool), "-sass", str(path)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise RuntimeError(f"cuobjdump: {(result.stdout + result.stderr).strip()}")
+        result = subprocess.run([tool, option, path], capture_output=True, text=True, check=True)
     return result.stdout
 
 
-def copies(code: str) -> list[str]:
-    """The asynchronous copies in disassembled code."""
-    return [" ".join(line.split()) for line in _COPY.findall(code)]
+def copies(cubin: bytes) -> list[str]:
+    """Its asynchronous copies, disassembled."""
+    return [" ".join(line.split()) for line in _COPY.findall(cuobjdump(cubin, "--dump-sass"))]
 
 
 def broken(copy: str) -> bool:

@@ -134,19 +134,17 @@ def copied(release: Release) -> Gate:
             contents = ((binary, archive.read(binary)) for binary in archive.binaries)
             rows += [(archive, *each) for each in contents if disassembly.may_copy(each[1])]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        codes = list(threads.map(disassembly.disassembled, (content for _, _, content in rows)))
-    wrong, count, seen = [], 0, set()
-    for (archive, binary, _), code in zip(rows, codes, strict=True):
-        found = disassembly.copies(code)
-        count += len(found)
-        seen |= {archive.arch} if found else set()
-        wrong += [f"{binary}: {copy}" for copy in found if disassembly.broken(copy)]
+        found = list(threads.map(disassembly.copies, (content for _, _, content in rows)))
+    wrong, seen = [], set()
+    for (archive, binary, _), copies in zip(rows, found, strict=True):
+        seen |= {archive.arch} if copies else set()
+        wrong += [f"{binary}: {copy}" for copy in copies if disassembly.broken(copy)]
     wrong += [
         f"{archive.arch.label}: no asynchronous copies were found"
         for archive in release.archives
         if not archive.arch.is_ptx and archive.arch not in seen
     ]
-    return Gate("copies", f"{count} in {len(rows)} binaries", tuple(wrong))
+    return Gate("copies", f"{sum(map(len, found))} in {len(rows)} binaries", tuple(wrong))
 
 
 def identical(release: Release, again: Path) -> Gate:

@@ -4,8 +4,8 @@ They take memory that is aligned. Of time-last kernels ``lanes`` threads share a
 ``pieces`` of 16 bytes, and ``rows`` warps work side by side or ``warps`` share a row; channel-last ones
 have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` rows; or lanes ``across`` them, and
 then a block walks all of time, or shares that with others, a part for each of ``parts``, which compose their
-tiles some turns ``early``. Scans that are too few to fill a GPU are
-cut into segments of a tile for each warp of a block, which are composed some turns ``ahead`` of their walk.
+tiles some turns ``early``. Scans that are too few to fill a GPU are cut into segments of a tile for each warp of
+a block, which are composed some turns ``ahead`` of their walk.
 ``blocks`` are meant to share a multiprocessor; they keep in step where there is a ``pace``. The sources
 are ``time_stream.cuh``, ``channel_stream.cuh``, ``column_walk.cuh`` and ``shared_walk.cuh``.
 """
@@ -37,8 +37,8 @@ _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...
     ((1, 2), 8, ((4, 3, 4),)),
     ((16, 32), 8, ((2, 1, 12), (8, 1, 2), (8, 2, 1))),
 )
-#: Warps, steps and stages of walks over narrow numbers whose rings are deep.
-_DEEP = ((4, 8, 8), (4, 12, 3), (4, 16, 4), (4, 16, 6), (8, 16, 4))
+#: Warps, and steps and stages, of walks over narrow numbers whose rings are deep.
+_DEEP = ((4, (8, 8)), (4, (16, 4)), (4, (16, 6)), (8, (16, 4)))
 #: Warps, steps and stages of walks over columns of 128 channels.
 _WIDE = ((4, 8, 2), (4, 8, 3), (4, 8, 6), (4, 12, 2), (4, 12, 3), (6, 8, 4), (8, 8, 2), (8, 8, 3))
 #: Warps, channels of a lane, steps and stages of walks that keep in step.
@@ -88,7 +88,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     for warps, (across, vector), (steps, stages) in (
         *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
         # What is asked for at once is there sooner, where walks are short.
-        *((warps, (32, 2), tuple(ring)) for warps, *ring in _DEEP if each == 2),
+        *((warps, (32, 2), ring) for warps, ring in _DEEP if each == 2),
         # Narrow columns are for problems that leave a multiprocessor one block.
         *product((4, 8), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
     ):
@@ -101,9 +101,8 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
             "steps": steps,
             "stages": stages,
         }
-        if steps != 12:
-            yield from resident(direction, dtype, tile, 2, access)
-        if warps == 16 or steps == 12:  # more registers
+        yield from resident(direction, dtype, tile, 2, access)
+        if warps == 16:  # more registers
             yield from resident(direction, dtype, tile, 1, access)
     if access in (PACKED, RAGGED):
         return
@@ -112,6 +111,8 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
             tile = {"warps": warps, "across": 32, "vector": 4, "steps": steps}
             yield from resident(direction, dtype, tile | {"stages": stages}, 2)
     if each == 2:
+        tile = {"warps": 4, "across": 32, "vector": 2, "steps": 12, "stages": 3}
+        yield from resident(direction, dtype, tile, 1)  # more registers than two would have
         yield from _shared_walks(direction, dtype)
     if each == 4:  # with narrower numbers nobody falls behind (NOTES.md)
         for warps, vector, steps, stages in _PACED:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import struct
-import subprocess
-from pathlib import Path
 
 import pytest
 
+from ci.disassembly import cuobjdump
 from scan_registry.aot import elf
 from scan_registry.aot.compile import compile_variant
 from scan_registry.archive import Binary
@@ -27,20 +25,15 @@ VARIANTS = [
 _USAGE = re.compile(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
-def cuobjdump(cubin: bytes, folder: Path) -> dict[str, elf.Resources]:
+def usage(cubin: bytes) -> dict[str, elf.Resources]:
     """Resources by function, as NVIDIA's tool reads them; skips the test where there is no tool."""
-    triton = importlib.util.find_spec("triton")
-    if triton is None or triton.origin is None:
-        pytest.skip("triton, which brings cuobjdump, is not installed")
-    tool = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    result = subprocess.run(
-        [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True
-    )
+    try:
+        read = cuobjdump(cubin, "--dump-resource-usage")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
     return {
         name: elf.Resources(int(registers), int(stack) + int(local), int(shared))
-        for name, registers, stack, shared, local in _USAGE.findall(result.stdout)
+        for name, registers, stack, shared, local in _USAGE.findall(read)
     }
 
 
@@ -51,11 +44,11 @@ def cubin() -> bytes:
 
 @pytest.mark.parametrize("arch", CUBINS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.kernel)
-def test_resources_are_what_nvidia_reads(variant: Variant, arch: str, tmp_path: Path) -> None:
+def test_resources_are_what_nvidia_reads(variant: Variant, arch: str) -> None:
     target = Target.parse(arch)
     binary, content = compile_variant(variant, target)
     found = elf.resources(content, binary.entry)
-    assert cuobjdump(content, tmp_path) == {binary.entry: found}
+    assert usage(content) == {binary.entry: found}
     assert (binary.registers, binary.spill_bytes, binary.static_shared) == (
         found.registers,
         found.stack,
@@ -65,7 +58,7 @@ def test_resources_are_what_nvidia_reads(variant: Variant, arch: str, tmp_path: 
     assert elf.arch_number(content) == target.number
 
 
-def test_the_installed_binaries_state_what_nvidia_reads(tmp_path: Path) -> None:
+def test_the_installed_binaries_state_what_nvidia_reads() -> None:
     """One of each kernel, language and arch: Triton's too."""
     sample: dict[tuple[str, str, str], tuple[Binary, bytes]] = {}
     for archive, binary in catalogue():
@@ -74,7 +67,7 @@ def test_the_installed_binaries_state_what_nvidia_reads(tmp_path: Path) -> None:
         if binary.format == "cubin" and key not in sample:
             sample[key] = (binary, archive.read(binary))
     for binary, content in sample.values():
-        (found,) = cuobjdump(content, tmp_path).values()
+        (found,) = usage(content).values()
         stated = (binary.registers, binary.spill_bytes, binary.static_shared)
         assert stated == (found.registers, found.stack, found.static_shared)
         assert elf.arch_number(content) == binary.target.number

@@ -119,7 +119,7 @@ def test_copies(real: Callable[..., Release], monkeypatch: pytest.MonkeyPatch) -
     assert passed.wrong == ()
     assert int(passed.looked_at.split()[0]) > 0
     of_hint = "/*0f40*/ @P4 LDGSTS.E.BYPASS.LTC128B.128 [R2+UR4], desc[UR5][R22.64] ;"
-    monkeypatch.setattr(disassembly, "disassembled", lambda content: f"MOV R1, R2 ;\n{of_hint}\n")
+    monkeypatch.setattr(disassembly, "cuobjdump", lambda *_: f"MOV R1, R2 ;\n{of_hint}\n")
     (wrong,) = gates.copied(real(variant=kept)).wrong
     assert str(kept) in wrong
     assert "desc[UR5]" in wrong

@@ -74,10 +74,7 @@ def streamed() -> Iterator[Variant]:
         if kernel.language != "cuda":
             continue
         found = [dict(pins) for pins in kernel.space or () if "stages" in dict(pins)]
-        asked = (
-            (*wanted[kernel.name.rpartition("_")[0]], *wanted.get(kernel.name, ())) if found else ()
-        )
-        for pins in asked:
+        for pins in wanted[kernel.name.rpartition("_")[0]] if found else ():
             matches = [{"access": "aligned", "dtype": dtype, **pins} for dtype in dtypes]
             fits = [next((f for f in found if m.items() <= f.items()), None) for m in matches]
             assert any(fits), f"{kernel.name} has nothing like {pins}"
