@@ -25,7 +25,7 @@ _SHARED = 220_000
 #: Rows, or states side by side, that are numbered in 32 bits.
 _MOST_ROWS = 2**31 - 1
 #: Bytes before a row, at most, where a walk along contiguous time may start.
-_LINE = 128
+LINE = 128
 #: Tiles of a warp in shared memory, and how many turns before it is walked one is composed.
 _AHEAD = ((2, 1), (3, 2), (4, 2), (5, 3))
 #: Lanes that share a row and a lane's pieces, to rows of warps, stages and the most blocks that are worth a try (which
@@ -51,7 +51,7 @@ _EARLY = ((4, 2), (5, 3))
 #: Bytes of a map that they tell one another.
 _WORD = 8
 #: Bytes before the words in which blocks that share a column tell one another maps.
-_COUNTER = 256
+COUNTER = 256
 #: Blocks that a GPU has something to do with.
 _MANY = 64
 
@@ -325,7 +325,7 @@ def _told(variant: Variant, blocks: int) -> int:
     """Bytes in which blocks that share columns tell each other maps: a counter, and a ring of tiles for each block
     with a word for each channel."""
     turns = 2 * (variant.number("early") + 1)
-    return _COUNTER + blocks * turns * _scans(variant) * _WORD
+    return COUNTER + blocks * turns * _scans(variant) * _WORD
 
 
 def crowds(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> str | None:
@@ -353,6 +353,6 @@ def _segments(variant: Variant, problem: LinearScanProblem) -> int:
         columns = problem.batch * problem.channels
     else:
         columns = problem.batch * ceil_div(problem.channels, _scans(variant))
-    skipped = _LINE // ITEM_SIZE[problem.dtype] - 1 if _ragged(variant) else 0
+    skipped = LINE // ITEM_SIZE[problem.dtype] - 1 if _ragged(variant) else 0
     segment = times(variant) * _walkers(dict(variant.statics))
     return columns * ceil_div(problem.time + skipped, segment)

@@ -208,6 +208,12 @@ def test_how_full_segments_are() -> None:
     assert kernel.filled(f"{cut},", {"time": segment + 1}) == 1
 
 
+def test_kernels_count_the_bytes_that_launches_do() -> None:
+    sources = {path.name: path.read_text() for path in FAMILY.folder.glob("*.cuh")}
+    assert f"COUNTER = {streams.COUNTER} }};" in sources["shared_walk.cuh"]
+    assert f"LINE = {streams.LINE} / sizeof(Storage)," in sources["time_stream.cuh"]
+
+
 def test_sizes() -> None:
     kernel = FAMILY.kernel("channel_last_forward", "cuda")
     assert kernel.shape is not None
