@@ -27,6 +27,9 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 from scan_registry.target import Target
 
+# For the scripts of ci/ as modules; after the installed package, as beside ci/ lie the sources.
+sys.path.append(str(Path(__file__).parents[1]))
+
 pytest.register_assert_rewrite(
     "benching", "caching", "compiling", "diagnosing", "explaining", "imaginary", "loading", "selecting",
     "verifying", "watched",

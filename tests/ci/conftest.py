@@ -1,16 +1,12 @@
-"""The scripts of ci/ as modules, and small packages to try them on."""
+"""Small packages to try the scripts of ci/ on."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# After the installed package: beside ci/ lie the sources.
-sys.path.append(str(Path(__file__).parents[2]))
 
 from ci.matrix import load
 from ci.products import ARCHIVES, Parts, parts
