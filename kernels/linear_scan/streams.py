@@ -33,6 +33,8 @@ _AHEAD = ((2, 1), (3, 2), (4, 2), (5, 3))
 _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...]], ...] = (
     ((2, 4, 8, 16, 32), 1, ((2, 3, 8), (4, 1, 8), (4, 2, 8), (4, 3, 6))),
     ((1, 2, 4, 8, 16, 32), 2, ((2, 2, 8), (2, 3, 8), (4, 1, 8), (4, 3, 4))),
+    ((16,), 1, ((4, 1, 12),)),
+    ((16,), 2, ((4, 1, 12),)),
     ((16, 32), 4, ((4, 1, 8), (4, 2, 4))),
     ((1, 2), 8, ((4, 3, 4),)),
     ((16, 32), 8, ((2, 1, 12), (8, 1, 2), (8, 2, 1))),
@@ -52,6 +54,8 @@ _EARLY = ((4, 2), (5, 3))
 _WORD = 8
 #: Bytes before the words in which blocks that share a column tell one another maps.
 COUNTER = 256
+#: Segments of a column, at least, that have a map together.
+GROUP = 16
 #: Blocks that a GPU has something to do with.
 _MANY = 64
 
@@ -141,8 +145,8 @@ def resident(
     that leave it neither idle nor crowded."""
     shared = _shared(direction, dtype, access, tile) + _meeting(dtype, tile)
     threads = 32 * warps(tile)
-    blocks = min(_SHARED // shared, 1024 // threads, most)
-    if blocks * threads >= 128 and blocks * shared >= 48_000:
+    blocks = min(_SHARED // shared, 2048 // threads, most)
+    if threads <= 1024 and blocks * threads >= 128 and blocks * shared >= 48_000:
         yield {**tile, "blocks": blocks}
 
 
@@ -167,8 +171,8 @@ def _shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
 
 def _meeting(dtype: str, tile: Tile) -> int:
     """Bytes, at most, that the warps of a block need to meet. Where columns are cut: in each turn a map and a
-    state for each scan of a walking warp, and for each scan four maps and a state with its rest. Where they
-    are shared: for each channel the maps of all groups and of the tile, and in two turns a state for each."""
+    state for each scan of a walking warp, and for each scan a state with its rest. Where they are shared: for
+    each channel the maps of all groups and of the tile, and in two turns a state for each."""
     if "early" in tile:
         vector = int(tile["vector"])
         groups = 32 * int(tile["warps"]) * vector + int(tile["across"]) * vector
@@ -176,7 +180,7 @@ def _meeting(dtype: str, tile: Tile) -> int:
     if "ahead" not in tile:
         return 0
     turns = int(tile["ahead"]) + 1
-    numbers = _side_by_side(tile) * (4 * _walkers(tile) + 4 * 3 + 2)
+    numbers = _side_by_side(tile) * (4 * _walkers(tile) + 2)
     return turns * numbers * max(4, ITEM_SIZE[dtype])
 
 
@@ -303,12 +307,12 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
 
 def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> int:
     """Bytes that blocks exchange maps in: lines of 16, each three words and a mark. A counter has one, and the
-    map of a scan in a segment as many as its numbers need."""
+    map of a scan in a segment, or in a group of them, as many as its numbers need."""
     words = 2 if ITEM_SIZE[problem.dtype] == 8 else 1
     with_rest = ITEM_SIZE[problem.dtype] >= 4
     of_map = ceil_div((3 if with_rest else 2) * words, 3)
     scans = 1 if problem.layout == "time_last" else _scans(variant)
-    return 16 * (1 + scans * segments * of_map)
+    return 16 * (1 + scans * (segments + segments // GROUP) * of_map)
 
 
 def _columns(variant: Variant, problem: LinearScanProblem) -> int:

@@ -11,13 +11,16 @@
 //     turn t           they have done so: its tiles are walked, and their place goes to turn t + STAGES
 //     later ones       on their way
 //
-// Folders have AHEAD turns for that, most of which they wait: each turn has its own, in rotation. No block hands a
-// state to another, and maps are folded in groups that start where the column does, so sums are in a fixed order; the
-// state after the last whole group goes from turn to turn. A map is published as soon as what its block drew AHEAD
-// turns earlier is walked, and a walk waits only for segments that were drawn before its own: that of the first map
-// that is missing waits for none, so nobody waits for ever.
+// Folders have AHEAD turns for that, most of which they wait: each turn has its own, in rotation. They do not read the
+// maps of all segments: those of the last of each GROUP of a column publish one for the group, too, and others read
+// that, and the maps of the segments since the last whole group. No block hands a state to another, and groups start
+// where the column does, so sums are in a fixed order; the state after the last whole group goes from turn to turn.
+// A map is published as soon as what its block drew AHEAD turns earlier is walked, a group's when those of its earlier
+// segments are, too, and a walk waits only for segments that were drawn before its own: that of the first map that is
+// missing waits for none, so nobody waits for ever.
 //
-// workspace, zeroed before the launch: the counter, in a line of 16 bytes, then the maps of all segments.
+// workspace, zeroed before the launch: the counter, in a line of 16 bytes, then the maps of all segments, then those
+// of groups.
 #pragma once
 #include "exchange.cuh"
 
@@ -44,14 +47,12 @@ static_assert(3 * TURNS < 15, "barriers, beside that of the walkers");
 __device__ inline void meet_walkers() { meet_at<32 * WALKERS>(15); }
 
 // What they tell one another, and folders remember.
-enum : unsigned { GROUPS = 4 };
 template <int SCANS>
 struct Room {
     struct Turn {
         Stored<> tiles[WALKERS][SCANS];
         State entering[WALKERS][SCANS];
-        Stored<> groups[GROUPS][SCANS];  // of segments, composed
-        Carried after_known[SCANS];      // the states after the last whole group before the segment
+        Carried after_groups[SCANS];  // the states after the last whole group before the segment
     };
     static __device__ Turn& of(int turn) {
         __shared__ Turn turns[TURNS];
@@ -79,8 +80,11 @@ struct Drawn {
     __device__ bool there(int turn) const { return segment(turn).level < segments; }
 };
 
+// Segments of a column, at least, that are a group: the host leaves room for so many.
+enum : int { LEAST_GROUP = 16 };
+
 // A warp that finds the states that enter tiles. Of SCANS side by side it has OWN, each with PLACES lanes: one for
-// each tile of a segment, or for LOOKS maps.
+// each tile of a segment, and for LOOKS of a group's maps.
 template <class Work>
 struct Folder {
     enum : int {
@@ -89,8 +93,14 @@ struct Folder {
         PLACES = 32 / OWN,
     };
     static_assert(SCANS % FOLDERS_OF_TURN == 0 && 32 % OWN == 0 && PLACES >= WALKERS, "a lane for each tile");
-    enum : int { LOOKS = STATE_WORDS > 1 || PLACES < 8 || THREADS > 512 ? 4 : 8 };  // as registers allow
-    enum : unsigned { GROUP = PLACES * LOOKS };
+    // In a round 132 blocks publish maps. With groups of 16 each reads some 25, for each scan, but waits for two trips
+    // to the L2, one after the other; those of a single scan are read sooner than that.
+    enum : int {
+        LOOKS = SCANS > 1 ? LEAST_GROUP / PLACES : STATE_WORDS > 1 ? 4 : 8,
+        GROUP = PLACES * LOOKS,
+        KNOWN = SCANS > 1 ? LOOKS : 1,  // looks for groups
+    };
+    static_assert(GROUP >= LEAST_GROUP && LOOKS <= PLACES);
 
     const Work& work;
     const Drawn drawn;
@@ -98,8 +108,12 @@ struct Folder {
     const int number = threadIdx.x / 32 - WALKERS, lane = threadIdx.x % 32, place = lane / OWN;
     const int scan = number % FOLDERS_OF_TURN * OWN + lane % OWN;
 
+    // Of a segment, and of the group that it is in.
     __device__ uint4* map_of(const Tile& segment) const {
         return maps + (i64(segment.level) * drawn.grid.columns + segment.column) * (MAP_LINES * SCANS) + scan;
+    }
+    __device__ uint4* group_of(const Tile& segment) const {
+        return map_of({drawn.segments + segment.level / GROUP, segment.column});
     }
     __device__ void run() {
         for (int turn = number / FOLDERS_OF_TURN;; turn += TURNS) {
@@ -110,11 +124,27 @@ struct Folder {
             }
             auto& room = Room<SCANS>::of(turn);
             const Tile segment = drawn.segment(turn);
+            const bool publishes = place + 1 == PLACES && segment.level + 1 < drawn.segments;
             Affine map;
             if (place < WALKERS) map = room.tiles[place][scan];
             const Affine before = exclusive_scan<OWN>(map, lane);
-            if (place + 1 == PLACES && segment.level + 1 < drawn.segments) publish(map_of(segment), SCANS, map);
-            const Carried x = fold(turn, segment);
+            if (publishes) publish(map_of(segment), SCANS, map);
+            // What is known of groups is handed on before the rest is looked for; but where that makes up a group,
+            // others wait for it.
+            const bool completes = segment.level % GROUP == GROUP - 1;
+            Affine since;
+            Carried x;
+#pragma unroll 1
+            for (int step = completes; step < completes + 2; step++) {
+                if (step % 2 == 0) {
+                    x = after_groups(turn, segment);
+                    tell_known(turn);
+                } else {
+                    since = since_groups(segment);
+                    if (completes && publishes) publish(group_of(segment), SCANS, then(since, map));
+                }
+            }
+            x = since(x);
             if (place < WALKERS) room.entering[place][scan] = before(x.x);
             tell_folded(turn);
             if (place + 1 == PLACES && segment.level + 1 == drawn.segments)
@@ -122,50 +152,54 @@ struct Folder {
         }
     }
 
-    // The state after all segments of the column before this one. Groups that were whole a turn ago are known; those
-    // since then are composed before the state that they start from is asked for, and handed on before the rest is.
-    __device__ Carried fold(int turn, const Tile& segment) {
-        auto& room = Room<SCANS>::of(turn);
+    // The state after all groups of the column before the segment's. What the turn before knew, it has left there.
+    __device__ Carried after_groups(int turn, const Tile& segment) {
         const Tile last = turn > 0 ? drawn.segment(turn - 1) : Tile{0, ~0u};
         const bool goes_on = last.column == segment.column;
-        const unsigned whole = segment.level / GROUP * GROUP, left = segment.level - whole;
-        unsigned begin = goes_on ? last.level / GROUP * GROUP : 0;
+        const unsigned end = segment.level / GROUP;
+        unsigned begin = goes_on ? last.level / GROUP : 0;
         Carried x;
         bool entered = false;
 #pragma unroll 1
         do {
-            unsigned count = 0;
-#pragma unroll 1
-            for (; count < GROUPS && begin + count * GROUP < whole; count++) {
-                const Affine map = composed<LOOKS>(begin + count * GROUP, segment);
-                if (place == 0) room.groups[count][scan] = map;
-            }
-            __syncwarp();
+            Affine groups[KNOWN];
+            Fetched<KNOWN> fetched = asked<KNOWN>(group_of({begin * GROUP, segment.column}), end - begin);
+            fetched.await(groups);
             if (!entered) x = entering(turn, segment, goes_on), entered = true;
-            for (unsigned i = 0; i < count; i++) x = Affine(room.groups[i][scan])(x);
-            __syncwarp();
-            begin += count * GROUP;
-        } while (begin < whole);
-        if (place == 0) room.after_known[scan] = x;
-        tell_known(turn);
-        if (left > 0) x = (left <= PLACES ? composed<1>(whole, segment) : composed<LOOKS>(whole, segment))(x);
+#pragma unroll
+            for (int i = 0; i < KNOWN; i++)
+#pragma unroll 1
+                for (int p = 0; p < PLACES && begin < end; p++, begin++)
+                    x = from_lane(groups[i], p * OWN + lane % OWN)(x);
+        } while (begin < end);
+        if (place == 0) Room<SCANS>::of(turn).after_groups[scan] = x;
         return x;
     }
     // The state before the walk, or after what was known a turn ago.
     __device__ Carried entering(int turn, const Tile& segment, bool goes_on) const {
         if (turn > 0) await_known(turn - 1);
-        if (goes_on) return Room<SCANS>::of(turn - 1).after_known[scan];
+        if (goes_on) return Room<SCANS>::of(turn - 1).after_groups[scan];
         const State* const before = work.before(segment.column, scan);
         return before ? *before : State(0);
     }
-    // The maps of the segments from one on, at most MOST for each lane, and before this one. Successive lanes look at
-    // successive maps.
+    // The segments of its group before this one.
+    __device__ Affine since_groups(const Tile& segment) const {
+        const unsigned count = segment.level % GROUP;
+        const uint4* const first = map_of({segment.level - count, segment.column});
+        if (LOOKS > 2 && count <= PLACES) return composed<1>(first, count);
+        return composed<LOOKS>(first, count);
+    }
+    // Of so many maps of a column, from one on, at most MOST for each place: successive ones look at successive maps.
     template <int MOST>
-    __device__ Affine composed(unsigned begin, const Tile& segment) const {
+    __device__ Fetched<MOST> asked(const uint4* first, int count) const {
         const i64 apart = i64(drawn.grid.columns) * (MAP_LINES * SCANS);
-        const unsigned first = begin + place, left = first < segment.level ? segment.level - first : 0;
         Fetched<MOST> fetched;
-        fetched.ask(map_of({first, segment.column}), PLACES * apart, SCANS, int((left + PLACES - 1) / PLACES));
+        fetched.ask(first + place * apart, PLACES * apart, SCANS, (count - place + PLACES - 1) / PLACES);
+        return fetched;
+    }
+    template <int MOST>
+    __device__ Affine composed(const uint4* first, int count) const {
+        Fetched<MOST> fetched = asked<MOST>(first, count);
         Affine maps[MOST];
         fetched.await(maps);
         // Of what two lanes have each takes half, so that in the end a lane has one of the looks, of all lanes.

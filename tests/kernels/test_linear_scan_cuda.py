@@ -20,9 +20,11 @@ from scan_registry.kernels.model import Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
 SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
-#: For scans that are cut, or shared by blocks: several segments, and of few channels more than blocks run at once;
-#: and more tiles than blocks have room to tell one another of.
-LONG = ((1, 8, 8000), (1, 1, 24000))
+#: For scans that are cut, or shared by blocks: several segments, and of few channels more than blocks run at once, and
+#: groups of them; and more tiles than blocks have room to tell one another of.
+LONG = ((1, 8, 12000), (1, 1, 24000))
+#: One scan has larger groups, and of wide numbers the smallest segments.
+GROUPED = {"complex64": ((1, 1, 140_000),)}
 LASTING = cases.Setting(states=True, lasting=True)
 
 
@@ -92,7 +94,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     checked = 0
     trials = cases.trials(dtype, SHAPES, "cpu")
     if {"ahead", "parts"} & {*dict(variant.statics)}:
-        cut = product(LONG, (LASTING, replace(LASTING, reverse=True)))
+        cut = product((*LONG, *GROUPED.get(dtype, ())), (LASTING, replace(LASTING, reverse=True)))
         trials = chain(trials, (cases.draw(*each, dtype, "cpu") for each in cut))
     for trial in trials:
         for case in trial.launches(kernel.name):
