@@ -6,6 +6,8 @@
     python tools/tune.py --shapes channel_last:1,768,32768 --within 1.15
                                                  of these, no other variant goes into wheels where one that
                                                  is there anyway takes at most 1.15 times the best one's time
+    python tools/tune.py --only 'ahead=2' --folder /tmp/tried
+                                                 the variants that somebody works on, beside what is chosen now
 
 It writes ``kernels/<family>/tuning/<arch>.json`` after every kernel and kind, so that nothing is lost
 where a machine goes away; problems that are in the file already are replaced, others stay. The next wheel
@@ -22,11 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, watched
+from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, wanted, watched
 from scan_registry.kernels.tables import EQUAL, FOLDER, Table, forget_reduced
 from scan_registry.tuner.engine import Tuned
 
-ROOT = Path(__file__).parents[1]
+FAMILIES = Path(__file__).parents[1] / "kernels"
 
 
 def save(folder: Path, arch: str, tuned: list[Tuned], within: float = EQUAL) -> list[Path]:
@@ -51,7 +53,7 @@ def main() -> int:
     add_choice(parser)
     parser.add_argument("--device", metavar="cuda:N", help="default: the first GPU")
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "kernels", help="where the families' tables are"
+        "--folder", type=Path, default=FAMILIES, help="where the families' tables are"
     )
     parser.add_argument(
         "--within",
@@ -64,8 +66,13 @@ def main() -> int:
     try:
         if not 1 <= args.within < math.inf:
             raise UsageError(f"--within is {args.within}; accepted are ratios from 1 on")
-        problems = chosen(args)
+        if args.only and args.folder.resolve() == FAMILIES.resolve():
+            raise UsageError(
+                "--only leaves variants out, and these tables are to hold all: name another --folder"
+            )
+        problems, only = chosen(args), wanted(args.only)
         tuner = tuner_for(args.device, args.budget)
+        tuner.only = only
     except UsageError as error:
         print(f"tools/tune.py: error: {error}", file=sys.stderr)
         return 2

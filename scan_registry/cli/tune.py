@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
 from scan_registry.inventory import catalogue
 
 if TYPE_CHECKING:
+    from scan_registry.kernels.model import Variant
     from scan_registry.tuner.engine import Tuner
     from scan_registry.tuner.problems import Posed
 
@@ -64,12 +66,22 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="begin nothing new after so long; what is left out is listed",
     )
+    parser.add_argument(
+        "--only",
+        metavar="REGEX",
+        help="variants in which it is found, and what would run untuned; for trying: no tuning to keep",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Tune and save; ``UsageError`` for arguments that cannot be meant."""
-    problems = chosen(args)
+    problems, only = chosen(args), wanted(args.only)
+    if args.only and not args.dry_run:
+        raise UsageError(
+            "--only leaves variants out, and what is saved is to be the fastest of all: add --dry-run"
+        )
     tuner = tuner_for(args.device, args.budget)
+    tuner.only = only
     watched(tuner, problems)
     if not tuner.tuned:
         reasons = "; ".join(dict.fromkeys(tuner.refused.values())) or "no problem was begun"
@@ -112,6 +124,17 @@ def chosen(args: argparse.Namespace) -> list[Posed]:
                 f"--kernel is {word!r}; accepted with these shapes are {', '.join(names)}"
             )
     return [each for each in found if not args.kernel or each.kernel.name in args.kernel]
+
+
+def wanted(pattern: str | None) -> Callable[[Variant], bool]:
+    """Which variants ``--only`` asks for; ``UsageError`` if it is no regular expression."""
+    try:
+        found = re.compile(pattern or "")
+    except re.error as error:
+        raise UsageError(
+            f"--only is {pattern!r}, which is no regular expression: {error}"
+        ) from error
+    return lambda variant: found.search(str(variant)) is not None
 
 
 def tuner_for(name: str | None, budget: float | None) -> Tuner:

@@ -86,6 +86,7 @@ class Tuner:
     """Tunes on one GPU, within ``budget`` seconds if there is one.
 
     archives  installed, from which variants are taken where they are there
+    only      whether to time a variant; what would run untuned is timed all the same
     tell      is told in words what is being done
     keep      is called when all problems of a kind have been measured
     done      is called after each problem
@@ -99,6 +100,7 @@ class Tuner:
     archives: Sequence[Archive]
     run: Run
     budget: float | None = None
+    only: Callable[[Variant], bool] = lambda variant: True
     tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     keep: Callable[[], object] = lambda: None
     done: Callable[[], object] = lambda: None
@@ -156,12 +158,15 @@ class Tuner:
     def _target(self) -> Target:
         return Target(self.device.capability)
 
+    def _wanted(self, posed: Posed) -> list[Variant]:
+        return [variant for variant in posed.variants(self._target) if self.only(variant)]
+
     def _late(self, started: float) -> bool:
         return self.budget is not None and self.clock() - started > self.budget
 
     def _compile(self, group: Sequence[Posed]) -> None:
         head, kind = group[0].place
-        variants = dict.fromkeys(v for each in group for v in each.variants(self._target))
+        variants = dict.fromkeys(v for each in group for v in self._wanted(each))
         started = self.clock()
         self._obtain(variants)
         ready = sum(variant in self._binaries for variant in variants)
@@ -202,7 +207,7 @@ class Tuner:
         device = self.place
         traffic = posed.case.traffic(posed.direction)
         sets = [posed.tensors(device) for _ in range(sets_of_inputs(traffic, device))]
-        asked = [v for v in posed.variants(self._target) if v in self._binaries]
+        asked = [v for v in self._wanted(posed) if v in self._binaries]
         if chosen in self._binaries and chosen not in asked:
             asked.append(chosen)
         asked.sort(key=lambda variant: variant != chosen)  # it sets the standard

@@ -71,7 +71,8 @@ def test_a_run(
             self.keep()
             assert (tmp_path / "linear_scan" / "tuning" / "sm90.json").is_file()
 
-    monkeypatch.setattr(tool, "tuner_for", lambda *_: Tuner())
+    tuner: Any = Tuner()
+    monkeypatch.setattr(tool, "tuner_for", lambda *_: tuner)
     words = ["tune", "--dtype", "bf16", "--folder", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
     assert tool.main() == 0
@@ -81,6 +82,15 @@ def test_a_run(
     monkeypatch.setattr(sys, "argv", ["tune", "--dtype", "int8"])
     assert tool.main() == 2
     assert "--dtype is 'int8'" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["tune", "--only", "steps=2"])
+    assert tool.main() == 2
+    assert "these tables are to hold all: name another --folder" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*words, "--only", "steps=2"])
+    assert tool.main() == 0
+    wanted = {v for v in found.posed.variants(Target((9, 0))) if tuner.only(v)}
+    assert (
+        wanted == {v for v in found.posed.variants(Target((9, 0))) if "steps=2" in str(v)} != set()
+    )
     for ratio in ("0.5", "nan", "inf"):
         monkeypatch.setattr(sys, "argv", [*words, "--within", ratio])
         assert tool.main() == 2

@@ -83,6 +83,20 @@ def test_a_dry_run_saves_nothing(here: Any, capsys: Capture, tmp_path: Path) -> 
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_part_of_the_variants_can_be_tried(here: Any, capsys: Capture) -> None:
+    words = [*TINY, "--kernel", "time_last_forward", "--language", "cuda", "--dry-run"]
+    only = dict(here.fastest.statics)
+    assert main([*words, "--only", f"warps={only['warps']},rows={only['rows']},"]) == 0
+    assert "on 1 problems: geometric mean 2.000, worst 2.000" in capsys.readouterr().out
+    (shipped,) = {variant for variant in here.started if not _has(variant, only)}
+    assert shipped == engine.untuned(0, here.problem)
+    assert here.fastest in here.started
+
+
+def _has(variant: Any, pins: Any) -> bool:
+    return all(dict(variant.statics).get(name) == pins[name] for name in ("warps", "rows"))
+
+
 def test_what_there_was_no_time_for_is_listed(here: Any, capsys: Capture) -> None:
     assert main([*TINY, "--budget", "-1"]) == 2
     assert "nothing was timed on Imaginary 9.0: no problem was begun" in capsys.readouterr().err
@@ -108,6 +122,11 @@ def test_a_folder_that_cannot_be_used(here: Any, capsys: Capture, tmp_path: Path
             ["--shapes", "time_last:2,8,64", "--kernel", "channel_last_forward"],
             "--kernel is 'channel_last_forward'; accepted with these shapes are time_last_forward, "
             "time_last_backward",
+        ),
+        (["--only", "[", "--dry-run"], "--only is '[', which is no regular expression: "),
+        (
+            ["--only", "steps=2"],
+            "--only leaves variants out, and what is saved is to be the fastest",
         ),
     ],
 )

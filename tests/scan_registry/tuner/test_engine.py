@@ -59,6 +59,18 @@ def test_everything_is_timed_and_the_closest_again(workshop: Any) -> None:
     assert found.measured.run == tuner.run
 
 
+def test_a_part_of_the_variants_is_timed_beside_what_would_run(workshop: Any) -> None:
+    (problem,) = problems()
+    chosen = engine.untuned(0, problem)
+    assert chosen is not None
+    other, *_ = (variant for variant in problem.variants(SM90) if variant != chosen)
+    tuner = workshop.tuner(only=lambda variant: variant == other)
+    tuner.tune([problem])
+    (found,) = tuner.tuned
+    assert set(found.measured.timings) == {*map(problem.kernel.label, (chosen, other))}
+    assert {*workshop.started} == {chosen, other}
+
+
 @pytest.mark.parametrize(
     "case",
     [
