@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 import stat
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -28,11 +26,6 @@ Make = Callable[..., tuple[Binary, bytes]]
 SM90 = Target.parse("sm90")
 KEY, OTHER = "ab" + 62 * "0", "cd" + 62 * "1"
 NOBODY = 65_534
-TOOLS = Path(__file__).parents[2] / "tools"
-
-needs_nvrtc = pytest.mark.skipif(
-    isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed"
-)
 
 
 @pytest.fixture
@@ -438,62 +431,3 @@ def test_the_folder_is_chosen_by_the_environment(
     monkeypatch.setenv("SCAN_REGISTRY_BUILD_CACHE", str(tmp_path / "built"))
     assert cache.build_folder() == tmp_path / "built"
     assert jit_folder() != cache.build_folder()
-
-
-# --- Many processes ---------------------------------------------------------------------------
-
-
-def stress(*arguments: object, patch: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the tool, after ``patch``, as its workers are forked from it."""
-    script = f"""
-import sys
-import stress_cache
-from scan_registry import archive, cache
-{patch}
-sys.exit(stress_cache.main(sys.argv[1:]))
-"""
-    return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=TOOLS,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("scenario", ["race", "flipped", "read-only", "full"])
-def test_many_processes(scenario: str) -> None:
-    done = stress("--processes", 12, "--rounds", 2, "--kills", 0.3, "--scenario", scenario)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert scenario in done.stdout
-
-
-NO_LOCKS = "cache._take = lambda handle: None"
-NO_DIGESTS = """
-from scan_registry.archive import Archive
-Archive.read = lambda self, binary: self.path.read_bytes()[-binary.size:]
-"""
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(
-    ("patch", "arguments", "violation"),
-    [
-        (NO_LOCKS, ("--scenario", "race", "--kills", 0), "at the same time"),
-        (NO_DIGESTS, ("--scenario", "flipped", "--rounds", 6), "error: flipped"),
-    ],
-)
-def test_the_stress_would_notice(patch: str, arguments: tuple[object, ...], violation: str) -> None:
-    """Without locks, or without digests, there are violations."""
-    done = stress("--processes", 8, "--rounds", 2, *arguments, patch=patch)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert violation in done.stderr
-
-
-def test_the_stress_refuses_what_makes_no_sense() -> None:
-    for arguments in (("--kills", 1), ("--processes", 0), ("--scenario", "flood")):
-        done = stress(*arguments)
-        assert done.returncode == 2
-        assert str(arguments[1]) in done.stderr

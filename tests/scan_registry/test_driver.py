@@ -1,97 +1,15 @@
-"""The driver module, the launcher and the loader against the stub driver: no GPU is needed.
+"""The driver module and the launcher against the stub driver: no GPU is needed.
 
 What is tested runs in processes of its own, since a process opens one driver and keeps it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
-
-from scan_registry.archive import Archive, Binary
-from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
-from scan_registry.kernels.linear_scan.spec import FAMILY
-
-Make = Callable[..., tuple[Binary, bytes]]
-Factory = Callable[..., Archive]
-
-#: What every script starts with. Its arguments name the files of ``images``.
-PRELUDE = """
-import ctypes, json, sys, threading
-from pathlib import Path
-from scan_registry import driver
-from scan_registry._launcher import Launch
-
-images = [Path(argument).read_bytes() for argument in sys.argv[1:]]
-
-def load(ordinal=0, shared=0, image=0):
-    context = driver.primary_context(ordinal)
-    return driver.load(context, images[image], "kernel", shared, "a kernel")
-
-def launch(function, ordinal=0, **changes):
-    return Launch(**{
-        "context": driver.primary_context(ordinal), "function": function, "grid": (7, 2, 1),
-        "block": (128, 1, 1), "shared": 0, "pointers": 2, "scalars": (5,), "hidden": 1,
-        "workspace": -1, "workspace_bytes": 0, **changes,
-    })
-
-def current():
-    context = ctypes.c_void_p()
-    driver.library().cuCtxGetCurrent(ctypes.byref(context))
-    return context.value
-
-def make_current(ordinal):
-    context = ctypes.c_void_p(driver.primary_context(ordinal))
-    assert driver.library().cuCtxSetCurrent(context) == 0
-
-def failure(call, *arguments):
-    try:
-        call(*arguments)
-    except Exception as error:
-        return {"type": type(error).__name__, "words": str(error),
-                "status": getattr(error, "status", None)}
-
-# The results of a call in threads where no context, that of device 0 and that of device 1 is
-# current, each with whether it still was so afterwards.
-def with_each_context(call):
-    results = []
-    def work(ordinal):
-        if ordinal is not None:
-            make_current(ordinal)
-        context = current()
-        results.append((call(), context == current()))
-    for ordinal in (None, 0, 1):
-        thread = threading.Thread(target=work, args=(ordinal,))
-        thread.start()
-        thread.join()
-    return results
-
-"""
-
-
-def play(stub: Any, script: str, *images: bytes) -> Any:
-    """Run a script after the prelude; what it prints, from JSON."""
-    paths = [stub.folder / f"image{number}" for number in range(len(images))]
-    for path, image in zip(paths, images, strict=True):
-        path.write_bytes(image)
-    return json.loads(stub.run(PRELUDE + dedent(script), *paths).stdout)
-
-
-def assert_balanced(stub: Any) -> None:
-    """Every thread has taken back every context that it pushed."""
-    depth: dict[tuple[int, int], int] = {}
-    for call in stub.calls("cuCtxPushCurrent", "cuCtxPopCurrent"):
-        if call.status == 0:
-            thread = (call.process, call.thread)
-            depth[thread] = depth.get(thread, 0) + (1 if "Push" in call.name else -1)
-            assert depth[thread] >= 0
-    assert not any(depth.values())
-
+from driving import assert_balanced, play
 
 # --- The library ------------------------------------------------------------------------------
 
@@ -393,85 +311,3 @@ def test_threads_launch_side_by_side(stub_driver: Any) -> None:
     assert {call.device for call in launched} == {0, 1}
     assert len({call.thread for call in launched}) == threads
     assert_balanced(stub_driver)
-
-
-# --- The loader -------------------------------------------------------------------------------
-
-VARIANT = FAMILY.kernel("time_last_forward", "cuda").variants[0]
-ENTRY = "kernel"
-
-#: ``archive`` is the file that the second argument names, and holds one binary.
-LOADER = """
-from scan_registry import driver, loader
-from scan_registry.archive import Archive
-
-archive = Archive(Path(sys.argv[1]))
-binary = archive.binaries[0]
-
-def load(ordinal=0):
-    return loader.load(ordinal, binary, lambda: archive.read(binary), "a kernel")
-"""
-
-
-def play_loader(stub: Any, archive: Archive, script: str) -> Any:
-    return json.loads(stub.run(PRELUDE + LOADER + dedent(script), archive.path).stdout)
-
-
-@pytest.fixture
-def one_binary(stub_driver: Any, a_binary: Make, archive_factory: Factory) -> Archive:
-    """An archive with machine code for sm_90."""
-    content = stub_driver.cubin("sm_90", [ENTRY])
-    return archive_factory("sm90", [a_binary(VARIANT, "sm90", content, entry=ENTRY)])
-
-
-def test_a_binary_is_loaded_once_per_device(stub_driver: Any, one_binary: Archive) -> None:
-    stub_driver.gpu().gpu()
-    script = """
-        workers = [threading.Thread(target=load, args=(number % 2,)) for number in range(8)]
-        for worker in workers: worker.start()
-        for worker in workers: worker.join()
-        print(json.dumps([load(0) == load(0), load(0) == load(1)]))
-    """
-    assert play_loader(stub_driver, one_binary, script) == [True, False]
-    assert sorted(call.device for call in stub_driver.calls("cuModuleLoadData")) == [0, 1]
-
-
-@pytest.mark.parametrize(("status", "kind"), [(209, "UnfitError"), (2, "DriverError")])
-def test_a_refused_binary_is_told_from_a_failing_driver(
-    stub_driver: Any, one_binary: Archive, status: int, kind: str
-) -> None:
-    stub_driver.gpu().fail("cuModuleLoadData", status, match=ENTRY)
-    error = play_loader(stub_driver, one_binary, "print(json.dumps(failure(load)))")
-    assert error["type"] == kind
-    assert "cuModuleLoadData" in error["words"]
-
-
-def test_a_damaged_binary_never_reaches_the_driver(
-    stub_driver: Any, one_binary: Archive, archive_parts: Any
-) -> None:
-    stub_driver.gpu()
-    one_binary.path.write_bytes(archive_parts.flipped(one_binary.path.read_bytes()))
-    error = play_loader(stub_driver, one_binary, "print(json.dumps(failure(load)))")
-    assert str(one_binary.path) in error["words"]
-    assert not stub_driver.calls("cuModuleLoadData")
-
-
-def test_a_failed_launch_runs_again(stub_driver: Any, one_binary: Archive) -> None:
-    stub_driver.gpu().fail("cuLaunchKernel", 701, match=ENTRY, after=1, times=1)
-    script = f"""
-        from scan_registry.kernels.linear_scan.spec import FAMILY
-        from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
-        bound = loader.bind(0, FAMILY, {a_problem()!r}, binary, load())
-        pointers = range(1, 1 + len(FAMILY.kernel("time_last_forward", "cuda").pointers))
-        print(json.dumps([bound.run(0, *pointers) for _ in range(3)]))
-    """
-    assert play_loader(stub_driver, one_binary, script) == [0, 701, 0]
-    shape = FAMILY.kernel("time_last_forward", "cuda").launch(VARIANT, a_problem(), 132)
-    assert {call.grid for call in stub_driver.calls("cuLaunchKernel")} == {shape.grid}
-
-
-def a_problem() -> LinearScanProblem:
-    """Two batches of three channels."""
-    strides = (*(Strides(0, 3072, 1024, 1),) * 3, Strides(0, 3, 1, 0))
-    dtypes, sizes = ("float32", "float32"), (1, 2, 3, 1024)
-    return LinearScanProblem("forward", "time_last", *dtypes, *sizes, strides, 16)
