@@ -31,8 +31,8 @@ from scan_registry.target import Target
 sys.path.append(str(Path(__file__).parents[1]))
 
 pytest.register_assert_rewrite(
-    "benching", "caching", "compiling", "diagnosing", "explaining", "imaginary", "loading", "selecting",
-    "verifying", "watched",
+    "benching", "caching", "compiling", "diagnosing", "driving", "explaining", "imaginary", "loading",
+    "selecting", "verifying", "watched",
 )  # fmt: skip
 
 PROVENANCE: Mapping[str, Any] = {"version": "9.9.9", "commit": "c0ffee" * 6 + "beef", "dirty": True}

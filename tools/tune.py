@@ -70,7 +70,8 @@ def main() -> int:
             raise UsageError(
                 "--only leaves variants out, and these tables are to hold all: name another --folder"
             )
-        problems, only = chosen(args), wanted(args.only)
+        problems = chosen(args)
+        only = wanted(args.only, problems)
         tuner = tuner_for(args.device, args.budget)
         tuner.only = only
     except UsageError as error:

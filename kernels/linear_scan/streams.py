@@ -55,7 +55,7 @@ _WORD = 8
 #: Bytes before the words in which blocks that share a column tell one another maps.
 COUNTER = 256
 #: Segments of a column, at least, that have a map together.
-GROUP = 16
+LEAST_GROUP = 16
 #: Blocks that a GPU has something to do with.
 _MANY = 64
 
@@ -312,7 +312,7 @@ def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> i
     with_rest = ITEM_SIZE[problem.dtype] >= 4
     of_map = ceil_div((3 if with_rest else 2) * words, 3)
     scans = 1 if problem.layout == "time_last" else _scans(variant)
-    return 16 * (1 + scans * (segments + segments // GROUP) * of_map)
+    return 16 * (1 + scans * (segments + segments // LEAST_GROUP) * of_map)
 
 
 def _columns(variant: Variant, problem: LinearScanProblem) -> int:

@@ -130,7 +130,7 @@ struct Folder {
             const Affine before = exclusive_scan<OWN>(map, lane);
             if (publishes) publish(map_of(segment), SCANS, map);
             // What is known of groups is handed on before the rest is looked for; but where that makes up a group,
-            // others wait for it.
+            // others wait for it. A loop, so that the code for both is there once.
             const bool completes = segment.level % GROUP == GROUP - 1;
             Affine since;
             Carried x;
@@ -204,12 +204,12 @@ struct Folder {
         fetched.await(maps);
         // Of what two lanes have each takes half, so that in the end a lane has one of the looks, of all lanes.
 #pragma unroll
-        for (int distance = OWN, count = MOST; distance < 32; distance *= 2, count = (count + 1) / 2) {
+        for (int distance = OWN, looks = MOST; distance < 32; distance *= 2, looks = (looks + 1) / 2) {
             const bool later = lane & distance;
 #pragma unroll
-            for (int i = 0; i < (count + 1) / 2; i++) {
-                Affine own = maps[i], given = maps[i + count / 2];
-                if (count > 1) swap_if(later, own, given);
+            for (int i = 0; i < (looks + 1) / 2; i++) {
+                Affine own = maps[i], given = maps[i + looks / 2];
+                if (looks > 1) swap_if(later, own, given);
                 maps[i] = with_other(own, given, distance);
             }
         }

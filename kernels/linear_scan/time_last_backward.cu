@@ -103,7 +103,7 @@ struct BackwardTiles {
             *ring.place(0, own) = words_of(gate.chunk);
             *ring.place(1, own) = words_of(grad.chunk);
         }
-        if (PIECES > 1) __syncwarp();  // or each lane copies its own piece, from registers
+        meet_copiers();
         if (of.gates_grad.first) copy_out<TURNED>(ring, 0, of.gates_grad, at, scans);
         if (of.tokens_grad.first) copy_out<TURNED>(ring, 1, of.tokens_grad, at, scans);
     }

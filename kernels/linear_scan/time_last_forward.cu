@@ -71,7 +71,7 @@ struct ForwardTiles {
             piece.set(out);
             *place = words_of(piece.chunk);
         }
-        if (PIECES > 1) __syncwarp();  // or each lane copies its own piece, from registers
+        meet_copiers();
         copy_out<TURNED>(ring, 1, of.states, at, scans);
     }
 };

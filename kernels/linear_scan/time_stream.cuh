@@ -187,6 +187,11 @@ __device__ void mend(const Ring& ring, int input, const Position& at,
     }
 }
 
+// Before pieces are copied out, by other lanes than have put them there; a lane's only one it copies itself, from
+// registers.
+__device__ inline void meet_copiers() {
+    if (PIECES > 1) __syncwarp();
+}
 template <bool TURNED, class Ring>
 __device__ void copy_out(const Ring& ring, int input, const Rows& rows,
                          const Position& at, const Scans& scans) {

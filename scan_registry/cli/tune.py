@@ -75,7 +75,8 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tune and save; ``UsageError`` for arguments that cannot be meant."""
-    problems, only = chosen(args), wanted(args.only)
+    problems = chosen(args)
+    only = wanted(args.only, problems)
     if args.only and not args.dry_run:
         raise UsageError(
             "--only leaves variants out, and what is saved is to be the fastest of all: add --dry-run"
@@ -126,15 +127,23 @@ def chosen(args: argparse.Namespace) -> list[Posed]:
     return [each for each in found if not args.kernel or each.kernel.name in args.kernel]
 
 
-def wanted(pattern: str | None) -> Callable[[Variant], bool]:
-    """Which variants ``--only`` asks for; ``UsageError`` if it is no regular expression."""
+def wanted(pattern: str | None, problems: Sequence[Posed]) -> Callable[[Variant], bool]:
+    """Which variants ``--only`` asks for; ``UsageError`` if it is no regular expression, or in no variant
+    that takes one of the problems."""
     try:
         found = re.compile(pattern or "")
     except re.error as error:
         raise UsageError(
             f"--only is {pattern!r}, which is no regular expression: {error}"
         ) from error
-    return lambda variant: found.search(str(variant)) is not None
+
+    def only(variant: Variant) -> bool:
+        return found.search(str(variant)) is not None
+
+    takers = (v for p in problems for v in p.kernel.every if p.kernel.accepts(v, p.problem) is None)
+    if pattern and not any(map(only, takers)):
+        raise UsageError(f"--only is {pattern!r}, which is in no variant for these problems")
+    return only
 
 
 def tuner_for(name: str | None, budget: float | None) -> Tuner:

@@ -212,7 +212,7 @@ def test_kernels_count_the_bytes_that_launches_do() -> None:
     sources = {path.name: path.read_text() for path in FAMILY.folder.glob("*.cuh")}
     assert f"COUNTER = {streams.COUNTER} }};" in sources["shared_walk.cuh"]
     assert f"LINE = {streams.LINE} / sizeof(Storage)," in sources["time_stream.cuh"]
-    assert f"LEAST_GROUP = {streams.GROUP} }};" in sources["tiles.cuh"]
+    assert f"LEAST_GROUP = {streams.LEAST_GROUP} }};" in sources["tiles.cuh"]
 
 
 def test_sizes() -> None:

@@ -124,6 +124,7 @@ def test_a_folder_that_cannot_be_used(here: Any, capsys: Capture, tmp_path: Path
             "time_last_backward",
         ),
         (["--only", "[", "--dry-run"], "--only is '[', which is no regular expression: "),
+        (["--only", "stages=99", "--dry-run"], "--only is 'stages=99', which is in no variant for"),
         (
             ["--only", "steps=2"],
             "--only leaves variants out, and what is saved is to be the fastest",
