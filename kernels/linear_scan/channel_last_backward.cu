@@ -198,10 +198,12 @@ struct BackwardTiles {
         const Tiles ring(stage);
         State h[VECTOR];
         entrance.enter(h);
+        Storage* const to_gates = gates_grad.at(at, walk, at.own_row(0));
+        Storage* const to_tokens = tokens_grad.at(at, walk, at.own_row(0));
+        const i64 apart = tokens_grad.apart(walk);
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            uint4 *const gates_place = ring.place(0, at.own(k)), *const grads_place = ring.place(1, at.own(k));
-            auto gate = read_piece(gates_place), grad = read_piece(grads_place);
+            auto gate = read_piece(ring.place(0, at.own(k))), grad = read_piece(ring.place(1, at.own(k)));
             const auto earlier = read_piece(ring.place(2, at.own(k)));
             State for_gates[VECTOR], for_tokens[VECTOR];
 #pragma unroll
@@ -211,11 +213,9 @@ struct BackwardTiles {
                 h[v] = conj(gate.get(v)) * for_tokens[v];
             }
             gate.set(for_gates), grad.set(for_tokens);
-            *gates_place = words_of(gate), *grads_place = words_of(grad);
+            if (gates_grad && at.has_own(k)) store_global(to_gates + k * apart, words_of(gate));
+            if (tokens_grad && at.has_own(k)) store_global(to_tokens + k * apart, words_of(grad));
         }
-        __syncwarp();
-        if (gates_grad) copy_out(ring, 0, gates_grad, at, walk);
-        if (tokens_grad) copy_out(ring, 1, tokens_grad, at, walk);
     }
 };
 #else

@@ -135,18 +135,17 @@ struct ForwardTiles {
         const Tiles ring(stage);
         State x[VECTOR];
         entrance.enter(x);
+        Storage* const first = states.at(at, walk, at.own_row(0));
+        const i64 apart = states.apart(walk);
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            uint4* const place = ring.place(1, at.own(k));
-            const auto gate = read_piece(ring.place(0, at.own(k))), token = read_piece(place);
+            const auto gate = read_piece(ring.place(0, at.own(k))), token = read_piece(ring.place(1, at.own(k)));
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) x[v] = Step{gate.get(v), token.get(v)}(x[v]);
             Chunk<Element, VECTOR> chunk;
             chunk.set(x);
-            *place = words_of(chunk);
+            if (at.has_own(k)) store_global(first + k * apart, words_of(chunk));
         }
-        __syncwarp();
-        copy_out(ring, 1, states, at, walk);
     }
 };
 #else

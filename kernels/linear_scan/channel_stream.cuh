@@ -10,7 +10,8 @@
 //
 // of a warp, and a column is what lies below one another. Order runs along the walk, with time or against
 // it. A thread composes its rows' maps and a warp scans its slots; then the rows are walked again, from the state
-// that enters them. The next STAGES - 1 tiles are on their way meanwhile; tiles.cuh says which.
+// that enters them, and results leave at once, from registers. The next STAGES - 1 tiles are on their way meanwhile;
+// tiles.cuh says which.
 #pragma once
 enum : int { CHANNELS = LANES * VECTOR };
 enum : int { WALKERS = WARPS, FOLDERS = (AHEAD + 1) * CHANNELS * WALKERS / 32, THREADS = 32 * (WALKERS + FOLDERS) };
@@ -64,8 +65,10 @@ struct Position {
     // Of what this lane copies in turn i.
     __device__ int row(int i) const { return i * ROWS + lane / LANES; }
     __device__ bool has(int i) const { return has_channels && row(i) < rows; }
-    // The piece of this lane's row k.
-    __device__ int own(int k) const { return (lane / LANES * STEPS + k) * LANES + lane % LANES; }
+    // This lane's row k, whether there is one, and its piece.
+    __device__ int own_row(int k) const { return lane / LANES * STEPS + k; }
+    __device__ bool has_own(int k) const { return has_channels && own_row(k) < rows; }
+    __device__ int own(int k) const { return own_row(k) * LANES + lane % LANES; }
 };
 
 // One tensor of batches × times × channels.
@@ -81,6 +84,8 @@ struct Plane {
     __device__ Storage* at(const Position& at, const Walk& walk, int row) const {
         return first + at.batch * by_batch + at.channel + walk.at(at.first + row) * by_time;
     }
+    // From a row to the next of the walk.
+    __device__ i64 apart(const Walk& walk) const { return walk.step(by_time); }
 };
 
 // Rows that are not there read as `outside`.
@@ -88,21 +93,13 @@ template <class Ring>
 __device__ void copy_in(const Ring& ring, int input, const Plane& from, const Position& at, const Walk& walk,
                         Storage outside) {
     const Storage* const first = from.at(at, walk, at.row(0));
-    const i64 apart = walk.step(from.by_time) * ROWS;
+    const i64 apart = from.apart(walk) * ROWS;
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         uint4* const place = ring.place(input, i * 32 + at.lane);
         copy_async<16>(place, first + i * apart, at.has(i));
         if (!at.has(i)) *place = piece_of(outside);
     }
-}
-template <class Ring>
-__device__ void copy_out(const Ring& ring, int input, const Plane& to, const Position& at, const Walk& walk) {
-    Storage* const first = to.at(at, walk, at.row(0));
-    const i64 apart = walk.step(to.by_time) * ROWS;
-#pragma unroll
-    for (int i = 0; i < STEPS; i++)
-        if (at.has(i)) store_global(first + i * apart, *ring.place(input, i * 32 + at.lane));
 }
 
 // The states that enter a lane's rows, for each of its channels.

@@ -1,8 +1,9 @@
 // Tiles on their way from global memory: a warp's share of a ring of STAGES places in shared memory, so that many
 // bytes are in flight without a register for any of them.
 //
-// Pieces are copied so that successive lanes copy successive 16 bytes, and read by the lane that they belong to;
-// results go back the same way. A piece lies where neither way makes lanes of a quarter warp meet in a bank.
+// Pieces are copied so that successive lanes copy successive 16 bytes, and read by the lane that they belong to; of
+// contiguous time results go back the same way. A piece lies where neither way makes lanes of a quarter warp meet in a
+// bank.
 #pragma once
 #include "element.cuh"
 

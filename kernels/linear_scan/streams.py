@@ -22,12 +22,21 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: Of shared memory that the blocks of a multiprocessor may have together, in bytes.
 _SHARED = 220_000
+#: Of one that has a multiprocessor to itself, but for a little that it keeps beside its ring.
+_ALONE = 231_424
 #: Rows, or states side by side, that are numbered in 32 bits.
 _MOST_ROWS = 2**31 - 1
 #: Bytes before a row, at most, where a walk along contiguous time may start.
 LINE = 128
-#: Tiles of a warp in shared memory, and how many turns before it is walked one is composed.
-_AHEAD = ((2, 1), (3, 2), (4, 2), (5, 3))
+#: Of scans that are cut. Contiguous time: warps that walk, a lane's pieces, and rings, which are tiles of a warp in
+#: shared memory and how many turns before it is walked one is composed. Few channels: rings by the steps of a tile.
+_CUT = (
+    ((10, 12, 16), 2, ((4, 2), (5, 3))),
+    ((8, 9, 10, 11, 12), 4, ((3, 2), (4, 2), (5, 3))),
+    ((16, 18), 4, ((2, 1), (3, 2))),
+    ((8, 10, 12, 16), 8, ((2, 1), (3, 2))),
+)
+_CUT_STEPS = {4: ((3, 2), (4, 2)), 6: ((3, 1), (3, 2), (4, 2)), 8: ((2, 1), (3, 1), (3, 2), (4, 2))}
 #: Lanes that share a row and a lane's pieces, to rows of warps, stages and the most blocks that are worth a try (which
 #: ones were left out, NOTES.md says).
 _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...]], ...] = (
@@ -80,9 +89,10 @@ def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
             if ITEM_SIZE[dtype] < 8 or lanes >= 16:
                 tile = {"warps": 1, "rows": rows, "lanes": lanes, "pieces": pieces}
                 yield from resident(direction, dtype, tile | {"stages": stages}, most)
-    for rows, pieces, (stages, ahead) in product((8, 10, 12, 16), (2, 4, 8), _AHEAD):
-        tile = {"warps": 1, "rows": rows, "lanes": 32, "pieces": pieces}
-        yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
+    for walkers, pieces, rings in _CUT:
+        for rows, (stages, ahead) in product(walkers, rings):
+            tile = {"warps": 1, "rows": rows, "lanes": 32, "pieces": pieces}
+            yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
 
 
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
@@ -123,12 +133,13 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
             tile = {"warps": warps, "across": 32, "vector": vector, "steps": steps}
             yield from resident(direction, dtype, tile | {"stages": stages, "pace": 1}, 2)
     vector = 16 // each
-    widths = [(8, 8, 4), (8, 8, 8), (8, 16, 4), (8, 16, 8)]
+    widths = [(8, 8, 4), (8, 8, 8), (8, 16, 4), (8, 16, 6), (8, 16, 8)]
     if each < 8:
-        widths += [(4, 32, 8), (8, 32, 8)]
-    for (warps, scans, steps), (stages, ahead) in product(widths, (*_AHEAD[:3], (3, 1))):
-        tile = {"warps": warps, "lanes": scans // vector, "vector": vector, "steps": steps}
-        yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
+        widths += [(4, 32, 8), (8, 32, 6), (8, 32, 8)]
+    for warps, scans, steps in widths:
+        for stages, ahead in _CUT_STEPS[steps]:
+            tile = {"warps": warps, "lanes": scans // vector, "vector": vector, "steps": steps}
+            yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
 
 
 def _shared_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -145,7 +156,7 @@ def resident(
     that leave it neither idle nor crowded."""
     shared = _shared(direction, dtype, access, tile) + _meeting(dtype, tile)
     threads = 32 * warps(tile)
-    blocks = min(_SHARED // shared, 2048 // threads, most)
+    blocks = min((_ALONE if most == 1 else _SHARED) // shared, 2048 // threads, most)
     if threads <= 1024 and blocks * threads >= 128 and blocks * shared >= 48_000:
         yield {**tile, "blocks": blocks}
 

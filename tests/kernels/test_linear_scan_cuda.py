@@ -61,6 +61,7 @@ def streamed() -> Iterator[Variant]:
             {"ahead": 2, "stages": 4},
             {"across": 16},
             {"across": 32},
+            {"across": 32, "vector": 2, "steps": 16},
             {"across": 32, "vector": 4},
             {"pace": 1},
             {"pace": 1, "stages": 2},
