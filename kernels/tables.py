@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -50,11 +50,12 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured on one problem, in one run.
+    """All that was measured on one problem.
 
     kernel   how its variants begin, such as ``linear_scan.time_last_forward:cuda``
     problem  in words, for people
     timings  by the variants' labels
+    run      of the timings, the last; times of variants that it left out are an earlier one's
     within   of the fastest's time, how many times that a variant may take and is as good
     """
 
@@ -70,6 +71,12 @@ class Measured:
         """What a later measurement of the same problem has in common with it."""
         return self.kernel, self.shape.kind, tuple(sorted(self.shape.sizes.items()))
 
+    def over(self, older: Measured, timed: Callable[[str], bool]) -> Measured:
+        """With what an older measurement says of the variants that this one was not to time."""
+        times = older.timings.items()
+        kept = {label: time for label, time in times if not timed(f"{self.kernel}:{label}")}
+        return replace(self, timings={**kept, **self.timings})
+
 
 @dataclass(frozen=True)
 class Table:
@@ -79,9 +86,15 @@ class Table:
     arch: str
     measured: tuple[Measured, ...] = ()
 
-    def with_newer(self, newer: Iterable[Measured]) -> Table:
-        """The table with further measurements, which replace those of the same problems."""
-        every = {each.place: each for each in (*self.measured, *newer)}
+    def with_newer(
+        self, newer: Iterable[Measured], timed: Callable[[str], bool] = lambda _: True
+    ) -> Table:
+        """The table with further measurements, which replace those of the same problems; but times of variants
+        stay, unless ``timed`` says of their names that they were to be timed."""
+        every = {each.place: each for each in self.measured}
+        for each in newer:
+            older = every.get(each.place)
+            every[each.place] = each.over(older, timed) if older else each
         return replace(self, measured=tuple(sorted(every.values(), key=lambda m: m.place)))
 
     def tunings(self, spare: Collection[str] = ()) -> dict[str, Tuning]:

@@ -6,8 +6,8 @@
     python tools/tune.py --shapes channel_last:1,768,32768 --within 1.15
                                                  of these, no other variant goes into wheels where one that
                                                  is there anyway takes at most 1.15 times the best one's time
-    python tools/tune.py --only 'ahead=2' --folder /tmp/tried
-                                                 the variants that somebody works on, beside what is chosen now
+    python tools/tune.py --only 'ahead=2'        the variants that somebody works on, beside what is chosen now;
+                                                 of others the tables keep earlier times
 
 It writes ``kernels/<family>/tuning/<arch>.json`` after every kernel and kind, so that nothing is lost
 where a machine goes away; problems that are in the file already are replaced, others stay. The next wheel
@@ -20,28 +20,38 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, wanted, watched
+from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import EQUAL, FOLDER, Table, forget_reduced
 from scan_registry.tuner.engine import Tuned
 
 FAMILIES = Path(__file__).parents[1] / "kernels"
 
 
-def save(folder: Path, arch: str, tuned: list[Tuned], within: float = EQUAL) -> list[Path]:
-    """Add what was measured to the families' tables in ``folder``; return the files."""
+def save(
+    folder: Path,
+    arch: str,
+    tuned: list[Tuned],
+    within: float | None = None,
+    only: Callable[[Variant], bool] = lambda _: True,
+) -> list[Path]:
+    """Add what was measured to the families' tables in ``folder``; return the files. Rows keep their ratio
+    ``within`` unless one is given, and the times of variants that were not ``only`` to be timed."""
     written = []
     for name in dict.fromkeys(each.posed.family.name for each in tuned):
         path = folder / name / FOLDER / f"{arch.replace('_', '')}.json"
         table = Table.read(path) if path.exists() else Table(name, arch)
         own = (each.measured for each in tuned if each.posed.family.name == name)
-        newer = [replace(each, within=within) for each in own]
+        ratios = {each.place: each.within for each in table.measured}
+        newer = [replace(each, within=within or ratios.get(each.place, EQUAL)) for each in own]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
-        partial.write_text(table.with_newer(newer).text())
+        partial.write_text(table.with_newer(newer, lambda name: only(Variant.parse(name))).text())
         forget_reduced(folder / name)
         partial.replace(path)
         written.append(path)
@@ -58,18 +68,14 @@ def main() -> int:
     parser.add_argument(
         "--within",
         type=float,
-        default=EQUAL,
         metavar="RATIO",
-        help=f"of the best time, what is good enough to do without another variant; default: {EQUAL}",
+        help="of the best time, what is good enough to do without another variant; default: "
+        f"what a row has, or {EQUAL}",
     )
     args = parser.parse_args()
     try:
-        if not 1 <= args.within < math.inf:
+        if args.within is not None and not 1 <= args.within < math.inf:
             raise UsageError(f"--within is {args.within}; accepted are ratios from 1 on")
-        if args.only and args.folder.resolve() == FAMILIES.resolve():
-            raise UsageError(
-                "--only leaves variants out, and these tables are to hold all: name another --folder"
-            )
         problems = chosen(args)
         only = wanted(args.only, problems)
         tuner = tuner_for(args.device, args.budget)
@@ -77,13 +83,17 @@ def main() -> int:
     except UsageError as error:
         print(f"tools/tune.py: error: {error}", file=sys.stderr)
         return 2
-    tuner.keep = lambda: save(args.folder, tuner.device.arch, tuner.tuned, args.within)
+
+    def keep() -> list[Path]:
+        return save(args.folder, tuner.device.arch, tuner.tuned, args.within, only)
+
+    tuner.keep = keep
     watched(tuner, problems)
     if not tuner.tuned:
         print("tools/tune.py: error: nothing was timed", file=sys.stderr)
         return 2
     show_report(tuner)
-    for path in save(args.folder, tuner.device.arch, tuner.tuned, args.within):
+    for path in keep():
         print(f"wrote {path}")
     return 0
 

@@ -52,6 +52,7 @@ def streamed() -> Iterator[Variant]:
             {"lanes": 32},
             {"ahead": 1},
             {"ahead": 2, "stages": 4},
+            {"rows": 18},
             {"lanes": 4, "access": "ragged"},
             {"ahead": 2, "access": "ragged"},
             {"lanes": 4, "reverse": 1, "access": "ragged"},
@@ -59,9 +60,9 @@ def streamed() -> Iterator[Variant]:
         "channel_last": [
             {"ahead": 1},
             {"ahead": 2, "stages": 4},
+            {"ahead": 2, "steps": 6},
             {"across": 16},
             {"across": 32},
-            {"across": 32, "vector": 2, "steps": 16},
             {"across": 32, "vector": 4},
             {"pace": 1},
             {"pace": 1, "stages": 2},

@@ -112,6 +112,12 @@ def test_newer_measurements_replace_older_ones() -> None:
     assert newer.tunings()[HEAD].rows("kind")[0].times == {"b": 2.0}
 
 
+def test_times_of_variants_that_were_not_to_be_timed_stay() -> None:
+    table = a_table(measured(8, a=1.0, b=3.0, c=2.0))
+    (row,) = table.with_newer([measured(8, b=1.5)], lambda name: name != f"{HEAD}:a").measured
+    assert {label: time.ms for label, time in row.timings.items()} == {"a": 1.0, "b": 1.5}
+
+
 def test_rows_name_the_fastest_first() -> None:
     table = a_table(measured(8, a=3.0, b=1.0), measured(16, a=1.0, b=2.0), measured(32, c=1.0))
     rows = table.tunings()[HEAD].rows("kind")

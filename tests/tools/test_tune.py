@@ -30,9 +30,9 @@ def tool() -> types.ModuleType:
     return module
 
 
-def tuned(text: str, ms: float) -> Tuned:
+def tuned(text: str, ms: float, number: int = 0) -> Tuned:
     (each,) = posed([Case.parse(text)], ["cuda"], ["forward"])
-    label = each.kernel.label(each.variants(Target((9, 0)))[0])
+    label = each.kernel.label(each.variants(Target((9, 0)))[number])
     timings = {label: Timing(ms, 0.1, 11)}
     return Tuned(each, Measured(each.kernel.head, str(each), each.shape, timings, RUN), label)
 
@@ -49,11 +49,24 @@ def test_tables_grow_and_measurements_are_replaced(tool: Any, tmp_path: Path) ->
     assert [*path.parent.iterdir()] == [path]
     assert {each.within for each in table.measured} == {EQUAL}
     tool.save(tmp_path, "sm_90", [tuned(second, 2.0)], 1.25)
+    tool.save(tmp_path, "sm_90", [tuned(second, 2.5)])
     assert sorted(each.within for each in Table.read(path).measured) == [EQUAL, 1.25]
     assert set(table.tunings()) == {
         "linear_scan.time_last_forward:cuda",
         "linear_scan.channel_last_forward:cuda",
     }
+
+
+def test_what_was_left_out_keeps_its_times(tool: Any, tmp_path: Path) -> None:
+    problem = "time_last:2,8,512:float32"
+    before, now = (tuned(problem, ms, number) for number, ms in enumerate((1.0, 2.0)))
+    tool.save(tmp_path, "sm_90", [before])
+    for only, kept in ((now.best, {1.0, 2.0}), (before.best, {2.0})):
+        (path,) = tool.save(
+            tmp_path, "sm_90", [now], only=lambda v, only=only: str(v).endswith(only)
+        )
+        (row,) = Table.read(path).measured
+        assert {time.ms for time in row.timings.values()} == kept
 
 
 def test_a_run(
@@ -82,9 +95,6 @@ def test_a_run(
     monkeypatch.setattr(sys, "argv", ["tune", "--dtype", "int8"])
     assert tool.main() == 2
     assert "--dtype is 'int8'" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["tune", "--only", "steps=2"])
-    assert tool.main() == 2
-    assert "these tables are to hold all: name another --folder" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*words, "--only", "steps=2"])
     assert tool.main() == 0
     wanted = {v for v in found.posed.variants(Target((9, 0))) if tuner.only(v)}
