@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.kernels.tuning import Tuning, fewest, nearest_arch
-from scan_registry.target import RELEASED, Target
+from scan_registry.target import RELEASED, SHARED_MEMORY, Target
 
 #: Of the fastest's time on another GPU, what is close enough to be taken over from there: a guess, and as much as
 #: leaves room in the wheel, since nobody has timed it here.
@@ -63,7 +63,7 @@ def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
         if not arch.is_ptx and tuning.capability == arch.capability:
             own.update(tuning.labels)
         else:
-            borrowed |= _borrowed(kernel, tuning, arch.is_ptx)
+            borrowed |= _borrowed(kernel, tuning, arch)
     for variant in kernel.variants:
         if not kernel.serves(variant.statics, arch):
             continue
@@ -74,17 +74,20 @@ def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
             yield Job(variant, arch, optional=True)
 
 
-def _borrowed(kernel: Kernel, tuning: Tuning, usual_do: bool) -> set[str]:
-    """What is taken over from another GPU's tuning, on which times are a guess: few variants, near the
-    fastest there on several problems. Kinds that have usual variants do with those where only one
-    problem asks for more, or if ``usual_do``; others, such as packed sequences, have to have some."""
+def _borrowed(kernel: Kernel, tuning: Tuning, arch: Target) -> set[str]:
+    """What is taken over from another GPU's tuning, on which times are a guess: of the variants that there is room
+    for few, near the fastest there on several problems. Kinds that have usual variants do with those where
+    only one problem asks for more, and PTX does anyway; others, such as packed sequences, have to have some."""
     usual = {kernel.label(variant) for variant in kernel.by_text.values()}
+    room = math.inf if arch.is_ptx else SHARED_MEMORY.get(arch.capability, math.inf)
+    small = {kernel.label(v) for v in kernel.variants if kernel.shared(v) <= room}
     found = set[str]()
     for kind in tuning.kinds:
-        problems = [row.times for row in tuning.rows(kind)]
         has_usual = any(label.startswith(f"{kind},") for label in usual)
-        if has_usual and usual_do:
+        if has_usual and arch.is_ptx:
             continue
+        rows = [{k: t for k, t in row.times.items() if k in small} for row in tuning.rows(kind)]
+        problems = [times for times in rows if times]
         for label in fewest(problems, [BORROWED] * len(problems)):
             served = [t for t in problems if t.get(label, math.inf) <= BORROWED * min(t.values())]
             if len(served) > 1 or not has_usual:

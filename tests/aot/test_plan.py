@@ -138,6 +138,27 @@ def test_other_architectures_take_over_what_several_problems_ask_for(
             assert {kernel.label(variant) for variant in others} == more
 
 
+def test_what_there_is_no_room_for_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fastest of the others is, though it is slower where it was measured."""
+    kernel = FAMILY.kernels[0]
+    kind = pinned(next(iter(kernel.by_text.values())).statics[:3])
+    large, small = [label for label in spare_labels(kernel) if label.startswith(f"{kind},")][:2]
+    slower = 2 * planning.BORROWED
+    rows = [Row({"time": time}, {large: 1.0, small: slower}) for time in (1, 2)]
+    tuning = Tuning.of("sm_90", "x", "d", {kind: rows})
+    tuned = replace(
+        kernel,
+        tunings=lambda: (tuning,),
+        shared=lambda variant: 150_000 if kernel.label(variant) == large else 0,
+    )
+    family = replace(FAMILY, kernels=(tuned,))
+    monkeypatch.setattr(planning, "families", lambda: {family.name: family})
+    for arch, expected in (("sm80", large), ("sm89", small), ("sm100", large), ("sm120", small)):
+        (jobs,) = plan([Target.parse(arch)]).values()
+        others = {job.variant for job in jobs} - set(kernel.by_text.values())
+        assert {kernel.label(variant) for variant in others} == {expected}
+
+
 def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = replace(FAMILY.kernels[0], serves=lambda statics, target: target.capability >= (9, 0))
     family = replace(FAMILY, kernels=(kernel,))
