@@ -58,7 +58,7 @@ _PACED = (
     *((8, 2, 16, 2), (4, 4, 8, 2), (4, 4, 8, 3), (4, 4, 12, 3)),
 )
 #: Of blocks that share a column: tiles in shared memory, and how many turns before it is walked one is composed.
-_EARLY = ((4, 2), (5, 3))
+_EARLY = ((4, 2), (6, 3))
 #: Bytes of a map that they tell one another.
 _WORD = 8
 #: Bytes before the words in which blocks that share a column tell one another maps.
