@@ -27,7 +27,8 @@ struct Backward {
 // A lane's walk. ONE_GATE: each channel has one gate for all times.
 template <bool ONE_GATE>
 struct BackwardWalk {
-    Rows gates, grads, states, gates_grad, tokens_grad;
+    Rows gates, grads, states;
+    Results gates_grad, tokens_grad;
     const bool for_gates, each_gate, each_token;  // what is asked for
     Tiles<3> tiles;
     Passage passage;
@@ -56,7 +57,7 @@ struct BackwardWalk {
     __device__ void fetch(int left) {
         if (!ONE_GATE) tiles.copy_in(0, gates, left, Element::ONE);
         tiles.copy_in(1, grads, left, 0);
-        if (for_gates) tiles.copy_in(2, states, left, 0);
+        if (for_gates) tiles.template copy_in<1>(2, states, left, 0);
         gates.advance(), grads.advance(), states.advance();
     }
     // This lane's rows of the tile at hand; of the states, each is read when it is needed.

@@ -22,7 +22,8 @@ struct Forward {
 // A lane's walk. ONE_GATE: each channel has one gate for all times.
 template <bool ONE_GATE>
 struct ForwardWalk {
-    Rows gates, tokens, states;
+    Rows gates, tokens;
+    Results states;
     Tiles<2> tiles;
     Passage passage;
     State gate[VECTOR] = {};

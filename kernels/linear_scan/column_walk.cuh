@@ -16,8 +16,8 @@
 // sequence is a column of its own.
 //
 // RAGGED: rows do not start and end where pieces of 16 bytes do, and each in another place, but all tensors'
-// alike. Then a block copies the pieces that its channels lie in, one more a row, and lanes read and write them
-// one by one. Results in pieces that are the block's alone leave like others, the rest from the lane at once.
+// alike. Then a block copies the pieces that its channels lie in, one more a row. Lanes side by side have channels side
+// by side, ACROSS channels from one of a lane to its next; they read them one by one, and write results from registers.
 #pragma once
 enum : int { THREADS = 32 * WARPS };
 #include "affine.cuh"
@@ -28,14 +28,17 @@ enum : int {
     CHANNELS = ACROSS * VECTOR,
     GROUPS = THREADS / ACROSS,
     WARP_STEPS = STEPS * (32 / ACROSS),
-    PIECES = CHANNELS / ITEMS + RAGGED,  // of a row
-    ROWS = 32 / PIECES,  // that a warp copies at once
+    FULL = CHANNELS / ITEMS,  // pieces that the channels of a row fill
+    PIECES = FULL + RAGGED,   // of a row
+    ROWS = 32 / FULL,  // that a warp copies at once
     COPIES = (WARP_STEPS + ROWS - 1) / ROWS,  // of a lane, for each input of a tile
     TIMES = WARPS * WARP_STEPS,  // of a tile
+    TO_NEXT = RAGGED ? ACROSS : 1,  // from a channel of a lane to its next
+    TO_LANE = RAGGED ? 1 : VECTOR,  // from lane to lane
 };
 // Pieces between the rows of a warp's groups, so that these do not meet in the same banks.
 enum : int { APART = ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0 };
-static_assert(PIECES <= 32 && CHANNELS % ITEMS == 0);
+static_assert(FULL <= 32 && CHANNELS % ITEMS == 0);
 
 // Where a block's column is, and in it the channels of this lane.
 struct Column {
@@ -62,8 +65,8 @@ struct Column {
             origin = within(offsets[sequence], 0, time);
             rows = within(offsets[sequence + 1], origin, time) - origin;
         }
-        channel = first + lane % ACROSS * VECTOR;
-        copied = first + lane % PIECES * ITEMS;
+        channel = first + lane % ACROSS * TO_LANE;
+        copied = first + lane % FULL * ITEMS;
         if (against) origin += rows - 1, way = -1;
         if constexpr (PARTS > 1) origin += way * part * TIMES, rows -= part * TIMES;
     }
@@ -75,11 +78,11 @@ struct Column {
         return other;
     }
     // Whether a lane's channels are the block's own.
-    __device__ bool has(int v) const { return channel + v < end; }
+    __device__ bool has(int v) const { return channel + v * TO_NEXT < end; }
 
     // Of a tensor of batches × channels.
     __device__ State value(const Storage* tensor, i64 by_batch, int v) const {
-        return Element::widen(tensor[batch * by_batch + channel + v]);
+        return Element::widen(tensor[batch * by_batch + channel + v * TO_NEXT]);
     }
 };
 
@@ -88,20 +91,62 @@ struct Column {
 struct Rows {
     Storage* first;
     i64 apart;   // rows of the walk
-    i64 to_own;  // from the first piece to the first of this lane's channels
     int later;   // by how many rows it is read later than others
 
     __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column, int later = 0)
         : apart(column.way * by_time), later(later) {
-        const int copied = threadIdx.x / 32 * WARP_STEPS + column.lane / PIECES;
-        const int own = threadIdx.x / ACROSS * STEPS;
+        const int copied = threadIdx.x / 32 * WARP_STEPS + column.lane / FULL;
         first = const_cast<Storage*>(tensor) + column.batch * by_batch + column.origin * by_time + column.copied +
                 (copied + later) * apart;
-        to_own = column.channel - column.copied + (own - copied) * apart;
     }
     __device__ Storage* at(int row) const { return first + row * apart; }
-    __device__ Storage* own(int k) const { return at(k) + to_own; }
     __device__ void advance() { first += PARTS * TIMES * apart; }
+    // Whether two pieces from the end of a row on are still within the next one, or the one before.
+    __device__ bool far_apart() const { return apart > 2 * ITEMS || apart < -2 * ITEMS; }
+};
+
+// Likewise of results. Ragged ones are written by the lane that has them: its channels, and successive rows.
+struct Results : Rows {
+    __device__ Results(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column)
+        : Rows(tensor, by_batch, by_time, column) {
+        const int copied = threadIdx.x / 32 * WARP_STEPS + column.lane / FULL, own = threadIdx.x / ACROSS * STEPS;
+        if (RAGGED) first += column.channel - column.copied + (own - copied) * apart;
+    }
+    // In bytes there is one addition a row.
+    __device__ Storage* own(int k) const {
+        return reinterpret_cast<Storage*>(reinterpret_cast<char*>(first) + k * i64(apart * sizeof(Storage)));
+    }
+};
+
+// Elements between the start of a piece and the block's first channel. In successive rows that grows evenly, so it
+// repeats after ITEMS rows. What repeats is computed once: a lane asks itself for it, or the compiler would compute it
+// again for each tile.
+struct Leads {
+    enum : int {
+        OWN = ITEMS < STEPS + 1 ? ITEMS : STEPS + 1,  // of a lane's rows
+        COPIED = ITEMS > ROWS ? ITEMS / ROWS : 1,     // of what it copies
+    };
+    unsigned first, apart;  // in a tile's first row, and from row to row
+    int own[OWN], copied[2][COPIED], last[2];  // last: pieces of a row; and where rows are read later
+
+    __device__ Leads(const Column& column, i64 by_batch, i64 by_time)
+        : first(unsigned(column.batch * by_batch + column.origin * by_time + column.copied)),
+          apart(unsigned(column.way * by_time)) {
+        static_assert(TIMES % ITEMS == 0, "or leads would change from tile to tile");
+        if (!RAGGED) return;
+        const int lane = column.lane, first_own = threadIdx.x / ACROSS * STEPS;
+        const int first_copied = threadIdx.x / 32 * WARP_STEPS;
+#pragma unroll
+        for (int k = 0; k < OWN; k++) own[k] = from_lane(of(first_own + k), lane);
+#pragma unroll
+        for (int later = 0; later < 2; later++) {
+#pragma unroll
+            for (int i = 0; i < COPIED; i++)
+                copied[later][i] = from_lane(of(first_copied + lane / FULL + i * ROWS + later), lane);
+            last[later] = from_lane(of(first_copied + lane + later), lane);
+        }
+    }
+    __device__ int of(int row) const { return int((first + row * apart) & (ITEMS - 1)); }
 };
 
 // Tiles on their way: a warp's rows of INPUTS tensors, in STAGES places. Of the rows from a tile on, only as
@@ -110,58 +155,39 @@ template <int INPUTS>
 struct Tiles {
     enum : int { INPUT = WARP_STEPS * PIECES + (32 / ACROSS - 1) * APART, STAGE = INPUTS * INPUT };
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_own = threadIdx.x / ACROSS * STEPS;
-    const int own_row = lane / PIECES;  // of ROWS, what this lane copies a piece of
+    const int own_row = lane / FULL;  // of ROWS, what this lane copies a piece of
     const i64 rows;
-    const int width, to_end;  // from the block's first channel, and from the first that this lane copies, to the end
-    const bool copies;        // whether there is something for this lane to copy
-    // Elements before the block's channels in their piece: in a tile's first row, and how that grows.
-    const unsigned lead, lead_apart;
-    int own_leads[STEPS + 1];  // in this lane's rows
-    unsigned bits = 0;         // of its channels in those rows, which are not copied out with their piece
+    const int to_end;   // from the first channel that this lane copies to the end
+    const bool copies;  // whether there is something for this lane to copy
+    const int own_channels;  // from this lane's first one to the end
+    const Leads leads;
+    bool inner = false;  // whether all of a tile's rows are there, and others before and after them
     uint4* const own = reinterpret_cast<uint4*>(dynamic_rows()) + warp * (STAGES * STAGE);
     int stage = 0;  // the next to be filled; after the turn, the one that was filled first
 
     // The strides are those of any tensor.
     __device__ Tiles(const Column& column, i64 by_batch, i64 by_time)
         : rows(column.rows),
-          width(int(column.end - column.copied) + lane % PIECES * ITEMS),
           to_end(int(column.end - column.copied)),
-          copies(own_row < ROWS && (RAGGED || to_end > 0)),
-          lead(unsigned(column.batch * by_batch + column.origin * by_time + column.copied)),
-          lead_apart(unsigned(column.way * by_time)) {
-        static_assert(TIMES % ITEMS == 0, "or leads would change from tile to tile");
-        static_assert(!RAGGED || STEPS * VECTOR <= 32, "a bit for each");
-        const int channel = lane % ACROSS * VECTOR;
-#pragma unroll
-        for (int k = 0; k <= STEPS; k++) {
-            own_leads[k] = lead_of(first_own + k);
-#pragma unroll
-            for (int v = 0; RAGGED && k < STEPS && v < VECTOR; v++) {
-                const int piece = (channel + v + own_leads[k]) & -ITEMS;
-                bits |= unsigned(channel + v < width && !is_whole(piece - own_leads[k])) << (k * VECTOR + v);
-            }
-        }
-    }
+          copies(RAGGED || to_end > 0),
+          own_channels(RAGGED ? from_lane(int(column.end - column.channel), lane) : 0),
+          leads(column, by_batch, by_time) {}
     __device__ void turn() { stage = stage + 1 < STAGES ? stage + 1 : 0; }
-    __device__ int lead_of(int row) const {
-        return RAGGED ? int((lead + row * lead_apart) & (ITEMS - 1)) : 0;
-    }
-    // In the row of the piece that this lane copies as its i-th.
-    __device__ int copied_lead(int i, const Rows& rows) const {
-        return lead_of(warp * WARP_STEPS + own_row + i * ROWS + rows.later);
-    }
-    // Of a piece that starts at this channel, counted from the block's first: whether it is the block's alone.
-    __device__ bool is_whole(int begin) const { return begin >= 0 && begin + ITEMS <= width; }
-
     __device__ uint4* piece(int input, int copy) const {
         const int row = copy * ROWS + own_row;
-        return own + stage * STAGE + input * INPUT + copy * (ROWS * PIECES) + lane + row / STEPS * APART;
+        return own + stage * STAGE + input * INPUT + copy * (ROWS * PIECES) +
+               (RAGGED ? own_row * PIECES + lane % FULL : lane) + row / STEPS * APART;
     }
-    // The first of this lane's channels in its row k.
+    // Of a row of this warp the piece that is one more than its channels fill.
+    __device__ uint4* last_piece(int input, int row) const {
+        return own + stage * STAGE + input * INPUT + row * PIECES + FULL + row / STEPS * APART;
+    }
+    // The first of this lane's channels in its row k, of a tensor whose rows are LATER by so many.
+    template <int LATER = 0>
     __device__ Storage* cells(int input, int k) const {
         const int group = lane / ACROSS, row = group * STEPS + k;
         return reinterpret_cast<Storage*>(own + stage * STAGE + input * INPUT + row * PIECES + group * APART) +
-               lane % ACROSS * VECTOR;
+               lane % ACROSS * TO_LANE + (RAGGED ? leads.own[(k + LATER) % Leads::OWN] : 0);
     }
 
     // Rows of this warp that this lane has to copy: every ROWS-th below this.
@@ -169,63 +195,81 @@ struct Tiles {
         const int own = left - warp * WARP_STEPS;
         return !copies ? 0 : (own < WARP_STEPS ? own : WARP_STEPS) - own_row;
     }
-    // Rows that are not there read as `outside`.
+    // Rows that are not there read as `outside`. LATER is what `from.later` is.
+    template <int LATER = 0>
     __device__ void copy_in(int input, const Rows& from, int left, Storage outside) const {
+        if (RAGGED && inner && from.far_apart()) return copy_pieces<LATER, true>(input, from);
         const int there = count(left - from.later);
-#pragma unroll
-        for (int i = 0; i < COPIES; i++) {
-            const int before = copied_lead(i, from);
-            if constexpr (RAGGED) {  // nothing past the block's channels, which may be the tensor's last
-                const int left = to_end + before;
-                copy_async_first(piece(input, i), from.at(i * ROWS) - before,
-                                 (left < ITEMS ? left : ITEMS) * int(sizeof(Storage)), i * ROWS < there && left > 0);
-            } else {
-                copy_async<16>(piece(input, i), from.at(i * ROWS), i * ROWS < there);
-            }
-        }
-        if (own_row < ROWS && there < WARP_STEPS - own_row) {
+        copy_pieces<LATER, false>(input, from, there, left - from.later - warp * WARP_STEPS);
+        if (there < WARP_STEPS - own_row) {
             Chunk<Element, ITEMS> chunk;
             chunk.fill(outside);
-            for (int i = 0; i < COPIES; i++)
-                if (i * ROWS >= there && i * ROWS < WARP_STEPS - own_row) *piece(input, i) = words_of(chunk);
+            for (int i = 0; i < COPIES; i++) {
+                if (i * ROWS < there || i * ROWS >= WARP_STEPS - own_row) continue;
+                *piece(input, i) = words_of(chunk);
+                if (RAGGED && lane % FULL == 0) *last_piece(input, i * ROWS + own_row) = words_of(chunk);
+            }
         }
     }
-    __device__ void copy_out(int input, const Rows& to, int left) const {
-        const int there = count(left);
+    // Of this lane's and of the warp's rows, so many are there. INNER: all are, and pieces may be read to their ends.
+    template <int LATER, bool INNER>
+    __device__ void copy_pieces(int input, const Rows& from, int there = WARP_STEPS, int all = WARP_STEPS) const {
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
-            const int before = copied_lead(i, to);
-            if (i * ROWS < there && (!RAGGED || is_whole(lane % PIECES * ITEMS - before)))
-                store_global(to.at(i * ROWS) - before, *piece(input, i));
+            const int lead = RAGGED ? leads.copied[LATER][i % Leads::COPIED] : 0;
+            if (INNER) there = WARP_STEPS % ROWS == 0 ? i * ROWS + 1 : WARP_STEPS - own_row;
+            copy_piece<INNER>(piece(input, i), from.at(i * ROWS), lead, to_end, i * ROWS < there);
+        }
+        if constexpr (RAGGED) {
+            const int to_last = CHANNELS - lane % FULL * ITEMS;  // channels, from the first that this lane copies
+#pragma unroll
+            for (int row = lane; row < WARP_STEPS; row += 32)
+                copy_piece<INNER>(last_piece(input, row), from.at(row - own_row) + to_last, leads.last[LATER],
+                                  to_end - to_last, row < all);
         }
     }
+    // A piece, which if ragged starts `lead` elements before that: where any of the block's channels may be in it, or
+    // of those that are in it nothing beyond the last, which may be the tensor's.
+    template <bool INNER>
+    __device__ static void copy_piece(uint4* to, const Storage* from, int lead, int to_end, bool wanted) {
+        const int left = to_end + lead;
+        if constexpr (!RAGGED) copy_async<16>(to, from, wanted);
+        else if constexpr (INNER) copy_async<16>(to, from - lead, wanted && to_end + ITEMS > 1);
+        else
+            copy_async_first(to, from - lead, (left < ITEMS ? left : ITEMS) * int(sizeof(Storage)),
+                             wanted && left > 0);
+    }
+    __device__ void copy_out(int input, const Results& to, int left) const {
+        if (RAGGED) return;
+        const int there = count(left);
+#pragma unroll
+        for (int i = 0; i < COPIES; i++)
+            if (i * ROWS < there) store_global(to.at(i * ROWS), *piece(input, i));
+    }
 
-    // This lane's channels in its row k of a tensor whose rows are LATER by so many.
+    // This lane's channels in its row k.
     template <int LATER = 0>
     __device__ Chunk<Element, VECTOR> get(int input, int k) const {
-        const Storage* const from = cells(input, k);
+        const Storage* const from = cells<LATER>(input, k);
         if constexpr (!RAGGED && VECTOR * sizeof(Storage) >= 4) {
             return get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(from));
         } else {
             Chunk<Element, VECTOR> chunk;
             chunk.word[0] = 0;
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) chunk.put(v, from[own_leads[k + LATER] + v]);
+            for (int v = 0; v < VECTOR; v++) chunk.put(v, from[v * TO_NEXT]);
             return chunk;
         }
     }
-    // Results of this lane's row k, to where they take the place of an input, and to memory what will not be
-    // copied from there.
-    __device__ void put(int input, const Rows& to, int left, int k, const State (&x)[VECTOR]) const {
+    // Results of this lane's row k, to where they take the place of an input, or to memory.
+    __device__ void put(int input, const Results& to, int left, int k, const State (&x)[VECTOR]) const {
         Chunk<Element, VECTOR> chunk;
         chunk.set(x);
         if constexpr (RAGGED) {
-            Storage* const cell = cells(input, k) + own_leads[k];
+            Storage* const cell = to.own(k);
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) {
-                cell[v] = chunk.bits(v);
-                if (bits >> (k * VECTOR + v) & 1 && first_own + k < left) to.own(k)[v] = chunk.bits(v);
-            }
+            for (int v = 0; v < VECTOR; v++)
+                if (v * TO_NEXT < own_channels && first_own + k < left) cell[v * TO_NEXT] = chunk.bits(v);
         } else if constexpr (VECTOR * sizeof(Storage) >= 4) {
             put_words(cells(input, k), chunk);
         } else {
@@ -243,7 +287,7 @@ struct Tiles {
         const auto ask = [&] {
             const int at_hand = stage;
             stage = filled;
-            if (to_come > 0) pace.ask(stage), work.fetch(counted(to_come));
+            if (to_come > 0) pace.ask(stage), fetch(work, to_come);
             commit_copies();
             turn();
             filled = stage, stage = at_hand;
@@ -264,7 +308,7 @@ struct Tiles {
     __device__ void walk(Work& work, Pace) {
         i64 to_come = rows;
         const auto next = [&] {
-            if (to_come > 0) work.fetch(counted(to_come));
+            if (to_come > 0) fetch(work, to_come);
             commit_copies();
             turn();
             to_come -= TIMES;
@@ -290,6 +334,11 @@ struct Tiles {
     }
 
   private:
+    template <class Work>
+    __device__ void fetch(Work& work, i64 left) {
+        inner = left < rows && left > TIMES + 1;
+        work.fetch(counted(left));
+    }
     template <class Work>
     __device__ static void walk_tile(Work& work, int left) {
         typename Work::Held held;
@@ -344,8 +393,8 @@ struct States {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) there[v] = first && column.has(v);
     }
-    __device__ State read(int v) const { return there[v] ? first[v * by_channel] : State(0); }
+    __device__ State read(int v) const { return there[v] ? first[v * TO_NEXT * by_channel] : State(0); }
     __device__ void write(int v, State x) const {
-        if (there[v]) first[v * by_channel] = x;
+        if (there[v]) first[v * TO_NEXT * by_channel] = x;
     }
 };

@@ -121,12 +121,37 @@ __device__ inline u64 leaves_last() {
     return policy;
 }
 
-// Copy 4, 8 or 16 bytes, if wanted, from global to shared memory while the thread goes on. Of 128 bytes that
-// lie together, what others will want comes as far as the L2.
+// Whether copies say so: not where NVRTC would give the hint a wrong register (NOTES.md, a trap; ci/gates.py).
+#if RAGGED && __CUDA_ARCH__ >= 1000
+enum : bool { HINTED = false };
+#else
+enum : bool { HINTED = true };
+#endif
+
+// Copy 16 bytes, of which only the first are read and the others are zeros, if wanted, from global to shared memory while
+// the thread goes on.
+__device__ inline void copy_async_first(void* to, const void* from, int bytes, bool wanted) {
+    const unsigned shared = unsigned(__cvta_generic_to_shared(to));
+    if constexpr (HINTED)
+        asm volatile(
+            "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
+            "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3, %4; }" ::"r"(shared),
+            "l"(from), "r"(int(wanted)), "r"(bytes), "l"(leaves_last())
+            : "memory");
+    else
+        asm volatile(
+            "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
+            "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %3; }" ::"r"(shared),
+            "l"(from), "r"(int(wanted)), "r"(bytes)
+            : "memory");
+}
+// Copy 4, 8 or 16 bytes likewise. Of 128 bytes that lie together, what others will want comes as far as the L2.
 template <int BYTES>
 __device__ inline void copy_async(void* to, const void* from, bool wanted) {
     const unsigned shared = unsigned(__cvta_generic_to_shared(to));
-    if constexpr (BYTES == 16)
+    if constexpr (BYTES == 16 && !HINTED)
+        copy_async_first(to, from, 16, wanted);
+    else if constexpr (BYTES == 16)
         asm volatile(
             "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
             "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(shared),
@@ -138,15 +163,6 @@ __device__ inline void copy_async(void* to, const void* from, bool wanted) {
             "@wanted cp.async.ca.shared.global [%0], [%1], %3; }" ::"r"(shared),
             "l"(from), "r"(int(wanted)), "n"(BYTES)
             : "memory");
-}
-// Likewise 16 bytes of which only the first are read, and zeros for the others.
-__device__ inline void copy_async_first(void* to, const void* from, int bytes, bool wanted) {
-    asm volatile(
-        "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
-        "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %3; }" ::"r"(
-            unsigned(__cvta_generic_to_shared(to))),
-        "l"(from), "r"(int(wanted)), "r"(bytes)
-        : "memory");
 }
 // Close the group of this thread's copies so far; wait until at most PENDING groups are under way.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

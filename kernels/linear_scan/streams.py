@@ -57,6 +57,9 @@ _PACED = (
     *((8, 1, 16, 3), (8, 1, 16, 4), (2, 2, 32, 2), (4, 2, 8, 3), (4, 2, 12, 2), (4, 2, 16, 2)),
     *((8, 2, 16, 2), (4, 4, 8, 2), (4, 4, 8, 3), (4, 4, 12, 3)),
 )
+#: Warps, steps and stages of walks over rows that start anywhere, beside the usual ones; and such as keep in step.
+_RAGGED = ((4, 12, 2), (4, 12, 3), (6, 8, 2), (6, 8, 3), (6, 12, 2))
+_RAGGED_PACED = ((4, 8, 3), (4, 8, 4), (4, 12, 2), (4, 16, 2), (5, 8, 3))
 #: Of blocks that share a column: tiles in shared memory, and how many turns before it is walked one is composed.
 _EARLY = ((4, 2), (6, 3))
 #: Bytes of a map that they tell one another.
@@ -119,6 +122,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         if warps == 16:  # more registers
             yield from resident(direction, dtype, tile, 1, access)
     if access in (PACKED, RAGGED):
+        yield from _ragged_walks(direction, dtype) if access == RAGGED else ()
         return
     if each < 8:
         for warps, steps, stages in _WIDE:
@@ -140,6 +144,16 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         for stages, ahead in _CUT_STEPS[steps]:
             tile = {"warps": warps, "lanes": scans // vector, "vector": vector, "steps": steps}
             yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
+
+
+def _ragged_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Over rows that start anywhere, of which a lane has two channels."""
+    if ITEM_SIZE[dtype] == 8:
+        return
+    in_step = product(_RAGGED_PACED if ITEM_SIZE[dtype] == 4 else (), ({"pace": 1},))
+    for (warps, steps, stages), paced in (*product(_RAGGED, ({},)), *in_step):
+        tile = {"warps": warps, "across": 32, "vector": 2, "steps": steps, "stages": stages}
+        yield from resident(direction, dtype, tile | paced, 2, RAGGED)
 
 
 def _shared_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
