@@ -178,6 +178,32 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
             assert bool((around == 77.0).all()), bounds
 
 
+@pytest.mark.parametrize("name", ["channel_last_forward", "channel_last_backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+def test_a_walk_over_ragged_rows_writes_nowhere_else(
+    name: str, dtype: str, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Over several tiles, of which those in the middle ask for pieces to their ends."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(name, "cuda")
+    pins = {"dtype": dtype, "access": "ragged", "across": 32, "vector": 2}.items()
+    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    setting = cases.Setting(states=True, reverse=reverse)
+    case = cases.draw((2, 69, 200), setting, dtype, "cpu").case(name, aligned=True)
+    assert kernel.accepts(variant, case.problem) is None
+    areas = []
+    for output in case.expected:
+        around, case.tensors[output] = surrounded(case.tensors[output])
+        areas.append((around, case.tensors[output]))
+    library.run(case.problem, case.tensors, seed=0)
+    assert case.error() <= cases.TOLERANCE[dtype]
+    for around, output in areas:
+        output.fill_(77.0)
+        assert bool((around == 77.0).all())
+
+
 # --- The emulator -----------------------------------------------------------------------------
 
 #: Threads hand a number on to their neighbour; LEAVES, CROSSES and MEETS pin what goes wrong.
