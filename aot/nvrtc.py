@@ -23,10 +23,11 @@ from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.target import CudaVersion, Target
 
-#: What NVRTC makes for this one assembles to the code of these, too, unless a source asks which it is.
+#: What NVRTC makes for this one assembles to the code of these, too, unless a source asks which it is: of all these
+#: alike it is none from 10.0 on.
 _PORTABLE = Target((8, 0), "compute")
 _LIKE_80 = (86, 89, 90)
-_ASKS = "__CUDA_ARCH"
+_ASKS = re.compile(r"__CUDA_ARCH(?!__ >= 1000\b)")
 
 #: Not anchored to a line's start, which would have a warm start look at every line.
 _INCLUDE = re.compile(r'#include\s+"([^"]+)"')
@@ -165,7 +166,7 @@ class Nvrtc:
         if made is None or target.kind != "sm" or target.suffix or target.number not in _LIKE_80:
             return {}
         program = ptxas.find(self.identity().removeprefix("nvrtc "))
-        if program is None or any(_ASKS in text for text in self.sources(kernel).values()):
+        if program is None or any(_ASKS.search(text) for text in self.sources(kernel).values()):
             return {}
         ptx, log = made
         return {str(target): (ptxas.assemble(program, ptxas.retargeted(ptx, target), target), log)}
