@@ -148,8 +148,6 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
 
 def _ragged_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Over rows that start anywhere, of which a lane has two channels."""
-    if ITEM_SIZE[dtype] == 8:
-        return
     in_step = product(_RAGGED_PACED if ITEM_SIZE[dtype] == 4 else (), ({"pace": 1},))
     for (warps, steps, stages), paced in (*product(_RAGGED, ({},)), *in_step):
         tile = {"warps": warps, "across": 32, "vector": 2, "steps": steps, "stages": stages}
