@@ -97,9 +97,11 @@ def _borrowed(kernel: Kernel, tuning: Tuning, arch: Target) -> set[str]:
 
 def tunings_for(kernel: Kernel, arch: Target) -> tuple[Tuning, ...]:
     """What tuning found of a kernel that is of use in an archive: machine code runs on one kind of GPU,
-    and gets what is nearest to it; PTX gets all tunings' rows."""
+    and gets what is nearest to it, and what is for single GPUs of that kind; PTX gets the rows of all tunings
+    that are not for single ones."""
     every = kernel.tunings()
+    if arch.is_ptx:
+        return tuple(tuning for tuning in every if not tuning.exclusive)
     nearest = nearest_arch(every, arch.capability)
-    if nearest is None:
-        return ()
-    return every if arch.is_ptx else (nearest,)
+    own = (t for t in every if t.exclusive and t.capability == arch.capability)
+    return (*((nearest,) if nearest else ()), *own)

@@ -2,7 +2,8 @@
 
 ``kernels/<family>/tuning/<arch>.json`` holds every time that was measured: for each problem the median
 and the spread of every variant that was tried, and of each run the GPU, its clocks, the driver, the
-compilers and the date. Files are for people and for builds; a wheel's archives hold the ``Tuning`` that each
+compilers and the date. It is for all GPUs of the architecture; beside it ``<arch>-<gpu>.json`` is for one that
+is exclusive: what was measured on it is of use there alone. Files are for people and for builds; a wheel's archives hold the ``Tuning`` that each
 reduces to, and for the JIT there is ``tuning/reduced/<kernel>.<language>.json``, which builds leave.
 """
 
@@ -80,11 +81,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class Table:
-    """Everything that was measured for one family on GPUs of one architecture."""
+    """Everything that was measured for one family on GPUs of one architecture, or, of an ``exclusive`` one, on
+    those of one name."""
 
     family: str
     arch: str
     measured: tuple[Measured, ...] = ()
+    exclusive: bool = False
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of those that something was measured on."""
+        return tuple(dict.fromkeys(each.run.gpu for each in self.measured))
 
     def with_newer(
         self, newer: Iterable[Measured], timed: Callable[[str], bool] = lambda _: True
@@ -103,7 +111,10 @@ class Table:
         kernels: dict[str, list[Measured]] = {}
         for each in self.measured:
             kernels.setdefault(each.kernel, []).append(each)
-        return {kernel: _reduced(self.arch, found, spare) for kernel, found in kernels.items()}
+        return {
+            kernel: _reduced(self.arch, found, spare, self.exclusive)
+            for kernel, found in kernels.items()
+        }
 
     def to_json(self) -> dict[str, Any]:
         runs = list(dict.fromkeys(json.dumps(asdict(each.run)) for each in self.measured))
@@ -111,6 +122,7 @@ class Table:
             "schema": SCHEMA,
             "family": self.family,
             "arch": self.arch,
+            **({"exclusive": True} if self.exclusive else {}),
             "runs": [json.loads(run) for run in runs],
             "measured": [
                 {
@@ -145,6 +157,7 @@ class Table:
                     for record in document["measured"]
                     if kernel in (None, record["kernel"])
                 ),
+                document.get("exclusive") is True,
             )
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise ValueError(f"it is not a tuning table: {error!r}") from error
@@ -155,8 +168,14 @@ class Table:
         none."""
         try:
             table = cls.from_json(json.loads(path.read_text()), kernel)
-            if (table.family, table.arch) != (path.parents[1].name, f"sm_{path.stem[2:]}"):
+            label, alone, _ = path.stem.partition("-")
+            if (table.family, table.arch) != (path.parents[1].name, f"sm_{label[2:]}"):
                 raise ValueError(f"it is of {table.family} for {table.arch}")
+            if table.exclusive != bool(alone) or (alone and len(table.gpus) > 1):
+                raise ValueError(
+                    f"it is {'' if table.exclusive else 'not '}exclusive, and of {table.gpus}; a name with a GPU is "
+                    "for what was measured on that GPU alone"
+                )
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         return table
@@ -197,7 +216,9 @@ def _long(short: str, kind: str) -> str:
     return f"{kind}{short}" if short.startswith(",") else short
 
 
-def _reduced(arch: str, measured: Sequence[Measured], spare: Collection[str]) -> Tuning:
+def _reduced(
+    arch: str, measured: Sequence[Measured], spare: Collection[str], exclusive: bool
+) -> Tuning:
     kinds: dict[str, list[Measured]] = {}
     for each in measured:
         kinds.setdefault(each.shape.kind, []).append(each)
@@ -207,6 +228,7 @@ def _reduced(arch: str, measured: Sequence[Measured], spare: Collection[str]) ->
         latest.run.gpu,
         latest.run.date,
         {kind: _rows(found, spare) for kind, found in sorted(kinds.items())},
+        exclusive,
     )
 
 

@@ -62,13 +62,14 @@ def _distance(sizes: Mapping[str, float], other: Shape) -> float:
 class Tuning:
     """The rows of one kernel in one language, measured on one GPU.
 
-    arch    the GPU's architecture, such as ``sm_90``
-    date    of the latest measurement, such as ``2026-01-31``
-    names   of the sizes
-    labels  of every variant that a row names
-    kinds   kind -> rows, as JSON, so that they are read by themselves: each is sizes in the order of
-            ``names`` (null for one that it does not have), and pairs of a variant's place in
-            ``labels`` and its milliseconds
+    arch       the GPU's architecture, such as ``sm_90``
+    date       of the latest measurement, such as ``2026-01-31``
+    names      of the sizes
+    labels     of every variant that a row names
+    kinds      kind -> rows, as JSON, so that they are read by themselves: each is sizes in the order of
+               ``names`` (null for one that it does not have), and pairs of a variant's place in
+               ``labels`` and its milliseconds
+    exclusive  whether it is for GPUs of that name alone, where another is for all of the architecture
     """
 
     arch: str
@@ -77,9 +78,17 @@ class Tuning:
     names: Sequence[str]
     labels: Sequence[str]
     kinds: Mapping[str, str]
+    exclusive: bool = False
 
     @classmethod
-    def of(cls, arch: str, gpu: str, date: str, rows: Mapping[str, Sequence[Row]]) -> Tuning:
+    def of(
+        cls,
+        arch: str,
+        gpu: str,
+        date: str,
+        rows: Mapping[str, Sequence[Row]],
+        exclusive: bool = False,
+    ) -> Tuning:
         """Made of rows by their kind."""
         every = [row for each in rows.values() for row in each]
         names = list(dict.fromkeys(name for row in every for name in row.sizes))
@@ -96,7 +105,11 @@ class Tuning:
             for kind, each in rows.items()
         }
         kinds = {kind: json.dumps(each, separators=(",", ":")) for kind, each in listed.items()}
-        return cls(arch, gpu, date, names, labels, kinds)
+        return cls(arch, gpu, date, names, labels, kinds, exclusive)
+
+    def serves(self, gpu: str) -> bool:
+        """Whether it says anything about GPUs of a name, if they are of the architecture."""
+        return not self.exclusive or self.gpu == gpu
 
     def with_newer(self, newer: Tuning) -> Tuning:
         """This with the rows of a later one for the same GPU, which replace those of the same sizes;
@@ -106,7 +119,7 @@ class Tuning:
             later = newer.rows(kind)
             sizes = [row.sizes for row in later]
             rows[kind] = [*later, *(row for row in self.rows(kind) if row.sizes not in sizes)]
-        return Tuning.of(newer.arch, newer.gpu, newer.date, rows)
+        return Tuning.of(newer.arch, newer.gpu, newer.date, rows, newer.exclusive)
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -169,6 +182,7 @@ class Tuning:
                 and all(isinstance(each, str) for each in (*found.names, *found.labels))
                 and isinstance(found.gpu, str)
                 and isinstance(found.date, str)
+                and isinstance(found.exclusive, bool)
             ):
                 raise TypeError("a field of another type")
         except TypeError as error:
@@ -225,8 +239,9 @@ def strangeness(tuning: Tuning, capability: tuple[int, int]) -> tuple[bool, bool
 
 
 def nearest_arch(found: Iterable[Tuning], capability: tuple[int, int]) -> Tuning | None:
-    """The tuning that is the least strange to a GPU."""
-    return min(found, key=lambda tuning: strangeness(tuning, capability), default=None)
+    """The tuning that is the least strange to a GPU, whatever its name."""
+    general = (tuning for tuning in found if not tuning.exclusive)
+    return min(general, key=lambda tuning: strangeness(tuning, capability), default=None)
 
 
 #: Where a kernel's shipped tunings come from; called when they are first needed.

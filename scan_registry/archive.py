@@ -146,8 +146,9 @@ def _in_chunks(
     for binary, content in distinct.values():
         if digest(content) != binary.sha256:
             raise ValueError(f"the bytes of {binary.variant} do not have the digest it states")
-    wins = sum((tuning.wins() for tuning in tunings), Counter[str]())
-    here = sum((each.wins() for each in tunings if each.arch == str(arch)), Counter[str]())
+    general = [tuning for tuning in tunings if not tuning.exclusive]
+    wins = sum((tuning.wins() for tuning in general), Counter[str]())
+    here = sum((each.wins() for each in general if each.arch == str(arch)), Counter[str]())
     first, others = list[tuple[Binary, bytes]](), list[tuple[Binary, bytes]]()
     places, packed = dict[str, dict[str, int]](), list[bytes]()
     for binary, content in reversed(distinct.values()):

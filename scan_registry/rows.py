@@ -66,13 +66,15 @@ def nearest_row(
     problem: Problem,
 ) -> Tuned | None:
     """The one row that all variants of a kernel in a language are compared by, if there is one: from the
-    architecture nearest to the device's, of the nearest problem; of equals what was tuned here first.
+    architecture nearest to the device's, of the nearest problem; of equals what was tuned here first, and then
+    what is for GPUs of the device's name alone.
 
     local     what was tuned here
     archives  what may bring tunings; one that is not intact brings none
     spec      whether to look at the tables beside the spec where no archive brings any
     """
-    tunings = list(_tunings(local, archives, spec, kernel)) if kernel.shape else []
+    every = _tunings(local, archives, spec, kernel) if kernel.shape else ()
+    tunings = [each for each in every if each[0].serves(device.name)]
     if kernel.shape is None or not tunings:
         return None
     shape, found = kernel.shape(problem), []
@@ -83,8 +85,9 @@ def nearest_row(
                 distance, row = nearest
                 found.append(Tuned(tuning, row, distance, is_local, shape.sizes))
 
-    def preference(each: Tuned) -> tuple[tuple[bool, bool, int], float]:
-        return strangeness(each.tuning, device.capability), each.distance
+    def preference(each: Tuned) -> tuple[tuple[bool, bool, int], float, bool]:
+        general = not (each.local or each.tuning.exclusive)
+        return strangeness(each.tuning, device.capability), each.distance, general
 
     return min(found, key=preference, default=None)
 

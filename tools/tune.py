@@ -6,11 +6,13 @@
     python tools/tune.py --shapes channel_last:1,768,32768 --within 1.15
                                                  of these, no other variant goes into wheels where one that
                                                  is there anyway takes at most 1.15 times the best one's time
+    python tools/tune.py --known --installed     what wheels hold, on every problem that the architecture's
+                                                 table has: for another GPU of it
     python tools/tune.py --only 'ahead=2'        the variants that somebody works on, beside what is chosen now;
                                                  of others the tables keep earlier times
 
 It writes ``kernels/<family>/tuning/<arch>.json`` after every kernel and kind, so that nothing is lost
-where a machine goes away; problems that are in the file already are replaced, others stay. The next wheel
+where a machine goes away, or ``<arch>-<gpu>.json``, for this GPU alone, where the former is of another; problems that are in the file already are replaced, others stay. The next wheel
 holds what the file names, and its archives the rows. Last it says how far the installed choices were
 from the best.
 """
@@ -19,16 +21,29 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
+from scan_registry.bench.cases import Case
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, wanted, watched
+from scan_registry.cli.tune import (
+    LANGUAGES,
+    add_choice,
+    chosen,
+    show_report,
+    tuner_for,
+    wanted,
+    watched,
+)
+from scan_registry.inventory import catalogue
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import EQUAL, FOLDER, Table, forget_reduced
+from scan_registry.target import Target
 from scan_registry.tuner.engine import Tuned
+from scan_registry.tuner.problems import Posed, posed
 
 FAMILIES = Path(__file__).parents[1] / "kernels"
 
@@ -44,8 +59,7 @@ def save(
     ``within`` unless one is given, and the times of variants that were not ``only`` to be timed."""
     written = []
     for name in dict.fromkeys(each.posed.family.name for each in tuned):
-        path = folder / name / FOLDER / f"{arch.replace('_', '')}.json"
-        table = Table.read(path) if path.exists() else Table(name, arch)
+        path, table = place(folder, name, arch, tuned[0].measured.run.gpu)
         own = (each.measured for each in tuned if each.posed.family.name == name)
         ratios = {each.place: each.within for each in table.measured}
         newer = [replace(each, within=within or ratios.get(each.place, EQUAL)) for each in own]
@@ -56,6 +70,24 @@ def save(
         partial.replace(path)
         written.append(path)
     return written
+
+
+def place(folder: Path, family: str, arch: str, gpu: str) -> tuple[Path, Table]:
+    """The file for what is measured on a GPU, and what is in it."""
+    path = folder / family / FOLDER / f"{arch.replace('_', '')}.json"
+    table = Table.read(path) if path.exists() else Table(family, arch)
+    if table.gpus in ((), (gpu,)):
+        return path, table
+    words = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
+    path = path.with_stem(f"{path.stem}-{words}")
+    return path, Table.read(path) if path.exists() else Table(family, arch, exclusive=True)
+
+
+def known(folder: Path, arch: str, languages: Collection[str]) -> list[Posed]:
+    """Every problem of the tables that are for all GPUs of the architecture."""
+    tables = [Table.read(path) for path in folder.glob(f"*/{FOLDER}/{arch.replace('_', '')}.json")]
+    texts = dict.fromkeys(m.problem.rpartition(" ")[0] for t in tables for m in t.measured)
+    return list(posed(map(Case.parse, texts), tuple(languages)))
 
 
 def main() -> int:
@@ -72,13 +104,33 @@ def main() -> int:
         help="of the best time, what is good enough to do without another variant; default: "
         f"what a row has, or {EQUAL}",
     )
+    parser.add_argument(
+        "--known",
+        action="store_true",
+        help="in place of --shapes and --dtype: what is in the architecture's table",
+    )
+    parser.add_argument(
+        "--installed",
+        action="store_true",
+        help="time no variant that is not installed, so that wheels hold no more than they do",
+    )
     args = parser.parse_args()
     try:
         if args.within is not None and not 1 <= args.within < math.inf:
             raise UsageError(f"--within is {args.within}; accepted are ratios from 1 on")
         problems = chosen(args)
-        only = wanted(args.only, problems)
         tuner = tuner_for(args.device, args.budget)
+        if args.known:
+            heads = {(each.kernel.name, each.kernel.language) for each in problems}
+            every = known(args.folder, tuner.device.arch, args.language or LANGUAGES)
+            problems = [each for each in every if (each.kernel.name, each.kernel.language) in heads]
+        matches = wanted(args.only, problems)
+        target = Target(tuner.device.capability)
+        held = {b.variant for a, b in catalogue() if a.arch == target}
+
+        def only(variant: Variant) -> bool:
+            return matches(variant) and (variant in held or not args.installed)
+
         tuner.only = only
     except UsageError as error:
         print(f"tools/tune.py: error: {error}", file=sys.stderr)

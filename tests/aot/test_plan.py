@@ -90,16 +90,18 @@ def test_what_tunings_name_is_optional_on_other_architectures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = FAMILY.kernels[0]
-    spares = spare_labels(kernel)[:2]
+    spares = spare_labels(kernel)[:3]
     tunings = tuple(
-        Tuning.of(arch, "x", "d", {"k": [Row({"time": 1}, {spare: 1.0})]})
-        for arch, spare in zip(("sm_80", "sm_90"), spares, strict=True)
+        Tuning.of(arch, "x", "d", {"k": [Row({"time": 1}, {spare: 1.0})]}, exclusive)
+        for (arch, exclusive), spare in zip(
+            (("sm_80", False), ("sm_90", False), ("sm_90", True)), spares, strict=True
+        )
     )
     tuned = replace(kernel, tunings=lambda: tunings)
     family = replace(FAMILY, kernels=(tuned,))
     monkeypatch.setattr(planning, "families", lambda: {family.name: family})
     for arch, expected in (
-        ("sm90", {spares[1]: False}),
+        ("sm90", {spares[1]: False, spares[2]: False}),
         ("sm86", {spares[0]: True}),
         ("sm120", {spares[1]: True}),
         ("ptx80", {spares[0]: True, spares[1]: True}),

@@ -62,6 +62,28 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
     assert tables(tmp_path / "b_family") == ()
 
 
+def test_a_gpu_may_have_a_table_for_itself(tmp_path: Path) -> None:
+    written(tmp_path, a_table(measured(8, a=1.0, b=2.0)))
+    run = replace(RUN, gpu="NVIDIA Other")
+    own = replace(a_table(measured(8, run=run, a=2.0, b=1.0)), exclusive=True)
+    path = written(tmp_path, own, "sm90-other.json")
+    assert Table.read(path) == own
+    gpus = (RUN.gpu, run.gpu)
+    found = {tuning.gpu: tuning for tuning in shipped(tmp_path / "a_family", HEAD)}
+    assert [[found[each].serves(gpu) for gpu in gpus] for each in gpus] == [
+        [True, True],
+        [False, True],
+    ]
+    mixed = replace(own, measured=(*own.measured, measured(16, a=1.0)))
+    for table, name in (
+        (own, "sm90.json"),
+        (replace(own, exclusive=False), "sm90-other.json"),
+        (mixed, "sm90-other.json"),
+    ):
+        with pytest.raises(ValueError, match="for what was measured on that GPU alone"):
+            Table.read(written(tmp_path / "wrong", table, name))
+
+
 def test_what_a_build_leaves_is_read_instead_of_the_tables(tmp_path: Path) -> None:
     folder, head = tmp_path / "a_family", HEAD
     path = written(tmp_path, a_table(measured(8, a=1.0, b=2.0)))

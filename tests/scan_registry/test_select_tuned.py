@@ -51,6 +51,10 @@ def a_tuning(
     return Tuning.of(arch, "Imaginary", "2026-01-31", {shape.kind: made})
 
 
+def of_gpu(tuning: Tuning, gpu: str, exclusive: bool = True) -> Tuning:
+    return replace(tuning, gpu=gpu, exclusive=exclusive)
+
+
 def tuned_archive(arch: str, binaries: Iterable[Binary], *tunings: Tuning) -> Archive:
     archive = in_memory(arch, binaries)
     archive.__dict__["tuned"] = {FAMILY.kernel(KERNEL, "cuda").head: tunings}
@@ -83,6 +87,30 @@ def test_the_nearest_row_decides(a_binary: Make, a_device: Describe) -> None:
     assert untold.winner is not None
     assert (untold.winner.tuned, untold.winner.ms) == (None, None)
     assert "the spec prefers" in json.dumps([asdict(loser) for loser in untold.rejected])
+
+
+def test_a_gpu_goes_by_its_own_rows_where_no_others_are_nearer(
+    a_binary: Make, a_device: Describe
+) -> None:
+    slow, other, *_, liked = aligned()
+    general = a_tuning(rows=[(1024, {slow: 0.1, liked: 0.2}), (65536, {slow: 0.1, liked: 0.2})])
+    own = of_gpu(a_tuning(rows=[(1024, {liked: 0.1, slow: 0.3})]), "NVIDIA H100")
+    foreign = of_gpu(a_tuning(rows=[(1024, {other: 0.1})]), "NVIDIA H100 PCIe")
+    binaries = [a_binary(v)[0] for v in CUDA]
+    for order in ((general, own, foreign), (foreign, own, general)):
+        archive = tuned_archive("sm90", binaries, *order)
+        for gpu, time, expected in (
+            ("NVIDIA H100", 1024, liked),
+            ("NVIDIA H100", 65536, slow),
+            ("NVIDIA H200", 1024, slow),
+            ("NVIDIA H100 PCIe", 1024, other),
+        ):
+            device = replace(a_device(), name=gpu)
+            assert variant_of(decide(device, [archive], a_problem(time)).winner) == expected
+    alone = tuned_archive("sm90", binaries, foreign)
+    winner = decide(replace(a_device(), name="NVIDIA H200"), [alone]).winner
+    assert winner is not None
+    assert winner.tuned is None
 
 
 def test_a_variant_that_fills_less_of_its_segments_counts_as_slower(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ def tool() -> types.ModuleType:
     return module
 
 
-def tuned(text: str, ms: float, number: int = 0) -> Tuned:
+def tuned(text: str, ms: float, number: int = 0, run: Run = RUN) -> Tuned:
     (each,) = posed([Case.parse(text)], ["cuda"], ["forward"])
     label = each.kernel.label(each.variants(Target((9, 0)))[number])
     timings = {label: Timing(ms, 0.1, 11)}
-    return Tuned(each, Measured(each.kernel.head, str(each), each.shape, timings, RUN), label)
+    return Tuned(each, Measured(each.kernel.head, str(each), each.shape, timings, run), label)
 
 
 def test_tables_grow_and_measurements_are_replaced(tool: Any, tmp_path: Path) -> None:
@@ -57,6 +58,23 @@ def test_tables_grow_and_measurements_are_replaced(tool: Any, tmp_path: Path) ->
     }
 
 
+def test_another_gpu_gets_a_table_for_itself(tool: Any, tmp_path: Path) -> None:
+    problem, run = "time_last:2,8,512:float32", replace(RUN, gpu="NVIDIA H100 80GB HBM3")
+    (general,) = tool.save(tmp_path, "sm_90", [tuned(problem, 1.0)])
+    before = general.read_bytes()
+    for ms in (2.0, 3.0):
+        (path,) = tool.save(tmp_path, "sm_90", [tuned(problem, ms, run=run)])
+        assert path.name == "sm90-h100-80gb-hbm3.json"
+        table = Table.read(path)
+        assert (table.exclusive, table.gpus) == (True, (run.gpu,))
+        assert [t.ms for each in table.measured for t in each.timings.values()] == [ms]
+    assert general.read_bytes() == before
+    assert tool.save(tmp_path, "sm_90", [tuned(problem, 4.0)]) == [general]
+    assert [str(each) for each in tool.known(tmp_path, "sm_90", ["cuda"])] == [
+        f"{problem} {direction}" for direction in ("forward", "backward")
+    ]
+
+
 def test_what_was_left_out_keeps_its_times(tool: Any, tmp_path: Path) -> None:
     problem = "time_last:2,8,512:float32"
     before, now = (tuned(problem, ms, number) for number, ms in enumerate((1.0, 2.0)))
@@ -76,7 +94,7 @@ def test_a_run(
     found = tuned("time_last:2,8,512:float32", 1.0)
 
     class Tuner:
-        device = types.SimpleNamespace(name="Imaginary", arch="sm_90")
+        device = types.SimpleNamespace(name="Imaginary", arch="sm_90", capability=(9, 0))
         run, tuned, left_out, refused = RUN, [found], (), types.MappingProxyType({})
 
         def tune(self, problems: Any) -> None:
@@ -101,6 +119,13 @@ def test_a_run(
     assert (
         wanted == {v for v in found.posed.variants(Target((9, 0))) if "steps=2" in str(v)} != set()
     )
+    held = next(v for v in found.posed.variants(Target((9, 0))))
+    archive = types.SimpleNamespace(arch=Target((9, 0)))
+    binaries = [(archive, types.SimpleNamespace(variant=held))]
+    monkeypatch.setattr(tool, "catalogue", lambda: binaries)
+    monkeypatch.setattr(sys, "argv", [*words, "--installed"])
+    assert tool.main() == 0
+    assert [v for v in found.posed.variants(Target((9, 0))) if tuner.only(v)] == [held]
     for ratio in ("0.5", "nan", "inf"):
         monkeypatch.setattr(sys, "argv", [*words, "--within", ratio])
         assert tool.main() == 2
