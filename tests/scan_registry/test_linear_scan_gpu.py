@@ -394,7 +394,7 @@ def test_complex128_has_the_reference_alone():
 
 def run(script):
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], cwd="/", capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "True", done.stderr
 
