@@ -2,9 +2,10 @@
 
 ``kernels/<family>/tuning/<arch>.json`` holds every time that was measured: for each problem the median
 and the spread of every variant that was tried, and of each run the GPU, its clocks, the driver, the
-compilers and the date. It is for all GPUs of the architecture; beside it ``<arch>-<gpu>.json`` is for one that
-is exclusive: what was measured on it is of use there alone. Files are for people and for builds; a wheel's archives hold the ``Tuning`` that each
-reduces to, and for the JIT there is ``tuning/reduced/<kernel>.<language>.json``, which builds leave.
+compilers and the date. It is for all GPUs of the architecture; an exclusive one beside it,
+``<arch>-<gpu>.json``, is for those of one name alone. Files are for people and for builds; a wheel's archives
+hold the ``Tuning`` that each reduces to, and for the JIT there is ``tuning/reduced/<kernel>.<language>.json``,
+which builds leave.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@
                                                  of others the tables keep earlier times
 
 It writes ``kernels/<family>/tuning/<arch>.json`` after every kernel and kind, so that nothing is lost
-where a machine goes away, or ``<arch>-<gpu>.json``, for this GPU alone, where the former is of another; problems that are in the file already are replaced, others stay. The next wheel
-holds what the file names, and its archives the rows. Last it says how far the installed choices were
-from the best.
+where a machine goes away; where that file is of another GPU, ``<arch>-<gpu>.json``, for those of this name
+alone. Problems that are in the file already are replaced, others stay. The next wheel holds what the file
+names, and its archives the rows. Last it says how far the installed choices were from the best.
 """
 
 from __future__ import annotations
