@@ -83,7 +83,7 @@ class Measured:
 @dataclass(frozen=True)
 class Table:
     """Everything that was measured for one family on GPUs of one architecture, or, of an ``exclusive`` one, on
-    those of one name."""
+    those of one name: its file's name says that."""
 
     family: str
     arch: str
@@ -123,7 +123,6 @@ class Table:
             "schema": SCHEMA,
             "family": self.family,
             "arch": self.arch,
-            **({"exclusive": True} if self.exclusive else {}),
             "runs": [json.loads(run) for run in runs],
             "measured": [
                 {
@@ -158,7 +157,6 @@ class Table:
                     for record in document["measured"]
                     if kernel in (None, record["kernel"])
                 ),
-                document.get("exclusive") is True,
             )
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise ValueError(f"it is not a tuning table: {error!r}") from error
@@ -172,14 +170,11 @@ class Table:
             label, alone, _ = path.stem.partition("-")
             if (table.family, table.arch) != (path.parents[1].name, f"sm_{label[2:]}"):
                 raise ValueError(f"it is of {table.family} for {table.arch}")
-            if table.exclusive != bool(alone) or (alone and len(table.gpus) > 1):
-                raise ValueError(
-                    f"it is {'' if table.exclusive else 'not '}exclusive, and of {table.gpus}; a name with a GPU is "
-                    "for what was measured on that GPU alone"
-                )
+            if alone and len(table.gpus) > 1:
+                raise ValueError(f"it is for one GPU, and was measured on {', '.join(table.gpus)}")
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-        return table
+        return replace(table, exclusive=bool(alone))
 
     def text(self) -> str:
         """The file's content: a line for each problem, so that two tables can be compared."""

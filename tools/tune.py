@@ -23,27 +23,18 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from scan_registry.bench.cases import Case
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.tune import (
-    LANGUAGES,
-    add_choice,
-    chosen,
-    show_report,
-    tuner_for,
-    wanted,
-    watched,
-)
+from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, wanted, watched
 from scan_registry.inventory import catalogue
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import EQUAL, FOLDER, Table, forget_reduced
 from scan_registry.target import Target
 from scan_registry.tuner.engine import Tuned
-from scan_registry.tuner.problems import Posed, posed
 
 FAMILIES = Path(__file__).parents[1] / "kernels"
 
@@ -72,9 +63,14 @@ def save(
     return written
 
 
+def general(arch: str) -> str:
+    """The name of a file that is for all GPUs of an architecture."""
+    return f"{arch.replace('_', '')}.json"
+
+
 def place(folder: Path, family: str, arch: str, gpu: str) -> tuple[Path, Table]:
     """The file for what is measured on a GPU, and what is in it."""
-    path = folder / family / FOLDER / f"{arch.replace('_', '')}.json"
+    path = folder / family / FOLDER / general(arch)
     table = Table.read(path) if path.exists() else Table(family, arch)
     if table.gpus in ((), (gpu,)):
         return path, table
@@ -83,11 +79,19 @@ def place(folder: Path, family: str, arch: str, gpu: str) -> tuple[Path, Table]:
     return path, Table.read(path) if path.exists() else Table(family, arch, exclusive=True)
 
 
-def known(folder: Path, arch: str, languages: Collection[str]) -> list[Posed]:
-    """Every problem of the tables that are for all GPUs of the architecture."""
-    tables = [Table.read(path) for path in folder.glob(f"*/{FOLDER}/{arch.replace('_', '')}.json")]
+def known(folder: Path, arch: str) -> list[Case]:
+    """The cases in the tables that are for all GPUs of the architecture; ``UsageError`` if there are none."""
+    tables = [Table.read(path) for path in folder.glob(f"*/{FOLDER}/{general(arch)}")]
     texts = dict.fromkeys(m.problem.rpartition(" ")[0] for t in tables for m in t.measured)
-    return list(posed(map(Case.parse, texts), tuple(languages)))
+    if not texts:
+        raise UsageError(f"--known: no table in {folder} is for {arch}")
+    return [Case.parse(text) for text in texts]
+
+
+def installed(target: Target, only: Callable[[Variant], bool]) -> Callable[[Variant], bool]:
+    """Of what is wanted, the variants that archives for a target hold."""
+    held = {binary.variant for archive, binary in catalogue() if archive.arch == target}
+    return lambda variant: variant in held and only(variant)
 
 
 def main() -> int:
@@ -118,19 +122,13 @@ def main() -> int:
     try:
         if args.within is not None and not 1 <= args.within < math.inf:
             raise UsageError(f"--within is {args.within}; accepted are ratios from 1 on")
-        problems = chosen(args)
+        if args.known and (args.shapes or args.dtype):
+            raise UsageError("--known names the problems; accepted without --shapes and --dtype")
         tuner = tuner_for(args.device, args.budget)
-        if args.known:
-            heads = {(each.kernel.name, each.kernel.language) for each in problems}
-            every = known(args.folder, tuner.device.arch, args.language or LANGUAGES)
-            problems = [each for each in every if (each.kernel.name, each.kernel.language) in heads]
-        matches = wanted(args.only, problems)
-        target = Target(tuner.device.capability)
-        held = {b.variant for a, b in catalogue() if a.arch == target}
-
-        def only(variant: Variant) -> bool:
-            return matches(variant) and (variant in held or not args.installed)
-
+        problems = chosen(args, known(args.folder, tuner.device.arch) if args.known else None)
+        only = wanted(args.only, problems)
+        if args.installed:
+            only = installed(Target(tuner.device.capability), only)
         tuner.only = only
     except UsageError as error:
         print(f"tools/tune.py: error: {error}", file=sys.stderr)

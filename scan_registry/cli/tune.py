@@ -19,6 +19,7 @@ from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
 from scan_registry.inventory import catalogue
 
 if TYPE_CHECKING:
+    from scan_registry.bench.cases import Case
     from scan_registry.kernels.model import Variant
     from scan_registry.tuner.engine import Tuner
     from scan_registry.tuner.problems import Posed
@@ -98,8 +99,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(args: argparse.Namespace) -> list[Posed]:
-    """The problems that the arguments name; ``UsageError`` if they name none."""
+def chosen(args: argparse.Namespace, known: Sequence[Case] | None = None) -> list[Posed]:
+    """The problems that the arguments name, or of ``known`` cases those of the kernels that they name;
+    ``UsageError`` if they name none."""
     from scan_registry.tuner.problems import DTYPES as USUAL
     from scan_registry.tuner.problems import SHAPES, cases, posed, usual_cases
 
@@ -111,7 +113,9 @@ def chosen(args: argparse.Namespace) -> list[Posed]:
             raise UsageError(f"--language is {word!r}; accepted are {', '.join(LANGUAGES)}")
     dtypes = [DTYPES[word] for word in args.dtype or ()]
     try:
-        if args.shapes or args.dtype:
+        if known is not None:
+            asked = list(known)
+        elif args.shapes or args.dtype:
             asked = cases(args.shapes or SHAPES, dtypes or USUAL)
         else:
             asked = usual_cases()

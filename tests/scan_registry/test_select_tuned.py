@@ -51,8 +51,8 @@ def a_tuning(
     return Tuning.of(arch, "Imaginary", "2026-01-31", {shape.kind: made})
 
 
-def of_gpu(tuning: Tuning, gpu: str, exclusive: bool = True) -> Tuning:
-    return replace(tuning, gpu=gpu, exclusive=exclusive)
+def for_gpu(tuning: Tuning, gpu: str) -> Tuning:
+    return replace(tuning, gpu=gpu, exclusive=True)
 
 
 def tuned_archive(arch: str, binaries: Iterable[Binary], *tunings: Tuning) -> Archive:
@@ -94,8 +94,8 @@ def test_a_gpu_goes_by_its_own_rows_where_no_others_are_nearer(
 ) -> None:
     slow, other, *_, liked = aligned()
     general = a_tuning(rows=[(1024, {slow: 0.1, liked: 0.2}), (65536, {slow: 0.1, liked: 0.2})])
-    own = of_gpu(a_tuning(rows=[(1024, {liked: 0.1, slow: 0.3})]), "NVIDIA H100")
-    foreign = of_gpu(a_tuning(rows=[(1024, {other: 0.1})]), "NVIDIA H100 PCIe")
+    own = for_gpu(a_tuning(rows=[(1024, {liked: 0.1, slow: 0.3})]), "NVIDIA H100")
+    foreign = for_gpu(a_tuning(rows=[(1024, {other: 0.1})]), "NVIDIA H100 PCIe")
     binaries = [a_binary(v)[0] for v in CUDA]
     for order in ((general, own, foreign), (foreign, own, general)):
         archive = tuned_archive("sm90", binaries, *order)

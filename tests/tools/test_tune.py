@@ -70,9 +70,9 @@ def test_another_gpu_gets_a_table_for_itself(tool: Any, tmp_path: Path) -> None:
         assert [t.ms for each in table.measured for t in each.timings.values()] == [ms]
     assert general.read_bytes() == before
     assert tool.save(tmp_path, "sm_90", [tuned(problem, 4.0)]) == [general]
-    assert [str(each) for each in tool.known(tmp_path, "sm_90", ["cuda"])] == [
-        f"{problem} {direction}" for direction in ("forward", "backward")
-    ]
+    assert tool.known(tmp_path, "sm_90") == [Case.parse(problem)]
+    with pytest.raises(tool.UsageError, match=r"no table in .* is for sm_80"):
+        tool.known(tmp_path, "sm_80")
 
 
 def test_what_was_left_out_keeps_its_times(tool: Any, tmp_path: Path) -> None:
@@ -98,7 +98,9 @@ def test_a_run(
         run, tuned, left_out, refused = RUN, [found], (), types.MappingProxyType({})
 
         def tune(self, problems: Any) -> None:
-            assert {each.case.dtype for each in problems} == {"bfloat16"}
+            assert {each.case.dtype for each in problems} == {
+                "float32" if "--known" in sys.argv else "bfloat16"
+            }
             self.keep()
             assert (tmp_path / "linear_scan" / "tuning" / "sm90.json").is_file()
 
@@ -126,6 +128,11 @@ def test_a_run(
     monkeypatch.setattr(sys, "argv", [*words, "--installed"])
     assert tool.main() == 0
     assert [v for v in found.posed.variants(Target((9, 0))) if tuner.only(v)] == [held]
+    monkeypatch.setattr(sys, "argv", ["tune", "--known", "--folder", str(tmp_path)])
+    assert tool.main() == 0  # of the one case in the table
+    monkeypatch.setattr(sys, "argv", [*words, "--known"])
+    assert tool.main() == 2
+    assert "without --shapes and --dtype" in capsys.readouterr().err
     for ratio in ("0.5", "nan", "inf"):
         monkeypatch.setattr(sys, "argv", [*words, "--within", ratio])
         assert tool.main() == 2
