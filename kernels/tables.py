@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scan_registry.frozen import dataclass
-from scan_registry.kernels.tuning import Row, Shape, Tuning, capability_of, fewest, positive
+from scan_registry.kernels.tuning import (
+    Row,
+    Shape,
+    Tuning,
+    capability_of,
+    fewest,
+    positive,
+    worthwhile,
+)
 
 SCHEMA = 1
 FOLDER = "tuning"
@@ -27,6 +35,8 @@ _REDUCED = "reduced"
 #: A variant within this of the fastest is as good, unless something else is said: what fewer variants can serve,
 #: fewer do.
 EQUAL = 1.015
+#: What a variant has to gain for GPUs of one name alone to be in wheels: a percent on each of eight problems.
+WORTH = 0.08
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,15 @@ class Measured:
         """What a later measurement of the same problem has in common with it."""
         return self.kernel, self.shape.kind, tuple(sorted(self.shape.sizes.items()))
 
+    @property
+    def times(self) -> dict[str, float]:
+        """Milliseconds by label."""
+        return {label: timing.ms for label, timing in self.timings.items()}
+
+    def of(self, labels: Collection[str]) -> Measured:
+        """With the times of some variants alone."""
+        return replace(self, timings={k: t for k, t in self.timings.items() if k in labels})
+
     def over(self, older: Measured, timed: Callable[[str], bool]) -> Measured:
         """With what an older measurement says of the variants that this one was not to time."""
         times = older.timings.items()
@@ -105,6 +124,13 @@ class Table:
             older = every.get(each.place)
             every[each.place] = each.over(older, timed) if older else each
         return replace(self, measured=tuple(sorted(every.values(), key=lambda m: m.place)))
+
+    def beside(self, held: Collection[str]) -> Table:
+        """The table, of one kernel, without the times of variants that are not worth a place in wheels beside those
+        ``held``, which are given by their labels."""
+        times = [each.times for each in self.measured]
+        kept = worthwhile(times, held, WORTH)
+        return replace(self, measured=tuple(each.of(kept) for each in self.measured))
 
     def tunings(self, spare: Collection[str] = ()) -> dict[str, Tuning]:
         """What selection needs, by how the kernels' variants begin: the times of few variants that are enough,
@@ -238,7 +264,7 @@ def _rows(measured: Sequence[Measured], spare: Collection[str]) -> tuple[Row, ..
     rows = []
     for each in measured:
         named = chosen[each.within]
-        times = {label: t.ms for label, t in each.timings.items() if label in named}
+        times = each.of(named).times
         order = sorted(times, key=lambda label: (times[label], label))
         rows.append(Row(each.shape.sizes, {label: times[label] for label in order}))
     return tuple(rows)
@@ -246,8 +272,7 @@ def _rows(measured: Sequence[Measured], spare: Collection[str]) -> tuple[Row, ..
 
 def chosen_labels(measured: Sequence[Measured]) -> tuple[str, ...]:
     """Few variants of which one is as good as the fastest on each problem."""
-    times = [{label: t.ms for label, t in each.timings.items()} for each in measured]
-    return fewest(times, [each.within for each in measured])
+    return fewest([each.times for each in measured], [each.within for each in measured])
 
 
 @cache
@@ -264,8 +289,11 @@ def shipped(folder: Path, kernel: str, spare: tuple[str, ...] = ()) -> tuple[Tun
     left = _reduced_file(folder, kernel)
     if left.is_file():
         return tuple(map(Tuning.from_json, json.loads(left.read_text())))
-    found = tables(folder, kernel)
-    return tuple(table.tunings(spare)[kernel] for table in found if table.measured)
+    found = [table for table in tables(folder, kernel) if table.measured]
+    general = {each.arch: each.tunings(spare)[kernel] for each in found if not each.exclusive}
+    held = {arch: tuning.labels for arch, tuning in general.items()}
+    alone = (each.beside(held.get(each.arch, ())) for each in found if each.exclusive)
+    return (*general.values(), *(each.tunings(spare)[kernel] for each in alone))
 
 
 def leave_reduced(folder: Path, kernel: str, tunings: Iterable[Tuning]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from typing import Any
@@ -214,6 +214,26 @@ def fewest(problems: Sequence[Mapping[str, float]], within: Sequence[float]) -> 
         chosen.append(label)
         fit = {n: labels for n, labels in fit.items() if label not in labels}
     return tuple(chosen)
+
+
+def worthwhile(
+    problems: Sequence[Mapping[str, float]], held: Collection[str], worth: float
+) -> set[str]:
+    """What is ``held``, and labels that are worth a place beside it: again and again the one that gains most, while
+    that is ``worth`` at least. What a label gains is the logarithm of how many times faster it makes a problem,
+    milliseconds by label, than what there is, summed over problems; more than 1 where there is nothing."""
+    kept = set(held)
+    while True:
+        gains = defaultdict[str, float](float)
+        for times in problems:
+            there = [ms for label, ms in times.items() if label in kept]
+            now = min(there, default=math.e * max(times.values()))
+            for label, ms in times.items():
+                gains[label] += math.log(now / ms) if ms < now else 0.0
+        gain, label = max(((gain, label) for label, gain in gains.items()), default=(0.0, ""))
+        if gain < worth:
+            return kept
+        kept.add(label)
 
 
 def capability_of(arch: str) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from scan_registry.kernels.tables import (
     shipped,
     tables,
 )
-from scan_registry.kernels.tuning import Shape
+from scan_registry.kernels.tuning import Row, Shape, worthwhile
 
 RUN = Run("Imaginary", "580.1", {"sm": 1980}, {"cuda": "nvrtc 12.9.86"}, "9.9.9", "2026-01-31")
 HEAD = "a_family.a_kernel:cuda"
@@ -79,6 +80,52 @@ def test_a_gpu_may_have_a_table_for_itself(tmp_path: Path) -> None:
         ValueError, match="for one GPU, and was measured on NVIDIA Other, Imaginary"
     ):
         Table.read(written(tmp_path, mixed, "sm90-other.json"))
+
+
+def test_what_one_gpu_alone_wants_has_to_be_worth_a_place(tmp_path: Path) -> None:
+    """``own`` is a percent faster than what there is anyway, ``dear`` is 20; of no use elsewhere are both."""
+    written(tmp_path, a_table(measured(8, a=1.0, b=2.0, own=3.0, dear=3.0)))
+    run = replace(RUN, gpu="NVIDIA Other")
+
+    def found(*problems: Measured) -> tuple[Row, ...]:
+        tables.cache_clear()
+        shipped.cache_clear()
+        own = replace(a_table(*(replace(each, run=run) for each in problems)), exclusive=True)
+        written(tmp_path, own, "sm90-other.json")
+        general, alone = shipped(tmp_path / "a_family", HEAD)
+        assert [*general.labels] == ["a"]
+        return alone.rows("kind")
+
+    cheap = measured(8, a=1.02, own=1.0)
+    assert [row.times for row in found(cheap)] == [{"a": 1.02}]
+    assert [row.times for row in found(cheap, measured(16, a=1.0, dear=0.8))] == [
+        {"a": 1.02},
+        {"dear": 0.8, "a": 1.0},
+    ]
+    many = [measured(2**n, a=1.02, own=1.0) for n in range(5)]
+    assert [row.times for row in found(*many)] == [{"own": 1.0}] * 5
+    assert [row.times for row in found(measured(8, b=1.0, own=0.99))] == [{"own": 0.99}]
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 10.0), min_size=1), max_size=8
+    ),
+    st.sets(st.sampled_from("abcdef")),
+)
+def test_nothing_else_would_be_worth_a_place(times: list[dict[str, float]], held: set[str]) -> None:
+    kept = worthwhile(times, held, 0.1)
+    assert held <= kept
+    assert kept == worthwhile(times, kept, 0.1)
+    for each in times:
+        assert kept & each.keys()
+    for label in {label for each in times for label in each} - kept:
+        gains = (
+            math.log(min(ms for name, ms in each.items() if name in kept) / each[label])
+            for each in times
+            if label in each
+        )
+        assert sum(gain for gain in gains if gain > 0) < 0.1
 
 
 def test_what_a_build_leaves_is_read_instead_of_the_tables(tmp_path: Path) -> None:
