@@ -18,7 +18,7 @@ __all__ = ["OFTEN", "PLAIN", "SIZE", "SMALL", "Opened", "compress", "decompress"
 
 #: Bytes of binaries in a chunk, unless a single one is larger. Larger chunks make smaller archives, and the
 #: last binary of one later to be had: 10 ms a megabyte. Small ones are for what is wanted most often.
-SIZE, SMALL = 1 << 21, 1 << 17
+SIZE, SMALL = 1 << 21, 1 << 18
 #: Bytes of a binary up to which it is stored as it is, if it is the fastest on so many tuned problems:
 #: decompressing it would take a tenth of a first call.
 PLAIN, OFTEN = 26 << 10, 2

@@ -14,7 +14,8 @@
 It writes ``kernels/<family>/tuning/<arch>.json`` after every kernel and kind, so that nothing is lost
 where a machine goes away; where that file is of another GPU, ``<arch>-<gpu>.json``, for those of this name
 alone. Problems that are in the file already are replaced, others stay. The next wheel holds what the file
-names, and its archives the rows. Last it says how far the installed choices were from the best.
+names, of one for GPUs of a name alone what gains enough beside the other, and its archives the rows. Last it
+says how far the installed choices were from the best.
 """
 
 from __future__ import annotations

@@ -45,13 +45,17 @@ _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...
     ((16,), 1, ((4, 1, 12),)),
     ((16,), 2, ((4, 1, 12),)),
     ((16, 32), 4, ((4, 1, 8), (4, 2, 4))),
+    ((32,), 4, ((6, 2, 2), (6, 3, 2), (6, 4, 2))),
     ((1, 2), 8, ((4, 3, 4),)),
     ((16, 32), 8, ((2, 1, 12), (8, 1, 2), (8, 2, 1))),
 )
 #: Warps, and steps and stages, of walks over narrow numbers whose rings are deep.
 _DEEP = ((4, (8, 8)), (4, (16, 4)), (4, (16, 6)), (8, (16, 4)))
 #: Warps, steps and stages of walks over columns of 128 channels.
-_WIDE = ((4, 8, 2), (4, 8, 3), (4, 8, 6), (4, 12, 2), (4, 12, 3), (6, 8, 4), (8, 8, 2), (8, 8, 3))
+_WIDE = (
+    *((4, 8, 2), (4, 8, 3), (4, 8, 4), (4, 8, 6), (4, 12, 2), (4, 12, 3), (4, 12, 4)),
+    *((4, 16, 2), (6, 8, 4), (8, 8, 2), (8, 8, 3)),
+)
 #: Warps, channels of a lane, steps and stages of walks that keep in step.
 _PACED = (
     *((8, 1, 16, 3), (8, 1, 16, 4), (2, 2, 32, 2), (4, 2, 8, 3), (4, 2, 12, 2), (4, 2, 16, 2)),
@@ -107,7 +111,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         # What is asked for at once is there sooner, where walks are short.
         *((warps, (32, 2), ring) for warps, ring in _DEEP if each == 2),
         # Narrow columns are for problems that leave a multiprocessor one block.
-        *product((4, 8), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
+        *product((4,), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
     ):
         if warps == 16 and (steps == 4 or (across == 16 and each < 8)):
             continue  # of every problem that is tuned, 4% slower than others at least

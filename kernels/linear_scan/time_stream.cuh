@@ -12,7 +12,7 @@
 //
 // RAGGED: rows need not start or end where a piece does, but lie in pieces alike in all tensors. A walk then
 // starts `skip` elements before its row, where long rows have a line of the caches start, and what pieces hold
-// of other rows changes nothing and is not written.
+// of other rows changes nothing and is not written. Tiles between a row's ends hold none, and are copied as others.
 //
 // Each warp has tiles and states of its own, and rows or parts of one, and does not wait for others as it walks.
 #pragma once
@@ -67,6 +67,9 @@ struct Scans {
         const int offset = int(strides.offset(at, row));
         return (TURNED ? -(offset + int(time)) : offset) & most_skipped;
     }
+    // Whether a tile of ragged rows has nothing that is not theirs, wherever their walks start. Where a tile is as
+    // long as a row, or rows are cut, nobody asks, as code for such tiles would gain nothing there.
+    __device__ bool own_all(const Position& at) const;
 };
 
 struct Position {
@@ -84,6 +87,9 @@ struct Position {
     __device__ bool ends_row() const { return lane % LANES == LANES - 1; }
 };
 
+__device__ inline bool Scans::own_all(const Position& at) const {
+    return RAGGED && STAGES > 1 && !CUT && at.first >= most_skipped && at.first + TIMES <= time;
+}
 __device__ inline i64 Strides::offset(const Position& at, unsigned row) const {
     return SIDE > 1 ? row * by_channel : at.batch * by_batch + at.channel * by_channel;
 }
@@ -117,8 +123,8 @@ struct Rows {
     }
 };
 
-// The piece that a lane copies in turn `i`, and its row and order.
-template <bool TURNED>
+// The piece that a lane copies in turn `i`, and its row and order. WHOLE says that its rows own all of the tile.
+template <bool TURNED, bool WHOLE>
 struct Turn {
     int piece;
     unsigned row;
@@ -129,7 +135,7 @@ struct Turn {
         : piece(i * 32 + at.lane),
           row(at.first_row + piece / (LANES * PIECES)),
           order(at.first + piece % (LANES * PIECES) * VECTOR - scans.skip<TURNED>(at, row)),
-          inside(order < scans.time && (!RAGGED || order > -VECTOR) && row < scans.rows) {}
+          inside((WHOLE || (order < scans.time && (!RAGGED || order > -VECTOR))) && row < scans.rows) {}
 };
 
 // Copy a piece; of a ragged row nothing past its end, which may be that of the tensor.
@@ -144,17 +150,24 @@ __device__ void copy_piece(uint4* to, const Storage* from, i64 order, i64 time, 
 }
 
 // `outside` gives for a row what elements before and after it read as.
+template <bool TURNED, bool WHOLE, class Ring, class Outside>
+__device__ void copy_pieces_in(const Ring& ring, int input, const Rows& rows,
+                               const Position& at, const Scans& scans, Outside outside) {
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const Turn<TURNED, WHOLE> turn(i, at, scans);
+        uint4* const place = ring.place(input, turn.piece);
+        const Storage* const from = rows.at<TURNED>(scans, at, turn.row, turn.order);
+        if (WHOLE) copy_async<16>(place, from, turn.inside);
+        else copy_piece<TURNED>(place, from, turn.order, scans.time, turn.inside);
+        if (!turn.inside) *place = piece_of(outside(turn.row));
+    }
+}
 template <bool TURNED, class Ring, class Outside>
 __device__ void copy_in(const Ring& ring, int input, const Rows& rows,
                         const Position& at, const Scans& scans, Outside outside) {
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-        const Turn<TURNED> turn(i, at, scans);
-        uint4* const place = ring.place(input, turn.piece);
-        copy_piece<TURNED>(place, rows.at<TURNED>(scans, at, turn.row, turn.order), turn.order, scans.time,
-                           turn.inside);
-        if (!turn.inside) *place = piece_of(outside(turn.row));
-    }
+    if (scans.own_all(at)) copy_pieces_in<TURNED, true>(ring, input, rows, at, scans, outside);
+    else copy_pieces_in<TURNED, false>(ring, input, rows, at, scans, outside);
 }
 
 // The elements of a piece that are the row's own.
@@ -172,6 +185,7 @@ struct Own {
 template <bool TURNED, class Ring>
 __device__ void mend(const Ring& ring, int input, const Position& at,
                      const Scans& scans, Storage outside) {
+    if (scans.own_all(at)) return;
     const i64 first = at.first + at.lane % LANES * ITEMS - scans.skip<TURNED>(at, at.row());
 #pragma unroll 1
     for (int p = 0; p < PIECES; p++) {
@@ -192,17 +206,17 @@ __device__ void mend(const Ring& ring, int input, const Position& at,
 __device__ inline void meet_copiers() {
     if (PIECES > 1) __syncwarp();
 }
-template <bool TURNED, class Ring>
-__device__ void copy_out(const Ring& ring, int input, const Rows& rows,
-                         const Position& at, const Scans& scans) {
+template <bool TURNED, bool WHOLE, class Ring>
+__device__ void copy_pieces_out(const Ring& ring, int input, const Rows& rows,
+                                const Position& at, const Scans& scans) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-        const Turn<TURNED> turn(i, at, scans);
+        const Turn<TURNED, WHOLE> turn(i, at, scans);
         if (!turn.inside) continue;
         Storage* const to = rows.at<TURNED>(scans, at, turn.row, turn.order);
         const uint4* const place = ring.place(input, turn.piece);
         const Own own(turn.order, scans.time);
-        if (!RAGGED || own.all()) {
+        if (!RAGGED || WHOLE || own.all()) {
             store_global(to, *place);
         } else {
 #pragma unroll 1
@@ -212,6 +226,12 @@ __device__ void copy_out(const Ring& ring, int input, const Rows& rows,
             }
         }
     }
+}
+template <bool TURNED, class Ring>
+__device__ void copy_out(const Ring& ring, int input, const Rows& rows,
+                         const Position& at, const Scans& scans) {
+    if (scans.own_all(at)) copy_pieces_out<TURNED, true>(ring, input, rows, at, scans);
+    else copy_pieces_out<TURNED, false>(ring, input, rows, at, scans);
 }
 
 // The state that enters a lane's elements.
