@@ -67,8 +67,8 @@ struct Scans {
         const int offset = int(strides.offset(at, row));
         return (TURNED ? -(offset + int(time)) : offset) & most_skipped;
     }
-    // Whether a tile of ragged rows has nothing that is not theirs, wherever their walks start. Where a tile is as
-    // long as a row, or rows are cut, nobody asks, as code for such tiles would gain nothing there.
+    // Whether a tile of ragged rows has nothing that is not theirs, wherever their walks start. Nobody asks where there
+    // is no such tile, as each is as long as a row, nor where rows are cut, which are as fast as aligned ones.
     __device__ bool own_all(const Position& at) const;
 };
 
