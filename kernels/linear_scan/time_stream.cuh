@@ -24,6 +24,9 @@ enum : int { VECTOR = 16 / sizeof(Storage) };
 #include "sequences.cuh"
 #include "tiles.cuh"
 
+// Whether tiles of ragged rows that hold nothing of others are told apart. There are none where each is as long as a
+// row; and rows that are cut are as fast as aligned ones.
+enum : bool { APART = RAGGED && STAGES > 1 && !CUT };
 enum : int {
     SIDE = 32 / LANES,
     ITEMS = PIECES * VECTOR,  // of a lane
@@ -67,8 +70,7 @@ struct Scans {
         const int offset = int(strides.offset(at, row));
         return (TURNED ? -(offset + int(time)) : offset) & most_skipped;
     }
-    // Whether a tile of ragged rows has nothing that is not theirs, wherever their walks start. Nobody asks where there
-    // is no such tile, as each is as long as a row, nor where rows are cut, which are as fast as aligned ones.
+    // Whether a tile has nothing of other rows, wherever its walks start.
     __device__ bool own_all(const Position& at) const;
 };
 
@@ -88,7 +90,7 @@ struct Position {
 };
 
 __device__ inline bool Scans::own_all(const Position& at) const {
-    return RAGGED && STAGES > 1 && !CUT && at.first >= most_skipped && at.first + TIMES <= time;
+    return at.first >= most_skipped && at.first + TIMES <= time;
 }
 __device__ inline i64 Strides::offset(const Position& at, unsigned row) const {
     return SIDE > 1 ? row * by_channel : at.batch * by_batch + at.channel * by_channel;
@@ -166,8 +168,10 @@ __device__ void copy_pieces_in(const Ring& ring, int input, const Rows& rows,
 template <bool TURNED, class Ring, class Outside>
 __device__ void copy_in(const Ring& ring, int input, const Rows& rows,
                         const Position& at, const Scans& scans, Outside outside) {
-    if (scans.own_all(at)) copy_pieces_in<TURNED, true>(ring, input, rows, at, scans, outside);
-    else copy_pieces_in<TURNED, false>(ring, input, rows, at, scans, outside);
+    if constexpr (APART) {
+        if (scans.own_all(at)) return copy_pieces_in<TURNED, true>(ring, input, rows, at, scans, outside);
+    }
+    copy_pieces_in<TURNED, false>(ring, input, rows, at, scans, outside);
 }
 
 // The elements of a piece that are the row's own.
@@ -185,7 +189,9 @@ struct Own {
 template <bool TURNED, class Ring>
 __device__ void mend(const Ring& ring, int input, const Position& at,
                      const Scans& scans, Storage outside) {
-    if (scans.own_all(at)) return;
+    if constexpr (APART) {
+        if (scans.own_all(at)) return;
+    }
     const i64 first = at.first + at.lane % LANES * ITEMS - scans.skip<TURNED>(at, at.row());
 #pragma unroll 1
     for (int p = 0; p < PIECES; p++) {
@@ -230,8 +236,10 @@ __device__ void copy_pieces_out(const Ring& ring, int input, const Rows& rows,
 template <bool TURNED, class Ring>
 __device__ void copy_out(const Ring& ring, int input, const Rows& rows,
                          const Position& at, const Scans& scans) {
-    if (scans.own_all(at)) copy_pieces_out<TURNED, true>(ring, input, rows, at, scans);
-    else copy_pieces_out<TURNED, false>(ring, input, rows, at, scans);
+    if constexpr (APART) {
+        if (scans.own_all(at)) return copy_pieces_out<TURNED, true>(ring, input, rows, at, scans);
+    }
+    copy_pieces_out<TURNED, false>(ring, input, rows, at, scans);
 }
 
 // The state that enters a lane's elements.
