@@ -283,16 +283,19 @@ def tables(folder: Path, kernel: str | None = None) -> tuple[Table, ...]:
 
 
 @cache
-def shipped(folder: Path, kernel: str, spare: tuple[str, ...] = ()) -> tuple[Tuning, ...]:
+def shipped(
+    folder: Path, kernel: str, spare: tuple[str, ...] = (), usual: tuple[str, ...] = ()
+) -> tuple[Tuning, ...]:
     """The tunings in a family's folder of one kernel, given by how its variants begin: as builds have left
-    them, which takes a tenth of the time, else out of the tables."""
+    them, which takes a tenth of the time, else out of the tables. Variants with labels in ``usual`` wheels hold
+    anyway, as they do what an architecture's table names, so those of its single GPUs may have them."""
     left = _reduced_file(folder, kernel)
     if left.is_file():
         return tuple(map(Tuning.from_json, json.loads(left.read_text())))
     found = [table for table in tables(folder, kernel) if table.measured]
     general = {each.arch: each.tunings(spare)[kernel] for each in found if not each.exclusive}
-    held = {arch: tuning.labels for arch, tuning in general.items()}
-    alone = (each.beside(held.get(each.arch, ())) for each in found if each.exclusive)
+    held = {arch: {*usual, *tuning.labels} for arch, tuning in general.items()}
+    alone = (each.beside(held.get(each.arch, usual)) for each in found if each.exclusive)
     return (*general.values(), *(each.tunings(spare)[kernel] for each in alone))
 
 

@@ -127,12 +127,9 @@ def tuned(
         if ("access", "generic") not in statics
     )
 
+    usual = tuple(pinned(v.statics) for v in closer if "reverse" not in dict(v.statics))
     # Tuned tiles of few long scans take most of the memory of the GPU that they were tuned on.
-    spare = tuple(
-        pinned(v.statics)
-        for v in closer
-        if "ahead" in dict(v.statics) and "reverse" not in dict(v.statics)
-    )
+    spare = tuple(label for label in usual if ",ahead=" in label)
 
     def shape_of(problem: LinearScanProblem) -> Shape:
         return shape(closer, accepts, packs, problem)
@@ -140,7 +137,7 @@ def tuned(
     def tunings() -> tuple[Tuning, ...]:
         from scan_registry.kernels.tables import shipped  # most processes have no use for files
 
-        return shipped(FOLDER, f"{FAMILY_NAME}.{name}:{language}", spare)
+        return shipped(FOLDER, f"{FAMILY_NAME}.{name}:{language}", spare, usual)
 
     return {
         "shape": shape_of,

@@ -87,17 +87,18 @@ def test_what_one_gpu_alone_wants_has_to_be_worth_a_place(tmp_path: Path) -> Non
     written(tmp_path, a_table(measured(8, a=1.0, b=2.0, own=3.0, dear=3.0)))
     run = replace(RUN, gpu="NVIDIA Other")
 
-    def found(*problems: Measured) -> tuple[Row, ...]:
+    def found(*problems: Measured, usual: tuple[str, ...] = ()) -> tuple[Row, ...]:
         tables.cache_clear()
         shipped.cache_clear()
         own = replace(a_table(*(replace(each, run=run) for each in problems)), exclusive=True)
         written(tmp_path, own, "sm90-other.json")
-        general, alone = shipped(tmp_path / "a_family", HEAD)
+        general, alone = shipped(tmp_path / "a_family", HEAD, usual=usual)
         assert [*general.labels] == ["a"]
         return alone.rows("kind")
 
     cheap = measured(8, a=1.02, own=1.0)
     assert [row.times for row in found(cheap)] == [{"a": 1.02}]
+    assert [row.times for row in found(cheap, usual=("own",))] == [{"own": 1.0}]
     assert [row.times for row in found(cheap, measured(16, a=1.0, dear=0.8))] == [
         {"a": 1.02},
         {"dear": 0.8, "a": 1.0},
