@@ -189,20 +189,38 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
         assert untouched(), bounds
 
 
-@pytest.mark.parametrize("name", ["channel_last_forward", "channel_last_backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("layout", "tile", "shape"),
+    [
+        ("channel_last", {"across": 32, "vector": 2}, (2, 69, 200)),
+        ("time_last", {"lanes": 16, "pieces": 1, "stages": 3}, (2, 3, 1150)),
+        ("time_last", {"lanes": 16, "pieces": 2, "stages": 3}, (1, 5, 765)),
+    ],
+    ids=["channel_last", "time_last", "time_last, two pieces"],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
 def test_a_walk_over_ragged_rows_writes_nowhere_else(
-    name: str, dtype: str, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
+    direction: str,
+    layout: str,
+    tile: dict[str, int],
+    shape: tuple[int, int, int],
+    dtype: str,
+    reverse: bool,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
 ) -> None:
-    """Over several tiles, of which those in the middle ask for pieces to their ends."""
+    """Over several tiles, of which those in the middle ask for pieces to their ends. Along time the last one would
+    be its row's alone, but for a few elements."""
     torch.manual_seed(0)
+    name = f"{layout}_{direction}"
     kernel = FAMILY.kernel(name, "cuda")
-    pins = {"dtype": dtype, "access": "ragged", "across": 32, "vector": 2}.items()
+    pins = {"dtype": dtype, "access": "ragged", **tile}.items()
     variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
-    case = cases.draw((2, 69, 200), setting, dtype, "cpu").case(name, aligned=True)
+    case = cases.draw(shape, setting, dtype, "cpu").case(name, aligned=True)
     assert kernel.accepts(variant, case.problem) is None
     untouched = surround(case.tensors, case.expected)
     library.run(case.problem, case.tensors, seed=0)
