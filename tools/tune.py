@@ -32,7 +32,7 @@ from scan_registry.bench.cases import Case
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, wanted, watched
 from scan_registry.inventory import catalogue
-from scan_registry.kernels.model import Variant
+from scan_registry.kernels.model import Family, Variant
 from scan_registry.kernels.tables import EQUAL, FOLDER, Table, forget_reduced
 from scan_registry.target import Target
 from scan_registry.tuner.engine import Tuned
@@ -48,20 +48,33 @@ def save(
     only: Callable[[Variant], bool] = lambda _: True,
 ) -> list[Path]:
     """Add what was measured to the families' tables in ``folder``; return the files. Rows keep their ratio
-    ``within`` unless one is given, and the times of variants that were not ``only`` to be timed."""
+    ``within`` unless one is given, and the times of variants that were not ``only`` to be timed, while there are
+    such variants."""
     written = []
-    for name in dict.fromkeys(each.posed.family.name for each in tuned):
+    families = {each.posed.family.name: each.posed.family for each in tuned}
+    for name, family in families.items():
         path, table = place(folder, name, arch, tuned[0].measured.run.gpu)
         own = (each.measured for each in tuned if each.posed.family.name == name)
         ratios = {each.place: each.within for each in table.measured}
         newer = [replace(each, within=within or ratios.get(each.place, EQUAL)) for each in own]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
-        partial.write_text(table.with_newer(newer, lambda name: only(Variant.parse(name))).text())
+        table = table.with_newer(newer, lambda name: only(Variant.parse(name)))
+        partial.write_text(current(family, table).text())
         forget_reduced(folder / name)
         partial.replace(path)
         written.append(path)
     return written
+
+
+def current(family: Family, table: Table) -> Table:
+    """The table without the times of variants that there are no longer."""
+    labels = {
+        kernel.head: {kernel.label(variant) for variant in kernel.every}
+        for kernel in family.kernels
+    }
+    kept = (each.of(labels.get(each.kernel, ())) for each in table.measured)
+    return replace(table, measured=tuple(each for each in kept if each.timings))
 
 
 def general(arch: str) -> str:

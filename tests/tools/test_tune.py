@@ -87,6 +87,20 @@ def test_what_was_left_out_keeps_its_times(tool: Any, tmp_path: Path) -> None:
         assert {time.ms for time in row.timings.values()} == kept
 
 
+def test_times_of_variants_that_are_gone_go(tool: Any, tmp_path: Path) -> None:
+    first, second = "time_last:2,8,512:float32", "time_last:2,8,1024:float32"
+    now = tuned(first, 1.0)
+    gone = now.best.replace("warps=", "warps=9")
+    timings = {**now.measured.timings, gone: Timing(0.5, 0.1, 11)}
+    (path,) = tool.save(tmp_path, "sm_90", [now])
+    table = Table.read(path)
+    written = replace(table, measured=(replace(table.measured[0], timings=timings),))
+    path.write_text(written.text())
+    assert gone in Table.read(path).measured[0].timings
+    tool.save(tmp_path, "sm_90", [tuned(second, 2.0)])
+    assert [[*each.timings] for each in Table.read(path).measured] == [[now.best]] * 2
+
+
 def test_a_run(
     tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
