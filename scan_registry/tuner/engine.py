@@ -20,7 +20,6 @@ from torch import Tensor
 
 from scan_registry import check, loader
 from scan_registry.archive import Archive
-from scan_registry.bench import timing
 from scan_registry.bench.timing import Call, Recording, compete, once, record, sets_of_inputs
 from scan_registry.device import Device
 from scan_registry.driver import DriverError
@@ -41,7 +40,6 @@ FAR, LAUNCH_MS = (
 COARSE = {"warm_up": 1, "rounds": 3}
 FINE = {"warm_up": 2, "rounds": 11}
 _ENOUGH_MS = 2.0  # of launches in a recording
-_SLOW_STREAM = 1e9  # bytes per ms that any such GPU moves
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,6 @@ class Tuner:
         expected: dict[str, Tensor] | None = None
         made: dict[str, list[Call]] = {}
         first: dict[str, float] = {}
-        launches = max(2, min(timing.LAUNCHES, round(_ENOUGH_MS * _SLOW_STREAM / traffic)))
         for variant in asked:
             try:
                 calls = self._calls(posed, variant, sets)
@@ -231,7 +228,7 @@ class Tuner:
         shipped = None if chosen is None else posed.kernel.label(chosen)
         limit = FAR * min(first.values(), default=0.0) + LAUNCH_MS
         recordings = {
-            label: record(calls, device, launches=launches)
+            label: record(calls, device, enough=_ENOUGH_MS)
             for label, calls in made.items()
             if first[label] <= limit or label == shipped
         }
