@@ -191,6 +191,15 @@ def test_rows_name_the_fastest_first() -> None:
     assert [[*row.times] for row in rows] == [["b", "a"], ["a", "b"], ["c"]]
 
 
+def test_rows_have_times_in_four_digits_and_choose_by_all_of_them() -> None:
+    table = a_table(measured(8, a=0.123456, b=0.123454), measured(16, a=2.0, b=1.0))
+    rows = table.tunings(spare=("a",))[HEAD].rows("kind")
+    assert [list(row.times.items()) for row in rows] == [
+        [("b", 0.1235), ("a", 0.1235)],
+        [("b", 1.0), ("a", 2.0)],
+    ]
+
+
 def test_rows_name_what_is_spare_too() -> None:
     table = a_table(measured(8, a=1.0, b=2.0, c=3.0), measured(16, a=1.0, c=2.0))
     rows = table.tunings(("c", "unknown"))[HEAD].rows("kind")
