@@ -98,20 +98,22 @@ def record(
     """
     for call in calls[:2]:
         call()
-    of_calls = WallClock if device.type == "cpu" else Launches
     if device.type == "cuda":
         torch.cuda.synchronize()
-    turn = of_calls(1, calls).ms() * len(calls)
+    turn = _uncaptured(1, calls, device).ms() * len(calls)
     turns = max(1, round((ENOUGH_MS if enough is None else enough) / max(turn, 1e-3)))
     if device.type == "cpu" or not captured:
-        return of_calls(turns, calls)
+        return _uncaptured(turns, calls, device)
     return Graph(_captured(calls, turns), turns * len(calls), calls)
 
 
 def once(call: Call, device: torch.device) -> float:
     """ms of a launch on a GPU, or a call on the CPU, when it has been made before: about, and at once."""
-    kind = WallClock if device.type == "cpu" else Launches
-    return kind(2, [call]).ms()
+    return _uncaptured(2, [call], device).ms()
+
+
+def _uncaptured(turns: int, calls: Sequence[Call], device: torch.device) -> Recording:
+    return (WallClock if device.type == "cpu" else Launches)(turns, calls)
 
 
 def _captured(calls: Sequence[Call], turns: int) -> torch.cuda.CUDAGraph:
