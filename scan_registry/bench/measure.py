@@ -30,7 +30,7 @@ from scan_registry.ops.arguments import Options
 from scan_registry.ops.linear_scan import linear_scan
 from scan_registry.select import Backend, NoKernelError
 
-_TENSORS = 6  # inputs, outputs and what makes them, of one call
+_TENSORS = 6  # inputs, outputs and what makes them, of the call that is made last
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,13 @@ class Bench:
 
     def check_room(self, case: Case) -> None:
         """``ValueError`` if the case's tensors are more than the device has memory for."""
-        sets = sets_of_inputs(case.traffic("forward"), self.device)
         takers = [peer for peer in self.peers if not _refusal(peer, case)]
         floor = 1 if self.device.type == "cuda" else 0
         contenders = len(self.backends) + len(takers) + floor
-        needed, free = _TENSORS * sets * contenders * case.tensor_bytes(), free_bytes(self.device)
+        traffics = map(case.traffic, self.passes)
+        earlier = max((sets_of_inputs(each, self.device) - 1) * each for each in traffics)
+        needed = contenders * (earlier + _TENSORS * case.tensor_bytes())
+        free = free_bytes(self.device)
         if free is not None and needed > free:
             raise ValueError(
                 f"T = {case.time} takes about {needed / 1e9:.1f} GB in {case.dtype}, and "

@@ -132,6 +132,23 @@ def test_inputs_fill_a_gpus_cache_so_often_that_nothing_of_them_is_left_in_it(
     assert timing.sets_of_inputs(traffic, torch.device("cuda:0")) == sets
 
 
+@pytest.mark.parametrize(
+    ("passes", "needed"),
+    [(("forward",), 3 * (3 << 12)), (("forward", "backward"), 2 * (5 << 12))],
+)
+def test_room_is_for_the_inputs_of_every_turn(
+    passes: tuple[str, ...], needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(CPU, ("auto", "reference"), passes=passes)
+    case = Case.parse("time_last:1,1,1024:float32")
+    needed = 2 * (needed + (6 << 12))
+    monkeypatch.setattr(measure, "free_bytes", lambda device: needed)
+    bench.check_room(case)
+    monkeypatch.setattr(measure, "free_bytes", lambda device: needed - 1)
+    with pytest.raises(ValueError, match="T = 1024 takes about "):
+        bench.check_room(case)
+
+
 @pytest.mark.parametrize("layout", ["time_last", "channel_last"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_a_case_moves_what_its_tensors_hold(layout: str, dtype: str) -> None:
