@@ -266,11 +266,11 @@ def _rows(measured: Sequence[Measured], spare: Collection[str]) -> tuple[Row, ..
         named = chosen[each.within]
         times = each.of(named).times
         order = sorted(times, key=lambda label: (times[label], label))
-        rows.append(Row(each.shape.sizes, {label: _told_apart(times[label]) for label in order}))
+        rows.append(Row(each.shape.sizes, {label: _rounded(times[label]) for label in order}))
     return tuple(rows)
 
 
-def _told_apart(ms: float) -> float:
+def _rounded(ms: float) -> float:
     """In as many digits as choosing needs, since wheels hold thousands: a tenth of a percent is noise."""
     return float(f"{ms:.4g}")
 

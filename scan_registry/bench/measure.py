@@ -30,7 +30,7 @@ from scan_registry.ops.arguments import Options
 from scan_registry.ops.linear_scan import linear_scan
 from scan_registry.select import Backend, NoKernelError
 
-_TENSORS = 6  # inputs, outputs and what makes them, of the call that is made last
+_TENSORS = 6  # of one call, while it is made: inputs, outputs, and what makes them
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ class Bench:
     def check_room(self, case: Case) -> None:
         """``ValueError`` if the case's tensors are more than the device has memory for."""
         takers = [peer for peer in self.peers if not _refusal(peer, case)]
-        floor = 1 if self.device.type == "cuda" else 0
-        contenders = len(self.backends) + len(takers) + floor
+        contenders = len(self.backends) + len(takers) + 1  # the floor, or the CPU's scale
         traffics = map(case.traffic, self.passes)
         earlier = max((sets_of_inputs(each, self.device) - 1) * each for each in traffics)
         needed = contenders * (earlier + _TENSORS * case.tensor_bytes())

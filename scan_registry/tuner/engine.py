@@ -20,7 +20,15 @@ from torch import Tensor
 
 from scan_registry import check, loader
 from scan_registry.archive import Archive
-from scan_registry.bench.timing import Call, Recording, compete, once, record, sets_of_inputs
+from scan_registry.bench.timing import (
+    LAUNCH_MS,
+    Call,
+    Recording,
+    compete,
+    once,
+    record,
+    sets_of_inputs,
+)
 from scan_registry.device import Device
 from scan_registry.driver import DriverError
 from scan_registry.fit import Rung
@@ -33,10 +41,7 @@ from scan_registry.tuner.binaries import Obtained, obtain_all
 from scan_registry.tuner.problems import Posed
 
 NEAR = 1.1  # of the fastest's time: what is timed again
-FAR, LAUNCH_MS = (
-    3.0,
-    0.05,
-)  # of the fastest's so far, and what starting them takes: what leaves at once
+FAR = 3.0  # times the fastest's time, beyond what a launch takes: what leaves at once
 COARSE = {"warm_up": 1, "rounds": 3}
 FINE = {"warm_up": 2, "rounds": 11}
 _ENOUGH_MS = 2.0  # of launches in a recording
