@@ -22,9 +22,8 @@ ENOUGH_MS = 3.0  # of calls in a recording, about: a GPU takes 0.01 to begin one
 LAUNCHES = 4  # that a GPU replays at once, at least
 LAUNCH_MS = 0.05  # that a launch takes, at most: in a graph it may take far less
 WARM_UP, ROUNDS = 4, 11  # replays of each recording
-#: Inputs rotate over this many last-level caches. An H100's L2 keeps up to a fifth of its size in lines that are to
-#: leave it last after four times its size of other traffic, and none after 32 times; from 12 times on times are the
-#: same.
+#: Inputs rotate over this many last-level caches: lines that are to leave an L2 last survive several times its size
+#: of other traffic (kernels/linear_scan/NOTES.md has what was measured).
 CACHES = {"cuda": 24, "cpu": 3}
 MOST_SETS = 256  # of inputs, however small they are
 LEAST_STREAMED = 1 << 22  # floats, where the cache is small
@@ -122,11 +121,9 @@ def once(call: Call, device: torch.device) -> float:
 def _recording(
     turns: int, calls: Sequence[Call], device: torch.device, captured: bool
 ) -> Recording:
-    if device.type == "cpu":
-        return WallClock(turns, calls)
     if captured:
         return Graph(_captured(calls, turns), turns * len(calls), calls)
-    return Launches(turns, calls)
+    return (WallClock if device.type == "cpu" else Launches)(turns, calls)
 
 
 def _captured(calls: Sequence[Call], turns: int) -> torch.cuda.CUDAGraph:
