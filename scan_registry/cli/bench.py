@@ -39,7 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Times the forward and the backward pass over a range of sequence lengths: on a GPU "
         "both languages of this package and the peers that are installed (accelerated-scan, "
         "sequential_scan), as CUDA graphs of kernel launches; on the CPU the calls, beside torch.mul on "
-        "tensors of the same size. Inputs rotate over up to 256 sets, to be out of the caches. The floor is "
+        "tensors of the same size. Inputs rotate over enough sets to be out of the caches. The floor is "
         "the time in which a kernel that only streams reads and writes as many tensors of the same size, "
         "the fastest of several, timed in the same turns; on the CPU that in which a large torch.add "
         "moves as many bytes. --goals times the project's own cases, each with the least fraction of the "

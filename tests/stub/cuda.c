@@ -23,47 +23,12 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "errors.h"
+#include "images.h"
+
 enum { MAX_DEVICES = 16, MAX_FAILURES = 64, MAX_DEPTH = 64, MAX_TEXT = 128 };
 enum { MAX_GRID_X = 0x7fffffff, MAX_GRID_YZ = 65535, MAX_BLOCK_XY = 1024, MAX_BLOCK_Z = 64 };
-enum { STATIC_SHARED_LIMIT = 48 * 1024, EM_CUDA = 190, MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
-enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101 };
-enum { INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NO_BINARY_FOR_GPU = 209, INVALID_PTX = 218 };
-enum { UNSUPPORTED_PTX_VERSION = 222, INVALID_HANDLE = 400, NOT_FOUND = 500 };
-
-static const struct {
-    int status;
-    const char *name, *words;
-} errors[] = {
-    {0, "CUDA_SUCCESS", "no error"},
-    {1, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
-    {2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
-    {3, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
-    {4, "CUDA_ERROR_DEINITIALIZED", "driver shutting down"},
-    {100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
-    {101, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
-    {200, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
-    {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
-    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU",
-     "no kernel image is available for execution on the device"},
-    {218, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed"},
-    {221, "CUDA_ERROR_JIT_COMPILER_NOT_FOUND", "PTX JIT compiler library not found"},
-    {222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
-     "the provided PTX was compiled with an unsupported toolchain."},
-    {223, "CUDA_ERROR_JIT_COMPILATION_DISABLED", "PTX JIT compilation was disabled"},
-    {300, "CUDA_ERROR_INVALID_SOURCE", "device kernel image is invalid"},
-    {301, "CUDA_ERROR_FILE_NOT_FOUND", "file not found"},
-    {302, "CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND", "shared object symbol not found"},
-    {303, "CUDA_ERROR_SHARED_OBJECT_INIT_FAILED", "shared object initialization failed"},
-    {304, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},
-    {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
-    {500, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
-    {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-    {701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"},
-    {702, "CUDA_ERROR_LAUNCH_TIMEOUT", "the launch timed out and was terminated"},
-    {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
-    {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
-};
-
+enum { STATIC_SHARED_LIMIT = 48 * 1024, MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
 /* Its address is also the handle of its primary context, the only context it has. */
 typedef struct {
     int ordinal, capability, sms, shared, registers, threads; /* capability 9.0 is 90 */
@@ -335,60 +300,12 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
 
 /* --- Modules ---------------------------------------------------------------------------------- */
 
-static bool is_elf(const char *image) { return !strncmp(image, "\177ELF", 4); }
-
-static size_t field(const char *image, size_t at, size_t bytes) {
-    uint64_t value = 0;
-    memcpy(&value, image + at, bytes); /* cubins and their hosts are little-endian */
-    return (size_t)value;
-}
-
-/* Nobody says how long an image is: text ends with a zero byte, an ELF file with one of its two
- * tables. */
-static size_t size_of(const char *image) {
-    if (!is_elf(image)) return strlen(image);
-    const size_t segments = field(image, 32, 8) + field(image, 54, 2) * field(image, 56, 2);
-    const size_t sections = field(image, 40, 8) + field(image, 58, 2) * field(image, 60, 2);
-    return segments > sections ? segments : sections;
-}
-
-static int judge_elf(const char *image, int capability, char *label) {
-    const size_t abi = field(image, 8, 1), flags = field(image, 48, 4);
-    const int arch = (int)((abi >= 8 ? flags >> 8 : flags) & 0xff);
-    const bool specific = flags & (abi >= 8 ? 0x8 : 0x800);
-    if (field(image, 18, 2) != EM_CUDA) return INVALID_IMAGE;
-    snprintf(label, MAX_TEXT, "sm_%d%s", arch, specific ? "a" : "");
-    /* ABI 8 came with Blackwell in CUDA 12.8; earlier architectures got it in 13.0. */
-    if (abi > 8 || (abi == 8 && release < (arch < 100 ? 130 : 128))) return INVALID_IMAGE;
-    if (specific) return arch == capability ? SUCCESS : NO_BINARY_FOR_GPU;
-    return arch / 10 == capability / 10 && arch <= capability ? SUCCESS : NO_BINARY_FOR_GPU;
-}
-
-static int judge_ptx(const char *image, int capability, char *label) {
-    int major, minor, arch;
-    char suffix = '\0';
-    const char *version = strstr(image, ".version"), *target = strstr(image, ".target");
-    if (!version || sscanf(version, ".version %d.%d", &major, &minor) != 2) return INVALID_PTX;
-    if (!target || sscanf(target, ".target sm_%d%c", &arch, &suffix) < 1) return INVALID_PTX;
-    snprintf(label, MAX_TEXT, "compute_%d%s", arch, suffix == 'a' ? "a" : "");
-    /* PTX 8.5 is of CUDA 12.5, 8.6 of 12.7, 9.0 of 13.0. */
-    const int skipped = major == 8 && minor >= 6;
-    if (10 * (major + 4) + minor + skipped > release) return UNSUPPORTED_PTX_VERSION;
-    return arch == capability || (arch < capability && suffix != 'a') ? SUCCESS : INVALID_PTX;
-}
-
-static int judge(const char *image, int capability, char *label) {
-    if (is_elf(image)) return judge_elf(image, capability, label);
-    const bool ptx = !strncmp(image, "//", 2) || !strncmp(image, ".version", 8);
-    return ptx ? judge_ptx(image, capability, label) : INVALID_IMAGE;
-}
-
 int cuModuleLoadData(void **handle, const void *image) {
     begin("cuModuleLoadData");
     Device *device = current();
-    char label[MAX_TEXT] = "unknown";
+    char label[MAX_LABEL] = "unknown";
     const size_t size = size_of(image);
-    const int natural = device ? judge(image, device->capability, label) : INVALID_CONTEXT;
+    const int natural = device ? judge(image, device->capability, release, label) : INVALID_CONTEXT;
     const int status = decide(device, image, size, natural);
     Module *module = status ? NULL : malloc(sizeof *module + size);
     if (module) {

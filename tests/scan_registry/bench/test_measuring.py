@@ -101,13 +101,14 @@ def test_a_recording_has_whole_turns_that_take_long_enough(
     sets: int, enough: float, launched: int, captured: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Stream(monkeypatch)
-    monkeypatch.setattr(timing, "ENOUGH_MS", enough)
+    calls, place = [stream.call] * sets, torch.device("cuda:0")
     for recorded, number in ((True, captured), (False, launched)):
-        recording = timing.record([stream.call] * sets, torch.device("cuda:0"), recorded)
+        recording = timing.record(calls, place, recorded, enough)
         assert isinstance(recording, timing.Graph if recorded else timing.Launches)
         before = stream.now
         assert recording.ms() == 1.0
         assert stream.now - before == number
+        assert timing.compete([recording], warm_up=1, rounds=2) == [(1.0, 0.0)]
 
 
 def test_what_takes_longer_to_launch_than_to_run_is_recorded_as_long(
@@ -118,15 +119,6 @@ def test_what_takes_longer_to_launch_than_to_run_is_recorded_as_long(
     recording = timing.record([stream.call] * 4, torch.device("cuda:0"), enough=2.0)
     assert isinstance(recording, timing.Graph)
     assert recording.launches == 512
-
-
-def test_a_recording_is_as_long_as_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream(monkeypatch)
-    recording = timing.record([stream.call] * 2, torch.device("cuda:0"), enough=8.0)
-    assert isinstance(recording, timing.Graph)
-    assert recording.launches == 8
-    (found,) = timing.compete([recording], warm_up=1, rounds=2)
-    assert found == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
