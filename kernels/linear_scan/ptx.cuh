@@ -164,6 +164,10 @@ __device__ inline void copy_async(void* to, const void* from, bool wanted) {
             "l"(from), "r"(int(wanted)), "n"(BYTES)
             : "memory");
 }
+// Bring what is about an address as far as the L2, which it leaves last.
+__device__ inline void prefetch_line(const void* at) {
+    asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(at));
+}
 // Close the group of this thread's copies so far; wait until at most PENDING groups are under way.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>

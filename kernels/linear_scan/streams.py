@@ -139,6 +139,9 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         tile = {"warps": 4, "across": 32, "vector": 2, "steps": 12, "stages": 3}
         yield from resident(direction, dtype, tile, 1)  # more registers than two would have
         yield from _shared_walks(direction, dtype)
+        if direction == "backward":
+            tile = {"warps": 4, "across": 32, "vector": 4, "steps": 12, "stages": 2}
+            yield from resident(direction, dtype, tile | {"pace": 1}, 2)
     if each == 4:
         yield from _float32_walks(direction, dtype)
     vector = 16 // each
@@ -152,7 +155,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
 
 
 def _float32_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Those that have much under way, and those that keep in step: with narrower numbers nobody falls behind (NOTES.md)."""
+    """Those that have much under way, and those that keep in step."""
     for vector, steps, stages in _LONE:
         tile = {"warps": 4, "across": 32, "vector": vector, "steps": steps}
         yield from resident(direction, dtype, tile | {"stages": stages}, 1)

@@ -39,6 +39,10 @@ extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads
                         unsigned blocks_at_once, unsigned seed) {{
     emulator::launch({entry}, arguments, grid, threads, shared, blocks_at_once, seed);
 }}
+extern "C" int prefetches(const void** to) {{
+    if (to) std::copy(emulator::prefetched.begin(), emulator::prefetched.end(), to);
+    return int(emulator::prefetched.size());
+}}
 """
 
 
@@ -87,6 +91,13 @@ class Emulated:
             ctypes.c_uint(max(BLOCKS_AT_ONCE, int(dict(self.variant.statics).get("parts", 1)))),
             ctypes.c_uint(seed),
         )
+
+    def prefetched(self) -> list[int]:
+        """Addresses that the last launch brought to the L2 in advance, in no order."""
+        library = ctypes.CDLL(str(self.library))
+        found = (ctypes.c_uint64 * library.prefetches(None))()
+        library.prefetches(found)
+        return list(found)
 
 
 def emulated(kernel: Kernel, variant: Variant, folder: Path) -> Emulated:

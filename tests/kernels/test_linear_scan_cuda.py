@@ -16,7 +16,7 @@ import torch
 
 from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.model import Variant
+from scan_registry.kernels.model import ITEM_SIZE, Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
 SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
@@ -226,6 +226,44 @@ def test_a_walk_over_ragged_rows_writes_nowhere_else(
     library.run(case.problem, case.tensors, seed=0)
     assert case.error() <= cases.TOLERANCE[dtype]
     assert untouched()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("time", [20, 200], ids=["short", "long"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+def test_a_walk_brings_its_first_rows_to_the_l2(
+    direction: str,
+    dtype: str,
+    time: int,
+    reverse: bool,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
+) -> None:
+    """Each line of each input once, and nothing beside its tensor; the second column has 16 channels."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
+    pins = {"dtype": dtype, "access": "aligned", "across": 32, "vector": 4}.items()
+    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    setting = cases.Setting(states=True, reverse=reverse)
+    case = cases.draw((2, 144, time), setting, dtype, "cpu").case(kernel.name, aligned=True)
+    assert kernel.accepts(variant, case.problem) is None
+    library.run(case.problem, case.tensors, seed=0)
+
+    scalars, from_end = case.problem.scalars(), reverse == (direction == "forward")
+    rows = min(time, variant.number("warps") * variant.number("steps"))
+    columns = [*range(0, 128, 128 // ITEM_SIZE[dtype]), 128]
+    later = {"states": 1} if direction == "backward" else {}
+    expected = [
+        case.tensors[name].data_ptr() + ITEM_SIZE[dtype] * (outer + at * step + channel)
+        for name in (("gates", "tokens") if not later else ("gates", "states", "states_grad"))
+        for step in (scalars[f"{name}_time"],)
+        for outer in (0, scalars[f"{name}_batch"])
+        for at in (time - 1 - row if from_end else row for row in range(later.get(name, 0), rows))
+        for channel in columns
+    ]
+    assert sorted(library.prefetched()) == sorted(expected)
 
 
 # --- The emulator -----------------------------------------------------------------------------
