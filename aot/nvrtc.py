@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
@@ -23,11 +24,12 @@ from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.target import CudaVersion, Target
 
-#: What NVRTC makes for this one assembles to the code of these, too, unless a source asks which it is: of all these
-#: alike it is none from 10.0 on.
+#: What NVRTC makes for this one assembles to the code of these, too, unless a source asks which it is and the answers
+#: differ.
 _PORTABLE = Target((8, 0), "compute")
 _LIKE_80 = (86, 89, 90)
-_ASKS = re.compile(r"__CUDA_ARCH(?!__ >= 1000\b)")
+_ASKS = re.compile(r"__CUDA_ARCH(?:__ (==|>=) (\d+)\b)?")
+_COMPARED = {"==": operator.eq, ">=": operator.ge}
 
 #: Not anchored to a line's start, which would have a warm start look at every line.
 _INCLUDE = re.compile(r'#include\s+"([^"]+)"')
@@ -104,6 +106,16 @@ def _fetch(program: c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
+def _tells_apart(text: str, *targets: Target) -> bool:
+    """Whether a source may be another one for some of them: it compares the architecture with a number and they
+    answer differently, or does something else with it."""
+    return any(
+        question[1] is None
+        or len({_COMPARED[question[1]](10 * t.number, int(question[2])) for t in targets}) > 1
+        for question in _ASKS.finditer(text)
+    )
+
+
 class Nvrtc:
     """The CUDA C++ compiler."""
 
@@ -166,7 +178,8 @@ class Nvrtc:
         if made is None or target.kind != "sm" or target.suffix or target.number not in _LIKE_80:
             return {}
         program = ptxas.find(self.identity().removeprefix("nvrtc "))
-        if program is None or any(_ASKS.search(text) for text in self.sources(kernel).values()):
+        texts = self.sources(kernel).values()
+        if program is None or any(_tells_apart(text, _PORTABLE, target) for text in texts):
             return {}
         ptx, log = made
         return {str(target): (ptxas.assemble(program, ptxas.retargeted(ptx, target), target), log)}
