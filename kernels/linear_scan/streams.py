@@ -140,6 +140,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         yield from resident(direction, dtype, tile, 1)  # more registers than two would have
         yield from _shared_walks(direction, dtype)
         if direction == "backward":
+            # Where there are such columns for three multiprocessors of four, one half of the GPU would be done first.
             tile = {"warps": 4, "across": 32, "vector": 4, "steps": 12, "stages": 2}
             yield from resident(direction, dtype, tile | {"pace": 1}, 2)
     if each == 4:
