@@ -58,11 +58,17 @@ _WIDE = (
     *((4, 8, 2), (4, 8, 3), (4, 8, 4), (4, 8, 6), (4, 12, 2), (4, 12, 3), (4, 12, 4)),
     *((4, 16, 2), (6, 8, 4), (8, 8, 2), (8, 8, 3)),
 )
-#: Warps, channels of a lane, steps and stages of walks that keep in step.
-_PACED = (
+#: Warps, channels of a lane, steps and stages of walks over float32 that keep in step; and by an element's bytes and
+#: the direction, as of narrower numbers that gains backward alone (NOTES.md).
+_PACED_FLOAT32 = (
     *((8, 1, 16, 3), (8, 1, 16, 4), (2, 2, 32, 2), (4, 2, 8, 3), (4, 2, 12, 2), (4, 2, 16, 2)),
     *((8, 2, 16, 2), (4, 4, 8, 2), (4, 4, 8, 3), (4, 4, 12, 3)),
 )
+_PACED: dict[tuple[int, Direction], tuple[tuple[int, int, int, int], ...]] = {
+    (4, "forward"): _PACED_FLOAT32,
+    (4, "backward"): _PACED_FLOAT32,
+    (2, "backward"): ((4, 4, 12, 2),),
+}
 #: Warps, steps and stages of walks over rows that start anywhere, beside the usual ones; and such as keep in step.
 _RAGGED = ((4, 12, 2), (4, 12, 3), (6, 8, 2), (6, 8, 3), (6, 12, 2))
 _RAGGED_PACED = ((4, 8, 3), (4, 8, 4), (4, 12, 2), (4, 16, 2), (5, 8, 3))
@@ -139,12 +145,9 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         tile = {"warps": 4, "across": 32, "vector": 2, "steps": 12, "stages": 3}
         yield from resident(direction, dtype, tile, 1)  # more registers than two would have
         yield from _shared_walks(direction, dtype)
-        if direction == "backward":
-            # Where there are such columns for three multiprocessors of four, one half of the GPU would be done first.
-            tile = {"warps": 4, "across": 32, "vector": 4, "steps": 12, "stages": 2}
-            yield from resident(direction, dtype, tile | {"pace": 1}, 2)
     if each == 4:
-        yield from _float32_walks(direction, dtype)
+        yield from _lone_walks(direction, dtype)
+    yield from _in_step(direction, dtype)
     vector = 16 // each
     widths = [(8, 8, 4), (8, 8, 8), (8, 16, 4), (8, 16, 6), (8, 16, 8)]
     if each < 8:
@@ -155,12 +158,16 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
             yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
 
 
-def _float32_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Those that have much under way, and those that keep in step."""
+def _lone_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Those that have much under way, alone on a multiprocessor."""
     for vector, steps, stages in _LONE:
         tile = {"warps": 4, "across": 32, "vector": vector, "steps": steps}
         yield from resident(direction, dtype, tile | {"stages": stages}, 1)
-    for warps, vector, steps, stages in _PACED:
+
+
+def _in_step(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Those of which none gets ahead of the others."""
+    for warps, vector, steps, stages in _PACED.get((ITEM_SIZE[dtype], direction), ()):
         tile = {"warps": warps, "across": 32, "vector": vector, "steps": steps}
         yield from resident(direction, dtype, tile | {"stages": stages, "pace": 1}, 2)
 

@@ -240,7 +240,8 @@ def test_a_walk_brings_its_first_rows_to_the_l2(
     cuda_emulator: ModuleType,
     tmp_path: Path,
 ) -> None:
-    """Each line of each input once, and nothing beside its tensor; the second column has 16 channels."""
+    """Each line of each input once, and nothing beside its tensor; the second column has 16 channels. Of states that
+    are read a row later that is a row less."""
     torch.manual_seed(0)
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
     pins = {"dtype": dtype, "access": "aligned", "across": 32, "vector": 4}.items()
@@ -254,13 +255,13 @@ def test_a_walk_brings_its_first_rows_to_the_l2(
     scalars, from_end = case.problem.scalars(), reverse == (direction == "forward")
     rows = min(time, variant.number("warps") * variant.number("steps"))
     columns = [*range(0, 128, 128 // ITEM_SIZE[dtype]), 128]
-    later = {"states": 1} if direction == "backward" else {}
+    forward, backward = {"gates": 0, "tokens": 0}, {"gates": 0, "states": 1, "states_grad": 0}
     expected = [
-        case.tensors[name].data_ptr() + ITEM_SIZE[dtype] * (outer + at * step + channel)
-        for name in (("gates", "tokens") if not later else ("gates", "states", "states_grad"))
-        for step in (scalars[f"{name}_time"],)
-        for outer in (0, scalars[f"{name}_batch"])
-        for at in (time - 1 - row if from_end else row for row in range(later.get(name, 0), rows))
+        case.tensors[name].data_ptr()
+        + ITEM_SIZE[dtype] * (batch + at * scalars[f"{name}_time"] + channel)
+        for name, first in (forward if direction == "forward" else backward).items()
+        for batch in (0, scalars[f"{name}_batch"])
+        for at in (time - 1 - row if from_end else row for row in range(first, rows))
         for channel in columns
     ]
     assert sorted(library.prefetched()) == sorted(expected)
