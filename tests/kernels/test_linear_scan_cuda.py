@@ -232,23 +232,27 @@ def test_a_walk_over_ragged_rows_writes_nowhere_else(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("time", [20, 200], ids=["short", "long"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+@pytest.mark.parametrize("broadcast", [(), ("time",)], ids=["", "one gate"])
 def test_a_walk_brings_its_first_rows_to_the_l2(
     direction: str,
     dtype: str,
     time: int,
     reverse: bool,
+    broadcast: tuple[str, ...],
     cuda_emulator: ModuleType,
     tmp_path: Path,
 ) -> None:
     """Each line of each input once, and nothing beside its tensor; the second column has 16 channels. Of states that
-    are read a row later that is a row less."""
+    are read a row later that is a row less, and of gates that are the same at all times it is none."""
     torch.manual_seed(0)
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
     pins = {"dtype": dtype, "access": "aligned", "across": 32, "vector": 4}.items()
     variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    setting = cases.Setting(states=True, reverse=reverse)
-    case = cases.draw((2, 144, time), setting, dtype, "cpu").case(kernel.name, aligned=True)
+    setting = cases.Setting(states=True, reverse=reverse, broadcast=broadcast)
+    sums = direction == "backward" and bool(broadcast)
+    trial = cases.draw((2, 144, time), setting, dtype, "cpu")
+    case = trial.case(kernel.name, aligned=True, sums=sums)
     assert kernel.accepts(variant, case.problem) is None
     library.run(case.problem, case.tensors, seed=0)
 
@@ -260,6 +264,7 @@ def test_a_walk_brings_its_first_rows_to_the_l2(
         case.tensors[name].data_ptr()
         + ITEM_SIZE[dtype] * (batch + at * scalars[f"{name}_time"] + channel)
         for name, first in (forward if direction == "forward" else backward).items()
+        if scalars[f"{name}_time"] != 0
         for batch in (0, scalars[f"{name}_batch"])
         for at in (time - 1 - row if from_end else row for row in range(first, rows))
         for channel in columns
