@@ -114,6 +114,11 @@ def _describe(made_of: Recipe, compiled: Compiled) -> Binary:
         if elf.arch_number(compiled.content) != made_of.target.number:
             raise ValueError(f"code for sm_{elf.arch_number(compiled.content)}")
         resources = elf.resources(compiled.content, compiled.entry)
+        if copies := elf.illegal_copies(compiled.content, compiled.entry):
+            raise ValueError(
+                f"{copies} asynchronous copies that no GPU carries out, as their descriptor is in the wrong "
+                "register; a shared address without a part that all lanes have in common avoids that"
+            )
         form = image.of_cubin(compiled.content, compiled.target)
     else:
         form = image.of_ptx(compiled.content)

@@ -259,6 +259,31 @@ def test_code_for_another_architecture_is_refused(
         compile_variant(toy.variant, SM90)
 
 
+#: Copies with a hint, to one stage or the other for all lanes, which NVRTC 12.9 makes illegal instructions of.
+TRAP = """
+extern "C" __global__ void toy(float* x) {
+    extern __shared__ uint4 ring[];
+    unsigned long long hint;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(hint));
+    const unsigned own = unsigned(__cvta_generic_to_shared(ring + threadIdx.x));
+    for (int i = 0; i < 8 * SCALE; i++)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::
+                     "r"(own + i % 2 * 2048), "l"(x + 4 * (i * 128 + threadIdx.x)), "l"(hint) : "memory");
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    x[threadIdx.x] = ring[threadIdx.x ^ 1].x;
+}
+"""
+
+
+def test_copies_that_no_gpu_carries_out_are_refused(toy: Toy) -> None:
+    toy.write("copy.cu", TRAP)
+    assert compile_variant(toy.variant, Target.parse("sm80"))
+    with pytest.raises(
+        CompileError, match="returned 16 asynchronous copies that no GPU carries out"
+    ):
+        compile_variant(toy.variant, SM90)
+
+
 def test_no_nvrtc(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise OSError(f"{name}: not here")
