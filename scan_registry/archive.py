@@ -172,9 +172,15 @@ def _in_chunks(
 def _alike(
     binaries: Sequence[tuple[Binary, bytes]], most: int
 ) -> Iterator[list[tuple[Binary, bytes]]]:
-    """Those of like size together, which are most alike, and no more bytes than that unless one is larger."""
+    """Those with the same static parameters and of like size together, which are most alike, and no more bytes than
+    that unless one is larger."""
+
+    def likeness(pair: tuple[Binary, bytes]) -> tuple[list[str], int]:
+        binary, content = pair
+        return [name for name, _ in binary.variant.statics], len(content)
+
     together, room = list[tuple[Binary, bytes]](), most
-    for pair in sorted(binaries, key=lambda pair: len(pair[1])):
+    for pair in sorted(binaries, key=likeness):
         if together and room < len(pair[1]):
             yield together
             together, room = [], most

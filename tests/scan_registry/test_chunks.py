@@ -17,8 +17,13 @@ from scan_registry.target import Target
 Make = Callable[..., tuple[Binary, bytes]]
 
 SM90 = Target.parse("sm90")
-HEAD = FAMILY.kernels[0].head
-VARIANTS = [variant for variant in FAMILY.kernels[0].every if variant.head == HEAD][:5]
+#: With the same static parameters, and of one section.
+VARIANTS = [
+    variant
+    for variant in FAMILY.kernels[0].every
+    if (("dtype", "float32") in variant.statics)
+    and [*dict(variant.statics)][3:] == ["warps", "rows", "steps"]
+][:5]
 
 
 #: In which the binaries of ``spread`` are read.
