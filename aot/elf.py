@@ -13,9 +13,11 @@ _HEADER_SIZE = 64
 _EM_CUDA = 190
 _SIZED = 4
 _FRAME_SIZE, _REGISTER_COUNT = 0x11, 0x2F
-#: Bytes of an instruction, the bits that say which it is, and what they are of an asynchronous copy (LDGSTS, of
-#: ``cp.async``) whose shared address has a part that all lanes have in common.
-_INSTRUCTION, _OPCODES, _COMMON_COPY = 16, 0xFFF, 0xDAE
+#: Bytes of an instruction.
+_INSTRUCTION = 16
+#: The bits of an instruction's first 8 bytes that say which it is, and what they are of an asynchronous copy (LDGSTS,
+#: of ``cp.async``), and of one whose shared address has a part that all lanes have in common.
+OPCODES, COPY, COMMON_COPY = 0xFFF, 0xFAE, 0xDAE
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def illegal_copies(cubin: bytes, entry: str) -> int:
     ``KeyError`` if the bytes hold no such kernel."""
     at, size, _ = _sections(cubin)[f".text.{entry}"]
     words = memoryview(cubin)[at : at + size // _INSTRUCTION * _INSTRUCTION].cast("Q")
-    return sum(first & _OPCODES == _COMMON_COPY for first in words[::2])
+    return sum(first & OPCODES == COMMON_COPY for first in words[::2])
 
 
 def _resources(cubin: bytes, entry: str) -> Resources:

@@ -14,8 +14,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-#: In the first of its two words, on every architecture so far; the second is of an address with such a part.
-_COPIES, _OPCODES = (0xFAE, 0xDAE), 0xFFF
+from scan_registry.aot.elf import COMMON_COPY, COPY, OPCODES
+
 _COPY = re.compile(r"^.*\bLDGSTS\b.*$", re.MULTILINE)
 _HINT = re.compile(r"desc\[UR(\d+)\]")
 
@@ -23,7 +23,7 @@ _HINT = re.compile(r"desc\[UR(\d+)\]")
 def may_copy(cubin: bytes) -> bool:
     """Whether there may be asynchronous copies: some of its words look like one."""
     words = memoryview(cubin[: len(cubin) // 8 * 8]).cast("Q")
-    return any(word & _OPCODES in _COPIES for word in words)
+    return any(word & OPCODES in (COPY, COMMON_COPY) for word in words)
 
 
 def cuobjdump(cubin: bytes, option: str) -> str:

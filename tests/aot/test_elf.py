@@ -92,16 +92,6 @@ def test_the_wrong_entry(cubin: bytes) -> None:
         elf.illegal_copies(cubin, "nothing_of_that_name")
 
 
-def test_no_copy_of_a_walk_is_an_illegal_instruction() -> None:
-    walk = next(
-        v
-        for v in FAMILY.kernel("channel_last_forward", "cuda").variants
-        if "across" in dict(v.statics)
-    )
-    binary, content = compile_variant(walk, Target.parse("sm90"))
-    assert elf.illegal_copies(content, binary.entry) == 0
-
-
 @pytest.mark.parametrize(
     "content",
     [

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kinds import by_names
 
 from scan_registry import archive, chunks
 from scan_registry.archive import Archive, ArchiveError, Binary
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.target import Target
 
@@ -20,6 +20,7 @@ Make = Callable[..., tuple[Binary, bytes]]
 
 SM90 = Target.parse("sm90")
 ORIGIN = {"version": "9.9.9"}
+KINDS = by_names(v for v in FAMILY.kernels[0].variants if FAMILY.kernels[0].serves(v.statics, SM90))
 
 
 def test_tunings_go_by_their_kernel(tmp_path: Path, a_binary: Make) -> None:
@@ -63,21 +64,11 @@ def test_what_is_fastest_most_often_is_read_first(tmp_path: Path, a_binary: Make
     assert places == [(1, 0), (0, 2 * size), (0, size), (0, 0)]
 
 
-def of_one_kind(number: int = 0) -> list[Variant]:
-    """Variants whose static parameters have the same names."""
-    kernel = FAMILY.kernels[0]
-    kinds: dict[tuple[str, ...], list[Variant]] = {}
-    for variant in kernel.variants:
-        if kernel.serves(variant.statics, SM90):
-            kinds.setdefault(tuple(name for name, _ in variant.statics), []).append(variant)
-    return list(kinds.values())[number]
-
-
 def test_binaries_with_the_same_static_parameters_are_together(
     tmp_path: Path, a_binary: Make
 ) -> None:
-    pairs = zip(of_one_kind(0)[:2], of_one_kind(1)[:2], strict=True)
-    variants = [variant for pair in pairs for variant in pair]
+    (a, b, *_), (other, another, *_), *_ = KINDS
+    variants = [a, other, b, another]
     held = [a_binary(v, content=bytes([i]) * (chunks.SIZE // 2)) for i, v in enumerate(variants)]
     path = tmp_path / "sm90.scanreg"
     archive.write(path, SM90, held, ORIGIN)
@@ -91,7 +82,7 @@ def test_what_is_fastest_on_this_architecture_is_in_small_chunks(
     tmp_path: Path, a_binary: Make
 ) -> None:
     kernel, half = FAMILY.kernels[0], chunks.SMALL // 2
-    held = [a_binary(v, content=bytes([i]) * half) for i, v in enumerate(of_one_kind()[:6])]
+    held = [a_binary(v, content=bytes([i]) * half) for i, v in enumerate(KINDS[0][:6])]
     rows = [
         Row({"time": time}, {kernel.label(binary.variant): 1.0})
         for time, (binary, _) in enumerate(held[:4], 1)
