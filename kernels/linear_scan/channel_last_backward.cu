@@ -8,6 +8,7 @@
 // The states are read one step further along the walk than the rest. Three reads and two writes: 20
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in
 // column_walk.cuh, channel_stream.cuh (staged) and channel_last.cuh (held in registers).
+#include "neighbours.cuh"
 #if PARTS > 1
 #include "shared_walk.cuh"
 #elif WALKS
@@ -227,7 +228,7 @@ struct BackwardTiles {
 // flags: 1 if x[t] follows from x[t+1]; 2 if gates_grad is to be summed over time, where each channel has
 // one gate: then it points to State, and lies as initial_state does; and four times the pace,
 // which is 0 unless all blocks run at the same time.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
     const State* __restrict__ final_state_grad, GateStorage* __restrict__ gates_grad,
@@ -245,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const Column column(channels, time, !(flags & 1), offsets, sequences, seat.column, seat.part);
 #else
     const Column column(channels, time, !(flags & 1), offsets, sequences, blockIdx.x);
+    if (CLUSTER > 1 && column.batch >= batch) return;
 #endif
     prefetch_rows(gates, gates_batch, gates_time, column);
     prefetch_rows(states_grad, states_grad_batch, states_grad_time, column);

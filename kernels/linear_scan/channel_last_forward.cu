@@ -5,6 +5,7 @@
 // channels, walks all of time once. One read of each input and one write of the output: 12 bytes per
 // element in float32, 6 in bfloat16 and float16. The tile pictures are in column_walk.cuh,
 // channel_stream.cuh (staged) and channel_last.cuh (held in registers).
+#include "neighbours.cuh"
 #if PARTS > 1
 #include "shared_walk.cuh"
 #elif WALKS
@@ -155,7 +156,7 @@ struct ForwardTiles {
 
 // initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1]; and four
 // times the pace, which is 0 unless all blocks run at the same time.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
     State* __restrict__ final_state, const i64* __restrict__ offsets, void* workspace,
@@ -170,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const Column column(channels, time, flags & 1, offsets, sequences, seat.column, seat.part);
 #else
     const Column column(channels, time, flags & 1, offsets, sequences, blockIdx.x);
+    if (CLUSTER > 1 && column.batch >= batch) return;
 #endif
     prefetch_rows(gates, gates_batch, gates_time, column);
     prefetch_rows(tokens, tokens_batch, tokens_time, column);

@@ -2,8 +2,8 @@
 // other, and waits for no other block.
 //
 // The build pins WARPS (per block), ACROSS (lanes side by side), VECTOR (channels of a lane), STEPS, STAGES,
-// BLOCKS (per SM), PACE, whether blocks keep in step (pace.cuh), and PARTS, how many blocks share a column
-// (shared_walk.cuh):
+// BLOCKS (per SM), PACE, whether blocks keep in step (pace.cuh), CLUSTER, how many neighbours do (neighbours.cuh),
+// and PARTS, how many blocks share a column (shared_walk.cuh):
 //
 //                 channels ->    ACROSS × VECTOR
 //      order      | group 0: STEPS rows |  a tile of the block's column; the next STAGES - 1
@@ -336,6 +336,7 @@ struct Tiles {
         for (int i = 1; i < STAGES; i++) next();
 #pragma unroll 1
         for (i64 left = rows; left > 0; left -= TIMES) {
+            meet_neighbours();
             next();
             wait_for_copies<STAGES - 1>();
             __syncwarp();  // of all lanes

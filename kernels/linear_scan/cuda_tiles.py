@@ -56,8 +56,10 @@ def one_way(layout: Layout) -> tuple[str, ...]:
 
 
 def serves(layout: Layout, statics: Pins, target: Target) -> bool:
-    """PTX has a variant for each way, and machine code one for both."""
+    """PTX has a variant for each way, and machine code one for both; before 9.0 there are no clusters."""
     pins = dict(statics)
+    if "cluster" in pins and target.capability < (9, 0):
+        return False
     return pins.get("access") not in one_way(layout) or target.is_ptx == ("reverse" in pins)
 
 

@@ -1,5 +1,5 @@
 // What C++ has no word for: one function for each PTX instruction that the family uses. All are
-// instructions of sm_80 and later.
+// instructions of sm_80 and later, but for those of clusters, which are of sm_90.
 #pragma once
 
 using i64 = long long;
@@ -99,6 +99,11 @@ template <int THREADS>
 __device__ inline void arrive_at(int barrier) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
+
+// A barrier of all threads of a cluster's blocks, but for those that have ended, in two halves: to have come, and to
+// wait for the others. It orders no memory.
+__device__ inline void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void await_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // The block's shared memory whose size the launch gives.
 __device__ inline char* dynamic_shared() {

@@ -136,6 +136,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "STAGES": 0,
         "AHEAD": 0,
         "PACE": 0,
+        "CLUSTER": 1,
         "PARTS": 1,
         "WALKS": int(streams.walks(variant)),
         **tile,

@@ -6,8 +6,8 @@ have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` row
 then a block walks all of time, or shares that with others, a part for each of ``parts``, which compose their
 tiles some turns ``early``. Scans that are too few to fill a GPU are cut into segments of a tile for each warp of
 a block, which are composed some turns ``ahead`` of their walk.
-``blocks`` are meant to share a multiprocessor; they keep in step where there is a ``pace``. The sources
-are ``time_stream.cuh``, ``channel_stream.cuh``, ``column_walk.cuh`` and ``shared_walk.cuh``.
+``blocks`` are meant to share a multiprocessor; they keep in step where there is a ``pace``, and those of a
+``cluster`` meet with every tile. The sources are ``time_stream.cuh``, ``channel_stream.cuh``, ``column_walk.cuh`` and ``shared_walk.cuh``.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ _EARLY = ((4, 2), (6, 3))
 #: Warps, steps and stages of walks over packed sequences of narrow numbers, with 32 channels: the more rows a tile
 #: has, the sooner is the longest sequence at its end.
 _PACKED = ((12, 16, 2), (16, 12, 2), (16, 20, 2))
+#: Warps, steps and stages of walks over columns of 64 channels whose blocks meet their neighbours, two by two; by an
+#: element's bytes and the direction, as it gains nothing else (NOTES.md).
+_NEIGHBOURS: dict[tuple[int, Direction], tuple[tuple[int, int, int], ...]] = {
+    (2, "backward"): ((4, 8, 4), (4, 8, 5), (4, 10, 4), (4, 12, 3), (4, 20, 2)),
+}
 #: Bytes of a map that they tell one another.
 _WORD = 8
 #: Bytes before the words in which blocks that share a column tell one another maps.
@@ -153,6 +158,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         tile = {"warps": 4, "across": 32, "vector": 2, "steps": 12, "stages": 3}
         yield from resident(direction, dtype, tile, 1)  # more registers than two would have
         yield from _shared_walks(direction, dtype)
+        yield from _neighbours(direction, dtype)
     if each == 4:
         yield from _lone_walks(direction, dtype)
     yield from _in_step(direction, dtype)
@@ -180,6 +186,13 @@ def _in_step(direction: Direction, dtype: str) -> Iterator[Tile]:
     for warps, vector, steps, stages in _PACED.get((ITEM_SIZE[dtype], direction), ()):
         tile = {"warps": warps, "across": 32, "vector": vector, "steps": steps}
         yield from resident(direction, dtype, tile | {"stages": stages, "pace": 1}, 2)
+
+
+def _neighbours(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Those that go side by side with one other."""
+    for warps, steps, stages in _NEIGHBOURS.get((ITEM_SIZE[dtype], direction), ()):
+        tile = {"warps": warps, "across": 32, "vector": 2, "steps": steps, "stages": stages}
+        yield from resident(direction, dtype, tile | {"cluster": 2}, 2)
 
 
 def _ragged_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -364,7 +377,8 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
             # With a multiprocessor for each, one that is a tile ahead does no harm yet.
             pace = 2 if columns <= multiprocessors else 1
         if _parts(variant) == 1:
-            return Launch((columns, 1, 1), problem.scalars(pace))
+            together = int(dict(variant.statics).get("cluster", 1))
+            return Launch((ceil_div(columns, together) * together, 1, 1), problem.scalars(pace))
         blocks = columns * _parts(variant)
         return Launch((blocks, 1, 1), problem.scalars(), _told(variant, blocks))
     columns = ceil_div(problem.batch * problem.channels, _scans(variant))

@@ -228,6 +228,30 @@ def test_a_walk_over_ragged_rows_writes_nowhere_else(
     assert untouched()
 
 
+@pytest.mark.parametrize("columns", [1, 2, 3])
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+def test_neighbours_meet_with_each_tile_and_write_nowhere_else(
+    columns: int, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Of an odd number of columns the last has no neighbour."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel("channel_last_backward", "cuda")
+    pins = {"dtype": "bfloat16", "cluster": 2}.items()
+    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    setting = cases.Setting(states=True, reverse=reverse)
+    case = cases.draw((columns, 64, 200), setting, "bfloat16", "cpu").case(
+        kernel.name, aligned=True
+    )
+    assert kernel.accepts(variant, case.problem) is None
+    untouched = surround(case.tensors, case.expected)
+    library.run(case.problem, case.tensors, seed=0)
+    assert case.error() <= cases.TOLERANCE["bfloat16"]
+    threads, rows = 32 * variant.number("warps"), variant.number("warps") * variant.number("steps")
+    assert library.meetings() == columns * threads * -(-200 // rows)
+    assert untouched()
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("time", [20, 200], ids=["short", "long"])

@@ -258,6 +258,23 @@ def test_walks_keep_in_step_where_all_of_them_run_at_once(
     assert kernel.launch(alone, problem, multiprocessors).scalars["flags"] >> 2 == 0
 
 
+def test_neighbours_are_whole_clusters_on_gpus_that_have_them() -> None:
+    kernel = FAMILY.kernel("channel_last_backward", "cuda")
+    variant = next(v for v in kernel.every if "cluster" in dict(v.statics))
+    dtype = variant.text("dtype")
+    for batch, grid in ((2, 2), (3, 4)):
+        problem = replace(
+            a_problem(kernel.name, channels=64), batch=batch, dtype=dtype, gates_dtype=dtype
+        )
+        assert kernel.accepts(variant, problem) is None
+        assert kernel.launch(variant, problem, 132).grid == (grid, 1, 1)
+    serves = {
+        arch: kernel.serves(variant.statics, Target.parse(arch))
+        for arch in ("sm89", "sm90", "sm120", "ptx80")
+    }
+    assert serves == {"sm89": False, "sm90": True, "sm120": True, "ptx80": False}
+
+
 @pytest.mark.parametrize("parts", [3, 4, 8])
 def test_blocks_share_columns_where_all_of_them_run_at_once(parts: int) -> None:
     kernel = FAMILY.kernel("channel_last_forward", "cuda")

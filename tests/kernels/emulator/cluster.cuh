@@ -17,7 +17,6 @@ struct EmulatedArrivals {
 };
 struct EmulatedCluster {
     std::array<char*, emulator::BLOCKS_OF_CLUSTER> marks{};
-    long met = 0;  // threads that have come to a barrier, in all
 };
 // All that blocks of a cluster share, and who looks at it holds the lock.
 struct EmulatedClusters {
@@ -35,12 +34,11 @@ auto emulated_cluster(Do what) {
     const std::lock_guard<std::mutex> lock(all.lock);
     return what(all, all.of[blockIdx.x / emulator::BLOCKS_OF_CLUSTER]);
 }
-inline unsigned emulated_rank() { return blockIdx.x % emulator::BLOCKS_OF_CLUSTER; }
 
 // The rank, and beyond 2^40 of it how far from the mark.
 inline Shared emulated_address(unsigned rank, i64 offset) { return (i64(rank) << 40) + offset + (1ll << 39); }
 inline Shared shared_address(const void* of) {
-    return emulated_address(emulated_rank(), static_cast<const char*>(of) - &emulated_mark);
+    return emulated_address(emulator::rank(), static_cast<const char*>(of) - &emulated_mark);
 }
 inline Shared address_in(unsigned rank, Shared address) {
     if (rank >= emulator::BLOCKS_OF_CLUSTER) emulator::fail("a cluster has no such block");
@@ -51,20 +49,15 @@ inline char* emulated_memory(EmulatedCluster& cluster, Shared address) {
 }
 
 inline void cluster_barrier() {
-    constexpr long BLOCKS = emulator::BLOCKS_OF_CLUSTER;
-    const long all = BLOCKS * blockDim.x;
-    const long until = emulated_cluster([&](EmulatedClusters&, EmulatedCluster& cluster) {
-        cluster.marks[emulated_rank()] = &emulated_mark;
-        return cluster.met++ / all * all + all;
+    emulated_cluster([&](EmulatedClusters&, EmulatedCluster& cluster) {
+        cluster.marks[emulator::rank()] = &emulated_mark;
     });
-    emulator::block().wait([&] {
-        return emulated_cluster([&](EmulatedClusters&, EmulatedCluster& c) { return c.met >= until; });
-    });
+    arrive_in_cluster(), await_cluster();
 }
 
 inline void begin_arrivals(Shared arrivals) {
     emulated_cluster([&](EmulatedClusters& all, EmulatedCluster& cluster) {
-        cluster.marks[emulated_rank()] = &emulated_mark;
+        cluster.marks[emulator::rank()] = &emulated_mark;
         all.arrivals[emulated_memory(cluster, arrivals)] = {};
     });
 }

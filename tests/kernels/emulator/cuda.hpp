@@ -79,7 +79,7 @@ struct Thread {
     jmp_buf place;
     std::unique_ptr<char[]> stack{new char[STACK]};
     bool begun = false, done = false;
-    long exchanges = 0, barriers = 0;  // that it has arrived at
+    long exchanges = 0, barriers = 0, meetings = 0;  // that it has arrived at: of a warp, a block, a cluster
     int groups = 0;                    // of copies that it has committed
     std::vector<Copy> copies;
 };
@@ -109,7 +109,7 @@ struct Block {
         for (auto& byte : dynamic) byte = char(random());
         for (auto& thread : threads) {
             thread.begun = thread.done = false;
-            thread.exchanges = thread.barriers = 0;
+            thread.exchanges = thread.barriers = thread.meetings = 0;
             thread.groups = 0;
             thread.copies.clear();
             getcontext(&thread.context);
@@ -177,6 +177,28 @@ inline void arrive(Barrier& at, int threads) {
 }
 
 inline Block& block() { return *Block::current(); }
+
+// How often threads of each block of a cluster have come to its barrier, and which blocks have ended.
+struct Cluster {
+    std::atomic<long> arrived[BLOCKS_OF_CLUSTER]{};
+    std::atomic<bool> ended[BLOCKS_OF_CLUSTER]{};
+};
+inline std::vector<Cluster> clusters;  // of the launch
+inline Cluster& cluster() { return clusters[blockIdx.x / BLOCKS_OF_CLUSTER]; }
+inline unsigned rank() { return blockIdx.x % BLOCKS_OF_CLUSTER; }
+inline void arrive_in_cluster() {
+    block().self().meetings++;
+    cluster().arrived[rank()]++;
+}
+// Nobody arrives again before all have arrived.
+inline void await_cluster() {
+    const long awaited = block().self().meetings * long(blockDim.x);
+    block().wait([&] {
+        for (unsigned i = 0; i < BLOCKS_OF_CLUSTER; i++)
+            if (cluster().arrived[i] < awaited && !cluster().ended[i]) return false;
+        return true;
+    });
+}
 
 // Meet the other threads of the warp; `read` is called with the values that all of them brought, which
 // stay as they are until this thread meets them again.
@@ -257,6 +279,7 @@ void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsign
     constexpr std::size_t together = BLOCKS_OF_CLUSTER;
     if (blocks % together) fail("a cluster has too few blocks");
     blocks_at_once = std::max(blocks_at_once, BLOCKS_OF_CLUSTER);
+    clusters = std::vector<Cluster>(blocks / together);
     std::vector<std::size_t> order(blocks);
     for (std::size_t i = 0; i < blocks; i++) order[i] = i;
     std::mt19937 random(seed);
@@ -275,6 +298,7 @@ void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsign
             const auto at = order[i];
             block.run({unsigned(at % grid[0]), unsigned(at / grid[0] % grid[1]),
                        unsigned(at / grid[0] / grid[1])});
+            cluster().ended[rank()] = true;
         }
     };
     std::vector<std::thread> workers;
