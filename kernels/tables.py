@@ -35,8 +35,8 @@ _REDUCED = "reduced"
 #: A variant within this of the fastest is as good, unless something else is said: what fewer variants can serve,
 #: fewer do.
 EQUAL = 1.015
-#: What a variant has to gain for GPUs of one name alone to be in wheels: a percent on each of nine problems.
-WORTH = 0.09
+#: What a variant has to gain for GPUs of one name alone to be in wheels: a percent on each of ten problems.
+WORTH = 0.1
 
 
 @dataclass(frozen=True)
@@ -257,10 +257,10 @@ def _reduced(
 def _rows(measured: Sequence[Measured], spare: Collection[str]) -> tuple[Row, ...]:
     """A row names what is chosen for its problem along with those that ask for as much or more, so problems that
     ask for less change nothing for it."""
-    chosen = {
-        within: {*chosen_labels([m for m in measured if m.within <= within]), *spare}
-        for within in {each.within for each in measured}
-    }
+    chosen, held = dict[float, set[str]](), set(spare)
+    for within in sorted({each.within for each in measured}):
+        held |= set(chosen_labels([m for m in measured if m.within <= within], held))
+        chosen[within] = set(held)
     rows = []
     for each in measured:
         named = chosen[each.within]
@@ -275,9 +275,9 @@ def _rounded(ms: float) -> float:
     return float(f"{ms:.4g}")
 
 
-def chosen_labels(measured: Sequence[Measured]) -> tuple[str, ...]:
-    """Few variants of which one is as good as the fastest on each problem."""
-    return fewest([each.times for each in measured], [each.within for each in measured])
+def chosen_labels(measured: Sequence[Measured], held: Collection[str] = ()) -> tuple[str, ...]:
+    """Few variants of which one, or one of those ``held``, is as good as the fastest on each problem."""
+    return fewest([each.times for each in measured], [each.within for each in measured], held)
 
 
 @cache

@@ -190,15 +190,18 @@ class Tuning:
         return found
 
 
-def fewest(problems: Sequence[Mapping[str, float]], within: Sequence[float]) -> tuple[str, ...]:
-    """Few labels, of which each problem, milliseconds by label, has one whose time is at most as many
-    times its least as is ``within`` for it: again and again the one that serves most of the problems that
-    are still without."""
+def fewest(
+    problems: Sequence[Mapping[str, float]], within: Sequence[float], held: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Few labels, of which, or of those ``held``, each problem, milliseconds by label, has one whose time is at
+    most as many times its least as is ``within`` for it: again and again the one that serves most of the problems
+    that are still without."""
     best = [min(times.values()) for times in problems]
     fit = {
         number: {label for label, ms in times.items() if ms <= within[number] * best[number]}
         for number, times in enumerate(problems)
     }
+    fit = {number: labels for number, labels in fit.items() if labels.isdisjoint(held)}
     chosen: list[str] = []
     while fit:
         labels = sorted({label for labels in fit.values() for label in labels})

@@ -103,8 +103,8 @@ def test_what_one_gpu_alone_wants_has_to_be_worth_a_place(tmp_path: Path) -> Non
         {"a": 1.02},
         {"dear": 0.8, "a": 1.0},
     ]
-    many = [measured(2**n, a=1.02, own=1.0) for n in range(5)]
-    assert [row.times for row in found(*many)] == [{"own": 1.0}] * 5
+    many = [measured(2**n, a=1.02, own=1.0) for n in range(6)]
+    assert [row.times for row in found(*many)] == [{"own": 1.0}] * 6
     assert [row.times for row in found(measured(8, b=1.0, own=0.99))] == [{"own": 0.99}]
 
 
@@ -220,9 +220,12 @@ def test_few_variants_serve_all() -> None:
 def test_problems_that_ask_for_less_change_nothing_for_others() -> None:
     strict, rough = measured(8, a=1.0, b=1.01), replace(measured(16, a=2.0, b=1.0), within=1.5)
     rows = a_table(strict, rough).tunings()[HEAD].rows("kind")
-    assert [[*row.times] for row in rows] == [["a"], ["b"]]
+    assert [[*row.times] for row in rows] == [["a"], ["b", "a"]]
     rows = a_table(strict, replace(rough, within=EQUAL)).tunings()[HEAD].rows("kind")
     assert [[*row.times] for row in rows] == [["b"], ["b"]]
+    served = replace(measured(16, a=1.4, b=1.0), within=1.5)
+    rows = a_table(strict, served).tunings()[HEAD].rows("kind")
+    assert [[*row.times] for row in rows] == [["a"], ["a"]]
 
 
 def test_what_is_as_good_is_kept(tmp_path: Path) -> None:
