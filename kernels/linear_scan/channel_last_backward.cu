@@ -9,7 +9,9 @@
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in
 // column_walk.cuh, channel_stream.cuh (staged) and channel_last.cuh (held in registers).
 #include "neighbours.cuh"
-#if PARTS > 1
+#if ONCE
+#include "once.cuh"
+#elif PARTS > 1
 #include "shared_walk.cuh"
 #elif WALKS
 #include "column_walk.cuh"
@@ -55,12 +57,16 @@ struct BackwardWalk {
         }
     }
 
-    __device__ void fetch(int left) {
+    __device__ void fetch(int left) { fetch_maps(left), fetch_rest(left), move(PARTS); }
+    // What composing takes, and what walking does besides.
+    __device__ void fetch_maps(int left) {
         if (!ONE_GATE) tiles.copy_in(0, gates, left, Element::ONE);
         tiles.copy_in(1, grads, left, 0);
-        if (for_gates) tiles.template copy_in<1>(2, states, left, 0);
-        gates.advance(), grads.advance(), states.advance();
     }
+    __device__ void fetch_rest(int left) {
+        if (for_gates) tiles.template copy_in<1>(2, states, left, 0);
+    }
+    __device__ void move(int tiles) { gates.advance(tiles), grads.advance(tiles), states.advance(tiles); }
     // This lane's rows of the tile at hand; of the states, each is read when it is needed.
     struct Held {
         Chunk<Element, VECTOR> gates[STEPS], grads[STEPS];
@@ -99,8 +105,8 @@ struct BackwardWalk {
                 if (ONE_GATE && tiles.first_own + k < left) sum[v] = sum[v] + to_gates[v];
             }
             // A condition less where nothing goes to memory yet.
-            if ((!RAGGED && !ONE_GATE) || each_gate) tiles.put(0, gates_grad, left, k, to_gates);
-            if (!RAGGED || each_token) tiles.put(1, tokens_grad, left, k, to_tokens);
+            if ((!DIRECT && !ONE_GATE) || each_gate) tiles.put(0, gates_grad, left, k, to_gates);
+            if (!DIRECT || each_token) tiles.put(1, tokens_grad, left, k, to_tokens);
         }
     }
     __device__ void leave(int left) {
@@ -121,7 +127,7 @@ struct BackwardWalk {
     }
 };
 
-#if PARTS == 1
+#if PARTS == 1 && !ONCE
 template <bool ONE_GATE>
 __device__ void walk_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
                             const States& before_grad, const States& sums, Pace pace) {
@@ -227,7 +233,7 @@ struct BackwardTiles {
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1]; 2 if gates_grad is to be summed over time, where each channel has
 // one gate: then it points to State, and lies as initial_state does; and four times the pace,
-// which is 0 unless all blocks run at the same time.
+// which is 0 unless all blocks run at the same time, or the rows of a warp (once.cuh).
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
@@ -241,9 +247,12 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if WALKS
-#if PARTS > 1
+#if ONCE
+    const Part part(flags >> 2);
+    const Column column(channels, time, !(flags & 1), offsets, sequences, 0, part.before());
+#elif PARTS > 1
     const Seat seat(workspace);
-    const Column column(channels, time, !(flags & 1), offsets, sequences, seat.column, seat.part);
+    const Column column(channels, time, !(flags & 1), offsets, sequences, seat.column, seat.part * TIMES);
 #else
     const Column column(channels, time, !(flags & 1), offsets, sequences, blockIdx.x);
     if (CLUSTER > 1 && column.batch >= batch) return;
@@ -260,8 +269,12 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
                       states_batch, states_time, states_grad_batch, states_grad_time,
                       grads_batch, grads_time};
     const States before = states_of(initial_state, column), after_grad = states_of(final_state_grad, column);
-#if PARTS > 1
-    const Column own = column.with(Share::place_of(Share::own_channel()));
+#if ONCE
+    const Column own = column.with(place_of(threadIdx.x));
+    const Once once(part, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
+    walk_once(BackwardWalk<false>(of, column, before, after_grad), once);
+#elif PARTS > 1
+    const Column own = column.with(place_of(Share::own_channel()));
     Share share(seat, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
     share.walk(BackwardWalk<false>(of, column, before, after_grad), time);
 #else

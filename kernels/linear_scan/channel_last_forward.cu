@@ -6,7 +6,9 @@
 // element in float32, 6 in bfloat16 and float16. The tile pictures are in column_walk.cuh,
 // channel_stream.cuh (staged) and channel_last.cuh (held in registers).
 #include "neighbours.cuh"
-#if PARTS > 1
+#if ONCE
+#include "once.cuh"
+#elif PARTS > 1
 #include "shared_walk.cuh"
 #elif WALKS
 #include "column_walk.cuh"
@@ -42,11 +44,14 @@ struct ForwardWalk {
         }
     }
 
-    __device__ void fetch(int left) {
+    __device__ void fetch(int left) { fetch_maps(left), move(PARTS); }
+    // What composing takes, and nothing else is left to fetch.
+    __device__ void fetch_maps(int left) {
         if (!ONE_GATE) tiles.copy_in(0, gates, left, Element::ONE);
         tiles.copy_in(1, tokens, left, 0);
-        gates.advance(), tokens.advance();
     }
+    __device__ void fetch_rest(int) {}
+    __device__ void move(int tiles) { gates.advance(tiles), tokens.advance(tiles); }
     // This lane's rows of the tile at hand.
     struct Held {
         Chunk<Element, VECTOR> gates[STEPS], tokens[STEPS];
@@ -83,7 +88,7 @@ struct ForwardWalk {
     }
 };
 
-#if PARTS == 1
+#if PARTS == 1 && !ONCE
 template <bool ONE_GATE>
 __device__ void walk_column(const Forward& of, const Column& column, const States& before,
                             const States& after, Pace pace) {
@@ -155,7 +160,7 @@ struct ForwardTiles {
 #endif
 
 // initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1]; and four
-// times the pace, which is 0 unless all blocks run at the same time.
+// times the pace, which is 0 unless all blocks run at the same time, or the rows of a warp (once.cuh).
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
@@ -166,9 +171,12 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #if WALKS
-#if PARTS > 1
+#if ONCE
+    const Part part(flags >> 2);
+    const Column column(channels, time, flags & 1, offsets, sequences, 0, part.before());
+#elif PARTS > 1
     const Seat seat(workspace);
-    const Column column(channels, time, flags & 1, offsets, sequences, seat.column, seat.part);
+    const Column column(channels, time, flags & 1, offsets, sequences, seat.column, seat.part * TIMES);
 #else
     const Column column(channels, time, flags & 1, offsets, sequences, blockIdx.x);
     if (CLUSTER > 1 && column.batch >= batch) return;
@@ -178,8 +186,13 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     const States before(initial_state, state_batch, state_channel, state_time, column);
     const Forward of{gates,        tokens,      states,       gates_batch, gates_time,
                      tokens_batch, tokens_time, states_batch, states_time};
-#if PARTS > 1
-    const Column own = column.with(Share::place_of(Share::own_channel()));
+#if ONCE
+    const Column own = column.with(place_of(threadIdx.x));
+    const Once once(part, workspace, States(initial_state, state_batch, state_channel, state_time, own),
+                    States(final_state, state_batch, state_channel, state_time, own));
+    walk_once(ForwardWalk<false>(of, column, before), once);
+#elif PARTS > 1
+    const Column own = column.with(place_of(Share::own_channel()));
     Share share(seat, workspace, States(initial_state, state_batch, state_channel, state_time, own),
                 States(final_state, state_batch, state_channel, state_time, own));
     share.walk(ForwardWalk<false>(of, column, before), time);

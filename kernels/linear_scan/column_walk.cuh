@@ -3,7 +3,8 @@
 //
 // The build pins WARPS (per block), ACROSS (lanes side by side), VECTOR (channels of a lane), STEPS, STAGES,
 // BLOCKS (per SM), PACE, whether blocks keep in step (pace.cuh), CLUSTER, how many neighbours do (neighbours.cuh),
-// and PARTS, how many blocks share a column (shared_walk.cuh):
+// PARTS, how many blocks share a column (shared_walk.cuh), and ONCE, whether each warp walks a run of rows by itself
+// (once.cuh):
 //
 //                 channels ->    ACROSS × VECTOR
 //      order      | group 0: STEPS rows |  a tile of the block's column; the next STAGES - 1
@@ -32,13 +33,24 @@ enum : int {
     PIECES = FULL + RAGGED,   // of a row
     ROWS = 32 / FULL,  // that a warp copies at once
     COPIES = (WARP_STEPS + ROWS - 1) / ROWS,  // of a lane, for each input of a tile
-    TIMES = WARPS * WARP_STEPS,  // of a tile
+    TIMES = (ONCE ? 1 : WARPS) * WARP_STEPS,  // of a tile
     TO_NEXT = RAGGED ? ACROSS : 1,  // from a channel of a lane to its next
     TO_LANE = RAGGED ? 1 : VECTOR,  // from lane to lane
 };
 // Pieces between the rows of a warp's groups, so that these do not meet in the same banks.
 enum : int { APART = ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0 };
 static_assert(FULL <= 32 && CHANNELS % ITEMS == 0);
+// Whether lanes write results themselves.
+enum : bool { DIRECT = RAGGED || ONCE };
+
+// Among those that share a tile.
+__device__ inline unsigned own_warp() { return ONCE ? 0 : threadIdx.x / 32; }
+__device__ inline unsigned own_group() { return (ONCE ? threadIdx.x % 32 : threadIdx.x) / ACROSS; }
+
+// Where threads look after a channel each, these are numbered so that lanes side by side walk successive ones: of a lane
+// its first, then the second of all. The number of what this lane walks, and the channel of a number.
+__device__ inline int number_of(int v) { return v * ACROSS + threadIdx.x % ACROSS; }
+__device__ inline int place_of(int number) { return number % ACROSS * VECTOR + number / ACROSS; }
 
 // Where a block's column is, and in it the channels of this lane.
 struct Column {
@@ -47,13 +59,13 @@ struct Column {
     i64 end;                                   // of the block's channels
     i64 origin, way = 1, rows;                 // time of the first row, from row to row, and how many
 
-    // Of the tiles of a column a block has every PARTS-th, from its own on.
+    // But for the first rows, which others walk.
     __device__ Column(i64 channels, i64 time, bool against, const i64* offsets, i64 sequences,
-                      unsigned number, int part = 0) {
-        const unsigned across = unsigned((channels + CHANNELS - 1) / CHANNELS);
-        const i64 first = i64(number % across) * CHANNELS;
+                      unsigned number, i64 skipped = 0) {
+        const unsigned across = ONCE ? gridDim.x : unsigned((channels + CHANNELS - 1) / CHANNELS);
+        const i64 first = i64(ONCE ? blockIdx.x : number % across) * CHANNELS;
         end = first + CHANNELS < channels ? first + CHANNELS : channels;
-        number /= across;
+        number = ONCE ? blockIdx.y : number / across;
         batch = number;
         origin = 0, rows = time;
         if constexpr (PACKED) {
@@ -68,7 +80,7 @@ struct Column {
         channel = first + lane % ACROSS * TO_LANE;
         copied = first + lane % FULL * ITEMS;
         if (against) origin += rows - 1, way = -1;
-        if constexpr (PARTS > 1) origin += way * part * TIMES, rows -= part * TIMES;
+        if constexpr (PARTS > 1 || ONCE) origin += way * skipped, rows -= skipped;
     }
 
     // The same for a lane that has one channel, of the block's this one.
@@ -89,7 +101,7 @@ struct Column {
 // The rows of a walk's first tile, one to a thread, are on their way to the L2 before the rest is made ready. More
 // than a tile makes others wait, rows narrower than a line gain nothing (NOTES.md), and of gates that are the same at
 // all times there is one row.
-#if __CUDA_ARCH__ == 900 && ACROSS == 32 && !RAGGED && !PACKED && PARTS == 1
+#if __CUDA_ARCH__ == 900 && ACROSS == 32 && !RAGGED && !PACKED && PARTS == 1 && !ONCE
 __device__ inline void prefetch_rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column, int later = 0) {
     enum : int { LINE = 128 / sizeof(Storage) };
     const int row = threadIdx.x + later;
@@ -114,22 +126,22 @@ struct Rows {
 
     __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column, int later = 0)
         : apart(column.way * by_time), later(later) {
-        const int copied = threadIdx.x / 32 * WARP_STEPS + column.lane / FULL;
+        const int copied = own_warp() * WARP_STEPS + column.lane / FULL;
         first = const_cast<Storage*>(tensor) + column.batch * by_batch + column.origin * by_time + column.copied +
                 (copied + later) * apart;
     }
     __device__ Storage* at(int row) const { return first + row * apart; }
-    __device__ void advance() { first += PARTS * TIMES * apart; }
+    __device__ void advance(int tiles = PARTS) { first += tiles * TIMES * apart; }
     // Whether two pieces from the end of a row on are still within the next one, or the one before.
     __device__ bool far_apart() const { return apart > 2 * ITEMS || apart < -2 * ITEMS; }
 };
 
-// Likewise of results. Ragged ones are written by the lane that has them: its channels, and successive rows.
+// Likewise of results, or what is written by the lane that has it: its channels, and successive rows.
 struct Results : Rows {
     __device__ Results(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column)
         : Rows(tensor, by_batch, by_time, column) {
-        const int copied = threadIdx.x / 32 * WARP_STEPS + column.lane / FULL, own = threadIdx.x / ACROSS * STEPS;
-        if (RAGGED) first += column.channel - column.copied + (own - copied) * apart;
+        const int copied = own_warp() * WARP_STEPS + column.lane / FULL, own = own_group() * STEPS;
+        if (DIRECT) first += column.channel - column.copied + (own - copied) * apart;
     }
     // In bytes there is one addition a row.
     __device__ Storage* own(int k) const {
@@ -151,7 +163,7 @@ struct Leads {
     __device__ Leads(const Column& column, i64 by_batch, i64 by_time)
         : first(unsigned(column.batch * by_batch + column.origin * by_time + column.copied)),
           apart(unsigned(column.way * by_time)) {
-        static_assert(TIMES % ITEMS == 0, "or leads would change from tile to tile");
+        static_assert(!RAGGED || TIMES % ITEMS == 0, "or leads would change from tile to tile");
         if (!RAGGED) return;
         const int lane = column.lane, first_own = threadIdx.x / ACROSS * STEPS;
         const int first_copied = threadIdx.x / 32 * WARP_STEPS;
@@ -173,13 +185,14 @@ struct Leads {
 template <int INPUTS>
 struct Tiles {
     enum : int { INPUT = WARP_STEPS * PIECES + (32 / ACROSS - 1) * APART, STAGE = INPUTS * INPUT };
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_own = threadIdx.x / ACROSS * STEPS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_own = own_group() * STEPS;
     const int own_row = lane / FULL;  // of ROWS, what this lane copies a piece of
     const i64 rows;
     const int to_end;   // from the first channel that this lane copies to the end
     const bool copies;  // whether there is something for this lane to copy
     const int own_channels;  // from this lane's first one to the end
     const Leads leads;
+    u64 order;           // in which lines leave the L2, if each warp walks by itself: it says so
     bool inner = false;  // whether all of a tile's rows are there, and others before and after them
     uint4* const own = reinterpret_cast<uint4*>(dynamic_rows()) + warp * (STAGES * STAGE);
     int stage = 0;  // the next to be filled; after the turn, the one that was filled first
@@ -189,9 +202,10 @@ struct Tiles {
         : rows(column.rows),
           to_end(int(column.end - column.copied)),
           copies(RAGGED || to_end > 0),
-          own_channels(RAGGED ? from_lane(int(column.end - column.channel), lane) : 0),
+          own_channels(DIRECT ? from_lane(int(column.end - column.channel), lane) : 0),
           leads(column, by_batch, by_time) {}
     __device__ void turn() { stage = stage + 1 < STAGES ? stage + 1 : 0; }
+    __device__ void turn_back() { stage = stage > 0 ? stage - 1 : STAGES - 1; }
     __device__ uint4* piece(int input, int copy) const {
         const int row = copy * ROWS + own_row;
         return own + stage * STAGE + input * INPUT + copy * (ROWS * PIECES) +
@@ -211,7 +225,7 @@ struct Tiles {
 
     // Rows of this warp that this lane has to copy: every ROWS-th below this.
     __device__ int count(int left) const {
-        const int own = left - warp * WARP_STEPS;
+        const int own = left - (ONCE ? 0 : warp) * WARP_STEPS;
         return !copies ? 0 : (own < WARP_STEPS ? own : WARP_STEPS) - own_row;
     }
     // Rows that are not there read as `outside`. LATER is what `from.later` is.
@@ -237,7 +251,8 @@ struct Tiles {
         for (int i = 0; i < COPIES; i++) {
             const int lead = RAGGED ? leads.copied[LATER][i % Leads::COPIED] : 0;
             if (INNER) there = WARP_STEPS % ROWS == 0 ? i * ROWS + 1 : WARP_STEPS - own_row;
-            copy_piece<INNER>(piece(input, i), from.at(i * ROWS), lead, to_end, i * ROWS < there);
+            if constexpr (ONCE) copy_async_as(order, piece(input, i), from.at(i * ROWS), i * ROWS < there);
+            else copy_piece<INNER>(piece(input, i), from.at(i * ROWS), lead, to_end, i * ROWS < there);
         }
         if constexpr (RAGGED) {
             const int to_last = CHANNELS - lane % FULL * ITEMS;  // channels, from the first that this lane copies
@@ -259,7 +274,7 @@ struct Tiles {
                              wanted && left > 0);
     }
     __device__ void copy_out(int input, const Results& to, int left) const {
-        if (RAGGED) return;
+        if (DIRECT) return;
         const int there = count(left);
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
@@ -289,6 +304,8 @@ struct Tiles {
 #pragma unroll
             for (int v = 0; v < VECTOR; v++)
                 if (v * TO_NEXT < own_channels && first_own + k < left) cell[v * TO_NEXT] = chunk.bits(v);
+        } else if constexpr (DIRECT) {
+            if (own_channels > 0 && first_own + k < left) store_global(to.own(k), words_of(chunk));
         } else if constexpr (VECTOR * sizeof(Storage) >= 4) {
             put_words(cells(input, k), chunk);
         } else {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from scan_registry.kernels.linear_scan import registers, space, streams
+from scan_registry.kernels.linear_scan import registers, rings, space
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
 from scan_registry.kernels.linear_scan.space import RAGGED, Tile
 from scan_registry.kernels.model import ITEM_SIZE, Pins
@@ -26,14 +26,14 @@ def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
 
 def _ragged_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
     tile = {"warps": 1, "rows": 4, "lanes": 16, "pieces": 2, "stages": 1}
-    yield from streams.resident(direction, dtype, tile, 8)
+    yield from rings.resident(direction, dtype, tile, 8)
 
 
 def _cut_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
     """One that any GPU has room for, of the dtypes whose few long rows are tuned."""
     if ITEM_SIZE[dtype] < 8:
         tile = {"warps": 1, "rows": 8, "lanes": 32, "pieces": 2, "stages": 3, "ahead": 2}
-        yield from streams.resident(direction, dtype, tile, 1)
+        yield from rings.resident(direction, dtype, tile, 1)
 
 
 def _walk_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
@@ -43,10 +43,10 @@ def _walk_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Til
     walk = {"warps": warps, "across": 32} if each < 8 else {"warps": 4, "across": 16}
     vector = 1 if access == "aligned" else 4 // each
     walk |= {"vector": vector, "steps": 8, "stages": 3}
-    yield from streams.resident(direction, dtype, walk, 2, access)
+    yield from rings.resident(direction, dtype, walk, 2, access)
     if access == "aligned":
         cut = {"warps": 4, "lanes": max(2, each // 2), "vector": 16 // each, "steps": 4}
-        yield from streams.resident(direction, dtype, cut | {"stages": 3, "ahead": 1}, 1)
+        yield from rings.resident(direction, dtype, cut | {"stages": 3, "ahead": 1}, 1)
 
 
 def one_way(layout: Layout) -> tuple[str, ...]:
@@ -56,9 +56,10 @@ def one_way(layout: Layout) -> tuple[str, ...]:
 
 
 def serves(layout: Layout, statics: Pins, target: Target) -> bool:
-    """PTX has a variant for each way, and machine code one for both; before 9.0 there are no clusters."""
+    """PTX has a variant for each way, and machine code one for both. Clusters are in step for the sake of an H200's
+    memory, and have been timed nowhere but on 9.0."""
     pins = dict(statics)
-    if "cluster" in pins and target.capability < (9, 0):
+    if "cluster" in pins and target.capability != (9, 0):
         return False
     return pins.get("access") not in one_way(layout) or target.is_ptx == ("reverse" in pins)
 
@@ -69,8 +70,8 @@ def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iter
         of_dtype = space.cuda_time_last if layout == "time_last" else space.cuda_channel_last
         yield from of_dtype(dtype)
     elif layout == "channel_last":
-        yield from streams.channel_last(direction, dtype, access)
+        yield from rings.channel_last(direction, dtype, access)
     else:
         if access != RAGGED and ITEM_SIZE[dtype] < 8:
             yield from ({"warps": warps, "rows": 1, "steps": 2} for warps in (2, 4, 8))
-        yield from streams.time_last(direction, dtype)
+        yield from rings.time_last(direction, dtype)

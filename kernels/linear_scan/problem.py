@@ -115,7 +115,8 @@ class LinearScanProblem:
 
     def scalars(self, pace: int = 0) -> dict[str, int]:
         """Every integer parameter of the kernels, by name. ``pace`` is one more than the tiles by which a block may
-        be ahead of others, and 0 if blocks do not keep in step."""
+        be ahead of others, and 0 if blocks do not keep in step; of walks that read columns at once it is how many
+        rows a warp has."""
         return {**self._scalars, "flags": self._scalars["flags"] + 4 * pace}
 
     @cached_property

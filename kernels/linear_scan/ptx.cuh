@@ -63,6 +63,11 @@ __device__ inline unsigned load_relaxed(const unsigned* from) {
     return value;
 }
 
+// Two of 8 bytes side by side, each in one piece.
+__device__ inline void load_relaxed(const u64* from, u64& first, u64& second) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
+}
+
 // For others to add up, without the sum.
 __device__ inline void add_relaxed(unsigned* to, unsigned value) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
@@ -126,6 +131,13 @@ __device__ inline u64 leaves_last() {
     return policy;
 }
 
+// For lines that leave it first.
+__device__ inline u64 leaves_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Whether copies say so: not where NVRTC would give the hint a wrong register (NOTES.md, a trap; ci/gates.py).
 #if RAGGED && __CUDA_ARCH__ >= 1000
 enum : bool { HINTED = false };
@@ -168,6 +180,15 @@ __device__ inline void copy_async(void* to, const void* from, bool wanted) {
             "@wanted cp.async.ca.shared.global [%0], [%1], %3; }" ::"r"(shared),
             "l"(from), "r"(int(wanted)), "n"(BYTES)
             : "memory");
+}
+// Copy 16 bytes likewise, for lines with this place in the order in which they leave the L2.
+__device__ inline void copy_async_as(u64 policy, void* to, const void* from, bool wanted) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
+        "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(
+            unsigned(__cvta_generic_to_shared(to))),
+        "l"(from), "r"(int(wanted)), "l"(policy)
+        : "memory");
 }
 // Bring what is about an address as far as the L2, which it leaves last.
 __device__ inline void prefetch_line(const void* at) {

@@ -6,10 +6,9 @@
 //      …                      what a block knows, the state after its last tile, goes through the maps of the
 //      tile PARTS  block 0    PARTS - 1 tiles between, which are asked for a turn before they are needed
 //
-// A thread looks after one of the column's channels, whatever it walks; they are numbered so that lanes side by side
-// walk successive ones: a lane's first, then the second of all. Nobody waits for a state of others, only for maps, which
-// wait for nothing but states that came EARLY turns before. Blocks draw their numbers, so that of those that share a
-// column the rest begins as soon as there is room: of a launch at most PARTS - 1 wait for one that has not begun.
+// A thread looks after one of the column's channels, whatever it walks. Nobody waits for a state of others, only for
+// maps, which wait for nothing but states that came EARLY turns before. Blocks draw their numbers, so that of those that
+// share a column the rest begins as soon as there is room: of a launch at most PARTS - 1 wait for one that has not begun.
 //
 // workspace, zeroed before the launch: a counter, and for each column a ring of TURNS × PARTS tiles with a word for
 // each channel. A word says which round of the ring it is of, so that it travels in one store and one load, and
@@ -17,6 +16,7 @@
 // entered turn t - EARLY, with maps of turn t - EARLY - 1 or later, and who told them had entered t - 2 EARLY - 1.
 #pragma once
 #include "column_walk.cuh"
+#include "told.cuh"
 
 enum : int {
     SLOTS = EARLY + 1,  // turns whose maps a block keeps
@@ -27,20 +27,6 @@ static_assert(!WITH_REST && !RAGGED && !PACKED);
 // A look takes about a microsecond.
 enum : unsigned { LOOK_AGAIN_NS = 40 };
 enum : int { COUNTER = 256 };  // bytes before the words, so that a warp's are in whole lines
-
-// A tile's map of a channel in a word, with the round in the last bits of the shift: states are stored so coarsely that
-// these do not matter. It is 1 to 3: never that of the rounds before and after, nor of memory that was zeroed.
-struct Told {
-    u64 word;
-
-    __device__ static Told of(const Affine& map, unsigned round) {
-        return {u64((__float_as_uint(map.shift) & ~3u) | round) << 32 | __float_as_uint(map.scale)};
-    }
-    __device__ unsigned round() const { return unsigned(word >> 32) & 3; }
-    __device__ operator Affine() const {
-        return {__uint_as_float(unsigned(word)), State(0), __uint_as_float(unsigned(word >> 32) & ~3u)};
-    }
-};
 
 // Which block this is: its column, and its number among the blocks that share that.
 struct Seat {
@@ -67,9 +53,6 @@ struct Share {
     Told told[PARTS - 1];
 
     static __device__ int own_channel() { return threadIdx.x / 32 * 32 + threadIdx.x % 32; }
-    // Where that is in the column, and the number of what a lane walks.
-    static __device__ int place_of(int channel) { return channel % ACROSS * VECTOR + channel / ACROSS; }
-    static __device__ int walked(int v) { return v * ACROSS + threadIdx.x % ACROSS; }
     __device__ Share(const Seat& seat, void* workspace, const States& before, const States& after)
         : seat(seat),
           words(reinterpret_cast<u64*>(static_cast<char*>(workspace) + COUNTER) +
@@ -87,6 +70,7 @@ struct Share {
         __shared__ State entering[2][CHANNELS * (GROUPS + 1)];
         return entering[turn % 2][channel + group * CHANNELS];
     }
+    // 1 to 3: never that of the rounds before and after, nor of memory that was zeroed.
     __device__ static unsigned round(int turn) { return unsigned(turn) / TURNS % 3 + 1; }
 
     // Tell the others the map of a tile whose groups' maps are there.
@@ -115,7 +99,7 @@ struct Share {
 #pragma unroll
         for (int i = 0; i < PARTS - 1; i++) {
             const int at = after_last(i);
-            const bool there = told[i].round() == round(turn - (at < seat.parts));
+            const bool there = told[i].mark() == round(turn - (at < seat.parts));
             bits |= unsigned(matters(turn, at) && !there) << i;
         }
         return bits;
@@ -181,7 +165,7 @@ struct Share {
                 work.read(held);
                 work.compose(held, maps, tiles.counted(to_compose));
 #pragma unroll
-                for (int v = 0; v < VECTOR; v++) map(turn + EARLY, group, walked(v)) = maps[v];
+                for (int v = 0; v < VECTOR; v++) map(turn + EARLY, group, number_of(v)) = maps[v];
             }
             __syncthreads();  // one a turn
             if (composes && has_channel) tell(turn + EARLY);
@@ -192,7 +176,7 @@ struct Share {
                 tiles.stage = walks, walks = after(walks);
                 work.read(held);
 #pragma unroll
-                for (int v = 0; v < VECTOR; v++) x[v] = entering(turn, group, walked(v));
+                for (int v = 0; v < VECTOR; v++) x[v] = entering(turn, group, number_of(v));
                 work.finish(held, x, rows);
                 tiles.hand_out(work, rows);
                 left -= turn_rows;

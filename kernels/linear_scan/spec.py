@@ -14,7 +14,7 @@ from functools import cache, partial
 from itertools import product
 from typing import Any
 
-from scan_registry.kernels.linear_scan import columns, cuda_tiles, registers, space, streams
+from scan_registry.kernels.linear_scan import columns, cuda_tiles, registers, rings, space, streams
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
     REDUCTION_TILE,
@@ -138,6 +138,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "PACE": 0,
         "CLUSTER": 1,
         "PARTS": 1,
+        "ONCE": 0,
         "WALKS": int(streams.walks(variant)),
         **tile,
     }
@@ -198,7 +199,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         parameters=parameters(direction),
         defaults=defaults,
         constants=_cuda_constants,
-        warps=lambda variant: streams.warps(dict(variant.statics)),
+        warps=lambda variant: rings.warps(dict(variant.statics)),
         accepts=_cuda_accepts,
         cost=_cuda_cost,
         launch=_cuda_launch,

@@ -66,6 +66,7 @@ def streamed() -> Iterator[Variant]:
             {"across": 32, "vector": 4},
             {"pace": 1},
             {"pace": 1, "stages": 2},
+            {"once": 1},
             {"parts": 3},
             {"parts": 8},
             {"across": 16, "access": "packed"},
@@ -95,7 +96,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     dtype = variant.text("dtype")
     checked = 0
     trials = cases.trials(dtype, SHAPES, "cpu")
-    if {"ahead", "parts"} & {*dict(variant.statics)}:
+    if {"ahead", "parts", "once"} & {*dict(variant.statics)}:
         cut = product((*LONG, *GROUPED.get(dtype, ())), (LASTING, replace(LASTING, reverse=True)))
         trials = chain(trials, (cases.draw(*each, dtype, "cpu") for each in cut))
     for trial in trials:
@@ -221,6 +222,35 @@ def test_a_walk_over_ragged_rows_writes_nowhere_else(
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
     case = cases.draw(shape, setting, dtype, "cpu").case(name, aligned=True)
+    assert kernel.accepts(variant, case.problem) is None
+    untouched = surround(case.tensors, case.expected)
+    library.run(case.problem, case.tensors, seed=0)
+    assert case.error() <= cases.TOLERANCE[dtype]
+    assert untouched()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("channels", "time"), [(72, 1000), (8, 5000), (64, 3)])
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+def test_what_is_read_at_once_writes_nowhere_else(
+    direction: str,
+    dtype: str,
+    channels: int,
+    time: int,
+    reverse: bool,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
+) -> None:
+    """Columns that are not full, runs that end early or are none; three blocks, each with its own runs, and of a run
+    more tiles than a ring holds."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
+    pins = {"dtype": dtype, "once": 1}.items()
+    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    setting = cases.Setting(states=True, reverse=reverse)
+    case = cases.draw((1, channels, time), setting, dtype, "cpu").case(kernel.name, aligned=True)
     assert kernel.accepts(variant, case.problem) is None
     untouched = surround(case.tensors, case.expected)
     library.run(case.problem, case.tensors, seed=0)

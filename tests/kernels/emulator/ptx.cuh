@@ -43,6 +43,9 @@ Word load_relaxed(const Word* from) {
     emulated_turn();
     return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
+inline void load_relaxed(const u64* from, u64& first, u64& second) {
+    first = load_relaxed(from), second = load_relaxed(from + 1);
+}
 inline std::mutex& emulated_lines() {
     static std::mutex lines;
     return lines;
@@ -81,6 +84,9 @@ template <int BYTES>
 void copy_async(void* to, const void* from, bool wanted) {
     if (wanted) emulator::copy_async(to, from, BYTES, BYTES);
 }
+inline u64 leaves_first() { return 0; }
+inline u64 leaves_last() { return 1; }
+inline void copy_async_as(u64, void* to, const void* from, bool wanted) { copy_async<16>(to, from, wanted); }
 inline void copy_async_first(void* to, const void* from, int bytes, bool wanted) {
     if (wanted) emulator::copy_async(to, from, 16, bytes);
 }

@@ -1,0 +1,208 @@
+// Few channels, and not so many times: all of a column is read at once, by many blocks, and hardly any of it twice. Each
+// warp has a run of rows of its own, and composes their map from its last tile to its first, so that the first tiles are
+// in shared memory when the state that enters the run is known.
+//
+//      part 0   warp 0   tiles 0 to n of a run   composed   n … 1 0
+//               warp 1   …                       walked     0 1 … n    what is no longer there comes from the L2
+//               …
+//      part 1   warp 0   …
+//
+// A block tells others the map of its part, and composes those of the parts before: all know all after one exchange. It
+// waits for blocks with lower numbers alone, and those begin before it. Where the L2 has no room for all, tiles that stay
+// in shared memory make room for those that have to come again.
+//
+// workspace, zeroed before the launch: for each channel of each part a map (told.cuh).
+#pragma once
+#include "column_walk.cuh"
+#include "told.cuh"
+
+enum : int {
+    WORDS = 16 / sizeof(Told::Word),      // that a thread looks at together, of channels side by side
+    SHARES = THREADS * WORDS / CHANNELS,  // of the parts before, which threads compose side by side
+    LOOKS = (136 + SHARES - 1) / SHARES,  // on their way at once: of 132 multiprocessors all
+};
+static_assert(ACROSS == 32 && THREADS % CHANNELS == 0 && sizeof(State) == 4 && WORDS <= VECTOR);
+static_assert(!RAGGED && !PACKED && !PACE && PARTS == 1 && CLUSTER == 1);
+
+// Which part of which column a block has, and what a warp has of it. The grid is columns side by side × batches × parts.
+struct Part {
+    const int number = blockIdx.z;
+    const int run;  // rows of a warp, in whole tiles
+
+    __device__ explicit Part(i64 run) : run(int(run)) {}
+    __device__ static unsigned column() { return blockIdx.y * gridDim.x + blockIdx.x; }
+    __device__ static unsigned columns() { return gridDim.y * gridDim.x; }
+    __device__ bool last() const { return number + 1 == gridDim.z; }
+    // Rows of the column before this warp's.
+    __device__ int before() const { return (number * WARPS + int(threadIdx.x / 32)) * run; }
+};
+
+// What a warp has to do with the others. A thread looks after one of the column's channels, whatever it walks, if it has
+// one, or after some side by side of a share of the parts before.
+struct Once {
+    const Part part;
+    const int channel = threadIdx.x, looked = threadIdx.x * WORDS % CHANNELS, share = threadIdx.x * WORDS / CHANNELS;
+    Told::Word* const words;      // of the column, in part 0
+    const unsigned apart;         // from part to part
+    const States initial, final;  // of the channel
+
+    __device__ Once(const Part& part, void* workspace, const States& initial, const States& final)
+        : part(part),
+          words(static_cast<Told::Word*>(workspace) + part.column() * CHANNELS),
+          apart(part.columns() * CHANNELS),
+          initial(initial),
+          final(final) {}
+    __device__ bool has_channel() const { return channel < CHANNELS; }  // the whole warp has, or has not
+
+    // Of the runs of a block's warps; those of the runs before, once others have been told.
+    static __device__ Stored<>& map(int warp, int channel) {
+        __shared__ Stored<> maps[WARPS][CHANNELS];
+        return maps[warp][channel];
+    }
+    static __device__ State& entering(int warp, int channel) {
+        __shared__ State entering[WARPS][CHANNELS];
+        return entering[warp][channel];
+    }
+    // The map of all runs.
+    __device__ Affine tell() const {
+        Affine own[WARPS], all;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) own[w] = map(w, channel), all = then(all, own[w]);
+        if (!part.last()) store_relaxed(words + part.number * apart + channel, Told::of(all, 1).word);
+        Affine before;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            map(w, channel) = before;
+            before = then(before, own[w]);
+        }
+        return all;
+    }
+    // The maps of this thread's share of the parts before.
+    __device__ void look(Affine (&all)[WORDS]) const {
+        const int each = (part.number + SHARES - 1) / SHARES, first = share * each;
+        const int end = first + each < part.number ? first + each : part.number;
+#pragma unroll 1
+        for (int at = first; at < end; at += LOOKS) {
+            Told told[LOOKS][WORDS] = {};
+#pragma unroll 1
+            for (bool missing = true; missing;) {
+                missing = false;
+#pragma unroll
+                for (int i = 0; i < LOOKS; i++)
+                    if (at + i < end) read_words(told[i], words + (at + i) * apart + looked);
+#pragma unroll
+                for (int i = 0; i < LOOKS; i++)
+#pragma unroll
+                    for (int w = 0; w < WORDS; w++) missing |= at + i < end && !told[i][w].mark();
+            }
+#pragma unroll
+            for (int i = 0; i < LOOKS; i++)
+#pragma unroll
+                for (int w = 0; w < WORDS; w++)
+                    if (at + i < end) all[w] = then(all[w], told[i][w]);
+        }
+    }
+    // The states that enter this warp's run, whose map `own` composes. To be called by the whole block.
+    __device__ void exchange(const Affine (&own)[VECTOR], State (&x)[VECTOR]) const {
+        __shared__ Stored<> shares[SHARES][CHANNELS];
+        const int warp = threadIdx.x / 32;
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) map(warp, number_of(v)) = own[v];
+        __syncthreads();
+        Affine all, before[WORDS];
+        if (has_channel()) all = tell();
+        look(before);
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) shares[share][looked + w] = before[w];
+        __syncthreads();
+        if (has_channel()) {
+            Carried carried = initial.read(0);
+#pragma unroll
+            for (int s = 0; s < SHARES; s++) carried = Affine(shares[s][channel])(carried);
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) entering(w, channel) = Affine(map(w, channel))(carried.x);
+            if (part.last()) final.write(0, all(carried).x);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) x[v] = entering(warp, number_of(v));
+    }
+};
+
+// A warp's run: its tiles, by number, of which a ring holds the first ones when they have been composed.
+template <class Work>
+struct Run {
+    Work work;
+    int count;
+    int to_come;  // the tile that is to be asked for, where the inputs are
+    bool spares;  // the L2 for tiles that come again: a third of them and more
+
+    __device__ Run(const Work& of, const Part& part) : work(of) {
+        const i64 rows = work.tiles.rows < part.run ? work.tiles.rows : part.run;  // less than 0 past the end
+        count = rows > 0 ? int((rows + TIMES - 1) / TIMES) : 0;
+        to_come = count - 1, spares = count > STAGES + STAGES / 2;
+        work.move(to_come);
+    }
+    // Rows from a tile on to the column's end, as they are counted.
+    __device__ int left(int tile) const { return work.tiles.counted(work.tiles.rows - i64(tile) * TIMES); }
+    __device__ void go(int tiles) { work.move(tiles), to_come += tiles; }
+
+    // The map of the run.
+    __device__ void compose(Affine (&all)[VECTOR]) {
+#pragma unroll 1
+        for (int tile = count + STAGES - 2; tile >= 0; tile--) {
+            work.tiles.order = spares && to_come < STAGES ? leaves_first() : leaves_last();
+            if (to_come >= 0) work.fetch_maps(left(to_come)), go(-1);
+            commit_copies();
+            work.tiles.turn();
+            if (tile >= count) continue;  // the ring is not full yet
+            wait_for_copies<STAGES - 1>();
+            __syncwarp();  // of all lanes
+            typename Work::Held held;
+            Affine maps[VECTOR];
+            work.read(held);
+            work.compose(held, maps, left(tile));
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) all[v] = then(maps[v], all[v]);
+            __syncwarp();  // before others come in
+        }
+        go(1);
+    }
+    // What walking takes and composing does not, of the tiles that are there. Tile 0 is at hand.
+    __device__ void ask_rest() {
+        work.tiles.order = spares ? leaves_first() : leaves_last();
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++) {
+            if (to_come < count) work.fetch_rest(left(to_come)), go(1);
+            commit_copies();
+            work.tiles.turn_back();
+        }
+    }
+    __device__ void walk(State (&x)[VECTOR]) {
+#pragma unroll 1
+        for (int tile = 0; tile < count; tile++) {
+            wait_for_copies<STAGES - 1>();
+            __syncwarp();  // of all lanes
+            typename Work::Held held;
+            work.read(held);
+            work.finish(held, x, left(tile));
+            work.leave(left(tile));
+            __syncwarp();  // before others come in
+            if (to_come < count) work.fetch_maps(left(to_come)), work.fetch_rest(left(to_come)), go(1);
+            commit_copies();
+            work.tiles.turn_back();
+        }
+        wait_for_copies<0>();
+    }
+};
+
+template <class Work>
+__device__ void walk_once(const Work& work, const Once& once) {
+    Run<Work> run(work, once.part);
+    Affine all[VECTOR];
+    State x[VECTOR];
+    run.compose(all);
+    run.ask_rest();
+    once.exchange(all, x);
+    run.walk(x);
+}

@@ -1,0 +1,274 @@
+"""The rings in shared memory that tuning may choose from: tiles of CUDA variants with a number of ``stages``, whose
+static parameters ``streams.py`` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from scan_registry.kernels.linear_scan.problem import Direction
+from scan_registry.kernels.linear_scan.space import PACKED, RAGGED, Tile
+from scan_registry.kernels.model import ITEM_SIZE
+
+#: Of shared memory that the blocks of a multiprocessor may have together, in bytes.
+_SHARED = 220_000
+#: Of one that has a multiprocessor to itself, but for a little that it keeps beside its ring.
+_ALONE = 231_424
+#: Of scans that are cut. Contiguous time: warps that walk, a lane's pieces, and rings, which are tiles of a warp in
+#: shared memory and how many turns before it is walked one is composed. Few channels: rings by the steps of a tile.
+_CUT = (
+    ((10, 12, 16), 2, ((4, 2), (5, 3))),
+    ((8, 9, 10, 11, 12), 4, ((3, 2), (4, 2), (5, 3))),
+    ((16, 18), 4, ((2, 1), (3, 2))),
+    ((8, 10, 12, 16), 8, ((2, 1), (3, 2))),
+)
+_CUT_STEPS = {4: ((4, 2),), 6: ((3, 1), (3, 2), (4, 2)), 8: ((2, 1), (3, 1), (3, 2), (4, 2))}
+#: Lanes that share a row and a lane's pieces, to rows of warps, stages and the most blocks that are worth a try (which
+#: ones were left out, NOTES.md says).
+_SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...]], ...] = (
+    ((2, 4, 8, 16, 32), 1, ((2, 3, 8), (4, 1, 8), (4, 2, 8), (4, 3, 6))),
+    ((1, 2, 4, 8, 16, 32), 2, ((2, 2, 8), (2, 3, 8), (4, 1, 8), (4, 3, 4))),
+    ((16,), 1, ((4, 1, 12),)),
+    ((16,), 2, ((4, 1, 12),)),
+    ((16, 32), 4, ((4, 1, 8), (4, 2, 4))),
+    ((32,), 4, ((6, 2, 2), (6, 3, 2), (6, 4, 2))),
+    ((1, 2), 8, ((4, 3, 4),)),
+    ((16, 32), 8, ((2, 1, 12), (8, 1, 2), (8, 2, 1))),
+)
+#: Warps, and steps and stages, of walks over columns of 64 channels beside the usual ones, by an element's bytes.
+_BESIDE = {
+    2: (
+        *((4, (8, 7)), (4, (8, 8)), (4, (16, 4)), (4, (16, 6))),
+        *((4, (18, 3)), (4, (20, 3)), (8, (16, 4))),
+    ),
+    4: ((4, (10, 2)),),
+}
+#: Channels of a lane, steps and stages of walks over float32 that have a multiprocessor to themselves.
+_LONE = ((2, 16, 6), (1, 16, 11), (1, 16, 8))
+#: Warps, steps and stages of walks over columns of 128 channels.
+_WIDE = (
+    *((4, 6, 4), (4, 8, 2), (4, 8, 3), (4, 8, 4), (4, 8, 5), (4, 12, 2), (4, 12, 3), (4, 12, 4)),
+    *((4, 16, 2), (6, 8, 4), (8, 8, 2), (8, 8, 3)),
+)
+#: Warps, channels of a lane, steps and stages of walks over float32 that keep in step; and by an element's bytes and
+#: the direction, as of narrower numbers that gains backward alone (NOTES.md).
+_PACED_FLOAT32 = (
+    *((2, 2, 32, 2), (4, 2, 8, 3), (4, 2, 12, 2), (4, 2, 16, 2)),
+    *((8, 2, 16, 2), (4, 4, 8, 2), (4, 4, 8, 3), (4, 4, 12, 3)),
+)
+_PACED: dict[tuple[int, Direction], tuple[tuple[int, int, int, int], ...]] = {
+    (4, "forward"): _PACED_FLOAT32,
+    (4, "backward"): _PACED_FLOAT32,
+    (2, "backward"): ((4, 4, 12, 2),),
+}
+#: Warps, steps and stages of walks over rows that start anywhere, beside the usual ones; and such as keep in step.
+_RAGGED = ((4, 12, 2), (4, 12, 3), (6, 8, 2), (6, 8, 3), (6, 12, 2))
+_RAGGED_PACED = ((4, 8, 3), (4, 8, 4), (4, 12, 2), (4, 16, 2), (5, 8, 3))
+#: Of blocks that share a column: tiles in shared memory, and how many turns before it is walked one is composed.
+_EARLY = ((4, 2), (6, 3))
+#: Warps, steps and stages of walks over packed sequences of narrow numbers, with 32 channels: the more rows a tile
+#: has, the sooner is the longest sequence at its end.
+_PACKED = ((12, 16, 2), (16, 12, 2), (16, 20, 2))
+#: Warps, steps and stages of walks over columns of 64 channels whose blocks meet their neighbours, two by two; by an
+#: element's bytes and the direction, as it gains nothing else (NOTES.md).
+_NEIGHBOURS: dict[tuple[int, Direction], tuple[tuple[int, int, int], ...]] = {
+    (2, "backward"): ((4, 10, 4),),
+}
+#: Likewise of walks over few columns that are read at once, of which a lane has four bytes.
+_ONCE: dict[tuple[int, Direction], tuple[tuple[int, int, int], ...]] = {
+    (2, "forward"): ((8, 16, 6),),
+    (2, "backward"): ((8, 8, 8),),
+    (4, "forward"): ((16, 8, 6),),
+    (4, "backward"): ((16, 8, 4),),
+}
+
+
+def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """A warp's rows side by side, down to a row for each lane; or parts of rows. Rows of one tile have
+    nothing to fetch ahead, but gain from more blocks at once."""
+    for sharing, pieces, blocks in _SIDE_BY_SIDE:
+        for lanes, (rows, stages, most) in product(sharing, blocks):
+            if ITEM_SIZE[dtype] < 8 or lanes >= 16:
+                tile = {"warps": 1, "rows": rows, "lanes": lanes, "pieces": pieces}
+                yield from resident(direction, dtype, tile | {"stages": stages}, most)
+    for walkers, pieces, rings in _CUT:
+        for rows, (stages, ahead) in product(walkers, rings):
+            tile = {"warps": 1, "rows": rows, "lanes": 32, "pieces": pieces}
+            yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
+
+
+def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
+    """Walks over rows of 32 to 512 bytes; for few channels, 16 bytes to a lane, and cut."""
+    each = ITEM_SIZE[dtype]
+    usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
+    for warps, (across, vector), (steps, stages) in (
+        *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
+        *((warps, (32, 2), ring) for warps, ring in _BESIDE.get(each, ())),
+        # Narrow columns are for problems that leave a multiprocessor one block.
+        *product((4,), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
+    ):
+        narrow = across == 16 and each < 8
+        if (warps == 16 and (steps == 4 or narrow)) or (warps == 8 and steps == 4 and narrow):
+            continue  # of every problem that is tuned, 3% slower than others at least
+        tile = {
+            "warps": warps,
+            "across": across,
+            "vector": vector,
+            "steps": steps,
+            "stages": stages,
+        }
+        yield from resident(direction, dtype, tile, 2, access)
+        if warps == 16:  # more registers
+            yield from resident(direction, dtype, tile, 1, access)
+    if access in (PACKED, RAGGED):
+        yield from (_ragged_walks if access == RAGGED else _packed_walks)(direction, dtype)
+        return
+    if each < 8:
+        for warps, steps, stages in _WIDE:
+            tile = {"warps": warps, "across": 32, "vector": 4, "steps": steps}
+            yield from resident(direction, dtype, tile | {"stages": stages}, 2)
+    if each == 2:
+        tile = {"warps": 4, "across": 32, "vector": 2, "steps": 12, "stages": 3}
+        yield from resident(direction, dtype, tile, 1)  # more registers than two would have
+        yield from _shared_walks(direction, dtype)
+    yield from _once_walks(direction, dtype)
+    yield from _neighbours(direction, dtype)
+    if each == 4:
+        yield from _lone_walks(direction, dtype)
+    yield from _in_step(direction, dtype)
+    yield from _cut_columns(direction, dtype)
+
+
+def _cut_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Few channels, whose segments many blocks walk."""
+    each = ITEM_SIZE[dtype]
+    vector = 16 // each
+    widths = [(8, 8, 4), (8, 8, 8), (8, 16, 4), (8, 16, 6), (8, 16, 8)]
+    if each < 8:
+        widths += [(4, 32, 8), (8, 32, 6), (8, 32, 8)]
+    for warps, scans, steps in widths:
+        for stages, ahead in _CUT_STEPS[steps]:
+            if warps == 4 and stages == ahead + 1:
+                continue  # of every problem that is tuned, 4% slower than others at least
+            tile = {"warps": warps, "lanes": scans // vector, "vector": vector, "steps": steps}
+            yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
+
+
+def _lone_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Those that have much under way, alone on a multiprocessor."""
+    for vector, steps, stages in _LONE:
+        tile = {"warps": 4, "across": 32, "vector": vector, "steps": steps}
+        yield from resident(direction, dtype, tile | {"stages": stages}, 1)
+
+
+def _in_step(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Those of which none gets ahead of the others."""
+    for warps, vector, steps, stages in _PACED.get((ITEM_SIZE[dtype], direction), ()):
+        tile = {"warps": warps, "across": 32, "vector": vector, "steps": steps}
+        yield from resident(direction, dtype, tile | {"stages": stages, "pace": 1}, 2)
+
+
+def _neighbours(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Those that go side by side with one other."""
+    for warps, steps, stages in _NEIGHBOURS.get((ITEM_SIZE[dtype], direction), ()):
+        tile = {"warps": warps, "across": 32, "vector": 2, "steps": steps, "stages": stages}
+        yield from resident(direction, dtype, tile | {"cluster": 2}, 2)
+
+
+def _ragged_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Over rows that start anywhere, of which a lane has two channels."""
+    in_step = product(_RAGGED_PACED if ITEM_SIZE[dtype] == 4 else (), ({"pace": 1},))
+    for (warps, steps, stages), paced in (*product(_RAGGED, ({},)), *in_step):
+        tile = {"warps": warps, "across": 32, "vector": 2, "steps": steps, "stages": stages}
+        yield from resident(direction, dtype, tile | paced, 2, RAGGED)
+
+
+def _packed_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Over sequences that follow one another, which are as long as they are."""
+    for warps, steps, stages in _PACKED if ITEM_SIZE[dtype] == 2 else ():
+        tile = {"warps": warps, "across": 32, "vector": 1, "steps": steps, "stages": stages}
+        yield from resident(direction, dtype, tile, 1, PACKED)
+
+
+def _shared_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Columns that several blocks walk together."""
+    for parts, (stages, early) in product((3, 4, 8), _EARLY):
+        tile = {"warps": 8, "across": 32, "vector": 2, "steps": 16, "stages": stages}
+        yield from resident(direction, dtype, tile | {"parts": parts, "early": early}, 1)
+
+
+def _once_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Few columns that many blocks read at once."""
+    each = ITEM_SIZE[dtype]
+    for warps, steps, stages in _ONCE.get((each, direction), ()):
+        tile = {"warps": warps, "across": 32, "vector": 4 // each, "steps": steps, "stages": stages}
+        yield from resident(direction, dtype, tile | {"once": 1}, 1)
+
+
+def resident(
+    direction: Direction, dtype: str, tile: Tile, most: int, access: str = ""
+) -> Iterator[Tile]:
+    """The tile with the number of blocks that a multiprocessor has room for, at most ``most``; of those
+    that leave it neither idle nor crowded."""
+    each = shared(direction, dtype, access, tile) + _meeting(dtype, tile)
+    threads = 32 * warps(tile)
+    blocks = min((_ALONE if most == 1 else _SHARED) // each, 2048 // threads, most)
+    if threads <= 1024 and blocks * threads >= 128 and blocks * each >= 48_000:
+        yield {**tile, "blocks": blocks}
+
+
+def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
+    """Bytes of a block's ring."""
+    inputs = 2 if direction == "forward" else 3
+    ring = int(tile["stages"]) * int(tile["warps"])
+    if "pieces" in tile:
+        pieces = inputs * 32 * int(tile["pieces"])
+        if direction == "backward":  # of the states one more a row
+            pieces += max(8, 32 // int(tile["lanes"]))  # in whole rows of banks
+        return 16 * ring * int(tile["rows"]) * pieces
+    warp = 32 * int(tile["vector"]) * int(tile["steps"]) * ITEM_SIZE[dtype]
+    if "across" in tile:
+        groups = 32 // int(tile["across"])
+        if access == RAGGED:  # one more piece a row
+            warp += 16 * groups * int(tile["steps"])
+        if ITEM_SIZE[dtype] < 8:  # between groups
+            warp += 64 * (groups - 1)
+    return ring * inputs * warp
+
+
+def _meeting(dtype: str, tile: Tile) -> int:
+    """Bytes, at most, that the warps of a block need to meet. Where columns are cut: in each turn a map and a
+    state for each scan of a walking warp, and for each scan a state with its rest. Where they are shared: for
+    each channel the maps of all groups and of the tile, and in two turns a state for each. Where they are read at
+    once: for each channel a map and a state for each warp, and maps of shares of the parts before."""
+    if "early" in tile:
+        vector = int(tile["vector"])
+        groups = 32 * int(tile["warps"]) * vector + int(tile["across"]) * vector
+        return groups * ((int(tile["early"]) + 1) * 8 + 2 * 4)
+    if "once" in tile:
+        channels, threads = 32 * int(tile["vector"]), 32 * int(tile["warps"])
+        of_map, words = (8, 2) if ITEM_SIZE[dtype] < 4 else (12, 1)
+        return channels * int(tile["warps"]) * (of_map + 4) + threads * words * of_map
+    if "ahead" not in tile:
+        return 0
+    turns = int(tile["ahead"]) + 1
+    numbers = _side_by_side(tile) * (4 * walkers(tile) + 2)
+    return turns * numbers * max(4, ITEM_SIZE[dtype])
+
+
+def walkers(tile: Tile) -> int:
+    """Warps of a block that walk tiles."""
+    return int(tile["warps"]) * int(tile.get("rows", 1))
+
+
+def _side_by_side(tile: Tile) -> int:
+    """Scans of a warp, where columns are cut."""
+    return 1 if "pieces" in tile else int(tile["lanes"]) * int(tile["vector"])
+
+
+def warps(tile: Tile) -> int:
+    """Of a block: those that walk, and where columns are cut those that find out which states enter."""
+    walking = walkers(tile)
+    if "ahead" not in tile:
+        return walking
+    return walking + (int(tile["ahead"]) + 1) * max(1, _side_by_side(tile) * walking // 32)
