@@ -11,7 +11,7 @@
 // waits for blocks with lower numbers alone, and those begin before it. Where the L2 has no room for all, tiles that stay
 // in shared memory make room for those that have to come again.
 //
-// workspace, zeroed before the launch: for each channel of each part a map (told.cuh).
+// workspace, zeroed before the launch: for each channel of each part but the last a map (told.cuh).
 #pragma once
 #include "column_walk.cuh"
 #include "told.cuh"

@@ -4,11 +4,11 @@ They take memory that is aligned. Of time-last kernels ``lanes`` threads share a
 ``pieces`` of 16 bytes, and ``rows`` warps work side by side or ``warps`` share a row; channel-last ones
 have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` rows; or lanes ``across`` them, and
 then a block walks all of time, or shares that with others, a part for each of ``parts``, which compose their
-tiles some turns ``early``, or as many as a GPU holds read a column at ``once``. Scans that are too few to fill a GPU are cut into segments of a tile for each warp of
-a block, which are composed some turns ``ahead`` of their walk.
+tiles some turns ``early``, or as many as a GPU holds read a column at ``once``. Scans that are too few to fill a
+GPU are cut into segments of a tile for each warp of a block, which are composed some turns ``ahead`` of their walk.
 ``blocks`` are meant to share a multiprocessor; they keep in step where there is a ``pace``, and those of a
-``cluster`` meet with every tile. The sources are ``time_stream.cuh``, ``channel_stream.cuh``, ``column_walk.cuh``, ``shared_walk.cuh`` and ``once.cuh``; which
-of them tuning may choose from, ``rings.py`` says.
+``cluster`` meet with every tile. The sources are ``time_stream.cuh``, ``channel_stream.cuh``, ``column_walk.cuh``,
+``shared_walk.cuh`` and ``once.cuh``; which of them tuning may choose from, ``rings.py`` says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 _MOST_ROWS = 2**31 - 1
 #: Bytes before a row, at most, where a walk along contiguous time may start.
 LINE = 128
-#: Bytes that such may read of what composing takes: some of it comes twice, and then from the L2.
+#: Batches that a grid may have, CUDA's limit, and bytes to compose, where columns are read at once: some come twice,
+#: and then from the L2.
+_MOST_BATCHES = 65_535
 _TWICE = 100_000_000
 #: Bytes of a map that they tell one another.
 _WORD = 8
@@ -42,7 +44,7 @@ def is_streamed(variant: Variant) -> bool:
 
 
 def walks(variant: Variant) -> bool:
-    """Whether nothing is split along time."""
+    """Whether lanes walk columns, whole or in parts."""
     return "across" in dict(variant.statics)
 
 
@@ -98,14 +100,21 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
     if (_parts(variant) > 1 or _is_once(variant)) and problem.sums:
         return "blocks that share a column do not sum the gradient of gates"
     if _is_once(variant):
-        composed = 2 * problem.batch * problem.channels * problem.time * ITEM_SIZE[problem.dtype]
-        if composed > _TWICE:
-            return f"{composed} bytes to compose; what comes again is in no L2 beyond {_TWICE}"
+        return _refuses_at_once(problem)
     if _cuts(variant) and _segments(variant, problem) > _MOST_ROWS:
         return f"more than {_MOST_ROWS} segments"
     side_by_side = problem.layout == "time_last" and variant.number("lanes") < 32
     if side_by_side and not problem.folds():
         return "rows do not follow one another at one stride"
+    return None
+
+
+def _refuses_at_once(problem: LinearScanProblem) -> str | None:
+    if problem.batch > _MOST_BATCHES:
+        return f"{problem.batch} batches; its grid has {_MOST_BATCHES}"
+    composed = 2 * problem.batch * problem.channels * problem.time * ITEM_SIZE[problem.dtype]
+    if composed > _TWICE:
+        return f"{composed} bytes to compose; what comes again is in no L2 beyond {_TWICE}"
     return None
 
 
@@ -121,11 +130,15 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
 
 def filled(text: str, sizes: Mapping[str, float]) -> float:
     """How full segments are, where scans are cut into them: a block waits for the last of its warps, whether
-    all have a tile or not. Other variants ask for no bytes where there are none."""
-    if ",ahead=" not in text:
+    all have a tile or not. How full columns are, where they are read at once: with many batches of few channels
+    there are as many columns as with few of many. Other variants ask for no bytes where there are none."""
+    if ",ahead=" not in text and ",once=" not in text:
         return 1.0
     try:
         variant, time = Variant.parse(text), sizes["time"]
+        if _is_once(variant):
+            channels = sizes["channels"]
+            return channels / (math.ceil(channels / _scans(variant)) * _scans(variant))
         segment = times(variant) * rings.walkers(dict(variant.statics))
         return time / (math.ceil(time / segment) * segment)
     except (ArithmeticError, LookupError, TypeError, ValueError):
@@ -157,13 +170,15 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
 
 
 def _launch_at_once(variant: Variant, problem: LinearScanProblem, room: int) -> Launch:
-    """As many blocks as there is room for share the columns evenly, and their warps a part in runs of whole tiles."""
-    columns, warps = _columns(variant, problem), variant.number("warps")
-    parts = max(1, min(room // columns, ceil_div(problem.time, times(variant))))
-    run = ceil_div(problem.time, parts * times(variant)) * times(variant) // warps
+    """As many blocks as there is room for share the columns evenly, and their warps a part in runs of whole tiles.
+    All parts but a column's last tell others a map for each channel."""
+    columns, tiles = _columns(variant, problem), ceil_div(problem.time, times(variant))
+    each = ceil_div(tiles, max(1, min(room // columns, tiles)))  # tiles of a warp
+    parts = max(1, ceil_div(tiles, max(1, each)))
+    run = each * times(variant) // variant.number("warps")
     item = _WORD if ITEM_SIZE[problem.dtype] < 4 else 2 * _WORD
     grid = (columns // problem.batch, problem.batch, parts)
-    return Launch(grid, problem.scalars(run), columns * parts * _scans(variant) * item)
+    return Launch(grid, problem.scalars(run), columns * (parts - 1) * _scans(variant) * item)
 
 
 def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -93,10 +94,15 @@ class Emulated:
             (ctypes.c_uint * 3)(*launch.grid),
             ctypes.c_uint(32 * self.kernel.warps(self.variant)),
             ctypes.c_uint(self.kernel.shared(self.variant)),
-            # A GPU that is to run a variant has room for those that share a column.
-            ctypes.c_uint(max(BLOCKS_AT_ONCE, int(dict(self.variant.statics).get("parts", 1)))),
+            ctypes.c_uint(self._at_once(launch.grid)),
             ctypes.c_uint(seed),
         )
+
+    def _at_once(self, grid: Sequence[int]) -> int:
+        """A GPU that is to run a variant has room for those that share a column."""
+        statics = dict(self.variant.statics)
+        sharing = math.prod(grid) if "once" in statics else int(statics.get("parts", 1))
+        return max(BLOCKS_AT_ONCE, sharing)
 
     def meetings(self) -> int:
         """How often blocks of a cluster came to meet the others, in the last launch, counted thread by thread."""

@@ -231,19 +231,23 @@ def test_a_walk_over_ragged_rows_writes_nowhere_else(
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("channels", "time"), [(72, 1000), (8, 5000), (64, 3)])
+@pytest.mark.parametrize(
+    ("channels", "time", "multiprocessors"),
+    [(72, 1000, 6), (8, 5000, 20), (40, 9000, 3), (64, 3, 3)],
+)
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
 def test_what_is_read_at_once_writes_nowhere_else(
     direction: str,
     dtype: str,
     channels: int,
     time: int,
+    multiprocessors: int,
     reverse: bool,
     cuda_emulator: ModuleType,
     tmp_path: Path,
 ) -> None:
-    """Columns that are not full, runs that end early or are none; three blocks, each with its own runs, and of a run
-    more tiles than a ring holds."""
+    """Columns that are not full, in several parts; more parts than threads look at side by side; runs of more tiles
+    than a ring holds; and such as end early or are none."""
     torch.manual_seed(0)
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
     pins = {"dtype": dtype, "once": 1}.items()
@@ -253,7 +257,7 @@ def test_what_is_read_at_once_writes_nowhere_else(
     case = cases.draw((1, channels, time), setting, dtype, "cpu").case(kernel.name, aligned=True)
     assert kernel.accepts(variant, case.problem) is None
     untouched = surround(case.tensors, case.expected)
-    library.run(case.problem, case.tensors, seed=0)
+    library.run(case.problem, case.tensors, 0, multiprocessors)
     assert case.error() <= cases.TOLERANCE[dtype]
     assert untouched()
 

@@ -80,7 +80,7 @@ struct Thread {
     std::unique_ptr<char[]> stack{new char[STACK]};
     bool begun = false, done = false;
     long exchanges = 0, barriers = 0, meetings = 0;  // that it has arrived at: of a warp, a block, a cluster
-    int groups = 0;                    // of copies that it has committed
+    int groups = 0;                                  // of copies that it has committed
     std::vector<Copy> copies;
 };
 
