@@ -80,7 +80,7 @@ struct Column {
         channel = first + lane % ACROSS * TO_LANE;
         copied = first + lane % FULL * ITEMS;
         if (against) origin += rows - 1, way = -1;
-        if constexpr (PARTS > 1 || ONCE) origin += way * skipped, rows -= skipped;
+        origin += way * skipped, rows -= skipped;
     }
 
     // The same for a lane that has one channel, of the block's this one.

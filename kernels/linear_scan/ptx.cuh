@@ -162,18 +162,23 @@ __device__ inline void copy_async_first(void* to, const void* from, int bytes, b
             "l"(from), "r"(int(wanted)), "r"(bytes)
             : "memory");
 }
-// Copy 4, 8 or 16 bytes likewise. Of 128 bytes that lie together, what others will want comes as far as the L2.
+// Copy 16 bytes to this address in shared memory likewise. Of 128 bytes that lie together, what others will want comes as
+// far as the L2, which it leaves in the given order.
+__device__ inline void copy_async_in(unsigned shared, const void* from, int wanted, u64 order) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
+        "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(shared),
+        "l"(from), "r"(wanted), "l"(order)
+        : "memory");
+}
+// Copy 4, 8 or 16 bytes likewise.
 template <int BYTES>
 __device__ inline void copy_async(void* to, const void* from, bool wanted) {
     const unsigned shared = unsigned(__cvta_generic_to_shared(to));
     if constexpr (BYTES == 16 && !HINTED)
         copy_async_first(to, from, 16, wanted);
     else if constexpr (BYTES == 16)
-        asm volatile(
-            "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
-            "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(shared),
-            "l"(from), "r"(int(wanted)), "l"(leaves_last())
-            : "memory");
+        copy_async_in(shared, from, int(wanted), leaves_last());
     else
         asm volatile(
             "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
@@ -181,14 +186,8 @@ __device__ inline void copy_async(void* to, const void* from, bool wanted) {
             "l"(from), "r"(int(wanted)), "n"(BYTES)
             : "memory");
 }
-// Copy 16 bytes likewise, for lines with this place in the order in which they leave the L2.
-__device__ inline void copy_async_as(u64 policy, void* to, const void* from, bool wanted) {
-    asm volatile(
-        "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
-        "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(
-            unsigned(__cvta_generic_to_shared(to))),
-        "l"(from), "r"(int(wanted)), "l"(policy)
-        : "memory");
+__device__ inline void copy_async_as(u64 order, void* to, const void* from, bool wanted) {
+    copy_async_in(unsigned(__cvta_generic_to_shared(to)), from, int(wanted), order);
 }
 // Bring what is about an address as far as the L2, which it leaves last.
 __device__ inline void prefetch_line(const void* at) {

@@ -110,13 +110,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         narrow = across == 16 and each < 8
         if (warps == 16 and (steps == 4 or narrow)) or (warps == 8 and steps == 4 and narrow):
             continue  # of every problem that is tuned, 3% slower than others at least
-        tile = {
-            "warps": warps,
-            "across": across,
-            "vector": vector,
-            "steps": steps,
-            "stages": stages,
-        }
+        tile = _walk(warps, vector, steps, stages, across)
         yield from resident(direction, dtype, tile, 2, access)
         if warps == 16:  # more registers
             yield from resident(direction, dtype, tile, 1, access)
@@ -125,11 +119,10 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         return
     if each < 8:
         for warps, steps, stages in _WIDE:
-            tile = {"warps": warps, "across": 32, "vector": 4, "steps": steps}
-            yield from resident(direction, dtype, tile | {"stages": stages}, 2)
+            yield from resident(direction, dtype, _walk(warps, 4, steps, stages), 2)
     if each == 2:
-        tile = {"warps": 4, "across": 32, "vector": 2, "steps": 12, "stages": 3}
-        yield from resident(direction, dtype, tile, 1)  # more registers than two would have
+        # More registers than two would have.
+        yield from resident(direction, dtype, _walk(4, 2, 12, 3), 1)
         yield from _shared_walks(direction, dtype)
     yield from _once_walks(direction, dtype)
     yield from _neighbours(direction, dtype)
@@ -154,55 +147,55 @@ def _cut_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
             yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
 
 
+def _walk(warps: int, vector: int, steps: int, stages: int, across: int = 32) -> Tile:
+    return {"warps": warps, "across": across, "vector": vector, "steps": steps, "stages": stages}
+
+
 def _lone_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Those that have much under way, alone on a multiprocessor."""
     for vector, steps, stages in _LONE:
-        tile = {"warps": 4, "across": 32, "vector": vector, "steps": steps}
-        yield from resident(direction, dtype, tile | {"stages": stages}, 1)
+        yield from resident(direction, dtype, _walk(4, vector, steps, stages), 1)
 
 
 def _in_step(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Those of which none gets ahead of the others."""
-    for warps, vector, steps, stages in _PACED.get((ITEM_SIZE[dtype], direction), ()):
-        tile = {"warps": warps, "across": 32, "vector": vector, "steps": steps}
-        yield from resident(direction, dtype, tile | {"stages": stages, "pace": 1}, 2)
+    for ring in _PACED.get((ITEM_SIZE[dtype], direction), ()):
+        yield from resident(direction, dtype, {**_walk(*ring), "pace": 1}, 2)
 
 
 def _neighbours(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Those that go side by side with one other."""
     for warps, steps, stages in _NEIGHBOURS.get((ITEM_SIZE[dtype], direction), ()):
-        tile = {"warps": warps, "across": 32, "vector": 2, "steps": steps, "stages": stages}
-        yield from resident(direction, dtype, tile | {"cluster": 2}, 2)
+        yield from resident(direction, dtype, {**_walk(warps, 2, steps, stages), "cluster": 2}, 2)
 
 
 def _ragged_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Over rows that start anywhere, of which a lane has two channels."""
     in_step = product(_RAGGED_PACED if ITEM_SIZE[dtype] == 4 else (), ({"pace": 1},))
     for (warps, steps, stages), paced in (*product(_RAGGED, ({},)), *in_step):
-        tile = {"warps": warps, "across": 32, "vector": 2, "steps": steps, "stages": stages}
-        yield from resident(direction, dtype, tile | paced, 2, RAGGED)
+        tile = {**_walk(warps, 2, steps, stages), **paced}
+        yield from resident(direction, dtype, tile, 2, RAGGED)
 
 
 def _packed_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Over sequences that follow one another, which are as long as they are."""
     for warps, steps, stages in _PACKED if ITEM_SIZE[dtype] == 2 else ():
-        tile = {"warps": warps, "across": 32, "vector": 1, "steps": steps, "stages": stages}
-        yield from resident(direction, dtype, tile, 1, PACKED)
+        yield from resident(direction, dtype, _walk(warps, 1, steps, stages), 1, PACKED)
 
 
 def _shared_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Columns that several blocks walk together."""
     for parts, (stages, early) in product((3, 4, 8), _EARLY):
-        tile = {"warps": 8, "across": 32, "vector": 2, "steps": 16, "stages": stages}
-        yield from resident(direction, dtype, tile | {"parts": parts, "early": early}, 1)
+        tile = {**_walk(8, 2, 16, stages), "parts": parts, "early": early}
+        yield from resident(direction, dtype, tile, 1)
 
 
 def _once_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Few columns that many blocks read at once."""
     each = ITEM_SIZE[dtype]
     for warps, steps, stages in _ONCE.get((each, direction), ()):
-        tile = {"warps": warps, "across": 32, "vector": 4 // each, "steps": steps, "stages": stages}
-        yield from resident(direction, dtype, tile | {"once": 1}, 1)
+        tile = {**_walk(warps, 4 // each, steps, stages), "once": 1}
+        yield from resident(direction, dtype, tile, 1)
 
 
 def resident(

@@ -161,7 +161,7 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
             # With a multiprocessor for each, one that is a tile ahead does no harm yet.
             pace = 2 if columns <= multiprocessors else 1
         if _parts(variant) == 1:
-            together = int(dict(variant.statics).get("cluster", 1))
+            together = _pinned_or_one(variant, "cluster")
             return Launch((ceil_div(columns, together) * together, 1, 1), problem.scalars(pace))
         blocks = columns * _parts(variant)
         return Launch((blocks, 1, 1), problem.scalars(), _told(variant, blocks))
@@ -198,7 +198,11 @@ def _columns(variant: Variant, problem: LinearScanProblem) -> int:
 
 def _parts(variant: Variant) -> int:
     """Blocks that share a column."""
-    return int(dict(variant.statics).get("parts", 1))
+    return _pinned_or_one(variant, "parts")
+
+
+def _pinned_or_one(variant: Variant, name: str) -> int:
+    return int(dict(variant.statics).get(name, 1))
 
 
 def _is_once(variant: Variant) -> bool:

@@ -9,6 +9,7 @@ Expressions are sums, differences, products and quotients that are rounded up, o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
@@ -20,16 +21,16 @@ Values: TypeAlias = Mapping[str, int]
 _BROKEN = {"<=": ">", "==": "!=", "divides": "does not divide"}
 
 
-class Expression:
+class Expression(ABC):
     """Something that is a whole number once its names have values."""
 
+    @abstractmethod
     def value(self, values: Values) -> int:
         """What it is; ``KeyError`` if a name has no value."""
-        raise NotImplementedError
 
+    @abstractmethod
     def names(self) -> frozenset[str]:
         """Those that it holds."""
-        raise NotImplementedError
 
     def __add__(self, other: Operand) -> Expression:
         return Operation("+", self, expression(other))

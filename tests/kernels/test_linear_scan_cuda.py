@@ -16,7 +16,7 @@ import torch
 
 from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.model import ITEM_SIZE, Variant
+from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
 SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
@@ -87,6 +87,11 @@ def streamed() -> Iterator[Variant]:
                 yield Variant(FAMILY.name, kernel.name, "cuda", tuple(each.items()))
 
 
+def like(kernel: Kernel, pins: dict[str, Any]) -> Variant:
+    """The first of the kernel's variants that has these static parameters."""
+    return next(v for v in kernel.every if pins.items() <= dict(v.statics).items())
+
+
 @pytest.mark.parametrize("variant", dict.fromkeys((*chosen(), *streamed())), ids=str)
 def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
     """With every option, in whatever order the blocks and their threads run."""
@@ -122,8 +127,7 @@ def test_a_walk_sums_the_gradient_of_one_gate(
 ) -> None:
     torch.manual_seed(0)
     kernel = FAMILY.kernel("channel_last_backward", "cuda")
-    pins = {"dtype": dtype, "access": access, "across": 16}.items()
-    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    variant = like(kernel, {"dtype": dtype, "access": access, "across": 16})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     checked = 0
     for shape, setting in product(((2, 48, 40), (1, 16, 600)), ONE_GATE):
@@ -170,8 +174,7 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
 ) -> None:
     torch.manual_seed(0)
     kernel = FAMILY.kernel(name, "cuda")
-    pins = {"dtype": "float32", "access": "packed", "across": 16}.items()
-    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    variant = like(kernel, {"dtype": "float32", "access": "packed", "across": 16})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = replace(PACKED, reverse=reverse)
     case = cases.draw((1, 16, 300), setting, "float32", "cpu").case(name, aligned=True)
@@ -217,8 +220,7 @@ def test_a_walk_over_ragged_rows_writes_nowhere_else(
     torch.manual_seed(0)
     name = f"{layout}_{direction}"
     kernel = FAMILY.kernel(name, "cuda")
-    pins = {"dtype": dtype, "access": "ragged", **tile}.items()
-    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    variant = like(kernel, {"dtype": dtype, "access": "ragged", **tile})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
     case = cases.draw(shape, setting, dtype, "cpu").case(name, aligned=True)
@@ -250,8 +252,7 @@ def test_what_is_read_at_once_writes_nowhere_else(
     than a ring holds; and such as end early or are none."""
     torch.manual_seed(0)
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    pins = {"dtype": dtype, "once": 1}.items()
-    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    variant = like(kernel, {"dtype": dtype, "once": 1})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
     case = cases.draw((1, channels, time), setting, dtype, "cpu").case(kernel.name, aligned=True)
@@ -270,8 +271,7 @@ def test_neighbours_meet_with_each_tile_and_write_nowhere_else(
     """Of an odd number of columns the last has no neighbour."""
     torch.manual_seed(0)
     kernel = FAMILY.kernel("channel_last_backward", "cuda")
-    pins = {"dtype": "bfloat16", "cluster": 2}.items()
-    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    variant = like(kernel, {"dtype": "bfloat16", "cluster": 2})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
     case = cases.draw((columns, 64, 200), setting, "bfloat16", "cpu").case(
@@ -304,8 +304,7 @@ def test_a_walk_brings_its_first_rows_to_the_l2(
     are read a row later that is a row less, and of gates that are the same at all times it is none."""
     torch.manual_seed(0)
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    pins = {"dtype": dtype, "access": "aligned", "across": 32, "vector": 4}.items()
-    variant = next(each for each in kernel.every if pins <= dict(each.statics).items())
+    variant = like(kernel, {"dtype": dtype, "access": "aligned", "across": 32, "vector": 4})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse, broadcast=broadcast)
     sums = direction == "backward" and bool(broadcast)
