@@ -35,6 +35,7 @@ MULTIPROCESSORS = 3
 
 _MAIN = """
 #include "cuda.hpp"
+const unsigned emulator::blocks_of_cluster = {cluster};
 #include "{source}"
 extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads, unsigned shared,
                         unsigned blocks_at_once, unsigned seed) {{
@@ -50,6 +51,12 @@ extern "C" int prefetches(const void** to) {{
     if (to) std::copy(emulator::prefetched.begin(), emulator::prefetched.end(), to);
     return int(emulator::prefetched.size());
 }}
+"""
+#: In place of the header that was compiled ahead.
+_UNFIT = """
+#ifndef EMULATED
+#error The emulator's header depends on a macro of the kernel's.
+#endif
 """
 
 
@@ -135,7 +142,8 @@ def library_of(
     folder = shared or folder
     emulator = {path.name: path.read_text() for path in sorted(EMULATOR.iterdir())}
     held = {name: emulator.get(Path(name).name, text) for name, text in texts.items()}
-    main = _MAIN.format(source=source, entry=entry)
+    cluster = max(1, int(constants.get("CLUSTER", 1)))
+    main = _MAIN.format(source=source, entry=entry, cluster=cluster)
     everything = json.dumps([emulator, held, main, {**constants}], sort_keys=True)
     library = folder / f"{hashlib.sha256(everything.encode()).hexdigest()}.so"
     if library.exists():
@@ -166,12 +174,14 @@ def _compile(words: Sequence[str | Path]) -> None:
 
 
 def _headers(folder: Path) -> Path:
-    """A folder with the emulator's header compiled ahead, which takes as long as a kernel does."""
+    """A folder with the emulator's header compiled ahead, which takes as long as a kernel does. Where a kernel's macros
+    do not fit it, the compiler reads what stands there in its place, and fails."""
     ready = folder / "headers"
     if not ready.exists():
         fresh = Path(tempfile.mkdtemp(dir=folder))
         header = Path(shutil.copy(EMULATOR / "cuda.hpp", fresh))
         _compile(["-x", "c++-header", "-o", f"{header}.gch", header])
+        header.write_text(_UNFIT)
         with suppress(OSError):  # somebody else was first
             fresh.rename(ready)
     return ready

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, product
+from functools import cache
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,19 +93,30 @@ def like(kernel: Kernel, pins: dict[str, Any]) -> Variant:
     return next(v for v in kernel.every if pins.items() <= dict(v.statics).items())
 
 
+@cache
+def short(dtype: str) -> tuple[cases.Trial, ...]:
+    """What every variant is given, solved once: a launch has copies of the sequences."""
+    torch.manual_seed(0)
+    return tuple(cases.trials(dtype, SHAPES, "cpu"))
+
+
+@cache
+def long(dtype: str) -> tuple[cases.Trial, ...]:
+    """What those that are cut, or shared by blocks, are given besides: it takes as long to solve as to compile one."""
+    torch.manual_seed(1)
+    posed = product((*LONG, *GROUPED.get(dtype, ())), (LASTING, replace(LASTING, reverse=True)))
+    return tuple(cases.draw(*each, dtype, "cpu") for each in posed)
+
+
 @pytest.mark.parametrize("variant", dict.fromkeys((*chosen(), *streamed())), ids=str)
 def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
     """With every option, in whatever order the blocks and their threads run."""
-    torch.manual_seed(0)
     kernel = FAMILY.kernel(variant.kernel, "cuda")
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     dtype = variant.text("dtype")
     checked = 0
-    trials = cases.trials(dtype, SHAPES, "cpu")
-    if {"ahead", "parts", "once"} & {*dict(variant.statics)}:
-        cut = product((*LONG, *GROUPED.get(dtype, ())), (LASTING, replace(LASTING, reverse=True)))
-        trials = chain(trials, (cases.draw(*each, dtype, "cpu") for each in cut))
-    for trial in trials:
+    cut = {"ahead", "parts", "once"} & {*dict(variant.statics)}
+    for trial in (*short(dtype), *(long(dtype) if cut else ())):
         for case in trial.launches(kernel.name):
             if kernel.accepts(variant, case.problem) is None:
                 library.run(case.problem, case.tensors, seed=checked)

@@ -16,7 +16,7 @@ struct EmulatedArrivals {
     bool expected = false;
 };
 struct EmulatedCluster {
-    std::array<char*, emulator::BLOCKS_OF_CLUSTER> marks{};
+    std::array<char*, emulator::MOST_OF_CLUSTER> marks{};
 };
 // All that blocks of a cluster share, and who looks at it holds the lock.
 struct EmulatedClusters {
@@ -32,7 +32,7 @@ template <class Do>
 auto emulated_cluster(Do what) {
     EmulatedClusters& all = emulated_clusters();
     const std::lock_guard<std::mutex> lock(all.lock);
-    return what(all, all.of[blockIdx.x / emulator::BLOCKS_OF_CLUSTER]);
+    return what(all, all.of[blockIdx.x / emulator::blocks_of_cluster]);
 }
 
 // The rank, and beyond 2^40 of it how far from the mark.
@@ -41,7 +41,7 @@ inline Shared shared_address(const void* of) {
     return emulated_address(emulator::rank(), static_cast<const char*>(of) - &emulated_mark);
 }
 inline Shared address_in(unsigned rank, Shared address) {
-    if (rank >= emulator::BLOCKS_OF_CLUSTER) emulator::fail("a cluster has no such block");
+    if (rank >= emulator::blocks_of_cluster) emulator::fail("a cluster has no such block");
     return (address & ((1ll << 40) - 1)) | i64(rank) << 40;
 }
 inline char* emulated_memory(EmulatedCluster& cluster, Shared address) {

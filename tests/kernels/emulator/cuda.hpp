@@ -2,9 +2,12 @@
 //
 // A block runs in one thread of the system, its threads as coroutines of which one runs at a time,
 // until it has to wait; who runs next is drawn. Several blocks run at once, and start in an order
-// that is drawn, so whatever CUDA leaves open is tried. The blocks of a cluster, of which there are CLUSTER
-// if that is defined, run at the same time. Shared memory starts as garbage.
+// that is drawn, so whatever CUDA leaves open is tried. The blocks of a cluster run at the same time. Shared
+// memory starts as garbage.
+//
+// It is compiled once for all kernels, so nothing in it may look at a kernel's macros.
 #pragma once
+#define EMULATED
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -52,11 +55,8 @@ inline Index blockDim, gridDim;
 
 namespace emulator {
 
-#if defined(CLUSTER) && CLUSTER > 1
-constexpr unsigned BLOCKS_OF_CLUSTER = CLUSTER;
-#else
-constexpr unsigned BLOCKS_OF_CLUSTER = 1;
-#endif
+extern const unsigned blocks_of_cluster;  // the kernel's
+constexpr unsigned MOST_OF_CLUSTER = 16;
 constexpr int WARP = 32;
 constexpr std::size_t STACK = 256 << 10, VALUE = 32;
 
@@ -180,12 +180,12 @@ inline Block& block() { return *Block::current(); }
 
 // How often threads of each block of a cluster have come to its barrier, and which blocks have ended.
 struct Cluster {
-    std::atomic<long> arrived[BLOCKS_OF_CLUSTER]{};
-    std::atomic<bool> ended[BLOCKS_OF_CLUSTER]{};
+    std::atomic<long> arrived[MOST_OF_CLUSTER]{};
+    std::atomic<bool> ended[MOST_OF_CLUSTER]{};
 };
 inline std::vector<Cluster> clusters;  // of the launch
-inline Cluster& cluster() { return clusters[blockIdx.x / BLOCKS_OF_CLUSTER]; }
-inline unsigned rank() { return blockIdx.x % BLOCKS_OF_CLUSTER; }
+inline Cluster& cluster() { return clusters[blockIdx.x / blocks_of_cluster]; }
+inline unsigned rank() { return blockIdx.x % blocks_of_cluster; }
 inline void arrive_in_cluster() {
     block().self().meetings++;
     cluster().arrived[rank()]++;
@@ -194,7 +194,7 @@ inline void arrive_in_cluster() {
 inline void await_cluster() {
     const long awaited = block().self().meetings * long(blockDim.x);
     block().wait([&] {
-        for (unsigned i = 0; i < BLOCKS_OF_CLUSTER; i++)
+        for (unsigned i = 0; i < blocks_of_cluster; i++)
             if (cluster().arrived[i] < awaited && !cluster().ended[i]) return false;
         return true;
     });
@@ -276,9 +276,9 @@ void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsign
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads, 1, 1};
     const std::size_t blocks = std::size_t(grid[0]) * grid[1] * grid[2];
-    constexpr std::size_t together = BLOCKS_OF_CLUSTER;
+    const std::size_t together = blocks_of_cluster;
     if (blocks % together) fail("a cluster has too few blocks");
-    blocks_at_once = std::max(blocks_at_once, BLOCKS_OF_CLUSTER);
+    blocks_at_once = std::max(blocks_at_once, blocks_of_cluster);
     clusters = std::vector<Cluster>(blocks / together);
     std::vector<std::size_t> order(blocks);
     for (std::size_t i = 0; i < blocks; i++) order[i] = i;
