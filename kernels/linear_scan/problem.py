@@ -21,6 +21,8 @@ STRIDED: dict[Direction, tuple[str, ...]] = {
     "reduction": ("tokens_grad", "states", "gates_grad", "state"),
 }
 
+#: Blocks of a grid along y or z: CUDA's limit.
+MOST_ALONG_Y = 65_535
 #: Elements along the contiguous and along the other dimension that one block of a reduction sums.
 REDUCTION_TILE = (32, 64)
 #: Blocks of a reduction worth having; batches are summed apart until there are as many.

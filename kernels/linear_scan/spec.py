@@ -17,6 +17,7 @@ from typing import Any
 from scan_registry.kernels.linear_scan import columns, cuda_tiles, registers, rings, space, streams
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
+    MOST_ALONG_Y,
     REDUCTION_TILE,
     STRIDED,
     Direction,
@@ -332,7 +333,7 @@ def _triton_launch(variant: Variant, problem: LinearScanProblem, multiprocessors
     else:
         programs = batches * ceil_div(problem.channels, variant.number("channels"))
     sequences = max(1, problem.sequences)
-    y = min(sequences, 65_535)  # CUDA's limit; packed sequences lie along y, more of them along z
+    y = min(sequences, MOST_ALONG_Y)  # packed sequences lie along y, more of them along z
     return Launch((programs, y, ceil_div(sequences, y)), problem.scalars())
 
 

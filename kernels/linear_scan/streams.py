@@ -17,7 +17,12 @@ import math
 from collections.abc import Mapping
 
 from scan_registry.kernels.linear_scan import rings
-from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem, ceil_div
+from scan_registry.kernels.linear_scan.problem import (
+    MOST_ALONG_Y,
+    Direction,
+    LinearScanProblem,
+    ceil_div,
+)
 from scan_registry.kernels.linear_scan.space import RAGGED
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
@@ -25,9 +30,7 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 _MOST_ROWS = 2**31 - 1
 #: Bytes before a row, at most, where a walk along contiguous time may start.
 LINE = 128
-#: Batches that a grid may have, CUDA's limit, and bytes to compose, where columns are read at once: some come twice,
-#: and then from the L2.
-_MOST_BATCHES = 65_535
+#: Bytes to compose, at most, where columns are read at once: some come twice, and then from the L2.
 _TWICE = 100_000_000
 #: Bytes of a map that they tell one another.
 _WORD = 8
@@ -110,8 +113,8 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def _refuses_at_once(problem: LinearScanProblem) -> str | None:
-    if problem.batch > _MOST_BATCHES:
-        return f"{problem.batch} batches; its grid has {_MOST_BATCHES}"
+    if problem.batch > MOST_ALONG_Y:
+        return f"{problem.batch} batches; its grid has {MOST_ALONG_Y}"
     composed = 2 * problem.batch * problem.channels * problem.time * ITEM_SIZE[problem.dtype]
     if composed > _TWICE:
         return f"{composed} bytes to compose; what comes again is in no L2 beyond {_TWICE}"

@@ -7,7 +7,7 @@
 //
 // It is compiled once for all kernels, so nothing in it may look at a kernel's macros.
 #pragma once
-#define EMULATED
+#define EMULATED  // that this was read, ahead or now
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -277,6 +277,7 @@ void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsign
     blockDim = {threads, 1, 1};
     const std::size_t blocks = std::size_t(grid[0]) * grid[1] * grid[2];
     const std::size_t together = blocks_of_cluster;
+    if (together > MOST_OF_CLUSTER) fail("a cluster has more blocks than there is room for");
     if (blocks % together) fail("a cluster has too few blocks");
     blocks_at_once = std::max(blocks_at_once, blocks_of_cluster);
     clusters = std::vector<Cluster>(blocks / together);
