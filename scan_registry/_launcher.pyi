@@ -37,12 +37,13 @@ class PlainLaunch:
 PlainPlan = PlainLaunch | Callable[[Any, Any], Any]
 
 class PlainCalls:
-    """Calls on two plain tensors.
+    """Calls on two plain tensors. Without ``exchange`` and ``includes`` no call is one.
 
     types     of plain tensors
-    watchers  functions that return something true while somebody watches or changes what is dispatched
-    is_neg    torch.Tensor.is_neg
+    tensor    the C type that they all are of, torch._C.TensorBase
     exchange  the tensor type's __dlpack_c_exchange_api__, or None
+    includes  address of a C function, whether a dispatch key is included in those of the thread; or 0
+    watchers  the keys that are, while somebody watches or changes what is dispatched
     backends  what there is to ask for
     choice    a function of nothing that plans depend on, beside the arguments
     plan      makes a plan from the arguments of the first call of its kind
@@ -54,9 +55,10 @@ class PlainCalls:
     def __new__(
         cls,
         types: tuple[type, ...],
-        watchers: tuple[Callable[[], object], ...],
-        is_neg: Callable[..., bool],
+        tensor: type,
         exchange: object,
+        includes: int,
+        watchers: tuple[int, ...],
         backends: tuple[str, ...],
         choice: Callable[[], object],
         plan: Callable[[Any, Any, int, Any], PlainPlan],

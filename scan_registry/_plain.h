@@ -2,39 +2,15 @@
  *
  * What a call does is planned once for all calls alike, and found again by dtype, device, shape, strides and
  * alignment; autograd is told of its states after they are computed. Asking torch for them one by one in
- * Python, and for memory and its address, costs more than the launch. Here they come through DLPack's table of
- * C functions, which torch has on its tensors' type from 2.10 on. Nothing of torch's is linked; the
- * declarations of the table are those of DLPack 1.
+ * Python, and for memory and its address, costs more than the launch.
  */
 #pragma once
 #include "_launch.h"
 #include "_plans.h"
+#include "_torch.h"
 
-typedef struct {
-    void *data;
-    int32_t device_type, device;
-    int32_t dimensions;
-    uint8_t code, bits;
-    uint16_t lanes;
-    int64_t *shape, *strides;
-    uint64_t offset;
-} Tensor;
-
-typedef struct {
-    uint32_t major, minor;
-    void *earlier;
-    void *allocate, *export_managed, *import_managed;
-    int (*read)(void *object, Tensor *tensor); /* -1 with an exception; does not own what it reads */
-    int (*current_stream)(int32_t device_type, int32_t device, void **stream);
-} Exchange;
-
-enum { CPU = 1, CUDA = 2, PINNED = 3, FLOAT = 2, BFLOAT = 4 };
-enum { MOST_DIMENSIONS = 16, ALIGNMENT = 15 };
+enum { ALIGNMENT = 15 };
 enum { GATES, TOKENS, DIM, BACKEND, ARGUMENTS }; /* of a call */
-
-static uint64_t address(const Tensor *tensor) {
-    return (uint64_t)(uintptr_t)tensor->data + tensor->offset;
-}
 
 static void release(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
@@ -158,42 +134,39 @@ static PyType_Spec plain_launch_spec = {"scan_registry._launcher.PlainLaunch", s
 
 typedef struct {
     PyObject_HEAD
-    const Exchange *exchange; /* NULL: this torch has none, and no call is plain */
-    PyObject *types, *watchers, *is_neg, *backends, *choice, *plan;
-    PyObject *tracking, *record, *requires_grad;
+    Torch torch; /* without an exchange no call is plain */
+    PyObject *types, *backends, *choice, *plan, *tracking, *record;
     Plans plans;
 } PlainCalls;
 
 static PyTypeObject *plain_calls_type;
 
 static PyObject *plain_calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"types",  "watchers", "is_neg",   "exchange", "backends",
-                            "choice", "plan",     "tracking", "record",   NULL};
-    PyObject *types, *watchers, *is_neg, *capsule, *backends, *choice, *plan, *tracking, *record;
-    const Exchange *table = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOO!OOOO:PlainCalls", names, &PyTuple_Type,
-                                     &types, &PyTuple_Type, &watchers, &is_neg, &capsule,
-                                     &PyTuple_Type, &backends, &choice, &plan, &tracking,
-                                     &record))
+    static char *names[] = {"types",  "tensor", "exchange", "includes", "watchers", "backends",
+                            "choice", "plan",   "tracking", "record",   NULL};
+    PyObject *types, *tensor, *exchange, *watchers, *backends, *choice, *plan, *tracking, *record;
+    unsigned long long includes;
+    Torch torch = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OKO!O!OOOO:PlainCalls", names, &PyTuple_Type,
+                                     &types, &PyType_Type, &tensor, &exchange, &includes,
+                                     &PyTuple_Type, &watchers, &PyTuple_Type, &backends, &choice,
+                                     &plan, &tracking, &record))
         return NULL;
-    if (capsule != Py_None && !(table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
-        return NULL;
-    PyObject *requires_grad = PyUnicode_InternFromString("requires_grad");
-    PlainCalls *self = requires_grad ? (PlainCalls *)allocate_object(type) : NULL;
-    if (!self) {
-        Py_XDECREF(requires_grad);
-        return NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(types); i++) { /* as their entries are called without a look */
+        const int status = PyObject_IsSubclass(PyTuple_GetItem(types, i), tensor);
+        if (status < 0) return NULL;
+        if (!status) return PyErr_Format(PyExc_TypeError, "type %zd is not one of %R", i, tensor);
     }
-    self->exchange = table && table->major == 1 ? table : NULL;
+    if (take_torch(&torch, (PyTypeObject *)tensor, exchange, includes, watchers)) return NULL;
+    PlainCalls *self = (PlainCalls *)allocate_object(type);
+    if (!self) return NULL;
+    self->torch = torch;
     self->types = Py_NewRef(types);
-    self->watchers = Py_NewRef(watchers);
-    self->is_neg = Py_NewRef(is_neg);
     self->backends = Py_NewRef(backends);
     self->choice = Py_NewRef(choice);
     self->plan = Py_NewRef(plan);
     self->tracking = Py_NewRef(tracking);
     self->record = Py_NewRef(record);
-    self->requires_grad = requires_grad;
     return (PyObject *)self;
 }
 
@@ -201,30 +174,15 @@ static void plain_calls_dealloc(PyObject *object) {
     PlainCalls *self = (PlainCalls *)object;
     forget_plans(&self->plans);
     Py_XDECREF(self->types);
-    Py_XDECREF(self->watchers);
-    Py_XDECREF(self->is_neg);
     Py_XDECREF(self->backends);
     Py_XDECREF(self->choice);
     Py_XDECREF(self->plan);
     Py_XDECREF(self->tracking);
     Py_XDECREF(self->record);
-    Py_XDECREF(self->requires_grad);
     release(object);
 }
 
 /* The results of what follows: 1 yes, 0 not what a plain call has, -1 with an exception. */
-
-static int is_true(PyObject *truth) {
-    if (!truth) return -1;
-    const int value = PyObject_IsTrue(truth);
-    Py_DECREF(truth);
-    return value;
-}
-
-static int is_false(PyObject *truth) {
-    const int value = is_true(truth);
-    return value < 0 ? -1 : !value;
-}
 
 static int has_type(const PlainCalls *self, PyObject *object) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(self->types); i++)
@@ -232,31 +190,14 @@ static int has_type(const PlainCalls *self, PyObject *object) {
     return 0;
 }
 
-static int nobody_watches(const PlainCalls *self) {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(self->watchers); i++) {
-        const int status = is_false(PyObject_CallNoArgs(PyTuple_GetItem(self->watchers, i)));
-        if (status < 1) return status;
-    }
-    return 1;
-}
-
-static int read_tensor(const PlainCalls *self, PyObject *object, Tensor *tensor) {
-    const int status = is_false(PyObject_CallFunctionObjArgs(self->is_neg, object, NULL));
-    if (status < 1) return status;
-    if (self->exchange->read(object, tensor)) return -1;
-    const int real = tensor->code == FLOAT || tensor->code == BFLOAT;
-    const int here = tensor->device_type >= CPU && tensor->device_type <= PINNED;
-    /* Without an address there is nothing, or it stands for zeros. */
-    return real && here && tensor->lanes == 1 && tensor->dimensions <= MOST_DIMENSIONS &&
-           tensor->data != NULL;
-}
-
 static int read_both(const PlainCalls *self, PyObject *const *args, Tensor *gates, Tensor *tokens) {
     int status;
-    if (!self->exchange || !has_type(self, args[GATES]) || !has_type(self, args[TOKENS])) return 0;
-    if ((status = nobody_watches(self)) < 1 ||
-        (status = read_tensor(self, args[GATES], gates)) < 1 ||
-        (status = read_tensor(self, args[TOKENS], tokens)) < 1)
+    const Torch *torch = &self->torch;
+    if (!torch->exchange || !has_type(self, args[GATES]) || !has_type(self, args[TOKENS]) ||
+        !nobody_watches(torch))
+        return 0;
+    if ((status = read_tensor(torch, args[GATES], gates)) < 1 ||
+        (status = read_tensor(torch, args[TOKENS], tokens)) < 1)
         return status;
     return gates->code == tokens->code && gates->bits == tokens->bits &&
            gates->device_type == tokens->device_type && gates->device == tokens->device &&
@@ -281,8 +222,8 @@ static int read_options(const PlainCalls *self, PyObject *const *args, int64_t o
 
 /* Whether autograd is to be told. */
 static int is_tracked(const PlainCalls *self, PyObject *const *args) {
-    int status = is_true(PyObject_GetAttr(args[GATES], self->requires_grad));
-    if (!status) status = is_true(PyObject_GetAttr(args[TOKENS], self->requires_grad));
+    int status = requires_grad(&self->torch, args[GATES]);
+    if (!status) status = requires_grad(&self->torch, args[TOKENS]);
     return status == 1 ? is_true(PyObject_CallNoArgs(self->tracking)) : status;
 }
 
@@ -334,7 +275,7 @@ static PyObject *states_of(const PlainCalls *self, const Planned *planned, PyObj
     PyObject *plan = Py_NewRef(planned->plan), *asked = Py_NewRef(planned->asked);
     PyObject *states =
         Py_TYPE(plan) == plain_launch_type
-            ? plain_launch_run((const PlainLaunch *)plan, self->exchange, args, gates, tokens)
+            ? plain_launch_run((const PlainLaunch *)plan, self->torch.exchange, args, gates, tokens)
             : PyObject_CallFunctionObjArgs(plan, args[GATES], args[TOKENS], NULL);
     if (states && tracked) {
         PyObject *done = PyTuple_Pack(2, states, asked);

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scan_registry import linear_scan
+from scan_registry import _launcher, linear_scan
 from scan_registry._launcher import PlainCalls
 from scan_registry.ops import plain
 
@@ -47,9 +47,10 @@ class Planner:
     def parts(self) -> dict[str, Any]:
         return {
             "types": plain.PLAIN_TYPES,
-            "watchers": (plain.dispatch_modes, plain.transforms_active, torch._C._is_tracing),
-            "is_neg": Tensor.is_neg,
+            "tensor": torch._C.TensorBase,
             "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None),
+            "includes": plain._INCLUDES,
+            "watchers": plain._WATCHERS,
             "backends": ("auto", "cuda"),
             "choice": lambda: self.choice,
             "plan": self.plan,
@@ -250,9 +251,20 @@ def test_scans_in_transforms_of_other_tensors(tracked: bool) -> None:
         torch.testing.assert_close(grad, wanted)
 
 
-def test_without_the_table_no_call_is_plain() -> None:
-    parts = Planner().parts() | {"exchange": None}
-    assert PlainCalls(**parts).run(PLAIN, PLAIN, -1, "auto") is None
+@pytest.mark.parametrize(
+    "missing", [{"exchange": None}, {"includes": 0}, {"types": (int,), "tensor": int}]
+)
+def test_without_what_torch_is_asked_by_no_call_is_plain(missing: dict[str, Any]) -> None:
+    assert PlainCalls(**Planner().parts() | missing).run(PLAIN, PLAIN, -1, "auto") is None
+
+
+def test_a_torch_without_the_function_or_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(plain._watched_for())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._C, "__file__", _launcher.__file__)
+        assert plain._watched_for() == (0, ())
+    monkeypatch.delattr(torch._C, "_dispatch_key_parse")
+    assert plain._watched_for() == (0, ())
 
 
 @pytest.mark.parametrize(
@@ -260,7 +272,11 @@ def test_without_the_table_no_call_is_plain() -> None:
     [
         (lambda: Planner().calls.run(PLAIN), TypeError),  # type: ignore[call-arg]
         (lambda: PlainCalls(**Planner().parts() | {"types": []}), TypeError),
+        (lambda: PlainCalls(**Planner().parts() | {"types": (int,)}), TypeError),
         (lambda: PlainCalls(**Planner().parts() | {"exchange": 1}), ValueError),
+        (lambda: PlainCalls(**Planner().parts() | {"watchers": (-1,)}), ValueError),
+        (lambda: PlainCalls(**Planner().parts() | {"watchers": (2**16,)}), ValueError),
+        (lambda: PlainCalls(**Planner().parts() | {"watchers": (1,) * 9}), ValueError),
         (lambda: PlainCalls(**Planner().parts() | {"backends": []}), TypeError),
     ],
 )
@@ -324,9 +340,10 @@ found = {}
 
 def scan(made, launch):
     calls = _launcher.PlainCalls(
-        types=plain.PLAIN_TYPES, watchers=(), is_neg=torch.Tensor.is_neg,
-        exchange=torch.Tensor.__dlpack_c_exchange_api__, backends=("auto",), choice=lambda: None,
-        plan=lambda *call: launch, tracking=lambda: False, record=None)
+        types=plain.PLAIN_TYPES, tensor=torch._C.TensorBase,
+        exchange=torch.Tensor.__dlpack_c_exchange_api__, includes=plain._INCLUDES, watchers=(),
+        backends=("auto",), choice=lambda: None, plan=lambda *call: launch,
+        tracking=lambda: False, record=None)
     said.clear()
     try:
         states = calls.run(gates, tokens, -1, "auto")

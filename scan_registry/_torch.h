@@ -1,0 +1,113 @@
+/* What torch is asked at every plain call, past what a call of Python's costs.
+ *
+ * Tensors are read through DLPack's table of C functions, which torch has on their type from 2.10 on, and through
+ * that type's own entries; who watches is among the dispatch keys that c10 includes in a thread's. Nothing of
+ * torch's is linked; the declarations of the table are those of DLPack 1.
+ */
+#pragma once
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef struct {
+    void *data;
+    int32_t device_type, device;
+    int32_t dimensions;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t offset;
+} Tensor;
+
+typedef struct {
+    uint32_t major, minor;
+    void *earlier;
+    void *allocate, *export_managed, *import_managed;
+    int (*read)(void *object, Tensor *tensor); /* -1 with an exception; does not own what it reads */
+    int (*current_stream)(int32_t device_type, int32_t device, void **stream);
+} Exchange;
+
+enum { CPU = 1, CUDA = 2, PINNED = 3, FLOAT = 2, BFLOAT = 4 };
+enum { MOST_DIMENSIONS = 16, MOST_KEYS = 8 };
+
+typedef struct {
+    const Exchange *exchange;
+    _Bool (*includes)(uint16_t key);
+    uint16_t keys[MOST_KEYS]; /* of those who watch */
+    int watchers;
+    PyCFunction is_neg;
+    getter requires_grad;
+    void *closure;
+} Torch;
+
+static uint64_t address(const Tensor *tensor) {
+    return (uint64_t)(uintptr_t)tensor->data + tensor->offset;
+}
+
+/* The results of what follows: 1 yes, 0 no, -1 with an exception. */
+
+static int is_true(PyObject *truth) {
+    if (!truth) return -1;
+    const int value = PyObject_IsTrue(truth);
+    Py_DECREF(truth);
+    return value;
+}
+
+static int is_false(PyObject *truth) {
+    const int value = is_true(truth);
+    return value < 0 ? -1 : !value;
+}
+
+/* Its arguments' checks. */
+static int take_torch(Torch *torch, PyTypeObject *tensor, PyObject *exchange, unsigned long long includes,
+                      PyObject *keys) {
+    const Exchange *table = NULL;
+    if (exchange != Py_None && !(table = PyCapsule_GetPointer(exchange, "dlpack_exchange_api"))) return -1;
+    if (PyTuple_Size(keys) > MOST_KEYS) {
+        PyErr_Format(PyExc_ValueError, "at most %d dispatch keys can be asked for", MOST_KEYS);
+        return -1;
+    }
+    for (torch->watchers = 0; torch->watchers < PyTuple_Size(keys); torch->watchers++) {
+        const long key = PyLong_AsLong(PyTuple_GetItem(keys, torch->watchers));
+        if (key == -1 && PyErr_Occurred()) return -1;
+        if (key < 0 || key > UINT16_MAX) {
+            PyErr_Format(PyExc_ValueError, "%ld is no dispatch key", key);
+            return -1;
+        }
+        torch->keys[torch->watchers] = (uint16_t)key;
+    }
+    torch->includes = (_Bool (*)(uint16_t))(uintptr_t)includes;
+    const PyMethodDef *method = PyType_GetSlot(tensor, Py_tp_methods);
+    for (; method && method->ml_name; method++)
+        if (!strcmp(method->ml_name, "is_neg") && method->ml_flags == METH_NOARGS)
+            torch->is_neg = method->ml_meth;
+    const PyGetSetDef *attribute = PyType_GetSlot(tensor, Py_tp_getset);
+    for (; attribute && attribute->name; attribute++)
+        if (!strcmp(attribute->name, "requires_grad"))
+            torch->requires_grad = attribute->get, torch->closure = attribute->closure;
+    const int all = table && table->major == 1 && includes && torch->is_neg && torch->requires_grad;
+    torch->exchange = all ? table : NULL;
+    return 0;
+}
+
+static int nobody_watches(const Torch *torch) {
+    for (int i = 0; i < torch->watchers; i++)
+        if (torch->includes(torch->keys[i])) return 0;
+    return 1;
+}
+
+static int requires_grad(const Torch *torch, PyObject *tensor) {
+    return is_true(torch->requires_grad(tensor, torch->closure));
+}
+
+/* Whether it is a tensor of real numbers, as they are, in memory. */
+static int read_tensor(const Torch *torch, PyObject *object, Tensor *tensor) {
+    const int status = is_false(torch->is_neg(object, NULL));
+    if (status < 1) return status;
+    if (torch->exchange->read(object, tensor)) return -1;
+    const int real = tensor->code == FLOAT || tensor->code == BFLOAT;
+    const int here = tensor->device_type >= CPU && tensor->device_type <= PINNED;
+    /* Without an address there is nothing, or it stands for zeros. */
+    return real && here && tensor->lanes == 1 && tensor->dimensions <= MOST_DIMENSIONS &&
+           tensor->data != NULL;
+}
