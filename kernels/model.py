@@ -155,13 +155,14 @@ class Parameter:
 class Launch:
     """How to launch one variant on one problem.
 
-    ``workspace`` bytes are zeroed on the stream before the kernel starts and passed as the pointer
-    called ``workspace``; 0 passes null.
+    ``workspace`` bytes are passed as the pointer called ``workspace``, ``zeroed`` on the stream before the
+    kernel starts, or with what was there before; 0 passes null.
     """
 
     grid: tuple[int, int, int]
     scalars: Mapping[str, int]
     workspace: int = 0
+    zeroed: bool = True
 
 
 class Problem(Protocol):

@@ -30,8 +30,8 @@ typedef struct {
     unsigned grid[3], block[3], shared;
     int pointers; /* the first values, given anew at each run */
     int count;    /* of all values: pointers, integers, hidden nulls */
-    int workspace; /* index of the pointer to zero before the launch, or -1 */
-    size_t workspace_bytes;
+    int workspace; /* index of its pointer, or -1 */
+    size_t workspace_bytes; /* to zero before the launch */
     uint64_t values[MAX_VALUES];
 } Launch;
 
@@ -94,7 +94,7 @@ static void launch_dealloc(PyObject *self) {
 /* In the current context, which has to be the launch's. */
 static int start_here(const Launch *self, uint64_t *values, void *stream) {
     void *parameters[MAX_VALUES];
-    if (self->workspace >= 0) {
+    if (self->workspace >= 0 && self->workspace_bytes) {
         const uint64_t workspace = values[self->workspace];
         const int status = memset_async(workspace, 0, self->workspace_bytes, stream);
         if (status) return status;

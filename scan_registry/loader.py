@@ -256,7 +256,7 @@ def bind(ordinal: int, family: Family, problem: Problem, binary: Binary, functio
         scalars=tuple(shape.scalars[p.name] for p in kernel.parameters if p.kind == "i64"),
         hidden=binary.hidden,
         workspace=kernel.pointers.index("workspace") if shape.workspace else -1,
-        workspace_bytes=shape.workspace,
+        workspace_bytes=shape.workspace if shape.zeroed else 0,
     )
 
 

@@ -11,9 +11,10 @@
 // waits for blocks with lower numbers alone, and those begin before it. Where the L2 has no room for all, tiles that stay
 // in shared memory make room for those that have to come again.
 //
-// workspace, zeroed before the launch: for each channel of each part but the last a map (told.cuh).
+// workspace, fresh (fresh.cuh): for each channel of each part but the last a map (told.cuh).
 #pragma once
 #include "column_walk.cuh"
+#include "fresh.cuh"
 #include "told.cuh"
 
 enum : int {
@@ -24,15 +25,19 @@ enum : int {
 static_assert(ACROSS == 32 && THREADS % CHANNELS == 0 && sizeof(State) == 4 && WORDS <= VECTOR);
 static_assert(!RAGGED && !PACKED && !PACE && PARTS == 1 && CLUSTER == 1);
 
-// Which part of which column a block has, and what a warp has of it. The grid is columns side by side × batches × parts.
+// Which part of which column a block has, and what a warp has of it. The grid is columns side by side × batches × parts;
+// and where there are several, in front of them one more of each, of which the first makes the workspace.
 struct Part {
-    const int number = blockIdx.z;
+    const int number = only() ? 0 : int(blockIdx.z) - 1;
     const int run;  // rows of a warp, in whole tiles
 
     __device__ explicit Part(i64 run) : run(int(run)) {}
     __device__ static unsigned column() { return blockIdx.y * gridDim.x + blockIdx.x; }
     __device__ static unsigned columns() { return gridDim.y * gridDim.x; }
-    __device__ bool last() const { return number + 1 == gridDim.z; }
+    __device__ static bool only() { return gridDim.z == 1; }
+    __device__ static unsigned told() { return gridDim.z - 2; }  // of the parts of a column, if there are several
+    __device__ static unsigned blocks() { return (gridDim.z - 1) * columns(); }
+    __device__ bool last() const { return only() || number == told(); }
     // Rows of the column before this warp's.
     __device__ int before() const { return (number * WARPS + int(threadIdx.x / 32)) * run; }
 };
@@ -42,17 +47,36 @@ struct Part {
 struct Once {
     const Part part;
     const int channel = threadIdx.x, looked = threadIdx.x * WORDS % CHANNELS, share = threadIdx.x * WORDS / CHANNELS;
+    const unsigned apart;         // words, from part to part
+    const Fresh fresh;
     Told::Word* const words;      // of the column, in part 0
-    const unsigned apart;         // from part to part
     const States initial, final;  // of the channel
+    unsigned seen = 0;            // the workspace, by so many blocks before
 
     __device__ Once(const Part& part, void* workspace, const States& initial, const States& final)
         : part(part),
-          words(static_cast<Told::Word*>(workspace) + part.column() * CHANNELS),
           apart(part.columns() * CHANNELS),
+          fresh(workspace, int(part.told() * apart * sizeof(Told::Word))),
+          words(static_cast<Told::Word*>(fresh.past_head()) + part.column() * CHANNELS),
           initial(initial),
           final(final) {}
     __device__ bool has_channel() const { return channel < CHANNELS; }  // the whole warp has, or has not
+
+    // Whether the block is one that has no part.
+    __device__ bool makes() const {
+        if (part.number >= 0) return false;
+        if (part.column() == 0) fresh.make();
+        return true;
+    }
+    // One thread of each other block waits for the workspace.
+    __device__ void await_fresh() {
+        if (part.only() || threadIdx.x > 0) return;
+        while (!fresh.is_made()) {}
+        seen = fresh.seen();
+    }
+    __device__ void leave() const {
+        if (!part.only() && threadIdx.x == 0 && seen + 1 == part.blocks()) fresh.take_back();
+    }
 
     // Of the runs of a block's warps; those of the runs before, once others have been told.
     static __device__ Stored<>& map(int warp, int channel) {
@@ -103,11 +127,12 @@ struct Once {
         }
     }
     // The states that enter this warp's run, whose map `own` composes. To be called by the whole block.
-    __device__ void exchange(const Affine (&own)[VECTOR], State (&x)[VECTOR]) const {
+    __device__ void exchange(const Affine (&own)[VECTOR], State (&x)[VECTOR]) {
         __shared__ Stored<> shares[SHARES][CHANNELS];
         const int warp = threadIdx.x / 32;
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) map(warp, number_of(v)) = own[v];
+        await_fresh();
         __syncthreads();
         Affine all, before[WORDS];
         if (has_channel()) all = tell();
@@ -197,7 +222,8 @@ struct Run {
 };
 
 template <class Work>
-__device__ void walk_once(const Work& work, const Once& once) {
+__device__ void walk_once(const Work& work, Once once) {
+    if (once.makes()) return;
     Run<Work> run(work, once.part);
     Affine all[VECTOR];
     State x[VECTOR];
@@ -205,4 +231,5 @@ __device__ void walk_once(const Work& work, const Once& once) {
     run.ask_rest();
     once.exchange(all, x);
     run.walk(x);
+    once.leave();
 }

@@ -94,6 +94,27 @@ __device__ inline uint4 load_relaxed(const uint4* from) {
     return value;
 }
 
+// The same, after all that the block has stored, if its threads have met since; and before all that it loads and stores.
+__device__ inline void store_release(uint4* to, uint4 value) {
+    asm volatile(
+        "{ .reg .b64 low, high; .reg .b128 all;\n\t"
+        "mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 all, {low, high};\n\t"
+        "st.release.gpu.global.b128 [%0], all; }" ::"l"(to),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+        : "memory");
+}
+__device__ inline uint4 load_acquire(const uint4* from) {
+    uint4 value;
+    asm volatile(
+        "{ .reg .b64 low, high; .reg .b128 all;\n\t"
+        "ld.acquire.gpu.global.b128 all, [%4];\n\t"
+        "mov.b128 {low, high}, all; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
+        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+        : "l"(from)
+        : "memory");
+    return value;
+}
+
 // Barriers of whole warps of a block, of number 1 to 15, that open when THREADS have arrived: some of them wait for
 // that, others have but something to tell and go on.
 template <int THREADS>

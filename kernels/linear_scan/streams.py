@@ -32,8 +32,8 @@ _MOST_ROWS = 2**31 - 1
 LINE = 128
 #: Bytes to compose, at most, where columns are read at once: some come twice, and then from the L2.
 _TWICE = 100_000_000
-#: Bytes of a map that they tell one another.
-_WORD = 8
+#: Bytes before the maps that they tell one another, and of a map.
+_HEAD, _WORD = 128, 8
 #: Bytes before the words in which blocks that share a column tell one another maps.
 COUNTER = 256
 #: Segments of a column, at least, that have a map together.
@@ -174,14 +174,17 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
 
 def _launch_at_once(variant: Variant, problem: LinearScanProblem, room: int) -> Launch:
     """As many blocks as there is room for share the columns evenly, and their warps a part in runs of whole tiles.
-    All parts but a column's last tell others a map for each channel."""
+    All parts but a column's last tell others a map for each channel, in what a further block has zeroed."""
     columns, tiles = _columns(variant, problem), ceil_div(problem.time, times(variant))
-    each = ceil_div(tiles, max(1, min(room // columns, tiles)))  # tiles of a warp
+    each = ceil_div(tiles, max(1, min((room - 1) // columns, tiles)))  # tiles of a warp
     parts = max(1, ceil_div(tiles, max(1, each)))
     run = each * times(variant) // variant.number("warps")
+    across = columns // problem.batch, problem.batch
+    if parts == 1:
+        return Launch((*across, 1), problem.scalars(run))
     item = _WORD if ITEM_SIZE[problem.dtype] < 4 else 2 * _WORD
-    grid = (columns // problem.batch, problem.batch, parts)
-    return Launch(grid, problem.scalars(run), columns * (parts - 1) * _scans(variant) * item)
+    told = columns * (parts - 1) * _scans(variant) * item
+    return Launch((*across, 1 + parts), problem.scalars(run), _HEAD + told, zeroed=False)
 
 
 def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> int:

@@ -81,9 +81,12 @@ class Emulated:
         seed: int,
         multiprocessors: int = MULTIPROCESSORS,
     ) -> None:
-        """Launch it on tensors in the CPU's memory, by parameter; workspace is zeroed, like on a GPU."""
+        """Launch it on tensors in the CPU's memory, by parameter; workspace is zeroed, like on a GPU, or else
+        holds anything, and then what the launch has left there."""
         launch = self.kernel.launch(self.variant, problem, multiprocessors)
         scratch = (ctypes.c_uint64 * (launch.workspace // 8 + 2))()
+        if not launch.zeroed:
+            ctypes.memset(scratch, 0xA5, ctypes.sizeof(scratch))
         workspace = -(-ctypes.addressof(scratch) // 16) * 16 if launch.workspace else None
         values: list[Any] = []
         for parameter in self.kernel.parameters:
@@ -96,14 +99,15 @@ class Emulated:
                 values.append(ctypes.c_void_p(None if tensor is None else tensor.data_ptr()))
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         emulate = ctypes.CDLL(str(self.library)).emulate
-        emulate(
-            pointers,
-            (ctypes.c_uint * 3)(*launch.grid),
-            ctypes.c_uint(32 * self.kernel.warps(self.variant)),
-            ctypes.c_uint(self.kernel.shared(self.variant)),
-            ctypes.c_uint(self._at_once(launch.grid)),
-            ctypes.c_uint(seed),
-        )
+        for _ in range(1 if launch.zeroed else 2):
+            emulate(
+                pointers,
+                (ctypes.c_uint * 3)(*launch.grid),
+                ctypes.c_uint(32 * self.kernel.warps(self.variant)),
+                ctypes.c_uint(self.kernel.shared(self.variant)),
+                ctypes.c_uint(self._at_once(launch.grid)),
+                ctypes.c_uint(seed),
+            )
 
     def _at_once(self, grid: Sequence[int]) -> int:
         """A GPU that is to run a variant has room for those that share a column."""

@@ -270,17 +270,19 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
     )
     assert kernel.accepts(variant, small) is None
     for multiprocessors, time, parts, run in (
-        (6, 4096, 1, -(-4096 // (warps * steps)) * steps),
-        (132, 1 << 16, 22, -(-(1 << 16) // (22 * warps * steps)) * steps),
+        (12, 4096, 1, -(-4096 // (warps * steps)) * steps),
+        (132, 1 << 16, 21, -(-(1 << 16) // (21 * warps * steps)) * steps),
         (132, 2 * warps * steps, 2, steps),  # no part is less than a tile for each warp
         (132, 23 * warps * steps, 12, 2 * steps),  # and none is empty
         (132, 0, 1, 0),
     ):
         launch = kernel.launch(variant, replace(small, time=time), multiprocessors)
-        assert launch.grid == (2, 3, parts)
+        assert launch.grid == (2, 3, 1 + parts if parts > 1 else 1)
         assert launch.scalars["flags"] >> 2 == run
         assert parts * warps * run >= time
-        assert launch.workspace == (8 if dtype == "bfloat16" else 16) * 6 * (parts - 1) * channels
+        told = (8 if dtype == "bfloat16" else 16) * 6 * (parts - 1) * channels
+        assert launch.workspace == (128 + told if parts > 1 else 0)
+        assert launch.zeroed == (parts == 1)
     assert kernel.crowds(variant, small, 6) is None
     assert "6 blocks share 6 columns, and 5 run at once" in str(kernel.crowds(variant, small, 5))
     assert kernel.filled(str(variant), {"time": 1e4, "channels": 2 * channels}) == 1

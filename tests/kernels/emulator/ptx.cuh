@@ -61,6 +61,9 @@ inline uint4 load_relaxed(const uint4* from) {
     return *from;
 }
 
+inline void store_release(uint4* to, uint4 value) { store_relaxed(to, value); }
+inline uint4 load_acquire(const uint4* from) { return load_relaxed(from); }
+
 template <int THREADS>
 void arrive_at(int barrier) {
     emulator::arrive(emulator::block().numbered[barrier], THREADS);

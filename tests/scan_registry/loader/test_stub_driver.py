@@ -90,6 +90,32 @@ def test_a_failed_launch_runs_again(stub_driver: Any, one_binary: Archive) -> No
     assert {call.grid for call in stub_driver.calls("cuLaunchKernel")} == {shape.grid}
 
 
+def test_a_workspace_is_zeroed_unless_the_kernel_does_so(
+    stub_driver: Any, one_binary: Archive
+) -> None:
+    stub_driver.gpu()
+    script = f"""
+        from dataclasses import replace
+        from types import SimpleNamespace
+        from scan_registry.kernels.linear_scan.spec import FAMILY
+        from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
+        kernel = FAMILY.kernel("time_last_forward", "cuda")
+        shape, place = kernel.launch(binary.variant, {a_problem()!r}, 132), kernel.pointers.index("workspace")
+        statuses = []
+        for number, zeroed in enumerate((True, False), 1):
+            told = replace(shape, workspace=64 * number, zeroed=zeroed)
+            other = SimpleNamespace(kernel=lambda *named: replace(kernel, launch=lambda *given: told))
+            pointers = [4096 * number if i == place else None for i in range(len(kernel.pointers))]
+            bound = loader.bind(0, other, {a_problem()!r}, binary, load())
+            statuses.append(bound.run(0, *pointers))
+        print(json.dumps(statuses))
+    """
+    assert play_loader(stub_driver, one_binary, script) == [0, 0]
+    (zeroed,) = stub_driver.calls("cuMemsetD8Async")
+    assert (zeroed.number("pointer"), zeroed.number("bytes")) == (4096, 64)
+    assert len(stub_driver.calls("cuLaunchKernel")) == 2
+
+
 def a_problem() -> LinearScanProblem:
     """Two batches of three channels."""
     strides = (*(Strides(0, 3072, 1024, 1),) * 3, Strides(0, 3, 1, 0))
