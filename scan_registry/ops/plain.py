@@ -102,9 +102,8 @@ def _watched_for() -> tuple[int, tuple[int, ...]]:
     and the keys of modes, transforms and the tracer. (0, ()) if this torch has one of them no longer."""
     name = "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE"
     try:
-        function = getattr(
-            ctypes.CDLL(torch._C.__file__), name
-        )  # there, or in what it is linked to
+        # It is looked for in what the extension is linked to, too.
+        function = getattr(ctypes.CDLL(torch._C.__file__), name)
         parse = torch._C._dispatch_key_parse
         keys = [parse(key) for key in ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")]
     except (OSError, AttributeError, RuntimeError):
