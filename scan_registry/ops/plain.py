@@ -104,7 +104,7 @@ def _watched_for() -> tuple[int, tuple[int, ...]]:
     try:
         # It is looked for in what the extension is linked to, too.
         function = getattr(ctypes.CDLL(torch._C.__file__), name)
-        parse = torch._C._dispatch_key_parse
+        parse: Any = torch._C._dispatch_key_parse
         keys = [parse(key) for key in ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")]
     except (OSError, AttributeError, RuntimeError):
         return 0, ()
