@@ -58,7 +58,8 @@ static int is_false(PyObject *truth) {
     return value < 0 ? -1 : !value;
 }
 
-/* Its arguments' checks. */
+/* What is asked by what: of the type of tensors, its table or None, the address of a function or 0, and the keys of
+ * those who watch. -1 with an exception. Where anything is missing there is no exchange. */
 static int take_torch(Torch *torch, PyTypeObject *tensor, PyObject *exchange, unsigned long long includes,
                       PyObject *keys) {
     const Exchange *table = NULL;

@@ -73,45 +73,33 @@ __device__ inline void add_relaxed(unsigned* to, unsigned value) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// 16 bytes in one piece, likewise.
-__device__ inline void store_relaxed(uint4* to, uint4 value) {
-    asm volatile(
-        "{ .reg .b64 low, high; .reg .b128 all;\n\t"
-        "mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 all, {low, high};\n\t"
-        "st.relaxed.gpu.global.b128 [%0], all; }" ::"l"(to),
-        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
-        : "memory");
-}
+// 16 bytes in one piece, likewise; or released, after all that the block has stored, if its threads have met since, and
+// acquired, before all that it loads and stores.
+#define STORE_LINE(ORDER, to, value)                                                              \
+    asm volatile(                                                                                 \
+        "{ .reg .b64 low, high; .reg .b128 all;\n\t"                                              \
+        "mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 all, {low, high};\n\t"           \
+        "st." ORDER ".gpu.global.b128 [%0], all; }" ::"l"(to),                                    \
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)                                    \
+        : "memory")
+#define LOAD_LINE(ORDER, from, value)                                                             \
+    asm volatile(                                                                                 \
+        "{ .reg .b64 low, high; .reg .b128 all;\n\t"                                              \
+        "ld." ORDER ".gpu.global.b128 all, [%4];\n\t"                                             \
+        "mov.b128 {low, high}, all; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"             \
+        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)                              \
+        : "l"(from)                                                                               \
+        : "memory")
+__device__ inline void store_relaxed(uint4* to, uint4 value) { STORE_LINE("relaxed", to, value); }
+__device__ inline void store_release(uint4* to, uint4 value) { STORE_LINE("release", to, value); }
 __device__ inline uint4 load_relaxed(const uint4* from) {
     uint4 value;
-    asm volatile(
-        "{ .reg .b64 low, high; .reg .b128 all;\n\t"
-        "ld.relaxed.gpu.global.b128 all, [%4];\n\t"
-        "mov.b128 {low, high}, all; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
-        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-        : "l"(from)
-        : "memory");
+    LOAD_LINE("relaxed", from, value);
     return value;
-}
-
-// The same, after all that the block has stored, if its threads have met since; and before all that it loads and stores.
-__device__ inline void store_release(uint4* to, uint4 value) {
-    asm volatile(
-        "{ .reg .b64 low, high; .reg .b128 all;\n\t"
-        "mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 all, {low, high};\n\t"
-        "st.release.gpu.global.b128 [%0], all; }" ::"l"(to),
-        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
-        : "memory");
 }
 __device__ inline uint4 load_acquire(const uint4* from) {
     uint4 value;
-    asm volatile(
-        "{ .reg .b64 low, high; .reg .b128 all;\n\t"
-        "ld.acquire.gpu.global.b128 all, [%4];\n\t"
-        "mov.b128 {low, high}, all; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
-        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-        : "l"(from)
-        : "memory");
+    LOAD_LINE("acquire", from, value);
     return value;
 }
 

@@ -33,7 +33,7 @@ LINE = 128
 #: Bytes to compose, at most, where columns are read at once: some come twice, and then from the L2.
 _TWICE = 100_000_000
 #: Bytes before the maps that they tell one another, and of a map.
-_HEAD, _WORD = 128, 8
+HEAD, _WORD = 128, 8
 #: Bytes before the words in which blocks that share a column tell one another maps.
 COUNTER = 256
 #: Segments of a column, at least, that have a map together.
@@ -184,7 +184,7 @@ def _launch_at_once(variant: Variant, problem: LinearScanProblem, room: int) -> 
         return Launch((*across, 1), problem.scalars(run))
     item = _WORD if ITEM_SIZE[problem.dtype] < 4 else 2 * _WORD
     told = columns * (parts - 1) * _scans(variant) * item
-    return Launch((*across, 1 + parts), problem.scalars(run), _HEAD + told, zeroed=False)
+    return Launch((*across, 1 + parts), problem.scalars(run), HEAD + told, zeroed=False)
 
 
 def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> int:

@@ -108,6 +108,9 @@ class Emulated:
                 ctypes.c_uint(self._at_once(launch.grid)),
                 ctypes.c_uint(seed),
             )
+            if workspace and not launch.zeroed:
+                line = ctypes.string_at(workspace, 16)
+                assert line == bytes(16), f"{line.hex()} is left for the next launch to see"
 
     def _at_once(self, grid: Sequence[int]) -> int:
         """A GPU that is to run a variant has room for those that share a column."""

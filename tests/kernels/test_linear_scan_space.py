@@ -211,6 +211,7 @@ def test_how_full_segments_are() -> None:
 def test_kernels_count_the_bytes_that_launches_do() -> None:
     sources = {path.name: path.read_text() for path in FAMILY.folder.glob("*.cuh")}
     assert f"COUNTER = {streams.COUNTER} }};" in sources["shared_walk.cuh"]
+    assert f"HEAD = {streams.HEAD} }};" in sources["fresh.cuh"]
     assert f"LINE = {streams.LINE} / sizeof(Storage)," in sources["time_stream.cuh"]
     assert f"LEAST_GROUP = {streams.LEAST_GROUP} }};" in sources["tiles.cuh"]
 
@@ -281,7 +282,7 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
         assert launch.scalars["flags"] >> 2 == run
         assert parts * warps * run >= time
         told = (8 if dtype == "bfloat16" else 16) * 6 * (parts - 1) * channels
-        assert launch.workspace == (128 + told if parts > 1 else 0)
+        assert launch.workspace == (streams.HEAD + told if parts > 1 else 0)
         assert launch.zeroed == (parts == 1)
     assert kernel.crowds(variant, small, 6) is None
     assert "6 blocks share 6 columns, and 5 run at once" in str(kernel.crowds(variant, small, 5))
