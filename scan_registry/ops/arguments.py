@@ -6,6 +6,7 @@ to the shape, that was given.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape, states_dtype
+from scan_registry.ops.symbols import same_shape, surely
 from scan_registry.select import BACKENDS
+
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 COMPILED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 #: complex128 has no kernels for GPUs; it is there for tests of derivatives.
@@ -56,6 +60,26 @@ def check_tensors(gates: Any, tokens: Any, initial_state: Any, cu_seqlens: Any) 
             )
 
 
+def as_bool(name: str, value: Any) -> bool:
+    """A bool, or numpy's, which torch's own functions take, too; else ``TypeError``."""
+    if isinstance(value, bool):
+        return value
+    kind = type(value)
+    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise TypeError(f"{name} is {value!r}; it must be a bool")
+
+
+def as_index(name: str, value: Any) -> int:
+    """An int, or what stands for one, such as numpy's integers; else ``TypeError``."""
+    if isinstance(value, (int, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it must be an int") from None
+
+
 def check_options(
     gates: Tensor, tokens: Tensor, options: Options
 ) -> tuple[tuple[int, ...], Options]:
@@ -74,17 +98,15 @@ def check_options(
         raise ValueError(
             f"backend is {backend!r}, which needs a CUDA device; tokens are on {tokens.device}"
         )
-    for name, value in (("reverse", options.reverse), ("return_final_state", options.final)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it must be a bool")
+    reverse = as_bool("reverse", options.reverse)
+    final = as_bool("return_final_state", options.final)
+    dim = as_index("dim", dim)
     shape = common_shape(gates.shape, tokens.shape)
     if shape is None:
         raise ValueError(
             f"gates have shape {tuple(gates.shape)}, tokens {tuple(tokens.shape)}; "
             "they must broadcast to one shape"
         )
-    if not isinstance(dim, (int, torch.SymInt)):
-        raise TypeError(f"dim is {dim!r}; it must be an int")
     if len(shape) == 0:
         raise ValueError("gates and tokens are scalars; they need a time dimension")
     if not -len(shape) <= dim < len(shape):
@@ -93,27 +115,45 @@ def check_options(
             f"{-len(shape)} to {len(shape) - 1}"
         )
     negative = dim if dim < 0 else dim - len(shape)
-    return shape, Options(negative, options.reverse, options.final, backend)
+    return shape, Options(negative, reverse, final, backend)
 
 
 def common_shape(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
     """The shape that both broadcast to, if there is one; no ``torch.Size``, which would break the graph of
-    torch.compile in torch 2.6. ``torch.broadcast_shapes`` makes a process that has not done so import
-    sympy, which takes longer than all else that a first call does: it is for symbols that do not pass for
-    integers, whose process has."""
+    torch.compile in torch 2.6; nor ``torch.broadcast_shapes``, which makes a process import sympy. That
+    takes longer than all else that a first call does."""
+    if _is_compiling() or not all(isinstance(size, int) for size in (*one, *other)):
+        return _common_symbols(one, other)
     if one == other:
         return tuple(one)
-    if not all(isinstance(size, int) for size in (*one, *other)):
-        try:
-            return tuple(torch.broadcast_shapes(tuple(one), tuple(other)))
-        except RuntimeError:
-            return None
-    rank = max(len(one), len(other))
-    mine, yours = ((1,) * (rank - len(shape)) + tuple(shape) for shape in (one, other))
-    pairs = list(zip(mine, yours, strict=True))
+    pairs = [*_aligned(one, other)]
     if any(a != b and 1 not in (a, b) for a, b in pairs):
         return None
     return tuple(b if a == 1 else a for a, b in pairs)
+
+
+def _aligned(one: Sequence[int], other: Sequence[int]) -> zip[tuple[int, int]]:
+    """Pairs of sizes, counted from the last dimension."""
+    rank = max(len(one), len(other))
+    mine, yours = ((1,) * (rank - len(shape)) + tuple(shape) for shape in (one, other))
+    return zip(mine, yours, strict=True)
+
+
+def _common_symbols(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
+    """The same for sizes that torch.compile may not know yet. As for torch's own operators, one that may
+    or may not be 1 is taken not to be, and that two such ones agree is checked when they are known."""
+    sizes = []
+    for a, b in _aligned(one, other):
+        if surely(a == 1):
+            sizes.append(b)
+        elif surely(b == 1):
+            sizes.append(a)
+        elif surely(a != b):
+            return None
+        else:
+            torch._check(a == b)
+            sizes.append(a)
+    return tuple(sizes)
 
 
 def _check_mix(gates: torch.dtype, tokens: torch.dtype) -> None:
@@ -136,7 +176,8 @@ def kernel_dtypes(gates: torch.dtype, tokens: torch.dtype) -> tuple[torch.dtype,
 
 def check_initial_state(initial_state: Tensor, shape: Sequence[int], states: torch.dtype) -> None:
     """Refuse a state that does not broadcast to ``shape``, or is not of a dtype that goes with it."""
-    if common_shape(initial_state.shape, shape) != tuple(shape):
+    common = common_shape(initial_state.shape, shape)
+    if common is None or not same_shape(common, shape):
         raise ValueError(
             f"initial_state has shape {tuple(initial_state.shape)}; it must broadcast to the "
             f"state's shape, {tuple(shape)}"
@@ -154,7 +195,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
     ``SCAN_REGISTRY_DEBUG``, as that waits for them."""
     if cu_seqlens.dtype not in _OFFSETS:
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+    if cu_seqlens.dim() == 1 and _is_compiling():
+        torch._check(cu_seqlens.shape[0] >= 2)
+    elif cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one "
             "sequence at least"
@@ -193,7 +236,7 @@ def normalised(
         gates = gates.to(gates_dtype)
     if tokens.dtype != states:
         tokens = tokens.to(states)
-    if tokens.shape != shape:
+    if not same_shape(tokens.shape, shape):
         tokens = tokens.expand(shape)
     sequences = None
     if cu_seqlens is not None:
@@ -204,6 +247,6 @@ def normalised(
         of_state = state_shape(shape, options.dim % len(shape), sequences)
         check_initial_state(initial_state, of_state, states)
         initial_state = initial_state.to(compute_dtype(states))
-        if initial_state.shape != of_state:
+        if not same_shape(initial_state.shape, of_state):
             initial_state = initial_state.expand(of_state)
     return gates, tokens, initial_state, cu_seqlens, options

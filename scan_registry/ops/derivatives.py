@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
@@ -21,6 +20,8 @@ from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.plans import Wanted
 from scan_registry.ops.problems import StateRoom
+from scan_registry.ops.registration import below_autograd, record, register
+from scan_registry.ops.symbols import same_shape
 
 Outputs = tuple[Tensor, Tensor | None]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -66,6 +67,17 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
+def has_tangents(*tensors: Tensor | None) -> bool:
+    """Whether any of the tensors carries a forward-mode derivative.
+
+    Graphs of torch's compiler enter its level in C++, which ``forward_mode`` does not see.
+    """
+    return torch._C._is_fwd_grad_enabled() and any(
+        tensor is not None and torch._VF._unpack_dual(tensor, level=0).tangent is not None  # type: ignore[attr-defined]
+        for tensor in tensors
+    )
+
+
 def scan(
     gates: Tensor,
     tokens: Tensor,
@@ -75,14 +87,10 @@ def scan(
 ) -> Outputs:
     """The scan of ``normalised`` arguments, differentiable; None for a final state not asked for."""
     tensors = gates, tokens, initial_state, cu_seqlens
-    if not _is_compiling():
-        if transforms_active() or forward_mode():
-            states, last = TransformedScan.apply(*tensors, options)  # type: ignore[no-untyped-call]
-            return states, last if options.final else None
-        if unobserved(*tensors):
-            if torch.is_grad_enabled() and _differentiated(*tensors[:3]):
-                return LinearScan.apply(*tensors, options, True)  # type: ignore[no-any-return, no-untyped-call]
-            return plans.forward(*tensors, options)
+    if not _is_compiling() and unobserved(*tensors):
+        if torch.is_grad_enabled() and _differentiated(*tensors[:3]):
+            return LinearScan.apply(*tensors, options, True)  # type: ignore[no-any-return, no-untyped-call]
+        return plans.forward(*tensors, options)
     states, last = _op(*tensors, *options)
     return states, last if options.final else None
 
@@ -111,13 +119,14 @@ class LinearScan(torch.autograd.Function):
         if direct:
             states, last = plans.forward(*tensors, options)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 states, last = _op(*tensors, *options)
         ctx.set_materialize_grads(False)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(gates, states, initial_state, cu_seqlens)
         else:
             ctx.save_for_backward(gates, None, None, cu_seqlens)
+        ctx.save_for_forward(gates, states, initial_state, cu_seqlens)
         ctx.of_states = states.shape, states.dtype
         ctx.options, ctx.required = options, _required()
         return states, last
@@ -129,7 +138,7 @@ class LinearScan(torch.autograd.Function):
             last_grad = None
         if states_grad is None and last_grad is None:
             return (None,) * 6
-        gates, states, initial_state, cu_seqlens = ctx.saved_tensors
+        gates, states, initial_state, cu_seqlens = map(_alive, ctx.saved_tensors)
         if states_grad is None:
             shape, dtype = ctx.of_states
             states_grad = gates.new_zeros((), dtype=dtype).expand(shape)
@@ -137,18 +146,56 @@ class LinearScan(torch.autograd.Function):
         wanted = needs[0], needs[1], needs[2]
         return *first_derivative(tensors, options, wanted, ctx.required), None, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, gates_dot: Any, tokens_dot: Any, initial_dot: Any, *_: None) -> Any:
+        # torch switches forward mode off here, for the levels around this one too, which are to see
+        # what is computed; this level is not.
+        with forward_ad._set_fwd_grad_enabled(True):
+            gates, states, initial, bounds = (_primal(saved) for saved in ctx.saved_tensors)
+            options, compute = ctx.options, compute_dtype(states.dtype)
+            shift = states.new_zeros((), dtype=compute).expand(states.shape)
+            if tokens_dot is not None:
+                shift = tokens_dot.to(compute)
+            if gates_dot is not None:
+                shift = shift + gates_dot.to(compute) * _before(
+                    states.to(compute), initial, bounds, options
+                )
+            states_dot, last_dot = scan(gates.to(compute), shift, initial_dot, bounds, options)
+            return states_dot.to(states.dtype), _or_empty(last_dot, states_dot)
+
+
+def _alive(tensor: Any) -> Any:
+    """What a transform that has ended wrapped, for pullbacks that are called after it."""
+    return None if tensor is None else torch._C._functorch.unwrap_if_dead(tensor)
+
+
+def _primal(tensor: Any) -> Any:
+    return None if tensor is None else torch._VF._unpack_dual(_alive(tensor), level=0).primal  # type: ignore[attr-defined]
+
+
+def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """Operators return tensors; this one stands for none."""
+    return like.new_empty(0) if tensor is None else tensor
+
 
 def first_derivative(
     tensors: Differentiated, options: Options, wanted: Wanted, required: Rung | None
 ) -> Gradients:
-    """The gradients that are wanted, under what ``required`` was in the forward pass."""
+    """The gradients that are wanted, under what ``required`` was in the forward pass; in what compiled
+    autograd traces, under what it is when the graph runs."""
+    if _is_compiling():
+        return _first_derivative(tensors, options, wanted)
     with policy.as_required(required):
-        # Under create_graph, and where batches of gradients are mapped over.
-        if torch.is_grad_enabled() or transforms_active():
-            return differentiable_backward(*tensors, options, wanted)
-        if unobserved(*tensors):
-            return plans.backward(*tensors, options, wanted)
-        return _dispatched_backward(*tensors, options, wanted)
+        return _first_derivative(tensors, options, wanted)
+
+
+def _first_derivative(tensors: Differentiated, options: Options, wanted: Wanted) -> Gradients:
+    # Under create_graph, and where batches of gradients are mapped over.
+    if torch.is_grad_enabled() or transforms_active():
+        return differentiable_backward(*tensors, options, wanted)
+    if not _is_compiling() and unobserved(*tensors):
+        return plans.backward(*tensors, options, wanted)
+    return _dispatched_backward(*tensors, options, wanted)
 
 
 def _dispatched_backward(*args: Any) -> Gradients:
@@ -220,85 +267,7 @@ def differentiable_backward(
     )
 
 
-def _alive(tensor: Any) -> Any:
-    """What a transform that has ended wrapped, for pullbacks that are called after it."""
-    return None if tensor is None else torch._C._functorch.unwrap_if_dead(tensor)
-
-
-def _primal(tensor: Any) -> Any:
-    return None if tensor is None else forward_ad.unpack_dual(_alive(tensor)).primal
-
-
-class TransformedScan(torch.autograd.Function):
-    """The scan under ``torch.func`` and in forward mode; always with the final state."""
-
-    @staticmethod
-    def forward(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, options: Options) -> Any:
-        with_last = Options(options.dim, options.reverse, True, options.backend)
-        return scan(gates, tokens, initial, bounds, with_last)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        gates, _, initial, bounds, options = inputs
-        states, _ = output
-        ctx.save_for_backward(gates, states, initial, bounds)
-        ctx.save_for_forward(gates, states, initial, bounds)
-        ctx.options = options
-
-    @staticmethod
-    def backward(ctx: Any, states_grad: Tensor, last_grad: Tensor) -> Any:
-        gates, states, initial, bounds = map(_alive, ctx.saved_tensors)
-        wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        tensors = gates, states, states_grad, initial, last_grad, bounds
-        return *differentiable_backward(*tensors, ctx.options, wanted), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, gates_dot: Any, tokens_dot: Any, initial_dot: Any, *_: None) -> Any:
-        # torch switches forward mode off here, for the levels around this one too, which are to see
-        # what is computed; this level is not.
-        with forward_ad._set_fwd_grad_enabled(True):
-            gates, states, initial, bounds = (_primal(saved) for saved in ctx.saved_tensors)
-            options, compute = ctx.options, compute_dtype(states.dtype)
-            shift = states.new_zeros((), dtype=compute).expand(states.shape)
-            if tokens_dot is not None:
-                shift = tokens_dot.to(compute)
-            if gates_dot is not None:
-                shift = shift + gates_dot.to(compute) * _before(
-                    states.to(compute), initial, bounds, options
-                )
-            with_last = Options(options.dim, options.reverse, True, options.backend)
-            states_dot, last_dot = scan(gates.to(compute), shift, initial_dot, bounds, with_last)
-            return states_dot.to(states.dtype), last_dot
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        gates, tokens, initial, bounds, options = args
-        of_gates, of_tokens, of_initial, of_bounds, _ = in_dims
-        if of_bounds is not None:
-            raise ValueError("cu_seqlens is mapped over by vmap; all maps share one cu_seqlens")
-
-        def in_front(tensor: Any, place: int | None) -> Any:
-            if tensor is None:
-                return None
-            if place is None:
-                return tensor.expand(info.batch_size, *tensor.shape)
-            return tensor.movedim(place, 0)
-
-        rank = tokens.dim() - (of_tokens is not None)
-        if of_gates is not None:  # the others broadcast as they are
-            gates = gates.movedim(of_gates, 0)
-            missing = rank - (gates.dim() - 1)
-            gates = gates.reshape(gates.shape[0], *[1] * missing, *gates.shape[1:])
-        tokens, initial = in_front(tokens, of_tokens), in_front(initial, of_initial)
-        return TransformedScan.apply(gates, tokens, initial, bounds, options), (0, 0)  # type: ignore[no-untyped-call]
-
-
 # --- Registration -----------------------------------------------------------------------------
-
-
-def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """Operators return tensors; this one stands for none."""
-    return like.new_empty(0) if tensor is None else tensor
 
 
 def _forward(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any) -> Any:
@@ -316,10 +285,35 @@ def _forward_autograd(
     gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any
 ) -> Any:
     tensors = gates, tokens, initial, bounds
-    if torch.is_grad_enabled() and _differentiated(*tensors[:3]):
-        return LinearScan.apply(*tensors, Options(*options), False)  # type: ignore[no-untyped-call]
+    recorded = torch.is_grad_enabled() and _differentiated(*tensors[:3])
+    if recorded or has_tangents(*tensors[:3]):
+        return record(LinearScan, *tensors, Options(*options), False)
     with torch._C._AutoDispatchBelowAutograd():
         return _op(*tensors, *options)
+
+
+def _forward_mapped(info: Any, in_dims: Any, *args: Any) -> Any:
+    """The rule of ``torch.vmap``: one scan with a dimension more."""
+    gates, tokens, initial, bounds, *options = args
+    of_gates, of_tokens, of_initial, of_bounds, *_ = in_dims
+    if of_bounds is not None:
+        raise ValueError("cu_seqlens is mapped over by vmap; all maps share one cu_seqlens")
+
+    def in_front(tensor: Any, place: int | None) -> Any:
+        if tensor is None:
+            return None
+        if place is None:
+            return tensor.expand(info.batch_size, *tensor.shape)
+        return tensor.movedim(place, 0)
+
+    rank = tokens.dim() - (of_tokens is not None)
+    if of_gates is not None:  # the others broadcast as they are
+        gates = gates.movedim(of_gates, 0)
+        missing = rank - (gates.dim() - 1)
+        gates = gates.reshape(gates.shape[0], *[1] * missing, *gates.shape[1:])
+    tokens, initial = in_front(tokens, of_tokens), in_front(initial, of_initial)
+    states, last = _op(gates, tokens, initial, bounds, *options)
+    return (states, last), (0, 0 if Options(*options).final else None)
 
 
 def _backward_impl(*args: Any) -> Any:
@@ -334,7 +328,7 @@ def _backward_fake(*args: Any) -> Any:
     model = states_grad if states is None else states
     made = (
         gates.new_empty(gates.shape)
-        if gates.shape != model.shape
+        if not same_shape(gates.shape, model.shape)
         else torch.empty_like(model, dtype=gates.dtype),
         torch.empty_like(model),
         StateRoom.of(model, dim, bounds).empty(),
@@ -345,39 +339,41 @@ def _backward_fake(*args: Any) -> Any:
 
 
 def _backward_autograd(*args: Any) -> Any:
-    gates, states, states_grad, initial, last_grad, bounds, dim, reverse, backend, wanted = args
-    if torch.is_grad_enabled() and _differentiated(gates, states, states_grad, initial, last_grad):
-        options, wanted = Options(dim, reverse, False, backend), tuple(wanted)
-        found = differentiable_backward(
-            gates, states, states_grad, initial, last_grad, bounds, options, wanted
-        )
-        return tuple(_or_empty(each, states_grad) for each in found)
+    differentiated = torch.is_grad_enabled() and _differentiated(*args[:5])
+    if differentiated or has_tangents(*args[:5]):
+        return _backward_composed(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return _backward_op(*args)
 
 
-_LIBRARY = torch.library.Library("scan_registry", "DEF")
-_LIBRARY.define(
+def _backward_composed(*args: Any) -> Any:
+    """In operators that torch differentiates and transforms."""
+    *tensors, dim, reverse, backend, wanted = args
+    options = Options(dim, reverse, False, backend)
+    found = differentiable_backward(*tensors, options, tuple(wanted))
+    return tuple(_or_empty(each, tensors[2]) for each in found)
+
+
+_op = register(
     "linear_scan(Tensor gates, Tensor tokens, Tensor? initial_state, Tensor? cu_seqlens, int dim, "
     "bool reverse, bool final, str backend) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    __name__,
+    {
+        "device": "_forward",
+        "Autograd": "_forward_autograd",
+        "Meta": "_forward_fake",
+        "FuncTorchBatched": "_forward_mapped",
+    },
 )
-_LIBRARY.define(
+_backward_op = register(
     "linear_scan_backward(Tensor gates, Tensor? states, Tensor states_grad, Tensor? initial_state, "
     "Tensor? final_state_grad, Tensor? cu_seqlens, int dim, bool reverse, str backend, "
     "bool[] wanted) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    __name__,
+    {
+        "device": "_backward_impl",
+        "Autograd": "_backward_autograd",
+        "Meta": "_backward_fake",
+        "FuncTorchBatchedDecomposition": "_backward_composed",
+    },
 )
-for _dispatch_key in ("CPU", "CUDA"):
-    # A kernel that runs inside a compiled function is no frame for torch.compile to look into.
-    _LIBRARY.impl("linear_scan", _disable_dynamo(_forward), _dispatch_key)
-    _LIBRARY.impl("linear_scan_backward", _disable_dynamo(_backward_impl), _dispatch_key)
-_LIBRARY.impl("linear_scan", _forward_autograd, "Autograd")
-_LIBRARY.impl("linear_scan_backward", _backward_autograd, "Autograd")
-# As kernels of tensors without memory: torch.library.register_fake takes longer than most of a first call,
-# to find out from where it is called.
-_LIBRARY.impl("linear_scan", _forward_fake, "Meta")
-_LIBRARY.impl("linear_scan_backward", _backward_fake, "Meta")
-
-_op = torch.ops.scan_registry.linear_scan.default
-_backward_op = torch.ops.scan_registry.linear_scan_backward.default

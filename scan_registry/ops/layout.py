@@ -61,7 +61,9 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
     strides, step = [0] * len(shape), 1
     for dimension in reversed(order):
         strides[dimension] = step
-        step *= max(1, shape[dimension])
+        size = shape[dimension]
+        # A symbol of torch.compile stands for a size whose value may not be known yet.
+        step *= max(1, size) if isinstance(size, int) else size
     return tuple(strides)
 
 

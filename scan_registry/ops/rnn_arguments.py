@@ -6,12 +6,14 @@ Conversions are torch's own operators, so gradients flow back through them to th
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, Scope
+from scan_registry.ops.arguments import as_bool
 from scan_registry.select import Backend
 
 RnnBackend = Literal["auto", "cuda", "cuda_fused", "cuda_alternating", "triton", "reference"]
@@ -111,11 +113,10 @@ def clips_of(forward: Any, recurrent: Any, cut: Any) -> Clips:
         ("forward_clipval", forward),
         ("gradient_recurrent_clipval", recurrent),
     ):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if value is not None and not (number and value > 0):
             raise ValueError(f"{name} is {value!r}; accepted are positive numbers, and None")
-    if not isinstance(cut, bool):
-        raise TypeError(f"gradient_recurrent_cut is {cut!r}; it must be a bool")
+    cut = as_bool("gradient_recurrent_cut", cut)
     none = math.inf
     return Clips(
         none if forward is None else float(forward),

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from scan_registry import policy
 from scan_registry.kernels.rnn import reference
-from scan_registry.kernels.rnn.problem import Clips
+from scan_registry.kernels.rnn.problem import SIZES, Clips
 from scan_registry.ops import rnn_plans
-from scan_registry.ops.derivatives import forward_mode, unobserved
+from scan_registry.ops.derivatives import forward_mode, has_tangents, tracing_state, unobserved
+from scan_registry.ops.registration import register
 from scan_registry.ops.rnn_arguments import Arguments, Options
 from scan_registry.ops.rnn_plans import Outputs
 
@@ -37,7 +37,9 @@ def rnn(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
             else:
                 made = rnn_plans.forward(given, options, False)
             return made[0], made[1]
-    training = torch.is_grad_enabled() and _differentiated(*given)
+    # A trace holds for calls with and without gradients, so nothing in it may depend on which is traced.
+    tracing = not _is_compiling() and tracing_state() is not None
+    training = not tracing and torch.is_grad_enabled() and _differentiated(*given)
     states, last, _ = _op(*given, *options.flat(), training)
     return states, last
 
@@ -55,10 +57,12 @@ def _transformed(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
         )
     inputs, recurrent, bias, initial = given
     if inputs.numel() == 0:
-        made = rnn_plans.forward(given, options, False)
-        return made.states, made.last
+        count, (batch, time, _, heads, dim) = len(SIZES[options.function].states), inputs.shape
+        if initial is None:
+            initial = inputs.new_zeros(count, batch, heads, dim)
+        return inputs.new_empty(count, batch, time, heads, dim), initial.clone()
     states, _ = reference.forward(options.function, inputs, recurrent, bias, initial)
-    return states, states[:, :, -1]
+    return states, states[:, :, -1].clone()
 
 
 class Rnn(torch.autograd.Function):
@@ -95,8 +99,11 @@ class Rnn(torch.autograd.Function):
         if states_grad is None:
             states_grad = torch.zeros_like(states)
         tensors = recurrent, states, initial, cache, states_grad, last_grad
-        with policy.as_required(ctx.required):
+        if _is_compiling():  # by compiled autograd, which knows of no context variables
             gates_grad, initial_grad = _backward(*tensors, cache_grad, ctx.options)
+        else:
+            with policy.as_required(ctx.required):
+                gates_grad, initial_grad = _backward(*tensors, cache_grad, ctx.options)
         wanted = ctx.needs_input_grad
         inputs_grad, recurrent_grad, bias_grad = reference.parameter_grads(
             function, gates_grad, states, initial, (wanted[1], wanted[2])
@@ -130,8 +137,11 @@ def _backward(
             "forward_clipval, gradient_recurrent_clipval and gradient_recurrent_cut change what "
             "gradients are, and those have no derivatives: create_graph does not go with them"
         )
-    if cache_grad is not None or differentiated or _transforms_active():
-        # Under create_graph, and where batches of gradients are mapped over.
+    composed = differentiated or _transforms_active()
+    if not _is_compiling():
+        composed = composed or has_tangents(*tensors)
+    if cache_grad is not None or composed:
+        # Under create_graph, in forward mode, and where batches of gradients are mapped over.
         if states.numel() == 0:
             return rnn_plans.backward(*tensors, options)
         kept = rnn_plans.kept(cache, states)
@@ -161,10 +171,20 @@ def _forward_autograd(
     inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any, *flat: Any
 ) -> Any:
     given = Arguments(inputs, recurrent, bias, initial)
+    if _transforms_active() or has_tangents(*given):
+        return _forward_composed(*given, *flat)
     if torch.is_grad_enabled() and _differentiated(*given):
         return tuple(Rnn.apply(*given, Options.of(*flat[:-1]), False))  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _op(*given, *flat)
+
+
+def _forward_composed(
+    inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any, *flat: Any
+) -> Any:
+    """Under ``torch.func``, or in forward mode. Who differentiates the cache is the first derivative alone."""
+    given = Arguments(inputs, recurrent, bias, initial)
+    return *_transformed(given, Options.of(*flat[:-1])), inputs.new_empty(0)
 
 
 def _backward_impl(*args: Any) -> Any:
@@ -178,34 +198,39 @@ def _backward_fake(*args: Any) -> Any:
 
 
 def _backward_autograd(*args: Any) -> Any:
-    recurrent, states, initial, cache, grad, final, *flat = args
-    tensors = recurrent, states, initial, cache, grad, final
-    if torch.is_grad_enabled() and _differentiated(*tensors):
-        return _backward(*tensors, None, Options.of(*flat))
+    tensors = args[:6]
+    differentiated = torch.is_grad_enabled() and _differentiated(*tensors)
+    if differentiated or _transforms_active() or has_tangents(*tensors):
+        return _backward_composed(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return _backward_op(*args)
 
 
-_LIBRARY = torch.library.Library("scan_registry", "FRAGMENT")
+def _backward_composed(*args: Any) -> Any:
+    """In operators that torch differentiates and transforms."""
+    return _backward(*args[:6], None, Options.of(*args[6:]))
+
+
 _OPTIONS = "str function, str backend, float forward_clip, float recurrent_clip, bool recurrent_cut"
-_LIBRARY.define(
+_op = register(
     "rnn(Tensor inputs, Tensor recurrent, Tensor bias, Tensor? initial, "
     f"{_OPTIONS}, bool training) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    __name__,
+    {
+        "device": "_forward",
+        "Autograd": "_forward_autograd",
+        "Meta": "_forward_fake",
+        "FuncTorchBatchedDecomposition": "_forward_composed",
+    },
 )
-_LIBRARY.define(
+_backward_op = register(
     "rnn_backward(Tensor recurrent, Tensor states, Tensor? initial, Tensor cache, "
     f"Tensor states_grad, Tensor? final_grad, {_OPTIONS}) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    __name__,
+    {
+        "device": "_backward_impl",
+        "Autograd": "_backward_autograd",
+        "Meta": "_backward_fake",
+        "FuncTorchBatchedDecomposition": "_backward_composed",
+    },
 )
-for _dispatch_key in ("CPU", "CUDA"):
-    # A kernel that runs inside a compiled function is no frame for torch.compile to look into.
-    _LIBRARY.impl("rnn", _disable_dynamo(_forward), _dispatch_key)
-    _LIBRARY.impl("rnn_backward", _disable_dynamo(_backward_impl), _dispatch_key)
-_LIBRARY.impl("rnn", _forward_autograd, "Autograd")
-_LIBRARY.impl("rnn_backward", _backward_autograd, "Autograd")
-_LIBRARY.impl("rnn", _forward_fake, "Meta")  # rather than by register_fake, as in derivatives.py
-_LIBRARY.impl("rnn_backward", _backward_fake, "Meta")
-
-_op = torch.ops.scan_registry.rnn.default
-_backward_op = torch.ops.scan_registry.rnn_backward.default

@@ -23,6 +23,7 @@ from scan_registry.loader import prepare_first, run_reference
 from scan_registry.ops import rnn_steps
 from scan_registry.ops.launching import Plan, Run, launcher, remember
 from scan_registry.ops.rnn_arguments import COMPILED, WAYS, Arguments, Options
+from scan_registry.ops.symbols import perhaps, surely
 from scan_registry.select import Decision
 
 FAMILY_NAME = "rnn"
@@ -50,7 +51,8 @@ def room_like(inputs: Tensor, lead: tuple[int, ...], block: tuple[int, ...]) -> 
     """An empty tensor (*lead, B, T, *block), with time before batch in memory where ``inputs``, (B, T,
     …), have it so."""
     batch, time = inputs.shape[:2]
-    if batch > 1 and time > 1 and inputs.stride(1) > inputs.stride(0):
+    ordered = surely(inputs.stride(1) > inputs.stride(0))
+    if ordered and perhaps(batch > 1) and perhaps(time > 1):
         return inputs.new_empty(*lead, time, batch, *block).transpose(len(lead), len(lead) + 1)
     return inputs.new_empty(*lead, batch, time, *block)
 
