@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from scan_registry.inventory import catalogue
     from scan_registry.ops.linear_scan import linear_scan
     from scan_registry.ops.rnn import rnn
+    from scan_registry.ops.step_buffers import rnn_buffers
     from scan_registry.policy import FallbackWarning, require
     from scan_registry.select import NoKernelError
 
@@ -27,6 +28,7 @@ __all__ = [
     "linear_scan",
     "require",
     "rnn",
+    "rnn_buffers",
 ]
 
 _HOMES = {
@@ -37,6 +39,7 @@ _HOMES = {
     "linear_scan": "scan_registry.ops.linear_scan",
     "require": "scan_registry.policy",
     "rnn": "scan_registry.ops.rnn",
+    "rnn_buffers": "scan_registry.ops.step_buffers",
 }
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import byref, c_char_p, c_int, c_void_p
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_char_p, c_int, c_uint, c_ulonglong, c_void_p
 from functools import cache
 
 from scan_registry import _launcher
@@ -22,6 +24,7 @@ _HOT = (
 )
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_…
+_STREAM_NON_BLOCKING = 1  # CU_STREAM_…
 
 #: Errors of loading that say "not this image", and nothing of the device's state.
 UNFIT = frozenset(
@@ -144,6 +147,72 @@ def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: o
         driver.cuThreadExchangeStreamCaptureMode(byref(mode))
         driver.cuCtxPopCurrent_v2(byref(previous))
     return function.value or 0
+
+
+# --- CUDA graphs ------------------------------------------------------------------------------
+
+
+class CaptureError(RuntimeError):
+    """A capture that came to nothing, such as one that another thread's wait for the device ended."""
+
+
+@contextmanager
+def _current(ordinal: int) -> Iterator[ctypes.CDLL]:
+    """The driver, with the device's primary context current in this thread."""
+    driver, previous = library(), c_void_p()
+    pushed = driver.cuCtxPushCurrent_v2(c_void_p(primary_context(ordinal)))
+    _check("cuCtxPushCurrent", pushed)
+    try:
+        yield driver
+    finally:
+        driver.cuCtxPopCurrent_v2(byref(previous))
+
+
+def create_stream(ordinal: int) -> int:
+    """A stream that waits for none by itself; it stays for the life of the process."""
+    stream = c_void_p()
+    with _current(ordinal) as driver:
+        _check("cuStreamCreate", driver.cuStreamCreate(byref(stream), c_uint(_STREAM_NON_BLOCKING)))
+    return stream.value or 0
+
+
+def capture(ordinal: int, stream: int, body: Callable[[], None]) -> int:
+    """What ``body`` launches on the stream, as a graph that can be launched. Nothing runs meanwhile.
+
+    ``CaptureError`` if the driver ended the capture; errors of ``body`` are passed on.
+    """
+    with _current(ordinal) as driver:
+        graph, executable, on = c_void_p(), c_void_p(), c_void_p(stream)
+        status = driver.cuStreamBeginCapture_v2(on, c_int(_CAPTURE_MODE_RELAXED))
+        if status:
+            raise CaptureError(f"cuStreamBeginCapture failed with {error_name(status)}")
+        try:
+            body()
+        finally:
+            status = driver.cuStreamEndCapture(on, byref(graph))
+        if status or not graph.value:
+            raise CaptureError(f"cuStreamEndCapture failed with {error_name(status)}")
+        status = driver.cuGraphInstantiateWithFlags(byref(executable), graph, c_ulonglong(0))
+        driver.cuGraphDestroy(graph)
+        if status:
+            raise CaptureError(f"cuGraphInstantiate failed with {error_name(status)}")
+    return executable.value or 0
+
+
+def launch_graph(ordinal: int, executable: int, stream: int) -> None:
+    """Launch what ``capture`` made."""
+    with _current(ordinal) as driver:
+        launched = driver.cuGraphLaunch(c_void_p(executable), c_void_p(stream))
+        _check("cuGraphLaunch", launched)
+
+
+def destroy_graph(ordinal: int, executable: int) -> None:
+    """Destroy what ``capture`` made; launches of it that still run end as they should."""
+    with _current(ordinal) as driver:
+        driver.cuGraphExecDestroy(c_void_p(executable))
+
+
+# --- Devices ----------------------------------------------------------------------------------
 
 
 def attribute(ordinal: int, number: int) -> int:

@@ -73,7 +73,9 @@ def has_tangents(*tensors: Tensor | None) -> bool:
     Graphs of torch's compiler enter its level in C++, which ``forward_mode`` does not see.
     """
     return torch._C._is_fwd_grad_enabled() and any(
-        tensor is not None and torch._VF._unpack_dual(tensor, level=0).tangent is not None  # type: ignore[attr-defined]
+        tensor is not None
+        and not _is_legacy_batched(tensor)
+        and torch._VF._unpack_dual(tensor, level=0).tangent is not None
         for tensor in tensors
     )
 
@@ -170,7 +172,7 @@ def _alive(tensor: Any) -> Any:
 
 
 def _primal(tensor: Any) -> Any:
-    return None if tensor is None else torch._VF._unpack_dual(_alive(tensor), level=0).primal  # type: ignore[attr-defined]
+    return None if tensor is None else torch._VF._unpack_dual(_alive(tensor), level=0).primal
 
 
 def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
@@ -348,10 +350,12 @@ def _backward_autograd(*args: Any) -> Any:
 
 def _backward_composed(*args: Any) -> Any:
     """In operators that torch differentiates and transforms."""
-    *tensors, dim, reverse, backend, wanted = args
+    gates, states, states_grad, initial, last_grad, bounds, dim, reverse, backend, wanted = args
     options = Options(dim, reverse, False, backend)
-    found = differentiable_backward(*tensors, options, tuple(wanted))
-    return tuple(_or_empty(each, tensors[2]) for each in found)
+    found = differentiable_backward(
+        gates, states, states_grad, initial, last_grad, bounds, options, tuple(wanted)
+    )
+    return tuple(_or_empty(each, states_grad) for each in found)
 
 
 _op = register(

@@ -107,7 +107,6 @@ def record(function: type[torch.autograd.Function], *args: Any) -> Any:
     apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     if not torch._C._are_functorch_transforms_active():
         return apply(*args)
-    from torch._functorch.autograd_function import enable_single_level_autograd_function
-
-    with enable_single_level_autograd_function():
+    functions: Any = import_module("torch._functorch.autograd_function")
+    with functions.enable_single_level_autograd_function():
         return apply(*args)

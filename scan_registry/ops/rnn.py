@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scan_registry.alternatives import Asked
 from scan_registry.kernels.rnn.problem import Direction, Function
-from scan_registry.ops import rnn_derivatives, rnn_plans
+from scan_registry.ops import rnn_derivatives, rnn_layout, rnn_plans
 from scan_registry.ops.rnn_arguments import (
     BACKENDS,
     Options,
@@ -126,7 +126,7 @@ def describe(
         return {}
     wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states))
     tensors = rnn_plans.forward_tensors(given, function, wanted)
-    padded = bool(given.inputs.shape[-1] % rnn_plans.UNITS)
+    padded = bool(given.inputs.shape[-1] % rnn_layout.UNITS)
     copied = [name for name, t in given._asdict().items() if padded and t is not None]
     if not padded and tensors["inputs"] is not given.inputs:
         copied = ["inputs"]

@@ -208,7 +208,9 @@ def _backward_autograd(*args: Any) -> Any:
 
 def _backward_composed(*args: Any) -> Any:
     """In operators that torch differentiates and transforms."""
-    return _backward(*args[:6], None, Options.of(*args[6:]))
+    recurrent, states, initial, cache, grad, final, *flat = args
+    options = Options.of(*flat)
+    return _backward(recurrent, states, initial, cache, grad, final, None, options)
 
 
 _OPTIONS = "str function, str backend, float forward_clip, float recurrent_clip, bool recurrent_cut"

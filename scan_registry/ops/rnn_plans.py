@@ -6,12 +6,12 @@ A call with shapes, strides and dtypes seen before finds its selection in a plan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from scan_registry import policy
 from scan_registry.alternatives import Asked
@@ -22,17 +22,21 @@ from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Direction, Functio
 from scan_registry.loader import prepare_first, run_reference
 from scan_registry.ops import rnn_steps
 from scan_registry.ops.launching import Plan, Run, launcher, remember
+from scan_registry.ops.recording import is_capturing
 from scan_registry.ops.rnn_arguments import COMPILED, WAYS, Arguments, Options
-from scan_registry.ops.symbols import perhaps, surely
+from scan_registry.ops.rnn_layout import (
+    blocked,
+    dense,
+    empty_like_inputs,
+    known_states,
+    widened,
+)
+from scan_registry.ops.step_buffers import Key, StepBuffers, rnn_buffers
 from scan_registry.select import Decision
 
 FAMILY_NAME = "rnn"
-#: Kernels take heads of a multiple of as many units; others are padded with units that stay zero.
-UNITS = 16
-_MOST_ROOMS = 8  # past that the oldest goes
 
 _plans: dict[tuple[Any, ...], Plan] = {}
-_rooms: dict[tuple[Any, ...], rnn_steps.Room] = {}
 
 
 class Outputs(NamedTuple):
@@ -42,57 +46,6 @@ class Outputs(NamedTuple):
     states: Tensor
     last: Tensor
     cache: Tensor
-
-
-# --- How tensors lie --------------------------------------------------------------------------
-
-
-def room_like(inputs: Tensor, lead: tuple[int, ...], block: tuple[int, ...]) -> Tensor:
-    """An empty tensor (*lead, B, T, *block), with time before batch in memory where ``inputs``, (B, T,
-    …), have it so."""
-    batch, time = inputs.shape[:2]
-    ordered = surely(inputs.stride(1) > inputs.stride(0))
-    if ordered and perhaps(batch > 1) and perhaps(time > 1):
-        return inputs.new_empty(*lead, time, batch, *block).transpose(len(lead), len(lead) + 1)
-    return inputs.new_empty(*lead, batch, time, *block)
-
-
-def blocked(tensor: Tensor, block: int) -> Tensor:
-    """The tensor, copied unless its last ``block`` dimensions are without gaps, and what is before them
-    lies at multiples of 16 bytes, which kernels move at a time."""
-    dimensions = [*zip(tensor.shape, tensor.stride(), strict=True)]
-    step, offsets = 1, 0 if tensor.is_meta else tensor.data_ptr()
-    dense = True
-    for extent, stride in reversed(dimensions[len(dimensions) - block :]):
-        dense &= extent == 1 or stride == step
-        step *= extent
-    for extent, stride in dimensions[: len(dimensions) - block]:
-        offsets |= stride * tensor.element_size() if extent != 1 else 0
-    # Where units are padded, all is copied in any case.
-    if dense and (offsets % 16 == 0 or tensor.shape[-1] % UNITS):
-        return tensor
-    lead = tensor.dim() - block - 2
-    if lead < 0:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    model = tensor[(0,) * lead]
-    return room_like(model, tensor.shape[:lead], tensor.shape[lead + 2 :]).copy_(tensor)
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """The tensor without gaps, at a multiple of 16 bytes."""
-    return blocked(tensor, tensor.dim())
-
-
-def widened(tensor: Tensor, count: int = 1, value: float = 0.0) -> Tensor:
-    """The tensor, with its last ``count`` dimensions padded to a multiple of ``UNITS``."""
-    missing = -tensor.shape[-1] % UNITS
-    return pad(tensor, (0, missing) * count, value=value) if missing else tensor
-
-
-def known_states(states: Tensor) -> Tensor:
-    """States as a backward kernel takes them. Their gradients are zero in units that are padded, and
-    stay so whatever the states are, as long as none that is divided by is zero."""
-    return widened(blocked(states, 2), value=1.0)
 
 
 # --- Problems ---------------------------------------------------------------------------------
@@ -166,21 +119,29 @@ def _prepared(posed: Sequence[Asked], device: torch.device) -> tuple[RnnProblem,
     return problem, launcher(ready, names, device)
 
 
-def _room(problem: RnnProblem, like: Tensor) -> rnn_steps.Room:
-    """The room of a step's problem, on the current stream; a new one for a graph that somebody records."""
+@contextmanager
+def _step_buffers(problem: RnnProblem, like: Tensor) -> Iterator[StepBuffers]:
+    """Buffers for a call that poses a step's problem, on the current stream. For a graph that somebody
+    records they are new, and the graph's alone."""
     direction, training = problem.direction, problem.training
-    sizes = problem.batch, problem.heads, problem.dim
-    shapes = rnn_steps.room_shapes(direction, problem.function, *sizes, training)
-    if rnn_steps.is_capturing(like):
-        return rnn_steps.make_room(shapes, like, problem.function)
+    size = problem.batch, problem.heads, problem.dim
+    width, itemsize = problem.heads * problem.dim, like.element_size()
+    steps = rnn_steps.chunk_steps(
+        direction, problem.function, problem.batch, width, itemsize, training
+    )
+    shapes = rnn_steps.buffer_shapes(direction, problem.function, size, steps, training)
+
+    def make() -> StepBuffers:
+        return rnn_steps.make_buffers(shapes, steps, like, problem.function)
+
+    if is_capturing(like):
+        yield make()
+        return
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
-    options = problem.function, problem.dtype, training, problem.clips, policy.required.get()
-    key = (like.device, stream, direction, sizes, options)
-    if key not in _rooms:
-        while len(_rooms) >= _MOST_ROOMS:
-            _rooms.pop(next(iter(_rooms)))
-        _rooms[key] = rnn_steps.make_room(shapes, like, problem.function)
-    return _rooms[key]
+    options = direction, problem.batch, problem.dtype, training, problem.clips
+    key = Key(like.device, stream, problem.function, *size[1:], (*options, policy.required.get()))
+    with rnn_buffers.lent(key, make) as buffers:
+        yield buffers
 
 
 def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
@@ -206,7 +167,7 @@ def forward(given: Arguments, options: Options, training: bool) -> Outputs:
     if plan is None:
         _check(inputs, recurrent, bias, options.function)
         plan = remember(_plans, key, _plan_forward(given, options, training))
-    outputs: Outputs = plan(inputs, recurrent, bias, initial)
+    outputs: Outputs = _with_memory(plan, inputs, recurrent, bias, initial)
     return outputs
 
 
@@ -215,9 +176,9 @@ def empty_outputs(inputs: Tensor, function: Function, training: bool) -> Outputs
     sizes, unit = SIZES[function], tuple(inputs.shape[3:])
     count, kept = len(sizes.states), len(sizes.cache) if training else 0
     return Outputs(
-        room_like(inputs, (count,), unit),
+        empty_like_inputs(inputs, (count,), unit),
         inputs.new_empty(count, inputs.shape[0], *unit),
-        room_like(inputs, (), (kept, *unit)) if kept else inputs.new_empty(0),
+        empty_like_inputs(inputs, (), (kept, *unit)) if kept else inputs.new_empty(0),
     )
 
 
@@ -255,8 +216,8 @@ def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
         weight, offset = dense(widened(recurrent, 2)), dense(widened(bias))
         cache = made.cache if made.cache.numel() else None
         if problem.scope == "step":
-            room = _room(problem, given)
-            rnn_steps.forward(room, run, given, weight, offset, start, made.states, cache)
+            with _step_buffers(problem, given) as buffers:
+                rnn_steps.forward(buffers, run, given, weight, offset, start, made.states, cache)
         else:
             run(
                 {
@@ -293,10 +254,12 @@ def _narrowed(made: Outputs, inputs: Tensor) -> Outputs:
     dim = inputs.shape[-1]
     if made.last.shape[-1] == dim:
         return made
-    states, cache = room_like(inputs, made.states.shape[:1], inputs.shape[3:]), made.cache
+    states, cache = empty_like_inputs(inputs, made.states.shape[:1], inputs.shape[3:]), made.cache
     states.copy_(made.states[..., :dim])
     if cache.numel():
-        cache = room_like(inputs, (), (cache.shape[2], *inputs.shape[3:])).copy_(cache[..., :dim])
+        cache = empty_like_inputs(inputs, (), (cache.shape[2], *inputs.shape[3:])).copy_(
+            cache[..., :dim]
+        )
     return Outputs(states, made.last[..., :dim].contiguous(), cache)
 
 
@@ -322,14 +285,24 @@ def backward(
     plan = _plans.get(key)
     if plan is None:
         plan = remember(_plans, key, _plan_backward(*tensors, options))
-    gradients: tuple[Tensor, Tensor] = plan(*tensors)
+    gradients: tuple[Tensor, Tensor] = _with_memory(plan, *tensors)
     return gradients
+
+
+def _with_memory(plan: Plan, *tensors: Tensor | None) -> Any:
+    """What the plan makes; where memory is short, without what is kept for reuse."""
+    try:
+        return plan(*tensors)
+    except torch.OutOfMemoryError:
+        if not rnn_buffers.clear():
+            raise
+    return plan(*tensors)
 
 
 def empty_gradients(states: Tensor, function: Function) -> tuple[Tensor, Tensor]:
     """Room for what ``backward`` makes."""
     count, batch, _, heads, dim = states.shape
-    gates = room_like(states[0], (), (SIZES[function].bias, heads, dim))
+    gates = empty_like_inputs(states[0], (), (SIZES[function].bias, heads, dim))
     return gates, states.new_empty(count, batch, heads, dim)
 
 
@@ -381,12 +354,12 @@ def _plan_backward(
         weight = dense(widened(recurrent, 2))
         gates_grad, initial_grad = empty_gradients(known, function)
         if problem.scope == "step":
-            room = _room(problem, known)
-            left = rnn_steps.backward(
-                room, run, weight, known, start, cache if known_cache is None else known_cache, given, final,
-                options.clips, gates_grad,
-            )  # fmt: skip
-            initial_grad.copy_(left)
+            with _step_buffers(problem, known) as buffers:
+                left = rnn_steps.backward(
+                    buffers, run, weight, known, start, cache if known_cache is None else known_cache,
+                    given, final, options.clips, gates_grad,
+                )  # fmt: skip
+                initial_grad.copy_(left)
         else:
             run(
                 {

@@ -1,14 +1,13 @@
 """The backend ``cuda_alternating``: at each step a product with R, by torch, and a kernel for the rest.
 
-Steps are taken in chunks, in a room: tensors of a chunk's length that what is given is copied to and
-from. So a launch does not depend on how the given tensors lie, and a CUDA graph of one chunk, recorded
-the second time, serves sequences of any length.
+Steps are taken in chunks, in buffers of a chunk's length: what is given is copied to them, and what is
+made is copied from them. So a launch does not depend on how the given tensors lie, and a CUDA graph of
+one chunk serves sequences of any length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -23,81 +22,66 @@ from scan_registry.kernels.rnn.problem import (
 )
 from scan_registry.kernels.rnn.reference import previous_first
 from scan_registry.ops.launching import Run
+from scan_registry.ops.step_buffers import StepBuffers
 
-CHUNK = 64  # steps in a room, and in a graph
+CHUNK = 64  # the most steps that buffers hold, and a graph
+_LEAST = 4  # steps; with fewer, copying costs more than the steps
+_CHUNK_BYTES = 32 << 20  # of what buffers hold of the sequence; longer chunks are no faster by then
 
 Tensors = Mapping[str, Tensor]
 
 
-@dataclass
-class Room:
-    """The tensors of a chunk by name, and its graph once there is one; ``used`` after a whole chunk."""
-
-    tensors: dict[str, Tensor]
-    used: bool = False
-    graph: torch.cuda.CUDAGraph | None = None
-
-    def take(self, steps: int, body: Callable[[Tensors, int], None]) -> None:
-        """Run ``body`` on the first steps; from a graph, where there are as many as that has."""
-        if steps < CHUNK or not self._records():
-            body(self.tensors, steps)
-            return
-        if self.graph is None:
-            if (
-                not self.used
-            ):  # libraries set themselves up at a first call, which no graph may hold
-                self.used = True
-                body(self.tensors, steps)
-                return
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                body(self.tensors, steps)
-            self.graph = graph
-        self.graph.replay()
-
-    def _records(self) -> bool:
-        one = self.tensors["states"]
-        return one.is_cuda and not is_capturing(one)
-
-
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether what is launched on the tensor's device goes to a graph that somebody records."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def room_shapes(
-    direction: Direction, function: Function, batch: int, heads: int, dim: int, training: bool
-) -> dict[str, tuple[int, ...]]:
-    """What a room has, in the dtype of the sequence; beside it, ``carry`` and ``bias`` are float32. The
-    states of a backward pass begin with those before the chunk."""
+def chunk_steps(
+    direction: Direction, function: Function, batch: int, width: int, itemsize: int, training: bool
+) -> int:
+    """How many steps buffers hold; ``width`` is that of all heads, ``itemsize`` in bytes."""
     sizes = SIZES[function]
+    states, kept = len(sizes.states), len(sizes.cache) if training else 0
+    given = sizes.inputs if direction == "forward" else states + sizes.bias
+    each = (states + kept + given) * batch * width * itemsize
+    return max(_LEAST, min(CHUNK, _CHUNK_BYTES // max(1, each)))
+
+
+def buffer_shapes(
+    direction: Direction,
+    function: Function,
+    size: tuple[int, int, int],
+    steps: int,
+    training: bool,
+) -> dict[str, tuple[int, ...]]:
+    """What buffers for ``steps`` steps hold, in the dtype of the sequence; beside it, ``carry`` and ``bias``
+    are float32. The states of a backward pass begin with those before the chunk. ``size`` is (batch,
+    heads, dim)."""
+    sizes, (batch, heads, dim) = SIZES[function], size
     unit, states = (heads, dim), len(sizes.states)
     before = int(direction == "backward")
-    shapes: dict[str, tuple[int, ...]] = {"states": (states, batch, before + CHUNK, *unit)}
+    shapes: dict[str, tuple[int, ...]] = {"states": (states, batch, before + steps, *unit)}
     if sizes.cache and training:
-        shapes["cache"] = (batch, CHUNK, len(sizes.cache), *unit)
+        shapes["cache"] = (batch, steps, len(sizes.cache), *unit)
     if direction == "forward":
-        shapes["inputs"] = (batch, CHUNK, sizes.inputs, *unit)
+        shapes["inputs"] = (batch, steps, sizes.inputs, *unit)
         shapes["weight"] = (heads, dim, sizes.recurrent * dim)
         shapes["terms"] = (heads, batch, sizes.recurrent * dim)
         shapes["before"] = (batch, *unit)
     else:
-        shapes["states_grad"] = (states, batch, CHUNK, *unit)
-        shapes["gates_grad"] = (batch, CHUNK, sizes.bias, *unit)
+        shapes["states_grad"] = (states, batch, steps, *unit)
+        shapes["gates_grad"] = (batch, steps, sizes.bias, *unit)
         shapes["weight"] = (heads, sizes.recurrent * dim, dim)
         shapes["through"] = (heads, batch, sizes.recurrent, dim)
         shapes["terms"] = (heads, batch, dim)
     return shapes
 
 
-def make_room(shapes: Mapping[str, tuple[int, ...]], like: Tensor, function: Function) -> Room:
-    """An empty room, in the dtype and on the device of ``like``."""
+def make_buffers(
+    shapes: Mapping[str, tuple[int, ...]], steps: int, like: Tensor, function: Function
+) -> StepBuffers:
+    """Empty buffers, in the dtype and on the device of ``like``."""
     _, batch, _, *unit = shapes["states"]
     sizes = SIZES[function]
     tensors = {name: like.new_empty(shape) for name, shape in shapes.items()}
     tensors["carry"] = like.new_empty(len(sizes.states), batch, *unit, dtype=torch.float32)
     tensors["bias"] = like.new_empty(sizes.bias, *unit, dtype=torch.float32)
-    return Room(tensors)
+    return StepBuffers(tensors, steps)
 
 
 def step_problem(
@@ -108,9 +92,11 @@ def step_problem(
     training: bool,
     clips: Clips,
 ) -> RnnProblem:
-    """What a step poses in a room; ``size`` is (batch, time, heads, dim)."""
+    """What a step poses in buffers; ``size`` is (batch, time, heads, dim)."""
     batch, time, heads, dim = size
-    shapes = room_shapes(direction, function, batch, heads, dim, training)
+    itemsize = getattr(torch, dtype).itemsize
+    steps = chunk_steps(direction, function, batch, heads * dim, itemsize, training)
+    shapes = buffer_shapes(direction, function, (batch, heads, dim), steps, training)
     strides = []
     for name, dimensions in STRIDED["step", direction].items():
         shape = shapes.get("states" if name == "before" else name, (0,) * 5)
@@ -134,7 +120,7 @@ def step_problem(
 
 
 def forward(
-    room: Room,
+    buffers: StepBuffers,
     run: Run,
     inputs: Tensor,
     recurrent: Tensor,
@@ -144,7 +130,7 @@ def forward(
     cache: Tensor | None,
 ) -> None:
     """Writes states (states, B, T, N, D), and cache where there is one."""
-    own, time = room.tensors, inputs.shape[1]
+    own, time, chunk = buffers.tensors, inputs.shape[1], buffers.steps
     own["weight"].copy_(previous_first(recurrent))
     own["bias"].copy_(bias)
     _set(own["carry"], initial)
@@ -153,10 +139,10 @@ def forward(
     def body(own: Tensors, steps: int) -> None:
         _forward_steps(run, own, steps)
 
-    for begin in range(0, time, CHUNK):
-        count = min(CHUNK, time - begin)
+    for begin in range(0, time, chunk):
+        count = min(chunk, time - begin)
         own["inputs"][:, :count].copy_(inputs[:, begin : begin + count])
-        room.take(count, body)
+        buffers.run(count, body)
         states[:, :, begin : begin + count].copy_(own["states"][:, :, :count])
         if cache is not None:
             cache[:, begin : begin + count].copy_(own["cache"][:, :count])
@@ -180,7 +166,7 @@ def _forward_steps(run: Run, own: Tensors, steps: int) -> None:
 
 
 def backward(
-    room: Room,
+    buffers: StepBuffers,
     run: Run,
     recurrent: Tensor,
     states: Tensor,
@@ -192,7 +178,7 @@ def backward(
     gates_grad: Tensor,
 ) -> Tensor:
     """Writes gates_grad (B, T, bias, N, D); the gradient of the initial states, in float32."""
-    own, time = room.tensors, states.shape[2]
+    own, time, chunk = buffers.tensors, states.shape[2], buffers.steps
     gates, heads, dim, _ = recurrent.shape
     own["weight"].copy_(recurrent.transpose(0, 1).reshape(heads, gates * dim, dim))
     own["terms"].zero_()
@@ -201,15 +187,15 @@ def backward(
     def body(own: Tensors, steps: int) -> None:
         _backward_steps(run, own, steps, clips.recurrent_cut)
 
-    for end in range(time, 0, -CHUNK):
-        begin = max(0, end - CHUNK)
+    for end in range(time, 0, -chunk):
+        begin = max(0, end - chunk)
         count = end - begin
         _set(own["states"][:, :, 0], states[:, :, begin - 1] if begin else initial)
         own["states"][:, :, 1 : count + 1].copy_(states[:, :, begin:end])
         own["states_grad"][:, :, :count].copy_(states_grad[:, :, begin:end])
         if "cache" in own:
             own["cache"][:, :count].copy_(cache[:, begin:end])
-        room.take(count, body)
+        buffers.run(count, body)
         gates_grad[:, begin:end].copy_(own["gates_grad"][:, :count])
     grads = own["carry"].clone()
     grads[0] += own["terms"].transpose(0, 1).float().clamp(-clips.recurrent, clips.recurrent)
@@ -235,8 +221,8 @@ def _backward_steps(run: Run, own: Tensors, steps: int, cut: bool) -> None:
             torch.bmm(through.flatten(2), own["weight"], out=own["terms"])
 
 
-def _set(room: Tensor, value: Tensor | None) -> None:
+def _set(buffer: Tensor, value: Tensor | None) -> None:
     if value is None:
-        room.zero_()
+        buffer.zero_()
     else:
-        room.copy_(value)
+        buffer.copy_(value)

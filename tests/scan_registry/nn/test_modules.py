@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -147,6 +148,113 @@ def test_compile_without_a_break() -> None:
         _, ours = pair(kind, num_layers=2, bidirectional=True)
         compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(flat(compiled(x)), flat(ours(x)))
+
+
+# --- Gradients, as optimizers use them --------------------------------------------------------
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first to past its last byte."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def apart(tensors: list[Tensor]) -> bool:
+    spans = sorted(span(tensor) for tensor in tensors if tensor.numel())
+    return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+@pytest.mark.parametrize("options", [*OPTIONS, {"num_layers": 2}], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, "SLSTM"])
+def test_no_gradients_or_outputs_share_memory(kind: str, options: dict[str, Any], how: str) -> None:
+    module, dtype = getattr(nn, kind)(5, 6, **options), options.get("dtype")
+    x = torch.randn(3, 7, 5, dtype=dtype, requires_grad=True)
+    results = flat(module(x))
+    assert apart([*results, *module.parameters(), x])
+    loss, leaves = sum(out.square().sum() for out in results), [*module.parameters(), x]
+    if how == "grad":
+        assert apart([*torch.autograd.grad(loss, leaves)])
+    else:
+        loss.backward()
+        assert apart([leaf.grad for leaf in leaves if leaf.grad is not None])
+
+
+# --- Strides ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 3), (5, 1, 3), (1, 2, 3), (5, 3)], ids=str)
+@pytest.mark.parametrize("first", [False, True], ids=["time first", "batch first"])
+@pytest.mark.parametrize("bidirectional", [False, True], ids=["one way", "both ways"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides_match_torch(
+    kind: str, bidirectional: bool, first: bool, shape: tuple[int, ...]
+) -> None:
+    for layers in (1, 2):
+        options = {"bidirectional": bidirectional, "batch_first": first, "num_layers": layers}
+        theirs, ours = (getattr(home, kind)(3, 4, **options) for home in (torch.nn, nn))
+        x = torch.randn(shape)
+        views = [x, torch.randn(*shape, 2)[..., 0], x.transpose(0, 1).contiguous().transpose(0, 1)]
+        for view in views:
+            expected, found = flat(theirs(view)), flat(ours(view))
+            assert [out.stride() for out in found] == [out.stride() for out in expected]
+    assert kind == "GRU" or bidirectional or first or ours(x)[0].view(-1, 4).shape[1] == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides_of_packed_sequences_match_torch(kind: str) -> None:
+    packed = pack_padded_sequence(
+        torch.randn(9, 3, 5), torch.tensor([4, 9, 1]), enforce_sorted=False
+    )
+    for options in ({}, {"bidirectional": True}, {"batch_first": True}):
+        theirs, ours = pair(kind, **options)
+        expected, found = theirs(packed), ours(packed)
+        assert found[0].data.stride() == expected[0].data.stride()
+        assert [t.stride() for t in flat(found[1])] == [t.stride() for t in flat(expected[1])]
+
+
+# --- torch.jit and torch.fx -------------------------------------------------------------------
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)[0] * 2
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "SLSTM"])
+def test_modules_can_be_traced_by_jit(kind: str) -> None:
+    module, x = getattr(nn, kind)(3, 4), torch.randn(5, 2, 3)
+    traced = torch.jit.trace(module, x)
+    other = torch.randn(5, 2, 3)
+    torch.testing.assert_close(flat(traced(other)), flat(module(other)))
+    found = torch.autograd.grad(traced(other)[0].square().sum(), [*module.parameters()])
+    expected = torch.autograd.grad(module(other)[0].square().sum(), [*module.parameters()])
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(flat(traced(other)), flat(module(other)))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "SLSTM"])
+def test_modules_are_leaves_of_fx(kind: str) -> None:
+    holder, x = Holder(getattr(nn, kind)(3, 4)), torch.randn(5, 2, 3)
+    graph = torch.fx.symbolic_trace(holder)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["inner"]
+    assert torch.equal(graph(x), holder(x))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_scripting_says_what_to_use_instead(held: bool) -> None:
+    module = nn.LSTM(3, 4)
+    with pytest.raises(
+        RuntimeError, match=r"cannot compile scan_registry.nn.LSTM; use torch.compile"
+    ):
+        torch.jit.script(Holder(module) if held else module)
 
 
 # --- SLSTM ------------------------------------------------------------------------------------

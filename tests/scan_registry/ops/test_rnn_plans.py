@@ -3,7 +3,10 @@ nothing but what the problem's strides and sizes say."""
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -11,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from scan_registry import rnn
+from scan_registry import nn, rnn
 from scan_registry.alternatives import Asked
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
-from scan_registry.ops import rnn_plans, rnn_steps
+from scan_registry.ops import rnn_plans, rnn_steps, step_buffers
 from scan_registry.ops.launching import Run
 from scan_registry.ops.rnn_arguments import FUNCTIONS, WAYS
+from scan_registry.ops.step_buffers import BufferPool
 
 Tensors = Mapping[str, Any]
 Play = Callable[[str], list[RnnProblem]]
@@ -133,7 +137,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         monkeypatch.setattr(rnn_plans, "_in_torch", lambda *_: False)
         monkeypatch.setattr(rnn_plans, "_prepared", prepared)
         monkeypatch.setattr(rnn_plans, "_plans", {})
-        monkeypatch.setattr(rnn_plans, "_rooms", {})
+        pool = BufferPool()
+        monkeypatch.setattr(rnn_plans, "rnn_buffers", pool)
+        monkeypatch.setattr(step_buffers, "rnn_buffers", pool)
         return solved
 
     torch.manual_seed(0)
@@ -242,11 +248,105 @@ def test_a_plan_is_made_once(play: Play) -> None:
     assert len(solved) == 3
 
 
-def test_rooms_are_few(play: Play) -> None:
+def test_buffers_are_used_again(play: Play) -> None:
     play("step")
+    for _ in range(3):
+        rnn(*draw("lstm", (2, 3, 1, 16)))[0].sum().backward()
+    kept = rnn_plans.rnn_buffers._idle
+    assert {key.options[0] for key, _ in kept} == {"forward", "backward"}
+    assert len(kept) == 2
+
+
+def test_kept_buffers_have_a_bound(play: Play) -> None:
+    play("step")
+    pool = rnn_plans.rnn_buffers
+    pool.max_size = 1 << 20
     for heads, function in product((1, 2, 3), FUNCTIONS):
         rnn(*draw(function, (2, 3, heads, 16)), function=function)
-    assert len(rnn_plans._rooms) == 8
+        assert 0 < pool.size <= 1 << 20
+    held = pool.size
+    assert (pool.clear(), pool.size) == (held, 0)
+    pool.max_size = 0
+    rnn(*draw("lstm", (2, 3, 1, 16)))
+    assert pool.size == 0
+    for wrong in (-1, 1.5, True, None):
+        with pytest.raises(ValueError, match="accepted are numbers of bytes from 0 up"):
+            pool.max_size = wrong  # type: ignore[assignment]
+
+
+def test_calls_at_the_same_time_share_no_buffers(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two threads is in the middle of its first step when the other begins its own."""
+    play("step")
+    inputs = [[t.detach() for t in draw("lstm", (2, 5, 1, 16))] for _ in range(2)]
+    inputs[1][0] = inputs[1][0] + 1
+    expected = [rnn(*each)[0] for each in inputs]
+    both, first = threading.Barrier(2, timeout=60), threading.local()
+    plain = Kernel.step_forward
+
+    def step(self: Kernel, tensors: Tensors, function: Function) -> None:
+        if not hasattr(first, "done"):
+            first.done = True
+            both.wait()
+        plain(self, tensors, function)
+
+    monkeypatch.setattr(Kernel, "step_forward", step)
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(lambda each: rnn(*each)[0], inputs)]
+    for out, ref in zip(found, expected, strict=True):
+        assert torch.equal(out, ref)
+
+
+def test_buffers_go_with_the_module_that_they_served(play: Play) -> None:
+    play("step")
+    modules = [nn.LSTM(3, 16), nn.LSTM(3, 5, bidirectional=True), nn.SLSTM(3, 16)]
+    for module in modules:
+        module(torch.randn(4, 2, 3))[0].sum().backward()
+    del module
+    for left in (4, 2, 0):
+        modules.pop()
+        gc.collect()
+        assert len(rnn_plans.rnn_buffers._idle) == left
+
+
+def test_buffers_that_a_failed_call_used_are_not_kept(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play("step")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("as planned")
+
+    monkeypatch.setattr(Kernel, "step_forward", fail)
+    with pytest.raises(RuntimeError, match="as planned"):
+        rnn(*draw("lstm", (2, 3, 1, 16)))
+    assert rnn_plans.rnn_buffers.size == 0
+
+
+def test_short_of_memory_a_call_is_tried_again_without_kept_buffers(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play("step")
+    given = draw("lstm", (2, 3, 1, 16))
+    expected, plain = rnn(*given)[0], Kernel.step_forward
+
+    def full(self: Kernel, tensors: Tensors, function: Function) -> None:
+        if rnn_plans.rnn_buffers.size:
+            raise torch.OutOfMemoryError("as planned")
+        plain(self, tensors, function)
+
+    rnn(*draw("gru", (2, 3, 1, 16)), function="gru")  # what is in the way
+    monkeypatch.setattr(Kernel, "step_forward", full)
+    assert torch.equal(rnn(*given)[0], expected)
+
+
+def test_buffers_of_wide_networks_hold_fewer_steps(play: Play) -> None:
+    """As many as make 32 MiB of the sequence, from 4 to 64."""
+    chunk = rnn_steps.chunk_steps
+    assert chunk("forward", "lstm", 16, 1024, 2, True) == 64
+    assert chunk("forward", "lstm", 256, 2048, 2, True) == 4
+    assert chunk("backward", "lstm", 64, 2048, 2, True) == 10
 
 
 def test_what_each_backend_tries() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -281,6 +282,10 @@ torch.compile(nn.LSTM(3, 4), backend="aot_eager", fullgraph=True)(tokens.mT)[0].
 """
 
 
-def test_the_package_can_be_imported_again_in_one_process() -> None:
-    run = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, check=False)
+def test_the_package_can_be_imported_again_in_one_process(tmp_path: Path) -> None:
+    # Not in the sources' folder, which would be imported in place of the installed package.
+    command = [sys.executable, "-c", AGAIN]
+    run = subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", check=False, cwd=tmp_path
+    )
     assert run.returncode == 0, run.stderr

@@ -1,0 +1,126 @@
+"""CUDA graphs of what a function launches, recorded so that other threads do not notice.
+
+``torch.cuda.graph`` synchronises the device, and has torch's allocator and random numbers take part;
+other threads fail meanwhile. Here the driver captures a stream that nobody else uses, in the mode
+that forbids other threads nothing. Only what waits for the whole device, as ``torch.cuda.synchronize``
+does, cannot run in another thread during a capture of some milliseconds: CUDA fails it, and the
+capture with it, which is then not used.
+
+cuBLAS works in memory that torch keeps by thread and stream. Graphs refer to it, so it comes from a
+memory pool of its own, which torch returns to nobody. The stream belongs to one stream of the user's,
+which orders the launches of all graphs that share that memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scan_registry import driver
+
+
+def possible(tensor: Tensor) -> bool:
+    """Whether launches on the tensor's device can be recorded: not where somebody records them already."""
+    return tensor.is_cuda and not is_capturing(tensor)
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether what is launched on the tensor's device goes to a graph that somebody records."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class Graph:
+    """A recorded graph; it is destroyed with this object."""
+
+    def __init__(self, ordinal: int, executable: int) -> None:
+        self._ordinal, self._executable = ordinal, executable
+
+    def launch(self) -> None:
+        """Launch it on the current stream of its device; ``DriverError`` if that fails."""
+        stream = torch.cuda.current_stream(self._ordinal).cuda_stream
+        driver.launch_graph(self._ordinal, self._executable, stream)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the process may be ending, and the driver with it
+            driver.destroy_graph(self._ordinal, self._executable)
+
+
+@dataclass
+class _Recorder:
+    """A stream for recordings, and the lock of whoever uses it."""
+
+    stream: torch.cuda.ExternalStream
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_recorders: dict[tuple[int, int], _Recorder] = {}
+_pools: dict[int, Any] = {}
+_making = threading.Lock()
+
+
+def _recorder(device: torch.device) -> _Recorder:
+    """Of the current stream."""
+    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    with _making:
+        if key not in _recorders:
+            stream = driver.create_stream(device.index)
+            _recorders[key] = _Recorder(torch.cuda.ExternalStream(stream, device=device))
+            _pools.setdefault(device.index, torch.cuda.MemPool())
+        return _recorders[key]
+
+
+def warm_up(device: torch.device, body: Callable[[], None]) -> bool:
+    """Launch ``body`` where it will be recorded, so that libraries have set up what no capture may hold.
+
+    The current stream waits for it. False if another thread was recording: ``body`` is then launched
+    on the current stream.
+    """
+    recorder = _recorder(device)
+    if not recorder.lock.acquire(blocking=False):
+        body()
+        return False
+    try:
+        current = torch.cuda.current_stream(device)
+        recorder.stream.wait_stream(current)
+        with (
+            torch.cuda.stream(recorder.stream),
+            torch.cuda.use_mem_pool(_pools[device.index], device),
+        ):
+            body()
+        current.wait_stream(recorder.stream)
+    finally:
+        recorder.lock.release()
+    return True
+
+
+def record(device: torch.device, body: Callable[[], None]) -> Graph | None:
+    """What ``body`` launches, as a graph; None if it could not be recorded, and nothing was launched."""
+    recorder = _recorder(device)
+    if not recorder.lock.acquire(blocking=False):
+        return None
+    try:
+        with (
+            torch.cuda.stream(recorder.stream),
+            torch.cuda.use_mem_pool(_pools[device.index], device),
+        ):
+            executable = driver.capture(device.index, recorder.stream.cuda_stream, body)
+    except (driver.CaptureError, RuntimeError):
+        # Another thread waited for the device, or ``body`` cannot be captured. It is launched as it is
+        # instead, and says itself if something is wrong with it.
+        _forget_error(device)
+        return None
+    finally:
+        recorder.lock.release()
+    return Graph(device.index, executable)
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA's runtime reports an error of this thread once more, at the next launch: let it be this one."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
