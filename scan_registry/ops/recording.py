@@ -7,7 +7,7 @@ does, cannot run in another thread during a capture of some milliseconds: CUDA f
 capture with it, which is then not used.
 
 cuBLAS works in memory that torch keeps by thread and stream. Graphs refer to it, so it comes from a
-memory pool of its own, which torch returns to nobody. The stream belongs to one stream of the user's,
+memory pool of its own, which torch returns to nobody. Stream and pool belong to one stream of the user's,
 which orders the launches of all graphs that share that memory.
 """
 
@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,14 +52,14 @@ class Graph:
 
 @dataclass
 class _Recorder:
-    """A stream for recordings, and the lock of whoever uses it."""
+    """A stream for recordings, memory for them, and the lock of whoever uses both."""
 
     stream: torch.cuda.ExternalStream
+    pool: torch.cuda.MemPool = field(default_factory=torch.cuda.MemPool)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 _recorders: dict[tuple[int, int], _Recorder] = {}
-_pools: dict[int, Any] = {}
 _making = threading.Lock()
 
 
@@ -71,7 +70,6 @@ def _recorder(device: torch.device) -> _Recorder:
         if key not in _recorders:
             stream = driver.create_stream(device.index)
             _recorders[key] = _Recorder(torch.cuda.ExternalStream(stream, device=device))
-            _pools.setdefault(device.index, torch.cuda.MemPool())
         return _recorders[key]
 
 
@@ -90,7 +88,7 @@ def warm_up(device: torch.device, body: Callable[[], None]) -> bool:
         recorder.stream.wait_stream(current)
         with (
             torch.cuda.stream(recorder.stream),
-            torch.cuda.use_mem_pool(_pools[device.index], device),
+            torch.cuda.use_mem_pool(recorder.pool, device),
         ):
             body()
         current.wait_stream(recorder.stream)
@@ -107,7 +105,7 @@ def record(device: torch.device, body: Callable[[], None]) -> Graph | None:
     try:
         with (
             torch.cuda.stream(recorder.stream),
-            torch.cuda.use_mem_pool(_pools[device.index], device),
+            torch.cuda.use_mem_pool(recorder.pool, device),
         ):
             executable = driver.capture(device.index, recorder.stream.cuda_stream, body)
     except (driver.CaptureError, RuntimeError):
