@@ -1,13 +1,13 @@
-"""Initial states that are wider than the elements of a scan, and what backward multiplies them by: on the CPU
-and in the emulator of a GPU."""
+"""Initial states that are wider than the elements of a scan, and what backward multiplies them by: on the CPU,
+in the emulator of a GPU and on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -87,3 +87,81 @@ def test_a_kernel_multiplies_by_the_initial_state_as_it_is(
                 assert case.error() <= cases.TOLERANCE["float16"], str(each)
                 checked += 1
     assert checked
+
+
+# --- The operator -----------------------------------------------------------------------------
+
+#: Batch, channels and time: ragged, aligned, and few and many columns of several tiles.
+SIZES = ((3, 5, 37), (2, 16, 1024), (2, 5, 4096), (2, 256, 64))
+BOUNDS = (0, 0, 1, 9, 37)
+
+
+def error(
+    sizes: cases.Shape, layout: str, options: dict[str, bool], dtype: str, device: str, backend: Any
+) -> float:
+    """Of the gradients of gates of 0: of the first ones states times gradients, and else 0. Options are
+    ``reverse``, ``packed``, and whether rows are ``misaligned``."""
+    dim = -1 if layout == "time_last" else 1
+    batch, channels, time = sizes
+    shape = [batch, channels, time] if layout == "time_last" else [batch, time, channels]
+    of_state = [*shape]
+    bounds = [*BOUNDS[:-1], time] if options["packed"] else [0, time]
+    if options["packed"]:
+        of_state[dim] = len(bounds) - 1
+    else:
+        del of_state[dim]
+    narrow, worst = getattr(torch, dtype), 0.0
+    wide = [*shape[:-1], shape[-1] + 1] if options["misaligned"] else shape
+    for size, grad in EXTREMES:
+        room = torch.zeros(wide, dtype=narrow, device=device)
+        gates = (room[..., 1:] if options["misaligned"] else room).requires_grad_()
+        state = size * (1 + torch.rand(of_state, device=device) / 100)
+        states = linear_scan(
+            gates,
+            torch.zeros_like(gates),
+            state,
+            dim=dim,
+            reverse=options["reverse"],
+            cu_seqlens=torch.tensor(bounds, device=device) if options["packed"] else None,
+            backend=backend,
+        )
+        (found,) = torch.autograd.grad(states, gates, torch.full_like(states, grad))
+        expected = torch.zeros(shape, dtype=torch.float64, device=device)
+        exact = float(torch.tensor(grad, dtype=narrow)) * state.double()
+        for number, (begin, end) in enumerate(pairwise(bounds)):
+            first = end - 1 if options["reverse"] else begin
+            if begin < end:
+                of_sequence = exact.select(dim, number) if options["packed"] else exact
+                expected.select(dim, first).copy_(of_sequence)
+        worst = max(worst, relative_error(found, expected))
+    return worst
+
+
+OPTIONS = [
+    dict(zip(("reverse", "packed", "misaligned"), each, strict=True))
+    for each in product((False, True), repeat=3)
+]
+NAMES = ["-".join(name for name, wanted in each.items() if wanted) for each in OPTIONS]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["time_last", "channel_last"])
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+def test_first_gates_get_states_times_gradients(
+    sizes: cases.Shape, options: dict[str, bool], layout: str, dtype: str
+) -> None:
+    assert error(sizes, layout, options, dtype, "cpu", "auto") <= cases.TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["time_last", "channel_last"])
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_first_gates_get_them_on_a_gpu(
+    sizes: cases.Shape, options: dict[str, bool], layout: str, dtype: str, backend: str
+) -> None:
+    assert error(sizes, layout, options, dtype, "cuda", backend) <= cases.TOLERANCE[dtype]

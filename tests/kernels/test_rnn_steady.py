@@ -20,7 +20,11 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no
 def draw(dim: int, dtype: str, device: str) -> list[Tensor]:
     """Wx, R and b: f keeps most of a state."""
     torch.manual_seed(0)
-    wx, r, b = torch.randn(4, 1, dim), torch.randn(4, 1, dim, dim) / dim**0.5, torch.randn(4, 1, dim)
+    wx, r, b = (
+        torch.randn(4, 1, dim),
+        torch.randn(4, 1, dim, dim) / dim**0.5,
+        torch.randn(4, 1, dim),
+    )
     b[1] += 4
     return [t.to(device, getattr(torch, dtype)) for t in (wx.expand(3, 11, -1, -1, -1), r, b)]
 
