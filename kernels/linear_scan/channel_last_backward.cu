@@ -149,6 +149,7 @@ struct BackwardTiles {
     using Tiles = Ring<3, 32 * STEPS>;
     using Entrance = ColumnEntrance;
     enum : int { SCANS = CHANNELS, HELD = VECTOR };
+    enum : int { EACH = 16 / sizeof(State) };  // of a piece's states
     const Scans scans;
     const Walk walk;
     const Plane gates, grads, states, gates_grad, tokens_grad;
@@ -162,6 +163,7 @@ struct BackwardTiles {
     __device__ State* after(unsigned column, int scan) const {
         return scans.state_of(initial_grad, state_batch, state_channel, column, scan);
     }
+    __device__ bool has_last(const Position& at) const { return at.first + at.rows == scans.time && at.rows > 0; }
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
@@ -170,21 +172,8 @@ struct BackwardTiles {
         if (!gates_grad) return;
         // Of each row the state before it; that of the walk's last is not among the states.
         Position earlier = at;
-        earlier.first++;
-        const bool has_last = at.first + at.rows == scans.time && at.rows > 0;
-        earlier.rows -= has_last;
+        earlier.first++, earlier.rows -= has_last(at);
         copy_in(ring, 2, states, earlier, walk, 0);
-        const int last = at.rows - 1;
-        if (!has_last || !at.has_channels || at.lane / LANES != last % ROWS) return;
-        State initial[VECTOR];
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++)
-            initial[v] = initial_state
-                             ? initial_state[at.batch * state_batch + (at.channel + v) * state_channel]
-                             : State(0);
-        Chunk<Element, VECTOR> chunk;
-        chunk.set(initial);
-        *ring.place(2, last * LANES + at.lane % LANES) = words_of(chunk);
     }
     __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
         const Position at(scans, tile);
@@ -209,6 +198,8 @@ struct BackwardTiles {
         Storage* const to_gates = gates_grad.at(at, walk, at.own_row(0));
         Storage* const to_tokens = tokens_grad.at(at, walk, at.own_row(0));
         const i64 apart = tokens_grad.apart(walk);
+        const bool with_initial = gates_grad && initial_state && at.has_channels && has_last(at);
+        const int last = with_initial ? at.rows - 1 : -1;
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             auto gate = read_piece(ring.place(0, at.own(k))), grad = read_piece(ring.place(1, at.own(k)));
@@ -223,7 +214,34 @@ struct BackwardTiles {
             gate.set(for_gates), grad.set(for_tokens);
             if (gates_grad && at.has_own(k)) store_global(to_gates + k * apart, words_of(gate));
             if (tokens_grad && at.has_own(k)) store_global(to_tokens + k * apart, words_of(grad));
+            if (at.own_row(k) == last) keep(ring, at.own(k), for_tokens);
         }
+        if (unsigned(last - at.own_row(0)) < unsigned(STEPS)) use_initial(ring, at, last);
+    }
+    // The walk's last row takes the state before it as it is, which the states' storage could not hold. What that
+    // multiplies is put by where the row's inputs were, so that the rows' code is no longer for it.
+    __device__ static void keep(const Tiles& ring, int own, const State (&x)[VECTOR]) {
+#pragma unroll
+        for (int part = 0; part < VECTOR / EACH; part++) {
+            Chunk<Element::Whole, EACH> chunk;
+#pragma unroll
+            for (int v = 0; v < EACH; v++) chunk.put(v, Element::Whole::narrow(x[part * EACH + v]));
+            *ring.place(part, own) = words_of(chunk);
+        }
+    }
+    __device__ void use_initial(const Tiles& ring, const Position& at, int last) const {
+        const int own = last * LANES + at.lane % LANES;
+        const State* const initial = initial_state + at.batch * state_batch + at.channel * state_channel;
+        State for_gates[VECTOR];
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) {
+            const auto kept = get_words<Element::Whole, EACH>(
+                reinterpret_cast<const unsigned*>(ring.place(v / EACH, own)));
+            for_gates[v] = kept.get(v % EACH) * conj(initial[v * state_channel]);
+        }
+        Chunk<Element, VECTOR> chunk;
+        chunk.set(for_gates);
+        store_global(gates_grad.at(at, walk, last), words_of(chunk));
     }
 };
 #else
@@ -328,18 +346,14 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     for (int k = 0; k < STEPS; k++) {
         gate[k] = gates_rows.load(k, GateElement::ONE);
         grad[k] = grads_rows.load(k, 0);
-        if (!gates_grad) continue;
-        if (k + 1 < states_rows.count) {
-            earlier[k] = states_rows.load(k + 1, 0);
-        } else {  // the walk's last step, or past it
-            State initial[VECTOR];
+        if (gates_grad) earlier[k] = states_rows.load(k + 1, 0);
+    }
+    // The state before the walk's last step is none of those that are stored, and no storage of theirs would hold it.
+    State initial[VECTOR];
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) {
-                const bool given = initial_state && !walk.packed() && at.channel + v < channels;
-                initial[v] = given ? initial_state[(at.channel + v) * state_channel] : State(0);
-            }
-            earlier[k].set(initial);
-        }
+    for (int v = 0; v < VECTOR; v++) {
+        const bool given = initial_state && !walk.packed() && at.channel + v < channels;
+        initial[v] = given ? initial_state[(at.channel + v) * state_channel] : State(0);
     }
 
     // Packed sequences come with VECTOR 1: their states are those of one channel.
@@ -371,7 +385,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
         State for_gates[VECTOR], for_tokens[VECTOR];
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
-            State x = earlier[k].get(v);
+            State x = chosen(k + 1 == states_rows.count, initial[v], earlier[k].get(v));
             if (marks.starts_at(k)) h[v] = after_grad.read(marks.places[k].of_first);
             if (marks.ends_at(k)) x = before.read(marks.places[k].of_last);
             for_tokens[v] = grad[k].get(v) + h[v];

@@ -26,25 +26,18 @@ struct BackwardTiles {
     const Backward& of;
     const Scans& scans;
 
-    __device__ Storage initial(const Position& at, unsigned row) const {
-        const State* const state = of_row(of.initial_state, at, row);
-        return state ? Element::narrow(*state) : Storage(0);
-    }
-
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
         copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
         copy_in<TURNED>(ring, 1, of.grads, at, scans, [](unsigned) { return Storage(0); });
         if (!of.gates_grad.first) return;
-        copy_in<TURNED>(ring, 2, of.states, at, scans,
-                        [&](unsigned row) { return initial(at, row); });
+        copy_in<TURNED>(ring, 2, of.states, at, scans, [](unsigned) { return Storage(0); });
         if (at.lane >= SIDE) return;
         const unsigned row = at.first_row + at.lane;
         const i64 next = at.first + TIMES - scans.skip<TURNED>(at, row);
         const bool inside = row < scans.rows && next < scans.time;
         copy_piece<TURNED>(ring.extra(at.lane), of.states.at<TURNED>(scans, at, row, next), next, scans.time, inside);
-        if (!inside) *ring.extra(at.lane) = piece_of(initial(at, row));
     }
     // Of a row among batches × channels; null if there is none.
     template <class S>
@@ -61,7 +54,6 @@ struct BackwardTiles {
         if constexpr (RAGGED) {
             mend<TURNED>(ring, 0, at, scans, Element::ONE);
             mend<TURNED>(ring, 1, at, scans, 0);
-            mend<TURNED>(ring, 2, at, scans, initial(at, at.row()));
             __syncwarp();  // a neighbour reads some of it
         }
         Affine map;
@@ -80,6 +72,12 @@ struct BackwardTiles {
     __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
+        // The state before the walk's last step is not among the states, nor in their storage, which could not
+        // hold it: it is taken as it is, where one of this lane's items is that step.
+        const i64 to_last = scans.time - 1 + scans.skip<TURNED>(at, at.row()) - at.first - at.lane % LANES * ITEMS;
+        const int last = to_last >= 0 && to_last < ITEMS ? int(to_last) : -1;
+        const State* const initial_state = last < 0 ? nullptr : of_row(of.initial_state, at, at.row());
+        const State initial = initial_state ? *initial_state : State(0);
         State h = entrance.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at, at.row()),
                                  of_row(of.initial_grad, at, at.row()));
 #pragma unroll
@@ -94,7 +92,8 @@ struct BackwardTiles {
             State for_gates[VECTOR], for_tokens[VECTOR];
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
-                const State earlier = i + 1 < VECTOR ? states.get(i + 1) : next.get(0);
+                State earlier = i + 1 < VECTOR ? states.get(i + 1) : next.get(0);
+                if (RAGGED || i + 1 == VECTOR) earlier = chosen(p * VECTOR + i == last, initial, earlier);
                 for_tokens[i] = grad.get(i) + h;
                 for_gates[i] = for_tokens[i] * conj(earlier);
                 h = conj(gate.get(i)) * for_tokens[i];

@@ -103,6 +103,12 @@ struct elman {
 // h depends on c, n and m by c/n alone, and not at all on m as long as n is not at its floor: the
 // gradients of a loss that only h enters obey dm = dc·c + dn·n. So what is carried backwards in m's place
 // is dm − dc·c − dn·n, which is then exactly 0 and gathers no rounding errors.
+//
+// What i and f get is dc times differences of c/n, from step to step or from z, which may be far less than c/n is:
+// where states have 16 bits, their rounding would be most of it. But c'/n' − c/n = w·(z − c/n), with w = e/n', so
+// a step's difference is taken as that, and is off by w times as much; what is then carried for n goes with
+// the c/n of the rounded states. c/n is a mean of z, unless initial states say otherwise: if they have it at 2 or
+// more, or if n is at its floor, differences are those of the states.
 struct slstm {
     enum : int { RECURRENT = 4, INPUTS = 4, GATES = 4, STATES = 4, KEPT = 4 };
     enum : int { FIRST = 1, TRACKED = 2 };
@@ -131,19 +137,25 @@ struct slstm {
         const bool by_input = !(__float_as_uint(kept[0]) >> 31);
         const float e = by_input ? 1.f : -kept[0], k = by_input ? kept[0] : 1.f;
         const float z = kept[2], o = kept[3], c = after[0], n = after[1];
-        const float dh = grads[0], share = quotient(dh * o, n);
-        const float dc = grads[1] + share, to_n = grads[2] - share * quotient(c, n);
-        const bool floored = k * before[1] + e < 1;
+        const float dh = grads[0], share = quotient(dh * o, n), y = quotient(c, n);
+        const float dc = grads[1] + share, to_n = grads[2] - share * y;
+        const float kept_n = k * before[1];
+        const bool floored = kept_n + e < 1;
         const float dn = floored ? 0.f : to_n;
         const float dm = grads[3] + (floored ? to_n : 0.f);
-        const float d_log_k = (dc * before[0] + dn * before[1]) * k;
-        gates[0] = (dc * z + dn) * e + (by_input ? dm : 0.f);
-        gates[1] = (d_log_k + (by_input ? 0.f : dm)) * complement(kept[1]);
+        float to_e = dc * z + dn, to_k = dc * before[0] + dn * before[1], old_dn = dn;
+        if (!Element::EXACT && !floored && fabsf(before[0]) < 2 * before[1]) {
+            const float old_y = quotient(before[0], before[1]), apart = quotient(dc * (z - old_y), n);
+            const float own = dc * y + dn, old = own - e * apart;
+            to_e = own + kept_n * apart, to_k = old * before[1], old_dn = old - dc * old_y;
+        }
+        gates[0] = to_e * e + (by_input ? dm : 0.f);
+        gates[1] = (to_k * k + (by_input ? 0.f : dm)) * complement(kept[1]);
         gates[2] = dc * e * (1 - z * z);
-        gates[3] = dh * quotient(c, n) * o * (1 - o);
+        gates[3] = dh * y * o * (1 - o);
         grads[0] = 0;
         grads[1] = dc * k;
-        grads[2] = dn * k;
+        grads[2] = old_dn * k;
         grads[3] = by_input ? 0.f : dm;
     }
 };

@@ -126,11 +126,22 @@ def _slstm_back(
     _, old_c, old_n, _ = before
     _, c, n, _ = after
     dh, dc, dn, dm = grads
-    dc, dn = dc + dh * o / n, dn - dh * o * c / (n * n)
-    dn = torch.where(k * old_n + e >= 1, dn, 0)  # the floor passes nothing on
+    # What m's gradient is beside those of c and n, which come with it: h depends on them by c/n alone, so
+    # for a loss of h this is 0. Their sums would not cancel where c and n are as rounded as in memory.
+    dm = dm - dc * c - dn * n
+    dc, to_n = dc + dh * o / n, dn - dh * o * c / (n * n)
+    floored = k * old_n + e < 1  # the floor passes nothing on
+    dn, dm = torch.where(floored, 0, to_n), dm + torch.where(floored, to_n, 0)
+    # Differences of c/n as they follow from the step: those of rounded states are wrong by what c/n is rounded.
+    usual = ~floored & (old_c.abs() < 2 * old_n)
+    old_y = old_c / torch.where(usual, old_n, 1)
+    change = dc * (z - old_y) / torch.where(usual, k * old_n + e, 1)
+    own = dc * c / n + dn
+    old = own - e * change
+    d_log_e = torch.where(usual, own + k * old_n * change, dc * z + dn) * e
+    d_log_k = torch.where(usual, old * old_n, dc * old_c + dn * old_n) * k
+    old_dn = torch.where(usual, old - dc * old_y, dn) * k
     apart = extra[0] * lesser.abs()
-    d_log_e, d_log_k = (dc * z + dn) * e, (dc * old_c + dn * old_n) * k
-    dm = dm - d_log_e - d_log_k
     d_log_k = d_log_k + torch.where(by_input, 0, dm) + apart
     gates = (
         d_log_e + torch.where(by_input, dm, 0) - apart,
@@ -138,7 +149,7 @@ def _slstm_back(
         (dc * e + extra[2]) * (1 - z * z),
         (dh * c / n + extra[3]) * o * (1 - o),
     )
-    return StepBack(gates, (torch.zeros_like(dh), dc * k, dn * k, d_log_k))
+    return StepBack(gates, (torch.zeros_like(dh), dc * k, old_dn, d_log_k))
 
 
 _STEP: dict[Function, Callable[[Tensors, Tensors], Step]] = {

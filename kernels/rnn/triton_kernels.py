@@ -2,7 +2,7 @@
 
 A program owns one head and BATCHES batches, from the first step to the last (backward: from the last to
 the first), and keeps all of that head's R, at most UNITS × UNITS for each gate. Gradients of sLSTM's m
-are carried as in ``cells.cuh``: without those of c and n, which come with them.
+are carried as in ``cells.cuh``: without those of c and n, which come with them; and so are differences of c/n.
 
     programs  ->  (tiles of batches, heads), the heads fastest
 """
@@ -164,7 +164,10 @@ def step(r0, r1, r2, r3, x0, x1, x2, x3, b0, b1, b2, b3, h, c, n, m, FUNCTION: t
 
 
 @triton.jit
-def step_back(k0, k1, k2, k3, before, old_n, after, n, dh, dc, dn, dm, FUNCTION: tl.constexpr):
+def step_back(
+    k0, k1, k2, k3, before, old_n, after, n, dh, dc, dn, dm,
+    FUNCTION: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
     """The gradients of the gates, and of the states before without what goes through R; ``before`` and
     ``after`` are c, or h where there is none."""
     g0, g1, g2, g3 = dh, dh, dh, dh
@@ -186,17 +189,28 @@ def step_back(k0, k1, k2, k3, before, old_n, after, n, dh, dc, dn, dm, FUNCTION:
         n = tl.where(n == 0, 1.0, n)  # which it is of units that are not there
         by_input = k0.to(tl.int32, bitcast=True) >= 0
         e, k = tl.where(by_input, 1.0, -k0), tl.where(by_input, k0, 1.0)
-        share = dh * k3 / n
+        per_n = 1 / n
+        share, y = dh * k3 * per_n, after * per_n
         dc += share
-        to_n = dn - share * (after / n)
-        floored = k * old_n + e < 1
+        to_n = dn - share * y
+        kept_n = k * old_n
+        floored = kept_n + e < 1
         dn = tl.where(floored, 0.0, to_n)
         dm += tl.where(floored, to_n, 0.0)
-        d_log_k = (dc * before + dn * old_n) * k
-        g0 = (dc * k2 + dn) * e + tl.where(by_input, dm, 0.0)
-        g1 = (d_log_k + tl.where(by_input, 0.0, dm)) * (1 - tl.exp(k1))
-        g2, g3 = dc * e * (1 - k2 * k2), dh * (after / n) * k3 * (1 - k3)
-        dh, dc, dn = tl.zeros_like(dh), dc * k, dn * k
+        to_e, to_k, of_n = dc * k2 + dn, dc * before + dn * old_n, dn
+        if NARROW:
+            usual = (floored == 0) & (tl.abs(before) < 2 * old_n)
+            old_y = before * (1 / tl.where(usual, old_n, 1.0))
+            apart = dc * (k2 - old_y) * per_n
+            own = dc * y + dn
+            old = own - e * apart
+            to_e = tl.where(usual, own + kept_n * apart, to_e)
+            to_k = tl.where(usual, old * old_n, to_k)
+            of_n = tl.where(usual, old - dc * old_y, dn)
+        g0 = to_e * e + tl.where(by_input, dm, 0.0)
+        g1 = (to_k * k + tl.where(by_input, 0.0, dm)) * (1 - tl.exp(k1))
+        g2, g3 = dc * e * (1 - k2 * k2), dh * y * k3 * (1 - k3)
+        dh, dc, dn = tl.zeros_like(dh), dc * k, of_n * k
         dm = tl.where(by_input, 0.0, dm)
     return g0, g1, g2, g3, dh, dc, dn, dm
 
@@ -255,6 +269,7 @@ def sequence_backward(
 ):  # fmt: skip
     FIRST: tl.constexpr = 1 if STATES > 1 else 0  # of the states that matter beside h
     TRACKED: tl.constexpr = 2 if STATES > 2 else 1
+    NARROW: tl.constexpr = states.dtype.element_ty.primitive_bitwidth < 32
     head, batches, units, there = own(batch, heads, dim, UNITS, BATCHES)
     block = heads * dim
     of_state, in_state = batch * block, batches * block + units
@@ -291,7 +306,7 @@ def sequence_backward(
                 dn += of_n
                 dm += of_m - of_c * after - of_n * n
         g0, g1, g2, g3, dh, dc, dn, dm = step_back(
-            k0, k1, k2, k3, before, old_n, after, n, dh, dc, dn, dm, FUNCTION
+            k0, k1, k2, k3, before, old_n, after, n, dh, dc, dn, dm, FUNCTION, NARROW
         )  # fmt: skip
         put_four(gates_grad, at_gates, block, g0, g1, g2, g3, there, BIAS)
         terms = multiply(g0, w0)

@@ -88,6 +88,7 @@ class Setting:
     offsets    bounds of the packed sequences
     omitted    parameters that are null
     poisoned   whether all sequences but the second hold infinities and NaNs
+    far        whether initial states are beyond float16, and gates of 0 keep them from all other states
     tile       of the variant: rows and times; or channels, groups and steps; or along the unit and other
                dimension
     aligned    whether it is an aligned variant
@@ -102,6 +103,7 @@ class Setting:
     reverse: bool = False
     omitted: tuple[str, ...] = ()
     poisoned: bool = False
+    far: bool = False
     tile: tuple[int, ...] = (2, 16)
     aligned: bool = False
     groups: int = 0
@@ -144,6 +146,11 @@ def draw(setting: Setting, direction: Direction) -> dict[str, Tensor]:
         if name not in setting.omitted:
             sizes = setting.state_sizes if name in BEFORE else setting.sizes
             inputs[name] = random(sizes, setting.dtype_of(name, direction))
+    if setting.far:
+        inputs["gates"].zero_()
+        inputs["initial_state"] *= 2e5
+        inputs["states_grad"] /= 100
+        inputs["final_state_grad"].zero_()
     if setting.poisoned:
         _, begin, end, *_ = setting.offsets
         for name in ("gates", "tokens", "states_grad", "tokens_grad"):
@@ -379,6 +386,9 @@ def scans(layout: Layout, direction: Direction) -> Iterator[Setting]:
     for (dtype, _), turned in product(DTYPES[:5], (False, True)):
         sizes, tiles = ((1, 1, 1, next(rows)), (1, 64)) if time_last else ((1, 1, 5, 9), tile)
         yield Setting(sizes, dtype, reverse=turned, tile=tiles, aligned=True)
+        if dtype == "float16":
+            far = Setting(sizes, dtype, reverse=turned, tile=tiles, far=True)
+            yield from (far, replace(far, aligned=True), replace(far, offsets=(0, 4, sizes[3])))
     for broadcast in ((0,), (1,), (2,), (3,), (0, 1, 2, 3)):
         wider = (8, 16) if time_last else (8, 4, 4)
         yield Setting((2, 2, 2, 9), broadcast=broadcast, tile=wider, reverse=next(reverse))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rnn_trials import TOLERANCE, Tensors, trials
+from rnn_trials import STEADY, STEADY_TOLERANCE, TOLERANCE, Tensors, trials
 from torch import Tensor
 from triton_interpreter import allow, mend
 
@@ -70,3 +70,8 @@ if __name__ == "__main__":
             error = tensors.error("states", "gates_grad", "initial_grad")
             if error > TOLERANCE[str(dtype).removeprefix("torch.")]:
                 print(f"{trial} in {dtype}: an error of {error:.1e}")
+    steady = Tensors(STEADY, torch.float16)
+    launch("sequence_forward", steady)
+    launch("sequence_backward", steady)
+    if max(steady.gate_errors()) > STEADY_TOLERANCE["float16"]:
+        print(f"{STEADY}: errors of {steady.gate_errors()}")

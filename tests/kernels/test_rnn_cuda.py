@@ -162,6 +162,28 @@ def test_steps_match_the_reference(
         assert error <= rnn_trials.TOLERANCE[dtype], trial
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scope", ["sequence", "step"])
+def test_gates_of_a_steady_slstm_are_as_exact_as_what_is_stored(
+    scope: str, dtype: str, cuda_emulator: ModuleType, rnn_trials: ModuleType, tmp_path: Path
+) -> None:
+    """Each by itself: those of z and o are so much larger that they hide what is wrong with the others."""
+    libraries = {}
+    for direction in ("forward", "backward"):
+        kernel = FAMILY.kernel(f"{scope}_{direction}", "cuda")
+        kind = {"function": "slstm", "dtype": dtype}.items()
+        variant = next(v for v in kernel.variants if kind <= dict(v.statics).items())
+        libraries[direction] = cuda_emulator.emulated(kernel, variant, tmp_path)
+    tensors = rnn_trials.Tensors(rnn_trials.STEADY, getattr(torch, dtype))
+    if scope == "step":
+        rnn_trials.step_by_step(tensors, libraries)
+    else:
+        for direction, library in libraries.items():
+            problem = tensors.problem("sequence", direction)
+            library.run(problem, tensors.given, 0, MULTIPROCESSORS)
+    assert max(tensors.gate_errors()) <= rnn_trials.STEADY_TOLERANCE[dtype]
+
+
 @pytest.mark.skipif(isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed")
 @pytest.mark.parametrize("kernel", ["sequence_forward", "sequence_backward"])
 def test_r_stays_in_registers(kernel: str) -> None:
