@@ -48,7 +48,9 @@ def _archives(settings: Settings) -> None:
     from scan_registry.aot.plan import chosen_archs
     from scan_registry.cache import build_folder
 
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "version"
+    ]
     forget_tunings()
     paths = build_archives(
         ROOT / "scan_registry" / "archives",

@@ -134,7 +134,7 @@ class Nvrtc:
         while pending:
             name = pending.pop()
             if name not in texts:
-                texts[name] = (folder / name).read_text()
+                texts[name] = (folder / name).read_text(encoding="utf-8")
                 pending += _INCLUDE.findall(texts[name])
         return texts
 

@@ -49,7 +49,14 @@ def main() -> int:
         return 2
     project, changelog = (ROOT / name for name in ("pyproject.toml", "CHANGELOG.md"))
     try:
-        print(notes(sys.argv[1], project.read_text(), changelog.read_text()), end="")
+        print(
+            notes(
+                sys.argv[1],
+                project.read_text(encoding="utf-8"),
+                changelog.read_text(encoding="utf-8"),
+            ),
+            end="",
+        )
     except NotesError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

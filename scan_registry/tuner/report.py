@@ -53,6 +53,8 @@ def _asked(ordinal: int, queries: Sequence[str]) -> dict[str, str]:
             [*command, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
+            encoding="utf-8",
+            errors="replace",
             check=True,
             timeout=30,
         )

@@ -53,9 +53,11 @@ def test_no_section() -> None:
 
 
 def test_this_changelog_speaks_of_this_version() -> None:
-    version = stated_version((ROOT / "pyproject.toml").read_text())
+    version = stated_version((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     headings = [
-        line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line[:3] == "## "
+        line
+        for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+        if line[:3] == "## "
     ]
     assert headings[0] in (f"## [Unreleased] {version}", f"## [{version}]") or headings[
         0
@@ -65,7 +67,11 @@ def test_this_changelog_speaks_of_this_version() -> None:
 def test_an_error_is_one_line() -> None:
     script = ROOT / "ci" / "notes.py"
     result = subprocess.run(
-        [sys.executable, script, "v900.0"], capture_output=True, text=True, check=False
+        [sys.executable, script, "v900.0"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("error: the tag is v900.0, but ")

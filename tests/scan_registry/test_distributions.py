@@ -14,9 +14,11 @@ from scan_registry import distributions
 def install(folder: Path, name: str, version: str, entry_points: str | None = None) -> Path:
     place = folder / f"{name}-{version}.dist-info"
     place.mkdir(parents=True)
-    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (place / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8"
+    )
     if entry_points is not None:
-        (place / "entry_points.txt").write_text(entry_points)
+        (place / "entry_points.txt").write_text(entry_points, encoding="utf-8")
     return place
 
 

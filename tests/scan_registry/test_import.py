@@ -31,6 +31,7 @@ def fresh(script: str, cwd: Path, **environment: str) -> Any:
         check=True,
         stdout=subprocess.PIPE,
         text=True,
+        encoding="utf-8",
     )
     return json.loads(result.stdout)
 
@@ -90,7 +91,7 @@ import torch
 before = set(sys.modules)
 import scan_registry.ops.linear_scan
 brought = {name.split(".")[0] for name in set(sys.modules) - before}
-print(json.dumps([sorted(brought), "libcuda.so" in open("/proc/self/maps").read()]))
+print(json.dumps([sorted(brought), "libcuda.so" in open("/proc/self/maps", encoding="utf-8").read()]))
 """
     brought, opened = fresh(
         script, home, HOME=str(home), TMPDIR=str(home), XDG_CACHE_HOME=str(home / "cache")
@@ -192,7 +193,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -248,5 +249,8 @@ def test_kernels_are_described_by_the_standard_library(module: str) -> None:
 
 
 def test_no_module_is_long() -> None:
-    lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    lengths = {
+        module: len(path.read_text(encoding="utf-8").splitlines())
+        for module, path in MODULES.items()
+    }
     assert max(lengths.values()) <= 450, max(lengths, key=lengths.__getitem__)

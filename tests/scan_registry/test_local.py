@@ -147,7 +147,9 @@ def test_a_folder_that_others_can_write_to_is_refused(
 
 
 def schema(name: str) -> Any:
-    return json.loads(files("scan_registry").joinpath("schemas", f"{name}.json").read_text())
+    return json.loads(
+        files("scan_registry").joinpath("schemas", f"{name}.json").read_text(encoding="utf-8")
+    )
 
 
 def test_the_cache_command_knows_it(

@@ -139,7 +139,7 @@ def test_what_was_compiled_here_and_is_refused_is_a_reason(rig: Rig) -> None:
 @needs_nvrtc
 def test_a_cache_that_cannot_be_used_costs_a_warning(rig: Rig) -> None:
     rig.stub.gpu((12, 1))
-    (rig.stub.folder / "cache").write_text("not a folder")
+    (rig.stub.folder / "cache").write_text("not a folder", encoding="utf-8")
     found = rig.run("""
 ready = [prepare(backend="cuda"), prepare(backend="cuda", time=2048)]
 report(ready=[facts(r) for r in ready])

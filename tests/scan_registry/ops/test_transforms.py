@@ -282,5 +282,7 @@ torch.compile(nn.LSTM(3, 4), backend="aot_eager", fullgraph=True)(tokens.mT)[0].
 
 
 def test_the_package_can_be_imported_again_in_one_process() -> None:
-    run = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", AGAIN], capture_output=True, text=True, encoding="utf-8", check=False
+    )
     assert run.returncode == 0, run.stderr
