@@ -145,6 +145,7 @@ BELOW_ALL = "frozen"  # which any module may import
 ALLOWED = {
     BELOW_ALL: set[str](),
     "target": set[str](),
+    "environment": set[str](),
     "kernels": {"target"},
     "distributions": set[str](),
     "binary": {"kernels", "target"},
