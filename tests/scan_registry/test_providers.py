@@ -418,3 +418,20 @@ def test_of_two_copies_the_first_on_the_path_counts(
     assert versions()["twice"] == "1.0"
     provide("twice", number="2.0")
     assert versions()["twice"] == "2.0"
+
+
+@pytest.mark.parametrize("points", [True, False])
+def test_what_is_left_of_a_provider_hides_it_not(provide: Provide, points: bool) -> None:
+    """An older folder of metadata in the same place, and one of a killed installer."""
+    place = provide("a").parent
+    whole = place / "a-1.2.3.dist-info"
+    (whole / "RECORD").write_text("", encoding="utf-8")
+    for name in ("a-0.9.dist-info", "~-1.2.3.dist-info", "~a-1.2.3.dist-info"):
+        (place / name).mkdir()
+        if points:
+            text = (whole / "entry_points.txt").read_text(encoding="utf-8")
+            (place / name / "entry_points.txt").write_text(text, encoding="utf-8")
+    (place / "~a-1.2.3.dist-info" / "METADATA").write_text("Name: a\n", encoding="utf-8")
+    found, problems = survey()
+    assert not problems
+    assert [(each.name, each.version) for each in found.providers][1:] == [("a", "1.2.3")]
