@@ -257,8 +257,11 @@ def _lowest(findings: list[Finding]) -> Rung:
 
 
 def _cache(cache: Cache) -> CacheState:
+    unusable = cache.refusal()
+    if not cache.folder.is_absolute():  # nobody knows which folder that is, or what is in it
+        return CacheState(str(cache.folder), unusable, 0, 0, 0)
     there = next(path for path in (cache.folder, *cache.folder.parents) if path.exists())
-    unusable, free = cache.refusal(), shutil.disk_usage(there).free
+    free = shutil.disk_usage(there).free
     if unusable is None and not os.access(there, os.W_OK | os.X_OK):
         unusable = f"{there} is read-only"
     if unusable is None and free < _LITTLE:

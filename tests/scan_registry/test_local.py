@@ -94,7 +94,7 @@ def test_it_is_for_one_gpu_one_version_and_these_sources(
             assert [each.state for each in local.tuned_contents()] == ["stale"]
         local._sources.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr("importlib.metadata.version", lambda name: "9.9.9")
+        patch.setattr(local, "__version__", "9.9.9")
         local.tuned.cache_clear()
         assert local.tuned(device) is None
     local.tuned.cache_clear()

@@ -149,6 +149,26 @@ report(ready=[facts(r) for r in ready])
     assert kinds == ["CacheWarning", "FallbackWarning"]
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("place", ["~no-such-user/x", "relative"])
+def test_a_cache_whose_place_nobody_knows_costs_a_warning(rig: Rig, place: str) -> None:
+    rig.stub.gpu((12, 1))
+    found = rig.run(
+        """
+import os, tempfile
+gone = tempfile.mkdtemp()
+os.chdir(gone)
+os.rmdir(gone)
+ready = [prepare(backend="cuda"), prepare(backend="cuda", time=2048)]
+report(ready=[facts(r) for r in ready])
+""",
+        SCAN_REGISTRY_CACHE=place,
+    )
+    assert [r["rung"] for r in found["ready"]] == ["jit", "jit"]
+    kinds = sorted(warning.partition(":")[0] for warning in found["told"])
+    assert kinds == ["CacheWarning", "FallbackWarning"]
+
+
 # --- Tuned and pinned -------------------------------------------------------------------------
 
 
