@@ -15,11 +15,6 @@ from typing import Any
 
 from setuptools import build_meta
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ROOT = Path(__file__).parents[1]
 
 Settings = Mapping[str, Any] | None
@@ -47,14 +42,14 @@ def _archives(settings: Settings) -> None:
     from scan_registry.aot.pack import forget_tunings, leave_tunings, provenance
     from scan_registry.aot.plan import chosen_archs
     from scan_registry.cache import build_folder
+    from scan_registry.version import __version__
 
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     forget_tunings()
     paths = build_archives(
         ROOT / "scan_registry" / "archives",
         chosen_archs(settings),
         build_folder(),
-        provenance(ROOT, version),
+        provenance(ROOT, __version__),
     )
     check_archives(paths)
     leave_tunings()

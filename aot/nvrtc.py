@@ -11,6 +11,7 @@ import importlib.util
 import operator
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import replace
 from functools import cache
@@ -71,6 +72,15 @@ def _candidates() -> tuple[_Library, ...]:
     return (*packaged, *map(_Library, names))
 
 
+def _load_builtins(library: _Library, release: str) -> None:
+    """NVRTC opens a second library by its bare name when it compiles. The folder that both are in need not
+    be among those that are searched, but what is loaded already is found by that name."""
+    beside = Path(library.file).with_name(f"libnvrtc-builtins.so.{release}")
+    if beside.is_absolute():
+        with suppress(OSError):  # not there: NVRTC says what it misses
+            ctypes.CDLL(str(beside), mode=ctypes.RTLD_GLOBAL)
+
+
 @cache
 def _library() -> tuple[ctypes.CDLL, str]:
     """The first that can be loaded, and its version."""
@@ -83,6 +93,7 @@ def _library() -> tuple[ctypes.CDLL, str]:
         if library.nvrtcVersion(byref(major), byref(minor)):
             continue
         found = f"{major.value}.{minor.value}"
+        _load_builtins(candidate, found)
         stated = candidate.version or ""
         return library, stated if f"{stated}.".startswith(f"{found}.") else found
     raise MissingCompilerError(
@@ -134,7 +145,7 @@ class Nvrtc:
         while pending:
             name = pending.pop()
             if name not in texts:
-                texts[name] = (folder / name).read_text()
+                texts[name] = (folder / name).read_text(encoding="utf-8")
                 pending += _INCLUDE.findall(texts[name])
         return texts
 

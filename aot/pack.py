@@ -33,7 +33,13 @@ def provenance(root: Path, version: str) -> dict[str, Any]:
 def _git(root: Path, *words: str) -> str | None:
     try:
         result = subprocess.run(
-            ["git", *words], cwd=root, capture_output=True, text=True, check=False
+            ["git", *words],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
         )
     except FileNotFoundError:
         return None

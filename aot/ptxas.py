@@ -34,7 +34,14 @@ def find(version: str) -> Path | None:
 
 def _version(program: Path) -> str | None:
     try:
-        said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+        said = subprocess.run(
+            [program, "--version"],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
     except OSError:
         return None  # not a program of this platform
     match = _VERSION.search(said.stdout)
@@ -56,6 +63,8 @@ def assemble(program: Path, ptx: bytes, target: Target) -> bytes:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
         )
         if done.returncode:

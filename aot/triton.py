@@ -148,7 +148,7 @@ def _source(kernel: Kernel, variant: Variant, shared: Shared) -> Any:
                 return made
             from triton._C.libtriton import ir
 
-            with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
+            with tempfile.NamedTemporaryFile("w", suffix=".ttir", encoding="utf-8") as file:
                 file.write(shared["ttir"])
                 file.flush()
                 module = ir.parse_mlir_module(file.name, context)
@@ -197,7 +197,7 @@ class Triton:
         while pending:
             name = pending.pop()
             if name not in texts:
-                texts[name] = (folder / name).read_text()
+                texts[name] = (folder / name).read_text(encoding="utf-8")
                 pending += [
                     f"{module}.py"
                     for of, module in _IMPORT.findall(texts[name])

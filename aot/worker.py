@@ -29,7 +29,7 @@ def compile_apart(variant: Variant, target: Target) -> tuple[Binary, bytes]:
             f"{variant} compiles in a process of its own, and sys.executable names no Python"
         )
     # The same packages as here, and nothing that happens to lie in the current folder.
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+    path = os.pathsep.join(filter(None, map(_absolute, filter(None, sys.path))))
     try:
         result = subprocess.run(
             [sys.executable, "-c", _START, str(variant), str(target)],
@@ -57,6 +57,14 @@ def compile_apart(variant: Variant, target: Target) -> tuple[Binary, bytes]:
     if digest(content) != binary.sha256:
         raise CompileError(f"{variant} for {target}: the compiler's process sent damaged bytes")
     return binary, content
+
+
+def _absolute(entry: str) -> str:
+    """Nothing if it is relative to a folder that is gone."""
+    try:
+        return os.path.abspath(entry)
+    except FileNotFoundError:
+        return ""
 
 
 def main() -> None:

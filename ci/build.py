@@ -77,6 +77,7 @@ def repaired(environment: Environment, wheel: Path, folder: Path) -> Path:
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     if result.returncode:

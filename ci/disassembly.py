@@ -35,7 +35,9 @@ def cuobjdump(cubin: bytes, option: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        result = subprocess.run([tool, option, path], capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            [tool, option, path], capture_output=True, text=True, encoding="utf-8", check=True
+        )
     return result.stdout
 
 

@@ -80,7 +80,7 @@ class Try:
 
     def _done(self, command: Sequence[str | Path]) -> None:
         result = subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, check=False
+            list(map(str, command)), capture_output=True, text=True, encoding="utf-8", check=False
         )
         if result.returncode:
             raise DevError(result.stdout + result.stderr)
@@ -101,6 +101,7 @@ class Try:
                 env={**os.environ, "SCAN_REGISTRY_CACHE": str(Path(folder, "cache"))},
                 capture_output=True,
                 text=True,
+                encoding="utf-8",
                 check=False,
             )
         said = result.stdout + result.stderr

@@ -174,7 +174,7 @@ def _nameless(path: Path) -> str:
 def budgets(release: Release) -> Gate:
     """No archive and no wheel is larger than the matrix allows; says what the last release's were."""
     limits = {arch.label: arch.budget for arch in release.matrix.archs}
-    last: dict[str, int] = json.loads(SIZES.read_text())
+    last: dict[str, int] = json.loads(SIZES.read_text(encoding="utf-8"))
     wrong = []
     for name, size in sizes(release).items():
         limit = limits.get(name, release.matrix.wheel_budget)
@@ -203,7 +203,7 @@ def complete(release: Release) -> Gate:
 def _tool(title: str, *words: str | Path) -> Iterator[str]:
     """Run a tool of this environment; what it printed, where it failed."""
     command = [str(Path(sys.executable).with_name(str(words[0]))), *map(str, words[1:])]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     if result.returncode:
         yield f"{title}: {(result.stdout + result.stderr).strip()}"
 
@@ -240,6 +240,7 @@ def portable(release: Release, compiled_here: bool) -> Gate:
             [str(Path(sys.executable).with_name("auditwheel")), "show", str(path)],
             capture_output=True,
             text=True,
+            encoding="utf-8",
             check=False,
         )
         said = " ".join(shown.stdout.split())
@@ -303,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         judge(gate()) for gate in gates(release, args.again, args.rebuild, args.compiled_here)
     ]
     if args.record and all(outcomes):
-        SIZES.write_text(json.dumps(sizes(release), indent=1) + "\n")
+        SIZES.write_text(json.dumps(sizes(release), indent=1) + "\n", encoding="utf-8")
     return 0 if all(outcomes) else 1
 
 

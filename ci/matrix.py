@@ -91,7 +91,7 @@ class Matrix:
 
 @cache
 def load(path: Path = PATH) -> Matrix:
-    document: Mapping[str, Any] = json.loads(path.read_text())
+    document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return Matrix(
         archs=tuple(Arch(label, **of) for label, of in document["archs"].items()),
         platforms=tuple(Platform(name, **of) for name, of in document["platforms"].items()),

@@ -2,7 +2,7 @@
 
     python3 ci/notes.py v0.1.0
 
-Fails if the tag is not the version in pyproject.toml, or the changelog has no section for it, or still
+Fails if the tag is not the version in scan_registry/version.py, or the changelog has no section for it, or still
 calls it unreleased.
 """
 
@@ -13,24 +13,24 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_VERSION = re.compile(r'^version = "([^"]+)"$', re.MULTILINE)
+_VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 
 
 class NotesError(Exception):
     """Why a tag cannot be released; the message says what to change."""
 
 
-def stated_version(project: str) -> str:
-    """The version in pyproject.toml, of which ``project`` is the text; the only place that states it."""
-    (version,) = _VERSION.findall(project)
+def stated_version(source: str) -> str:
+    """The version in version.py, of which ``source`` is the text; the only place that states it."""
+    (version,) = _VERSION.findall(source)
     return str(version)
 
 
-def notes(tag: str, project: str, changelog: str) -> str:
+def notes(tag: str, source: str, changelog: str) -> str:
     """The changelog's section, without its heading; ``NotesError`` if there can be no release."""
-    version = stated_version(project)
+    version = stated_version(source)
     if tag != f"v{version}":
-        raise NotesError(f"the tag is {tag}, but pyproject.toml states {version}: tag v{version}")
+        raise NotesError(f"the tag is {tag}, but version.py states {version}: tag v{version}")
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
     for section in sections:
         heading, _, text = section.partition("\n")
@@ -47,9 +47,16 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python3 ci/notes.py TAG", file=sys.stderr)
         return 2
-    project, changelog = (ROOT / name for name in ("pyproject.toml", "CHANGELOG.md"))
+    source, changelog = (ROOT / name for name in ("scan_registry/version.py", "CHANGELOG.md"))
     try:
-        print(notes(sys.argv[1], project.read_text(), changelog.read_text()), end="")
+        print(
+            notes(
+                sys.argv[1],
+                source.read_text(encoding="utf-8"),
+                changelog.read_text(encoding="utf-8"),
+            ),
+            end="",
+        )
     except NotesError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -8,7 +8,7 @@
                     archives (0.1.0+core), for the project's own index
     DIST/variants   see variants.py
 
-Needs the wheel of any job installed, without torch. The version is stated in pyproject.toml alone.
+Needs the wheel of any job installed, without torch. The version is stated in scan_registry/version.py alone.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from scan_registry.target import Target
 from scan_registry.wheel import Wheel
 
 ARCHIVES = f"{PACKAGE}/archives"
+VERSION_FILE = f"{PACKAGE}/version.py"
 CORE_LABEL = "core"
 
 
@@ -135,8 +136,16 @@ def billed(wheel: Wheel, archives: Mapping[Target, bytes]) -> Wheel:
 
 
 def relabelled(wheel: Wheel, label: str, archives: Mapping[Target, bytes]) -> Wheel:
-    """The same under a local version, which its bill names, too."""
-    return billed(wheel.with_version(f"{wheel.version}+{label}"), archives)
+    """The same under a local version, which its code and its bill name, too."""
+    version = f"{wheel.version}+{label}"
+    renamed = wheel.with_version(version)
+    if VERSION_FILE in wheel.files:
+        before, after = (f'__version__ = "{each}"\n'.encode() for each in (wheel.version, version))
+        stated = wheel.files[VERSION_FILE]
+        if stated.count(before) != 1:
+            raise DevError(f"{wheel.file_name}: {VERSION_FILE} does not state {wheel.version} once")
+        renamed = renamed.with_files({VERSION_FILE: stated.replace(before, after)})
+    return billed(renamed, archives)
 
 
 def write(found: Parts, matrix: Matrix, folder: Path) -> list[Path]:

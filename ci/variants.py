@@ -40,7 +40,9 @@ def write(default: Wheel, made: Mapping[Target, Wheel], folder: Path) -> list[Pa
         paths += [_write_one(target, each, Path(place), folder) for target, each in made.items()]
     _variantlib("generate-index-json", "--directory", folder)
     index = folder / f"{default.name}-{default.version}-variants.json"
-    index.write_text(index.read_text().replace(STATED, SCHEMA) + "\n")
+    index.write_text(
+        index.read_text(encoding="utf-8").replace(STATED, SCHEMA) + "\n", encoding="utf-8"
+    )
     return [*paths, index]
 
 
@@ -48,7 +50,7 @@ def _write_one(target: Target, wheel: Wheel, place: Path, folder: Path) -> Path:
     """Write a variant into ``folder``. variantlib makes one in ``place`` of the metadata alone, for which
     it does not have to pack the archives."""
     project = place / "pyproject.toml"
-    project.write_text(PROVIDER)
+    project.write_text(PROVIDER, encoding="utf-8")
     plain = replace(wheel, files={}).write(place)
     _variantlib(
         "make-variant",

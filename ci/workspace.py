@@ -96,7 +96,7 @@ class Environment:
         return f"{self.folder}\n{sys.base_prefix}\n{sys.version}\n"
 
     def healthy(self) -> bool:
-        if not self.stamp.is_file() or self.stamp.read_text() != self.identity():
+        if not self.stamp.is_file() or self.stamp.read_text(encoding="utf-8") != self.identity():
             return False
         probe = [str(word) for word in self.pip("--version")]
         return subprocess.run(probe, stdout=subprocess.DEVNULL, check=False).returncode == 0
@@ -132,7 +132,7 @@ def make_environment(folder: Path, fresh: bool) -> Environment:
             f"{sys.executable} cannot make a virtual environment with pip: {error}\n"
             "on Debian and Ubuntu, install python3-venv"
         ) from error
-    environment.stamp.write_text(environment.identity())
+    environment.stamp.write_text(environment.identity(), encoding="utf-8")
     return environment
 
 
@@ -196,13 +196,15 @@ def build_wheel(
     say(f"$ {' '.join(map(str, command))}")
     started = time.monotonic()
     with (
-        log.open("w") as record,
+        log.open("w", encoding="utf-8") as record,
         subprocess.Popen(
             list(map(str, command)),
             cwd=work,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            encoding="utf-8",
+            errors="replace",
         ) as process,
     ):
         assert process.stdout is not None
@@ -211,7 +213,7 @@ def build_wheel(
             if line.strip().startswith("scan-registry:"):
                 say(f"  {line.strip()}")
     if process.returncode:
-        last = log.read_text().rpartition("Running command ")[2]
+        last = log.read_text(encoding="utf-8").rpartition("Running command ")[2]
         raise DevError(f"the wheel did not build (exit status {process.returncode}):\n{last}")
     (path,) = folder.glob("*.whl")
     say(f"--- build the wheel: {time.monotonic() - started:.1f} s")

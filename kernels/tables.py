@@ -192,7 +192,7 @@ class Table:
         """The table in a file, or what it holds of one kernel; ``ValueError`` names the file if it holds
         none."""
         try:
-            table = cls.from_json(json.loads(path.read_text()), kernel)
+            table = cls.from_json(json.loads(path.read_text(encoding="utf-8")), kernel)
             label, alone, _ = path.stem.partition("-")
             if (table.family, table.arch) != (path.parents[1].name, f"sm_{label[2:]}"):
                 raise ValueError(f"it is of {table.family} for {table.arch}")
@@ -296,7 +296,7 @@ def shipped(
     anyway, as they do what an architecture's table names, so those of its single GPUs may have them."""
     left = _reduced_file(folder, kernel)
     if left.is_file():
-        return tuple(map(Tuning.from_json, json.loads(left.read_text())))
+        return tuple(map(Tuning.from_json, json.loads(left.read_text(encoding="utf-8"))))
     found = [table for table in tables(folder, kernel) if table.measured]
     general = {each.arch: each.tunings(spare)[kernel] for each in found if not each.exclusive}
     held = {arch: {*usual, *tuning.labels} for arch, tuning in general.items()}
@@ -308,7 +308,9 @@ def leave_reduced(folder: Path, kernel: str, tunings: Iterable[Tuning]) -> None:
     """Leave a kernel's tunings for ``shipped``, until ``forget_reduced``."""
     left = _reduced_file(folder, kernel)
     left.parent.mkdir(exist_ok=True)
-    left.write_text(json.dumps([asdict(tuning) for tuning in tunings], separators=(",", ":")))
+    left.write_text(
+        json.dumps([asdict(tuning) for tuning in tunings], separators=(",", ":")), encoding="utf-8"
+    )
 
 
 def forget_reduced(folder: Path) -> None:

@@ -6,9 +6,12 @@ nor any compiler. The public names load what they need when they are first used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from scan_registry import lazy
 
 if TYPE_CHECKING:
+    from scan_registry import compat, nn, ops
     from scan_registry.explanation import explain
     from scan_registry.inventory import catalogue
     from scan_registry.ops.linear_scan import linear_scan
@@ -24,8 +27,11 @@ __all__ = [
     "NoKernelError",
     "__version__",
     "catalogue",
+    "compat",
     "explain",
     "linear_scan",
+    "nn",
+    "ops",
     "require",
     "rnn",
     "rnn_buffers",
@@ -34,29 +40,16 @@ __all__ = [
 _HOMES = {
     "FallbackWarning": "scan_registry.policy",
     "NoKernelError": "scan_registry.select",
+    "__version__": "scan_registry.version",
     "catalogue": "scan_registry.inventory",
+    "compat": None,
     "explain": "scan_registry.explanation",
     "linear_scan": "scan_registry.ops.linear_scan",
+    "nn": None,
+    "ops": None,
     "require": "scan_registry.policy",
     "rnn": "scan_registry.ops.rnn",
     "rnn_buffers": "scan_registry.ops.step_buffers",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        value: Any = version("scan-registry")
-    elif name in _HOMES:
-        from importlib import import_module
-
-        value = getattr(import_module(_HOMES[name]), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy.names(globals(), _HOMES)

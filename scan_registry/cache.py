@@ -55,13 +55,24 @@ def build_folder() -> Path:
 def _chosen(variable: str, name: str) -> Path:
     chosen = os.environ.get(variable)
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        return _placed(chosen)
     # By the XDG base directory specification. A library that knows it takes longer to import than a
     # first call has, and a first call looks for what was tuned here.
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
-        base = os.path.expanduser("~/.cache")  # as it stands where nobody knows of a home
+        base = os.path.expanduser("~/.cache")
     return Path(base, "scan-registry", name)
+
+
+def _placed(chosen: str) -> Path:
+    """The path from the root. One that cannot be known, for want of a home or of a current folder, stays
+    relative, which caches refuse."""
+    if chosen.startswith("~"):
+        return Path(os.path.expanduser(chosen))
+    try:
+        return Path(chosen).absolute()
+    except FileNotFoundError:
+        return Path(chosen)
 
 
 class Cache:
@@ -208,7 +219,7 @@ class Cache:
 
     def make_folder(self) -> None:
         """Make the folder, for this user alone; ``OSError`` if it cannot be made or is refused."""
-        if not self.folder.exists():
+        if self.folder.is_absolute() and not self.folder.exists():
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
         if (reason := self.refusal()) is not None:
@@ -260,7 +271,9 @@ def _take(handle: int) -> None:
 
 
 def _children(folder: Path) -> list[Path]:
-    """In order; none where there is no such folder, or no longer."""
+    """In order; none where there is no such folder, or no longer, or where nobody knows which it is."""
+    if not folder.is_absolute():
+        return []
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -268,6 +281,20 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _refusal(folder: Path) -> str | None:
+    return _unplaced(folder) or _unsafe(folder)
+
+
+def _unplaced(folder: Path) -> str | None:
+    """Why nobody knows which folder it is: see ``_placed``."""
+    if folder.is_absolute():
+        return None
+    first = folder.parts[0] if folder.parts else ""
+    if first.startswith("~"):
+        return f"there is no home folder that {first} could stand for"
+    return "the folder that it is relative to is not there"
+
+
+def _unsafe(folder: Path) -> str | None:
     try:
         status = folder.stat()
     except FileNotFoundError:

@@ -3,6 +3,10 @@
 ``importlib.metadata`` opens and parses every package's metadata to answer that, which takes longer
 than the rest of a first call. The folders' names say it, too: ``<name>-<version>.dist-info``, by the
 packaging specifications.
+
+Not every such folder is a distribution. An installer that was killed leaves some whose names begin with
+``~``, or that are empty; those without metadata that can be read are passed over. Where one folder holds
+two of the same name, the one that states what it has installed is the one that is there.
 """
 
 from __future__ import annotations
@@ -12,11 +16,15 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from scan_registry.frozen import dataclass
 
 _SUFFIX = ".dist-info"
+#: What begins with a letter or a digit, as names do, and states a version.
+_FOLDER = re.compile(r"[^\W_][^-]*-\d.*\.dist-info").fullmatch
 _SEPARATORS = re.compile(r"[-_.]+")
 
 
@@ -31,7 +39,7 @@ class Distribution:
 
 def version(name: str) -> str | None:
     """The installed version of a distribution, or None if it is not installed."""
-    found = next(_named(normalized(name)), None)
+    found = next(named(normalized(name)), None)
     return found.version if found else None
 
 
@@ -42,7 +50,7 @@ def mentioning(group: str) -> list[Distribution]:
     for place, entry in _entries():
         if sought in _entry_points(f"{place}/{entry}"):
             distribution = _distribution(place, entry)
-            if next(_named(distribution.name)) == distribution:
+            if next(named(distribution.name), None) == distribution:
                 found.append(distribution)
     return found
 
@@ -65,17 +73,30 @@ def _listed(path: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
             names = os.listdir(place)
         except OSError:
             continue  # no folder, or not there: the import system passes over it, too
-        found += ((place, n) for n in sorted(n for n in names if n.endswith(_SUFFIX)))
+        found += ((place, n) for n in sorted(filter(_FOLDER, names)))
     return tuple(found)
 
 
-def _named(name: str) -> Iterator[Distribution]:
+def named(name: str) -> Iterator[Distribution]:
+    """The distributions of a normalized name, in the order in which they count."""
     first = name.partition("-")[0]
-    for place, entry in _entries():
-        if entry[: len(first)].lower() == first:
-            distribution = _distribution(place, entry)
-            if distribution.name == name:
-                yield distribution
+    for _, entries in groupby(_entries(), itemgetter(0)):
+        found = []
+        for place, entry in entries:
+            if entry[: len(first)].lower() == first:
+                distribution = _distribution(place, entry)
+                if distribution.name == name and _is_there(distribution.folder):
+                    found.append(distribution)
+        yield from sorted(found, key=lambda each: not (each.folder / "RECORD").is_file())
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether there is metadata that can be read, and that is not empty."""
+    path = f"{folder}/METADATA"
+    try:
+        return os.stat(path).st_size > 0 and os.path.isfile(path) and os.access(path, os.R_OK)
+    except OSError:
+        return False
 
 
 def _distribution(place: str, entry: str) -> Distribution:

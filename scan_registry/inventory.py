@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache, cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from scan_registry.archive import Archive, Binary, parse_json
 from scan_registry.frozen import dataclass
 from scan_registry.kernels import ROOT
 from scan_registry.providers import MISNAMED, Provider, ProviderError
+from scan_registry.version import __version__
 
 
 @dataclass(frozen=True)
@@ -132,20 +132,12 @@ def survey() -> tuple[Catalogue, tuple[ProviderError, ...]]:
     """The catalogue of the providers that are intact and made for this version, and what is wrong
     with the others."""
     found, errors = providers.installed()
-    core = own_version(found)
     problems, fitting = list(errors), []
     for provider in found:
-        if reason := provider.mismatch(core):
+        if reason := provider.mismatch(__version__):
             problems.append(ProviderError(reason))
         else:
             fitting.append(provider)
     archives = [archive for provider in fitting for archive in provider.archives]
     ordered = sorted(archives, key=lambda archive: archive.arch)
     return Catalogue(tuple(ordered), tuple(fitting)), tuple(problems)
-
-
-def own_version(found: tuple[Provider, ...]) -> str:
-    """The installed version of this package."""
-    return next((p.version for p in found if p.name == providers.CORE), None) or version(
-        providers.CORE
-    )

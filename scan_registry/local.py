@@ -22,6 +22,7 @@ from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Tuning
 from scan_registry.target import Target
+from scan_registry.version import __version__
 
 _FOLDER = "tuned"
 _SOURCES = (".cu", ".cuh", ".py")
@@ -34,9 +35,7 @@ def tuned_cache() -> Cache:
 
 def key_of(gpu: str) -> str:
     """Of what is tuned on GPUs of a name, now."""
-    from importlib.metadata import version
-
-    return digest(json.dumps(["tuned", gpu, version("scan-registry"), _sources()]).encode())
+    return digest(json.dumps(["tuned", gpu, __version__, _sources()]).encode())
 
 
 @cache

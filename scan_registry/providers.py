@@ -28,6 +28,7 @@ from scan_registry.archive import SUFFIX, Archive, ArchiveError, parse_json
 from scan_registry.distributions import Distribution as Installed
 from scan_registry.frozen import dataclass
 from scan_registry.kernels.model import Variant
+from scan_registry.version import __version__
 
 GROUP = "scan_registry.archives"
 CORE = "scan-registry"
@@ -102,10 +103,19 @@ class Provider:
 
 def installed() -> tuple[tuple[Provider, ...], tuple[ProviderError, ...]]:
     """Every provider on this machine that is intact, this package first, and what is wrong with the
-    others. Whether one fits is for ``Provider.mismatch`` to say."""
+    others. Whether one fits is for ``Provider.mismatch`` to say.
+
+    This package's own archives lie beside its code, wherever that is and whatever installed it.
+    """
     providers: list[Provider] = []
     errors = []
+    try:
+        providers.append(read(CORE, __version__, Path(__file__).parent))
+    except ProviderError as error:
+        errors.append(error)
     for distribution in distributions.mentioning(GROUP):
+        if distribution.name == CORE:
+            continue  # of another copy, or left by one
         try:
             for folder in _folders(distribution):
                 providers.append(read(distribution.name, distribution.version, folder))

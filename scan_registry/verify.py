@@ -4,7 +4,6 @@ themselves. ``rebuild`` compiles binaries again and compares the bytes.
 
 from __future__ import annotations
 
-import importlib.metadata
 import multiprocessing
 import re
 import time
@@ -12,10 +11,11 @@ from base64 import urlsafe_b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any, Literal
 
-from scan_registry import jit
+from scan_registry import distributions, jit
 from scan_registry.aot import elf, image
 from scan_registry.aot.compile import COMPILERS, compile_variant, source_digest
 from scan_registry.archive import SUFFIX, Archive, ArchiveError, Binary, digest
@@ -52,10 +52,13 @@ def altered(provider: Provider) -> list[Defect]:
 
     Nothing is known of an editable installation, which records none of them.
     """
-    try:
-        recorded = importlib.metadata.files(provider.name) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
+    # Of this version: what another one has left beside it is not what brought these files.
+    recorded = [
+        file
+        for found in distributions.named(provider.name)
+        if found.version == provider.version
+        for file in Distribution.at(found.folder).files or ()
+    ]
     folder, defects = provider.folder.resolve(), []
     manifest, archives = folder / MANIFEST, folder / "archives"
     for file in recorded:

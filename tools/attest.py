@@ -143,7 +143,7 @@ def write(family: Family, records: list[dict[str, Any]], folder: Path, quick: bo
         "shapes": [str(shape) for shape in (cases.QUICK if quick else cases.THOROUGH)],
         "binaries": records,
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path
 
 

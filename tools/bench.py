@@ -55,7 +55,7 @@ def main() -> int:
         bench.run(case)
     show_table(bench)
     if args.json:
-        args.json.write_text(json.dumps(bench.document(), indent=1) + "\n")
+        args.json.write_text(json.dumps(bench.document(), indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -360,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "groups": [asdict(group) for group in chosen],
             "results": [asdict(tally) for tally in tallies],
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 1 if defects else 0
 
 

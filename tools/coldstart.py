@@ -169,7 +169,13 @@ def fresh_process(script: str, arguments: Sequence[object], environment: Mapping
     # A folder of its own, so that neither tools/ nor the sources are on the process's path.
     with tempfile.TemporaryDirectory() as folder:
         result = subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+            command,
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=False,
         )
     if result.returncode:
         raise MeasurementError(
@@ -309,7 +315,7 @@ def main() -> int:
     if options.json:
         record = {**facts, "shape": FIRST_SHAPE, "small_shape": SMALL_SHAPE}
         record["results"] = [asdict(result) for result in results]
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     failed = [result for result in results if result.failure]
     for result in failed:
         print(f"error: {result.name}: {result.failure}", file=sys.stderr)

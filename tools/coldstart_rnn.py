@@ -193,7 +193,7 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     if options.json:
         record = {**facts, "shape": shape, "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     goal = GOAL_MS if options.device == "cuda" else float("inf")
     defects = [defect for result in results for defect in result.defects(goal)]
     for defect in defects:

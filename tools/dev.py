@@ -67,7 +67,12 @@ def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
     # From a folder without the sources, as the tests are to see it.
     where = f"import {PACKAGE}, pathlib; print(pathlib.Path({PACKAGE}.__file__).parent)"
     result = subprocess.run(
-        [environment.python, "-c", where], cwd=WORK, check=True, text=True, stdout=subprocess.PIPE
+        [environment.python, "-c", where],
+        cwd=WORK,
+        check=True,
+        text=True,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
     )
     place = Path(result.stdout.strip())
     if not place.is_relative_to(environment.folder):
@@ -104,7 +109,12 @@ def report_attestations(environment: Environment) -> None:
     command = [environment.python, ROOT / "tools" / "attest.py", "--check"]
     say(f"\n=== attestations (for information)\n$ {' '.join(map(str, command))}")
     result = subprocess.run(
-        list(map(str, command)), cwd=ROOT, check=False, text=True, stdout=subprocess.PIPE
+        list(map(str, command)),
+        cwd=ROOT,
+        check=False,
+        text=True,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
     )
     lines = result.stdout.splitlines()
     if len(lines) > 1:

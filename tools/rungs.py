@@ -217,7 +217,7 @@ def main() -> int:
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
     if options.json:
         record = {**facts, "shape": SHAPE, "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     defects = [defect for result in results for defect in result.defects(TOLERANCE)]
     for defect in defects:
         print(f"error: {defect}", file=sys.stderr)

@@ -210,7 +210,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.before:
-        record = json.loads(args.before.read_text())
+        record = json.loads(args.before.read_text(encoding="utf-8"))
         done, where = [Run(**run) for run in record["runs"]], record["device"]
     else:
         device = torch.device(args.device)
@@ -235,7 +235,7 @@ def main() -> int:
             "scan_registry": __version__,
             "runs": [asdict(run) for run in done],
         }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if args.plot:
         draw(done, args.plot)
     return 0 if worst <= TOLERANCE else 1

@@ -158,7 +158,7 @@ def main() -> int:
             "scan_registry": __version__,
             "runs": [asdict(run) for run in done],
         }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if worst <= TOLERANCE else 1
 
 

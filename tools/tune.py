@@ -60,7 +60,7 @@ def save(
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
         table = table.with_newer(newer, lambda name: only(Variant.parse(name)))
-        partial.write_text(current(family, table).text())
+        partial.write_text(current(family, table).text(), encoding="utf-8")
         forget_reduced(folder / name)
         partial.replace(path)
         written.append(path)

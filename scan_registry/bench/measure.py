@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import date
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.linear_scan import linear_scan
 from scan_registry.select import Backend, NoKernelError
+from scan_registry.version import __version__
 
 _TENSORS = 6  # of one call, while it is made: inputs, outputs, and what makes them
 
@@ -235,7 +235,7 @@ class Bench:
             "gpu": self.name if self.device.type == "cuda" else None,
             "date": date.today().isoformat(),
             "torch": torch.__version__,
-            "scan_registry": version("scan-registry"),
+            "scan_registry": __version__,
             "streaming_bytes_per_ms": self.bandwidth,
             "timings": [timing.to_json() for timing in self.timings],
             "device": self.name,

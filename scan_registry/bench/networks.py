@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from scan_registry.bench.timing import Call, compete, record
 from scan_registry.kernels.rnn.problem import DTYPES, SIZES
 from scan_registry.ops.rnn import rnn
 from scan_registry.select import NoKernelError
+from scan_registry.version import __version__
 
 PASSES = ("forward", "forward+backward")
 BATCH, TIME = 16, 1024
@@ -212,7 +212,7 @@ class NetworkBench:
             "gpu": self.name if self.on_gpu else None,
             "date": date.today().isoformat(),
             "torch": torch.__version__,
-            "scan_registry": version("scan-registry"),
+            "scan_registry": __version__,
             "floor_us": self.floor_us,
             "timings": [timing.to_json() for timing in self.timings],
             "skipped": self.skipped,

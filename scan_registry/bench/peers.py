@@ -7,11 +7,12 @@ C++ compiler, since it compiles when it is imported; and ``sequential_scan``, bu
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
+
+from scan_registry import distributions
 
 #: Gates and tokens, (batch, channels, time) and contiguous, to states.
 Scan = Callable[[Any, Any], Any]
@@ -66,10 +67,7 @@ class Peer:
     @property
     def version(self) -> str | None:
         """The installed version, or None if it is not installed."""
-        try:
-            return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return distributions.version(self.distribution)
 
     def load(self) -> Scan:
         """What users call; imports, and for some peers compiles, what it needs."""

@@ -13,7 +13,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Protocol
 
 from scan_registry.archive import ArchiveError
@@ -21,6 +20,7 @@ from scan_registry.cli import bench, cache, doctor, explain, inspect, selftest, 
 from scan_registry.cli.errors import UsageError
 from scan_registry.providers import ProviderError
 from scan_registry.select import NoKernelError
+from scan_registry.version import __version__
 
 PROGRAM = "scan-registry"
 
@@ -54,16 +54,11 @@ def parser() -> argparse.ArgumentParser:
         description="Ahead-of-time compiled GPU kernels for scans: what is installed, and does it "
         "work here.",
     )
-    program.add_argument("--version", action="version", version=f"{PROGRAM} {installed_version()}")
+    program.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = program.add_subparsers(dest="command", metavar="command", title="commands")
     for command in COMMANDS.values():
         command.add_parser(commands)
     return program
-
-
-def installed_version() -> str:
-    """Version of the installed package."""
-    return version("scan-registry")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

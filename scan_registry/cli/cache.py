@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from scan_registry.inventory import catalogue
 from scan_registry.local import TunedHere, tuned_cache, tuned_contents
 from scan_registry.package import Package
 from scan_registry.providers import CORE
+from scan_registry.version import __version__
 
 _LABEL = re.compile(r"[a-z0-9]+([-_][a-z0-9]+)*")
 #: Packages that this project releases are named after architectures alone.
@@ -250,7 +250,7 @@ def _export(cache: Cache, args: argparse.Namespace) -> int:
         )
     choice = _chosen(cache, args.arch)
     label = args.name or "-".join(["jit", *(target.label for target in choice.taken)])
-    package = exported(label, version(CORE), choice.taken)
+    package = exported(label, __version__, choice.taken)
     try:
         if folder.exists() and any(folder.iterdir()):
             raise UsageError(f"{folder} is not empty; name a folder that is, or none")

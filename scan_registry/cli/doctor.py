@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from scan_registry import policy, providers
+from scan_registry import distributions, policy, providers
 from scan_registry.archive import Archive, ArchiveError
 from scan_registry.cache import Cache, jit_cache
 from scan_registry.cli.gpus import add_gpu, gpu_of, visible
@@ -44,6 +44,7 @@ from scan_registry.inventory import Catalogue
 from scan_registry.providers import CORE, MISNAMED
 from scan_registry.select import Backend, Key, System
 from scan_registry.target import CudaVersion
+from scan_registry.version import __version__
 
 _TORCH_BUILDS = "https://pytorch.org/get-started/locally/"
 _LITTLE = 16 << 20  # bytes: less is too little for a kernel compiled here, and what goes with it
@@ -89,8 +90,8 @@ def examine(elsewhere: Device | None = None) -> Report:
     gpus, driver = _gpus(elsewhere, findings)
     here = Installation(
         python=platform.python_version(),
-        version=version(CORE),
-        torch=_version("torch"),
+        version=__version__,
+        torch=_torch(),
         driver=driver,
         toolchains=jit.toolchains(),
         providers=stock.states,
@@ -130,7 +131,6 @@ class _Stock:
 
 def _stock(findings: list[Finding]) -> _Stock:
     """What is installed. What makes ``catalogue`` raise is left out, and is a finding."""
-    core = version(CORE)
     installed, broken = providers.installed()
     for error in broken:
         text, remedy = f"{error}: every call on a GPU raises it", "reinstall the package it names"
@@ -139,7 +139,7 @@ def _stock(findings: list[Finding]) -> _Stock:
     usable: list[Archive] = []
     states = []
     for provider in installed:
-        mismatch = provider.mismatch(core)
+        mismatch = provider.mismatch(__version__)
         archives, about = provider.archives, f"{provider.name} {provider.version}"
         for path in provider.misnamed:
             findings.append(Finding("warning", about, f"{path} {MISNAMED}", ("remove the file",)))
@@ -239,9 +239,10 @@ def _torch_findings(driver: CudaVersion) -> Iterator[Finding]:
         yield Finding("error", "torch", text, (f"install {driver_text((release, 0))}", built))
 
 
-def _version(package: str) -> str | None:
+def _torch() -> str | None:
+    """Its installed version; some installers leave metadata of an older form alone."""
     try:
-        return version(package)
+        return distributions.version("torch") or version("torch")
     except PackageNotFoundError:
         return None
 
@@ -256,8 +257,11 @@ def _lowest(findings: list[Finding]) -> Rung:
 
 
 def _cache(cache: Cache) -> CacheState:
+    unusable = cache.refusal()
+    if not cache.folder.is_absolute():  # nobody knows which folder that is, or what is in it
+        return CacheState(str(cache.folder), unusable, 0, 0, 0)
     there = next(path for path in (cache.folder, *cache.folder.parents) if path.exists())
-    unusable, free = cache.refusal(), shutil.disk_usage(there).free
+    free = shutil.disk_usage(there).free
     if unusable is None and not os.access(there, os.W_OK | os.X_OK):
         unusable = f"{there} is read-only"
     if unusable is None and free < _LITTLE:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from scan_registry import policy
@@ -16,6 +15,7 @@ from scan_registry.explanation import OPERATORS, Explanation, backends_of, expla
 from scan_registry.inventory import catalogue
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.select import BACKENDS, System
+from scan_registry.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +120,7 @@ def document(
             "reverse": args.reverse,
             "sequences": args.sequences,
         }
-    return {"version": version("scan-registry"), "call": call, **found.to_json()}
+    return {"version": __version__, "call": call, **found.to_json()}
 
 
 def _check_options(args: argparse.Namespace) -> None:

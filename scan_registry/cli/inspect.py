@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +24,7 @@ from scan_registry.cli.listing import (
 from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
 from scan_registry.inventory import Catalogue, catalogue
 from scan_registry.kernels.model import Static
+from scan_registry.version import __version__
 
 MOST_ROWS = 60  # of the list that a filter may ask for without saying --all
 
@@ -79,7 +79,7 @@ def document(listed: Iterable[Listed], found: Catalogue) -> dict[str, Any]:
     are null and it lists no binaries.
     """
     return {
-        "version": version("scan-registry"),
+        "version": __version__,
         "archives": [_archive_record(entry, found) for entry in listed],
     }
 
@@ -118,7 +118,7 @@ def _file_size(archive: Archive) -> int | None:
 def _print(listed: Sequence[Listed], found: Catalogue, *, filtered: bool, everything: bool) -> None:
     console = screen()
     if not found.archives:
-        text = NOTHING.format(version=version("scan-registry"))
+        text = NOTHING.format(version=__version__)
         console.print(text, markup=False, soft_wrap=True)
         return
     rows = [(entry.archive, binary) for entry in listed for binary in entry.binaries]
@@ -132,7 +132,7 @@ def _print(listed: Sequence[Listed], found: Catalogue, *, filtered: bool, everyt
 
 
 def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue) -> None:
-    console.print(f"[bold]scan-registry {version('scan-registry')}[/]")
+    console.print(f"[bold]scan-registry {__version__}[/]")
     for folder in dict.fromkeys(archive.path.parent for archive in found.archives):
         console.print(f"archives in {folder}", markup=False, soft_wrap=True)
     providers = several_providers(listed)

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from scan_registry.cli.tables import new_table, screen, show
 from scan_registry.inventory import Catalogue, survey
 from scan_registry.providers import MISNAMED
 from scan_registry.verify import Comparison, Defect, altered, check, rebuild
+from scan_registry.version import __version__
 
 JOBS = "SCAN_REGISTRY_JOBS"
 OUTCOMES = ("identical", "not comparable")  # which have a column; what is different has a line
@@ -208,7 +208,7 @@ def _rebuilt(results: Sequence[Result], workers: int) -> tuple[Result, ...]:
 def document(report: Report, found: Catalogue) -> dict[str, Any]:
     """The stable form, described by ``schemas/verify.json``: keys are only ever added."""
     return {
-        "version": version("scan-registry"),
+        "version": __version__,
         "rebuilt": report.rebuilt,
         "passed": not report.defects and not report.missing,
         "providers": [
@@ -271,7 +271,7 @@ def _print(report: Report) -> None:
             *(map(str, map(result.count, OUTCOMES)) if report.rebuilt else []),
             f"{result.seconds:.2f}",
         )
-    console.print(f"[bold]scan-registry {version('scan-registry')}[/]")
+    console.print(f"[bold]scan-registry {__version__}[/]")
     if report.results:
         show(console, table)
         console.print()

@@ -5,3 +5,16 @@ a program says ``from accelerated_scan.warp import scan``, put ``scan_registry.c
 each function does differently from the one that it replaces is in its docstring; all of them also
 take CPU tensors, sequences of any length and of any strides, and have derivatives of any order.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scan_registry import lazy
+
+if TYPE_CHECKING:
+    from scan_registry.compat import accelerated_scan, flashrnn, sequential_scan
+
+__all__ = ["accelerated_scan", "flashrnn", "sequential_scan"]
+
+__getattr__, __dir__ = lazy.names(globals(), dict.fromkeys(__all__))

@@ -7,13 +7,13 @@ to the shape, that was given.
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from scan_registry.environment import flag
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape, states_dtype
 from scan_registry.ops.symbols import same_shape, surely
 from scan_registry.select import BACKENDS
@@ -202,7 +202,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one "
             "sequence at least"
         )
-    if cu_seqlens.is_cpu or (cu_seqlens.is_cuda and os.environ.get("SCAN_REGISTRY_DEBUG")):
+    if cu_seqlens.is_cpu or (cu_seqlens.is_cuda and flag("SCAN_REGISTRY_DEBUG")):
         check_bounds(cu_seqlens, time)
 
 

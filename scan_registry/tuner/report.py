@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
-from importlib.metadata import version
 from typing import Any
 
 from scan_registry import jit
@@ -15,6 +14,7 @@ from scan_registry.device import Device
 from scan_registry.kernels.tables import Run, Table
 from scan_registry.kernels.tuning import Tuning
 from scan_registry.tuner.engine import Tuned, Tuner
+from scan_registry.version import __version__
 
 #: What the driver's tool calls the clocks, in MHz: as they are, and at their most.
 _CLOCKS = {
@@ -40,7 +40,7 @@ def run_here(ordinal: int, device: Device) -> Run:
         driver=told.get("driver_version", "for CUDA {}.{}".format(*device.driver)),
         clocks=clocks,
         toolchain=compilers,
-        version=version("scan-registry"),
+        version=__version__,
         date=date.today().isoformat(),
     )
 
@@ -53,6 +53,8 @@ def _asked(ordinal: int, queries: Sequence[str]) -> dict[str, str]:
             [*command, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
+            encoding="utf-8",
+            errors="replace",
             check=True,
             timeout=30,
         )

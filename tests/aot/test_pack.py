@@ -27,7 +27,12 @@ def no_commit_given(monkeypatch: pytest.MonkeyPatch) -> None:
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
     result = subprocess.run(
-        ["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True
+        ["git", *identity, *words],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     return result.stdout.strip()
 
@@ -37,7 +42,7 @@ def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "repository"
     folder.mkdir()
     git(folder, "init", "-q")
-    (folder / "file").write_text("first")
+    (folder / "file").write_text("first", encoding="utf-8")
     git(folder, "add", "file")
     git(folder, "commit", "-q", "-m", "first")
     return folder
@@ -65,14 +70,14 @@ def test_packing_again_replaces(tmp_path: Path, a_binary: Make) -> None:
 
 def test_a_clean_repository(repository: Path) -> None:
     head = git(repository, "rev-parse", "HEAD")
-    (repository / "untracked").write_text("does not count")
+    (repository / "untracked").write_text("does not count", encoding="utf-8")
     expected = {"version": "1.2.3", "commit": head, "dirty": False}
     assert provenance(repository, "1.2.3") == expected
 
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_a_changed_repository_is_dirty(repository: Path, staged: bool) -> None:
-    (repository / "file").write_text("second")
+    (repository / "file").write_text("second", encoding="utf-8")
     if staged:
         git(repository, "add", "file")
     assert provenance(repository, "1")["dirty"] is True

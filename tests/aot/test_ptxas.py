@@ -48,7 +48,7 @@ def test_what_does_not_run_here_has_no_version(tmp_path: Path) -> None:
     program.write_bytes(b"for another machine")
     program.chmod(0o755)
     assert ptxas._version(program) is None
-    program.write_text("#!/bin/sh\necho unknown\n")
+    program.write_text("#!/bin/sh\necho unknown\n", encoding="utf-8")
     assert ptxas._version(program) is None
 
 

@@ -49,7 +49,12 @@ def start(place: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(place), "HOME": str(home)}
     script = DIGESTS.format(variants=[str(CUDA), str(TRITON)])
     return subprocess.Popen(
-        [sys.executable, "-c", script], cwd=home, env=environment, text=True, stdout=subprocess.PIPE
+        [sys.executable, "-c", script],
+        cwd=home,
+        env=environment,
+        text=True,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
     )
 
 

@@ -23,7 +23,11 @@ CORE = Wheel(
     "scan_registry",
     VERSION,
     TAG,
-    {"scan_registry/__init__.py": b"", "scan_registry/_launcher.abi3.so": b"for x86_64"},
+    {
+        "scan_registry/__init__.py": b"",
+        "scan_registry/_launcher.abi3.so": b"for x86_64",
+        "scan_registry/version.py": f'__version__ = "{VERSION}"\n'.encode(),
+    },
     {
         "METADATA": METADATA.encode(),
         "WHEEL": f"Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: false\nTag: {TAG}\n".encode(),

@@ -21,6 +21,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
 
@@ -29,7 +30,11 @@ def test_it_starts_on_a_bare_python() -> None:
     """Nothing but the standard library is there before it has made its environment."""
     script = f"import runpy, sys; sys.argv = ['x', '-h']; runpy.run_path({str(ROOT / 'ci' / 'build.py')!r}, run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=False
+        [sys.executable, "-I", "-S", "-c", script],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "python3 ci/build.py --all" in done.stdout
@@ -51,7 +56,7 @@ def test_no_container_engine(tmp_path: Path) -> None:
 def test_a_wheel_that_auditwheel_refuses(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "auditwheel").write_text("#!/bin/sh\necho too new >&2\nexit 1\n")
+    (programs / "auditwheel").write_text("#!/bin/sh\necho too new >&2\nexit 1\n", encoding="utf-8")
     (programs / "auditwheel").chmod(0o755)
     with pytest.raises(DevError, match=r"auditwheel refuses x\.whl:\ntoo new"):
         build.repaired(Environment(tmp_path), Path("x.whl"), tmp_path / "repaired")

@@ -91,7 +91,9 @@ def attestation(binaries: list[Binary], folder: Path, error: float) -> None:
         }
         for binary in binaries
     ]
-    path.write_text(json.dumps({"gpu": "A GPU", "date": "2030-01-01", "binaries": records}))
+    path.write_text(
+        json.dumps({"gpu": "A GPU", "date": "2030-01-01", "binaries": records}), encoding="utf-8"
+    )
 
 
 def test_attested(release: Release, tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_the_change_against_the_last_release(
 ) -> None:
     sizes = gates.sizes(release)
     last = tmp_path / "sizes.json"
-    last.write_text(json.dumps({**sizes, "sm80": sizes["sm80"] - 1500}))
+    last.write_text(json.dumps({**sizes, "sm80": sizes["sm80"] - 1500}), encoding="utf-8")
     monkeypatch.setattr(gates, "SIZES", last)
     assert gates.budgets(release).wrong == ()
     out = capsys.readouterr().out

@@ -25,9 +25,9 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-WORKFLOW = (ROOT / ".github" / "workflows" / "wheels.yml").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+WORKFLOW = (ROOT / ".github" / "workflows" / "wheels.yml").read_text(encoding="utf-8")
 MATRIX = load()
 
 
@@ -39,6 +39,7 @@ def cibuildwheel(*words: str, **environment: str) -> subprocess.CompletedProcess
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
 
@@ -51,7 +52,7 @@ def test_what_the_package_knows_of() -> None:
 
 
 def test_attestations_are_asked_for_of_the_same_architectures() -> None:
-    tool = (ROOT / "tools" / "attest.py").read_text()
+    tool = (ROOT / "tools" / "attest.py").read_text(encoding="utf-8")
     stated = re.search(r"^MUST_BE_PROVEN = \((.*)\)$", tool, re.MULTILINE)
     assert stated is not None
     attested = [str(Target.parse(arch.label)) for arch in MATRIX.archs if arch.attested]
@@ -86,7 +87,7 @@ def test_the_project_has_the_same_versions() -> None:
     assert torch.specifier == SpecifierSet(f">={oldest}")
     assert PROJECT["tool"]["distutils"]["bdist_wheel"]["py-limited-api"] == MATRIX.abi
     assert MATRIX.abi == f"cp{MATRIX.pythons[0].replace('.', '')}"
-    pinned = (ROOT / "ci" / "constraints.txt").read_text()
+    pinned = (ROOT / "ci" / "constraints.txt").read_text(encoding="utf-8")
     assert f"\ntorch=={newest}." in pinned
     assert f"Python {MATRIX.pythons[0]} or later, torch {oldest} or later" in README
 
@@ -113,6 +114,7 @@ def test_the_jobs() -> None:
         [sys.executable, "-I", PATH.with_name("matrix.py")],
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=True,
     )
     jobs = dict(line.split("=", 1) for line in printed.stdout.splitlines())
@@ -140,7 +142,7 @@ def test_cibuildwheels_own_schema_accepts_the_configuration() -> None:
     import cibuildwheel as package
 
     folder = Path(package.__file__).parent / "resources"
-    schema: Any = json.loads((folder / "cibuildwheel.schema.json").read_text())
+    schema: Any = json.loads((folder / "cibuildwheel.schema.json").read_text(encoding="utf-8"))
     configuration = PROJECT["tool"]["cibuildwheel"]
     jsonschema.validate(configuration, schema)
     with pytest.raises(jsonschema.ValidationError):
@@ -155,10 +157,10 @@ def test_the_containers_are_the_matrixs() -> None:
 
 
 def test_a_matrix_of_another_shape_is_refused(tmp_path: Path) -> None:
-    document = json.loads(PATH.read_text())
+    document = json.loads(PATH.read_text(encoding="utf-8"))
     document["archs"]["sm90"]["colour"] = "green"
     path = tmp_path / "matrix.json"
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document), encoding="utf-8")
     with pytest.raises(TypeError, match="colour"):
         load(path)
     assert isinstance(MATRIX, Matrix)

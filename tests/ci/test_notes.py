@@ -11,7 +11,7 @@ import pytest
 from ci.notes import NotesError, notes, stated_version
 
 ROOT = Path(__file__).parents[2]
-PROJECT = '[project]\nname = "x"\nversion = "1.2.0"\n'
+SOURCE = '"""The version."""\n\n__version__ = "1.2.0"\n'
 CHANGELOG = """# Changelog
 
 ## [Unreleased] 1.3.0
@@ -33,29 +33,31 @@ CHANGELOG = """# Changelog
 
 
 def test_the_section_of_the_version() -> None:
-    assert notes("v1.2.0", PROJECT, CHANGELOG) == "### Changed\n\n- this\n"
-    assert notes("v1.1.0", PROJECT.replace("1.2.0", "1.1.0"), CHANGELOG) == "- that\n"
+    assert notes("v1.2.0", SOURCE, CHANGELOG) == "### Changed\n\n- this\n"
+    assert notes("v1.1.0", SOURCE.replace("1.2.0", "1.1.0"), CHANGELOG) == "- that\n"
 
 
 def test_another_tag() -> None:
-    with pytest.raises(NotesError, match=r"tag is v1\.2, but pyproject\.toml states 1\.2\.0"):
-        notes("v1.2", PROJECT, CHANGELOG)
+    with pytest.raises(NotesError, match=r"tag is v1\.2, but version\.py states 1\.2\.0"):
+        notes("v1.2", SOURCE, CHANGELOG)
 
 
 def test_a_section_that_is_still_unreleased() -> None:
     with pytest.raises(NotesError, match=r"make it `\[1\.3\.0\] - <date>`"):
-        notes("v1.3.0", PROJECT.replace("1.2.0", "1.3.0"), CHANGELOG)
+        notes("v1.3.0", SOURCE.replace("1.2.0", "1.3.0"), CHANGELOG)
 
 
 def test_no_section() -> None:
     with pytest.raises(NotesError, match="no section"):
-        notes("v2.0.0", PROJECT.replace("1.2.0", "2.0.0"), CHANGELOG)
+        notes("v2.0.0", SOURCE.replace("1.2.0", "2.0.0"), CHANGELOG)
 
 
 def test_this_changelog_speaks_of_this_version() -> None:
-    version = stated_version((ROOT / "pyproject.toml").read_text())
+    version = stated_version((ROOT / "scan_registry" / "version.py").read_text(encoding="utf-8"))
     headings = [
-        line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line[:3] == "## "
+        line
+        for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+        if line[:3] == "## "
     ]
     assert headings[0] in (f"## [Unreleased] {version}", f"## [{version}]") or headings[
         0
@@ -65,7 +67,11 @@ def test_this_changelog_speaks_of_this_version() -> None:
 def test_an_error_is_one_line() -> None:
     script = ROOT / "ci" / "notes.py"
     result = subprocess.run(
-        [sys.executable, script, "v900.0"], capture_output=True, text=True, check=False
+        [sys.executable, script, "v900.0"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("error: the tag is v900.0, but ")

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from ci import sbom
 from ci.matrix import load
-from ci.products import ARCHIVES, Parts, parts, write
+from ci.products import ARCHIVES, VERSION_FILE, Parts, parts, write
 from ci.workspace import DevError
 from scan_registry import providers
 from scan_registry.target import RELEASED, Target
@@ -81,6 +81,8 @@ def test_versions_are_stated_once_and_the_same_everywhere(dist: Path) -> None:
     for folder in ("pypi", "index"):
         for (_, version), wheel in wheels(dist / folder).items():
             assert f"\nVersion: {version}\n".encode() in wheel.information["METADATA"]
+            if wheel.name == "scan_registry":
+                assert wheel.files[VERSION_FILE] == f'__version__ = "{version}"\n'.encode()
             assert str(Version(version)) == version
             assert Version(version).public == "0.1.0"
 

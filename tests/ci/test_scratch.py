@@ -22,7 +22,7 @@ from scan_registry import jit
 from scan_registry.target import RELEASED
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 needs_nvrtc = pytest.mark.skipif(
     isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed"
@@ -89,7 +89,7 @@ def with_family(copy: Path) -> Path:
     folder.mkdir()
     (folder / "__init__.py").touch()
     for name in ("spec.py", "scale.cu"):
-        (folder / name).write_text(block(f"kernels/scale/{name}"))
+        (folder / name).write_text(block(f"kernels/scale/{name}"), encoding="utf-8")
     return copy
 
 
@@ -101,6 +101,7 @@ def run(place: Path, *words: str, **environment: str) -> subprocess.CompletedPro
         env=variables,
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -158,7 +159,7 @@ def test_a_familys_folder_is_packed_into_wheels(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "__init__.py").touch()
     for name in ("spec.py", "scale.cu"):
-        (folder / name).write_text(block(f"kernels/scale/{name}"))
+        (folder / name).write_text(block(f"kernels/scale/{name}"), encoding="utf-8")
     command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-C", "archs=none"]
     run(tmp_path, *command, "--wheel-dir", str(tmp_path), str(tree), PYTHONPATH="")
     (wheel,) = tmp_path.glob("*.whl")
@@ -177,9 +178,9 @@ def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
     for line in ('"sm103": {"capability": "10.3"', "RELEASED = (", "| sm103 | 10.3 | B300 |"):
         assert line in README
     target = copy / "scan_registry" / "target.py"
-    text = target.read_text()
+    text = target.read_text(encoding="utf-8")
     assert text.count('"sm100", ') == 1
-    target.write_text(text.replace('"sm100", ', '"sm100", "sm103", '))
+    target.write_text(text.replace('"sm100", ', '"sm100", "sm103", '), encoding="utf-8")
 
     script = "from scan_registry.aot.plan import chosen_archs; print(*(a.label for a in chosen_archs({})))"
     assert "sm103" in run(copy, "-c", script).stdout.split()
@@ -190,6 +191,7 @@ def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(copy)},
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     remedies = [r for finding in json.loads(found.stdout)["findings"] for r in finding["remedies"]]
@@ -197,9 +199,9 @@ def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
 
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
     matrix = tmp_path / "ci" / "matrix.json"
-    document = json.loads(matrix.read_text())
+    document = json.loads(matrix.read_text(encoding="utf-8"))
     (entry,) = re.findall(r'^\s*("sm103": \{.*\})', README, re.MULTILINE)
     document["archs"] |= json.loads(f"{{{entry}}}")
-    matrix.write_text(json.dumps(document))
+    matrix.write_text(json.dumps(document), encoding="utf-8")
     jobs = run(tmp_path, str(tmp_path / "ci" / "matrix.py")).stdout
     assert '"archs": "sm103"' in jobs

@@ -105,7 +105,7 @@ def test_a_variants_record_is_right(index: Path) -> None:
 
 
 def test_the_index_describes_every_variant(index: Path) -> None:
-    text = (index / "scan_registry-0.1.0-variants.json").read_text()
+    text = (index / "scan_registry-0.1.0-variants.json").read_text(encoding="utf-8")
     assert variants.SCHEMA in text
     for word in ("80_real", "90_real", '"sm80"', '"sm90"'):
         assert word in text

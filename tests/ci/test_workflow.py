@@ -11,7 +11,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / ".github" / "workflows" / "wheels.yml"
-TEXT = PATH.read_text()
+TEXT = PATH.read_text(encoding="utf-8")
 WORKFLOW: dict[Any, Any] = yaml.safe_load(TEXT)
 JOBS: dict[str, Any] = WORKFLOW["jobs"]
 ON = WORKFLOW[True]  # YAML takes the word for a boolean

@@ -85,5 +85,5 @@ def test_a_damaged_wheel_is_refused(tmp_path: Path) -> None:
 def test_an_environment_of_another_python_is_not_reused(tmp_path: Path) -> None:
     environment = workspace.Environment(tmp_path)
     assert not environment.healthy()
-    environment.stamp.write_text(environment.identity() + "else")
+    environment.stamp.write_text(environment.identity() + "else", encoding="utf-8")
     assert not environment.healthy()

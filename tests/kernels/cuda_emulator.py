@@ -147,7 +147,7 @@ def library_of(
     """A library of the file ``source`` among ``texts``, in the shared folder or else ``folder``; compiled
     if it is not there yet."""
     folder = shared or folder
-    emulator = {path.name: path.read_text() for path in sorted(EMULATOR.iterdir())}
+    emulator = {path.name: path.read_text(encoding="utf-8") for path in sorted(EMULATOR.iterdir())}
     held = {name: emulator.get(Path(name).name, text) for name, text in texts.items()}
     cluster = max(1, int(constants.get("CLUSTER", 1)))
     main = _MAIN.format(source=source, entry=entry, cluster=cluster)
@@ -160,8 +160,8 @@ def library_of(
     for name, text in held.items():
         file = (sources / name).resolve()
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    (sources / "main.cpp").write_text(main)
+        file.write_text(text, encoding="utf-8")
+    (sources / "main.cpp").write_text(main, encoding="utf-8")
     defined = [f"-D{name}={value}" for name, value in constants.items()]
     made = place / "kernel.so"
     _compile(["-shared", *defined, f"-I{_headers(folder)}", "-o", made, sources / "main.cpp"])
@@ -188,7 +188,7 @@ def _headers(folder: Path) -> Path:
         fresh = Path(tempfile.mkdtemp(dir=folder))
         header = Path(shutil.copy(EMULATOR / "cuda.hpp", fresh))
         _compile(["-x", "c++-header", "-o", f"{header}.gch", header])
-        header.write_text(_UNFIT)
+        header.write_text(_UNFIT, encoding="utf-8")
         with suppress(OSError):  # somebody else was first
             fresh.rename(ready)
     return ready

@@ -209,7 +209,7 @@ def test_how_full_segments_are() -> None:
 
 
 def test_kernels_count_the_bytes_that_launches_do() -> None:
-    sources = {path.name: path.read_text() for path in FAMILY.folder.glob("*.cuh")}
+    sources = {path.name: path.read_text(encoding="utf-8") for path in FAMILY.folder.glob("*.cuh")}
     assert f"COUNTER = {streams.COUNTER} }};" in sources["shared_walk.cuh"]
     assert f"HEAD = {streams.HEAD} }};" in sources["fresh.cuh"]
     assert f"LINE = {streams.LINE} / sizeof(Storage)," in sources["time_stream.cuh"]

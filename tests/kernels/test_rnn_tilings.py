@@ -111,7 +111,7 @@ def test_others_than_the_defaults_may_be_tried(kernel: Kernel) -> None:
 
 
 def test_the_ring_has_the_memory_that_it_takes() -> None:
-    assert f"RING = {tilings.RING}," in (FAMILY.folder / "exchange.cuh").read_text()
+    assert f"RING = {tilings.RING}," in (FAMILY.folder / "exchange.cuh").read_text(encoding="utf-8")
 
 
 def test_more_memory_allows_more_tilings() -> None:

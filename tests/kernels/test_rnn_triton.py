@@ -21,6 +21,7 @@ def test_matches_the_reference() -> None:
         env=environment,
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

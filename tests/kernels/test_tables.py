@@ -46,7 +46,7 @@ def a_table(*each: Measured) -> Table:
 def written(folder: Path, table: Table, name: str = "sm90.json") -> Path:
     path = folder / table.family / "tuning" / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(table.text())
+    path.write_text(table.text(), encoding="utf-8")
     return path
 
 
@@ -55,7 +55,9 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
     table = a_table(measured(8, a=1.0, b=2.0), measured(16, run=other, c=3.0))
     path = written(tmp_path, table)
     assert Table.read(path) == table
-    assert len(path.read_text().splitlines()) == 13  # a line for each run and each problem
+    assert (
+        len(path.read_text(encoding="utf-8").splitlines()) == 13
+    )  # a line for each run and each problem
     assert tables(tmp_path / "a_family") == (table,)
     (tuning,) = shipped(tmp_path / "a_family", HEAD)
     assert (tuning.arch, tuning.date) == ("sm_90", "2026-02-01")
@@ -134,7 +136,7 @@ def test_what_a_build_leaves_is_read_instead_of_the_tables(tmp_path: Path) -> No
     path = written(tmp_path, a_table(measured(8, a=1.0, b=2.0)))
     found = shipped(folder, head)
     leave_reduced(folder, head, found)
-    path.write_text("not read")
+    path.write_text("not read", encoding="utf-8")
     shipped.cache_clear()
     assert shipped(folder, head) == found
     forget_reduced(folder)
@@ -164,7 +166,7 @@ def test_what_labels_have_in_common_with_the_kind_is_written_once(tmp_path: Path
     timings = {"kind,warps=4": Timing(1.0, 0.1, 11), "kinder,warps=4": Timing(2.0, 0.1, 3)}
     table = a_table(replace(measured(8, a=1.0), timings=timings))
     path = written(tmp_path, table)
-    (record,) = json.loads(path.read_text())["measured"]
+    (record,) = json.loads(path.read_text(encoding="utf-8"))["measured"]
     assert [*record["ms_spread_rounds"]] == [",warps=4", "kinder,warps=4"]
     assert Table.read(path) == table
 
@@ -232,9 +234,9 @@ def test_what_is_as_good_is_kept(tmp_path: Path) -> None:
     usual, other = measured(8, a=1.0), replace(measured(16, a=1.0), within=1.15)
     path = written(tmp_path, a_table(usual, other))
     assert [each.within for each in Table.read(path).measured] == [EQUAL, 1.15]
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     for wrong, said in (("-1", "-1 is not a positive number"), ("0.9", "within is 0.9; nothing")):
-        path.write_text(text.replace("1.15", wrong))
+        path.write_text(text.replace("1.15", wrong), encoding="utf-8")
         with pytest.raises(ValueError, match=said):
             Table.read(path)
 
@@ -269,18 +271,23 @@ def test_each_problem_has_a_variant_that_is_as_good_as_its_best(
 )
 def test_files_that_are_none(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = written(tmp_path, a_table(measured(8, a=1.0)))
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), **change}), encoding="utf-8"
+    )
     with pytest.raises(ValueError, match=message) as caught:
         Table.read(path)
     assert str(path) in str(caught.value)
-    path.write_text("{")
+    path.write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match="sm90"):
         tables(tmp_path / "a_family")
 
 
 def test_times_that_are_none(tmp_path: Path) -> None:
     path = written(tmp_path, a_table(measured(8, a=1.0)))
-    path.write_text(path.read_text().replace("[1.0, 0.1, 11]", "[-1.0, 0.1, 11]"))
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("[1.0, 0.1, 11]", "[-1.0, 0.1, 11]"),
+        encoding="utf-8",
+    )
     with pytest.raises(ValueError, match=r"-1\.0 is not a positive number"):
         Table.read(path)
 

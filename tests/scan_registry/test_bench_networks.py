@@ -88,7 +88,7 @@ def test_a_picture(tmp_path: Path, capsys: Capture) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "networks.svg"
     assert main([*SMALL, "--case", "lstm:1,8:float32", "--plot", str(path)]) == 0
-    assert "torch.nn.LSTM" in path.read_text()
+    assert "torch.nn.LSTM" in path.read_text(encoding="utf-8")
     assert f"wrote {path}" in capsys.readouterr().err
 
 

@@ -179,13 +179,13 @@ def test_clearing_touches_nothing_but_entries(tmp_path: Path, entry: Entry) -> N
     ]
     for path in others:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text("mine")
+        path.write_text("mine", encoding="utf-8")
     tmp_path.chmod(0o700)
     kept = Cache(tmp_path)
     kept.put(KEY, SM90, entry)
     assert [found.path for found in kept.entries()] == [path_of(tmp_path)]
     assert kept.clear() == 1
-    assert [path.read_text() for path in others] == ["mine"] * 4
+    assert [path.read_text(encoding="utf-8") for path in others] == ["mine"] * 4
     assert not path_of(tmp_path).exists()
 
 
@@ -297,7 +297,7 @@ def test_a_folder_of_root_is_trusted(
 
 @pytest.mark.parametrize("variable", ["SCAN_REGISTRY_CACHE", "SCAN_REGISTRY_BUILD_CACHE"])
 def test_a_file_in_the_folders_place(folder: Path, entry: Entry, variable: str) -> None:
-    folder.write_text("")
+    folder.write_text("", encoding="utf-8")
     kept = Cache(folder, variable)
     with pytest.warns(CacheWarning, match=f"not a folder.*set {variable} to"):
         assert kept.obtain(KEY, SM90, lambda: entry) == entry
@@ -305,7 +305,7 @@ def test_a_file_in_the_folders_place(folder: Path, entry: Entry, variable: str) 
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, entry: Entry) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     kept = Cache(tmp_path / "file" / "cache")
     with pytest.warns(CacheWarning, match=f"File exists.*{tmp_path / 'file'}"):
         assert kept.obtain(KEY, SM90, lambda: entry) == entry

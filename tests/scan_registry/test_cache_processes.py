@@ -31,6 +31,7 @@ sys.exit(stress_cache.main(sys.argv[1:]))
         cwd=TOOLS,
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
         timeout=300,
     )

@@ -38,7 +38,9 @@ BACKWARD = next(
 def shell(*words: str) -> subprocess.CompletedProcess[str]:
     """The program in a process of its own, started where the sources are not."""
     command_line = [sys.executable, "-m", "scan_registry", *words]
-    return subprocess.run(command_line, capture_output=True, text=True, check=False, cwd="/")
+    return subprocess.run(
+        command_line, capture_output=True, text=True, encoding="utf-8", check=False, cwd="/"
+    )
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def installed(
     folder = tmp_path / "linear_scan" / "attestations"
     folder.mkdir(parents=True)
     content = {"gpu": "Imaginary H", "date": "2026-01-31", "binaries": records}
-    (folder / "imaginary-h.json").write_text(json.dumps(content))
+    (folder / "imaginary-h.json").write_text(json.dumps(content), encoding="utf-8")
     monkeypatch.setattr(inventory, "ROOT", tmp_path)
     found = Catalogue(tuple(archive_factory(arch, held) for arch, held in binaries.items()))
     monkeypatch.setattr(command, "catalogue", lambda: found)
@@ -386,7 +388,9 @@ def test_the_console_script_is_the_same_program() -> None:
     script = Path(sys.executable).with_name("scan-registry")
     if not script.exists():
         pytest.skip("the environment's scripts are elsewhere")
-    result = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, encoding="utf-8", check=True
+    )
     assert result.stdout == shell("--version").stdout
 
 

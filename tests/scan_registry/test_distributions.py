@@ -14,9 +14,11 @@ from scan_registry import distributions
 def install(folder: Path, name: str, version: str, entry_points: str | None = None) -> Path:
     place = folder / f"{name}-{version}.dist-info"
     place.mkdir(parents=True)
-    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (place / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8"
+    )
     if entry_points is not None:
-        (place / "entry_points.txt").write_text(entry_points)
+        (place / "entry_points.txt").write_text(entry_points, encoding="utf-8")
     return place
 
 
@@ -56,3 +58,45 @@ def test_the_first_on_the_path_counts(tmp_path: Path, monkeypatch: pytest.Monkey
     found = distributions.mentioning("made.up.group")
     assert [(each.name, each.version) for each in found] == [("other", "3.0")]
     assert found[0].folder == tmp_path / "second" / "other-3.0.dist-info"
+
+
+@pytest.mark.parametrize(
+    "left", ["empty", "unreadable", "nothing in it", "broken link", "~", "no version"]
+)
+def test_what_is_no_distribution_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    """What stays behind where an installer was killed hides nothing, and is nothing."""
+    points = "[made.up.group]\na = b\n"
+    install(tmp_path, "made_up", "2.0", points)
+    if left == "~":
+        install(tmp_path, "~de_up", "1.0", points)
+    elif left == "no version":
+        install(tmp_path, "made_up", "1.0", points).rename(tmp_path / "made_up.dist-info")
+    elif left == "broken link":
+        (tmp_path / "made_up-1.0.dist-info").symlink_to(tmp_path / "gone")
+    else:
+        place = install(tmp_path, "made_up", "1.0", points)
+        (place / "METADATA").unlink()
+        if left == "empty":
+            (place / "entry_points.txt").unlink()
+        elif left == "unreadable":
+            (place / "METADATA").mkdir()
+        else:
+            (place / "METADATA").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert distributions.version("made-up") == "2.0"
+    found = distributions.mentioning("made.up.group")
+    assert [(each.name, each.version) for each in found] == [("made-up", "2.0")]
+
+
+@pytest.mark.parametrize("other", ["1.0", "3.0"])
+def test_of_two_in_one_folder_the_one_with_a_record_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    points = "[made.up.group]\na = b\n"
+    (install(tmp_path, "made_up", "2.0", points) / "RECORD").write_text("", encoding="utf-8")
+    install(tmp_path, "made_up", other)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert distributions.version("made-up") == "2.0"
+    assert [each.version for each in distributions.mentioning("made.up.group")] == ["2.0"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ def fresh(script: str, cwd: Path, **environment: str) -> Any:
         check=True,
         stdout=subprocess.PIPE,
         text=True,
+        encoding="utf-8",
     )
     return json.loads(result.stdout)
 
@@ -90,7 +92,7 @@ import torch
 before = set(sys.modules)
 import scan_registry.ops.linear_scan
 brought = {name.split(".")[0] for name in set(sys.modules) - before}
-print(json.dumps([sorted(brought), "libcuda.so" in open("/proc/self/maps").read()]))
+print(json.dumps([sorted(brought), "libcuda.so" in open("/proc/self/maps", encoding="utf-8").read()]))
 """
     brought, opened = fresh(
         script, home, HOME=str(home), TMPDIR=str(home), XDG_CACHE_HOME=str(home / "cache")
@@ -136,14 +138,86 @@ def test_public_names() -> None:
         _ = scan_registry.scan
 
 
+def test_subpackages_are_attributes_that_nothing_loads_before(tmp_path: Path) -> None:
+    """Each in a process in which nothing else has imported it."""
+    script = """
+import json, sys
+import scan_registry
+loaded = [name for name in sys.modules if name.startswith("scan_registry.")]
+listed = [name in dir(scan_registry) for name in ("compat", "nn", "ops")]
+compat = scan_registry.compat
+here = [name for name in dir(compat) + dir(compat.accelerated_scan) if name[:1] != "_"]
+found = [scan_registry.nn.LSTM, compat.accelerated_scan.warp.scan, compat.accelerated_scan.triton.scan,
+         compat.sequential_scan.scan_cu, compat.flashrnn.flashrnn, scan_registry.ops.rnn.rnn]
+print(json.dumps([loaded, listed, here, [each.__name__ for each in found]]))
+"""
+    loaded, listed, here, found = fresh(script, tmp_path)
+    assert loaded == ["scan_registry.lazy"]
+    assert all(listed)
+    assert {"accelerated_scan", "flashrnn", "sequential_scan", "complex", "ref", "warp"} <= set(
+        here
+    )
+    assert found == ["LSTM", "scan", "scan", "scan_cu", "flashrnn", "rnn"]
+
+
+def test_what_the_readme_names_is_there_after_one_import(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\bscan_registry(?:\.[a-z_]+)+\b(?![/\w])", readme))
+    named -= {"scan_registry.aot", "scan_registry.archives"}  # the build's, and entry points
+    assert {"scan_registry.compat", "scan_registry.nn"} <= named
+    script = f"""
+import functools, json, scan_registry
+missing = []
+for name in {sorted(named)!r}:
+    try:
+        functools.reduce(getattr, name.split(".")[1:], scan_registry)
+    except AttributeError:
+        missing.append(name)
+print(json.dumps(missing))
+"""
+    assert fresh(script, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        "importlib.reload(scan_registry)",
+        "importlib.reload(scan_registry); importlib.reload(scan_registry.nn)",
+        "sys.modules.pop('scan_registry'); import scan_registry",
+        "sys.modules.pop('scan_registry.nn'); importlib.import_module('scan_registry.nn')",
+        "[sys.modules.pop(n) for n in list(sys.modules) if n.split('.')[0] == 'scan_registry']; "
+        "import scan_registry",
+    ],
+)
+def test_what_is_imported_again_works(again: str, tmp_path: Path) -> None:
+    """Before and after its names were used; the first copy stays of use, too."""
+    script = f"""
+import importlib, json, sys
+import scan_registry
+first = scan_registry
+{again}
+before = scan_registry.nn.__name__
+{again}
+import torch
+tokens = torch.ones(1, 2, 3)
+sums = [float(each.linear_scan(tokens, tokens).sum()) for each in (first, scan_registry)]
+print(json.dumps([before, sums, first.compat.__name__, scan_registry.compat.__name__]))
+"""
+    if "nn')" in again:
+        script = script.replace("first = scan_registry\n", "first = scan_registry; first.nn\n")
+    names = ["scan_registry.compat"] * 2
+    assert fresh(script, tmp_path) == ["scan_registry.nn", [12.0, 12.0], *names]
+
+
 # --- Layers -----------------------------------------------------------------------------------
 
-BELOW_ALL = "frozen"  # which any module may import
+BELOW_ALL = {"frozen", "lazy", "version"}  # which any module may import
 #: What the modules and packages of scan_registry may import of it, themselves aside. Those that are
 #: not listed are run-time modules: they may import each other, but nothing of the three on top.
 ALLOWED = {
-    BELOW_ALL: set[str](),
+    **{name: set[str]() for name in BELOW_ALL},
     "target": set[str](),
+    "environment": set[str](),
     "kernels": {"target"},
     "distributions": set[str](),
     "binary": {"kernels", "target"},
@@ -192,7 +266,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -219,7 +293,7 @@ def test_a_module_imports_only_what_lies_below_it(module: str) -> None:
     layer = module.partition(".")[0]
     if layer == "__main__":
         return
-    used = set(map(own, imports(MODULES[module]))) - {None, layer, BELOW_ALL}
+    used = set(map(own, imports(MODULES[module]))) - {None, layer, *BELOW_ALL}
     if layer in ALLOWED:
         assert used <= ALLOWED[layer]
     elif layer in {"export", "verify"}:  # of the build road, for people, and not on the call's
@@ -248,5 +322,8 @@ def test_kernels_are_described_by_the_standard_library(module: str) -> None:
 
 
 def test_no_module_is_long() -> None:
-    lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    lengths = {
+        module: len(path.read_text(encoding="utf-8").splitlines())
+        for module, path in MODULES.items()
+    }
     assert max(lengths.values()) <= 450, max(lengths, key=lengths.__getitem__)

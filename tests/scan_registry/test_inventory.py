@@ -43,7 +43,8 @@ def write_attestations(
     path = root / "linear_scan" / "attestations" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        json.dumps({"gpu": gpu, "date": "2026-01-31", "driver": "13.0", "binaries": records})
+        json.dumps({"gpu": gpu, "date": "2026-01-31", "driver": "13.0", "binaries": records}),
+        encoding="utf-8",
     )
     return path
 
@@ -129,7 +130,7 @@ def test_what_is_installed_is_sorted_and_unread(
     (tmp_path / "archives").mkdir()
     for label in ("sm120", "sm90", "sm100", "ptx80", "sm80"):
         (tmp_path / "archives" / f"{label}.scanreg").write_bytes(b"garbage")
-    (tmp_path / "archives" / "README").write_text("not an archive")
+    (tmp_path / "archives" / "README").write_text("not an archive", encoding="utf-8")
     strays = [tmp_path / "archives" / f"{name}.scanreg" for name in ("backup", "sm90 (copy)")]
     for stray in strays:
         stray.write_bytes(b"garbage")

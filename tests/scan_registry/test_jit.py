@@ -52,6 +52,7 @@ def fresh(script: str, *, check: bool = True, **variables: str) -> dict[str, Any
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -74,7 +75,7 @@ def test_looking_loads_and_imports_nothing(folder: Path) -> None:
 import json, sys
 from scan_registry import jit
 found = jit.toolchains()
-with open("/proc/self/maps") as maps:
+with open("/proc/self/maps", encoding="utf-8") as maps:
     loaded = "libnvrtc" in maps.read()
 heavy = [name for name in ("torch", "triton") if name in sys.modules]
 print(json.dumps({"loaded": loaded, "heavy": heavy, "languages": sorted(found)}))
@@ -148,7 +149,7 @@ from scan_registry import jit
 from scan_registry.kernels.model import Variant
 from scan_registry.target import Target
 found = jit.compile(Variant.parse({str(CUDA)!r}), Target.parse("sm90"))
-with open("/proc/self/maps") as maps:
+with open("/proc/self/maps", encoding="utf-8") as maps:
     loaded = "libnvrtc" in maps.read()
 print(json.dumps(dict(cached=found.cached, loaded=loaded, sha256=found.binary.sha256)))
 """
@@ -282,7 +283,9 @@ def test_nothing_in_the_current_folder_enters(
 ) -> None:
     """A user's own ``triton.py`` or ``scan_registry`` beside their script is not ours."""
     for name in ("triton", "json", "scan_registry"):
-        (tmp_path / f"{name}.py").write_text('raise SystemExit("imported from the current folder")')
+        (tmp_path / f"{name}.py").write_text(
+            'raise SystemExit("imported from the current folder")', encoding="utf-8"
+        )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     binary, content = a_binary(TRITON, SM90)
@@ -315,7 +318,7 @@ def test_a_worker_that_says_something_else(
 ) -> None:
     program = tmp_path / "python"
     (tmp_path / "printed").write_bytes(printed)
-    program.write_text(f"#!/bin/sh\ncat {tmp_path / 'printed'}\n")
+    program.write_text(f"#!/bin/sh\ncat {tmp_path / 'printed'}\n", encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(CompileError, match=f"{TRITON} for sm_90: .*{program}"):

@@ -394,7 +394,12 @@ def test_complex128_has_the_reference_alone():
 
 def run(script):
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd="/", capture_output=True, text=True, check=False
+        [sys.executable, "-c", script],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     assert done.stdout.strip() == "True", done.stderr
 

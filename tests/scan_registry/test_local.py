@@ -94,7 +94,7 @@ def test_it_is_for_one_gpu_one_version_and_these_sources(
             assert [each.state for each in local.tuned_contents()] == ["stale"]
         local._sources.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr("importlib.metadata.version", lambda name: "9.9.9")
+        patch.setattr(local, "__version__", "9.9.9")
         local.tuned.cache_clear()
         assert local.tuned(device) is None
     local.tuned.cache_clear()
@@ -147,7 +147,9 @@ def test_a_folder_that_others_can_write_to_is_refused(
 
 
 def schema(name: str) -> Any:
-    return json.loads(files("scan_registry").joinpath("schemas", f"{name}.json").read_text())
+    return json.loads(
+        files("scan_registry").joinpath("schemas", f"{name}.json").read_text(encoding="utf-8")
+    )
 
 
 def test_the_cache_command_knows_it(

@@ -172,6 +172,7 @@ print(policy.lowest(), "torch" in sys.modules)
         env={**os.environ, policy.VARIABLE: "aot"},
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=True,
     )
     assert done.stdout.split() == ["same-major", "False"]

@@ -57,7 +57,7 @@ def provide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provide:
         place = tmp_path / f"{name}-{number}"
         package = place / module
         (package / "archives").mkdir(parents=True)
-        (package / "__init__.py").write_text(IMPORTED)
+        (package / "__init__.py").write_text(IMPORTED, encoding="utf-8")
         if manifest is None:
             manifest = {"schema": 1, "core": FITS, "denied": denied}
         if not isinstance(manifest, bytes):
@@ -69,9 +69,9 @@ def provide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provide:
         information = place / f"{name.replace('-', '_')}-{number}.dist-info"
         information.mkdir()
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
-        (information / "METADATA").write_text(metadata)
+        (information / "METADATA").write_text(metadata, encoding="utf-8")
         entry = f"[{providers.GROUP}]\n{name} = {point or module}\n"
-        (information / "entry_points.txt").write_text(entry)
+        (information / "entry_points.txt").write_text(entry, encoding="utf-8")
         monkeypatch.syspath_prepend(str(place))
         return package
 
@@ -219,6 +219,7 @@ def test_a_misfit_is_one_line_on_the_command_line(provide: Provide) -> None:
         cwd="/",
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     assert (result.returncode, result.stdout) == (2, "")
@@ -290,7 +291,7 @@ def test_each_broken_provider_is_named_and_the_others_are_there(provide: Provide
 def test_entry_points_that_cannot_be_read(provide: Provide) -> None:
     place = provide("odd").parent
     path = place / "odd-1.2.3.dist-info" / "entry_points.txt"
-    path.write_text(f"[{providers.GROUP}]\nodd\n")
+    path.write_text(f"[{providers.GROUP}]\nodd\n", encoding="utf-8")
     found, (problem,) = survey()
     assert [provider.name for provider in found.providers] == [CORE]
     assert str(problem).startswith(f"odd 1.2.3: {path} cannot be read: ")
@@ -310,6 +311,7 @@ def test_a_file_that_is_named_after_no_architecture(provide: Provide, a_binary: 
         cwd="/",
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -347,7 +349,7 @@ def test_a_module_without_a_spec(provide: Provide) -> None:
 
 def test_a_module_is_no_package(provide: Provide) -> None:
     place = provide("odd", point="a_module_without_archives").parent
-    (place / "a_module_without_archives.py").write_text(IMPORTED)
+    (place / "a_module_without_archives.py").write_text(IMPORTED, encoding="utf-8")
     with pytest.raises(ProviderError, match="'a_module_without_archives' is not installed"):
         catalogue()
 
@@ -416,3 +418,20 @@ def test_of_two_copies_the_first_on_the_path_counts(
     assert versions()["twice"] == "1.0"
     provide("twice", number="2.0")
     assert versions()["twice"] == "2.0"
+
+
+@pytest.mark.parametrize("points", [True, False])
+def test_what_is_left_of_a_provider_hides_it_not(provide: Provide, points: bool) -> None:
+    """An older folder of metadata in the same place, and one of a killed installer."""
+    place = provide("a").parent
+    whole = place / "a-1.2.3.dist-info"
+    (whole / "RECORD").write_text("", encoding="utf-8")
+    for name in ("a-0.9.dist-info", "~-1.2.3.dist-info", "~a-1.2.3.dist-info"):
+        (place / name).mkdir()
+        if points:
+            text = (whole / "entry_points.txt").read_text(encoding="utf-8")
+            (place / name / "entry_points.txt").write_text(text, encoding="utf-8")
+    (place / "~a-1.2.3.dist-info" / "METADATA").write_text("Name: a\n", encoding="utf-8")
+    found, problems = survey()
+    assert not problems
+    assert [(each.name, each.version) for each in found.providers][1:] == [("a", "1.2.3")]

@@ -30,7 +30,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 def schemas() -> dict[str, Schema]:
     folder = files("scan_registry").joinpath("schemas")
     return {
-        path.name.removesuffix(".json"): json.loads(path.read_text())
+        path.name.removesuffix(".json"): json.loads(path.read_text(encoding="utf-8"))
         for path in folder.iterdir()
         if path.name.endswith(".json")
     }
@@ -118,6 +118,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             cwd="/",
             capture_output=True,
             text=True,
+            encoding="utf-8",
             check=False,
         )
         assert result.stdout, result.stderr
@@ -214,7 +215,12 @@ sys.exit(main(["inspect", "--json"]))
 """
     (tmp_path / "sm90.scanreg").write_bytes(b"garbage")
     result = subprocess.run(
-        [sys.executable, "-c", script], cwd="/", capture_output=True, text=True, check=False
+        [sys.executable, "-c", script],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     assert result.returncode == 2
     document = json.loads(result.stdout)

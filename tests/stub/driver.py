@@ -33,10 +33,10 @@ def build(folder: Path, source: str | Path = SOURCE, name: str = "libcuda_stub.s
     if isinstance(source, str):
         text = source
         source = folder / f"{name}.c"
-        source.write_text(text)
+        source.write_text(text, encoding="utf-8")
     library = folder / name
     command = [*compiler(), *_FLAGS, str(source), "-o", str(library)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    built = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     if built.returncode:
         raise RuntimeError(f"{shlex.join(command)} failed\n{built.stderr}")
     return library
@@ -167,7 +167,7 @@ class Stub:
         """Write the configuration; the variables that make a process use it."""
         major, minor = self.version
         lines = [f"driver {major}.{minor}", *map(str, self.gpus), *map(str, self.failures)]
-        self._configuration.write_text("".join(f"{line}\n" for line in lines))
+        self._configuration.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return {
             "SCAN_REGISTRY_LIBCUDA": str(self.library),
             "STUB_CUDA_CONFIG": str(self._configuration),
@@ -187,6 +187,7 @@ class Stub:
             env={**os.environ, **self.environment(), **variables},
             capture_output=True,
             text=True,
+            encoding="utf-8",
             check=False,
         )
         if check and done.returncode:
@@ -197,7 +198,7 @@ class Stub:
         """The calls so far, of every process, in order; only those with these names if any."""
         if not self._log.exists():
             return []
-        calls = map(Call.parse, self._log.read_text().splitlines())
+        calls = map(Call.parse, self._log.read_text(encoding="utf-8").splitlines())
         return [call for call in calls if not names or call.name in names]
 
     @property

@@ -22,7 +22,9 @@ SMALL = Case("channel_last", 2, 8, 16, "float32")
 
 
 def schema() -> Any:
-    return json.loads(files("scan_registry").joinpath("schemas", "bench.json").read_text())
+    return json.loads(
+        files("scan_registry").joinpath("schemas", "bench.json").read_text(encoding="utf-8")
+    )
 
 
 def bench(capsys: Capture, *words: str) -> str:

@@ -72,6 +72,10 @@ def refused(capsys: Capture, *words: str) -> str:
 def document(capsys: Capture, *words: str, status: int = 0) -> dict[str, Any]:
     """The JSON, after a look into its schema."""
     found: dict[str, Any] = json.loads(run(capsys, *words, "--json", status=status))
-    schema = files("scan_registry").joinpath("schemas", f"cache-{words[0]}.json").read_text()
+    schema = (
+        files("scan_registry")
+        .joinpath("schemas", f"cache-{words[0]}.json")
+        .read_text(encoding="utf-8")
+    )
     jsonschema.Draft202012Validator(json.loads(schema)).validate(found)
     return found

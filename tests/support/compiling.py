@@ -61,7 +61,7 @@ class Toy:
 
     def write(self, name: str, text: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / name).write_text(text)
+        (self.folder / name).write_text(text, encoding="utf-8")
 
     def change(self, **changes: Any) -> None:
         self.kernel = replace(self.kernel, **changes)

@@ -26,7 +26,9 @@ Make = Callable[..., tuple[Binary, bytes]]
 Describe = Callable[..., Device]
 Capture = pytest.CaptureFixture[str]
 Provide = Callable[..., Provider]
-SCHEMA = json.loads(files("scan_registry").joinpath("schemas", "doctor.json").read_text())
+SCHEMA = json.loads(
+    files("scan_registry").joinpath("schemas", "doctor.json").read_text(encoding="utf-8")
+)
 FAMILIES = {FAMILY.name: FAMILY}
 KERNELS = {kernel.name for kernel in FAMILY.kernels}
 #: What there is machine code of.

@@ -23,7 +23,9 @@ Factory = Callable[..., Archive]
 Make = Callable[..., tuple[Binary, bytes]]
 Describe = Callable[..., Device]
 Capture = pytest.CaptureFixture[str]
-SCHEMA = json.loads(files("scan_registry").joinpath("schemas", "explain.json").read_text())
+SCHEMA = json.loads(
+    files("scan_registry").joinpath("schemas", "explain.json").read_text(encoding="utf-8")
+)
 CALL = ("explain", "linear_scan", "--dtype", "bf16", "--shape", "2,8,4096")
 
 

@@ -84,7 +84,7 @@ def run(prepared):
 
 def mapped(name):
     """Whether a library is loaded in this process."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         return name in maps.read()
 
 
@@ -108,7 +108,7 @@ class Rig:
 
     def denies(self, *entries: Mapping[str, str]) -> None:
         manifest = {"schema": 1, "core": ">=0", "denied": list(entries)}
-        (self.package / "provider.json").write_text(json.dumps(manifest))
+        (self.package / "provider.json").write_text(json.dumps(manifest), encoding="utf-8")
 
     def run(self, script: str, **variables: str) -> dict[str, Any]:
         """What the script reports, run with nothing cached."""

@@ -40,7 +40,9 @@ def run(capsys: Capture, *words: str, status: int = 0) -> str:
 def valid(text: str) -> dict[str, Any]:
     """The document, after a look into its schema."""
     found: dict[str, Any] = json.loads(text)
-    schema = json.loads(files("scan_registry").joinpath("schemas", "verify.json").read_text())
+    schema = json.loads(
+        files("scan_registry").joinpath("schemas", "verify.json").read_text(encoding="utf-8")
+    )
     jsonschema.Draft202012Validator(schema).validate(found)
     return found
 
@@ -75,7 +77,7 @@ def record(site: Path) -> None:
             name = path.relative_to(site).as_posix()
             lines.append(f"{name},sha256={encoded},{path.stat().st_size}\n")
     (information,) = site.glob("*.dist-info")
-    (information / "RECORD").write_text("".join(lines))
+    (information / "RECORD").write_text("".join(lines), encoding="utf-8")
 
 
 def shell(site: Path, *words: str, status: int = 0, **environment: str) -> str:
@@ -86,6 +88,7 @@ def shell(site: Path, *words: str, status: int = 0, **environment: str) -> str:
         cwd="/",
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     assert result.returncode == status, result.stdout + result.stderr

@@ -43,7 +43,9 @@ def attested(tmp_path: Path) -> Callable[..., Path]:
             needed.append(record(extra, "a.b:cuda:c=d", "sm_90", error))
         path = tmp_path / "linear_scan" / "attestations" / f"{gpu}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"gpu": gpu, "date": "2026-01-01", "binaries": needed}))
+        path.write_text(
+            json.dumps({"gpu": gpu, "date": "2026-01-01", "binaries": needed}), encoding="utf-8"
+        )
         return tmp_path
 
     return write

@@ -54,7 +54,7 @@ def test_a_part_is_the_network_of_its_heads(tool: Any) -> None:
 def test_what_is_right_passes(tool: Any, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     assert tool.main([*SMALL, "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     assert [result["taken"] for result in found["results"]] == [6] * 12
     assert set(found["results"][0]["errors"]) == {"2", "3"}
 

@@ -43,10 +43,10 @@ def test_types_are_checked_under_the_import_names(
 def test_linters_are_pinned_alike_everywhere() -> None:
     pins = dict(
         line.split("==")
-        for line in (ROOT / "ci" / "constraints.txt").read_text().splitlines()
+        for line in (ROOT / "ci" / "constraints.txt").read_text(encoding="utf-8").splitlines()
         if "==" in line and not line.startswith("#")
     )
-    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     assert f"ruff-pre-commit\n    rev: v{pins['ruff']}\n" in hooks
     assert "tools/dev.py types" in hooks  # mypy comes from the same environment
     assert pins["torch"]

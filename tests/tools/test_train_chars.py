@@ -49,10 +49,10 @@ def test_a_run_before(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         {"model": "LSTM", "name": name, "losses": losses, "ms": 1.0}
         for name, losses in (("torch.nn", [4.0, 3.0]), ("scan_registry.nn", [4.0, 3.001]))
     ]
-    record.write_text(json.dumps({"device": "NVIDIA H200", "runs": runs}))
+    record.write_text(json.dumps({"device": "NVIDIA H200", "runs": runs}), encoding="utf-8")
     assert run(tool, monkeypatch, "--from", record) == 0
     runs[1]["losses"] = [4.0, 3.1]
-    record.write_text(json.dumps({"device": "NVIDIA H200", "runs": runs}))
+    record.write_text(json.dumps({"device": "NVIDIA H200", "runs": runs}), encoding="utf-8")
     assert run(tool, monkeypatch, "--from", record) == 1
     pytest.importorskip("matplotlib")
     picture = tmp_path / "losses.png"
@@ -65,6 +65,6 @@ def test_training(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(tool, name, value)
     record = tmp_path / "record.json"
     assert run(tool, monkeypatch, "--device", "cpu", "--steps", 3, "--json", record) == 0
-    found = json.loads(record.read_text())["runs"]
+    found = json.loads(record.read_text(encoding="utf-8"))["runs"]
     assert [len(each["losses"]) for each in found] == [3] * 4
     assert [each["model"] for each in found] == ["LSTM", "LSTM", "sLSTM", "sLSTM"]

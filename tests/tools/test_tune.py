@@ -95,7 +95,7 @@ def test_times_of_variants_that_are_gone_go(tool: Any, tmp_path: Path) -> None:
     (path,) = tool.save(tmp_path, "sm_90", [now])
     table = Table.read(path)
     written = replace(table, measured=(replace(table.measured[0], timings=timings),))
-    path.write_text(written.text())
+    path.write_text(written.text(), encoding="utf-8")
     assert gone in Table.read(path).measured[0].timings
     tool.save(tmp_path, "sm_90", [tuned(second, 2.0)])
     assert [[*each.timings] for each in Table.read(path).measured] == [[now.best]] * 2

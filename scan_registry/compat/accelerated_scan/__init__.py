@@ -4,3 +4,16 @@
 All compute h[t] = gates[t] * h[t-1] + tokens[t] along the last dimension of (B, C, T) tensors, from
 h[-1] = 0.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scan_registry import lazy
+
+if TYPE_CHECKING:
+    from scan_registry.compat.accelerated_scan import complex, ref, scalar, triton, warp
+
+__all__ = ["complex", "ref", "scalar", "triton", "warp"]
+
+__getattr__, __dir__ = lazy.names(globals(), dict.fromkeys(__all__))

@@ -98,7 +98,9 @@ def test_recorded_results_have_the_documents_form() -> None:
     recorded = sorted((ROOT / "tools" / "results").glob("*-bench.json"))
     assert recorded
     for path in recorded:
-        jsonschema.Draft202012Validator(schema()).validate(json.loads(path.read_text()))
+        jsonschema.Draft202012Validator(schema()).validate(
+            json.loads(path.read_text(encoding="utf-8"))
+        )
 
 
 # --- What it refuses --------------------------------------------------------------------------
@@ -194,7 +196,7 @@ class Figure:
 
     def savefig(self, path: Path) -> None:
         panels = {panel.title: panel.lines for panel in self.panels}
-        path.write_text(json.dumps({"title": self.title, "panels": panels}))
+        path.write_text(json.dumps({"title": self.title, "panels": panels}), encoding="utf-8")
 
 
 def test_a_line_for_everyone_and_the_floor(
@@ -205,7 +207,7 @@ def test_a_line_for_everyone_and_the_floor(
     monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", drawing)
     found = document(capsys, "--seqlens", "32,16", "--plot_name", str(tmp_path / "out"))
-    drawn = json.loads((tmp_path / "out.png").read_text())
+    drawn = json.loads((tmp_path / "out.png").read_text(encoding="utf-8"))
     assert drawn["title"].endswith("threads: channel_last, B 2, C 8, bfloat16")
     assert {name: [*lines] for name, lines in drawn["panels"].items()} == {
         "forward": ["scan-registry cpu", "torch.mul", "streaming"],
@@ -232,7 +234,7 @@ def test_cases_of_several_kinds_have_lines_of_their_own(
     cases = [SMALL, replace(SMALL, time=32), replace(SMALL, gates="channel")]
     timings = [Timing(case, "forward", "us", 2.0, 0.1, 1.0) for case in cases]
     plot.draw(timings, "all", tmp_path / "out.png")
-    drawn = json.loads((tmp_path / "out.png").read_text())
+    drawn = json.loads((tmp_path / "out.png").read_text(encoding="utf-8"))
     assert drawn["panels"]["forward, of the floor"] == {
         "channel_last, 2 × 8, float32, us": [[16, 32], [0.5, 0.5]],
         "channel_last, 2 × 8, a gate per channel, float32, us": [[16], [0.5]],
@@ -275,7 +277,9 @@ def tool() -> types.ModuleType:
 
 
 def test_the_tools_cases_are_those_of_the_recorded_results(tool: types.ModuleType) -> None:
-    recorded = json.loads((ROOT / "tools" / "results" / "h200-bench.json").read_text())
+    recorded = json.loads(
+        (ROOT / "tools" / "results" / "h200-bench.json").read_text(encoding="utf-8")
+    )
     cases = [Case(**entry["case"]) for entry in recorded["timings"]]
     assert list(dict.fromkeys(cases)) == tool.default_cases()
 
@@ -291,7 +295,7 @@ def test_the_tool_writes_the_document(
         sys, "argv", ["bench", "--case", "time_last:1,8,16:float32", "--json", str(path)]
     )
     assert tool.main() == 0
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema()).validate(found)
     assert {Case(**entry["case"]) for entry in found["timings"]} == {
         Case("time_last", 1, 8, 16, "float32")

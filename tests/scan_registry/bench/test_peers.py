@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import sys
 import types
@@ -13,6 +11,7 @@ import pytest
 import torch
 from benching import CPU, SMALL
 
+from scan_registry import distributions
 from scan_registry.bench import measure
 from scan_registry.bench.cases import PASSES, Case
 from scan_registry.bench.measure import Bench
@@ -131,12 +130,7 @@ def test_what_peers_refuse(peer: Peer, text: str, reason: str | None) -> None:
 def test_peers_are_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"accelerated-scan": "0.3.1"}
 
-    def version(name: str) -> str:
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(distributions, "version", versions.get)
     assert installed() == [SCALAR, WARP, COMPLEX]
     versions.clear()
     assert installed() == []

@@ -104,7 +104,7 @@ def test_why_a_folder_is_not_usable(
     assert "others can write to it (mode 0777)" in found["obstacle"]
     assert "not usable: others can write to it" in run(capsys, "list")
     file = tmp_path / "file"
-    file.write_text("")
+    file.write_text("", encoding="utf-8")
     monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(file))
     assert document(capsys, "list")["obstacle"] == "it is not a folder"
     monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(file / "below"))

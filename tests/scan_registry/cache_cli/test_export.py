@@ -170,7 +170,7 @@ def test_a_name_of_architectures_alone_is_not_for_exports(
 def test_places_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     full = tmp_path / "full"
     full.mkdir()
-    (full / "mine").write_text("keep")
+    (full / "mine").write_text("keep", encoding="utf-8")
     assert f"{full} is not empty" in refused(capsys, "export", str(full))
     assert "Not a directory" in refused(capsys, "export", str(full / "mine"))
     assert [path.name for path in full.iterdir()] == ["mine"]
@@ -246,6 +246,7 @@ def quiet(*command: str | Path, **environment: str) -> str:
         cwd="/",
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -260,7 +261,9 @@ def test_the_wheel_installs_offline_and_its_binaries_are_exact(
     place = tmp_path / "venv"
     venv.EnvBuilder(symlinks=True).create(place)
     (packages,) = place.glob("lib/python*/site-packages")
-    (packages / "those-of-the-tests.pth").write_text("\n".join(p for p in sys.path if p))
+    (packages / "those-of-the-tests.pth").write_text(
+        "\n".join(p for p in sys.path if p), encoding="utf-8"
+    )
     python = place / "bin" / "python"
     quiet(python, "-m", "pip", "install", "--no-index", wheel)
     found = json.loads(quiet(python, "-c", SELECT))

@@ -20,7 +20,12 @@ def test_nothing_outside_is_touched() -> None:
     folders = [str(Path(watched.__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
     shared = {**os.environ, "PYTHONPATH": ":".join(filter(None, folders))}
     done = subprocess.run(
-        [sys.executable, __file__], check=False, capture_output=True, text=True, env=shared
+        [sys.executable, __file__],
+        check=False,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=shared,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "untouched\n"

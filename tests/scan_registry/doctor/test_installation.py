@@ -237,7 +237,7 @@ def test_a_cache_that_cannot_be_used(
     provide(archs=["sm90"])
     folder = tmp_path / "cache"
     if trouble == "a file":
-        folder.write_text("")
+        folder.write_text("", encoding="utf-8")
     elif trouble == "read-only":
         monkeypatch.setattr(command.os, "access", lambda *_: False)
     else:

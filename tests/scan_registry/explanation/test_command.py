@@ -206,6 +206,7 @@ def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "scan_registry", *words],
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
         cwd="/",
         env={**os.environ, **variables},

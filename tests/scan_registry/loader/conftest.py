@@ -23,10 +23,12 @@ def rig(stub_driver: Any) -> Rig:
     information = folder / "acme_kernels-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\n"
+        "Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\n", encoding="utf-8"
     )
-    (information / "entry_points.txt").write_text("[scan_registry.archives]\nacme = acme_kernels\n")
-    (folder / "rig.py").write_text(RIG)
+    (information / "entry_points.txt").write_text(
+        "[scan_registry.archives]\nacme = acme_kernels\n", encoding="utf-8"
+    )
+    (folder / "rig.py").write_text(RIG, encoding="utf-8")
     made = Rig(stub_driver, package)
     made.denies()
     return made

@@ -139,11 +139,31 @@ def test_what_was_compiled_here_and_is_refused_is_a_reason(rig: Rig) -> None:
 @needs_nvrtc
 def test_a_cache_that_cannot_be_used_costs_a_warning(rig: Rig) -> None:
     rig.stub.gpu((12, 1))
-    (rig.stub.folder / "cache").write_text("not a folder")
+    (rig.stub.folder / "cache").write_text("not a folder", encoding="utf-8")
     found = rig.run("""
 ready = [prepare(backend="cuda"), prepare(backend="cuda", time=2048)]
 report(ready=[facts(r) for r in ready])
 """)
+    assert [r["rung"] for r in found["ready"]] == ["jit", "jit"]
+    kinds = sorted(warning.partition(":")[0] for warning in found["told"])
+    assert kinds == ["CacheWarning", "FallbackWarning"]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("place", ["~no-such-user/x", "relative"])
+def test_a_cache_whose_place_nobody_knows_costs_a_warning(rig: Rig, place: str) -> None:
+    rig.stub.gpu((12, 1))
+    found = rig.run(
+        """
+import os, tempfile
+gone = tempfile.mkdtemp()
+os.chdir(gone)
+os.rmdir(gone)
+ready = [prepare(backend="cuda"), prepare(backend="cuda", time=2048)]
+report(ready=[facts(r) for r in ready])
+""",
+        SCAN_REGISTRY_CACHE=place,
+    )
     assert [r["rung"] for r in found["ready"]] == ["jit", "jit"]
     kinds = sorted(warning.partition(":")[0] for warning in found["told"])
     assert kinds == ["CacheWarning", "FallbackWarning"]

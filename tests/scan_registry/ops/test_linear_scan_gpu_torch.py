@@ -147,7 +147,12 @@ again = scan_registry.linear_scan(gates[0], gates, dim=1, cu_seqlens=bounds, rev
 print(same and torch.equal(packed, again))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd="/", capture_output=True, text=True, check=False
+        [sys.executable, "-c", script],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     assert done.stdout.strip() == "True", done.stderr
 

@@ -381,7 +381,12 @@ print(json.dumps(found))
 
 def test_launches(tmp_path: Any) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES], cwd=tmp_path, check=True, capture_output=True, text=True
+        [sys.executable, "-c", LAUNCHES],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     found = json.loads(done.stdout)
     values = ["gates", 0, "tokens", "made 0", 0, 11, 2**64 - 1, 0]

@@ -69,7 +69,9 @@ def test_what_is_found_is_used_from_then_on(here: Any, capsys: Capture) -> None:
 
 
 def test_the_document(here: Any, capsys: Capture) -> None:
-    schema = json.loads(files("scan_registry").joinpath("schemas", "tune.json").read_text())
+    schema = json.loads(
+        files("scan_registry").joinpath("schemas", "tune.json").read_text(encoding="utf-8")
+    )
     assert main([*TINY, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     jsonschema.validate(found, schema)

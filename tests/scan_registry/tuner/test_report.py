@@ -38,7 +38,9 @@ def test_regret_is_of_what_would_run_untuned(workshop: Any) -> None:
 
 
 def test_the_document(workshop: Any) -> None:
-    schema = json.loads(files("scan_registry").joinpath("schemas", "tune.json").read_text())
+    schema = json.loads(
+        files("scan_registry").joinpath("schemas", "tune.json").read_text(encoding="utf-8")
+    )
     tuner = tuned(
         workshop, "time_last:2,8,512:float32", "channel_last:2,8,64:float32:gates=channel"
     )

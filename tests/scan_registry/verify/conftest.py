@@ -48,12 +48,14 @@ def provided(tmp_path: Path, compiled: dict[str, list[Entry]]) -> Path:
     package = site / "archives_that_are_verified"
     path = package / "archives" / f"sm103{archive.SUFFIX}"
     archive.write(path, SM103, compiled["sm103"], {"version": "1.2.3"})
-    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    (package / "provider.json").write_text('{"schema": 1, "core": ">=0"}')
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
+    (package / "provider.json").write_text('{"schema": 1, "core": ">=0"}', encoding="utf-8")
     information = site / "verified-1.2.3.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: verified\nVersion: 1.2.3\n")
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: verified\nVersion: 1.2.3\n", encoding="utf-8"
+    )
     entry = f"[{providers.GROUP}]\nverified = {package.name}\n"
-    (information / "entry_points.txt").write_text(entry)
+    (information / "entry_points.txt").write_text(entry, encoding="utf-8")
     record(site)
     return site

@@ -40,7 +40,7 @@ def test_files_are_those_that_were_installed(
     monkeypatch.syspath_prepend(str(provided))
     assert verify.altered(read_provider(provided)) == []
     manifest = provided / "archives_that_are_verified" / "provider.json"
-    manifest.write_text('{"schema": 1, "core": ">=0", "denied": []}')
+    manifest.write_text('{"schema": 1, "core": ">=0", "denied": []}', encoding="utf-8")
     held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
     archive.write(held, SM103, [], {})
     defects = verify.altered(read_provider(provided))
@@ -80,9 +80,11 @@ def test_a_broken_provider_is_a_defect_and_hides_no_other(provided: Path, core: 
     (place / "archives_that_are_verified").rename(place / "archives_that_are_broken")
     (place / "verified-1.2.3.dist-info").rename(place / "broken-1.2.3.dist-info")
     for path in (place / "broken-1.2.3.dist-info").iterdir():
-        path.write_text(path.read_text().replace("verified", "broken"))
+        path.write_text(
+            path.read_text(encoding="utf-8").replace("verified", "broken"), encoding="utf-8"
+        )
     manifest = place / "archives_that_are_broken" / "provider.json"
-    manifest.write_text(json.dumps({"schema": 1, "core": core}))
+    manifest.write_text(json.dumps({"schema": 1, "core": core}), encoding="utf-8")
     found = valid(shell(Path(f"{place}{os.pathsep}{provided}"), "--json", status=1))
     assert [held["intact"] for held in found["archives"]] == [2]
     assert [p["name"] for p in found["providers"]][1:] == ["verified"]

@@ -1,0 +1,35 @@
+"""Names of a package that load what they need when they are first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def names(
+    namespace: dict[str, Any], homes: Mapping[str, str | None]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and the ``__dir__`` of the package whose globals are ``namespace``.
+
+    ``homes`` has the module that defines each name, or None for a name that is a module of the package.
+    """
+    package = namespace["__name__"]
+
+    def load(name: str) -> Any:
+        from importlib import import_module
+
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = homes[name]
+        if home is None:
+            value: Any = import_module(f"{package}.{name}")
+        else:
+            value = getattr(import_module(home), name)
+        # Kept in this copy of the package: after a reload, sys.modules may hold another one.
+        namespace[name] = value
+        return value
+
+    def listed() -> list[str]:
+        return sorted({*namespace, *homes})
+
+    return load, listed
