@@ -346,17 +346,21 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     for (int k = 0; k < STEPS; k++) {
         gate[k] = gates_rows.load(k, GateElement::ONE);
         grad[k] = grads_rows.load(k, 0);
-        if (gates_grad) earlier[k] = states_rows.load(k + 1, 0);
-    }
-    // The state before the walk's last step is none of those that are stored, and no storage of theirs would hold it.
-    State initial[VECTOR];
+        if (!gates_grad) continue;
+        if (k + 1 < states_rows.count) {
+            earlier[k] = states_rows.load(k + 1, 0);
+        } else {  // the walk's last step, or past it
+            State initial[VECTOR];
 #pragma unroll
-    for (int v = 0; v < VECTOR; v++) {
-        const bool given = initial_state && !walk.packed() && at.channel + v < channels;
-        initial[v] = given ? initial_state[(at.channel + v) * state_channel] : State(0);
+            for (int v = 0; v < VECTOR; v++) {
+                const bool given = initial_state && !walk.packed() && at.channel + v < channels;
+                initial[v] = given ? initial_state[(at.channel + v) * state_channel] : State(0);
+            }
+            earlier[k].set(initial);
+        }
     }
 
-    // Packed sequences come with VECTOR 1: their states are those of one channel.
+    static_assert(VECTOR == 1, "boundaries are those of one channel");
     const i64 c = at.channel < channels ? at.channel : 0;
     const Boundary before{
         initial_state ? const_cast<State*>(initial_state) + c * state_channel : nullptr,
@@ -385,7 +389,9 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
         State for_gates[VECTOR], for_tokens[VECTOR];
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
-            State x = chosen(k + 1 == states_rows.count, initial[v], earlier[k].get(v));
+            State x = earlier[k].get(v);
+            // The state before the walk, as it is: in their storage it is rounded.
+            if (sizeof(Storage) < sizeof(State) && k + 1 == states_rows.count && !walk.packed()) x = before.read(0);
             if (marks.starts_at(k)) h[v] = after_grad.read(marks.places[k].of_first);
             if (marks.ends_at(k)) x = before.read(marks.places[k].of_last);
             for_tokens[v] = grad[k].get(v) + h[v];
