@@ -18,6 +18,7 @@ from typing import Protocol
 from scan_registry.archive import ArchiveError
 from scan_registry.cli import bench, cache, doctor, explain, inspect, selftest, tune, verify
 from scan_registry.cli.errors import UsageError
+from scan_registry.cli.streams import make_plain
 from scan_registry.providers import ProviderError
 from scan_registry.select import NoKernelError
 from scan_registry.version import __version__
@@ -63,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names (default: of this process) and return its exit status."""
+    make_plain()
     program = parser()
     args = program.parse_args(argv)
     if args.command is None:

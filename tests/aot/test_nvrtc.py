@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import subprocess
@@ -110,5 +111,5 @@ def test_a_library_of_the_system_is_left_to_the_loader(monkeypatch: pytest.Monke
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("opened")
 
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
     nvrtc._load_builtins(nvrtc._Library("libnvrtc.so.13"), "13.0")

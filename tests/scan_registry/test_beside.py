@@ -121,7 +121,7 @@ def test_what_another_version_left_says_nothing_of_these_files(
         return real(folder)
 
     leave(tmp_path, what)
-    monkeypatch.setattr(verify.Distribution, "at", at)
+    monkeypatch.setattr(Distribution, "at", at)
     monkeypatch.syspath_prepend(str(tmp_path))
     (own, *_), problems = providers.installed()
     assert not problems

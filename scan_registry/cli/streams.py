@@ -1,0 +1,72 @@
+"""Output that is written whole, whatever characters its encoding has.
+
+Where there is no such character, a plain one of the same meaning stands in for it. That concerns a terminal
+or a pipe in ASCII or latin-1, and paths that are not UTF-8.
+"""
+
+from __future__ import annotations
+
+import codecs
+import sys
+from io import TextIOWrapper
+
+_HANDLER = "scan_registry.plain"
+#: Those of handlers that Python chooses by itself; a user's own choice stays.
+_USUAL = ("strict", "surrogateescape", "backslashreplace")
+_PLAIN = {
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "…": "...",
+    "·": "*",
+    "•": "*",
+    "×": "x",
+    "±": "+-",
+    "µ": "u",
+    "μ": "u",
+    "→": "->",
+    "←": "<-",
+    "≤": "<=",
+    "≥": ">=",
+    "≈": "~",
+    "‖": "||",
+    "√": "sqrt",
+    "²": "^2",
+    "³": "^3",
+    "‘": "'",
+    "’": "'",
+    "“": '"',
+    "”": '"',
+    "\N{NO-BREAK SPACE}": " ",
+}
+
+
+def plain(character: str) -> str:
+    """ASCII that means the same, or the character's number."""
+    if (
+        "\N{BOX DRAWINGS LIGHT HORIZONTAL}"
+        <= character
+        <= "\N{BOX DRAWINGS HEAVY UP AND LIGHT DOWN}"
+    ):
+        return "|" if character in "│┃║╎╏┆┇┊┋" else "-" if character in "─━═╌╍┄┅┈┉╴╶╸╺╼╾" else "+"
+    found = _PLAIN.get(character)
+    return character.encode("ascii", "backslashreplace").decode() if found is None else found
+
+
+def _handle(error: UnicodeError) -> tuple[str | bytes, int]:
+    """One character at a time, by the rules of ``codecs.register_error``."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    character = error.object[error.start]
+    number = ord(character) - 0xDC00
+    if 0x80 <= number <= 0xFF:  # how Python holds a byte of a path that is no text
+        return bytes((number,)), error.start + 1
+    return plain(character), error.start + 1
+
+
+def make_plain() -> None:
+    """Have this process's output and error stream replace what they cannot encode."""
+    codecs.register_error(_HANDLER, _handle)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors in _USUAL:
+            stream.reconfigure(errors=_HANDLER)
