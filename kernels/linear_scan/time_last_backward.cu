@@ -72,14 +72,14 @@ struct BackwardTiles {
     __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
+        State h = entrance.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at, at.row()),
+                                 of_row(of.initial_grad, at, at.row()));
         // The state before the walk's last step is not among the states, nor in their storage, which could not
         // hold it: it is taken as it is, where one of this lane's items is that step.
         const i64 to_last = scans.time - 1 + scans.skip<TURNED>(at, at.row()) - at.first - at.lane % LANES * ITEMS;
         const int last = to_last >= 0 && to_last < ITEMS ? int(to_last) : -1;
         const State* const initial_state = last < 0 ? nullptr : of_row(of.initial_state, at, at.row());
         const State initial = initial_state ? *initial_state : State(0);
-        State h = entrance.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at, at.row()),
-                                 of_row(of.initial_grad, at, at.row()));
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const int own = at.lane * PIECES + p;
