@@ -6,6 +6,7 @@ their own.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -118,6 +119,26 @@ def check_machine() -> None:
         raise DevError(f"{header} is missing; install Python's development package (python3-dev)")
 
 
+def archs_of_this_machine() -> str:
+    """The archives that the GPUs of this machine need, as ``-C archs=…`` takes them.
+
+    Asks nvidia-smi, since this Python has no torch. ``ptx80`` serves GPUs that have no archive of their own.
+    Without a GPU it is also the answer: of all archives, it compiles in the least time.
+    """
+    released = json.loads((ROOT / "ci" / "matrix.json").read_text(encoding="utf-8"))["archs"]
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(
+            query, check=False, capture_output=True, text=True, encoding="utf-8", timeout=30
+        )
+        found = asked.stdout.split() if asked.returncode == 0 else []
+    except (OSError, subprocess.TimeoutExpired):
+        found = []
+    own = {f"sm{capability.replace('.', '')}" for capability in found}
+    wanted = sorted(arch if arch in released else "ptx80" for arch in own)
+    return ",".join(dict.fromkeys(wanted)) or "ptx80"
+
+
 def make_environment(folder: Path, fresh: bool) -> Environment:
     """The environment in a folder, made anew if asked for or if the one there does not work."""
     environment = Environment(folder)
@@ -182,14 +203,21 @@ def check_wheel(path: Path) -> Wheel:
 
 
 def build_wheel(
-    environment: Environment, work: Path, source: Path = ROOT, *, isolated: bool = True
+    environment: Environment,
+    work: Path,
+    source: Path = ROOT,
+    *,
+    archs: str = "all",
+    isolated: bool = True,
 ) -> Wheel:
-    """Build the wheel for every architecture as pip builds it for a user, by PEP 517, into
-    ``work / "wheel"``; what is not isolated uses the compilers of the environment."""
+    """Build the wheel as pip builds it for a user, by PEP 517, into ``work / "wheel"``.
+
+    ``archs`` is what ``-C archs=…`` takes. A build that is not isolated uses the environment's compilers.
+    """
     folder, log = work / "wheel", work / "build.log"
     shutil.rmtree(folder, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
-    command = environment.pip("wheel", "-v", "--no-deps", "--config-settings", "archs=all")
+    command = environment.pip("wheel", "-v", "--no-deps", "--config-settings", f"archs={archs}")
     command += [] if isolated else ["--no-build-isolation"]
     command += ["--wheel-dir", folder, source]
     say(f"\n=== build the wheel (all of it in {log.relative_to(ROOT)})")

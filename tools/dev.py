@@ -1,7 +1,9 @@
 """The two commands of a working copy: see the package work, and test it.
 
-    python3 tools/dev.py demo           build the wheel, install it, look inside, run its self-test
-    python3 tools/dev.py test [ARG …]   the same wheel, then ruff, mypy, attestations and pytest
+    python3 tools/dev.py demo [--archs all]   build a wheel, install it, look inside, run its self-test
+    python3 tools/dev.py test [ARG …]         build the wheel, then ruff, mypy, attestations and pytest
+
+``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none; ``test`` for all.
 
 ``types`` runs mypy alone, for the commit hook.
 
@@ -36,6 +38,7 @@ from ci.workspace import (
     DevError,
     Environment,
     Wheel,
+    archs_of_this_machine,
     build_wheel,
     check_machine,
     cores,
@@ -155,10 +158,10 @@ def check_all(environment: Environment, arguments: Sequence[str]) -> int:
 # --- The commands -----------------------------------------------------------------------------
 
 
-def demo(fresh: bool) -> None:
+def demo(fresh: bool, archs: str) -> None:
     check_machine()
     environment = make_environment(WORK / "venv", fresh)
-    install(environment, build_wheel(environment, WORK))
+    install(environment, build_wheel(environment, WORK, archs=archs or archs_of_this_machine()))
     program = environment.program(DISTRIBUTION)
     require("look inside", [program, "inspect"], cwd=WORK)
     require("self-test", [program, "selftest"], cwd=WORK)
@@ -192,6 +195,13 @@ def main() -> int:
     ):
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
         command.add_argument("--fresh", action="store_true", help="make a new environment")
+        if name == "demo":
+            command.add_argument(
+                "--archs",
+                default="",
+                metavar="sm80,sm90",
+                help="the architectures to compile for, `all` for all; default: this machine's GPUs, or ptx80",
+            )
     commands.add_parser("types", help="mypy alone, in the environment that is there")
     options, rest = parser.parse_known_args()
     if rest and options.command != "test":
@@ -203,7 +213,7 @@ def main() -> int:
             return types()
         if options.command == "test":
             return test(options.fresh, rest)
-        demo(options.fresh)
+        demo(options.fresh, options.archs)
         say(f"\ndemo done in {time.monotonic() - started:.0f} s")
         return 0
     except DevError as error:

@@ -1,4 +1,4 @@
-"""The release workflow: pinned, without secrets, and with no more rights than it needs."""
+"""The workflows: pinned, without secrets, and with no more rights than they need."""
 
 from __future__ import annotations
 
@@ -10,45 +10,63 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PATH = ROOT / ".github" / "workflows" / "wheels.yml"
-TEXT = PATH.read_text(encoding="utf-8")
-WORKFLOW: dict[Any, Any] = yaml.safe_load(TEXT)
-JOBS: dict[str, Any] = WORKFLOW["jobs"]
-ON = WORKFLOW[True]  # YAML takes the word for a boolean
+FOLDER = ROOT / ".github" / "workflows"
+TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.yml")}
+WORKFLOWS: dict[str, dict[Any, Any]] = {name: yaml.safe_load(TEXTS[name]) for name in TEXTS}
+JOBS: dict[str, Any] = WORKFLOWS["wheels"]["jobs"]
+ON = True  # the key of a workflow's triggers, since YAML takes the word `on` for a boolean
+
+every_workflow = pytest.mark.parametrize("name", WORKFLOWS)
 
 
-def steps() -> list[dict[str, Any]]:
-    return [step for job in JOBS.values() for step in job["steps"]]
+def steps(name: str) -> list[dict[str, Any]]:
+    return [step for job in WORKFLOWS[name]["jobs"].values() for step in job["steps"]]
 
 
-def test_actions_are_pinned_by_digest_and_say_their_version() -> None:
-    used = re.findall(r"^\s*-? ?uses: (.*)$", TEXT, re.MULTILINE)
+def test_the_workflows_are_the_release_and_the_checks() -> None:
+    assert set(WORKFLOWS) == {"wheels", "checks"}
+
+
+@every_workflow
+def test_actions_are_pinned_by_digest_and_say_their_version(name: str) -> None:
+    used = re.findall(r"^\s*-? ?uses: (.*)$", TEXTS[name], re.MULTILINE)
     assert used
     for action in used:
         assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
 
 
-def test_there_is_no_secret() -> None:
-    assert "secrets." not in TEXT
-    assert "password" not in TEXT
+@every_workflow
+def test_there_is_no_secret(name: str) -> None:
+    assert "secrets." not in TEXTS[name]
+    assert "password" not in TEXTS[name]
 
 
-def test_rights_are_given_where_they_are_needed() -> None:
-    assert WORKFLOW["permissions"] == {"contents": "read"}
-    assert {name: job["permissions"] for name, job in JOBS.items() if "permissions" in job} == {
-        "publish": {"id-token": "write"},
-        "notes": {"contents": "write"},
-    }
-    checkouts = [s for s in steps() if s.get("uses", "").startswith("actions/checkout@")]
+@every_workflow
+def test_workflows_read_and_leave_no_credentials(name: str) -> None:
+    assert WORKFLOWS[name]["permissions"] == {"contents": "read"}
+    checkouts = [s for s in steps(name) if s.get("uses", "").startswith("actions/checkout@")]
     assert checkouts
     assert all(step["with"]["persist-credentials"] is False for step in checkouts)
 
 
-@pytest.mark.parametrize(
-    "step", [step for step in steps() if "run" in step], ids=lambda s: s["run"][:30]
-)
-def test_no_expression_is_pasted_into_a_shell(step: dict[str, Any]) -> None:
-    assert "${{" not in step["run"]
+def test_only_jobs_that_publish_have_more_rights() -> None:
+    jobs = {name: job for each in WORKFLOWS.values() for name, job in each["jobs"].items()}
+    assert {name: job["permissions"] for name, job in jobs.items() if "permissions" in job} == {
+        "publish": {"id-token": "write"},
+        "notes": {"contents": "write"},
+    }
+
+
+@every_workflow
+def test_no_expression_is_pasted_into_a_shell(name: str) -> None:
+    assert all("${{" not in step.get("run", "") for step in steps(name))
+
+
+def test_pull_requests_run_the_command_that_developers_run() -> None:
+    triggers = WORKFLOWS["checks"][ON]
+    assert "pull_request" in triggers
+    assert triggers["push"] == {"branches": ["main"]}
+    assert [step["run"] for step in steps("checks") if "run" in step] == ["bash .ci/run"]
 
 
 def test_only_a_tag_publishes_and_only_what_was_tried() -> None:
@@ -62,15 +80,17 @@ def test_only_a_tag_publishes_and_only_what_was_tried() -> None:
 
 
 def test_it_runs_every_night() -> None:
-    assert ON["schedule"]
-    assert ON["push"] == {"tags": ["v*"]}
+    triggers = WORKFLOWS["wheels"][ON]
+    assert triggers["schedule"]
+    assert triggers["push"] == {"tags": ["v*"]}
 
 
-@pytest.mark.parametrize("name", JOBS)
+@every_workflow
 def test_a_job_that_hangs_is_ended(name: str) -> None:
-    assert JOBS[name]["timeout-minutes"] <= 60
+    assert all(job["timeout-minutes"] <= 60 for job in WORKFLOWS[name]["jobs"].values())
 
 
-def test_what_jobs_run_is_there() -> None:
-    for script in re.findall(r"python3 (\S+\.py)", TEXT):
+@every_workflow
+def test_what_jobs_run_is_there(name: str) -> None:
+    for script in re.findall(r"(?:python3|bash) (\S+)", TEXTS[name]):
         assert (ROOT / script).is_file(), script

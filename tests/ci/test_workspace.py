@@ -87,3 +87,35 @@ def test_an_environment_of_another_python_is_not_reused(tmp_path: Path) -> None:
     assert not environment.healthy()
     environment.stamp.write_text(environment.identity() + "else", encoding="utf-8")
     assert not environment.healthy()
+
+
+@pytest.mark.parametrize(
+    ("answer", "archs"),
+    [
+        ("9.0", "sm90"),
+        ("8.9\n9.0\n8.9", "sm89,sm90"),
+        ("8.7", "ptx80"),  # released for no archive
+        ("8.7\n9.0", "ptx80,sm90"),
+        ("", "ptx80"),
+    ],
+)
+def test_a_demo_compiles_for_the_gpus_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, archs: str
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert workspace.archs_of_this_machine() == archs
+
+
+@pytest.mark.parametrize("script", [None, "#!/bin/sh\necho 'No devices were found'\nexit 6\n"])
+def test_a_demo_without_a_gpu_compiles_ptx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
+) -> None:
+    if script:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(script, encoding="utf-8")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert workspace.archs_of_this_machine() == "ptx80"
