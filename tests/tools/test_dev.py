@@ -33,7 +33,7 @@ def test_sources_are_checked_under_the_import_names(
     dev.stage_sources()
     package = dev.stage_sources() / "scan_registry"  # twice: it replaces what was there
     for name, source in (
-        ("select.py", "scan_registry/dispatch/select.py"),
+        ("dispatch/select.py", "scan_registry/dispatch/select.py"),
         ("aot/plan.py", "aot/plan.py"),
         ("kernels/model.py", "kernels/model.py"),
     ):
