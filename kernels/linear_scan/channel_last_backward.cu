@@ -211,10 +211,10 @@ struct BackwardTiles {
                 for_gates[v] = for_tokens[v] * conj(earlier.get(v));
                 h[v] = conj(gate.get(v)) * for_tokens[v];
             }
+            if (at.own_row(k) == last) keep(ring, at.own(k), for_tokens);
             gate.set(for_gates), grad.set(for_tokens);
             if (gates_grad && at.has_own(k)) store_global(to_gates + k * apart, words_of(gate));
             if (tokens_grad && at.has_own(k)) store_global(to_tokens + k * apart, words_of(grad));
-            if (at.own_row(k) == last) keep(ring, at.own(k), for_tokens);
         }
         if (unsigned(last - at.own_row(0)) < unsigned(STEPS)) use_initial(ring, at, last);
     }
