@@ -109,7 +109,7 @@ def workshop(
     monkeypatch.setattr(
         engine.loader, "system", lambda n: System(made.device, toolchains=toolchains)
     )
-    monkeypatch.setattr(engine.check, "start", made.start)
+    monkeypatch.setattr(engine.accuracy, "start", made.start)
     monkeypatch.setattr(engine, "record", made.record)
     monkeypatch.setattr(engine, "once", made.once)
     monkeypatch.setattr(engine, "compete", made.compete)
