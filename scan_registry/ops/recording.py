@@ -8,7 +8,8 @@ capture with it, which is then not used.
 
 cuBLAS works in memory that torch keeps by thread and stream. Graphs refer to it, so it comes from a
 memory pool of its own, which torch returns to nobody. Stream and pool belong to one stream of the user's,
-which orders the launches of all graphs that share that memory.
+which orders the launches of all graphs that share that memory. For the same reason nothing ever runs on
+the captured stream: it would run beside graphs that another thread launches, in the same memory.
 """
 
 from __future__ import annotations
@@ -73,32 +74,11 @@ def _recorder(device: torch.device) -> _Recorder:
         return _recorders[key]
 
 
-def warm_up(device: torch.device, body: Callable[[], None]) -> bool:
-    """Launch ``body`` where it will be recorded, so that libraries have set up what no capture may hold.
-
-    The current stream waits for it. False if another thread was recording: ``body`` is then launched
-    on the current stream.
-    """
-    recorder = _recorder(device)
-    if not recorder.lock.acquire(blocking=False):
-        body()
-        return False
-    try:
-        current = torch.cuda.current_stream(device)
-        recorder.stream.wait_stream(current)
-        with (
-            torch.cuda.stream(recorder.stream),
-            torch.cuda.use_mem_pool(recorder.pool, device),
-        ):
-            body()
-        current.wait_stream(recorder.stream)
-    finally:
-        recorder.lock.release()
-    return True
-
-
 def record(device: torch.device, body: Callable[[], None]) -> Graph | None:
-    """What ``body`` launches, as a graph; None if it could not be recorded, and nothing was launched."""
+    """What ``body`` launches, as a graph; None if it could not be recorded, and nothing was launched.
+
+    The thread has launched ``body`` before, so that libraries have loaded what no capture may load.
+    """
     recorder = _recorder(device)
     if not recorder.lock.acquire(blocking=False):
         return None
@@ -107,6 +87,8 @@ def record(device: torch.device, body: Callable[[], None]) -> Graph | None:
             torch.cuda.stream(recorder.stream),
             torch.cuda.use_mem_pool(recorder.pool, device),
         ):
+            # Gives cuBLAS its memory for this thread and stream, which no capture may allocate.
+            torch.cuda.current_blas_handle()
             executable = driver.capture(device.index, recorder.stream.cuda_stream, body)
     except (driver.CaptureError, RuntimeError):
         # Another thread waited for the device, or ``body`` cannot be captured. It is launched as it is

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import scan_registry
 from scan_registry import nn
+from scan_registry.ops.step_buffers import StepBuffers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,6 +99,50 @@ def test_threads_may_run_their_networks_for_the_first_time_together(tmp_path: Pa
             command, capture_output=True, text=True, encoding="utf-8", check=False, cwd=tmp_path
         )
         assert run.returncode == 0, run.stderr
+
+
+def test_a_first_run_and_another_threads_graph_do_not_work_in_the_same_memory() -> None:
+    """Where the product with R is split, cuBLAS keeps sums in memory that torch has for each thread and
+    stream. Graphs that a thread recorded refer to that memory, and other threads launch them."""
+    weight, links = torch.randn(1, 1024, 1024, device="cuda") / 32, 512
+
+    def buffers() -> StepBuffers:
+        return StepBuffers({"states": torch.randn(links + 1, 1, 3, 1024, device="cuda")}, links)
+
+    def products(states: Tensor) -> None:
+        for before, after in pairwise(states):
+            torch.bmm(before, weight, out=after)
+
+    def body(tensors: dict[str, Tensor], steps: int) -> None:
+        products(tensors["states"])
+
+    recorded, stream = buffers(), torch.cuda.current_stream()
+    expected = recorded.tensors["states"].clone()
+    products(expected)
+    recorded.run(links, body)
+    recorded.run(links, body)
+    assert recorded.graph is not None
+
+    def launch() -> None:
+        with torch.cuda.stream(stream):
+            recorded.run(links, body)
+
+    with ThreadPoolExecutor(1) as threads:
+
+        def body_meanwhile(tensors: dict[str, Tensor], steps: int) -> None:
+            states = tensors["states"]
+            products(states[: links // 2])
+            threads.submit(launch).result()
+            products(states[links // 2 - 1 :])
+
+        for _ in range(20):
+            fresh = buffers()
+            own = fresh.tensors["states"].clone()
+            products(own)
+            fresh.run(links, body_meanwhile)
+            torch.cuda.synchronize()
+            assert torch.equal(recorded.tensors["states"], expected)
+            assert torch.equal(fresh.tensors["states"], own)
 
 
 def test_a_thread_that_waits_for_the_device_only_delays_a_recording() -> None:
