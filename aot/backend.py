@@ -41,7 +41,7 @@ def _archives(settings: Settings) -> None:
     from scan_registry.aot.build import build_archives, check_archives
     from scan_registry.aot.pack import forget_tunings, leave_tunings, provenance
     from scan_registry.aot.plan import chosen_archs
-    from scan_registry.cache import build_folder
+    from scan_registry.cache.store import build_folder
     from scan_registry.version import __version__
 
     forget_tunings()

@@ -14,15 +14,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scan_registry import archive
 from scan_registry.aot.compile import compile_variant, refuse_spill
 from scan_registry.aot.pack import pack
 from scan_registry.aot.plan import Job, plan
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError, Shared
-from scan_registry.archive import Archive, ArchiveError, Binary
-from scan_registry.cache import Cache
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import Archive, ArchiveError, Binary
+from scan_registry.cache.store import Cache
+from scan_registry.hardware.target import SHARED_MEMORY, Target
 from scan_registry.kernels.model import Variant
-from scan_registry.target import SHARED_MEMORY, Target
 
 Made = tuple[Binary, bytes]
 #: A binary, or why an optional one is left out.

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from scan_registry.aot.nvrtc import Nvrtc
 from scan_registry.aot.toolchain import Compiled, CompileError, Compiler, Shared
 from scan_registry.aot.triton import Triton
-from scan_registry.archive import Binary, digest
-from scan_registry.cache import Cache
-from scan_registry.frozen import dataclass
+from scan_registry.artifact.archive import Binary, digest
+from scan_registry.base.frozen import dataclass
+from scan_registry.cache.store import Cache
+from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Kernel, Language, Variant
-from scan_registry.target import Target
 
 COMPILERS: Mapping[Language, Compiler] = {"cuda": Nvrtc(), "triton": Triton()}
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from scan_registry.aot import elf
-from scan_registry.target import FIRST_CUDA, CudaVersion, Target
+from scan_registry.hardware.target import FIRST_CUDA, CudaVersion, Target
 
 _PTX_VERSION = re.compile(rb"^\s*\.version\s+(\d+)\.(\d+)\s*$", re.MULTILINE)
 #: PTX 8.5 came with CUDA 12.5, and so did every 8.x before it with its 12.x; then they part.

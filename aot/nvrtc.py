@@ -18,12 +18,12 @@ from functools import cache
 from glob import escape, glob
 from pathlib import Path
 
-from scan_registry import distributions
 from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError, Shared
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
+from scan_registry.catalog import distributions
+from scan_registry.hardware.target import CudaVersion, Target
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.target import CudaVersion, Target
 
 #: What NVRTC makes for this one assembles to the code of these, too, unless a source asks which it is and the answers
 #: differ.

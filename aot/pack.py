@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from scan_registry import archive
 from scan_registry.aot.plan import tunings_for
-from scan_registry.archive import Binary
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import Binary
+from scan_registry.hardware.target import Target
 from scan_registry.kernels import families
 from scan_registry.kernels.tables import forget_reduced, leave_reduced
 from scan_registry.kernels.tuning import Tuning
-from scan_registry.target import Target
 
 
 def provenance(root: Path, version: str) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from scan_registry.hardware.target import RELEASED, SHARED_MEMORY, Target
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.kernels.tuning import Tuning, fewest, nearest_arch
-from scan_registry.target import RELEASED, SHARED_MEMORY, Target
 
 #: Of the fastest's time on another GPU, what is close enough to be taken over from there: a guess, and as much as
 #: leaves room in the wheel, since nobody has timed it here.

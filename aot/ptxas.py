@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from scan_registry.aot.toolchain import CompileError
-from scan_registry.target import Target
+from scan_registry.hardware.target import Target
 
 _VERSION = re.compile(r"\bV(\d+(?:\.\d+)+)\s*$", re.MULTILINE)
 _TARGET = re.compile(rb"^\.target sm_\d+", re.MULTILINE)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
+from scan_registry.hardware.target import CudaVersion, Target
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.target import CudaVersion, Target
 
 #: What a compiler leaves, under names of its own, from one architecture for the next ones of the same
 #: variant. It saves time and changes no byte.

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from scan_registry import distributions
 from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError, Shared
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
+from scan_registry.catalog import distributions
+from scan_registry.hardware.target import CudaVersion, Target
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.target import CudaVersion, Target
 
 #: The CUDA release of the assembler in each release of Triton, latest first.
 _CUDA_OF_TRITON: tuple[tuple[tuple[int, int], CudaVersion], ...] = (

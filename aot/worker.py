@@ -14,9 +14,9 @@ import sys
 
 from scan_registry.aot.compile import compile_variant
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
-from scan_registry.archive import Binary, digest
+from scan_registry.artifact.archive import Binary, digest
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
 
 _START = "from scan_registry.aot.worker import main; main()"
 _FAILED = 3

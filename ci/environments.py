@@ -31,10 +31,10 @@ LIGHT = ("packaging>=24", "rich>=13")  # what the package needs beside torch
 ANOTHER = """
 import sys
 from pathlib import Path
-from scan_registry.archive import Archive
-from scan_registry.inventory import catalogue
-from scan_registry.package import Package
-from scan_registry.target import Target
+from scan_registry.artifact.archive import Archive
+from scan_registry.catalog.inventory import catalogue
+from scan_registry.packaging.package import Package
+from scan_registry.hardware.target import Target
 path = next(a.path for a in catalogue().archives if a.arch == Target.parse("sm90"))
 package = Package("sm90", "900.0", "900.0", {Target.parse("sm90"): path.read_bytes()})
 print(package.wheel().write(Path(sys.argv[1])))

@@ -28,10 +28,10 @@ from ci.matrix import Matrix, load
 from ci.workspace import PACKAGE, ROOT
 from scan_registry.aot.compile import refuse_spill
 from scan_registry.aot.toolchain import CompileError
-from scan_registry.archive import SUFFIX, Archive
-from scan_registry.inventory import worst_attestations
-from scan_registry.verify import check, rebuild
-from scan_registry.wheel import Wheel
+from scan_registry.artifact.archive import SUFFIX, Archive
+from scan_registry.catalog.inventory import worst_attestations
+from scan_registry.diagnostics.verify import check, rebuild
+from scan_registry.packaging.wheel import Wheel
 
 SIZES = ROOT / "ci" / "sizes.json"
 _MOST = 5  # lines of one gate

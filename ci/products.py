@@ -27,10 +27,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from ci import sbom, variants
 from ci.matrix import Matrix, load
 from ci.workspace import PACKAGE, ROOT, DevError
-from scan_registry.archive import SUFFIX, Archive, ArchiveError
-from scan_registry.package import Package
-from scan_registry.target import Target
-from scan_registry.wheel import Wheel
+from scan_registry.artifact.archive import SUFFIX, Archive, ArchiveError
+from scan_registry.hardware.target import Target
+from scan_registry.packaging.package import Package
+from scan_registry.packaging.wheel import Wheel
 
 ARCHIVES = f"{PACKAGE}/archives"
 VERSION_FILE = f"{PACKAGE}/version.py"

@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from scan_registry.archive import Archive, digest
-from scan_registry.wheel import Wheel
+from scan_registry.artifact.archive import Archive, digest
+from scan_registry.packaging.wheel import Wheel
 
 PATH = "sboms/scan-registry.cdx.json"
 LICENCE = "Apache-2.0"

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from scan_registry.target import Target
-from scan_registry.wheel import Wheel
+from scan_registry.hardware.target import Target
+from scan_registry.packaging.wheel import Wheel
 
 METADATA = "variant.json"
 STATED = "https://variants-schema.wheelnext.dev/v0.2.0.json"

@@ -27,9 +27,9 @@ DISTRIBUTION = "scan-registry"
 
 #: What the wheel has to hold for it to work, as endings of file names.
 REQUIRED = (
-    f"{PACKAGE}/_launcher.abi3.so",
-    f"{PACKAGE}/_launcher.pyi",
-    f"{PACKAGE}/_cpu.abi3.so",
+    f"{PACKAGE}/hardware/_launcher.abi3.so",
+    f"{PACKAGE}/hardware/_launcher.pyi",
+    f"{PACKAGE}/ops/_cpu.abi3.so",
     f"{PACKAGE}/py.typed",
     "/spec.py",
     ".cu",

@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.tuning import Shape, Source
-from scan_registry.target import Target
 
 Language = Literal["cuda", "triton"]
 Static: TypeAlias = str | int

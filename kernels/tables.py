@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
 from scan_registry.kernels.tuning import (
     Row,
     Shape,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import field
 from typing import Any
 
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
 
 
 @dataclass(frozen=True)

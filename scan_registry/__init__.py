@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scan_registry import lazy
+from scan_registry.base import lazy
 
 if TYPE_CHECKING:
     from scan_registry import compat, nn, ops
-    from scan_registry.explanation import explain
-    from scan_registry.inventory import catalogue
+    from scan_registry.catalog.inventory import catalogue
+    from scan_registry.diagnostics.explanation import explain
+    from scan_registry.dispatch.policy import FallbackWarning, require
+    from scan_registry.dispatch.select import NoKernelError
     from scan_registry.ops.linear_scan import linear_scan
     from scan_registry.ops.rnn import rnn
     from scan_registry.ops.step_buffers import rnn_buffers
-    from scan_registry.policy import FallbackWarning, require
-    from scan_registry.select import NoKernelError
 
     __version__: str
 
@@ -38,16 +38,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FallbackWarning": "scan_registry.policy",
-    "NoKernelError": "scan_registry.select",
+    "FallbackWarning": "scan_registry.dispatch.policy",
+    "NoKernelError": "scan_registry.dispatch.select",
     "__version__": "scan_registry.version",
-    "catalogue": "scan_registry.inventory",
+    "catalogue": "scan_registry.catalog.inventory",
     "compat": None,
-    "explain": "scan_registry.explanation",
+    "explain": "scan_registry.diagnostics.explanation",
     "linear_scan": "scan_registry.ops.linear_scan",
     "nn": None,
     "ops": None,
-    "require": "scan_registry.policy",
+    "require": "scan_registry.dispatch.policy",
     "rnn": "scan_registry.ops.rnn",
     "rnn_buffers": "scan_registry.ops.step_buffers",
 }

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from scan_registry import archive, chunks
-from scan_registry.archive import Archive, Binary, digest
-from scan_registry.device import Device
+from scan_registry.artifact import archive, chunks
+from scan_registry.artifact.archive import Archive, Binary, digest
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import Target
 from scan_registry.kernels import families
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
 
 # For the scripts of ci/ as modules; after the installed package, as beside ci/ lie the sources.
 sys.path.append(str(Path(__file__).parents[1]))

@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scan_registry.archive import Archive, Binary
-from scan_registry.inventory import catalogue, worst_attestations
+from scan_registry.artifact.archive import Archive, Binary
+from scan_registry.catalog.inventory import catalogue, worst_attestations
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Family, Kernel, Problem, Variant
 
@@ -56,8 +56,8 @@ def check(folder: Path) -> int:
 
 def runnable(family: Family) -> Iterator[tuple[Archive, Binary]]:
     """The installed binaries of a family that the GPU can run."""
-    from scan_registry.device import device
-    from scan_registry.fit import misfit
+    from scan_registry.dispatch.fit import misfit
+    from scan_registry.hardware.device import device
 
     gpu = device(0)
     for archive in catalogue().archives:
@@ -72,8 +72,8 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
     """A record for each binary of ``family`` that the GPU can run and in whose name ``only`` is found."""
     from rich.progress import track
 
-    from scan_registry.check import cases_of, run
-    from scan_registry.device import device
+    from scan_registry.diagnostics.accuracy import cases_of, run
+    from scan_registry.hardware.device import device
 
     cases = cases_of(family.name)
     multiprocessors = device(0).multiprocessors
@@ -126,8 +126,9 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
 def write(family: Family, records: list[dict[str, Any]], folder: Path, quick: bool) -> Path:
     import torch
 
-    from scan_registry import __version__, driver
-    from scan_registry.check import cases_of
+    from scan_registry import __version__
+    from scan_registry.diagnostics.accuracy import cases_of
+    from scan_registry.hardware import driver
 
     cases = cases_of(family.name)
     gpu = torch.cuda.get_device_name()

@@ -279,7 +279,7 @@ def circumstances() -> dict[str, Any]:
     """Where and when: what a number means nothing without."""
     import torch
 
-    from scan_registry import driver
+    from scan_registry.hardware import driver
 
     return {
         "gpu": torch.cuda.get_device_name(0),

@@ -1,7 +1,8 @@
 """The two commands of a working copy: see the package work, and test it.
 
     python3 tools/dev.py demo [--archs all]   build a wheel, install it, look inside, run its self-test
-    python3 tools/dev.py test [ARG …]         build the wheel, then ruff, mypy, attestations and pytest
+    python3 tools/dev.py test [ARG …]         build the wheel, then ruff, mypy, import contracts,
+                                              attestations and pytest
 
 ``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none; ``test`` for all.
 
@@ -88,9 +89,9 @@ def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
 # --- The checks -------------------------------------------------------------------------------
 
 
-def stage_for_types() -> Path:
-    """The sources laid out as they are installed, by links, so that mypy sees the import names."""
-    folder = WORK / "types"
+def stage_sources() -> Path:
+    """The sources laid out as they are installed, by links, so that what reads them sees the import names."""
+    folder = WORK / "sources"
     shutil.rmtree(folder, ignore_errors=True)
     package = folder / PACKAGE
     package.mkdir(parents=True)
@@ -104,7 +105,13 @@ def check_types(environment: Environment) -> int:
     """mypy on the whole package, with the environment's torch, from the staging folder."""
     command: list[str | Path] = [environment.program("mypy"), "--strict"]
     command += ["--config-file", ROOT / "pyproject.toml", "--cache-dir", WORK / "mypy"]
-    return run("mypy", [*command, "-p", PACKAGE], cwd=stage_for_types())
+    return run("mypy", [*command, "-p", PACKAGE], cwd=stage_sources())
+
+
+def check_imports(environment: Environment) -> int:
+    """import-linter on the whole package, from the staging folder: which way imports run."""
+    command = [environment.program("lint-imports"), "--no-cache", ROOT / "pyproject.toml"]
+    return run("import contracts", command, cwd=stage_sources())
 
 
 def report_attestations(environment: Environment) -> None:
@@ -143,6 +150,7 @@ def check_all(environment: Environment, arguments: Sequence[str]) -> int:
             ("ruff check", run("ruff check", [ruff, "check", "."])),
             ("ruff format", run("ruff format", [ruff, "format", "--check", "."])),
             ("mypy", check_types(environment)),
+            ("import contracts", check_imports(environment)),
         )
         if status
     ]

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from scan_registry.archive import Binary
-from scan_registry.inventory import catalogue
+from scan_registry.artifact.archive import Binary
+from scan_registry.catalog.inventory import catalogue
 from scan_registry.kernels.linear_scan import streams
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import ITEM_SIZE

@@ -58,9 +58,10 @@ def load():
 
 linear_scan, imported = milliseconds(load)
 
-from scan_registry import inventory, loader
-from scan_registry.device import device
-from scan_registry.fit import Rung, nearest_rung
+from scan_registry.catalog import inventory
+from scan_registry.runtime import loader
+from scan_registry.hardware.device import device
+from scan_registry.dispatch.fit import Rung, nearest_rung
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan import cases, reference
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from attest import runnable
 
-from scan_registry.fit import Rung, nearest_rung
+from scan_registry.dispatch.fit import Rung, nearest_rung
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Kernel, Problem, Variant
 from scan_registry.kernels.rnn.cases import SETTINGS, TOLERANCE, Setting, Shape, draw
@@ -92,8 +92,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: sanitize_rnn runs kernels, and torch finds no GPU", file=sys.stderr)
         return 2
-    from scan_registry.check import run
-    from scan_registry.device import device
+    from scan_registry.diagnostics.accuracy import run
+    from scan_registry.hardware.device import device
 
     began, gpu, group = time.monotonic(), device(0), family("rnn")
     dtypes = options.dtype or [*TOLERANCE]

@@ -41,11 +41,11 @@ from gang import Flight, Gang, Worker
 from rich.console import Console
 from rich.table import Table
 
-from scan_registry import jit
-from scan_registry.archive import SUFFIX, ArchiveError, digest
-from scan_registry.cache import Cache, CacheWarning
+from scan_registry.artifact.archive import SUFFIX, ArchiveError, digest
+from scan_registry.cache.store import Cache, CacheWarning
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.target import Target
+from scan_registry.runtime import jit
 
 TARGET = Target.parse("sm90")
 VARIANTS = FAMILY.kernel("time_last_forward", "cuda").variants

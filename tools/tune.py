@@ -29,12 +29,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from scan_registry.bench.cases import Case
+from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, wanted, watched
-from scan_registry.inventory import catalogue
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Family, Variant
 from scan_registry.kernels.tables import EQUAL, FOLDER, Table, forget_reduced
-from scan_registry.target import Target
 from scan_registry.tuner.engine import Tuned
 
 FAMILIES = Path(__file__).parents[1] / "kernels"

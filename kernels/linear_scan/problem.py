@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Literal
 
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
 from scan_registry.kernels.model import ITEM_SIZE
 
 Direction = Literal["forward", "backward", "reduction"]

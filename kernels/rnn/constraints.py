@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
 
 Relation = Literal["<=", "==", "divides"]
 Values: TypeAlias = Mapping[str, int]

@@ -34,7 +34,7 @@ import struct
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
 
 Function = Literal["lstm", "gru", "elman", "slstm"]
 Direction = Literal["forward", "backward"]

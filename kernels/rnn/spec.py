@@ -11,6 +11,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import (
     ITEM_SIZE,
     Family,
@@ -34,7 +35,6 @@ from scan_registry.kernels.rnn.problem import (
     Scope,
     stride_names,
 )
-from scan_registry.target import Target
 
 FAMILY_NAME = "rnn"
 FOLDER = Path(__file__).parent

@@ -13,9 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from scan_registry import check, loader, policy
 from scan_registry.bench.timing import Call
+from scan_registry.diagnostics import accuracy
+from scan_registry.dispatch import policy
 from scan_registry.kernels.stream.spec import FAMILY, StreamProblem
+from scan_registry.runtime import loader
 
 _FLOAT = 4  # bytes of an element; what a tensor has beyond whole ones is rounded up
 
@@ -49,7 +51,7 @@ def stream_calls(
         ready = loader.prepare(ordinal, FAMILY, problem, "cuda", policy.lowest(), variant)
         assert ready.launch is not None  # a language was asked for, so not the reference
         calls: list[Call] = [
-            partial(check.start, ordinal, ready.launch, kernel, each, ready.workspace)
+            partial(accuracy.start, ordinal, ready.launch, kernel, each, ready.workspace)
             for each in moved
         ]
         yield str(variant), calls

@@ -24,10 +24,10 @@ from scan_registry.bench.timing import (
     sets_of_inputs,
     streaming_bandwidth,
 )
+from scan_registry.dispatch.select import Backend, NoKernelError
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.linear_scan import linear_scan
-from scan_registry.select import Backend, NoKernelError
 from scan_registry.version import __version__
 
 _TENSORS = 6  # of one call, while it is made: inputs, outputs, and what makes them

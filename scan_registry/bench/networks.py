@@ -13,9 +13,9 @@ from torch import Tensor
 
 from scan_registry import nn
 from scan_registry.bench.timing import Call, compete, record
+from scan_registry.dispatch.select import NoKernelError
 from scan_registry.kernels.rnn.problem import DTYPES, SIZES
 from scan_registry.ops.rnn import rnn
-from scan_registry.select import NoKernelError
 from scan_registry.version import __version__
 
 PASSES = ("forward", "forward+backward")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
-from scan_registry import distributions
+from scan_registry.catalog import distributions
 
 #: Gates and tokens, (batch, channels, time) and contiguous, to states.
 Scan = Callable[[Any, Any], Any]

@@ -15,12 +15,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
-from scan_registry.archive import ArchiveError
+from scan_registry.artifact.archive import ArchiveError
+from scan_registry.catalog.providers import ProviderError
 from scan_registry.cli import bench, cache, doctor, explain, inspect, selftest, tune, verify
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.streams import make_plain
-from scan_registry.providers import ProviderError
-from scan_registry.select import NoKernelError
+from scan_registry.dispatch.select import NoKernelError
 from scan_registry.version import __version__
 
 PROGRAM = "scan-registry"

@@ -17,7 +17,7 @@ from scan_registry.cli import bench_rnn
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.explain import DTYPES
 from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
-from scan_registry.select import BACKENDS, Backend, NoKernelError
+from scan_registry.dispatch.select import BACKENDS, Backend, NoKernelError
 
 if TYPE_CHECKING:
     from torch import device as Device

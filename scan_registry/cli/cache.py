@@ -12,15 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from scan_registry.cache import Cache, jit_cache
+from scan_registry.cache.store import Cache, jit_cache
+from scan_registry.cache.tuned import TunedHere, tuned_cache, tuned_contents
+from scan_registry.catalog.inventory import catalogue
+from scan_registry.catalog.providers import CORE
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.listing import arch_label, size_text
 from scan_registry.cli.tables import new_table, screen, show
-from scan_registry.export import Cached, Choice, choose, contents, exported
-from scan_registry.inventory import catalogue
-from scan_registry.local import TunedHere, tuned_cache, tuned_contents
-from scan_registry.package import Package
-from scan_registry.providers import CORE
+from scan_registry.packaging.export import Cached, Choice, choose, contents, exported
+from scan_registry.packaging.package import Package
 from scan_registry.version import __version__
 
 _LABEL = re.compile(r"[a-z0-9]+([-_][a-z0-9]+)*")

@@ -17,14 +17,15 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from scan_registry import distributions, policy, providers
-from scan_registry.archive import Archive, ArchiveError
-from scan_registry.cache import Cache, jit_cache
+from scan_registry.artifact.archive import Archive, ArchiveError
+from scan_registry.cache.store import Cache, jit_cache
+from scan_registry.catalog import distributions, providers
+from scan_registry.catalog.inventory import Catalogue
+from scan_registry.catalog.providers import CORE, MISNAMED
 from scan_registry.cli.gpus import add_gpu, gpu_of, visible
 from scan_registry.cli.listing import size_text
 from scan_registry.cli.tables import new_table, screen, show
-from scan_registry.device import Device, driver_text
-from scan_registry.doctor import (
+from scan_registry.diagnostics.doctor import (
     Answer,
     ArchiveState,
     CacheState,
@@ -38,12 +39,12 @@ from scan_registry.doctor import (
     findings_of,
     lacks,
 )
-from scan_registry.explanation import device_record
-from scan_registry.fit import Rung, dotted
-from scan_registry.inventory import Catalogue
-from scan_registry.providers import CORE, MISNAMED
-from scan_registry.select import Backend, Key, System
-from scan_registry.target import CudaVersion
+from scan_registry.diagnostics.explanation import device_record
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.fit import Rung, dotted
+from scan_registry.dispatch.select import Backend, Key, System
+from scan_registry.hardware.device import Device, driver_text
+from scan_registry.hardware.target import CudaVersion
 from scan_registry.version import __version__
 
 _TORCH_BUILDS = "https://pytorch.org/get-started/locally/"
@@ -82,8 +83,9 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(elsewhere: Device | None = None) -> Report:
     """This installation, on the GPUs here, or on the one that is given."""
-    from scan_registry import jit, local
+    from scan_registry.cache import tuned
     from scan_registry.kernels import families
+    from scan_registry.runtime import jit
 
     findings: list[Finding] = []
     stock = _stock(findings)
@@ -107,7 +109,7 @@ def examine(elsewhere: Device | None = None) -> Report:
             here.toolchains,
             stock.found.denied,
             stock.damaged,
-            tuned=None if ordinal is None else local.tuned(device),
+            tuned=None if ordinal is None else tuned.archive_of(device),
         )
         covered.append(coverage(system, families(), here.lowest, ordinal))
         findings += lacks(covered[-1], system, families(), here.lowest)
@@ -193,7 +195,7 @@ def _gpus(
     """GPUs with their ordinals, and the CUDA version of this machine's driver if that was asked."""
     if elsewhere is not None:
         return [(None, elsewhere)], None
-    from scan_registry import driver
+    from scan_registry.hardware import driver
 
     about, remedy = "this machine", "for a GPU that is elsewhere, say which: --for sm_90"
     only = "calls run on the CPU alone, by this package's code for it"

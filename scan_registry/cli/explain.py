@@ -7,14 +7,14 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from scan_registry import policy
+from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.gpus import add_gpu, gpu_of, visible
 from scan_registry.cli.tables import SHORT_DTYPES
-from scan_registry.explanation import OPERATORS, Explanation, backends_of, explain_for
-from scan_registry.inventory import catalogue
+from scan_registry.diagnostics.explanation import OPERATORS, Explanation, backends_of, explain_for
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import BACKENDS, System
 from scan_registry.kernels.rnn.problem import SIZES
-from scan_registry.select import BACKENDS, System
 from scan_registry.version import __version__
 
 if TYPE_CHECKING:
@@ -200,7 +200,8 @@ def _of_rnn(
 
 def _system(args: argparse.Namespace) -> System:
     """What there is to choose from, on the GPU that is described or on one that is here."""
-    from scan_registry import jit, local
+    from scan_registry.cache import tuned
+    from scan_registry.runtime import jit
 
     device = gpu_of(args, "--arch")
     described = device is not None
@@ -228,5 +229,5 @@ def _system(args: argparse.Namespace) -> System:
         found.archives,
         jit.toolchains(),
         found.denied,
-        tuned=None if described else local.tuned(device),
+        tuned=None if described else tuned.archive_of(device),
     )

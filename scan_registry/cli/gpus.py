@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from scan_registry.cli.errors import UsageError
-from scan_registry.device import Device, cuda_of_driver, described, device
-from scan_registry.target import CudaVersion, Target
+from scan_registry.hardware.device import Device, cuda_of_driver, described, device
+from scan_registry.hardware.target import CudaVersion, Target
 
 _INVALID_DEVICE, _NO_DEVICE = 101, 100  # CUDA_ERROR_…
 
@@ -73,7 +73,7 @@ def visible() -> tuple[Device, ...]:
 
     ``RuntimeError`` if there is no driver, and its ``DriverError`` if the driver fails.
     """
-    from scan_registry.driver import DriverError
+    from scan_registry.hardware.driver import DriverError
 
     found: list[Device] = []
     while True:

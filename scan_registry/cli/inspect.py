@@ -11,7 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from scan_registry.archive import Archive, Binary
+from scan_registry.artifact.archive import Archive, Binary
+from scan_registry.catalog.inventory import Catalogue, catalogue
 from scan_registry.cli.listing import (
     Listed,
     add_filters,
@@ -22,7 +23,6 @@ from scan_registry.cli.listing import (
     size_text,
 )
 from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
-from scan_registry.inventory import Catalogue, catalogue
 from scan_registry.kernels.model import Static
 from scan_registry.version import __version__
 

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scan_registry.archive import Archive, ArchiveError, Binary
+from scan_registry.artifact.archive import Archive, ArchiveError, Binary
+from scan_registry.catalog.inventory import Catalogue
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tables import SHORT_DTYPES
-from scan_registry.inventory import Catalogue
-from scan_registry.target import Target
+from scan_registry.hardware.target import Target
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from scan_registry.cli.explain import DTYPES
 from scan_registry.cli.tables import new_table, screen, show
 
 if TYPE_CHECKING:
-    from scan_registry.fit import Rung
+    from scan_registry.dispatch.fit import Rung
     from scan_registry.kernels.model import Family, Kernel
 
 CPU = "cpu"
@@ -104,9 +104,9 @@ class _Tally:
 
 def _on_gpu(family: Family, ordinal: int, only: str | None) -> Iterator[Result]:
     """Whatever selection picks for a few problems, aligned and not; all kernels run on the same."""
-    from scan_registry.check import cases_of
-    from scan_registry.driver import DriverError
-    from scan_registry.select import NoKernelError
+    from scan_registry.diagnostics.accuracy import cases_of
+    from scan_registry.dispatch.select import NoKernelError
+    from scan_registry.hardware.driver import DriverError
 
     cases = cases_of(family.name)
     dtypes = dict.fromkeys(v.text("dtype") for kernel in family.kernels for v in kernel.variants)
@@ -138,9 +138,9 @@ def _on_gpu(family: Family, ordinal: int, only: str | None) -> Iterator[Result]:
 
 
 def _run(family: Family, kernel: Kernel, trial: Any, ordinal: int, tally: _Tally) -> None:
-    from scan_registry import policy
-    from scan_registry.check import start
-    from scan_registry.loader import prepare
+    from scan_registry.diagnostics.accuracy import start
+    from scan_registry.dispatch import policy
+    from scan_registry.runtime.loader import prepare
 
     for aligned in (True, False):
         case = trial.case(kernel.name, aligned=aligned)
@@ -158,7 +158,7 @@ def _on_cpu(family: Family, only: str | None) -> Iterator[Result]:
     """What CPU tensors get: this package's code for the CPU, compiled with it."""
     import torch
 
-    from scan_registry.check import cases_of
+    from scan_registry.diagnostics.accuracy import cases_of
     from scan_registry.ops.plans import runner
 
     cases = cases_of(family.name)

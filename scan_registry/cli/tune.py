@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scan_registry import local
+from scan_registry.cache import tuned
+from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.explain import DTYPES
 from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
-from scan_registry.inventory import catalogue
 
 if TYPE_CHECKING:
     from scan_registry.bench.cases import Case
@@ -154,7 +154,7 @@ def tuner_for(name: str | None, budget: float | None) -> Tuner:
     """A tuner for a GPU of this machine; ``UsageError`` if it is not there."""
     import torch
 
-    from scan_registry.device import device
+    from scan_registry.hardware.device import device
     from scan_registry.tuner.engine import Tuner
     from scan_registry.tuner.report import run_here
 
@@ -200,7 +200,7 @@ def _save(tuner: Tuner) -> str:
     found = tunings(tuner.device, tuner.tuned)
     labels = {head: tuning.labels for head, tuning in found.items()}
     try:
-        archive = local.publish(tuner.device, tuner.binaries(labels), found, tuner.run.date)
+        archive = tuned.publish(tuner.device, tuner.binaries(labels), found, tuner.run.date)
     except OSError as error:
         raise UsageError(f"what was found cannot be saved: {error}") from error
     return str(archive.path)

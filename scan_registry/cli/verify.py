@@ -15,7 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from scan_registry.archive import Binary
+from scan_registry.artifact.archive import Binary
+from scan_registry.catalog.inventory import Catalogue, survey
+from scan_registry.catalog.providers import MISNAMED
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.listing import (
     Listed,
@@ -26,9 +28,7 @@ from scan_registry.cli.listing import (
     several_providers,
 )
 from scan_registry.cli.tables import new_table, screen, show
-from scan_registry.inventory import Catalogue, survey
-from scan_registry.providers import MISNAMED
-from scan_registry.verify import Comparison, Defect, altered, check, rebuild
+from scan_registry.diagnostics.verify import Comparison, Defect, altered, check, rebuild
 from scan_registry.version import __version__
 
 JOBS = "SCAN_REGISTRY_JOBS"

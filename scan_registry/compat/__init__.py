@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scan_registry import lazy
+from scan_registry.base import lazy
 
 if TYPE_CHECKING:
     from scan_registry.compat import accelerated_scan, flashrnn, sequential_scan

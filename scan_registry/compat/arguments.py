@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from scan_registry.select import Backend
+from scan_registry.dispatch.select import Backend
 
 
 def check_pair(layout: str, **given: Any) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from scan_registry.compat.arguments import backend_for, check_pair
+from scan_registry.dispatch.select import Backend
 from scan_registry.ops.linear_scan import linear_scan
-from scan_registry.select import Backend
 
 
 def scan_cu(alpha: Tensor, beta: Tensor) -> Tensor:

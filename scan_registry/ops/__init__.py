@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scan_registry import lazy
+from scan_registry.base import lazy
 
 if TYPE_CHECKING:
     from scan_registry.ops import linear_scan, rnn

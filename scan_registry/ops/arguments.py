@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scan_registry.environment import flag
+from scan_registry.base.environment import flag
+from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape, states_dtype
 from scan_registry.ops.symbols import same_shape, surely
-from scan_registry.select import BACKENDS
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
-from scan_registry import policy
-from scan_registry.fit import Rung
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.fit import Rung
 from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from scan_registry.loader import Prepared
+from scan_registry.runtime.loader import Prepared
 
 _MOST_PLANS = 4096  # past that the oldest half goes
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from scan_registry.alternatives import Asked
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
+from scan_registry.dispatch.alternatives import Asked
+from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.linear_scan.problem import Layout, LinearScanProblem, Strides
-from scan_registry.select import Backend
 
 _FOLDED = 3  # dimensions beside time
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import scan
 from scan_registry.ops.layout import Share
 from scan_registry.ops.plain import plain_scan
 from scan_registry.ops.problems import reduction_share, share
-from scan_registry.select import BACKENDS, Backend
 
 __all__ = ["BACKENDS", "describe", "linear_scan"]
 

@@ -1,7 +1,7 @@
 """Scans of two plain tensors, without options, at the least cost.
 
 Most calls are such. One goes from the tensors to the launch in C, where its plan is looked up: see
-``_plain.h``. Only then is autograd told, if it is to be. All other calls go through ``derivatives.scan``.
+``csrc/plain.h``. Only then is autograd told, if it is to be. All other calls go through ``derivatives.scan``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from scan_registry import policy
-from scan_registry._launcher import PlainCalls, PlainLaunch
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import BACKENDS
+from scan_registry.hardware._launcher import PlainCalls, PlainLaunch
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.loader import prepare
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import PLAIN_TYPES, first_derivative
 from scan_registry.ops.problems import as_new, share
-from scan_registry.select import BACKENDS
+from scan_registry.runtime.loader import prepare
 
 PlainPlan = PlainLaunch | Callable[[Tensor, Tensor], Tensor]
 

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry import _cpu, policy
-from scan_registry.fit import Rung
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.select import Decision, NoKernelError
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
-from scan_registry.loader import prepare, run_reference
+from scan_registry.ops import _cpu
 from scan_registry.ops.arguments import Options, common_shape
 from scan_registry.ops.launching import Plan, Run, address, launcher, remember
 from scan_registry.ops.layout import Share
 from scan_registry.ops.problems import StateRoom, as_new, reduction_share, share
-from scan_registry.select import Decision, NoKernelError
+from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scan_registry.frozen import dataclass
+from scan_registry.base.frozen import dataclass
 from scan_registry.kernels.linear_scan.problem import (
     Direction,
     LinearScanProblem,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from scan_registry import driver
+from scan_registry.hardware import driver
 
 
 def possible(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from scan_registry.alternatives import Asked
+from scan_registry.dispatch.alternatives import Asked
 from scan_registry.kernels.rnn.problem import Direction, Function
 from scan_registry.ops import rnn_derivatives, rnn_layout, rnn_plans
 from scan_registry.ops.rnn_arguments import (

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, Scope
 from scan_registry.ops.arguments import as_bool
-from scan_registry.select import Backend
 
 RnnBackend = Literal["auto", "cuda", "cuda_fused", "cuda_alternating", "triton", "reference"]
 BACKENDS: tuple[RnnBackend, ...] = get_args(RnnBackend)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry import policy
+from scan_registry.dispatch import policy
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Clips
 from scan_registry.ops import rnn_plans

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scan_registry import policy
-from scan_registry.alternatives import Asked
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.alternatives import Asked
+from scan_registry.dispatch.select import Decision
 from scan_registry.kernels import family
 from scan_registry.kernels.linear_scan.problem import common_alignment
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Direction, Function, RnnProblem
-from scan_registry.loader import prepare_first, run_reference
 from scan_registry.ops import rnn_steps
 from scan_registry.ops.launching import Plan, Run, launcher, remember
 from scan_registry.ops.recording import is_capturing
@@ -32,7 +32,7 @@ from scan_registry.ops.rnn_layout import (
     widened,
 )
 from scan_registry.ops.step_buffers import Key, StepBuffers, rnn_buffers
-from scan_registry.select import Decision
+from scan_registry.runtime.loader import prepare_first, run_reference
 
 FAMILY_NAME = "rnn"
 

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 
-from scan_registry import jit
-from scan_registry.archive import Archive, ArchiveError, Binary
-from scan_registry.device import Device
-from scan_registry.fit import Rung, jit_target, misfit, nearest_rung
-from scan_registry.jit import CompileError
+from scan_registry.artifact.archive import Archive, ArchiveError, Binary
+from scan_registry.dispatch.fit import Rung, jit_target, misfit, nearest_rung
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
+from scan_registry.runtime import jit
+from scan_registry.runtime.jit import CompileError
 
 Obtained = tuple[Binary, bytes]
 

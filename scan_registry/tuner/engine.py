@@ -18,8 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from scan_registry import check, loader
-from scan_registry.archive import Archive
+from scan_registry.artifact.archive import Archive
 from scan_registry.bench.timing import (
     LAUNCH_MS,
     Call,
@@ -29,14 +28,16 @@ from scan_registry.bench.timing import (
     record,
     sets_of_inputs,
 )
-from scan_registry.device import Device
-from scan_registry.driver import DriverError
-from scan_registry.fit import Rung
+from scan_registry.diagnostics import accuracy
+from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.select import select
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.driver import DriverError
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.cases import TOLERANCE
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import Measured, Run, Timing
-from scan_registry.select import select
-from scan_registry.target import Target
+from scan_registry.runtime import loader
 from scan_registry.tuner.binaries import Obtained, obtain_all
 from scan_registry.tuner.problems import Posed
 
@@ -264,7 +265,12 @@ class Tuner:
         shape = posed.kernel.launch(variant, posed.problem, self.device.multiprocessors)
         return [
             partial(
-                check.start, self.ordinal, launch, posed.kernel, _Launched(tensors), shape.workspace
+                accuracy.start,
+                self.ordinal,
+                launch,
+                posed.kernel,
+                _Launched(tensors),
+                shape.workspace,
             )
             for tensors in sets
         ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.bench.cases import PASSES, Case
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.cases import OUTPUTS
 from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY
@@ -17,7 +18,6 @@ from scan_registry.kernels.model import Family, Kernel, Variant
 from scan_registry.kernels.tuning import Shape
 from scan_registry.ops.layout import Share
 from scan_registry.ops.problems import StateRoom, share
-from scan_registry.target import Target
 
 #: (batch, channels, time) and options: rows of every length, channels many and few, and what has
 #: kernels of its own: odd sizes, packed sequences, gates for each channel.

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from typing import Any
 
-from scan_registry import jit
-from scan_registry.device import Device
+from scan_registry.hardware.device import Device
 from scan_registry.kernels.tables import Run, Table
 from scan_registry.kernels.tuning import Tuning
+from scan_registry.runtime import jit
 from scan_registry.tuner.engine import Tuned, Tuner
 from scan_registry.version import __version__
 

@@ -10,11 +10,11 @@ import pytest
 from ci.disassembly import cuobjdump
 from scan_registry.aot import elf
 from scan_registry.aot.compile import compile_variant
-from scan_registry.archive import Binary
-from scan_registry.inventory import catalogue
+from scan_registry.artifact.archive import Binary
+from scan_registry.catalog.inventory import catalogue
+from scan_registry.hardware.target import RELEASED, Target
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Variant
-from scan_registry.target import RELEASED, Target
 
 FAMILY = family("linear_scan")
 CUBINS = [arch for arch in RELEASED if not arch.startswith("ptx")]

@@ -13,8 +13,8 @@ import pytest
 
 import scan_registry
 from scan_registry.aot import nvrtc
-from scan_registry.fit import Toolchain
-from scan_registry.jit import toolchains
+from scan_registry.dispatch.fit import Toolchain
+from scan_registry.runtime.jit import toolchains
 
 PACKAGE = Path(scan_registry.__file__).parent
 
@@ -36,7 +36,7 @@ REAL = """
 import sys
 from scan_registry.aot.compile import compile_variant
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.target import Target
+from scan_registry.hardware.target import Target
 variant = FAMILY.kernel("time_last_forward", "cuda").variants[0]
 binary, content = compile_variant(variant, Target((9, 0)))
 print(len(content) == binary.size, "torch" in sys.modules)

@@ -11,10 +11,10 @@ import pytest
 
 from scan_registry.aot import pack as packing
 from scan_registry.aot.pack import pack, provenance, tunings
-from scan_registry.archive import Archive, Binary
+from scan_registry.artifact.archive import Archive, Binary
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.tuning import Tuning
-from scan_registry.target import Target
 
 Make = Callable[..., tuple[Binary, bytes]]
 

@@ -9,11 +9,11 @@ import pytest
 
 from scan_registry.aot import plan as planning
 from scan_registry.aot.plan import chosen_archs, plan
+from scan_registry.hardware.target import RELEASED, Target
 from scan_registry.kernels import families
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Kernel, pinned
 from scan_registry.kernels.tuning import Row, Tuning
-from scan_registry.target import RELEASED, Target
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from scan_registry.aot import elf, ptxas
 from scan_registry.aot.nvrtc import Nvrtc
 from scan_registry.aot.toolchain import CompileError
-from scan_registry.target import Target
+from scan_registry.hardware.target import Target
 
 VERSION = Nvrtc().identity().removeprefix("nvrtc ")
 PTX = b"""// for sm_80

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from scan_registry.aot.compile import COMPILERS, Recipe, recipe, source_digest
-from scan_registry.archive import digest
-from scan_registry.cache import build_folder, jit_folder
+from scan_registry.artifact.archive import digest
+from scan_registry.cache.store import build_folder, jit_folder
+from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
-from scan_registry.target import Target
 
 SM90 = Target.parse("sm90")
 LINEAR_SCAN = family("linear_scan")

@@ -24,7 +24,7 @@ DIGESTS = """
 import json, scan_registry
 from scan_registry.aot.compile import compile_variant
 from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
+from scan_registry.hardware.target import Target
 compiled = [compile_variant(Variant.parse(v), Target.parse("sm90")) for v in {variants!r}]
 print(json.dumps([scan_registry.__file__, *(binary.to_json() for binary, _ in compiled)]))
 """

@@ -10,11 +10,11 @@ import pytest
 
 from ci.matrix import load
 from ci.products import ARCHIVES, Parts, parts
-from scan_registry import archive
-from scan_registry.archive import Binary
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import Binary
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.target import Target
-from scan_registry.wheel import Wheel
+from scan_registry.packaging.wheel import Wheel
 
 VERSION = "0.1.0"
 TAG = "cp310-abi3-manylinux_2_28_x86_64"
@@ -25,7 +25,7 @@ CORE = Wheel(
     TAG,
     {
         "scan_registry/__init__.py": b"",
-        "scan_registry/_launcher.abi3.so": b"for x86_64",
+        "scan_registry/hardware/_launcher.abi3.so": b"for x86_64",
         "scan_registry/version.py": f'__version__ = "{VERSION}"\n'.encode(),
     },
     {

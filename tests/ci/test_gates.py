@@ -14,13 +14,13 @@ from ci import disassembly, gates, products, sbom
 from ci.gates import Release
 from ci.matrix import load
 from ci.products import Parts
-from scan_registry import archive
 from scan_registry.aot.compile import compile_variant
-from scan_registry.archive import Archive, Binary
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import Archive, Binary
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
-from scan_registry.wheel import Wheel
+from scan_registry.packaging.wheel import Wheel
 
 SM90 = Target.parse("sm90")
 CUDA = FAMILY.kernel("time_last_reduction", "cuda").variants[0]

@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from ci.matrix import PATH, Matrix, load
 from scan_registry.aot.plan import chosen_archs
-from scan_registry.target import FIRST_CUDA, RELEASED, Target
+from scan_registry.hardware.target import FIRST_CUDA, RELEASED, Target
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -16,9 +16,9 @@ from ci import sbom
 from ci.matrix import load
 from ci.products import ARCHIVES, VERSION_FILE, Parts, parts, write
 from ci.workspace import DevError
-from scan_registry import providers
-from scan_registry.target import RELEASED, Target
-from scan_registry.wheel import Wheel
+from scan_registry.catalog import providers
+from scan_registry.hardware.target import RELEASED, Target
+from scan_registry.packaging.wheel import Wheel
 
 Job = Callable[..., Wheel]
 
@@ -168,7 +168,7 @@ def test_builds_that_differ(job: Job, core: Wheel) -> None:
     with pytest.raises(DevError, match="differ in more than their archives"):
         parts([*every, core.with_files({"scan_registry/__init__.py": b"# other"})], load())
     # Containers may compile the CPU's code differently.
-    parts([*every, core.with_files({"scan_registry/_launcher.abi3.so": b"also"})], load())
+    parts([*every, core.with_files({"scan_registry/hardware/_launcher.abi3.so": b"also"})], load())
 
 
 def test_another_platform_has_the_same_archives(job: Job, core: Wheel, tmp_path: Path) -> None:

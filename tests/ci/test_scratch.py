@@ -18,8 +18,8 @@ import pytest
 import scan_registry
 import scan_registry.aot
 import scan_registry.kernels
-from scan_registry import jit
-from scan_registry.target import RELEASED
+from scan_registry.hardware.target import RELEASED
+from scan_registry.runtime import jit
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -46,8 +46,8 @@ print(json.dumps([arch.label for arch in jobs]))
 PREPARE = """
 from scan_registry.kernels import family
 from scan_registry.kernels.scale.spec import ScaleProblem
-from scan_registry.fit import Rung
-from scan_registry import loader
+from scan_registry.dispatch.fit import Rung
+from scan_registry.runtime import loader
 def prepared(size):
     problem = ScaleProblem("float32", size, factor=3)
     return loader.prepare(0, family("scale"), problem, "auto", Rung.EXACT)
@@ -177,7 +177,7 @@ def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
     """One in the matrix, one in the package, one in the README's table, as the README says."""
     for line in ('"sm103": {"capability": "10.3"', "RELEASED = (", "| sm103 | 10.3 | B300 |"):
         assert line in README
-    target = copy / "scan_registry" / "target.py"
+    target = copy / "scan_registry" / "hardware" / "target.py"
     text = target.read_text(encoding="utf-8")
     assert text.count('"sm100", ') == 1
     target.write_text(text.replace('"sm100", ', '"sm100", "sm103", '), encoding="utf-8")

@@ -12,8 +12,8 @@ import pytest
 
 from ci import variants
 from ci.products import Parts, fat
-from scan_registry.target import Target
-from scan_registry.wheel import Wheel
+from scan_registry.hardware.target import Target
+from scan_registry.packaging.wheel import Wheel
 
 
 def made(small: Parts, *labels: str) -> dict[Target, Wheel]:

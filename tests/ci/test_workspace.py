@@ -13,9 +13,9 @@ from ci import workspace
 #: A wheel's files, as few as are allowed.
 COMPLETE = (
     "scan_registry/__init__.py",
-    "scan_registry/_launcher.abi3.so",
-    "scan_registry/_launcher.pyi",
-    "scan_registry/_cpu.abi3.so",
+    "scan_registry/hardware/_launcher.abi3.so",
+    "scan_registry/hardware/_launcher.pyi",
+    "scan_registry/ops/_cpu.abi3.so",
     "scan_registry/py.typed",
     "scan_registry/aot/plan.py",
     "scan_registry/archives/ptx80.scanreg",

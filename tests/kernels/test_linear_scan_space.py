@@ -9,12 +9,12 @@ from itertools import product
 import pytest
 
 from scan_registry.aot.compile import compile_variant
+from scan_registry.hardware.target import SHARED_MEMORY, Target
 from scan_registry.kernels.linear_scan import streams
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Kernel, Variant, pinned
 from scan_registry.kernels.tuning import Row, Tuning
-from scan_registry.target import SHARED_MEMORY, Target
 
 #: Bytes of shared memory that a block may have on GPUs that wheels are built for.
 ROOMS = [room for capability, room in SHARED_MEMORY.items() if capability >= (8, 0)]

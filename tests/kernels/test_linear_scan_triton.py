@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from scan_registry.aot.compile import compile_variant
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import columns
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Kernel
-from scan_registry.target import Target
 
 COLUMNS = [FAMILY.kernel(f"channel_last_{way}", "triton") for way in ("forward", "backward")]
 SCRIPT = Path(__file__).with_name("interpret_linear_scan.py")

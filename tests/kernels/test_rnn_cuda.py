@@ -13,12 +13,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from scan_registry import jit
 from scan_registry.aot.compile import compile_variant
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.kernels.rnn.spec import FAMILY
-from scan_registry.target import Target
+from scan_registry.runtime import jit
 
 #: Of the emulated GPU: as many blocks as run at once, so that some groups have to wait for others; a cluster
 #: needs more.

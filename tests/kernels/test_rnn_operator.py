@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scan_registry import rnn
-from scan_registry.alternatives import Asked
+from scan_registry.dispatch.alternatives import Asked
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.kernels.rnn.spec import FAMILY
 from scan_registry.ops import rnn_plans

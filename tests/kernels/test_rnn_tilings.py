@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.kernels.rnn import solve, tilings
 from scan_registry.kernels.rnn.constraints import Constraint, Name, ceil_div, first_broken
 from scan_registry.kernels.rnn.problem import SIZES, RnnProblem
 from scan_registry.kernels.rnn.spec import FAMILY
-from scan_registry.target import Target
 
 FUSED = [k for k in FAMILY.kernels if k.name.startswith("sequence") and k.language == "cuda"]
 IDS = [kernel.name for kernel in FUSED]

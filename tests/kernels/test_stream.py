@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 
-from scan_registry import jit
 from scan_registry.aot.compile import compile_variant
-from scan_registry.explanation import OPERATORS
+from scan_registry.diagnostics.explanation import OPERATORS
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.stream import cases, reference
 from scan_registry.kernels.stream.spec import FAMILY, PATTERNS, StreamProblem
-from scan_registry.target import Target
+from scan_registry.runtime import jit
 
 (KERNEL,) = FAMILY.kernels
 

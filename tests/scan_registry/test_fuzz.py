@@ -23,19 +23,20 @@ from typing import Any, NoReturn
 import pytest
 from malformed import damaged, malformed
 
-from scan_registry import archive, providers
-from scan_registry.archive import SUFFIX, Archive, ArchiveError, Binary, digest
-from scan_registry.cache import Cache
-from scan_registry.device import Device
-from scan_registry.fit import misfit
-from scan_registry.inventory import Catalogue, read_attestations, worst_attestations
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import SUFFIX, Archive, ArchiveError, Binary, digest
+from scan_registry.cache.store import Cache
+from scan_registry.catalog import providers
+from scan_registry.catalog.inventory import Catalogue, read_attestations, worst_attestations
+from scan_registry.catalog.providers import ProviderError
+from scan_registry.dispatch.fit import misfit
+from scan_registry.dispatch.select import MOST_BLOCKS, System, select
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Row, Tuning
-from scan_registry.providers import ProviderError
-from scan_registry.select import MOST_BLOCKS, System, select
-from scan_registry.target import Target
 
 Make = Callable[..., tuple[Binary, bytes]]
 Describe = Callable[..., Device]

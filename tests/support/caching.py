@@ -11,15 +11,15 @@ from typing import Any
 import jsonschema
 import pytest
 
-from scan_registry import jit
-from scan_registry.archive import Archive, Binary
-from scan_registry.cache import Cache
+from scan_registry.artifact.archive import Archive, Binary
+from scan_registry.cache.store import Cache
 from scan_registry.cli import main
-from scan_registry.device import described
+from scan_registry.dispatch.select import System, select
+from scan_registry.hardware.device import described
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
-from scan_registry.select import System, select
-from scan_registry.target import Target
+from scan_registry.runtime import jit
 
 Capture = pytest.CaptureFixture[str]
 SM103 = Target((10, 3))

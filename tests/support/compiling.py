@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space, Variant
-from scan_registry.target import Target
 
 # The module, which the package's attribute of this name may hide behind a function one day.
 compiling = importlib.import_module("scan_registry.aot.compile")

@@ -11,15 +11,15 @@ import pytest
 from imaginary import FAMILY
 from jsonschema import Draft202012Validator
 
-from scan_registry.archive import Archive, Binary
+from scan_registry.artifact.archive import Archive, Binary
+from scan_registry.catalog.providers import Provider
 from scan_registry.cli import main
-from scan_registry.device import Device
-from scan_registry.doctor import Finding, coverage, lacks
-from scan_registry.fit import Rung
+from scan_registry.diagnostics.doctor import Finding, coverage, lacks
+from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.select import System
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import Target
 from scan_registry.kernels import families
-from scan_registry.providers import Provider
-from scan_registry.select import System
-from scan_registry.target import Target
 
 Factory = Callable[..., Archive]
 Make = Callable[..., tuple[Binary, bytes]]

@@ -10,8 +10,8 @@ from typing import Any
 PRELUDE = """
 import ctypes, json, sys, threading
 from pathlib import Path
-from scan_registry import driver
-from scan_registry._launcher import Launch
+from scan_registry.hardware import driver
+from scan_registry.hardware._launcher import Launch
 
 images = [Path(argument).read_bytes() for argument in sys.argv[1:]]
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 
-from scan_registry.archive import Archive, Binary
+from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.cli import main
-from scan_registry.device import Device
-from scan_registry.explanation import Explanation, explain_for
+from scan_registry.diagnostics.explanation import Explanation, explain_for
+from scan_registry.dispatch.select import System
+from scan_registry.hardware.device import Device
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.tuning import Row, Tuning
-from scan_registry.select import System
 
 Factory = Callable[..., Archive]
 Make = Callable[..., tuple[Binary, bytes]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from scan_registry.fit import Toolchain
+from scan_registry.dispatch.fit import Toolchain
 from scan_registry.kernels.linear_scan.spec import FAMILY as SHIPPED
 from scan_registry.kernels.model import Language
 

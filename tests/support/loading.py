@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from scan_registry import archive, jit
-from scan_registry.archive import Binary
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import Binary
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.target import Target
+from scan_registry.runtime import jit
 
 Make = Callable[..., tuple[Binary, bytes]]
 KERNEL = "time_last_forward"
@@ -33,15 +34,17 @@ needs_nvrtc = pytest.mark.skipif(
 #: What every script starts with.
 RIG = '''
 import ctypes, json, os, sys, threading, time, warnings
-from scan_registry import providers
+from scan_registry.catalog import providers
 
 installed = providers.installed
 providers.installed = lambda: (
     tuple(p for p in installed()[0] if p.name == "acme-kernels"), ()
 )
 
-from scan_registry import driver, jit, loader, policy
-from scan_registry.fit import Rung
+from scan_registry.dispatch import policy
+from scan_registry.hardware import driver
+from scan_registry.runtime import jit, loader
+from scan_registry.dispatch.fit import Rung
 from scan_registry.kernels import tables
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY

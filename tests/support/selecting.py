@@ -9,14 +9,14 @@ from typing import Any
 
 from imaginary import FAMILY
 
-from scan_registry.archive import Archive, Binary, Entry
-from scan_registry.device import Device
-from scan_registry.fit import Rung
+from scan_registry.artifact.archive import Archive, Binary, Entry
+from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.select import Backend, Candidate, Decision, System, select
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Tuning
-from scan_registry.select import Backend, Candidate, Decision, System, select
-from scan_registry.target import Target
 
 Factory = Callable[..., Archive]
 Make = Callable[..., tuple[Binary, bytes]]

@@ -18,12 +18,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from scan_registry import providers
-from scan_registry.archive import Archive, Binary, digest
+from scan_registry.artifact.archive import Archive, Binary, digest
+from scan_registry.catalog import providers
+from scan_registry.catalog.providers import Provider
 from scan_registry.cli import main
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.providers import Provider
-from scan_registry.target import Target
 
 Capture = pytest.CaptureFixture[str]
 Entry = tuple[Binary, bytes]

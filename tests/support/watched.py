@@ -16,7 +16,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scan_registry import _cpu
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import (
     STRIDED,
@@ -26,6 +25,7 @@ from scan_registry.kernels.linear_scan.problem import (
     Strides,
 )
 from scan_registry.kernels.linear_scan.spec import parameters
+from scan_registry.ops import _cpu
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "complex64", "complex128")
 MIXES = (*zip(DTYPES, DTYPES, strict=True), ("bfloat16", "float32"), ("float16", "float32"))

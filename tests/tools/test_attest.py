@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scan_registry.inventory import catalogue
+from scan_registry.catalog.inventory import catalogue
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scan_registry.inventory import catalogue
+from scan_registry.catalog.inventory import catalogue
 from scan_registry.kernels.model import Variant
 
 ROWS = "linear_scan.time_last_forward:cuda:dtype=float32,gates=float32,access=aligned,"

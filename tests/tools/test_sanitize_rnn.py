@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scan_registry.inventory import catalogue
+from scan_registry.catalog.inventory import catalogue
 from scan_registry.kernels.rnn import tilings
 from scan_registry.kernels.rnn.cases import TOLERANCE, draw
 from scan_registry.kernels.rnn.problem import SIZES

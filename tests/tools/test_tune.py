@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from scan_registry.bench.cases import Case
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.tables import EQUAL, Measured, Run, Table, Timing
-from scan_registry.target import Target
 from scan_registry.tuner.engine import Tuned
 from scan_registry.tuner.problems import posed
 

@@ -9,9 +9,9 @@ import pytest
 from compiling import Toy, compiling
 
 from scan_registry.aot import nvrtc
-from scan_registry.cache import Cache
+from scan_registry.cache.store import Cache
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.target import Target
 
 
 @pytest.fixture

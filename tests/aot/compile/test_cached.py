@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from compiling import COPY, CUDA, HEADER, SM90, Toy
 
-from scan_registry import archive
 from scan_registry.aot import build, nvrtc
 from scan_registry.aot.compile import compile_variant
 from scan_registry.aot.plan import Job
 from scan_registry.aot.toolchain import CompileError
-from scan_registry.archive import Archive
-from scan_registry.cache import Cache
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import Archive
+from scan_registry.cache.store import Cache
+from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
 
 
 def test_a_hit_is_the_same_binary(toy: Toy, build_cache: Cache, compiles: list[str]) -> None:

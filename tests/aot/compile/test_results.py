@@ -16,11 +16,11 @@ from scan_registry.aot import build, elf, nvrtc, ptxas
 from scan_registry.aot.compile import compile_variant, refuse_spill
 from scan_registry.aot.plan import Job
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
-from scan_registry.archive import digest
-from scan_registry.cache import Cache
+from scan_registry.artifact.archive import digest
+from scan_registry.cache.store import Cache
+from scan_registry.hardware.target import RELEASED, Target
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Kernel
-from scan_registry.target import RELEASED, Target
 
 # --- What comes out ---------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[tuple[str, set[str], int]] = []
         monkeypatch.setattr(floor.loader, "prepare", self.prepare)
-        monkeypatch.setattr(floor.check, "start", self.start)
+        monkeypatch.setattr(floor.accuracy, "start", self.start)
 
     def prepare(self, ordinal: int, family: Any, problem: Any, *others: Any) -> Any:
         assert family.kernels[0].accepts(others[-1], problem) is None

@@ -13,7 +13,7 @@ from benching import CPU, SMALL
 from scan_registry.bench import measure, timing
 from scan_registry.bench.cases import Case
 from scan_registry.bench.measure import Bench, our_call
-from scan_registry.select import NoKernelError
+from scan_registry.dispatch.select import NoKernelError
 
 
 def test_recordings_take_turns() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from benching import CPU, SMALL
 
-from scan_registry import distributions
 from scan_registry.bench import measure
 from scan_registry.bench.cases import PASSES, Case
 from scan_registry.bench.measure import Bench
@@ -27,6 +26,7 @@ from scan_registry.bench.peers import (
     Peer,
     installed,
 )
+from scan_registry.catalog import distributions
 from scan_registry.cli import bench as command
 
 

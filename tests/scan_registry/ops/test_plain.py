@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scan_registry import _launcher, linear_scan
-from scan_registry._launcher import PlainCalls
+from scan_registry import linear_scan
+from scan_registry.hardware import _launcher
+from scan_registry.hardware._launcher import PlainCalls
 from scan_registry.ops import plain
 
 pytestmark = pytest.mark.skipif(
@@ -292,7 +293,7 @@ LAUNCHES = """
 import ctypes, json
 from ctypes import CFUNCTYPE, POINTER, c_int, c_ubyte, c_size_t, c_uint, c_uint64, c_void_p
 import torch
-from scan_registry import _launcher
+from scan_registry.hardware import _launcher
 from scan_registry.ops import plain
 
 said, status, context = [], 0, 1000

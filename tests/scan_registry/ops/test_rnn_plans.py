@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scan_registry import nn, rnn
-from scan_registry.alternatives import Asked
+from scan_registry.dispatch.alternatives import Asked
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.ops import rnn_plans, rnn_steps, step_buffers

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from scan_registry.archive import Binary
+from scan_registry.artifact.archive import Binary
 from scan_registry.bench import timing
-from scan_registry.device import Device
-from scan_registry.fit import Toolchain
+from scan_registry.dispatch.fit import Toolchain
+from scan_registry.dispatch.select import System
+from scan_registry.hardware.device import Device
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import Run
 from scan_registry.ops import plans
-from scan_registry.select import System
 from scan_registry.tuner import engine
 from scan_registry.tuner.engine import Tuner
 
@@ -109,7 +109,7 @@ def workshop(
     monkeypatch.setattr(
         engine.loader, "system", lambda n: System(made.device, toolchains=toolchains)
     )
-    monkeypatch.setattr(engine.check, "start", made.start)
+    monkeypatch.setattr(engine.accuracy, "start", made.start)
     monkeypatch.setattr(engine, "record", made.record)
     monkeypatch.setattr(engine, "once", made.once)
     monkeypatch.setattr(engine, "compete", made.compete)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from scan_registry import jit
-from scan_registry.archive import Archive, Binary
-from scan_registry.device import Device
-from scan_registry.jit import CompileError
+from scan_registry.artifact.archive import Archive, Binary
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
-from scan_registry.target import Target
+from scan_registry.runtime import jit
+from scan_registry.runtime.jit import CompileError
 from scan_registry.tuner.binaries import obtain, obtain_all
 
 Factory = Callable[..., Archive]

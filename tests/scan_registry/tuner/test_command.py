@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 import torch
 
-from scan_registry import local
+from scan_registry.cache import tuned
 from scan_registry.cli import main
 from scan_registry.cli import tune as command
-from scan_registry.select import System, select
-from scan_registry.target import Target
+from scan_registry.dispatch.select import System, select
+from scan_registry.hardware.target import Target
 from scan_registry.tuner import engine
 from scan_registry.tuner.problems import SHAPES
 
@@ -30,7 +30,7 @@ def here(workshop: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A machine with the workshop's GPU, on which the last variant of each is the fastest."""
     monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
-    local.tuned.cache_clear()
+    tuned.archive_of.cache_clear()
 
     def tuner_for(name: str | None, budget: float | None) -> Any:
         return workshop.tuner(budget=budget)
@@ -57,7 +57,7 @@ def test_what_is_found_is_used_from_then_on(here: Any, capsys: Capture) -> None:
     tile = here.problem.kernel.label(here.fastest).removeprefix(f"{here.problem.shape.kind},")
     assert tile in captured.out
     assert f"best 0.5000 ms ({tile}), regret 2.000" in captured.err
-    found = local.tuned(here.device)
+    found = tuned.archive_of(here.device)
     assert found is not None
     assert f"saved in {found.path}" in captured.out
     assert [binary.variant for binary in found.binaries] == [here.fastest]
@@ -167,7 +167,7 @@ def test_the_usual_choice_can_be_narrowed() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(tmp_path / "cache"))
-    local.tuned.cache_clear()
+    tuned.archive_of.cache_clear()
     words = ("--kernel", "time_last_forward", "--language", "cuda", "--json")
     assert main([*TINY, *words]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -181,4 +181,4 @@ def test_on_a_gpu(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     explained = scan_registry.explain(scan_registry.linear_scan, *tensors, backend="cuda")
     tuning = explained.to_json()["steps"][0]["tuning"]
     assert (tuning["source"], tuning["distance"]) == ("local", 0.0)
-    local.tuned.cache_clear()
+    tuned.archive_of.cache_clear()

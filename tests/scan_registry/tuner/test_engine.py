@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from scan_registry.bench.cases import Case
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import Table
-from scan_registry.target import Target
 from scan_registry.tuner import engine
 from scan_registry.tuner.engine import COARSE, FAR, FINE, LAUNCH_MS, NEAR
 from scan_registry.tuner.problems import Posed, posed
@@ -133,7 +133,7 @@ def test_what_writes_nothing_is_refused(workshop: Any) -> None:
         else:
             start(ordinal, launch, *others)
 
-    engine.check.start = starting  # type: ignore[assignment]  # the fixture restores it
+    engine.accuracy.start = starting  # type: ignore[assignment]  # the fixture restores it
     tuner = workshop.tuner()
     tuner.tune([problem])
     assert list(tuner.refused) == [idle]
@@ -199,7 +199,7 @@ def test_a_gpu_that_fails_ends_it(workshop: Any) -> None:
     def failing(*_: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access\nand more")
 
-    tuner.done = lambda: setattr(engine.check, "start", failing)  # the fixture restores it
+    tuner.done = lambda: setattr(engine.accuracy, "start", failing)  # the fixture restores it
     tuner.tune(asked)
     assert [each.posed for each in tuner.tuned] == asked[:1]
     assert tuner.left_out == asked[1:]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from scan_registry.bench.cases import PASSES, Case
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops import plans
 from scan_registry.ops.linear_scan import linear_scan
-from scan_registry.target import Target
 from scan_registry.tuner.problems import cases, posed, usual_cases
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from scan_registry.bench.cases import Case
-from scan_registry.target import Target
+from scan_registry.hardware.target import Target
 from scan_registry.tuner import engine, report
 from scan_registry.tuner.problems import posed
 

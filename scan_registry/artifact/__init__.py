@@ -1,0 +1,1 @@
+"""What a build leaves: binaries, and the archives that hold them."""

@@ -1,0 +1,1 @@
+"""What was compiled and what was tuned on this machine."""

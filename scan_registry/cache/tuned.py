@@ -1,0 +1,141 @@
+"""What was tuned on this machine: for each GPU one archive in the cache's folder, which holds the
+variants that are the fastest there and the rows that say so.
+
+It is found by a key over all that makes it valid: the GPU's name, this package's version, and the
+kernels' sources and specs. Where any of these is another, it is as if there were none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+
+from scan_registry.artifact.archive import Archive, ArchiveError, digest
+from scan_registry.base.frozen import dataclass
+from scan_registry.cache.store import Cache, Entry, jit_cache, jit_folder
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import Target
+from scan_registry.kernels import ROOT
+from scan_registry.kernels.model import Variant
+from scan_registry.kernels.tuning import Tuning
+from scan_registry.version import __version__
+
+_FOLDER = "tuned"
+_SOURCES = (".cu", ".cuh", ".py")
+
+
+def tuned_cache() -> Cache:
+    """Where the archives lie; a cache of its own, within the JIT's."""
+    return Cache(jit_folder() / _FOLDER)
+
+
+def key_of(gpu: str) -> str:
+    """Of what is tuned on GPUs of a name, now."""
+    return digest(json.dumps(["tuned", gpu, __version__, _sources()]).encode())
+
+
+@cache
+def archive_of(device: Device) -> Archive | None:
+    """What was tuned on such a device, if anything was; looked for once in a process."""
+    # Most have none, and a first call has no time; nor is it to fail where nobody may look.
+    if not os.path.isdir(jit_folder() / _FOLDER):
+        return None
+    return tuned_cache().open(key_of(device.name), Target(device.capability))
+
+
+def publish(
+    device: Device, entries: Sequence[Entry], tunings: Mapping[str, Tuning], date: str
+) -> Archive:
+    """Add binaries and tunings, by how their kernel's variants begin, to what was tuned on such a device
+    before. What is known of a problem is replaced; the rest stays. Return the archive.
+
+    ``OSError`` says why the folder cannot be used.
+    """
+    place = tuned_cache()
+    key, target = key_of(device.name), Target(device.capability)
+    held: dict[Variant, Entry] = {}
+    found = dict(tunings)
+    before = place.open(key, target)
+    if before is not None:
+        with suppress(ArchiveError, ValueError):  # a damaged one counts as missing
+            older = {binary.variant: (binary, before.read(binary)) for binary in before.binaries}
+            for head in {variant.head for variant in older}:
+                for tuning in before.tunings(head):
+                    found[head] = tuning.with_newer(tunings[head]) if head in tunings else tuning
+            held = older
+    held |= {binary.variant: (binary, content) for binary, content in entries}
+    every = [held[variant] for variant in sorted(held, key=str)]
+    one_each = {head: (tuning,) for head, tuning in found.items()}
+    jit_cache().make_folder()  # it lies within
+    place.publish(key, target, every, {"gpu": device.name, "date": date}, one_each)
+    archive_of.cache_clear()
+    published = place.open(key, target)
+    assert published is not None
+    return published
+
+
+@cache
+def _sources() -> str:
+    """Digest of everything in the families' folders that a binary or a launch depends on."""
+    paths = [path for path in sorted(ROOT.glob("*/*")) if path.suffix in _SOURCES]
+    texts = [[path.relative_to(ROOT).as_posix(), digest(path.read_bytes())] for path in paths]
+    return digest(json.dumps(texts).encode())
+
+
+# --- What there is ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TunedHere:
+    """One file of what was tuned, for people.
+
+    kernels  by how their variants begin
+    damage   why it is not used, nor could be
+    stale    why it is no longer used
+    """
+
+    archive: Archive
+    size: int
+    gpu: str | None = None
+    date: str | None = None
+    kernels: tuple[str, ...] = ()
+    binaries: int = 0
+    damage: str | None = None
+    stale: str | None = None
+
+    @property
+    def state(self) -> str:
+        return "damaged" if self.damage else "stale" if self.stale else "current"
+
+
+def tuned_contents() -> Iterator[TunedHere]:
+    """Everything that was tuned here, each byte checked."""
+    place = tuned_cache()
+    for archive in place.entries():
+        try:
+            found = TunedHere(archive, archive.path.stat().st_size)
+        except FileNotFoundError:  # somebody is clearing the cache
+            continue
+        try:
+            read = archive.reader()
+            for binary in archive.binaries:
+                read(binary)
+            key = archive.manifest.get("cache_key")
+            if key != archive.path.parent.name or place.open(key, archive.arch) is None:
+                raise ArchiveError("its key is another, or others can write to its folder")
+        except ArchiveError as error:
+            yield replace(found, damage=str(error).removeprefix(f"{archive.path}: "))
+            continue
+        gpu = str(archive.manifest.get("gpu"))
+        yield replace(
+            found,
+            gpu=gpu,
+            date=str(archive.manifest.get("date")),
+            kernels=tuple(dict.fromkeys(binary.variant.head for binary in archive.binaries)),
+            binaries=len(archive.binaries),
+            stale=None if key == key_of(gpu) else "this version has other kernels or specs",
+        )

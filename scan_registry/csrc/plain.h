@@ -1,0 +1,331 @@
+/* Calls on two plain tensors and nothing else: from the tensors to the launch, at the least cost.
+ *
+ * What a call does is planned once for all calls alike, and found again by dtype, device, shape, strides and
+ * alignment; autograd is told of its states after they are computed. Asking torch for them one by one in
+ * Python, and for memory and its address, costs more than the launch.
+ */
+#pragma once
+#include "launch.h"
+#include "plans.h"
+#include "torch.h"
+
+enum { ALIGNMENT = 15 };
+enum { GATES, TOKENS, DIM, BACKEND, ARGUMENTS }; /* of a call */
+
+static void release(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release_memory = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release_memory(self);
+    Py_DECREF(type);
+}
+
+static PyObject *allocate_object(PyTypeObject *type) {
+    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
+
+/* --- PlainLaunch: what a call does on a GPU ---------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    Launch *launch;
+    int places[3];        /* of gates, tokens and states among the launch's pointers */
+    PyObject *empty;      /* makes a tensor on the current device */
+    PyObject *states;     /* of these arguments, */
+    PyObject *workspace;  /* and of these; None where there is none */
+    PyObject *refuse;     /* raises the error of a status */
+    PyObject *elsewhere;  /* computes the same from any context */
+} PlainLaunch;
+
+static PyTypeObject *plain_launch_type;
+
+static PyObject *plain_launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"launch",    "places", "empty",     "states",
+                            "workspace", "refuse", "elsewhere", NULL};
+    PyObject *launch, *empty, *states, *workspace, *refuse, *elsewhere;
+    int places[3];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!(iii)OO!OOO:PlainLaunch", names, launch_type,
+                                     &launch, &places[0], &places[1], &places[2], &empty,
+                                     &PyTuple_Type, &states, &workspace, &refuse, &elsewhere))
+        return NULL;
+    const int pointers = ((Launch *)launch)->pointers, zeroed = ((Launch *)launch)->workspace;
+    for (int i = 0; i < 3; i++)
+        if (places[i] < 0 || places[i] >= pointers)
+            return PyErr_Format(PyExc_ValueError, "place %d of %d pointers", places[i], pointers);
+    if (PyTuple_Check(workspace) != (zeroed >= 0))
+        return PyErr_Format(PyExc_ValueError, "the launch and its workspace do not go together");
+    if (!get_current) return PyErr_Format(PyExc_RuntimeError, "bind has not been called");
+    PlainLaunch *self = (PlainLaunch *)allocate_object(type);
+    if (!self) return NULL;
+    memcpy(self->places, places, sizeof places);
+    self->launch = (Launch *)Py_NewRef(launch);
+    self->empty = Py_NewRef(empty);
+    self->states = Py_NewRef(states);
+    self->workspace = Py_NewRef(workspace);
+    self->refuse = Py_NewRef(refuse);
+    self->elsewhere = Py_NewRef(elsewhere);
+    return (PyObject *)self;
+}
+
+static void plain_launch_dealloc(PyObject *object) {
+    PlainLaunch *self = (PlainLaunch *)object;
+    Py_XDECREF(self->launch);
+    Py_XDECREF(self->empty);
+    Py_XDECREF(self->states);
+    Py_XDECREF(self->workspace);
+    Py_XDECREF(self->refuse);
+    Py_XDECREF(self->elsewhere);
+    release(object);
+}
+
+/* A new tensor, and its address. */
+static PyObject *made(const Exchange *exchange, PyObject *empty, PyObject *arguments, uint64_t *at) {
+    Tensor tensor;
+    PyObject *object = PyObject_Call(empty, arguments, NULL);
+    if (object && exchange->read(object, &tensor)) Py_CLEAR(object);
+    if (object) *at = address(&tensor);
+    return object;
+}
+
+static int started(const PlainLaunch *self, uint64_t *values, void *stream) {
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = start_here(self->launch, values, stream);
+    Py_END_ALLOW_THREADS
+    if (!status) return 1;
+    PyObject *nothing = PyObject_CallFunction(self->refuse, "i", status);
+    Py_XDECREF(nothing);
+    if (nothing) PyErr_Format(PyExc_RuntimeError, "the launch failed with status %d", status);
+    return 0;
+}
+
+static PyObject *plain_launch_run(const PlainLaunch *self, const Exchange *exchange,
+                                  PyObject *const *args, const Tensor *gates, const Tensor *tokens) {
+    const Launch *launch = self->launch;
+    void *current = NULL, *stream = NULL;
+    if (get_current(&current) || current != launch->context)
+        return PyObject_CallFunctionObjArgs(self->elsewhere, args[GATES], args[TOKENS], NULL);
+    if (exchange->current_stream(tokens->device_type, tokens->device, &stream)) return NULL;
+    uint64_t values[MAX_VALUES];
+    memcpy(values, launch->values, sizeof *values * (size_t)launch->count);
+    values[self->places[0]] = address(gates);
+    values[self->places[1]] = address(tokens);
+    PyObject *workspace = NULL, *states;
+    states = made(exchange, self->empty, self->states, &values[self->places[2]]);
+    int ready = states != NULL;
+    if (ready && launch->workspace >= 0) {
+        workspace = made(exchange, self->empty, self->workspace, &values[launch->workspace]);
+        ready = workspace != NULL;
+    }
+    if (!ready || !started(self, values, stream)) Py_CLEAR(states);
+    Py_XDECREF(workspace); /* whoever gets this memory next uses it after the kernel */
+    return states;
+}
+
+static PyType_Slot plain_launch_slots[] = {
+    {Py_tp_new, plain_launch_new},
+    {Py_tp_dealloc, plain_launch_dealloc},
+    {Py_tp_doc, "What a plain call does on a GPU: allocate states, and launch."},
+    {0, NULL}};
+
+static PyType_Spec plain_launch_spec = {"scan_registry.hardware._launcher.PlainLaunch", sizeof(PlainLaunch), 0,
+                                        Py_TPFLAGS_DEFAULT, plain_launch_slots};
+
+/* --- PlainCalls: whether a call is plain, and what it does -------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    Torch torch; /* without an exchange no call is plain */
+    PyObject *types, *backends, *choice, *plan, *tracking, *record;
+    Plans plans;
+} PlainCalls;
+
+static PyTypeObject *plain_calls_type;
+
+static PyObject *plain_calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"types",  "tensor", "exchange", "includes", "watchers", "backends",
+                            "choice", "plan",   "tracking", "record",   NULL};
+    PyObject *types, *tensor, *exchange, *watchers, *backends, *choice, *plan, *tracking, *record;
+    unsigned long long includes;
+    Torch torch = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OKO!O!OOOO:PlainCalls", names, &PyTuple_Type,
+                                     &types, &PyType_Type, &tensor, &exchange, &includes,
+                                     &PyTuple_Type, &watchers, &PyTuple_Type, &backends, &choice,
+                                     &plan, &tracking, &record))
+        return NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(types); i++) { /* as their entries are called without a look */
+        const int status = PyObject_IsSubclass(PyTuple_GetItem(types, i), tensor);
+        if (status < 0) return NULL;
+        if (!status) return PyErr_Format(PyExc_TypeError, "type %zd is not one of %R", i, tensor);
+    }
+    if (take_torch(&torch, (PyTypeObject *)tensor, exchange, includes, watchers)) return NULL;
+    PlainCalls *self = (PlainCalls *)allocate_object(type);
+    if (!self) return NULL;
+    self->torch = torch;
+    self->types = Py_NewRef(types);
+    self->backends = Py_NewRef(backends);
+    self->choice = Py_NewRef(choice);
+    self->plan = Py_NewRef(plan);
+    self->tracking = Py_NewRef(tracking);
+    self->record = Py_NewRef(record);
+    return (PyObject *)self;
+}
+
+static void plain_calls_dealloc(PyObject *object) {
+    PlainCalls *self = (PlainCalls *)object;
+    forget_plans(&self->plans);
+    Py_XDECREF(self->types);
+    Py_XDECREF(self->backends);
+    Py_XDECREF(self->choice);
+    Py_XDECREF(self->plan);
+    Py_XDECREF(self->tracking);
+    Py_XDECREF(self->record);
+    release(object);
+}
+
+/* The results of what follows: 1 yes, 0 not what a plain call has, -1 with an exception. */
+
+static int has_type(const PlainCalls *self, PyObject *object) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(self->types); i++)
+        if (PyTuple_GetItem(self->types, i) == (PyObject *)Py_TYPE(object)) return 1;
+    return 0;
+}
+
+static int read_both(const PlainCalls *self, PyObject *const *args, Tensor *gates, Tensor *tokens) {
+    int status;
+    const Torch *torch = &self->torch;
+    if (!torch->exchange || !has_type(self, args[GATES]) || !has_type(self, args[TOKENS]) ||
+        !nobody_watches(torch))
+        return 0;
+    if ((status = read_tensor(torch, args[GATES], gates)) < 1 ||
+        (status = read_tensor(torch, args[TOKENS], tokens)) < 1)
+        return status;
+    return gates->code == tokens->code && gates->bits == tokens->bits &&
+           gates->device_type == tokens->device_type && gates->device == tokens->device &&
+           gates->dimensions == tokens->dimensions &&
+           !memcmp(gates->shape, tokens->shape, sizeof(int64_t) * (size_t)gates->dimensions);
+}
+
+static int read_options(const PlainCalls *self, PyObject *const *args, int64_t options[2]) {
+    int overflow;
+    if (!PyLong_CheckExact(args[DIM])) return 0;
+    options[0] = PyLong_AsLongLongAndOverflow(args[DIM], &overflow);
+    if (options[0] == -1 && PyErr_Occurred()) return -1;
+    const Py_ssize_t count = PyTuple_Size(self->backends);
+    Py_ssize_t i = 0;
+    while (i < count && PyTuple_GetItem(self->backends, i) != args[BACKEND]) i++;
+    if (i == count && PyUnicode_Check(args[BACKEND]))
+        for (i = 0; i < count; i++)
+            if (!PyUnicode_Compare(PyTuple_GetItem(self->backends, i), args[BACKEND])) break;
+    options[1] = i;
+    return !overflow && i < count;
+}
+
+/* Whether autograd is to be told. */
+static int is_tracked(const PlainCalls *self, PyObject *const *args) {
+    int status = requires_grad(&self->torch, args[GATES]);
+    if (!status) status = requires_grad(&self->torch, args[TOKENS]);
+    return status == 1 ? is_true(PyObject_CallNoArgs(self->tracking)) : status;
+}
+
+/* All that a plan depends on; ``choice`` goes by its identity. */
+static void fill_key(Key *key, const Tensor *gates, const Tensor *tokens, const int64_t options[2],
+                     PyObject *choice) {
+    const int64_t head[] = {gates->code << 8 | gates->bits,
+                            (int64_t)gates->device_type << 32 | gates->device,
+                            (int64_t)((address(gates) | address(tokens)) & ALIGNMENT),
+                            options[0],
+                            options[1],
+                            (int64_t)(intptr_t)choice};
+    enum { HEAD = sizeof head / sizeof *head };
+    _Static_assert(HEAD + 3 * MOST_DIMENSIONS <= MOST_WORDS, "a key has room for all dimensions");
+    const size_t n = (size_t)gates->dimensions;
+    key->count = HEAD + 3 * n;
+    memcpy(key->words, head, sizeof head);
+    memcpy(key->words + HEAD, gates->shape, n * sizeof *key->words);
+    memcpy(key->words + HEAD + n, gates->strides, n * sizeof *key->words);
+    memcpy(key->words + HEAD + 2 * n, tokens->strides, n * sizeof *key->words);
+}
+
+/* Kept with what was asked for, and so with ``choice``: its identity is nothing else's meanwhile. */
+static Planned *make_plan(PlainCalls *self, const Key *key, PyObject *const *args, PyObject *choice) {
+    PyObject *plan = PyObject_CallFunctionObjArgs(self->plan, args[GATES], args[TOKENS], args[DIM],
+                                                  args[BACKEND], NULL);
+    PyObject *asked = plan ? PyTuple_Pack(3, args[DIM], args[BACKEND], choice) : NULL;
+    Planned *kept = asked ? keep_planned(&self->plans, key, plan, asked) : NULL;
+    Py_XDECREF(asked);
+    Py_XDECREF(plan);
+    return kept;
+}
+
+static const Planned *plan_of(PlainCalls *self, PyObject *const *args, const Tensor *gates,
+                              const Tensor *tokens, const int64_t options[2]) {
+    PyObject *choice = PyObject_CallNoArgs(self->choice);
+    if (!choice) return NULL;
+    Key key;
+    fill_key(&key, gates, tokens, options, choice);
+    const Planned *planned = find_planned(&self->plans, &key);
+    if (!planned) planned = make_plan(self, &key, args, choice);
+    Py_DECREF(choice);
+    return planned;
+}
+
+/* The states of a plan; from then on it may be forgotten. */
+static PyObject *states_of(const PlainCalls *self, const Planned *planned, PyObject *const *args,
+                           const Tensor *gates, const Tensor *tokens, int tracked) {
+    PyObject *plan = Py_NewRef(planned->plan), *asked = Py_NewRef(planned->asked);
+    PyObject *states =
+        Py_TYPE(plan) == plain_launch_type
+            ? plain_launch_run((const PlainLaunch *)plan, self->torch.exchange, args, gates, tokens)
+            : PyObject_CallFunctionObjArgs(plan, args[GATES], args[TOKENS], NULL);
+    if (states && tracked) {
+        PyObject *done = PyTuple_Pack(2, states, asked);
+        Py_DECREF(states);
+        states = done ? PyObject_CallFunctionObjArgs(self->record, args[GATES], args[TOKENS], done,
+                                                     NULL)
+                      : NULL;
+        Py_XDECREF(done);
+    }
+    Py_DECREF(asked);
+    Py_DECREF(plan);
+    return states;
+}
+
+static PyObject *plain_calls_run(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+    PlainCalls *self = (PlainCalls *)object;
+    Tensor gates, tokens;
+    int64_t options[2];
+    if (count != ARGUMENTS)
+        return PyErr_Format(PyExc_TypeError, "run takes gates, tokens, dim and backend, got %zd arguments",
+                            count);
+    int status = read_both(self, args, &gates, &tokens);
+    if (status < 0) {
+        /* Sparse and nested tensors, and batches that transforms map over, cannot be read so. What else they
+         * are is for others to say. */
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_BufferError))
+            return NULL;
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    if (status) status = read_options(self, args, options);
+    if (status < 1) return status < 0 ? NULL : Py_NewRef(Py_None);
+    const int tracked = is_tracked(self, args);
+    const Planned *planned = tracked < 0 ? NULL : plan_of(self, args, &gates, &tokens, options);
+    return planned ? states_of(self, planned, args, &gates, &tokens, tracked) : NULL;
+}
+
+static PyMethodDef plain_calls_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))plain_calls_run, METH_FASTCALL,
+     "run(gates, tokens, dim, backend) -> states | None\n\nDo what is planned for the call. None unless "
+     "the tensors are plain, of one real dtype and\none shape, on one device, in memory, and nobody "
+     "watches; or if there is no such backend."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot plain_calls_slots[] = {
+    {Py_tp_new, plain_calls_new},
+    {Py_tp_dealloc, plain_calls_dealloc},
+    {Py_tp_methods, plain_calls_methods},
+    {Py_tp_doc, "Calls on two plain tensors."},
+    {0, NULL}};
+
+static PyType_Spec plain_calls_spec = {"scan_registry.hardware._launcher.PlainCalls", sizeof(PlainCalls), 0,
+                                       Py_TPFLAGS_DEFAULT, plain_calls_slots};

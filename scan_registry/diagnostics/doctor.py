@@ -1,0 +1,437 @@
+"""What an installation can do on a GPU, what is wrong with it, and what would let it do more.
+
+Pure: it asks selection about systems that it is given. What a remedy would do is asked, too, of the
+same system with that one thing changed, so that nothing is advised that would not help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from scan_registry.artifact.archive import Archive, ArchiveError
+from scan_registry.diagnostics.explanation import called, grouped
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.fit import OLDEST, Rung, Toolchain, dotted
+from scan_registry.dispatch.rows import Origin
+from scan_registry.dispatch.select import Backend, Decision, Rejected, System, select
+from scan_registry.hardware.device import SUPPORTED, Device, driver_text
+from scan_registry.hardware.target import FIRST_CUDA, RELEASED, CudaVersion, Target
+from scan_registry.kernels.model import Family, Language, Sample, Variant
+
+Severity = Literal["error", "warning", "note"]
+Families = Mapping[str, Family]
+
+#: Of what runs where no language is asked for; machine code is as it should be.
+_SEVERITY: Mapping[Rung | None, Severity] = {
+    Rung.PTX: "note",
+    Rung.JIT: "warning",
+    Rung.REFERENCE: "error",
+    None: "error",
+}
+_MOST_REASONS = 8  # of one finding
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to know of.
+
+    severity  "error" if a call falls to plain torch, or raises, because of it
+    about     the GPU or the part of the installation
+    remedies  each of which would help
+    reasons   why what is closer to the GPU is ruled out
+    """
+
+    severity: Severity
+    about: str
+    text: str
+    remedies: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one sample gets, by backend; None where nothing runs. Languages without such a kernel are
+    left out."""
+
+    family: str
+    kernel: str
+    dtype: str
+    access: str
+    rungs: Mapping[Backend, Rung | None]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """One GPU, by its ordinal if it is here, and what every sample of every family gets on it.
+
+    tuned  where the rows come from that samples go by; empty where the specs' estimates decide
+    """
+
+    device: Device
+    ordinal: int | None
+    answers: tuple[Answer, ...]
+    tuned: tuple[Origin, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return title(self.device, self.ordinal)
+
+
+def title(device: Device, ordinal: int | None) -> str:
+    """What tables and findings call a GPU."""
+    prefix = "" if ordinal is None else f"cuda:{ordinal}, "
+    return f"{prefix}{device.name} ({device.arch})"
+
+
+@dataclass(frozen=True)
+class ArchiveState:
+    """An archive and what is wrong with it; ``binaries`` are those that are intact.
+
+    One of a provider that does not go with this version is not read, and binaries is None.
+    """
+
+    arch: str
+    path: str
+    size: int | None
+    binaries: int | None
+    damage: str | None
+
+
+@dataclass(frozen=True)
+class ProviderState:
+    """A package that brings archives. ``mismatch`` is why it does not go with this version."""
+
+    name: str
+    version: str
+    core: str
+    folder: str
+    mismatch: str | None
+    denied: Mapping[str, str]
+    archives: tuple[ArchiveState, ...]
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """The JIT's cache folder: why it is not usable, what it holds, and bytes left on its disk."""
+
+    folder: str
+    unusable: str | None
+    entries: int
+    size: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The facts, whatever the GPU. A version is None where there is no such thing."""
+
+    python: str
+    version: str
+    torch: str | None
+    driver: CudaVersion | None
+    toolchains: Mapping[Language, Toolchain | str]
+    providers: tuple[ProviderState, ...]
+    cache: CacheState
+    lowest: Rung
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that ``scan-registry doctor`` says."""
+
+    installation: Installation
+    gpus: tuple[Coverage, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every call gets a kernel on every GPU, of which there is one."""
+        return bool(self.gpus) and all(each.severity != "error" for each in self.findings)
+
+
+# --- The installation -------------------------------------------------------------------------
+
+
+def findings_of(there: Installation) -> Iterator[Finding]:
+    """What is wrong whatever the GPU."""
+    for provider in there.providers:
+        about = f"{provider.name} {provider.version}"
+        if provider.mismatch:
+            text, _, remedy = provider.mismatch.partition("; ")
+            yield Finding("error", about, f"{text}: every call on a GPU raises it", (remedy,))
+        for archive in provider.archives:
+            if archive.damage:
+                yield Finding("error", about, archive.damage, (f"reinstall {provider.name}",))
+    if not any(provider.archives for provider in there.providers):
+        text = "no package with GPU kernels is installed"
+        chosen = f"`pip install scan-registry-…`, of {', '.join(RELEASED)}, for your GPU"
+        yield Finding("warning", f"scan-registry {there.version}", text, (chosen,))
+    if there.cache.unusable:
+        about = f"cache folder {there.cache.folder}"
+        private = "set SCAN_REGISTRY_CACHE to a folder that only you can write to"
+        open_to_others = "go-w" in there.cache.unusable
+        chmod = (f"chmod go-w {there.cache.folder}",) if open_to_others else ()
+        text = f"{there.cache.unusable}: each process compiles anew what no archive brings"
+        yield Finding("warning", about, text, (*chmod, private))
+
+
+# --- One GPU ----------------------------------------------------------------------------------
+
+
+def coverage(
+    there: System, families: Families, lowest: Rung, ordinal: int | None = None
+) -> Coverage:
+    """What every sample gets on the system's GPU, with no language asked for and with each."""
+    assert there.device is not None
+    answers = []
+    tuned: dict[Origin, None] = {}
+    for family, sample in _samples(families):
+        decisions = {
+            backend: select(there, family, sample.problem, backend, lowest)
+            for backend in _backends(family, sample)
+        }
+        rungs = {backend: _rung(decision) for backend, decision in decisions.items()}
+        winner = decisions["auto"].winner
+        if winner and winner.tuned and winner.ms is not None:
+            tuned[winner.tuned.origin] = None
+        kernel = sample.problem.kernel
+        answers.append(Answer(family.name, kernel, sample.dtype, sample.access, rungs))
+    return Coverage(there.device, ordinal, tuple(answers), tuple(tuned))
+
+
+def lacks(found: Coverage, there: System, families: Families, lowest: Rung) -> Iterator[Finding]:
+    """What falls below machine code on one GPU, why, and what would lift it.
+
+    ``found`` is the coverage of the same system.
+    """
+    samples = _samples(families)
+    for backend in dict.fromkeys(b for answer in found.answers for b in answer.rungs):
+        groups: dict[Rung | None, list[int]] = {}
+        for number, answer in enumerate(found.answers):
+            if _worth_a_word(answer, backend):
+                groups.setdefault(answer.rungs[backend], []).append(number)
+        for rung, numbers in groups.items():
+            group = _Group(there, backend, lowest, rung, tuple(samples[n] for n in numbers))
+            kernels = _listed([found.answers[n] for n in numbers], found.answers)
+            yield Finding(
+                _SEVERITY[rung] if backend == "auto" else "warning",
+                found.name,
+                f"{_outcome(backend, rung)}: {kernels}",
+                tuple(dict.fromkeys(group.remedies())),
+                group.reasons() if rung in (None, Rung.REFERENCE) else (),
+            )
+
+
+def _samples(families: Families) -> list[tuple[Family, Sample]]:
+    return [(family, sample) for family in families.values() for sample in family.samples]
+
+
+def _backends(family: Family, sample: Sample) -> Iterator[Backend]:
+    yield "auto"
+    for kernel in family.kernels:
+        if kernel.name == sample.problem.kernel:
+            yield kernel.language
+
+
+def _rung(decision: Decision) -> Rung | None:
+    return decision.winner.rung if decision.winner else None
+
+
+def _worth_a_word(answer: Answer, backend: Backend) -> bool:
+    """Whether less than machine code runs; of a language, whether it is missing while others are not."""
+    if backend == "auto":
+        return answer.rungs["auto"] in _SEVERITY
+    missing = backend in answer.rungs and answer.rungs[backend] is None
+    return missing and _SEVERITY.get(answer.rungs["auto"]) != "error"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Samples that end on one rung."""
+
+    system: System
+    backend: Backend
+    lowest: Rung
+    rung: Rung | None
+    samples: tuple[tuple[Family, Sample], ...]
+
+    def reasons(self) -> tuple[str, ...]:
+        """Why there is nothing closer, of all that would solve the problems if it ran: first of
+        variants, then of archives and compilers as a whole."""
+        losers: dict[Rejected, None] = {}
+        for family, sample in self.samples:
+            decision = select(self.system, family, sample.problem, self.backend, self.lowest)
+            for loser in decision.rejected:
+                if _concerns(loser, family, sample, self.backend):
+                    losers[loser] = None
+        ordered = sorted(losers, key=lambda loser: _variant(loser) is None)
+        lines = [f"{called(group)}: {reason}" for reason, group in grouped(ordered).items()]
+        if len(lines) > _MOST_REASONS:
+            lines[_MOST_REASONS:] = ["and more, which `scan-registry explain` lists"]
+        return tuple(lines)
+
+    def remedies(self) -> Iterator[str]:
+        """What would lift at least one of the samples."""
+        device = self.system.device
+        assert device is not None
+        if device.capability < OLDEST:
+            yield f"use a GPU of compute capability {dotted(OLDEST)} or later"
+            return
+        if self._better(lowest=Rung.REFERENCE):
+            yield from self._permissions()
+        yield from self._drivers(device)
+        yield from self._wheels(device)
+        if self._better(system=replace(self.system, denied={})):
+            yield (
+                "install a release of the package that denies these binaries (see above) in which "
+                "they are replaced"
+            )
+        if self._above(Rung.JIT):
+            for language, toolchain in (self.system.toolchains or {}).items():
+                if isinstance(toolchain, str) and self.backend in ("auto", language):
+                    yield toolchain
+
+    def _permissions(self) -> Iterator[str]:
+        """The strictest policy that leaves something for one of the samples."""
+        for level, rung in policy.LEVELS.items():
+            if self._better(lowest=rung):
+                yield f"allow rung {rung}: {policy.VARIABLE}={level}"
+                return
+
+    def _drivers(self, device: Device) -> Iterator[str]:
+        """The oldest driver with which as much runs as with the newest."""
+        versions = {
+            binary.oldest_driver
+            for archive in _fitting(self.system.archives, device)
+            for binary in archive.binaries
+        }
+        later = sorted(v for v in {*versions, *SUPPORTED} if v > device.driver)
+
+        def with_driver(version: CudaVersion) -> System:
+            return replace(self.system, device=replace(device, driver=version))
+
+        if later and self._better(system=with_driver(later[-1])):
+            best = self._winners(with_driver(later[-1]))
+            version = next(v for v in later if self._winners(with_driver(v)) == best)
+            yield f"install {driver_text(version)}"
+
+    def _wheels(self, device: Device) -> Iterator[str]:
+        """An architecture that no archive is for, and that one could be for."""
+        archives = _fitting(self.system.archives, device)
+        label = device.arch.replace("_", "")
+        exact = any(archive.arch.capability == device.capability for archive in archives)
+        if not exact and label in RELEASED:
+            yield package_for(label)
+        elif not exact and device.capability in FIRST_CUDA:
+            yield f"install a scan-registry wheel built for {label}"
+        if self._above(Rung.PTX) and not any(archive.arch.is_ptx for archive in archives):
+            yield from map(package_for, (each for each in RELEASED if Target.parse(each).is_ptx))
+
+    def _above(self, rung: Rung) -> bool:
+        """Whether ``rung`` is allowed and closer than what there is."""
+        return rung <= self.lowest and (self.rung is None or rung < self.rung)
+
+    def _winners(self, there: System) -> list[str | None]:
+        decisions = [
+            select(there, family, sample.problem, self.backend, self.lowest)
+            for family, sample in self.samples
+        ]
+        return [each.winner.subject if each.winner else None for each in decisions]
+
+    def _better(self, system: System | None = None, lowest: Rung | None = None) -> bool:
+        there, allowed = system or self.system, self.lowest if lowest is None else lowest
+        now = len(Rung) if self.rung is None else self.rung
+        for family, sample in self.samples:
+            rung = _rung(select(there, family, sample.problem, self.backend, allowed))
+            if rung is not None and rung < now:
+                return True
+        return False
+
+
+def _fitting(archives: Iterable[Archive], device: Device) -> list[Archive]:
+    """The intact archives for an architecture that the device runs, whatever its driver."""
+    found = []
+    for archive in archives:
+        try:
+            if archive.arch.misfit(device.capability) is None and archive.binaries:
+                found.append(archive)
+        except ArchiveError:
+            continue  # a finding of its own
+    return found
+
+
+def _variant(loser: Rejected) -> Variant | None:
+    """The variant that was not taken, unless it is an archive, a compiler or the reference."""
+    try:
+        return Variant.parse(loser.subject.rpartition(" for ")[0])
+    except ValueError:
+        return None
+
+
+def _concerns(loser: Rejected, family: Family, sample: Sample, backend: Backend) -> bool:
+    """Whether it would solve the problem, if it ran: not if its spec, or the call, rules it out."""
+    variant = _variant(loser)
+    if loser.subject.endswith(" compiled here"):
+        return backend == "auto" or loser.subject.startswith(f"{backend} ")
+    if variant is None:
+        return loser.subject != "the reference" or backend == "auto"
+    if backend not in ("auto", variant.language):
+        return False
+    try:
+        kernel = family.kernel(variant.kernel, variant.language)
+        return kernel.accepts(variant, sample.problem) is None
+    except KeyError:  # of another version, or with other static parameters: that is the reason
+        return True
+
+
+def package_for(label: str) -> str:
+    """What to do for an architecture that releases hold."""
+    return f"`pip install scan-registry-{label}`"
+
+
+# --- Words ------------------------------------------------------------------------------------
+
+
+def _outcome(backend: Backend, rung: Rung | None) -> str:
+    if rung is None:
+        asked = "" if backend == "auto" else f' with backend="{backend}"'
+        return f"nothing runs{asked}, the call raises NoKernelError"
+    return {
+        Rung.PTX: "compiled from PTX by the driver, at its first use",
+        Rung.JIT: "compiled here, at its first use",
+        Rung.REFERENCE: "falls to plain torch (reference)",
+    }[rung]
+
+
+def _listed(some: Iterable[Answer], every: Iterable[Answer]) -> str:
+    """Kernels in one phrase; of each, the dtypes and accesses if not all are meant."""
+    meant, there = _by_kernel(some), _by_kernel(every)
+    if meant == there:
+        return "every kernel"
+    phrases = []
+    for kernel, pairs in meant.items():
+        which = condensed(pairs, there[kernel])
+        phrases.append(f"{kernel} ({which})" if which else kernel)
+    return ", ".join(phrases)
+
+
+def _by_kernel(answers: Iterable[Answer]) -> dict[str, list[tuple[str, str]]]:
+    found: dict[str, list[tuple[str, str]]] = {}
+    for each in answers:
+        found.setdefault(f"{each.family}.{each.kernel}", []).append((each.dtype, each.access))
+    return found
+
+
+def condensed(some: Iterable[tuple[str, str]], every: Iterable[tuple[str, str]]) -> str:
+    """Pairs of dtype and access in few words; none at all for every pair."""
+    meant, there = dict.fromkeys(some), dict.fromkeys(every)
+    if meant.keys() == there.keys():
+        return ""
+    pick: Callable[[tuple[str, str]], str]
+    for pick in (lambda pair: pair[1], lambda pair: pair[0]):
+        words = dict.fromkeys(map(pick, meant))
+        if meant.keys() == {pair for pair in there if pick(pair) in words}:
+            return ", ".join(words)
+    return ", ".join(" ".join(pair) for pair in meant)

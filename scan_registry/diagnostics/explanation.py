@@ -1,0 +1,411 @@
+"""The decision for a call, without the call: what would run, what would not, and why.
+
+Everything here is read from the :class:`Decision` that dispatch itself would act on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from inspect import signature
+from typing import Any, Protocol, get_type_hints
+
+from scan_registry.artifact.archive import Binary
+from scan_registry.catalog.inventory import Attestation, worst_attestations
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.alternatives import Asked, select_first
+from scan_registry.dispatch.fit import Rung, dotted
+from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
+from scan_registry.hardware.device import Device
+from scan_registry.kernels import ROOT, family
+from scan_registry.kernels.model import Variant
+
+
+class Share(Protocol):
+    """One kernel's share of a call: inputs that are copied first, and the problems that it may pose."""
+
+    @property
+    def copied(self) -> tuple[str, ...]: ...
+
+    def asked(self, backend: Any) -> tuple[Asked, ...]: ...
+
+    def fused(self) -> Any:
+        """The problem of a kernel that does the next share, too; None if there can be none."""
+
+
+#: Public operators by name, and the module that defines each beside ``describe``, which tells what
+#: problems a call poses, and ``BACKENDS``, the words that it accepts.
+OPERATORS: Mapping[str, str] = {
+    "linear_scan": "scan_registry.ops.linear_scan",
+    "rnn": "scan_registry.ops.rnn",
+}
+
+_LABEL = 11  # columns before the text of a line
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel of a call, such as ``forward``: inputs that are copied before it, and the decision."""
+
+    name: str
+    copied: tuple[str, ...]
+    decision: Decision
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.name, "copied": list(self.copied), **decision_record(self.decision)}
+
+    def text(self, *, everything: bool = False) -> str:
+        """A line for each fact. What was not taken is grouped by reason, unless ``everything``."""
+        winner = self.decision.winner
+        lines = [f"{self.name}: {f'rung {winner.rung}' if winner else 'nothing runs'}"]
+        lines += [f"  {label:{_LABEL}}{text}" for label, text in self._facts()]
+        losers = self.decision.rejected
+        if losers:
+            lines.append("  not taken:")
+        if everything:
+            lines += [f"    {loser.subject}: {loser.reason}" for loser in losers]
+        else:
+            lines += [f"    {called(group)}: {reason}" for reason, group in grouped(losers).items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        decision, winner = self.decision, self.decision.winner
+        yield "problem", _problem(decision)
+        if winner is None:
+            yield "outcome", "the call raises NoKernelError"
+        elif (
+            decision.family.on_cpu
+            and winner.variant is None
+            and not decision.system.device
+            and decision.backend == "auto"
+        ):
+            yield "runs", "this package's compiled code for the CPU"
+        elif winner.variant is None:
+            yield "runs", "plain torch, step by step along time"
+        else:
+            yield "variant", str(winner.variant)
+            origin = "compiled here, at its first use or taken from the cache"
+            if winner.archive:
+                origin = f"from {winner.archive.provider}, {winner.archive.path}"
+            yield "target", f"{winner.target}, {origin}"
+            if winner.binary:
+                yield "sha256", winner.binary.sha256
+                yield "proven", _proof(winner.binary)
+            yield "launch", _launch(decision)
+            yield "copies", ", ".join(self.copied) + " first" if self.copied else "none"
+            yield "tuning", _tuning(decision, winner)
+        device = decision.system.device
+        if device and decision.backend != "reference" and (not winner or winner.rung > Rung.PTX):
+            yield "help", "`scan-registry doctor` tells what would lift it to a closer rung"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do, step by step; prints as text. ``device`` is None for the CPU."""
+
+    operator: str
+    device: Device | None
+    steps: tuple[Step, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is something that solves every step."""
+        return all(step.decision.winner for step in self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "operator": self.operator,
+            "device": device_record(self.device) if self.device else None,
+            "steps": [step.to_json() for step in self.steps],
+        }
+
+    def text(self, *, everything: bool = False) -> str:
+        """As ``str``; with ``everything``, one line for each candidate that was not taken."""
+        there = self.device
+        where = (
+            f"{there.name} ({there.arch}), driver for CUDA {dotted(there.driver)}"
+            if there
+            else "the CPU"
+        )
+        steps = [step.text(everything=everything) for step in self.steps]
+        return "\n\n".join(
+            [f"{self.operator} on {where}", *(steps or ["nothing runs: the tensors are empty"])]
+        )
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """The decision for ``operator(*args, **kwargs)``, which is not run.
+
+    Args:
+        operator: a public operator, such as ``scan_registry.linear_scan``.
+        args, kwargs: what it would be called with. The tensors' device decides; a derivative counts
+            where a tensor requires one.
+
+    Returns:
+        An ``Explanation``, with the decision for each kernel of the call: the winner, its launch,
+        and everything that lost, with its reason.
+
+    Raises:
+        TypeError: not an operator of this package.
+        TypeError, ValueError: the call itself would raise it.
+        ValueError: the tensors are neither on the CPU nor on a CUDA device.
+    """
+    from scan_registry.runtime.loader import system
+
+    name = next((n for n in OPERATORS if getattr(_module(n), n) is operator), None)
+    if name is None:
+        raise TypeError(f"{operator!r} cannot be explained; accepted are {', '.join(OPERATORS)}")
+    shares, device = _described(name, args, kwargs)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the tensors are on {device}; accepted are the CPU and CUDA devices")
+    ordinal = device.index if device.type == "cuda" else None
+    backend = kwargs.get("backend", "auto")
+    lowest = (
+        Rung.REFERENCE if ordinal is None else policy.lowest()
+    )  # it is GPUs' calls that compile
+    return decided(name, shares, system(ordinal), backend, lowest)
+
+
+def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Explanation:
+    """The same for any system, of which nothing need be here; ``args`` may be tensors on meta.
+
+    ``ValueError`` if there is no operator called ``name``.
+    """
+    if name not in OPERATORS:
+        raise ValueError(f"no operator {name!r}; accepted are {', '.join(OPERATORS)}")
+    backend = kwargs.pop("backend", "auto")
+    accepted = backends_of(name)
+    if backend not in accepted:
+        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(accepted)}")
+    if there.device is None:
+        kwargs["backend"] = backend  # on a GPU any will do, whatever the tensors are on
+    shares, _ = _described(name, args, kwargs)
+    lowest = Rung.REFERENCE if there.device is None else policy.lowest()
+    return decided(name, shares, there, backend, lowest)
+
+
+def decided(
+    name: str, shares: Mapping[str, Share], there: System, backend: str, lowest: Rung
+) -> Explanation:
+    """The decisions for the shares of one call. Only kernels need copies; the reference does not."""
+    steps: list[Step] = []
+    for step, share in shares.items():
+        fused = share.fused() if "reduction" in shares and there.device else None
+        if fused is not None:
+            one = [Asked(fused, share.asked(backend)[0].backend)]
+            decision = select_first(there, family(name), one, min(lowest, Rung.PTX))
+            if decision.launch():
+                return Explanation(name, there.device, (*steps, Step(step, (), decision)))
+        decision = select_first(there, family(name), share.asked(backend), lowest)
+        steps.append(Step(step, share.copied if decision.launch() else (), decision))
+    return Explanation(name, there.device, tuple(steps))
+
+
+def backends_of(name: str) -> tuple[str, ...]:
+    """What the operator called ``name`` accepts for ``backend``."""
+    words: tuple[str, ...] = _module(name).BACKENDS
+    return words
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(OPERATORS[name])
+
+
+def _described(name: str, args: Any, kwargs: Any) -> tuple[dict[str, Share], Any]:
+    """What the call poses, and the device of its tensors; ``TypeError`` for no such call."""
+    import torch
+
+    module = _module(name)
+    operator = getattr(module, name)
+    types = get_type_hints(operator)
+    given = signature(operator).bind(*args, **kwargs).arguments
+    tensors = {each: value for each, value in given.items() if types[each] is torch.Tensor}
+    shares: dict[str, Share] = module.describe(*args, **kwargs)  # which checks them
+    return shares, next(iter(tensors.values())).device
+
+
+# --- JSON -------------------------------------------------------------------------------------
+
+
+def decision_record(decision: Decision) -> dict[str, Any]:
+    """A decision as JSON, with everything that ``str`` says of it."""
+    winner, launch = decision.winner, decision.launch()
+    binary = winner.binary if winner else None
+    attestation = _attestations().get(binary.sha256) if binary else None
+    return {
+        "kernel": decision.problem.kernel,
+        "problem": str(decision.problem),
+        "backend": decision.backend,
+        "lowest_rung": str(decision.lowest),
+        "rung": str(winner.rung) if winner else None,
+        "variant": str(winner.variant) if winner and winner.variant else None,
+        "target": str(winner.target) if winner and winner.target else None,
+        "sha256": binary.sha256 if binary else None,
+        "archive": str(winner.archive.path) if winner and winner.archive else None,
+        "provider": winner.archive.provider if winner and winner.archive else None,
+        "proven": bool(attestation and attestation.passed) if binary else None,
+        "attestation": asdict(attestation) if attestation else None,
+        "cost": winner.cost if winner and winner.variant else None,
+        "tuning": _tuning_record(decision),
+        "launch": {
+            "grid": list(launch.grid),
+            "block": list(binary.block) if binary else None,
+            "static_shared": binary.static_shared if binary else None,
+            "dynamic_shared": binary.dynamic_shared if binary else None,
+            "workspace": launch.workspace,
+            "scalars": dict(launch.scalars),
+        }
+        if launch
+        else None,
+        "rejected": [asdict(loser) for loser in decision.rejected],
+    }
+
+
+def _tuning_record(decision: Decision) -> dict[str, Any] | None:
+    """The row that the winner goes by; ``ms`` and ``counted`` are null where the row does not name it."""
+    winner, device = decision.winner, decision.system.device
+    if winner is None or winner.tuned is None or device is None:
+        return None
+    found = winner.tuned
+    return {
+        **asdict(found.origin),
+        "own_arch": found.tuning.arch == device.arch,
+        "sizes": dict(found.row.sizes),
+        "distance": found.distance,
+        "ms": _there(decision, winner),
+        "counted": winner.ms,
+        "times": dict(found.row.times),
+    }
+
+
+def device_record(device: Device) -> dict[str, Any]:
+    """A GPU as JSON."""
+    return {
+        "name": device.name,
+        "arch": device.arch,
+        "multiprocessors": device.multiprocessors,
+        "shared_memory_per_block": device.shared_memory_per_block,
+        "registers_per_block": device.registers_per_block,
+        "threads_per_block": device.threads_per_block,
+        "driver": dotted(device.driver),
+    }
+
+
+# --- Words ------------------------------------------------------------------------------------
+
+
+@cache
+def _attestations() -> Mapping[str, Attestation]:
+    """By digest. They come with this package, whatever archives there are to ask about."""
+    return worst_attestations(ROOT)
+
+
+def grouped(losers: Iterable[Rejected]) -> dict[str, tuple[str, ...]]:
+    """The subjects by the reason that they share, in order of appearance."""
+    groups: dict[str, list[str]] = {}
+    for loser in losers:
+        groups.setdefault(loser.reason, []).append(loser.subject)
+    return {reason: tuple(subjects) for reason, subjects in groups.items()}
+
+
+def called(subjects: tuple[str, ...]) -> str:
+    """Subjects in one phrase, such as ``12 variants for compute_80, sm_90``."""
+    if len(subjects) == 1:
+        return subjects[0]
+    variants: dict[str, None] = {}
+    targets: dict[str, None] = {}
+    others: dict[str, None] = {}
+    for subject in subjects:
+        text, separator, target = subject.rpartition(" for ")
+        if separator and _is_variant(text):
+            variants[text], targets[target] = None, None
+        else:
+            others[subject] = None
+    if not variants:
+        return ", ".join(others)
+    count = f"{len(variants)} variants" if len(variants) > 1 else next(iter(variants))
+    return ", ".join([f"{count} for {', '.join(targets)}", *others])
+
+
+def _is_variant(text: str) -> bool:
+    try:
+        Variant.parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _problem(decision: Decision) -> str:
+    """The kernel and the plain facts of the problem; JSON has the strides, too."""
+    plain = {k: v for k, v in vars(decision.problem).items() if isinstance(v, str | int)}
+    facts = ", ".join(f"{name} {value}" for name, value in plain.items())
+    return f"{decision.problem.kernel}: {facts}"
+
+
+def _tuning(decision: Decision, winner: Candidate) -> str:
+    """The row of the nearest tuned problem, and where it comes from; or what decided without one."""
+    estimate = f"the spec's estimate decided ({winner.cost:g}, smaller is better)"
+    found, device = winner.tuned, decision.system.device
+    if found is None or device is None:
+        return f"no row for problems of this kind; {estimate}"
+    sizes = ", ".join(f"{name} {size:g}" for name, size in found.row.sizes.items() if size != 1)
+    origin = str(found.origin)
+    if found.tuning.arch != device.arch:
+        origin += f"; another architecture's, as there is none for {device.arch}"
+    there = _there(decision, winner)
+    if there is None:
+        outcome = f"which names nothing that runs here: {estimate}"
+    elif there == winner.ms:
+        outcome = f"{there:g} ms there"
+    else:
+        outcome = (
+            f"{there:g} ms there, counted as {winner.ms:g}, as it fills its tiles otherwise here"
+        )
+    return f"the row of {sizes or 'size 1'} ({origin}), {outcome}"
+
+
+def _there(decision: Decision, winner: Candidate) -> float | None:
+    """The winner's time on the tuned problem, if the row names it."""
+    if winner.tuned is None or winner.variant is None:
+        return None
+    kernel = decision.family.kernel(winner.variant.kernel, winner.variant.language)
+    return winner.tuned.row.times.get(kernel.label(winner.variant))
+
+
+def _proof(binary: Binary) -> str:
+    attestation = _attestations().get(binary.sha256)
+    if attestation is None:
+        return "no; no GPU has been seen to run these bytes"
+    words = "yes" if attestation.passed else "no, it failed"
+    return (
+        f"{words}; error {attestation.error:.1e}, tolerance {attestation.tolerance:.1e}, "
+        f"on {attestation.gpu}, {attestation.date}"
+    )
+
+
+def _launch(decision: Decision) -> str:
+    launch, winner = decision.launch(), decision.winner
+    assert launch is not None
+    assert winner is not None
+    parts = [f"grid {_extent(launch.grid)}"]
+    if winner.binary:
+        static, dynamic = winner.binary.static_shared, winner.binary.dynamic_shared
+        parts += [
+            f"block {_extent(winner.binary.block)}",
+            f"shared memory {'?' if static is None else static} + {dynamic} bytes per block",
+        ]
+    else:
+        parts.append("block and shared memory known once it is compiled")
+    return ", ".join([*parts, f"workspace {launch.workspace} bytes"])
+
+
+def _extent(extent: Iterable[int]) -> str:
+    return " × ".join(map(str, extent))

@@ -1,0 +1,323 @@
+"""What there is to choose from: offers, each a variant for a target, from an archive or from a compiler.
+
+An offer is cheap to make and tells how good it would be; whether it is of use is found by checking it.
+Selection checks those that rank first, until one is; whoever asks for reasons has all of them checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from typing import Literal
+
+from scan_registry.artifact.archive import Archive, ArchiveError, Binary, Entry
+from scan_registry.base.frozen import dataclass
+from scan_registry.dispatch.fit import (
+    Rung,
+    Toolchain,
+    dotted,
+    jit_driver,
+    jit_target,
+    misfit,
+    nearest_rung,
+)
+from scan_registry.dispatch.rows import Tuned, nearest_row
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.model import Family, Kernel, Language, Problem, Variant
+
+Backend = Literal["auto", "cuda", "triton", "reference"]
+Key = tuple[str, str]
+BACKENDS: tuple[Backend, ...] = ("auto", "cuda", "triton", "reference")
+#: In order of preference on one rung.
+LANGUAGES: tuple[Language, ...] = ("cuda", "triton")
+MOST_BLOCKS = 2**31 - 1  # along x, on every GPU
+
+
+@dataclass(frozen=True)
+class System:
+    """What there is to choose from, beside the problem.
+
+    device      the GPU, or None for the CPU
+    archives    compiled ahead of time, in order of preference among equals
+    toolchains  by language the compiler here, or why there is none; None: not looked for, because
+                what was compiled ahead of time comes first anyway
+    denied      reasons why a binary, by its digest, or a variant must not run
+    failed      reasons why what fits does not run here after all, by key: found out by trying
+    tuned       what was tuned on this GPU, with its binaries; comes before the other archives
+    pinned      the one variant that may run; None: any
+    """
+
+    device: Device | None
+    archives: tuple[Archive, ...] = ()
+    toolchains: Mapping[Language, Toolchain | str] | None = None
+    denied: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[Key, str] = field(default_factory=dict)
+    tuned: Archive | None = None
+    pinned: Variant | None = None
+
+    @property
+    def every_archive(self) -> tuple[Archive, ...]:
+        """In order of preference among equals."""
+        return self.archives if self.tuned is None else (self.tuned, *self.archives)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What selection answers: the best way to solve ``problem``, on no rung below ``lowest``."""
+
+    system: System
+    family: Family
+    problem: Problem
+    backend: Backend
+    lowest: Rung
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that solves the problem on the device.
+
+    archive and binary are None where nothing has been compiled yet (jit); the variant and its
+    target, too, for the reference. ``cost`` is the spec's estimate: smaller is better. It decides
+    where nothing is ``tuned``, or among variants that the row does not name; ``ms`` is what the
+    variant counts as by that row, if it does: see ``Tuned.ms``.
+    """
+
+    rung: Rung
+    variant: Variant | None = None
+    target: Target | None = None
+    archive: Archive | None = None
+    binary: Binary | None = None
+    cost: float = 0.0
+    tuned: Tuned | None = None
+    ms: float | None = None
+
+    @property
+    def subject(self) -> str:
+        return f"{self.variant} for {self.target}" if self.variant else "the reference"
+
+    @property
+    def key(self) -> Key:
+        """What it is and where it comes from."""
+        return self.subject, str(self.archive.path) if self.archive else "here"
+
+    @property
+    def order(self) -> tuple[int, int, int, bool, float]:
+        """Rung first, CUDA before Triton, the latest architecture, then what tuning found to be the
+        fastest, then the spec's preference."""
+        if self.variant is None or self.target is None:
+            return self.rung, 0, 0, False, 0.0
+        other = LANGUAGES.index(self.variant.language)
+        preference = self.cost if self.ms is None else self.ms
+        return self.rung, other, -self.target.number, self.ms is None, preference
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """What was not taken, and the reason. ``damaged`` marks an archive that is not intact."""
+
+    subject: str
+    reason: str
+    damaged: bool = False
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A variant for a target; ``entry`` and ``archive`` are None where it would be compiled here. ``tuned``
+    and ``ms`` are those of a candidate. ``kernel`` is None if this version has none of its name."""
+
+    kernel: Kernel | None
+    text: str
+    rung: Rung
+    target: Target
+    tuned: Tuned | None
+    ms: float | None
+    made: Variant | None = None
+    archive: Archive | None = None
+    entry: Entry | None = None
+
+    @property
+    def subject(self) -> str:
+        return f"{self.text} for {self.target}"
+
+    @property
+    def rank(self) -> tuple[int, int, bool, float]:
+        """The order of candidates of one language, but for the spec's preference."""
+        return self.rung, -self.target.number, self.ms is None, self.ms or 0.0
+
+
+# --- Making offers ----------------------------------------------------------------------------
+
+
+def offers(
+    asked: Question, language: Language, *, all_dtypes: bool = False, installed: bool = False
+) -> Iterator[Offer | Rejected]:
+    """Everything in one language, from the top of the ladder down, and what is rejected as a whole. Of
+    archives, what is for other dtypes than the problem's remains unread unless ``all_dtypes``; with
+    ``installed``, nothing that would be compiled here."""
+    system, device = asked.system, asked.system.device
+    if device is None:
+        return
+    try:
+        kernel = asked.family.kernel(asked.problem.kernel, language)
+    except KeyError:
+        kernel = None
+    tuned = _row(asked, device, kernel) if kernel else None
+    dtype = None if all_dtypes else asked.problem.dtype
+    for archive in system.every_archive:
+        label = f"{archive.provider}'s {archive.path.name}"
+        try:
+            if reason := archive.arch.misfit(device.capability):
+                yield Rejected(label, reason)
+                continue
+            entries = archive.of(asked.family.name, asked.problem.kernel, language, dtype)
+        except ArchiveError as error:
+            yield Rejected(label, str(error), damaged=True)
+            continue
+        for entry in entries:
+            yield _installed(archive, entry, device, kernel, tuned)
+    if installed or system.toolchains is None or language not in system.toolchains:
+        return
+    target = _compiled_for(system.toolchains[language], language, device)
+    if isinstance(target, str):
+        yield Rejected(f"{language} compiled here", target)
+        return
+    for variant in _buildable(system, kernel, dtype, target) if kernel else ():
+        text = str(variant)
+        ms = _ms(kernel, tuned, text)
+        yield Offer(kernel, text, Rung.JIT, target, tuned, ms, variant)
+
+
+def _row(asked: Question, device: Device, kernel: Kernel) -> Tuned | None:
+    """All of one language go by the same row, wherever they come from, so that their times can be compared."""
+    system = asked.system
+    fitting = [a for a in system.archives if _is_fitting(a, device)]
+    spec = system.toolchains is not None
+    return nearest_row(device, system.tuned, fitting, spec, kernel, asked.problem)
+
+
+def _is_fitting(archive: Archive, device: Device) -> bool:
+    try:
+        return archive.arch.misfit(device.capability) is None
+    except ArchiveError:
+        return False  # it is among the reasons
+
+
+def _ms(kernel: Kernel | None, tuned: Tuned | None, text: str) -> float | None:
+    return None if kernel is None or tuned is None else tuned.ms(kernel, text)
+
+
+def _installed(
+    archive: Archive, entry: Entry, device: Device, kernel: Kernel | None, tuned: Tuned | None
+) -> Offer | Rejected:
+    try:
+        target = entry.target
+    except ArchiveError as error:
+        return Rejected(str(entry), str(error), damaged=True)
+    ms = _ms(kernel, tuned, entry.text)
+    rung = nearest_rung(target, device)
+    return Offer(kernel, entry.text, rung, target, tuned, ms, None, archive, entry)
+
+
+def _compiled_for(toolchain: Toolchain | str, language: Language, device: Device) -> Target | str:
+    """What a compiler makes for the device, or why there is nothing that it can."""
+    if isinstance(toolchain, str):
+        return toolchain
+    target = jit_target(toolchain, language, device.capability)
+    if isinstance(target, str):
+        return target
+    needed = jit_driver(toolchain, target)
+    if needed > device.driver:
+        return (
+            f"what {toolchain.identity} makes for {target} needs a driver for CUDA "
+            f"{dotted(needed)}; this one supports {dotted(device.driver)}"
+        )
+    return target
+
+
+def _buildable(
+    system: System, kernel: Kernel, dtype: str | None, target: Target
+) -> tuple[Variant, ...]:
+    """What may be compiled: what wheels hold, and anything that there can be if it is pinned."""
+    pinned = system.pinned
+    if pinned is not None and kernel.allows(pinned):
+        return (pinned,)
+    return kernel.variants if dtype is None else kernel.held(dtype, target)
+
+
+# --- Checking one -----------------------------------------------------------------------------
+
+
+def checked(asked: Question, offer: Offer) -> Candidate | Rejected:
+    """The candidate that the offer makes, or why it makes none."""
+    try:
+        return _checked(asked, offer)
+    except ArchiveError as error:
+        return Rejected(offer.subject, str(error), damaged=True)
+
+
+def _checked(asked: Question, offer: Offer) -> Candidate | Rejected:
+    system, device, kernel, target = asked.system, asked.system.device, offer.kernel, offer.target
+    variant = offer.made or (offer.entry.variant if offer.entry else None)
+    assert device is not None
+    assert variant is not None
+    if reason := _refusal(asked, device, offer, variant):
+        return Rejected(offer.subject, reason)
+    assert kernel is not None
+    binary = offer.entry.binary if offer.entry else None
+    if binary and (reason := system.denied.get(binary.sha256) or misfit(binary, device)):
+        return Rejected(offer.subject, reason)
+    cost = kernel.cost(variant, asked.problem)
+    made = Candidate(
+        offer.rung, variant, target, offer.archive, binary, cost, offer.tuned, offer.ms
+    )
+    return admitted(asked, made)
+
+
+def admitted(asked: Question, candidate: Candidate) -> Candidate | Rejected:
+    """The candidate, unless it is on too low a rung, or was tried and failed."""
+    if candidate.rung > asked.lowest:
+        reason = f"rung {candidate.rung}; the policy allows none below {asked.lowest}"
+        return Rejected(candidate.subject, reason)
+    if candidate.key in asked.system.failed:
+        return Rejected(candidate.subject, asked.system.failed[candidate.key])
+    return candidate
+
+
+def _refusal(asked: Question, device: Device, offer: Offer, variant: Variant) -> str | None:
+    """Why the variant may not, or does not, solve the problem."""
+    if asked.backend not in ("auto", variant.language):
+        return not_asked(asked.backend)
+    if reason := denial(asked.system.denied, offer.kernel, offer.text):
+        return reason
+    if asked.system.pinned not in (None, variant):
+        return f"{asked.system.pinned} is pinned"
+    if offer.kernel is None:
+        return f"this version has no such kernel in {variant.language}"
+    return _unsolved(offer.kernel, offer, variant, asked.problem, device)
+
+
+def _unsolved(
+    kernel: Kernel, offer: Offer, variant: Variant, problem: Problem, device: Device
+) -> str | None:
+    if offer.made is None:
+        if reason := kernel.mistakes(variant, problem):
+            return reason
+    elif not kernel.serves(variant.statics, offer.target):
+        return f"it is not for {offer.target}"
+    count = device.multiprocessors
+    if reason := kernel.accepts(variant, problem) or kernel.crowds(variant, problem, count):
+        return reason
+    blocks = kernel.launch(variant, problem, count).grid[0]
+    return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None
+
+
+def denial(denied: Mapping[str, str], kernel: Kernel | None, text: str) -> str | None:
+    """Why a variant, given by what it prints as, must not run: a name without what the problem decides stands
+    for all that differ in that alone."""
+    general = f"{kernel.head}:{kernel.label_in(text)}" if kernel and denied else text
+    return denied.get(text) or denied.get(general)
+
+
+def not_asked(backend: Backend) -> str:
+    return f"backend={backend!r} was asked for"

@@ -1,0 +1,80 @@
+"""What a user allows: how far down the ladder of rungs a call may go, and the warning when it does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Literal
+
+from scan_registry.dispatch.fit import Rung
+
+Level = Literal["aot", "ptx", "jit", "reference"]
+
+VARIABLE = "SCAN_REGISTRY_REQUIRE"
+#: The lowest rung that each level allows.
+LEVELS: Mapping[Level, Rung] = {
+    "aot": Rung.SAME_MAJOR,
+    "ptx": Rung.PTX,
+    "jit": Rung.JIT,
+    "reference": Rung.REFERENCE,
+}
+
+#: The lowest rung that ``require`` allows here; None outside of it.
+required: ContextVar[Rung | None] = ContextVar("scan_registry.require", default=None)
+
+
+class FallbackWarning(UserWarning):
+    """A kernel that had to be compiled here, or that plain torch stands in for."""
+
+
+def lowest() -> Rung:
+    """The lowest rung that is allowed here: the strictest of ``SCAN_REGISTRY_REQUIRE``, which is read
+    once, and every ``require`` around."""
+    inner, outer = required.get(), _default()
+    return outer if inner is None else min(inner, outer)
+
+
+@contextmanager
+def require(level: Level) -> Iterator[None]:
+    """Within the block, in this thread or task, raise ``NoKernelError`` rather than go below a level.
+
+    Args:
+        level: ``"aot"`` allows only machine code that was compiled ahead of time, ``"ptx"`` also
+            what the driver compiles, ``"jit"`` also what is compiled here, and ``"reference"``
+            anything. Where blocks are nested, or ``SCAN_REGISTRY_REQUIRE`` is set, the strictest
+            level holds. The backward pass of what is computed in the block keeps to its level.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    before, wanted = required.get(), _rung(level, "level")
+    token = required.set(wanted if before is None else min(before, wanted))
+    try:
+        yield
+    finally:
+        required.reset(token)
+
+
+@contextmanager
+def as_required(rung: Rung | None) -> Iterator[None]:
+    """What ``required`` was elsewhere: autograd runs backward passes in threads of its own."""
+    token = required.set(rung)
+    try:
+        yield
+    finally:
+        required.reset(token)
+
+
+@cache
+def _default() -> Rung:
+    return _rung(os.environ.get(VARIABLE) or "reference", VARIABLE)
+
+
+def _rung(level: str, name: str) -> Rung:
+    for known, rung in LEVELS.items():
+        if level == known:
+            return rung
+    raise ValueError(f"{name} is {level!r}; accepted are {', '.join(LEVELS)}")

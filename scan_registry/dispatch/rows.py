@@ -1,0 +1,107 @@
+"""Which row of which tuning a problem goes by: of what was tuned here, and of what is shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+
+from scan_registry.artifact.archive import Archive, ArchiveError
+from scan_registry.base.frozen import dataclass
+from scan_registry.hardware.device import Device
+from scan_registry.kernels.model import Kernel, Problem
+from scan_registry.kernels.tuning import Row, Tuning, strangeness
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where rows come from: the GPU that they were measured on, and when; ``source`` is "local" for
+    what was tuned on this machine, else "shipped"."""
+
+    arch: str
+    gpu: str
+    date: str
+    source: str
+
+    def __str__(self) -> str:
+        source = "tuned here" if self.source == "local" else "the shipped table"
+        return f"{source}, {self.arch}, {self.gpu}, {self.date}"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning knows of a problem: the row of the nearest one, in which a variant need not be.
+
+    distance  from the problem to the row's: see ``Row.distance``
+    local     whether it was tuned on this machine, rather than shipped
+    sizes     the problem's
+    """
+
+    tuning: Tuning
+    row: Row
+    distance: float
+    local: bool
+    sizes: Mapping[str, float]
+
+    def ms(self, kernel: Kernel, text: str) -> float | None:
+        """What the variant that prints as ``text`` counts as: its time in the row, and more where it fills less
+        of its tiles than there; None if the row does not name it."""
+        found = self.row.times.get(kernel.label_in(text))
+        if found is None or not self.distance:
+            return found
+        return found * kernel.filled(text, self.row.sizes) / kernel.filled(text, self.sizes)
+
+    @property
+    def origin(self) -> Origin:
+        tuning = self.tuning
+        source = "local" if self.local else "shipped"
+        return Origin(tuning.arch, tuning.gpu, tuning.date, source)
+
+
+def nearest_row(
+    device: Device,
+    local: Archive | None,
+    archives: Iterable[Archive],
+    spec: bool,
+    kernel: Kernel,
+    problem: Problem,
+) -> Tuned | None:
+    """The one row that all variants of a kernel in a language are compared by, if there is one: from the
+    architecture nearest to the device's, of the nearest problem; of equals what was tuned here first, and then
+    what is for GPUs of the device's name alone.
+
+    local     what was tuned here
+    archives  what may bring tunings; one that is not intact brings none
+    spec      whether to look at the tables beside the spec where no archive brings any
+    """
+    every = _tunings(local, archives, spec, kernel) if kernel.shape else ()
+    tunings = [each for each in every if each[0].serves(device.name)]
+    if kernel.shape is None or not tunings:
+        return None
+    shape, found = kernel.shape(problem), []
+    for tuning, is_local in tunings:
+        with suppress(ValueError):  # it is intact, and yet not right: whoever wrote it is not here
+            nearest = tuning.nearest(shape)
+            if nearest is not None:
+                distance, row = nearest
+                found.append(Tuned(tuning, row, distance, is_local, shape.sizes))
+
+    def preference(each: Tuned) -> tuple[tuple[bool, bool, int], float, bool]:
+        general = not (each.local or each.tuning.exclusive)
+        return strangeness(each.tuning, device.capability), each.distance, general
+
+    return min(found, key=preference, default=None)
+
+
+def _tunings(
+    local: Archive | None, archives: Iterable[Archive], spec: bool, kernel: Kernel
+) -> Iterator[tuple[Tuning, bool]]:
+    """With whether it is local, in order of preference among equals."""
+    brought = False
+    for archive in (*((local,) if local else ()), *archives):
+        with suppress(ArchiveError):  # among the reasons of what it holds
+            for tuning in archive.tunings(kernel.head):
+                brought = brought or archive is not local
+                yield tuning, archive is local
+    if spec and not brought:
+        for tuning in kernel.tunings():
+            yield tuning, False

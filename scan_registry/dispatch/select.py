@@ -1,0 +1,273 @@
+"""Selection: what solves a problem on a device, and why everything else does not.
+
+Pure: everything it looks at is an argument, so any device, catalogue and problem can be asked about
+on any machine. Dispatch, ``explain`` and ``doctor`` alike read the :class:`Decision` it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
+
+from scan_registry.artifact.archive import ArchiveError
+from scan_registry.base.frozen import dataclass
+from scan_registry.dispatch.fit import OLDEST, Rung, Toolchain, dotted, jit_driver
+from scan_registry.dispatch.offers import (
+    BACKENDS,
+    LANGUAGES,
+    MOST_BLOCKS,
+    Backend,
+    Candidate,
+    Key,
+    Offer,
+    Question,
+    Rejected,
+    System,
+    admitted,
+    checked,
+    not_asked,
+    offers,
+)
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import FIRST_CUDA, CudaVersion, Target
+from scan_registry.kernels.model import Family, Kernel, Launch, Problem, Variant
+
+__all__ = [
+    "BACKENDS",
+    "MOST_BLOCKS",
+    "Backend",
+    "Candidate",
+    "Decision",
+    "Key",
+    "NoKernelError",
+    "Rejected",
+    "System",
+    "advice",
+    "remedies",
+    "select",
+]
+
+_LATEST_DRIVER: CudaVersion = (999, 0)  # later than any there will be
+
+
+@dataclass(frozen=True)
+class Decision(Question):
+    """The outcome: the winner, if there is one, and everything that lost.
+
+    damaged  archives that were looked at for the winner and are not intact
+    before   what was rejected before this problem was asked about
+    """
+
+    winner: Candidate | None
+    damaged: tuple[Rejected, ...] = ()
+    before: tuple[Rejected, ...] = ()
+
+    @cached_property
+    def rejected(self) -> tuple[Rejected, ...]:
+        """Everything that lost, in the order of consideration; it is looked at now, the whole catalogue."""
+        own = tuple(_rejected(self, self.winner))
+        return tuple(dict.fromkeys((*self.before, *own))) if self.before else own
+
+    @property
+    def launches(self) -> bool:
+        """Whether the winner is a kernel."""
+        return self.winner is not None and self.winner.variant is not None
+
+    def launch(self) -> Launch | None:
+        """How the winner is launched; None where there is none or torch launches."""
+        if self.winner is None or self.winner.variant is None:
+            return None
+        assert self.system.device is not None
+        kernel = _kernel(self.family, self.winner.variant)
+        multiprocessors = self.system.device.multiprocessors
+        return kernel.launch(self.winner.variant, self.problem, multiprocessors)
+
+    def taken(self) -> Candidate:
+        """The winner; ``NoKernelError`` says what was asked, what there is and what to do."""
+        if self.winner is not None:
+            return self.winner
+        reasons = dict.fromkeys(f"  {r.subject}: {r.reason}" for r in self.rejected)
+        raise NoKernelError(
+            f"nothing runs {self.problem.kernel} on {_where(self.system.device)}:\n"
+            + "\n".join(reasons)
+            + f"\n{advice(self)}"
+        )
+
+
+class NoKernelError(RuntimeError):
+    """Nothing that is installed and allowed solves the problem; the message lists what lost."""
+
+
+def select(
+    system: System,
+    family: Family,
+    problem: Problem,
+    backend: Backend = "auto",
+    lowest: Rung = Rung.REFERENCE,
+) -> Decision:
+    """The best way to solve ``problem``, on no rung below ``lowest``.
+
+    An archive for an architecture that the device cannot run is rejected as a whole, unread.
+    """
+    asked = Question(system, family, problem, backend, lowest)
+    found, damaged = list[Candidate](), list[Rejected]()
+    for language in LANGUAGES:
+        if backend in ("auto", language):
+            # What would be compiled comes after all of an earlier language; on the first rung everything does.
+            best = _best(asked, [*offers(asked, language, installed=bool(found))], damaged)
+            found += [best] if best else []
+            if best and best.rung == Rung.EXACT:
+                break
+    reference = _reference(asked)
+    found += [reference] if isinstance(reference, Candidate) else []
+    winner = min(found, key=lambda candidate: candidate.order, default=None)
+    return Decision(system, family, problem, backend, lowest, winner, tuple(dict.fromkeys(damaged)))
+
+
+def _best(
+    asked: Question, there: Sequence[Offer | Rejected], damaged: list[Rejected]
+) -> Candidate | None:
+    """The first candidate of one language: offers are checked until one makes it. Those that tuning has no
+    times of are all checked, since it takes the spec to compare them. What is found damaged is added."""
+    damaged += [each for each in there if isinstance(each, Rejected) and each.damaged]
+    ranked = sorted((each for each in there if isinstance(each, Offer)), key=lambda o: o.rank)
+    for (*_, untimed, _), equals in groupby(ranked, key=lambda offer: offer.rank):
+        candidates = []
+        for offer in equals:
+            found = checked(asked, offer)
+            if isinstance(found, Candidate):
+                candidates.append(found)
+                if not untimed:
+                    break
+            elif found.damaged:
+                damaged.append(found)
+        if candidates:
+            return min(candidates, key=lambda candidate: candidate.order)
+    return None
+
+
+def _reference(asked: Question) -> Candidate | Rejected:
+    if asked.backend in ("auto", "reference"):
+        return admitted(asked, Candidate(Rung.REFERENCE))
+    return Rejected("the reference", not_asked(asked.backend))
+
+
+def _rejected(asked: Question, winner: Candidate | None) -> Iterator[Rejected]:
+    """Everything but the winner, each checked; what would do, but is outranked, comes last."""
+    candidates, outcomes = list[Candidate](), list[Candidate | Rejected]()
+    whole = dict[Rejected, None]()  # archives, which are rejected in each language
+    for language in LANGUAGES:
+        for each in offers(asked, language, all_dtypes=True):
+            if isinstance(each, Offer):
+                outcomes.append(checked(asked, each))
+            elif each not in whole:
+                whole[each] = None
+                outcomes.append(each)
+    for outcome in (*outcomes, _reference(asked)):
+        if isinstance(outcome, Rejected):
+            yield outcome
+        elif winner is None or (outcome.key, outcome.binary) != (winner.key, winner.binary):
+            candidates.append(outcome)
+    for loser in sorted(candidates, key=lambda candidate: candidate.order):
+        assert winner is not None
+        yield Rejected(loser.subject, _outranked(loser, winner))
+
+
+def _kernel(family: Family, variant: Variant) -> Kernel:
+    return family.kernel(variant.kernel, variant.language)
+
+
+# --- Words ------------------------------------------------------------------------------------
+
+
+def _outranked(loser: Candidate, winner: Candidate) -> str:
+    if loser.rung != winner.rung:
+        return f"rung {loser.rung}; the winner's is {winner.rung}"
+    assert loser.variant is not None
+    assert winner.variant is not None
+    if loser.variant.language != winner.variant.language:
+        return f"{winner.variant.language} comes first"
+    if loser.target != winner.target:
+        return f"{winner.target} is closer to the device"
+    if loser.variant == winner.variant and loser.archive and winner.archive:
+        return f"{winner.archive.provider} has it, too"
+    return _less_liked(loser, winner)
+
+
+def _less_liked(loser: Candidate, winner: Candidate) -> str:
+    if winner.ms is None:
+        return f"the spec prefers the winner ({winner.cost:g} against {loser.cost:g})"
+    if loser.ms is None:
+        return "the nearest tuned problem's row names the winner, and not this"
+    return f"tuning found the winner faster ({winner.ms:g} ms against {loser.ms:g})"
+
+
+def _where(device: Device | None) -> str:
+    return f"{device.name} ({device.arch})" if device else "the CPU"
+
+
+def advice(decision: Decision) -> str:
+    """What would lift the decision to a higher rung, in one sentence."""
+    device = decision.system.device
+    if device is None:
+        return "The kernels need a CUDA device"
+    if device.capability < OLDEST:
+        return f"The kernels need compute capability {dotted(OLDEST)}: use a later GPU"
+    text = ", or ".join(remedies(decision)) or "no wheel and no driver is known to help"
+    return text[0].upper() + text[1:]
+
+
+def remedies(decision: Decision) -> Iterator[str]:
+    """Each of which would lift the decision, as far as what there is can tell."""
+    system, device = decision.system, decision.system.device
+    assert device is not None
+    rung = decision.winner.rung if decision.winner else len(Rung)
+    latest = replace(system, device=replace(device, driver=_LATEST_DRIVER))
+    later = select(latest, decision.family, decision.problem, decision.backend, decision.lowest)
+    if later.winner and later.winner.rung < rung:
+        needed = dotted(_driver_of(later.winner, system))
+        yield f"update the GPU's driver to one that supports CUDA {needed}"
+    if decision.backend != "reference":
+        there = _targets(decision, device)
+        wanted = []
+        if device.capability in FIRST_CUDA and not any(
+            target.capability == device.capability and not target.is_ptx for target in there
+        ):
+            wanted.append(f"built for {device.arch.replace('_', '')}")
+        if decision.lowest >= Rung.PTX and rung > Rung.PTX and not any(t.is_ptx for t in there):
+            wanted.append("with PTX (ptx80)")
+        if wanted:
+            yield f"install a scan-registry wheel {' or '.join(wanted)}"
+    if decision.winner is None:
+        allowed = select(system, decision.family, decision.problem, decision.backend).winner
+        if allowed is not None:
+            yield f"allow rung {allowed.rung}"
+
+
+def _driver_of(winner: Candidate, system: System) -> CudaVersion:
+    """The CUDA version that a driver has to support for it."""
+    if winner.binary is not None:
+        return winner.binary.oldest_driver
+    assert winner.variant is not None
+    assert winner.target is not None
+    toolchain = (system.toolchains or {})[winner.variant.language]
+    assert isinstance(toolchain, Toolchain)
+    return jit_driver(toolchain, winner.target)
+
+
+def _targets(decision: Decision, device: Device) -> set[Target]:
+    """The architectures that the device runs and for which intact archives hold binaries of the
+    kernel, in the language that was asked for."""
+    found = set()
+    for archive in decision.system.every_archive:
+        try:
+            if archive.arch.misfit(device.capability) is not None:
+                continue
+            held = archive.of(decision.family.name, decision.problem.kernel)
+        except ArchiveError:
+            continue  # it is among the reasons
+        if any(decision.backend in ("auto", entry.language) for entry in held):
+            found.add(archive.arch)
+    return found

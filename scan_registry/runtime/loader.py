@@ -1,0 +1,308 @@
+"""From a problem to a prepared launch: select, fetch the bytes, check them, hand them to the driver.
+
+What fits by all that is known may still not run: an archive is damaged, the driver refuses, a
+compile fails. That is remembered as a reason, selection is asked again, and the next best is tried.
+Running out of memory and the like is no such reason; it is raised.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scan_registry.artifact.archive import ArchiveError, Binary
+from scan_registry.base.frozen import dataclass
+from scan_registry.cache import tuned
+from scan_registry.cache.store import jit_cache
+from scan_registry.catalog.inventory import catalogue
+from scan_registry.dispatch.alternatives import Asked
+from scan_registry.dispatch.fit import Rung, misfit, nearest_rung
+from scan_registry.dispatch.policy import FallbackWarning
+from scan_registry.dispatch.select import (
+    Backend,
+    Candidate,
+    Decision,
+    Key,
+    NoKernelError,
+    System,
+    advice,
+    remedies,
+    select,
+)
+from scan_registry.hardware import driver
+from scan_registry.hardware._launcher import Launch
+from scan_registry.hardware.device import device
+from scan_registry.kernels.model import Family, Problem, Variant
+from scan_registry.runtime import jit
+
+
+class UnfitError(Exception):
+    """What fitted on paper does not run here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A binary that is to run what was decided. Prints as what errors call it: the kernel, its variant, the
+    launch shape and the problem."""
+
+    decision: Decision
+    binary: Binary
+
+    def __str__(self) -> str:
+        shape, binary = self.decision.launch(), self.binary
+        assert shape is not None
+        return (
+            f"{binary}, grid {shape.grid}, block {binary.block}, {binary.dynamic_shared} bytes of "
+            f"dynamic shared memory, for {self.decision.problem}"
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A decision, ready to run. ``launch`` is None where the reference has to.
+
+    ``launch.run`` takes the stream and the kernel's pointers in the order of its parameters;
+    ``workspace`` bytes are to be allocated for each run.
+    """
+
+    decision: Decision
+    binary: Binary | None = None
+    launch: Launch | None = None
+    workspace: int = 0
+
+    def refuse(self, status: int) -> None:
+        """Raise the ``DriverError`` of a launch that failed."""
+        assert self.binary is not None
+        raise driver.DriverError("the launch", status, Attempt(self.decision, self.binary))
+
+
+_functions: dict[tuple[int, str, str], int] = {}
+_failed: dict[int, dict[Key, str]] = {}
+_told: set[object] = set()
+_lock = threading.RLock()
+
+
+def _forget() -> None:
+    """A forked child has neither its parent's context nor the threads that may hold the lock."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.RLock()
+    _functions.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def system(ordinal: int | None, reach: Rung = Rung.JIT, pinned: Variant | None = None) -> System:
+    """What there is to choose from on device ``ordinal``, or on the CPU.
+
+    ``reach`` leaves out what can only be on a lower rung: archives, and compilers. ``pinned`` is the
+    one variant that may run, which need not be in any wheel.
+    """
+    if ordinal is None:
+        return System(None)
+    found, there = catalogue(), device(ordinal)
+    return System(
+        device=there,
+        archives=tuple(a for a in found.archives if nearest_rung(a.arch, there) <= reach),
+        toolchains=jit.toolchains() if reach >= Rung.JIT else None,
+        denied=found.denied,
+        failed=dict(_failed.get(ordinal, {})),
+        tuned=tuned.archive_of(there),
+        pinned=pinned,
+    )
+
+
+def decide(
+    ordinal: int | None,
+    family: Family,
+    problem: Problem,
+    backend: Backend,
+    lowest: Rung,
+    pinned: Variant | None = None,
+) -> Decision:
+    """The decision for a problem. No more of the ladder is looked at than it takes to find the winner:
+    nearly always, that is one archive."""
+    for reach in (Rung.EXACT, Rung.PTX):
+        there = system(ordinal, reach, pinned)
+        if there.every_archive:
+            decision = select(there, family, problem, backend, lowest)
+            if decision.winner and decision.winner.rung <= reach:
+                return decision
+    return select(system(ordinal, pinned=pinned), family, problem, backend, lowest)
+
+
+def prepare(
+    ordinal: int | None,
+    family: Family,
+    problem: Problem,
+    backend: Backend,
+    lowest: Rung,
+    pinned: Variant | None = None,
+) -> Prepared:
+    """The best way to solve the problem that does run here, or the one that is pinned.
+
+    ``NoKernelError`` if the policy or ``backend`` leaves none, ``DriverError`` if the driver fails
+    for a reason that is not the binary's.
+    """
+    with _lock:
+        for file in catalogue().ignored if ordinal is not None else ():
+            _tell(file, file)
+        while True:
+            decision = decide(ordinal, family, problem, backend, lowest, pinned)
+            for loser in decision.damaged:
+                _tell(loser.reason, f"{loser.subject} is not used: {loser.reason}")
+            winner = decision.taken()
+            if ordinal is None or winner.variant is None:
+                return Prepared(decision)
+            try:
+                return _prepare(ordinal, decision, winner)
+            except UnfitError as error:
+                _failed.setdefault(ordinal, {})[winner.key] = str(error)
+
+
+def prepare_first(
+    ordinal: int, family: Family, asked: Sequence[Asked], lowest: Rung
+) -> tuple[int, Prepared]:
+    """The first of several problems, any of which would do, that a kernel solves here: which one it is,
+    and the launch. Else the reference, for the first; ``NoKernelError`` where that may not be."""
+    left: list[tuple[int, Prepared]] = []
+    refused: list[NoKernelError] = []
+    for number, each in enumerate(asked):
+        try:
+            ready = prepare(ordinal, family, each.problem, each.backend, lowest)
+        except NoKernelError as error:
+            refused.append(error)
+            continue
+        if ready.launch is not None:
+            return number, ready
+        left.append((number, ready))
+    if not left:
+        raise refused[0]
+    return left[0]
+
+
+def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Prepared:
+    binary, read = _fetch(ordinal, decision, winner)
+    function = load(ordinal, binary, read, Attempt(decision, binary))
+    try:
+        launch = bind(ordinal, decision.family, decision.problem, binary, function)
+    except (OverflowError, ValueError) as error:  # an entry that asks for what no launch has
+        raise UnfitError(str(error)) from error
+    shape = decision.launch()
+    assert shape is not None
+    return Prepared(decision, binary, launch, shape.workspace)
+
+
+def _fetch(
+    ordinal: int, decision: Decision, winner: Candidate
+) -> tuple[Binary, Callable[[], bytes]]:
+    """The winner's binary, compiled if need be, and how to get its bytes."""
+    if winner.archive is not None and winner.binary is not None:
+        archive, binary = winner.archive, winner.binary
+        return binary, lambda: archive.read(binary)
+    assert winner.variant is not None
+    assert winner.target is not None
+    try:
+        compiled = jit.compile(winner.variant, winner.target)
+    except jit.CompileError as error:
+        raise UnfitError(str(error)) from error
+    binary = compiled.binary
+    reason = catalogue().denied.get(binary.sha256) or misfit(binary, device(ordinal))
+    if reason:
+        raise UnfitError(reason)
+    if decision.system.pinned is None:  # nobody who pins a variant needs to be told of it
+        _tell_compiled(decision, winner.variant, compiled)
+    return binary, lambda: compiled.content
+
+
+def load(ordinal: int, binary: Binary, read: Callable[[], bytes], subject: object) -> int:
+    """The loaded kernel's handle on device ``ordinal``; each binary is loaded once per device.
+
+    ``subject`` prints as what errors call it. ``DriverError`` if the driver fails otherwise than by
+    ``UnfitError``, which says that the bytes are damaged or that it has no use for them.
+    """
+    key = (ordinal, binary.sha256, binary.entry)
+    with _lock:
+        if key not in _functions:
+            try:
+                image = read()
+                context = driver.primary_context(ordinal)
+                _functions[key] = driver.load(
+                    context, image, binary.entry, binary.dynamic_shared, subject
+                )
+            except ArchiveError as error:
+                _tell(str(error), str(error))
+                raise UnfitError(str(error)) from error
+            except driver.DriverError as error:
+                if error.status in driver.UNFIT:
+                    raise UnfitError(str(error)) from error
+                raise
+        return _functions[key]
+
+
+def bind(ordinal: int, family: Family, problem: Problem, binary: Binary, function: int) -> Launch:
+    """A launch of a loaded function on a problem."""
+    kernel = family.kernel(binary.variant.kernel, binary.variant.language)
+    shape = kernel.launch(binary.variant, problem, device(ordinal).multiprocessors)
+    return Launch(
+        context=driver.primary_context(ordinal),
+        function=function,
+        grid=shape.grid,
+        block=binary.block,
+        shared=binary.dynamic_shared,
+        pointers=len(kernel.pointers),
+        scalars=tuple(shape.scalars[p.name] for p in kernel.parameters if p.kind == "i64"),
+        hidden=binary.hidden,
+        workspace=kernel.pointers.index("workspace") if shape.workspace else -1,
+        workspace_bytes=shape.workspace if shape.zeroed else 0,
+    )
+
+
+# --- Words ------------------------------------------------------------------------------------
+
+
+def _tell(key: object, text: str) -> None:
+    """Warn, once per process and key."""
+    if key not in _told:
+        _told.add(key)
+        warnings.warn(text, FallbackWarning, stacklevel=2)
+
+
+def _tell_compiled(decision: Decision, variant: Variant, compiled: jit.Compiled) -> None:
+    there = decision.system.device
+    assert there is not None
+    ship = "ship what `scan-registry cache export` makes"
+    how = "taken from the cache" if compiled.cached else f"compiled by {compiled.binary.compiler}"
+    _tell(
+        (variant.kernel, variant.language, Rung.JIT),
+        f"{variant.family}.{variant.kernel} runs on rung jit on {there.name} ({there.arch}), as "
+        f"nothing that is installed fits: {variant} was {how} in {compiled.milliseconds:.0f} ms, "
+        f"folder {jit_cache().folder}. To avoid it, {', or '.join([*remedies(decision), ship])}",
+    )
+
+
+def run_reference(decision: Decision, run: Callable[[], Any]) -> Any:
+    """Run the reference on a GPU; the first time for a kernel, measure it and warn."""
+    import torch
+
+    there, key = decision.system.device, (decision.problem.kernel, Rung.REFERENCE)
+    if there is None or decision.backend == "reference" or key in _told:
+        return run()
+    if torch.cuda.is_current_stream_capturing():
+        return run()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    result = run()
+    torch.cuda.synchronize()
+    _tell(
+        key,
+        f"{decision.family.name}.{decision.problem.kernel} runs on rung reference on {there.name} "
+        f"({there.arch}), in plain torch and step by step: this call took "
+        f"{1e3 * (time.perf_counter() - started):.0f} ms. {advice(decision)}; "
+        "`scan-registry doctor` tells more",
+    )
+    return result

@@ -1,0 +1,417 @@
+"""Archives: what is written is read back, and no damage goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scan_registry.artifact import archive, chunks
+from scan_registry.artifact.archive import Archive, ArchiveError, Binary, digest
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.linear_scan.spec import FAMILY
+
+Factory = Callable[..., Archive]
+Make = Callable[..., tuple[Binary, bytes]]
+
+SM90 = Target.parse("sm90")
+VARIANTS = FAMILY.variants()
+
+
+def read_all(path: Path) -> dict[Binary, bytes]:
+    opened = Archive(path)
+    return {binary: opened.read(binary) for binary in opened.binaries}
+
+
+def refused(path: Path, *words: str) -> None:
+    """Reading the file raises ``ArchiveError`` with its name and ``words`` in the message."""
+    with pytest.raises(ArchiveError) as caught:
+        read_all(path)
+    for word in (str(path), *words):
+        assert word in str(caught.value)
+
+
+def test_round_trip(archive_factory: Factory, a_binary: Make) -> None:
+    given_ = [
+        a_binary(VARIANTS[0], "sm90", b"first"),
+        a_binary(VARIANTS[1], "sm90a", b"second", dynamic_shared=65_536, cluster=(2, 1, 1)),
+        a_binary(VARIANTS[2], "sm90", b"third", registers=None, options=("-a", "-b c")),
+    ]
+    written = archive_factory("sm90", given_)
+    assert written.binaries == tuple(binary for binary, _ in given_)
+    assert read_all(written.path) == dict(given_)
+    assert written.manifest["version"] == "9.9.9"
+    assert written.manifest["arch"] == "sm_90"
+    assert written.arch == SM90
+
+
+def test_two_writes_are_equal(archive_factory: Factory) -> None:
+    first = archive_factory("sm90").path.read_bytes()
+    assert archive_factory("sm90").path.read_bytes() == first
+
+
+def test_equal_bytes_are_stored_once(
+    archive_factory: Factory, a_binary: Make, archive_parts: Any
+) -> None:
+    content = bytes(range(256)) * 16
+    written = archive_factory("sm90", [a_binary(v, content=content) for v in VARIANTS[:5]])
+    assert archive_parts.of(written.path.read_bytes()).code == chunks.compress(content)
+    assert set(read_all(written.path).values()) == {content}
+
+
+def test_construction_reads_nothing(tmp_path: Path) -> None:
+    unread = Archive(tmp_path / "sm90.scanreg")
+    assert unread.arch == SM90
+    refused(unread.path, "No such file")
+
+
+def test_a_write_with_other_bytes_than_stated_is_refused(tmp_path: Path, a_binary: Make) -> None:
+    binary, _ = a_binary()
+    with pytest.raises(ValueError, match="do not have the digest"):
+        archive.write(tmp_path / "sm90.scanreg", SM90, [(binary, b"other")], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    archive_factory: Factory, a_binary: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = archive_factory("sm90").path
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        archive.write(path, SM90, [a_binary()], {})
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_written_files_are_readable_by_all(archive_factory: Factory) -> None:
+    assert stat.S_IMODE(archive_factory("sm90").path.stat().st_mode) == 0o644
+
+
+def test_a_cut_is_noticed_wherever_it_is(
+    archive_factory: Factory, a_binary: Make, archive_parts: Any
+) -> None:
+    path = archive_factory("sm90", [a_binary(v) for v in VARIANTS[:2]]).path
+    whole = path.read_bytes()
+    manifest_end = archive_parts.HEADER.size + archive_parts.HEADER.unpack_from(whole)[1]
+    for length in (0, 7, 8, 15, 47, 48, 49, manifest_end - 1):
+        path.write_bytes(whole[:length])
+        refused(path)
+    for length in (manifest_end, manifest_end + 1, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused(path, "the section linear_scan.", "manifest states")
+
+
+def test_a_section_is_read_when_it_is_needed(archive_factory: Factory) -> None:
+    """Damage to one does not keep the others from being used."""
+    kernels = FAMILY.kernels[:2]
+    path = archive_factory("sm90", variants=[k.variants[0] for k in kernels]).path
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+    opened = Archive(path)
+    (entry,) = opened.of("linear_scan", kernels[0].name)
+    assert opened.read(entry.binary)
+    damaged = f"the section linear_scan.{kernels[1].name}:cuda:dtype=float32 has"
+    with pytest.raises(ArchiveError, match=damaged):
+        opened.of("linear_scan", kernels[1].name)
+
+
+def test_a_dtype_is_read_when_it_is_needed(archive_factory: Factory) -> None:
+    kernel = FAMILY.kernel("time_last_forward", "cuda")
+    wanted = [v for v in kernel.variants if v.text("dtype") in ("float32", "bfloat16")]
+    path = archive_factory("sm90", variants=wanted).path
+    whole = Archive(path)
+    for dtype in ("float32", "bfloat16"):
+        expected = tuple(str(v) for v in wanted if v.text("dtype") == dtype)
+        found = whole.of("linear_scan", kernel.name, "cuda", dtype)
+        assert tuple(entry.text for entry in found) == expected
+    assert whole.of("linear_scan", kernel.name, "triton", "float32") == ()
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+    opened = Archive(path)
+    assert opened.of("linear_scan", kernel.name, "cuda", "float32")
+    with pytest.raises(ArchiveError, match="dtype=bfloat16 has SHA-256"):
+        opened.of("linear_scan", kernel.name, "cuda", "bfloat16")
+
+
+def test_an_edited_manifest_shows_both_digests(
+    archive_factory: Factory, archive_parts: Any
+) -> None:
+    path = archive_factory("sm90").path
+    content = bytearray(path.read_bytes())
+    stated = content[16:48].hex()
+    content[content.index(b"c0ffee")] ^= 1
+    path.write_bytes(content)
+    start, length = archive_parts.HEADER.size, archive_parts.HEADER.unpack_from(content)[1]
+    refused(path, stated, digest(bytes(content[start:][:length])))
+
+
+def test_an_edited_binary_shows_both_digests_and_its_name(
+    archive_factory: Factory, a_binary: Make
+) -> None:
+    good, (binary, code) = a_binary(VARIANTS[1], content=b"good"), a_binary(content=b"machine code")
+    path = archive_factory("sm90", [(binary, code), good]).path
+    path.write_bytes(path.read_bytes().replace(code, b"machine c0de"))
+    opened = Archive(path)
+    assert opened.read(good[0]) == b"good"
+    with pytest.raises(ArchiveError) as caught:
+        opened.read(binary)
+    for word in (str(path), str(binary.variant), "sm_90", binary.sha256, digest(b"machine c0de")):
+        assert word in str(caught.value)
+
+
+def test_wrong_magic(archive_factory: Factory) -> None:
+    path = archive_factory("sm90").path
+    path.write_bytes(b"SCANREG\x01" + path.read_bytes()[8:])
+    refused(path, r"SCANREG\x01", r"SCANREG\x05")
+
+
+def test_wrong_name(archive_factory: Factory) -> None:
+    path = archive_factory("sm90").path
+    renamed = path.rename(path.with_name("sm80.scanreg"))
+    refused(renamed, "holds", "sm_90", "sm_80")
+    refused(renamed.rename(path.with_name("backup.scanreg")), "not an architecture's")
+
+
+def test_a_folder_is_no_archive(tmp_path: Path) -> None:
+    (tmp_path / "sm90.scanreg").mkdir()
+    refused(tmp_path / "sm90.scanreg", "directory")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_an_unreadable_file(archive_factory: Factory) -> None:
+    path = archive_factory("sm90").path
+    path.chmod(0)
+    refused(path, "Permission denied")
+
+
+@pytest.mark.parametrize("schema", [0, 1, 2, "3", None])
+def test_wrong_schema(archive_factory: Factory, archive_parts: Any, schema: object) -> None:
+    path = archive_factory("sm90").path
+    parts = archive_parts.of(path.read_bytes())
+    parts.manifest["schema"] = schema
+    path.write_bytes(parts.together())
+    refused(path, f"schema {schema!r}; this version reads {archive.SCHEMA}")
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff\xfe", b"[" * 200_000, b"{}"]
+)
+def test_a_manifest_that_is_none(tmp_path: Path, archive_parts: Any, text: bytes) -> None:
+    (tmp_path / "sm90.scanreg").write_bytes(archive_parts.sealed(text, b""))
+    refused(tmp_path / "sm90.scanreg", "manifest")
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff\xfe", b"[" * 200_000, b"{}"]
+)
+def test_a_section_that_is_none(archive_factory: Factory, archive_parts: Any, text: bytes) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:2]).path
+    parts = archive_parts.of(path.read_bytes())
+    path.write_bytes(parts.together(**{VARIANTS[0].kernel: text}))
+    refused(path, f"the section linear_scan.{VARIANTS[0].kernel}:cuda")
+
+
+@pytest.mark.parametrize("common", [None, [], 1, "x"])
+@pytest.mark.parametrize("binaries", [None, {}, 1, "x", [1], [None], [[]], [{}]])
+def test_binaries_that_are_none(
+    archive_factory: Factory, archive_parts: Any, common: object, binaries: object
+) -> None:
+    path = archive_factory("sm90").path
+    parts = archive_parts.of(path.read_bytes())
+    for document in parts.sections.values():
+        document.update(binaries=binaries, common=common)
+    path.write_bytes(parts.together())
+    refused(path)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        *(None, {}, 1, "x", [1], [None], [[]], [{}]),
+        *([f"a.b:cuda: {wrong}"] for wrong in ("", "0", "0 1", "a b c", "0 1 ab ", "0 1 ab c")),
+        *([f"a.b:cuda: {wrong} 1 ab"] for wrong in ("", "-1", "1.5", "1e3", 2**40, 2**62, 2**70)),
+        *([f"a.b:cuda: 0 {wrong} ab"] for wrong in ("", "-1", "1.5", 2**40, 2**62, "9" * 5000)),
+        *(["a.b:cuda: ٠ 1 ab"], ["a.b:cuda 0 1 ab"], ["0 1 ab"], ["a.b:cuda: 0 1 ab"]),
+    ],
+)
+def test_sections_that_are_none(
+    archive_factory: Factory, archive_parts: Any, sections: object
+) -> None:
+    path = archive_factory("sm90").path
+    manifest = {**archive_parts.of(path.read_bytes()).manifest, "sections": sections}
+    path.write_bytes(archive_parts.sealed(json.dumps(manifest).encode(), b"rest"))
+    refused(path, "section")
+
+
+def test_a_section_that_holds_another_kernel(archive_factory: Factory, archive_parts: Any) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:2]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    parts.sections = {"linear_scan.another:cuda": document}
+    path.write_bytes(parts.together())
+    refused(path, "binary 0 of the section linear_scan.another:cuda is", str(VARIANTS[0]))
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_section_of_another_number_of_lines(
+    archive_factory: Factory, archive_parts: Any, more: int
+) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:2]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    lines = parts.lines(document)
+    lines = lines[:more] if more < 0 else [*lines, b"{}"]
+    path.write_bytes(parts.together(**{VARIANTS[0].kernel: b"\n".join(lines)}))
+    refused(path, f"lists 2 binaries and has {2 + more} entries")
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"null", b"7", b"\xff\xfe", b"[" * 200_000])
+def test_a_line_that_is_no_entry(archive_factory: Factory, archive_parts: Any, line: bytes) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:2]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    head, first, _ = parts.lines(document)
+    path.write_bytes(parts.together(**{VARIANTS[0].kernel: b"\n".join((head, first, line))}))
+    refused(path, f"binary 1 of the section linear_scan.{VARIANTS[0].kernel}:cuda")
+    entries = Archive(path).of("linear_scan", VARIANTS[0].kernel)
+    assert entries[0].binary.variant == VARIANTS[0]  # what is wrong is that line alone
+
+
+@pytest.mark.parametrize("name", ["variant", "target"])
+def test_a_line_that_states_what_the_head_does(
+    archive_factory: Factory, archive_parts: Any, name: str
+) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:2]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    head, first, second = parts.lines(document)
+    line = json.dumps({**json.loads(second), name: document["binaries"][1][name]}).encode()
+    path.write_bytes(parts.together(**{VARIANTS[0].kernel: b"\n".join((head, first, line))}))
+    refused(path, "binary 1 of the section", "it states its variant or target again")
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "variant": (None, 1, "", "linear_scan", "linear_scan.x:cuda:dtype", [], "a.b:hip:c=1"),
+    "target": (None, 90, "", "sm", "gfx90a", {}),
+    "format": (None, 1, [], {}),
+    "format_version": (None, 7, [8, 8]),
+    "oldest_driver": (None, "12.9", 12.9, [12], [12, 9, 0], [12, "9"], [-12, 9], [12, True]),
+    "entry": (None, 1, []),
+    "block": (None, 128, [], [128], [128, 1], [128, 1, 0], [128, 1, "1"], [1, 1, 1, 1]),
+    "cluster": (None, 1, [1, 1], [1.5, 1, 1]),
+    "dynamic_shared": (None, "0", 1.5, []),
+    "hidden": (None, "0", 1.5),
+    "registers": ("40", 1.5, []),
+    "static_shared": ("0", []),
+    "spill_bytes": ("0", {}),
+    "size": (None, "1", 1.5),
+    "sha256": (None, 1, []),
+    "compiler": (None, 1),
+    "options": (None, "-O3", 1, {}),
+    "source_sha256": (None, 1),
+    "chunk": (None, "0", 1.5, -1, []),
+    "offset": (None, "0", 1.5, -1, []),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
+def test_a_wrong_type_in_an_entry(
+    archive_factory: Factory, archive_parts: Any, key: str, value: object
+) -> None:
+    path = archive_factory("sm90").path
+    parts = archive_parts.of(path.read_bytes())
+    next(iter(parts.sections.values()))["binaries"][1][key] = value
+    path.write_bytes(parts.together())
+    refused(path, f"binary 1 of the section linear_scan.{VARIANTS[0].kernel}:cuda")
+
+
+def test_every_field_of_an_entry_is_required(archive_factory: Factory, archive_parts: Any) -> None:
+    path = archive_factory("sm90").path
+    whole = path.read_bytes()
+    document = next(iter(archive_parts.of(whole).sections.values()))
+    assert {*document["common"], *document["binaries"][0]} == set(WRONG)
+    for key in set(WRONG) - {"registers", "static_shared", "spill_bytes"}:
+        parts = archive_parts.of(whole)
+        document = next(iter(parts.sections.values()))
+        for holder in (document["common"], *document["binaries"]):
+            holder.pop(key, None)
+        path.write_bytes(parts.together())
+        refused(path, "binary 0 of the section")
+
+
+@pytest.mark.parametrize(
+    ("of", "variant"),
+    [
+        ("linear_scan.x:cuda:warps=01", "linear_scan.x:cuda:warps=01"),
+        ("linear_scan.x:cuda", "linear_scan.x:cuda:warps=1"),
+        ("linear_scan.x:cuda:warps=1", "linear_scan.x:cuda:warps=16"),
+        ("linear_scan.x:cuda:warps=1,steps=2", "linear_scan.x:cuda:warps=1,steps=2"),
+    ],
+)
+def test_variants_and_sections_are_named_in_one_way(
+    archive_factory: Factory, archive_parts: Any, of: str, variant: str
+) -> None:
+    path = archive_factory("sm90", variants=VARIANTS[:1]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    document["binaries"][0]["variant"] = variant
+    parts.sections = {of: document}
+    path.write_bytes(parts.together())
+    refused(path, "binary 0 of the section")
+
+
+def test_what_entries_have_in_common_is_said_once(
+    archive_factory: Factory, archive_parts: Any, a_binary: Make
+) -> None:
+    one, two = a_binary(VARIANTS[0]), a_binary(VARIANTS[1], registers=7)
+    path = archive_factory("sm90", [one, two]).path
+    (document,) = archive_parts.of(path.read_bytes()).sections.values()
+    assert "compiler" in document["common"]
+    assert all("compiler" not in own for own in document["binaries"])
+    assert [own["registers"] for own in document["binaries"]] == [40, 7]
+    assert Archive(path).binaries == (one[0], two[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("chunk", 1),
+        ("chunk", 2**62),
+        ("offset", 1),
+        ("offset", 2**40),
+        ("offset", 2**63 - 1),
+        ("offset", 2**70),
+        ("size", 3),
+        ("size", -1),
+        ("size", 2**70),
+    ],
+)
+def test_a_wrong_place(
+    archive_factory: Factory, a_binary: Make, archive_parts: Any, key: str, value: int
+) -> None:
+    """Numbers of the right type that lead elsewhere give other bytes, and so another digest."""
+    path = archive_factory("sm90", [a_binary(v) for v in VARIANTS[:2]]).path
+    parts = archive_parts.of(path.read_bytes())
+    next(iter(parts.sections.values()))["binaries"][0][key] = value
+    path.write_bytes(parts.together())
+    refused(path)
+
+
+def test_binaries_round_trip_through_json(a_binary: Make) -> None:
+    for target in ("sm90", "sm90a", "ptx80"):
+        binary, _ = a_binary(target=target)
+        assert Binary.from_json(json.loads(json.dumps(binary.to_json()))) == binary

@@ -1,0 +1,138 @@
+"""What archives hold of tuning, and where it puts their binaries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kinds import by_names
+
+from scan_registry.artifact import archive, chunks
+from scan_registry.artifact.archive import Archive, ArchiveError, Binary
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.tuning import Row, Tuning
+
+Make = Callable[..., tuple[Binary, bytes]]
+
+SM90 = Target.parse("sm90")
+ORIGIN = {"version": "9.9.9"}
+KINDS = by_names(v for v in FAMILY.kernels[0].variants if FAMILY.kernels[0].serves(v.statics, SM90))
+
+
+def test_tunings_go_by_their_kernel(tmp_path: Path, a_binary: Make) -> None:
+    variants = [FAMILY.kernels[0].variants[0], FAMILY.kernels[1].variants[0]]
+    tunings = (
+        Tuning.of("sm_90", "x", "d", {"k": [Row({"time": 8}, {"a": 1.0})]}),
+        Tuning.of("sm_80", "y", "d", {}),
+    )
+    held = [a_binary(variant) for variant in variants]
+    path, target = tmp_path / "sm90.scanreg", Target.parse("sm90")
+    given = {variants[0].head: tunings, "a.kernel:cuda": tunings}
+    archive.write(path, target, held, ORIGIN, given)
+    found = Archive(path)
+    assert found.tunings(variants[0].head) == tunings
+    assert found.tunings(variants[1].head) == ()
+    assert found.tunings("a.kernel:cuda") == ()
+    assert found.binaries == tuple(binary for binary, _ in held)
+    without = tmp_path / "other" / "sm90.scanreg"
+    archive.write(without, target, held, ORIGIN)
+    archive.write(path, target, held, ORIGIN, {"a.kernel:cuda": tunings})
+    assert path.read_bytes() == without.read_bytes()
+
+
+def test_what_is_fastest_most_often_is_read_first(tmp_path: Path, a_binary: Make) -> None:
+    kernel, size = FAMILY.kernels[0], chunks.PLAIN + 1
+    variants = [v for v in kernel.variants if kernel.serves(v.statics, SM90)][:4]
+    held = [a_binary(v, content=bytes([i]) * size) for i, v in enumerate(variants)]
+    labels = [kernel.label(binary.variant) for binary, _ in held]
+    rows = [
+        Row({"time": time}, {labels[fastest]: 1.0, labels[0]: 2.0})
+        for time, fastest in enumerate((2, 3, 3, 1, 3, 2), 1)
+    ]
+    tunings = tuple(Tuning.of("sm_90", "x", "d", {"k": half}) for half in (rows[:2], rows[2:]))
+    path = tmp_path / "sm90.scanreg"
+    archive.write(path, Target.parse("sm90"), held, ORIGIN, {kernel.head: tunings})
+    found = Archive(path)
+    assert found.binaries == tuple(binary for binary, _ in held)
+    assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
+    places = [entry.place for entry in found.of("linear_scan", kernel.name)]
+    # What is the fastest nowhere is in a chunk of its own.
+    assert places == [(1, 0), (0, 2 * size), (0, size), (0, 0)]
+
+
+def test_binaries_with_the_same_static_parameters_are_together(
+    tmp_path: Path, a_binary: Make
+) -> None:
+    (a, b, *_), (other, another, *_), *_ = KINDS
+    variants = [a, other, b, another]
+    held = [a_binary(v, content=bytes([i]) * (chunks.SIZE // 2)) for i, v in enumerate(variants)]
+    path = tmp_path / "sm90.scanreg"
+    archive.write(path, SM90, held, ORIGIN)
+    entries = Archive(path).of("linear_scan", FAMILY.kernels[0].name)
+    first, second, third, fourth = (entry.place[0] for entry in entries)
+    assert first == third != second == fourth
+    assert [Archive(path).read(binary) for binary, _ in held] == [content for _, content in held]
+
+
+def test_what_is_fastest_on_this_architecture_is_in_small_chunks(
+    tmp_path: Path, a_binary: Make
+) -> None:
+    kernel, half = FAMILY.kernels[0], chunks.SMALL // 2
+    held = [a_binary(v, content=bytes([i]) * half) for i, v in enumerate(KINDS[0][:6])]
+    rows = [
+        Row({"time": time}, {kernel.label(binary.variant): 1.0})
+        for time, (binary, _) in enumerate(held[:4], 1)
+    ]
+    for arch, expected in (("sm_90", [0, 0, 1, 1, 2, 2]), ("sm_80", [0] * 6)):
+        path, tuning = tmp_path / "sm90.scanreg", Tuning.of(arch, "x", "d", {"k": rows})
+        archive.write(path, SM90, held, ORIGIN, {kernel.head: [tuning]})
+        found = Archive(path)
+        entries = found.of("linear_scan", kernel.name)
+        assert [entry.place[0] for entry in entries] == expected
+        assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
+
+
+def test_what_is_fastest_often_on_this_architecture_is_stored_as_it_is_if_it_is_small(
+    tmp_path: Path, a_binary: Make, archive_parts: Any
+) -> None:
+    kernel = FAMILY.kernels[0]
+    variants = [v for v in kernel.variants if kernel.serves(v.statics, SM90)][:4]
+    often = chunks.OFTEN
+    sizes, wins = (chunks.PLAIN, chunks.PLAIN + 1, 9, 9), (often, often, often - 1, often + 1)
+    held = [
+        a_binary(v, content=bytes([i]) * size)
+        for i, (v, size) in enumerate(zip(variants, sizes, strict=True))
+    ]
+    rows = [
+        Row({"time": time}, {kernel.label(binary.variant): 1.0})
+        for (binary, _), count in zip(held, wins, strict=True)
+        for time in range(1, count + 1)
+    ]
+    for arch, plain in (("sm_90", {0, 3}), ("sm_80", set())):
+        path, tuning = tmp_path / "sm90.scanreg", Tuning.of(arch, "x", "d", {"k": rows})
+        archive.write(path, SM90, held, ORIGIN, {kernel.head: [tuning]})
+        code = archive_parts.of(path.read_bytes()).code
+        assert {i for i, (_, content) in enumerate(held) if chunks.stored(content) in code} == plain
+        assert [Archive(path).read(binary) for binary, _ in held] == [each for _, each in held]
+
+
+@pytest.mark.parametrize("tunings", [3, "x", [3], [{}], {"arch": 1}])
+def test_tunings_that_are_none(
+    tmp_path: Path, a_binary: Make, archive_parts: Any, tunings: Any
+) -> None:
+    path, held = tmp_path / "sm90.scanreg", a_binary()
+    archive.write(path, Target.parse("sm90"), [held], ORIGIN)
+    parts = archive_parts.of(path.read_bytes())
+    head = held[0].variant.head
+    parts.tunings[head] = tunings
+    path.write_bytes(parts.together())
+    with pytest.raises(ArchiveError, match=r"sm90\.scanreg: the tunings of linear_scan\."):
+        Archive(path).tunings(head)
+    parts.manifest["tunings"] = tunings
+    path.write_bytes(parts.sealed(json.dumps(parts.manifest).encode(), b""))
+    with pytest.raises(ArchiveError, match=r"sm90\.scanreg: the manifest"):
+        Archive(path).tunings(head)

@@ -1,0 +1,93 @@
+"""Variables that turn something on can also say that it is off."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import scan_registry
+from scan_registry.base.environment import flag
+from scan_registry.ops import arguments
+
+PACKAGE = Path(scan_registry.__file__).parent
+OFF = ["", " ", "0", "false", "False", "FALSE", "no", "No", "off", "OFF", " 0 "]
+ON = ["1", "true", "yes", "on", "2"]
+
+
+@pytest.mark.parametrize("value", OFF)
+def test_a_flag_is_off(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("A_FLAG", value)
+    assert not flag("A_FLAG")
+
+
+@pytest.mark.parametrize("value", ON)
+def test_a_flag_is_on(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("A_FLAG", value)
+    assert flag("A_FLAG")
+
+
+def test_a_flag_that_is_not_set_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("A_FLAG", raising=False)
+    assert not flag("A_FLAG")
+
+
+@pytest.mark.parametrize(("value", "checked"), [("0", False), ("off", False), ("1", True)])
+def test_bounds_on_a_gpu_are_checked_where_that_is_on(
+    monkeypatch: pytest.MonkeyPatch, value: str, checked: bool
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(arguments, "check_bounds", lambda *given: seen.append(given))
+    monkeypatch.setenv("SCAN_REGISTRY_DEBUG", value)
+    bounds: Any = SimpleNamespace(
+        dtype=torch.int32, shape=(3,), dim=lambda: 1, is_cpu=False, is_cuda=True
+    )
+    arguments.check_cu_seqlens(bounds, 8)
+    assert bool(seen) is checked
+
+
+def taken_as_flags(source: str) -> list[int]:
+    """The lines in which a variable is on if it is set to anything at all."""
+    asked: list[ast.expr] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+            asked.append(node.test)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            asked.append(node.operand)
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+            asked += node.values
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "bool":
+            asked += node.args
+    return [each.lineno for each in asked if _reads(each)]
+
+
+def _reads(node: ast.expr) -> bool:
+    """Whether it is what a variable holds, or a text if it is not set."""
+    if isinstance(node, ast.BoolOp):
+        return any(map(_reads, node.values))
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv")
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ('if os.environ.get("A"): pass', [1]),
+        ('x = 1 if a or os.getenv("A") else 2', [1]),
+        ('x = a and os.environ.get("A")', [1]),
+        ('x = not os.environ.get("A")', [1]),
+        ('x = bool(os.environ.get("A"))', [1]),
+        ('x = os.environ.get("A") or "all"', []),
+        ('if flag("A"): pass', []),
+    ],
+)
+def test_a_variable_that_is_taken_as_a_flag_is_seen(source: str, lines: list[int]) -> None:
+    assert taken_as_flags(source) == lines
+
+
+def test_nothing_is_on_because_a_variable_is_set() -> None:
+    sources = {p: p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
+    assert {str(p): lines for p, text in sources.items() if (lines := taken_as_flags(text))} == {}

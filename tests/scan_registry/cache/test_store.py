@@ -1,0 +1,435 @@
+"""The cache of compiled binaries: what it keeps, what it refuses, and that nothing breaks it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import Binary
+from scan_registry.cache import store
+from scan_registry.cache.store import Cache, CacheWarning, Entry, jit_cache, jit_folder
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.runtime import jit
+
+Make = Callable[..., tuple[Binary, bytes]]
+
+SM90 = Target.parse("sm90")
+KEY, OTHER = "ab" + 62 * "0", "cd" + 62 * "1"
+NOBODY = 65_534
+
+
+@pytest.fixture
+def entry(a_binary: Make) -> Entry:
+    return a_binary(content=bytes(range(256)) * 8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Nothing may warn meanwhile."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def never() -> Entry:
+    raise AssertionError("compiled, although the entry is there")
+
+
+def path_of(folder: Path, key: str = KEY) -> Path:
+    return folder / key[:2] / key / "sm90.scanreg"
+
+
+def files(folder: Path) -> list[Path]:
+    """Everything but folders and locks."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in found if path.parent.name != "locks"]
+
+
+# --- Entries ----------------------------------------------------------------------------------
+
+
+def test_what_is_put_is_found_again(folder: Path, entry: Entry) -> None:
+    with unwarned():
+        assert Cache(folder).get(KEY, SM90) is None
+        assert Cache(folder).obtain(KEY, SM90, lambda: entry) == entry
+        assert Cache(folder).get(KEY, SM90) == entry
+        assert Cache(folder).obtain(KEY, SM90, never) == entry
+        assert Cache(folder).get(OTHER, SM90) is None
+        assert Cache(folder).get(KEY, Target.parse("sm80")) is None
+    assert [found.path for found in Cache(folder).entries()] == [path_of(folder)]
+
+
+def test_looking_writes_nothing(folder: Path) -> None:
+    assert Cache(folder).get(KEY, SM90) is None
+    assert list(Cache(folder).entries()) == []
+    assert Cache(folder).clear() == 0
+    assert not folder.exists()
+
+
+def test_a_failed_compile_leaves_nothing_and_frees_its_turn(folder: Path, entry: Entry) -> None:
+    kept = Cache(folder)
+
+    def fail() -> Entry:
+        raise jit.CompileError("no")
+
+    with pytest.raises(jit.CompileError):
+        kept.obtain(KEY, SM90, fail)
+    assert files(folder) == []
+    assert kept.obtain(KEY, SM90, lambda: entry) == entry
+
+
+def test_the_folder_is_this_users_alone_whatever_the_umask(folder: Path, entry: Entry) -> None:
+    before = os.umask(0)
+    try:
+        Cache(folder).obtain(KEY, SM90, lambda: entry)
+    finally:
+        os.umask(before)
+    for place in (folder, folder / "locks", folder / KEY[:2], folder / KEY[:2] / KEY):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert not path_of(folder).stat().st_mode & 0o022
+
+
+def test_an_entry_under_another_key_is_not_it(folder: Path, entry: Entry) -> None:
+    Cache(folder).put(KEY, SM90, entry)
+    path_of(folder, OTHER).parent.mkdir(parents=True, mode=0o700)
+    path_of(folder).rename(path_of(folder, OTHER))
+    assert Cache(folder).get(OTHER, SM90) is None
+
+
+def test_an_entry_of_two_binaries_is_none(folder: Path, a_binary: Make) -> None:
+    two = [a_binary(variant) for variant in FAMILY.variants()[:2]]
+    folder.mkdir(mode=0o700)
+    archive.write(path_of(folder), SM90, two, {"cache_key": KEY})
+    assert Cache(folder).get(KEY, SM90) is None
+
+
+def test_flipped_bits_are_noticed_and_the_entry_is_written_again(
+    folder: Path, entry: Entry
+) -> None:
+    Cache(folder).put(KEY, SM90, entry)
+    path = path_of(folder)
+    whole = path.read_bytes()
+    for position in [*range(64), *range(64, len(whole), 37), len(whole) - 1]:
+        content = bytearray(whole)
+        content[position] ^= 1 << position % 8
+        path.write_bytes(content)
+        with unwarned():
+            assert Cache(folder).get(KEY, SM90) is None
+            assert Cache(folder).obtain(KEY, SM90, lambda: entry) == entry
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("length", [0, 1, 47, 48, 200, -1])
+def test_a_cut_entry_is_written_again(folder: Path, entry: Entry, length: int) -> None:
+    Cache(folder).put(KEY, SM90, entry)
+    whole = path_of(folder).read_bytes()
+    path_of(folder).write_bytes(whole[:length])
+    assert Cache(folder).get(KEY, SM90) is None
+    assert Cache(folder).obtain(KEY, SM90, lambda: entry) == entry
+    assert path_of(folder).read_bytes() == whole
+
+
+def test_a_folder_in_an_entrys_place(folder: Path, entry: Entry) -> None:
+    path_of(folder).mkdir(parents=True)
+    folder.chmod(0o700)
+    kept = Cache(folder)
+    with pytest.warns(CacheWarning, match="Is a directory"):
+        assert kept.obtain(KEY, SM90, lambda: entry) == entry
+    assert kept.obtain(KEY, SM90, never) == entry
+
+
+# --- Clearing ---------------------------------------------------------------------------------
+
+
+def test_clearing_takes_entries_and_leftovers_and_leaves_locks(folder: Path, entry: Entry) -> None:
+    kept = Cache(folder)
+    for key in (KEY, OTHER):
+        kept.obtain(key, SM90, lambda: entry)
+    leftover = path_of(folder).with_name("sm90.scanreg12ab")
+    leftover.write_bytes(b"a process was killed here")
+    assert kept.clear() == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["locks"]
+    assert len(list((folder / "locks").iterdir())) == 2
+    assert kept.get(KEY, SM90) is None
+    assert kept.obtain(KEY, SM90, lambda: entry) == entry
+
+
+def test_clearing_touches_nothing_but_entries(tmp_path: Path, entry: Entry) -> None:
+    """Somebody may have chosen a folder that has other things in it."""
+    others = [
+        tmp_path / "go" / "bin" / "tool",
+        tmp_path / "ab" / "notes" / "sm90.scanreg",
+        tmp_path / KEY[:2] / KEY / "notes.txt",
+        tmp_path / "file",
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text("mine", encoding="utf-8")
+    tmp_path.chmod(0o700)
+    kept = Cache(tmp_path)
+    kept.put(KEY, SM90, entry)
+    assert [found.path for found in kept.entries()] == [path_of(tmp_path)]
+    assert kept.clear() == 1
+    assert [path.read_text(encoding="utf-8") for path in others] == ["mine"] * 4
+    assert not path_of(tmp_path).exists()
+
+
+def test_clearing_while_others_write(folder: Path, a_binary: Make) -> None:
+    """Everybody gets the right bytes, and what is left in the end is intact."""
+    entries = {f"{n:02x}" + 62 * "0": a_binary(content=bytes([n]) * 500) for n in range(4)}
+    problems: list[object] = []
+    done = threading.Event()
+    cleared = 0
+
+    def write() -> None:
+        kept = Cache(folder)
+        while not done.is_set():
+            for key, made in entries.items():
+                if kept.obtain(key, SM90, lambda made=made: made) != made:
+                    problems.append(key)
+
+    def clear() -> None:
+        nonlocal cleared
+        while not done.is_set():
+            cleared += Cache(folder).clear()
+
+    def guarded(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            problems.append(error)
+            done.set()
+
+    threads = [threading.Thread(target=guarded, args=(what,)) for what in 2 * (write, clear)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)  # in vain twice; then kept in memory
+        for thread in threads:
+            thread.start()
+        done.wait(2.0)
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert problems == []
+    assert cleared > 10
+    for found in Cache(folder).entries():
+        assert found.read(found.binaries[0])
+
+
+# --- Folders that are refused -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1777])
+def test_a_folder_that_others_can_write_to(folder: Path, entry: Entry, mode: int) -> None:
+    """Nothing in it is believed, and nothing is written there."""
+    Cache(folder).put(KEY, SM90, entry)
+    folder.chmod(mode)
+    kept = Cache(folder)
+    assert kept.get(KEY, SM90) is None
+    before = files(folder)
+    with pytest.warns(CacheWarning) as caught:
+        assert kept.obtain(KEY, SM90, lambda: entry) == entry
+    for word in (str(folder), f"mode {mode:04o}", "chmod go-w", "SCAN_REGISTRY_CACHE"):
+        assert word in str(caught[0].message)
+    assert files(folder) == before
+    with unwarned():  # it has been said, and is in memory
+        assert kept.obtain(KEY, SM90, never) == entry
+        assert kept.obtain(OTHER, SM90, lambda: entry) == entry
+        assert kept.obtain(OTHER, SM90, never) == entry
+
+
+@pytest.mark.parametrize("place", [path_of(Path()).parent, path_of(Path()).parent.parent])
+def test_a_folder_within_that_others_can_write_to(folder: Path, entry: Entry, place: Path) -> None:
+    """The cache's own folder may have been open to others once; what they left is still there."""
+    Cache(folder).put(KEY, SM90, entry)
+    (folder / place).chmod(0o777)
+    kept = Cache(folder)
+    assert kept.get(KEY, SM90) is None
+    with pytest.warns(CacheWarning, match=f"{folder / place}: others can write to it"):
+        assert kept.obtain(KEY, SM90, lambda: entry) == entry
+    assert kept.obtain(KEY, SM90, never) == entry
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the path another user's: really so, or by being another one from here on."""
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, NOBODY)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+
+
+def test_a_folder_of_another_user(
+    folder: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cache(folder).put(KEY, SM90, entry)
+    before = files(folder)
+    give_away(folder, monkeypatch)
+    kept = Cache(folder)
+    assert kept.get(KEY, SM90) is None
+    with pytest.warns(CacheWarning, match="belongs to another user"):
+        assert kept.obtain(KEY, SM90, lambda: entry) == entry
+    assert files(folder) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can fill a folder as root")
+def test_a_folder_of_root_is_trusted(
+    folder: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An administrator may fill a folder for everybody."""
+    Cache(folder).put(KEY, SM90, entry)
+    monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+    assert Cache(folder).obtain(KEY, SM90, never) == entry
+
+
+@pytest.mark.parametrize("variable", ["SCAN_REGISTRY_CACHE", "SCAN_REGISTRY_BUILD_CACHE"])
+def test_a_file_in_the_folders_place(folder: Path, entry: Entry, variable: str) -> None:
+    folder.write_text("", encoding="utf-8")
+    kept = Cache(folder, variable)
+    with pytest.warns(CacheWarning, match=f"not a folder.*set {variable} to"):
+        assert kept.obtain(KEY, SM90, lambda: entry) == entry
+    assert kept.obtain(KEY, SM90, never) == entry
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, entry: Entry) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    kept = Cache(tmp_path / "file" / "cache")
+    with pytest.warns(CacheWarning, match=f"File exists.*{tmp_path / 'file'}"):
+        assert kept.obtain(KEY, SM90, lambda: entry) == entry
+
+
+def test_a_folder_whose_disk_fails(
+    folder: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "replace", fail)
+    kept = Cache(folder)
+    with pytest.warns(CacheWarning, match="Input/output error"):
+        assert kept.obtain(KEY, SM90, lambda: entry) == entry
+    assert kept.obtain(KEY, SM90, never) == entry
+    assert files(folder) == []
+
+
+# --- Locks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks(
+    folder: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    started = time.monotonic()
+    with unwarned():
+        assert Cache(folder).obtain(KEY, SM90, lambda: entry) == entry
+        assert Cache(folder).obtain(KEY, SM90, never) == entry
+    assert time.monotonic() - started < 10
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[int]:
+    """The key's lock, held through another handle."""
+    (folder / "locks").mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+    handle = os.open(folder / "locks" / KEY[:2], os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def test_a_holder_that_hangs_is_not_waited_for(
+    folder: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_PATIENCE", 0.3)
+    with held(folder), unwarned():
+        started = time.monotonic()
+        assert Cache(folder).obtain(KEY, SM90, lambda: entry) == entry
+        assert 0.3 <= time.monotonic() - started < 10
+    assert Cache(folder).get(KEY, SM90) == entry
+
+
+def test_who_waits_gets_what_the_holder_has_made(folder: Path, entry: Entry) -> None:
+    results: list[Entry] = []
+    waiting = threading.Thread(
+        target=lambda: results.append(Cache(folder).obtain(KEY, SM90, never))
+    )
+    with held(folder) as handle:
+        waiting.start()
+        time.sleep(0.2)
+        assert waiting.is_alive()
+        Cache(folder).put(KEY, SM90, entry)
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        waiting.join(10)
+    assert results == [entry]
+
+
+def test_an_entry_that_is_there_waits_for_nobody(folder: Path, entry: Entry) -> None:
+    Cache(folder).put(KEY, SM90, entry)
+    with held(folder):
+        started = time.monotonic()
+        assert Cache(folder).obtain(KEY, SM90, never) == entry
+        assert time.monotonic() - started < 1
+
+
+def test_a_fork_during_a_compile_does_not_keep_the_lock(folder: Path, entry: Entry) -> None:
+    children = []
+
+    def make() -> Entry:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        children.append(child)
+        return entry
+
+    try:
+        Cache(folder).obtain(KEY, SM90, make)
+        handle = os.open(folder / "locks" / KEY[:2], os.O_RDWR)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
+    finally:
+        for child in children:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+
+
+# --- Places -----------------------------------------------------------------------------------
+
+
+def test_the_folder_is_chosen_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCAN_REGISTRY_CACHE", "~/mine")
+    assert jit_folder() == tmp_path / "mine"
+    assert jit_cache() is jit_cache()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCAN_REGISTRY_CACHE", "relative")
+    assert jit_folder() == tmp_path / "relative"
+    monkeypatch.setenv("SCAN_REGISTRY_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert jit_folder() == tmp_path / "xdg" / "scan-registry" / "jit"
+    monkeypatch.setenv("SCAN_REGISTRY_BUILD_CACHE", str(tmp_path / "built"))
+    assert store.build_folder() == tmp_path / "built"
+    assert jit_folder() != store.build_folder()

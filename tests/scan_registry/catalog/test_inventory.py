@@ -1,0 +1,176 @@
+"""The catalogue: order, contents, and which binaries count as proven."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import scan_registry.kernels
+from scan_registry.aot.plan import plan
+from scan_registry.artifact.archive import Archive, ArchiveError, Binary
+from scan_registry.catalog import inventory, providers
+from scan_registry.catalog.inventory import Attestation, Catalogue, catalogue, read_attestations
+from scan_registry.catalog.providers import Provider
+from scan_registry.kernels import family
+from scan_registry.kernels.linear_scan.spec import FAMILY
+
+Factory = Callable[..., Archive]
+Make = Callable[..., tuple[Binary, bytes]]
+
+VARIANTS = FAMILY.variants()[:3]
+
+
+def write_attestations(
+    root: Path, name: str, *binaries: Binary, gpu: str = "Imaginary H", **changes: Any
+) -> Path:
+    """One file as ``tools/attest.py`` writes it, under ``root``/linear_scan/attestations."""
+    records = [
+        {
+            "sha256": binary.sha256,
+            "variant": str(binary.variant),
+            "target": str(binary.target),
+            "error": 1e-7,
+            "tolerance": 1e-6,
+            "cases": 38,
+            **changes,
+        }
+        for binary in binaries
+    ]
+    path = root / "linear_scan" / "attestations" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps({"gpu": gpu, "date": "2026-01-31", "driver": "13.0", "binaries": records}),
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty stand-in for the folder of the kernel families."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    monkeypatch.setattr(inventory, "ROOT", folder)
+    return folder
+
+
+def test_iteration_gives_every_binary_in_order(archive_factory: Factory) -> None:
+    archives = tuple(archive_factory(arch, variants=VARIANTS) for arch in ("sm80", "sm90"))
+    pairs = [(archive.path.stem, binary.variant) for archive, binary in Catalogue(archives)]
+    assert pairs == [(label, v) for label in ("sm80", "sm90") for v in VARIANTS]
+
+
+def test_it_prints_what_it_holds(archive_factory: Factory) -> None:
+    archives = tuple(archive_factory(arch) for arch in ("sm80", "ptx80"))
+    assert repr(Catalogue(archives)) == "Catalogue(sm80, ptx80)"
+    assert repr(Catalogue(())) == "Catalogue(no archives)"
+
+
+def test_proven_means_attested_within_tolerance(
+    archive_factory: Factory, a_binary: Make, kernels: Path
+) -> None:
+    good, bad, unknown = (a_binary(variant)[0] for variant in VARIANTS)
+    found = Catalogue((archive_factory("sm90", variants=VARIANTS),))
+    write_attestations(kernels, "a", good)
+    write_attestations(kernels, "b", bad, error=2e-6)
+    assert found.proven(good)
+    assert not found.proven(bad)
+    assert not found.proven(unknown)
+    assert found.attestations[good.sha256] == Attestation(
+        sha256=good.sha256,
+        variant=str(good.variant),
+        target="sm_90",
+        error=1e-7,
+        tolerance=1e-6,
+        cases=38,
+        gpu="Imaginary H",
+        date="2026-01-31",
+    )
+    assert not found.attestations[bad.sha256].passed
+    assert unknown.sha256 not in found.attestations
+
+
+def test_an_error_of_exactly_the_tolerance_passes() -> None:
+    common: dict[str, Any] = {
+        "sha256": "",
+        "variant": "",
+        "target": "",
+        "cases": 1,
+        "gpu": "",
+        "date": "",
+    }
+    assert Attestation(error=1e-6, tolerance=1e-6, **common).passed
+    assert not Attestation(error=float("nan"), tolerance=1e-6, **common).passed
+    assert not Attestation(error=float("inf"), tolerance=1e-6, **common).passed
+
+
+def test_the_worst_of_several_gpus_stands(a_binary: Make, kernels: Path) -> None:
+    (binary, _) = a_binary(VARIANTS[0])
+    write_attestations(kernels, "a", binary, gpu="first", error=2e-7)
+    write_attestations(kernels, "b", binary, gpu="second", error=5e-6)
+    write_attestations(kernels, "c", binary, gpu="third", error=3e-7)
+    found = Catalogue(())
+    assert found.attestations[binary.sha256].gpu == "second"
+    assert not found.proven(binary)
+
+
+def test_another_digest_is_another_binary(a_binary: Make, kernels: Path) -> None:
+    write_attestations(kernels, "a", a_binary(VARIANTS[0], content=b"measured")[0])
+    assert not Catalogue(()).proven(a_binary(VARIANTS[0], content=b"built again")[0])
+
+
+def test_what_is_installed_is_sorted_and_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Archives are found in a provider's folder; damaged ones are found too, and read later."""
+    (tmp_path / "archives").mkdir()
+    for label in ("sm120", "sm90", "sm100", "ptx80", "sm80"):
+        (tmp_path / "archives" / f"{label}.scanreg").write_bytes(b"garbage")
+    (tmp_path / "archives" / "README").write_text("not an archive", encoding="utf-8")
+    strays = [tmp_path / "archives" / f"{name}.scanreg" for name in ("backup", "sm90 (copy)")]
+    for stray in strays:
+        stray.write_bytes(b"garbage")
+    own = Provider("scan-registry", "0.1.0", tmp_path, ">=0.1", {})
+    monkeypatch.setattr(providers, "installed", lambda: ((own,), ()))
+    found = catalogue.__wrapped__()
+    assert found.providers == (own,)
+    assert [a.arch.label for a in found.archives] == ["ptx80", "sm80", "sm90", "sm100", "sm120"]
+    assert found.ignored == tuple(
+        f"{stray} is not used: it is named after no architecture, as sm90.scanreg is"
+        for stray in strays
+    )
+    with pytest.raises(ArchiveError):
+        list(found)
+
+
+def test_the_installed_archives_are_intact_and_well_formed() -> None:
+    readers = {archive.path: archive.reader() for archive in catalogue().archives}
+    for archive, binary in catalogue():
+        content = readers[archive.path](binary)
+        assert content[:4] == b"\x7fELF" or (binary.format == "ptx" and b".version" in content)
+        assert binary.target.is_ptx == archive.arch.is_ptx == (binary.format == "ptx")
+        assert binary.target.capability == archive.arch.capability
+        variant = binary.variant
+        assert family(variant.family).kernel(variant.kernel, variant.language).allows(variant)
+
+
+def test_the_installed_archives_hold_what_is_planned() -> None:
+    """In the order of the specs, but a kernel's dtypes one after the other; what is optional may be missing."""
+    for archive in catalogue().archives:
+        held = [binary.variant for binary in archive.binaries]
+        (jobs,) = plan([archive.arch]).values()
+        planned = [job.variant for job in jobs if job.variant in held or not job.optional]
+        stems = list(dict.fromkeys(variant.stem for variant in planned))
+        assert held == sorted(planned, key=lambda variant: stems.index(variant.stem))
+
+
+def test_the_installed_attestations_are_well_formed() -> None:
+    for path in scan_registry.kernels.ROOT.glob("*/attestations/*.json"):
+        for attestation in read_attestations(path):
+            assert len(attestation.sha256) == 64
+            assert attestation.cases > 0
+            assert attestation.tolerance > 0

@@ -1,0 +1,416 @@
+"""The command line: what ``inspect`` shows of synthetic and of installed archives, and its errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scan_registry.artifact.archive import Archive, Binary
+from scan_registry.catalog import inventory
+from scan_registry.catalog.inventory import Catalogue
+from scan_registry.cli import COMMANDS, main
+from scan_registry.cli import inspect as command
+from scan_registry.cli.tables import SHORT_DTYPES
+from scan_registry.kernels.linear_scan.spec import FAMILY
+
+Factory = Callable[..., Archive]
+Make = Callable[..., tuple[Binary, bytes]]
+Capture = pytest.CaptureFixture[str]
+
+FORWARD = FAMILY.kernel("time_last_forward", "cuda").variants[0]
+TRITON = FAMILY.kernel("time_last_forward", "triton").variants[0]
+#: Of another dtype, and with a row that 120 columns have room for.
+BACKWARD = next(
+    variant
+    for variant in FAMILY.kernel("channel_last_backward", "cuda").variants
+    if variant.text("dtype") == "bfloat16" and "ahead" not in str(variant)
+)
+
+
+def shell(*words: str) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own, started where the sources are not."""
+    command_line = [sys.executable, "-m", "scan_registry", *words]
+    return subprocess.run(
+        command_line, capture_output=True, text=True, encoding="utf-8", check=False, cwd="/"
+    )
+
+
+@pytest.fixture
+def installed(
+    archive_factory: Factory, a_binary: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Catalogue:
+    """ptx80 and sm90 with three binaries each; of sm90's, one is proven and one has failed."""
+    binaries = {
+        arch: [
+            a_binary(FORWARD, arch, dynamic_shared=512),
+            a_binary(TRITON, "sm90a" if arch == "sm90" else arch, compiler="dreamed 2.0"),
+            a_binary(BACKWARD, arch, block=(32, 2, 4)),
+        ]
+        for arch in ("ptx80", "sm90")
+    }
+    records = [
+        {"sha256": b.sha256, "variant": str(b.variant), "target": str(b.target), "cases": 38,
+         "error": error, "tolerance": 1e-6}
+        for (b, _), error in zip(binaries["sm90"], (1.25e-7, 3.0e-2), strict=False)
+    ]  # fmt: skip
+    folder = tmp_path / "linear_scan" / "attestations"
+    folder.mkdir(parents=True)
+    content = {"gpu": "Imaginary H", "date": "2026-01-31", "binaries": records}
+    (folder / "imaginary-h.json").write_text(json.dumps(content), encoding="utf-8")
+    monkeypatch.setattr(inventory, "ROOT", tmp_path)
+    found = Catalogue(tuple(archive_factory(arch, held) for arch, held in binaries.items()))
+    monkeypatch.setattr(command, "catalogue", lambda: found)
+    monkeypatch.setenv("COLUMNS", "120")
+    return found
+
+
+def inspect(capsys: Capture, *words: str, status: int = 0) -> str:
+    assert main(["inspect", *words]) == status
+    return capsys.readouterr().out
+
+
+def document(capsys: Capture, *words: str, status: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(inspect(capsys, "--json", *words, status=status))
+    return found
+
+
+def cells(text: str, *start: str) -> list[str]:
+    """The words of the one line that begins with ``start``."""
+    (line,) = [line.split() for line in text.splitlines() if line.split()[: len(start)] == [*start]]
+    return line
+
+
+# --- Tables -----------------------------------------------------------------------------------
+
+
+def test_the_summary(installed: Catalogue, capsys: Capture) -> None:
+    out = inspect(capsys)
+    assert out.startswith(f"scan-registry {version('scan-registry')}\n")
+    size = f"{installed.archives[1].path.stat().st_size / 1e3:.1f}"
+    toolchain = ["imaginary", "1.0,", "dreamed", "2.0"]
+    source = ["9.9.9", "c0ffeec0ff", "(dirty)"]
+    assert cells(out, "sm90") == [
+        "sm90",
+        size,
+        "kB",
+        "3",
+        "1/3",
+        "Imaginary",
+        "H",
+        *toolchain,
+        *source,
+    ]
+    assert cells(out, "ptx80")[3:5] == ["3", "0/3"]
+    for kernel in ("time_last_forward", "channel_last_backward"):
+        assert kernel in out
+    rows = [line for line in out.splitlines() if line.startswith("linear_scan.")]
+    assert len(rows) == 3  # one per kernel and language
+    assert rows[0].split()[3:7] == ["all", "2", "1", "40"]
+    assert [line.rsplit(maxsplit=1)[-1] for line in rows] == ["1/2", "0/2", "0/2"]
+
+
+def test_one_row_per_binary(installed: Catalogue, capsys: Capture) -> None:
+    out = inspect(capsys, "--all")
+    for title in (
+        "time_last_forward, cuda",
+        "time_last_forward, triton",
+        "channel_last_backward, cuda",
+    ):
+        assert f"linear_scan.{title}" in out
+    statics = [SHORT_DTYPES.get(str(value), str(value)) for _, value in FORWARD.statics]
+    assert statics[0] == "fp32"
+    size = [str(len(f"code of {FORWARD} for sm_90")), "B"]
+    expected = ["sm90", *statics, "40", "0", "1024+512", "128", *size, "1.2e-07"]
+    assert cells(out, "sm90", *statics) == expected
+    assert cells(out, "sm90a")[-2:] == ["!", "3.0e-02"]
+    statics = [SHORT_DTYPES.get(str(value), str(value)) for _, value in BACKWARD.statics]
+    row = cells(out, "ptx80", *statics)
+    assert row[1 + len(statics) :][:4] == ["?", "?", "?+0", "256"]
+    assert row[-1] == "no"
+
+
+def test_a_filter_that_leaves_few_shows_binaries(
+    installed: Catalogue, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "channel_last_backward, cuda" in inspect(capsys, "--kernel", "channel_last_backward")
+    monkeypatch.setattr(command, "MOST_ROWS", 1)
+    assert "channel_last_backward, cuda" not in inspect(capsys, "--kernel", "channel_last_backward")
+    assert "channel_last_backward, cuda" in inspect(
+        capsys, "--kernel", "channel_last_backward", "--all"
+    )
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 120, 200])
+@pytest.mark.parametrize("option", [[], ["--all"]])
+def test_no_width_loses_a_character(
+    installed: Catalogue,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    option: list[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = inspect(capsys, *option)
+    assert "…" not in out
+    lines = [line for line in out.splitlines() if not line.startswith("archives in ")]
+    assert max(map(len, lines)) <= width
+    names = (
+        ("c0ffeec0ff", "time_last_forward", "1.2e-07", "1024+512") if option else ("c0ffeec0ff",)
+    )
+    if width >= 100:
+        assert all(name in out for name in names)
+
+
+def test_piped_output_is_wide(
+    installed: Catalogue, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    assert max(map(len, inspect(capsys).splitlines()[4:])) > 80
+
+
+# --- Filters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (["--language", "cuda"], 4),
+        (["--language", "triton", "--language", "cuda"], 6),
+        (["--language", "triton", "--arch", "sm90"], 1),
+        (["--arch", "sm_90"], 3),
+        (["--arch", "SM90A"], 1),
+        (["--arch", "ptx_80"], 3),
+        (["--arch", "compute_80", "--arch", "sm90"], 6),
+        (["--kernel", "time_last_forward"], 4),
+        (["--family", "linear_scan"], 6),
+        (["--dtype", FORWARD.text("dtype")], 4),
+        (["--language", "triton", "--kernel", "channel_last_backward"], 0),
+    ],
+)
+def test_filters(installed: Catalogue, capsys: Capture, words: list[str], count: int) -> None:
+    shown = document(capsys, *words)
+    assert sum(len(archive["binaries"]) for archive in shown["archives"]) == count
+    assert all(archive["binaries"] for archive in shown["archives"])
+    out = inspect(capsys, *words)
+    assert ("No binary matches all of these filters." in out) == (count == 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "accepted"),
+    [
+        (["--arch", "sm75"], "ptx80, sm90, sm90a"),
+        (["--arch", "hopper"], "ptx80, sm90, sm90a"),
+        (["--kernel", "time_last"], "time_last_forward, channel_last_backward"),
+        (["--language", "hip"], "cuda, triton"),
+        (["--family", "rnn"], "linear_scan"),
+        (["--dtype", "float64"], FORWARD.text("dtype")),
+    ],
+)
+def test_an_unknown_value_lists_the_accepted_ones(
+    installed: Catalogue, capsys: Capture, words: Sequence[str], accepted: str
+) -> None:
+    assert main(["inspect", *words]) == 2
+    caught = capsys.readouterr()
+    assert caught.out == ""
+    option, value = words
+    start = f"scan-registry: error: {option} {value!r} is not installed; accepted are: {accepted}"
+    assert caught.err.startswith(start)
+    assert caught.err.count("\n") == 1
+
+
+# --- JSON -------------------------------------------------------------------------------------
+
+
+def test_the_json_document(installed: Catalogue, capsys: Capture) -> None:
+    found = document(capsys)
+    assert set(found) == {"version", "archives"}
+    assert found["version"] == version("scan-registry")
+    assert [archive["arch"] for archive in found["archives"]] == ["compute_80", "sm_90"]
+    entry = found["archives"][1]
+    archive = installed.archives[1]
+    assert {key: entry[key] for key in entry if key != "binaries"} == {
+        "arch": "sm_90",
+        "provider": "scan-registry",
+        "path": str(archive.path),
+        "size": archive.path.stat().st_size,
+        "version": "9.9.9",
+        "commit": archive.manifest["commit"],
+        "dirty": True,
+        "error": None,
+    }
+    assert [record["proven"] for record in entry["binaries"]] == [True, False, False]
+    assert entry["binaries"][0]["attestation"] == {
+        "sha256": archive.binaries[0].sha256,
+        "variant": str(FORWARD),
+        "target": "sm_90",
+        "error": 1.25e-7,
+        "tolerance": 1e-6,
+        "cases": 38,
+        "gpu": "Imaginary H",
+        "date": "2026-01-31",
+    }
+    assert entry["binaries"][2]["attestation"] is None
+    for record, binary in zip(entry["binaries"], archive.binaries, strict=True):
+        assert Binary.from_json(record) == binary
+
+
+def test_what_is_really_installed(capsys: Capture) -> None:
+    found = document(capsys)
+    real = inventory.catalogue()
+    assert [archive["path"] for archive in found["archives"]] == [
+        str(a.path) for a in real.archives
+    ]
+    for entry, archive in zip(found["archives"], real.archives, strict=True):
+        assert entry["version"] == found["version"]
+        assert [Binary.from_json(record) for record in entry["binaries"]] == list(archive.binaries)
+    out = inspect(capsys)
+    for archive in real.archives:
+        assert cells(out, archive.arch.label)
+
+
+# --- Damage and absence -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+@pytest.mark.parametrize("option", [[], ["--all"], ["--json"]])
+def test_a_damaged_archive_is_named_and_the_rest_is_shown(
+    installed: Catalogue, capsys: Capture, damage: str, option: list[str]
+) -> None:
+    path = installed.archives[1].path
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # in the last binary: nothing but its digest tells
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[:100] if damage == "cut" else content)
+    assert main(["inspect", *option]) == 2
+    caught = capsys.readouterr()
+    assert caught.err.startswith(f"scan-registry: error: {path}: ")
+    assert caught.err.count("\n") == 1
+    if option == ["--json"]:
+        whole, damaged = json.loads(caught.out)["archives"]
+        assert len(whole["binaries"]) == 3
+        assert whole["error"] is None
+        assert str(path) in damaged["error"]
+        assert (damaged["arch"], damaged["path"], damaged["binaries"]) == ("sm_90", str(path), [])
+    else:
+        assert cells(caught.out, "sm90")[-1] == "damaged"
+        assert "0/3" in caught.out
+
+
+def test_damage_is_named_even_if_a_filter_asks_for_what_is_damaged(
+    installed: Catalogue, capsys: Capture
+) -> None:
+    path = installed.archives[1].path
+    path.write_bytes(b"")
+    assert main(["inspect", "--arch", "sm90"]) == 2
+    err = capsys.readouterr().err
+    assert str(path) in err
+    assert "--arch 'sm90' is not installed; accepted are: ptx80" in err
+
+
+def test_an_installation_without_archives(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(command, "catalogue", lambda: Catalogue(()))
+    for words in ([], ["--all"], ["--arch", "sm90"]):
+        out = inspect(capsys, *words)
+        assert "holds no archives" in out
+        assert "pip install scan-registry-sm90" in out
+        assert "SCAN_REGISTRY_ARCHS" in out
+    assert document(capsys) == {"version": version("scan-registry"), "archives": []}
+
+
+# --- The program ------------------------------------------------------------------------------
+
+
+def test_version() -> None:
+    result = shell("--version")
+    assert (result.returncode, result.stdout) == (0, f"scan-registry {version('scan-registry')}\n")
+
+
+def test_without_a_command_it_shows_the_commands() -> None:
+    result = shell()
+    assert result.returncode == 2
+    assert result.stderr.startswith("usage: scan-registry ")
+    for name in COMMANDS:
+        assert name in result.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    result = shell(name, "--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith(f"usage: scan-registry {name} ")
+
+
+def test_a_user_error_is_one_line_without_a_traceback() -> None:
+    result = shell("inspect", "--language", "fortran")
+    if inventory.catalogue().archives:
+        assert result.returncode == 2
+        assert result.stderr.startswith("scan-registry: error: --language 'fortran'")
+        assert result.stderr.count("\n") == 1
+
+
+def test_that_torch_finds_no_numpy_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(args: object) -> int:
+        warnings.warn("Failed to initialize NumPy: No module named 'numpy'", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(command, "run", run)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert main(["inspect"]) == 0
+    assert [str(each.message) for each in caught] == ["something else"]
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    """As in ``scan-registry inspect --json | head``."""
+    command_line = [sys.executable, "-m", "scan_registry", "inspect", "--json"]
+    with subprocess.Popen(
+        command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/"
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_the_console_script_is_the_same_program() -> None:
+    script = Path(sys.executable).with_name("scan-registry")
+    if not script.exists():
+        pytest.skip("the environment's scripts are elsewhere")
+    result = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, encoding="utf-8", check=True
+    )
+    assert result.stdout == shell("--version").stdout
+
+
+@pytest.mark.parametrize("words", [["inspect", "--all"], ["inspect", "--json"], ["--version"]])
+def test_looking_needs_neither_torch_nor_a_compiler(words: list[str]) -> None:
+    script = f"""
+import sys
+import warnings
+from scan_registry.cli import main
+try:
+    main({words!r})
+except SystemExit as exit:
+    assert not exit.code, exit.code
+heavy = {{"torch", "triton", "numpy", "cuda"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", script], cwd="/", check=True, stdout=subprocess.DEVNULL)
+
+
+def test_short_names_of_dtypes(installed: Catalogue, capsys: Capture) -> None:
+    assert inspect(capsys, "--dtype", "fp32", "--all") == inspect(
+        capsys, "--dtype", "float32", "--all"
+    )

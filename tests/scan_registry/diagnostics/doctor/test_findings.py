@@ -1,0 +1,249 @@
+"""``doctor``: what it finds on imaginary systems, and what it advises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from diagnosing import (
+    CUDA,
+    EVERY,
+    FAMILIES,
+    KERNELS,
+    SOLVING,
+    SOLVING_CUDA,
+    Describe,
+    Factory,
+    Make,
+    findings,
+    only,
+    rungs,
+)
+from imaginary import FAMILY, MISSING, NVRTC
+
+from scan_registry.artifact.archive import Archive
+from scan_registry.diagnostics.doctor import condensed, coverage
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.select import System
+
+# --- What runs --------------------------------------------------------------------------------
+
+
+def test_every_sample_is_asked_about(archive_factory: Factory, a_device: Describe) -> None:
+    there = System(a_device(), (archive_factory("sm90", variants=FAMILY.variants()),))
+    found = coverage(there, FAMILIES, Rung.REFERENCE)
+    assert {answer.kernel for answer in found.answers} == KERNELS
+    asked = [(a.family, a.kernel, a.dtype, a.access) for a in found.answers]
+    assert len(set(asked)) == len(asked) == len(FAMILY.samples)
+    for answer in found.answers:
+        assert answer.rungs == dict.fromkeys(("auto", "cuda", "triton"), Rung.EXACT)
+    assert findings(there) == []
+
+
+def test_a_language_that_is_missing(archive_factory: Factory, a_device: Describe) -> None:
+    there = System(a_device(), (archive_factory("sm90"),), MISSING)
+    assert (rungs(there, "auto"), rungs(there, "triton")) == ({"exact"}, {"None"})
+    found = only(there)
+    assert found.severity == "warning"
+    assert 'with backend="triton"' in found.text
+    assert "every kernel" in found.text
+    ptx = "`pip install scan-registry-ptx80`"
+    assert found.remedies == (ptx, "Triton is not installed")
+    assert found.reasons[-1] == "triton compiled here: Triton is not installed"
+
+
+def test_a_kernel_without_a_language_has_no_answer_in_it(a_device: Describe) -> None:
+    family = replace(FAMILY, kernels=tuple(k for k in FAMILY.kernels if k.language == "cuda"))
+    found = coverage(System(a_device()), {"linear_scan": family}, Rung.REFERENCE)
+    assert {tuple(answer.rungs) for answer in found.answers} == {("auto", "cuda")}
+
+
+# --- What would help --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "severity", "rung", "remedies"),
+    [
+        (["sm120", "ptx80"], (12, 1), None, "same-major", []),
+        (["sm90", "ptx80"], (12, 1), "note", "ptx", ["built for sm121"]),
+        (["sm86", "ptx80"], (8, 7), "note", "ptx", ["built for sm87"]),
+        (["sm90", "ptx80"], (13, 0), "note", "ptx", []),
+        (["sm90"], (13, 0), "error", "reference", ["-ptx80`", *MISSING.values()]),
+        (
+            ["sm90"],
+            (12, 0),
+            "error",
+            "reference",
+            ["-sm120`", "-ptx80`", *MISSING.values()],
+        ),
+        (["sm90", "ptx80"], (7, 5), "error", "reference", ["8.0 or later"]),
+    ],
+)
+def test_wheels(
+    archive_factory: Factory,
+    a_device: Describe,
+    archs: list[str],
+    capability: tuple[int, int],
+    severity: str | None,
+    rung: str,
+    remedies: list[str],
+) -> None:
+    archives = tuple(archive_factory(arch, variants=FAMILY.variants()) for arch in archs)
+    there = System(a_device(capability), archives, MISSING)
+    assert rungs(there, "auto") == {rung}
+    if severity is None:
+        assert findings(there) == []
+        return
+    found = only(there, severity=severity)
+    assert found.about == "Imaginary {0}.{1} (sm_{0}{1})".format(*capability)
+    assert "every kernel" in found.text
+    assert len(found.remedies) == len(remedies)
+    for given, expected in zip(found.remedies, remedies, strict=True):
+        assert given.endswith(expected)
+
+
+def test_a_driver_that_is_too_old_for_the_ptx(archive_factory: Factory, a_device: Describe) -> None:
+    there = System(a_device((8, 7), driver=(12, 4)), (archive_factory("ptx80"),), MISSING)
+    assert rungs(there, "auto") == {"reference"}
+    found = only(there, severity="error")
+    assert found.remedies[0] == "install driver 575 or later, for CUDA 12.9"
+    assert "falls to plain torch (reference): every kernel" in found.text
+    assert (
+        f"{len(SOLVING_CUDA)} variants for compute_80: PTX ISA 8.8 for compute_80 needs a driver for CUDA 12.9; "
+        "this one supports 12.4"
+    ) in found.reasons
+    enough = replace(there, device=a_device((8, 7), driver=(12, 9)))
+    assert rungs(enough, "auto") == {"ptx"}
+    assert not any("driver" in remedy for remedy in only(enough, severity="note").remedies)
+
+
+def test_the_oldest_driver_that_helps_is_named(
+    archive_factory: Factory, a_device: Describe, a_binary: Make
+) -> None:
+    binaries = [
+        a_binary(variant, "ptx80", oldest_driver=(12, 6) if number % 2 else (12, 5))
+        for number, variant in enumerate(CUDA)
+    ]
+    device = a_device(driver=(12, 4))
+    there = System(device, (archive_factory("ptx80", binaries),))
+    assert only(there, severity="error").remedies[0] == "install driver 560 or later, for CUDA 12.6"
+    unheard_of = [a_binary(variant, "ptx80", oldest_driver=(99, 1)) for variant in CUDA]
+    there = System(device, (archive_factory("ptx80", unheard_of),))
+    assert only(there, severity="error").remedies[0] == "install a driver for CUDA 99.1"
+
+
+def test_a_driver_that_is_too_old_for_what_is_compiled_here(a_device: Describe) -> None:
+    there = System(a_device((12, 0), driver=(12, 4)), (), {**MISSING, "cuda": NVRTC})
+    found = only(there, severity="error")
+    assert found.remedies[0] == "install driver 570 or later, for CUDA 12.8"
+    assert (
+        "cuda compiled here: what nvrtc 12.9.86 makes for sm_120 needs a driver for CUDA 12.8; "
+        "this one supports 12.4"
+    ) in found.reasons
+    enough = replace(there, device=a_device((12, 0), driver=(12, 8)))
+    assert rungs(enough, "auto") == {"jit"}
+
+
+def test_no_driver_is_advised_that_would_not_help(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    """The machine code that there is runs with any driver; the PTX beside it does not matter."""
+    archives = (archive_factory("ptx80"), archive_factory("sm90"))
+    there = System(a_device(driver=(12, 4)), archives)
+    assert rungs(there, "auto") == {"exact"}
+    assert [f for f in findings(there) if any("driver" in r for r in f.remedies)] == []
+
+
+def test_a_compiler_stands_in(archive_factory: Factory, a_device: Describe) -> None:
+    there = System(a_device((12, 0)), (archive_factory("sm90"),), {**MISSING, "cuda": NVRTC})
+    assert rungs(there, "auto") == {"jit"}
+    jit, triton = findings(there)
+    assert (jit.severity, triton.severity) == ("warning", "warning")
+    assert jit.text == "compiled here, at its first use: every kernel"
+    assert jit.remedies == (
+        "`pip install scan-registry-sm120`",
+        "`pip install scan-registry-ptx80`",
+    )
+    assert "Triton is not installed" in triton.remedies
+
+
+@pytest.mark.parametrize(
+    ("level", "rung", "advice"),
+    [("aot", "None", "allow rung ptx: SCAN_REGISTRY_REQUIRE=ptx"), ("ptx", "ptx", None)],
+)
+def test_the_policy(
+    archive_factory: Factory,
+    a_device: Describe,
+    level: policy.Level,
+    rung: str,
+    advice: str | None,
+) -> None:
+    archives = (archive_factory("ptx80", variants=EVERY),)
+    there = System(a_device((8, 7)), archives, MISSING)
+    lowest = policy.LEVELS[level]
+    assert rungs(there, "auto", lowest) == {rung}
+    found = only(there, lowest)
+    if advice is None:
+        assert found.severity == "note"
+        return
+    assert found.severity == "error"
+    assert found.text == "nothing runs, the call raises NoKernelError: every kernel"
+    assert found.remedies == (advice, "install a scan-registry wheel built for sm87")
+    assert (
+        f"{len(SOLVING)} variants for compute_80: rung ptx; the policy allows none below same-major"
+        in found.reasons
+    )
+
+
+def test_what_is_denied(archive_factory: Factory, a_device: Describe) -> None:
+    held = archive_factory("sm90")
+    denied = {
+        entry.binary.sha256: "denied: it races (somebody 1.0)"
+        for entry in held.of("linear_scan", "time_last_forward")
+        if entry.variant.text("dtype") == "float16"
+    }
+    there = System(a_device(), (held,), MISSING, denied)
+    assert rungs(there, "auto") == {"exact", "reference"}
+    found = only(there, severity="error")
+    assert found.text.endswith(": linear_scan.time_last_forward (float16)")
+    assert any("package that denies" in remedy for remedy in found.remedies)
+    assert "5 variants for sm_90: denied: it races (somebody 1.0)" in found.reasons
+    # Where only one is denied, others take its place.
+    first = dict(list(denied.items())[:1])
+    assert rungs(replace(there, denied=first), "auto") == {"exact"}
+
+
+def test_reasons_are_those_of_what_would_solve_the_problem(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    small = a_device(threads_per_block=16)
+    found = only(System(small, (archive_factory("sm90"),), MISSING), severity="error")
+    reason = f"{len(SOLVING_CUDA)} variants for sm_90: 128 threads per block; the device has 16"
+    assert reason in found.reasons
+    assert not any("dtype" in reason or "was asked for" in reason for reason in found.reasons)
+
+
+def test_many_reasons_are_cut(archive_factory: Factory, a_device: Describe) -> None:
+    archives = tuple(archive_factory(f"sm{n}", variants=CUDA[:1]) for n in range(90, 99))
+    found = only(System(a_device((8, 0)), archives, MISSING), severity="error")
+    assert len(found.reasons) == 9
+    assert found.reasons[-1].startswith("and more")
+
+
+def test_pairs_in_few_words() -> None:
+    every = [(d, a) for d in ("f", "h") for a in ("x", "y")]
+    assert condensed(every, every) == ""
+    assert condensed([("f", "x"), ("h", "x")], every) == "x"
+    assert condensed([("h", "x"), ("h", "y")], every) == "h"
+    assert condensed([("h", "y")], every) == "h y"
+    assert condensed([("f", "x"), ("h", "y")], every) == "f x, h y"
+
+
+def test_a_damaged_archive_does_not_stop_the_advice(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    held = archive_factory("ptx80")
+    held.path.write_bytes(b"")
+    found = only(System(a_device((8, 7)), (Archive(held.path),), MISSING), severity="error")
+    assert any("are no archive" in reason for reason in found.reasons)

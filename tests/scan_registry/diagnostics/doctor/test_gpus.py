@@ -1,0 +1,165 @@
+"""``doctor`` on the GPUs of imaginary machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diagnosing import SCHEMA, Capture, Describe, Provide, document, errors, text
+from jsonschema import Draft202012Validator
+
+from scan_registry.cli import doctor as command
+from scan_registry.cli import main
+from scan_registry.hardware import driver
+
+
+def test_no_driver(provide: Provide, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> tuple[int, int]:
+        raise RuntimeError("the CUDA driver libcuda.so.1 cannot be opened")
+
+    provide(archs=["sm90"])
+    monkeypatch.setattr(driver, "version", refuse)
+    found = document(capsys, status=1)
+    assert found["gpus"] == []
+    assert found["driver"] is None
+    (message,) = errors(found)
+    assert message.startswith(
+        "no CUDA driver, so calls run on the CPU alone, by this package's code for it: "
+    )
+    assert "--for sm_90" in text(capsys, status=1)
+
+
+def test_a_described_gpu_asks_nothing_of_the_driver(
+    provide: Provide, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise AssertionError("the driver was opened")
+
+    provide(archs=["sm90"])
+    monkeypatch.setattr(driver, "library", fail)
+    document(capsys, "--for", "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "there", "supported", "trouble", "remedies"),
+    [
+        ("13.0", True, (13, 0), None, []),
+        ("12.9", True, (12, 0), None, []),
+        (
+            None,
+            True,
+            (13, 0),
+            "is built without CUDA: it cannot",
+            ["torch that is built for CUDA 13"],
+        ),
+        ("13.0", False, (12, 4), "not installed: it cannot", ["torch that is built for CUDA 12"]),
+        (
+            "13.0",
+            True,
+            (12, 9),
+            "needs a driver for CUDA 13.0, and this one supports 12.9: it cannot",
+            ["install driver 580 or later, for CUDA 13.0", "torch that is built for CUDA 12"],
+        ),
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpus(
+    provide: Provide,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    a_device: Describe,
+    cuda: str | None,
+    there: bool,
+    supported: tuple[int, int],
+    trouble: str | None,
+    remedies: list[str],
+) -> None:
+    """Its calls all run the reference on the CPU: an error, whatever the kernels could do."""
+    provide(archs=["sm90"])
+    monkeypatch.setattr(driver, "version", lambda: supported)
+    monkeypatch.setattr(command, "visible", lambda: (a_device(), a_device((9, 0), name="B")))
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr(command, "find_spec", lambda _: object() if there else None)
+    status = 1 if trouble else 0
+    found = document(capsys, status=status)
+    assert [gpu["ordinal"] for gpu in found["gpus"]] == [0, 1]
+    assert found["driver"] == ".".join(map(str, supported))
+    mine = [f for f in found["findings"] if f["about"] == "torch"]
+    assert len(errors(found)) == len(mine) == status
+    for finding in mine:
+        assert str(trouble) in finding["text"]
+        assert finding["text"].endswith("calls run on the CPU alone")
+        assert len(finding["remedies"]) == len(remedies)
+        for given, expected in zip(finding["remedies"], remedies, strict=True):
+            assert expected in given
+    assert "cuda:1, B (sm_90), 132 multiprocessors" in text(capsys, status=status)
+
+
+def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "scan_registry", "doctor", *words],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        cwd="/",
+        env={**os.environ, **variables},
+    )
+
+
+def test_every_gpu_of_a_machine(stub_driver: Any, tmp_path: Path) -> None:
+    stub_driver.gpu((9, 0), name="Imaginary A").gpu((7, 5), sms=5, name="Imaginary B")
+    environment = {**stub_driver.environment(), "SCAN_REGISTRY_CACHE": str(tmp_path / "cache")}
+    result = shell("--json", **environment)
+    assert result.returncode == 1  # the second is too old for the kernels
+    found = json.loads(result.stdout)
+    Draft202012Validator(SCHEMA).validate(found)
+    assert found["driver"] == "13.0"
+    devices = [gpu["device"] for gpu in found["gpus"]]
+    assert [(d["name"], d["arch"]) for d in devices] == [
+        ("Imaginary A", "sm_90"),
+        ("Imaginary B", "sm_75"),
+    ]
+    assert devices[1]["multiprocessors"] == 5
+    assert [f["about"] for f in found["findings"] if f["text"].startswith("falls to plain")][
+        -1
+    ] == ("cuda:1, Imaginary B (sm_75)")
+    assert not stub_driver.calls("cuDevicePrimaryCtxRetain", "cuModuleLoadData")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_driver_without_a_gpu(stub_driver: Any) -> None:
+    result = shell(**stub_driver.environment(), CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 1
+    assert "the CUDA driver sees no GPU, so calls run on the CPU alone" in result.stdout
+    assert "CUDA_VISIBLE_DEVICES is ''" in result.stdout
+    assert "driver     for CUDA 13.0" in result.stdout
+
+
+def test_a_driver_that_fails(stub_driver: Any) -> None:
+    stub_driver.gpu().fail("cuInit", 3)
+    result = shell(**stub_driver.environment())
+    assert result.returncode == 1
+    assert "the CUDA driver fails, so calls run on the CPU alone" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--for", "hopper"], "--for is 'hopper'; accepted is a GPU's architecture, such as sm_90"),
+        (["--for", "ptx80"], "--for is 'ptx80'"),
+        (["--for", "sm_90", "--driver", "10"], "--driver is '10'; accepted are a driver's version"),
+        (["--driver", "575"], "--driver describes a GPU that is not here; it needs --for"),
+        (["--shared-memory", "5"], "--shared-memory describes a GPU that is not here"),
+        (["--for", "sm_90", "--sms", "0"], "--sms is 0; accepted are positive numbers"),
+    ],
+)
+def test_wrong_arguments(capsys: Capture, words: list[str], message: str) -> None:
+    assert main(["doctor", *words]) == 2
+    caught = capsys.readouterr()
+    assert caught.out == ""
+    assert caught.err.startswith(f"scan-registry: error: {message}")

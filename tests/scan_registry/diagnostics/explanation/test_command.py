@@ -1,0 +1,286 @@
+"""``explain`` as JSON, and the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from explaining import CALL, SCHEMA, Capture, Factory, document, explained, valid
+from imaginary import NVRTC
+from jsonschema import Draft202012Validator
+
+import scan_registry
+from scan_registry.catalog.inventory import Catalogue, catalogue
+from scan_registry.catalog.providers import ProviderError
+from scan_registry.cli import explain as command
+from scan_registry.cli import main
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import System
+
+# --- JSON -------------------------------------------------------------------------------------
+
+
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 7), (9, 0), (10, 3), (12, 1), (13, 0)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_whatever_is_installed_has_the_schemas_form(
+    capsys: Capture, capability: tuple[int, int]
+) -> None:
+    arch = "sm_{}{}".format(*capability)
+    found = document(capsys, "--arch", arch)
+    assert found["device"]["arch"] == arch
+    assert found["call"] == {
+        "dtype": "bfloat16",
+        "shape": [2, 8, 4096],
+        "gates_dtype": "bfloat16",
+        "gates_shape": [2, 8, 4096],
+        "dim": -1,
+        "reverse": False,
+        "sequences": None,
+        "backend": "auto",
+    }
+    archives = [a for a in catalogue().archives if a.arch.misfit(capability) is None]
+    for step in found["steps"]:
+        if capability < (8, 0):
+            assert step["rung"] == "reference"
+        elif archives:
+            assert step["rung"] in ("exact", "same-major", "ptx")
+            assert step["launch"]["block"]
+            assert len(step["sha256"]) == 64
+        else:
+            assert step["rung"] in ("jit", "reference")
+
+
+def test_every_form_of_a_decision_is_in_the_schema(hopper: System, capsys: Capture) -> None:
+    compiled = replace(hopper, archives=(), toolchains={"cuda": NVRTC})
+    with policy.require("aot"):
+        nothing = explained(compiled)
+    systems = [hopper, compiled, replace(hopper, archives=())]
+    forms = [*map(explained, systems), nothing, explained(hopper, 0)]
+    forms.append(scan_registry.explain(scan_registry.linear_scan, *[torch.rand(2, 8)] * 2))
+    rungs = [{step["rung"] for step in form.to_json()["steps"]} for form in forms]
+    assert rungs == [{"exact"}, {"jit"}, {"reference"}, {None}, set(), {"reference"}]
+    start = document(capsys, "--arch", "sm_75")
+    for form in forms:
+        valid({**start, **form.to_json()})
+
+
+def test_the_schema_is_strict(capsys: Capture) -> None:
+    found = document(capsys, "--arch", "sm_75")
+    assert list(Draft202012Validator(SCHEMA).iter_errors({**found, "more": 1}))
+    found["steps"][0]["rung"] = "fast"
+    assert list(Draft202012Validator(SCHEMA).iter_errors(found))
+
+
+# --- The command ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(archive_factory: Factory, monkeypatch: pytest.MonkeyPatch) -> Catalogue:
+    """ptx80 and sm90, of this package, with all CUDA variants."""
+    found = Catalogue((archive_factory("ptx80"), archive_factory("sm90")))
+    monkeypatch.setattr(command, "catalogue", lambda: found)
+    monkeypatch.setattr(
+        "scan_registry.runtime.jit.toolchains", lambda: {"cuda": "NVRTC is missing"}
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--arch", "sm_90"], 0, "forward: rung exact"),
+        (["--arch", "SM103"], 0, "backward: rung ptx"),
+        (["--arch", "sm_103", "--driver", "12.4"], 0, "forward: rung reference"),
+        (
+            ["--arch", "sm_103", "--driver", "550.54.15", "--require", "jit"],
+            1,
+            "needs a driver for",
+        ),
+        (["--arch", "sm_103", "--require", "aot"], 1, "forward: nothing runs"),
+        (["--arch", "sm_90", "--backend", "triton"], 1, "forward: nothing runs"),
+        (["--arch", "sm_90", "--dim", "0"], 0, "channel_last_forward"),
+        (["--arch", "sm_90", "--shared-memory", "1000"], 0, "shared memory per block; the device"),
+        (["--arch", "sm_90", "--sms", "7"], 0, "forward: rung exact"),
+    ],
+)
+def test_the_command(
+    installed: Catalogue, capsys: Capture, words: list[str], status: int, said: str
+) -> None:
+    assert main([*CALL, *words]) == status
+    out = capsys.readouterr().out
+    assert said in out
+    assert out.endswith("One line for each that was not taken: --all.\n")
+    assert main([*CALL, *words, "--all"]) == status
+    assert len(capsys.readouterr().out) > len(out)
+    document(capsys, *words, status=status)
+
+
+@pytest.mark.parametrize(("name", "dtype"), command.DTYPES.items())
+def test_names_of_dtypes(installed: Catalogue, capsys: Capture, name: str, dtype: str) -> None:
+    words = ["explain", "linear_scan", "--dtype", name, "--shape", "7", "--arch", "sm_90", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["call"]["dtype"] == dtype
+    assert f"dtype={dtype}," in found["steps"][0]["variant"]
+
+
+def test_a_denied_binary_is_not_taken(installed: Catalogue, capsys: Capture) -> None:
+    winner = document(capsys, "--arch", "sm_90")["steps"][0]
+    installed.__dict__["denied"] = {winner["sha256"]: "denied: a race"}
+    other = document(capsys, "--arch", "sm_90")["steps"][0]
+    assert other["variant"] != winner["variant"]
+    subject = f"{winner['variant']} for sm_90"
+    assert {"subject": subject, "reason": "denied: a race", "damaged": False} in other["rejected"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["scan"], "operator is 'scan'; accepted are linear_scan"),
+        (["--dtype", "int8"], "--dtype is 'int8'; accepted are float32, fp32, bfloat16"),
+        (["--backend", "hip"], "--backend is 'hip'; accepted are auto, cuda, triton, reference"),
+        (["--require", "fast"], "--require is 'fast'; accepted are aot, ptx, jit, reference"),
+        (["--shape", "8x7"], "--shape is '8x7'; accepted are sizes such as"),
+        (["--shape", "8,,7"], "--shape is '8,,7'"),
+        (["--shape", "-1,7"], "--shape is '-1,7'"),
+        (["--shape", f"{2**40},{2**40}"], "accepted are at most 2**60 elements"),
+        (["--shape", "9" * 5000], "accepted are sizes such as 8,1536,4096"),
+        (["--sequences", str(2**70)], "accepted are numbers from 1 to 2147483647"),
+        (["--shape", f"{2**70},0"], "accepted are at most 2**60 elements"),
+        (["--dim", "3"], "dim is 3; tensors of 3 dimensions accept -3 to 2"),
+        (["--arch", "hopper"], "--arch is 'hopper'; accepted is a GPU's architecture, such as"),
+        (["--arch", "ptx80"], "--arch is 'ptx80'"),
+        (["--arch", "sm_90a"], "--arch is 'sm_90a'"),
+        (["--driver", "four"], "--driver is 'four'; accepted are a driver's version"),
+        (["--driver", "12"], "--driver is '12'"),
+        (["--sms", "0"], "--sms is 0; accepted are positive numbers"),
+        (["--shared-memory", "-1"], "--shared-memory is -1"),
+        (["--device", "cuda:0"], "--arch and --device both say which GPU"),
+    ],
+)
+def test_wrong_arguments(
+    installed: Catalogue, capsys: Capture, words: list[str], message: str
+) -> None:
+    arguments = {"--dtype": "bf16", "--shape": "2,8,4096", "--arch": "sm_90"}
+    operator = ["linear_scan"] if len(words) == 2 else words
+    if len(words) == 2:
+        arguments[words[0]] = words[1]
+    pairs = [f"{name}={value}" for name, value in arguments.items()]
+    assert main(["explain", *operator, *pairs]) == 2
+    caught = capsys.readouterr()
+    assert caught.out == ""
+    assert caught.err.startswith("scan-registry: error: ")
+    assert message in caught.err
+
+
+def test_a_wrong_variable(
+    installed: Catalogue, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(policy.VARIABLE, "sometimes")
+    policy._default.cache_clear()
+    try:
+        assert main([*CALL, "--arch", "sm_90"]) == 2
+    finally:
+        policy._default.cache_clear()
+    assert "SCAN_REGISTRY_REQUIRE is 'sometimes'; accepted are" in capsys.readouterr().err
+
+
+def test_a_provider_that_does_not_fit(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Catalogue:
+        raise ProviderError("archives 2.0 is made for scan-registry >=2")
+
+    monkeypatch.setattr(command, "catalogue", refuse)
+    assert main([*CALL, "--arch", "sm_90"]) == 2
+    assert "archives 2.0 is made for" in capsys.readouterr().err
+
+
+def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "scan_registry", *words],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        cwd="/",
+        env={**os.environ, **variables},
+    )
+
+
+def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
+    nowhere = {"SCAN_REGISTRY_LIBCUDA": str(tmp_path / "nothing.so")}
+    result = shell(*CALL, **nowhere)
+    assert result.returncode == 2
+    assert result.stderr.startswith("scan-registry: error: no GPU is visible here (the CUDA driver")
+    assert "--arch sm_90" in result.stderr
+    result = shell(*CALL, "--driver", "575", **nowhere)
+    assert result.returncode == 2
+    assert "--driver describes a GPU that is not here; it needs --arch" in result.stderr
+
+
+def test_a_gpu_of_this_machine(stub_driver: Any) -> None:
+    stub_driver.gpu((9, 0), name="Imaginary A").gpu((7, 5), name="Imaginary B")
+    variables = stub_driver.environment()
+    first, second, third = (
+        shell(*CALL, *words, **variables)
+        for words in (["--json"], ["--device", "cuda:1"], ["--device", "cuda:2"])
+    )
+    assert (first.returncode, second.returncode, third.returncode) == (0, 0, 2)
+    found = json.loads(first.stdout)
+    valid(found)
+    assert found["device"] == {
+        "name": "Imaginary A",
+        "arch": "sm_90",
+        "multiprocessors": 132,
+        "shared_memory_per_block": 232_448,
+        "registers_per_block": 65_536,
+        "threads_per_block": 1024,
+        "driver": "13.0",
+    }
+    assert second.stdout.startswith("linear_scan on Imaginary B (sm_75), driver for CUDA 13.0\n")
+    assert "--device is 'cuda:2'; accepted are cuda:0, cuda:1" in third.stderr
+    assert not stub_driver.calls("cuDevicePrimaryCtxRetain", "cuModuleLoadData")
+
+
+DISPATCH = """
+import json, torch
+from scan_registry.runtime import loader
+from scan_registry.diagnostics.explanation import decision_record
+from scan_registry.dispatch.fit import Rung
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.ops.linear_scan import describe
+
+tensor = torch.empty(2, 8, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+for share in describe(tensor, tensor).values():
+    decision = loader.decide(0, FAMILY, share.problem, "auto", Rung.REFERENCE)
+    print(json.dumps(decision_record(decision)))
+"""
+
+
+def test_what_it_says_is_what_dispatch_decides(stub_driver: Any) -> None:
+    stub_driver.gpu((9, 0), name="Imaginary A")
+    lines = stub_driver.run(DISPATCH).stdout.splitlines()
+    found = json.loads(shell(*CALL, "--json", **stub_driver.environment()).stdout)
+    losers = {"rejected"}  # dispatch does not look for compilers where something else fits
+    assert len(lines) == len(found["steps"]) == 2
+    for line, step in zip(map(json.loads, lines), found["steps"], strict=True):
+        assert {k: v for k, v in line.items() if k not in losers} == {
+            k: v for k, v in step.items() if k not in {*losers, "step", "copied"}
+        }
+
+
+def test_levels_concern_gpus_alone() -> None:
+    """A call on the CPU runs whatever is required, and so it is explained."""
+    tensor = torch.rand(2, 8)
+    with policy.require("aot"):
+        scan_registry.linear_scan(tensor, tensor)
+        assert scan_registry.explain(scan_registry.linear_scan, tensor, tensor).runs
+        assert explained(System(None)).runs

@@ -1,0 +1,275 @@
+"""``explain`` in words, of problems and of calls."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from explaining import (
+    Capture,
+    Describe,
+    Factory,
+    Make,
+    a_row,
+    document,
+    explained,
+    facts,
+    meta,
+    valid,
+)
+from imaginary import NVRTC
+
+import scan_registry
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import Archive
+from scan_registry.catalog.inventory import Attestation
+from scan_registry.diagnostics import explanation
+from scan_registry.diagnostics.explanation import called, explain_for, grouped
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import Rejected, System
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.tuning import Row, Tuning
+
+# --- Words ------------------------------------------------------------------------------------
+
+
+def test_the_winner_is_described(hopper: System) -> None:
+    found = explained(hopper)
+    text = str(found)
+    assert text.startswith("linear_scan on Imaginary 9.0 (sm_90), driver for CUDA 13.0\n\n")
+    for step in found.steps:
+        winner = step.decision.taken()
+        assert winner.archive is not None
+        assert winner.binary is not None
+        assert f"\n{step.name}: rung exact\n" in text
+        said = facts(text, step.name)
+        assert said["variant"] == str(winner.variant)
+        assert said["target"] == f"sm_90, from scan-registry, {winner.archive.path}"
+        assert said["sha256"] == winner.binary.sha256
+        assert said["proven"].startswith("no; ")
+        assert said["launch"] == (
+            "grid 16 × 1 × 1, block 128 × 1 × 1, shared memory 1024 + 0 bytes per block, "
+            "workspace 0 bytes"
+        )
+        assert said["copies"] == "none"
+        assert f"the spec's estimate decided ({winner.cost:g}, smaller is better)" in said["tuning"]
+        assert "batch 1, channels 16, time 4096" in said["problem"]
+        assert "help" not in said
+    assert [step.name for step in found.steps] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize(("error", "words"), [(1e-3, "yes; "), (1e-1, "no, it failed; ")])
+def test_what_a_gpu_has_measured(
+    hopper: System, monkeypatch: pytest.MonkeyPatch, error: float, words: str
+) -> None:
+    winner = explained(hopper).steps[0].decision.taken()
+    assert winner.binary is not None
+    binary = winner.binary
+    measured = Attestation(
+        binary.sha256, str(binary.variant), "sm_90", error, 8e-3, 38, "Imaginary H", "2026-01-31"
+    )
+    monkeypatch.setattr(explanation, "_attestations", lambda: {binary.sha256: measured})
+    found = explained(hopper)
+    assert facts(str(found), "forward")["proven"] == (
+        f"{words}error {error:.1e}, tolerance 8.0e-03, on Imaginary H, 2026-01-31"
+    )
+    forward, backward = found.to_json()["steps"]
+    assert forward["proven"] is (error < 8e-3)
+    assert forward["attestation"]["gpu"] == "Imaginary H"
+    assert (backward["proven"], backward["attestation"]) == (False, None)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("local", [True, False])
+def test_the_row_is_named(
+    hopper: System, tmp_path: Path, a_binary: Make, arch: str, local: bool, capsys: Capture
+) -> None:
+    start = document(capsys, "--arch", "sm_75")
+    for named in (True, False):
+        tuning = a_row(replace(hopper, tuned=None), arch, named)
+        path = tmp_path / "more" / "sm90.scanreg"
+        binaries = [a_binary(v) for v in FAMILY.kernel("time_last_forward", "cuda").variants]
+        tunings = {binaries[0][0].variant.head: [tuning]}
+        archive.write(path, Target.parse("sm90"), binaries, {}, tunings)
+        more = Archive(path)
+        there = replace(hopper, tuned=more) if local else replace(hopper, archives=(more,))
+        found = explained(there)
+        said = facts(str(found), "forward")["tuning"]
+        source = "tuned here" if local else "the shipped table"
+        assert f"the row of lines 16, time 16384 ({source}, {arch}, Imaginary T, 2026-02-01" in said
+        other = "another architecture's, as there is none for sm_90"
+        assert (other in said) == (arch != "sm_90")
+        assert ("0.25 ms there" if named else "which names nothing that runs here") in said
+        record = found.to_json()["steps"][0]["tuning"]
+        assert record["ms"] == (0.25 if named else None)
+        assert (record["source"] == "local") == local
+        assert (record["own_arch"], record["distance"]) == (arch == "sm_90", 2.0)
+        valid({**start, **found.to_json()})
+
+
+def test_what_a_time_counts_as_is_said(hopper: System, tmp_path: Path, a_binary: Make) -> None:
+    """Of a variant that cuts scans into segments of 4096 steps."""
+    kernel = FAMILY.kernel("time_last_forward", "cuda")
+    (cut,) = (
+        variant
+        for variant in kernel.variants
+        if "dtype=bfloat16,gates=bfloat16,access=aligned,warps=1,rows=8" in str(variant)
+        and "pieces=2,stages=3,ahead=2" in str(variant)
+        and "reverse" not in dict(variant.statics)
+    )
+    assert kernel.shape is not None
+    shape = kernel.shape(explained(hopper).steps[0].decision.problem)
+    tuning = Tuning.of(
+        "sm_90", "T", "2026-02-01", {shape.kind: [Row(shape.sizes, {kernel.label(cut): 0.25})]}
+    )
+    path = tmp_path / "sm90.scanreg"
+    archive.write(path, Target.parse("sm90"), [a_binary(cut)], {}, {kernel.head: [tuning]})
+    there = replace(hopper, archives=(Archive(path),))
+    for time, counted in ((4096, 0.25), (8192, 0.25), (5120, 0.4)):
+        found = explained(there, 2, 8, time)
+        said = facts(str(found), "forward")["tuning"]
+        assert "), 0.25 ms there" in said
+        assert ("counted as 0.4," in said) == (counted == 0.4)
+        record = found.to_json()["steps"][0]["tuning"]
+        assert (record["ms"], record["counted"]) == (0.25, counted)
+
+
+def test_losers_are_grouped_or_listed(hopper: System) -> None:
+    found = explained(hopper)
+    short, long = str(found), found.text(everything=True)
+    assert "    17 variants for compute_80, sm_90: dtype float32, not bfloat16\n" in short
+    assert "    5 variants for compute_80: it scans the other way\n" in short
+    assert "    the reference: rung reference; the winner's is exact" in short
+    for step in found.steps:
+        losers = step.decision.rejected
+        assert losers
+        for loser in losers:
+            assert f": {loser.reason}" in short
+            assert f"    {loser.subject}: {loser.reason}" in long
+    rows = [line for line in long.splitlines() if line.startswith("    ")]
+    assert len(rows) == sum(len(step.decision.rejected) for step in found.steps)
+
+
+def test_groups() -> None:
+    first, second = FAMILY.variants()[:2]
+    subjects = (f"{first} for sm_90", f"{second} for sm_90", f"{first} for compute_80")
+    assert called(subjects) == "2 variants for sm_90, compute_80"
+    assert called(subjects[:1]) == subjects[0]
+    assert called((subjects[0], subjects[2])) == f"{first} for sm_90, compute_80"
+    assert called((*subjects, "the reference")) == (
+        "2 variants for sm_90, compute_80, the reference"
+    )
+    assert called(("cuda compiled here", "a thing for sm_90")) == (
+        "cuda compiled here, a thing for sm_90"
+    )
+    losers = [Rejected("a", "x"), Rejected("b", "y"), Rejected("c", "x")]
+    assert list(grouped(losers).items()) == [("x", ("a", "c")), ("y", ("b",))]
+
+
+def test_copies_are_named(hopper: System) -> None:
+    gates, tokens = meta(2, 4096, 8).transpose(1, 2), meta(2, 8, 4096)
+    found = explain_for(hopper, "linear_scan", gates, tokens)
+    assert facts(str(found), "forward")["copies"] == "gates first"
+    assert found.to_json()["steps"][0]["copied"] == ["gates"]
+
+
+def test_the_reference_copies_nothing(a_device: Describe) -> None:
+    gates, tokens = meta(2, 4096, 8).transpose(1, 2), meta(2, 8, 4096)
+    found = explain_for(System(a_device()), "linear_scan", gates, tokens)
+    said = facts(str(found), "forward")
+    assert said["runs"].startswith("plain torch")
+    assert "scan-registry doctor" in said["help"]
+    assert [step["copied"] for step in found.to_json()["steps"]] == [[], []]
+    asked = explain_for(System(a_device()), "linear_scan", gates, tokens, backend="reference")
+    assert "help" not in facts(str(asked), "forward")
+
+
+def test_what_is_compiled_here(a_device: Describe) -> None:
+    found = explained(System(a_device(), (), {"cuda": NVRTC, "triton": "Triton is missing"}))
+    said = facts(str(found), "forward")
+    assert said["target"] == "sm_90, compiled here, at its first use or taken from the cache"
+    assert "known once it is compiled" in said["launch"]
+    assert "sha256" not in said
+    assert "    triton compiled here: Triton is missing\n" in str(found)
+    step = found.to_json()["steps"][0]
+    assert (step["rung"], step["proven"], step["archive"]) == ("jit", None, None)
+    assert step["launch"]["block"] is None
+
+
+def test_where_nothing_runs(archive_factory: Factory, a_device: Describe) -> None:
+    there = System(a_device((8, 7)), (archive_factory("ptx80"),))
+    with policy.require("aot"):
+        found = explained(there)
+    assert not found.runs
+    said = facts(str(found), "backward")
+    assert said["outcome"] == "the call raises NoKernelError"
+    assert "5 variants for compute_80: rung ptx; the policy allows none below same-major" in str(
+        found
+    )
+    step = found.to_json()["steps"][1]
+    assert (step["rung"], step["launch"], step["lowest_rung"]) == (None, None, "same-major")
+
+
+def test_empty_tensors(hopper: System) -> None:
+    found = explained(hopper, 2, 0, 8)
+    assert found.steps == ()
+    assert found.runs
+    assert str(found).endswith("\n\nnothing runs: the tensors are empty")
+
+
+# --- Calls ------------------------------------------------------------------------------------
+
+
+def test_tensors_on_the_cpu() -> None:
+    tensor = torch.rand(2, 8)
+    found = scan_registry.explain(scan_registry.linear_scan, tensor, tensor)
+    assert str(found).startswith("linear_scan on the CPU\n\nforward: rung reference\n")
+    assert [step.name for step in found.steps] == ["forward"]  # no derivative is asked for
+    assert found.device is None
+    assert "help" not in facts(str(found), "forward")
+
+
+def test_what_only_the_reference_takes(hopper: System) -> None:
+    """float64, on the CPU and where the reference is asked for."""
+    tensor = torch.rand(2, 8, dtype=torch.float64, requires_grad=True)
+    found = scan_registry.explain(scan_registry.linear_scan, tensor, tensor)
+    assert [str(step.decision.taken().rung) for step in found.steps] == ["reference"] * 2
+    for step in ("forward", "backward"):
+        assert "dtype float64" in facts(str(found), step)["problem"]
+    assert "float64" in json.dumps(found.to_json())
+    assert explain_for(hopper, "linear_scan", tensor, tensor, backend="reference").runs
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_language_may_be_asked_for_whatever_the_tensors_are_on(
+    hopper: System, backend: str
+) -> None:
+    found = explained(hopper, backend=backend)
+    assert found.runs == (backend == "cuda")
+    assert f"backend='{backend}' was asked for" in str(found)
+
+
+def test_what_cannot_be_explained(hopper: System) -> None:
+    tensor = torch.rand(2, 8)
+    with pytest.raises(TypeError, match="cannot be explained; accepted are linear_scan"):
+        scan_registry.explain(torch.cumsum, tensor, 0)
+    with pytest.raises(ValueError, match="on meta; accepted are the CPU and CUDA devices"):
+        scan_registry.explain(scan_registry.linear_scan, meta(2, 8), meta(2, 8))
+    with pytest.raises(TypeError, match=r"tokens must be a torch\.Tensor, not list"):
+        scan_registry.explain(scan_registry.linear_scan, tensor, [1.0])
+    with pytest.raises(TypeError, match="missing a required argument: 'tokens'"):
+        scan_registry.explain(scan_registry.linear_scan, tensor)
+    with pytest.raises(TypeError, match="'axis'"):
+        scan_registry.explain(scan_registry.linear_scan, tensor, tensor, axis=0)
+    with pytest.raises(ValueError, match="they must broadcast to one shape"):
+        scan_registry.explain(scan_registry.linear_scan, tensor, torch.rand(2, 9))
+    with pytest.raises(ValueError, match="'scan'; accepted are linear_scan"):
+        explain_for(hopper, "scan", tensor, tensor)
+    with pytest.raises(ValueError, match="'hip'; accepted are auto, cuda, triton, reference"):
+        explained(hopper, backend="hip")
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        explained(System(None), backend="cuda")

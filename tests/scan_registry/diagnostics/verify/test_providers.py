@@ -1,0 +1,206 @@
+"""``verify``: packages that bring archives, and compiling those again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verifying import (
+    FIRST,
+    SECOND,
+    SM103,
+    Capture,
+    Entry,
+    Install,
+    altered,
+    read_provider,
+    record,
+    shell,
+    valid,
+)
+
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import Archive
+from scan_registry.catalog import providers
+from scan_registry.diagnostics import verify
+from scan_registry.runtime.jit import CompileError
+
+# --- Providers --------------------------------------------------------------------------------
+
+
+def test_files_are_those_that_were_installed(
+    provided: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has changed an archive may have given it a good manifest."""
+    monkeypatch.syspath_prepend(str(provided))
+    assert verify.altered(read_provider(provided)) == []
+    manifest = provided / "archives_that_are_verified" / "provider.json"
+    manifest.write_text('{"schema": 1, "core": ">=0", "denied": []}', encoding="utf-8")
+    held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    archive.write(held, SM103, [], {})
+    defects = verify.altered(read_provider(provided))
+    assert sorted(str(defect.path) for defect in defects) == sorted(map(str, (held, manifest)))
+    for defect in defects:
+        assert "SHA-256 is " in defect.reason
+        assert "reinstall verified" in defect.reason
+    held.unlink()
+    reasons = {defect.path: defect.reason for defect in verify.altered(read_provider(provided))}
+    assert reasons[held] == "No such file or directory; reinstall verified"
+
+
+def test_a_missing_archive_is_a_defect(provided: Path) -> None:
+    """Nothing else tells that it has ever been there."""
+    shell(provided)
+    held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    held.unlink()
+    found = valid(shell(provided, "--json", status=1))
+    assert found["defects"][0]["path"] == str(held)
+    assert found["defects"][0]["reason"] == "No such file or directory; reinstall verified"
+
+
+def test_nothing_is_known_of_what_was_not_recorded(
+    provided: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(provided))
+    (provided / "verified-1.2.3.dist-info" / "RECORD").unlink()
+    assert verify.altered(read_provider(provided)) == []
+    assert verify.altered(replace(read_provider(provided), name="not-installed-at-all")) == []
+
+
+@pytest.mark.parametrize("core", [">=900", "", None])
+def test_a_broken_provider_is_a_defect_and_hides_no_other(provided: Path, core: str | None) -> None:
+    """Whether it is for other versions, or its manifest is not one."""
+    place = provided.parent / "broken"
+    shutil.copytree(provided, place)
+    (place / "archives_that_are_verified").rename(place / "archives_that_are_broken")
+    (place / "verified-1.2.3.dist-info").rename(place / "broken-1.2.3.dist-info")
+    for path in (place / "broken-1.2.3.dist-info").iterdir():
+        path.write_text(
+            path.read_text(encoding="utf-8").replace("verified", "broken"), encoding="utf-8"
+        )
+    manifest = place / "archives_that_are_broken" / "provider.json"
+    manifest.write_text(json.dumps({"schema": 1, "core": core}), encoding="utf-8")
+    found = valid(shell(Path(f"{place}{os.pathsep}{provided}"), "--json", status=1))
+    assert [held["intact"] for held in found["archives"]] == [2]
+    assert [p["name"] for p in found["providers"]][1:] == ["verified"]
+    (defect,) = found["defects"]
+    assert defect["reason"].startswith("broken 1.2.3")
+    out = shell(Path(f"{place}{os.pathsep}{provided}"), status=1)
+    assert "defect: broken 1.2.3" in out
+    assert out.splitlines()[-1] == "2 of 2 binaries intact, 1 defect"
+
+
+def test_a_file_that_is_named_after_no_architecture_is_a_defect(provided: Path) -> None:
+    stray = provided / "archives_that_are_verified" / "archives" / "hopper.scanreg"
+    stray.write_bytes(b"")
+    found = valid(shell(provided, "--json", status=1))
+    assert [held["intact"] for held in found["archives"]] == [2]
+    (defect,) = found["defects"]
+    assert (defect["path"], defect["reason"]) == (str(stray), providers.MISNAMED)
+
+
+# --- Compiling again --------------------------------------------------------------------------
+
+
+def test_compiled_again_to_the_same_bytes(provided: Path) -> None:
+    found = valid(shell(provided, "--rebuild", "--json"))
+    (held,) = found["archives"]
+    assert (held["identical"], held["not_comparable"], found["rebuilt"]) == (2, 0, True)
+    assert found["passed"]
+    out = shell(provided, "--rebuild")
+    assert out.splitlines()[-1] == (
+        "2 of 2 binaries intact, 2 of 2 compared are identical, 0 defects"
+    )
+
+
+def test_other_bytes_that_nothing_else_tells_of(
+    provided: Path, compiled: dict[str, list[Entry]]
+) -> None:
+    first, second = compiled["sm103"]
+    held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    changed = altered(first, first[1] + b"\0")
+    archive.write(held, SM103, [changed, altered(second, dynamic_shared=16)], {})
+    record(provided)
+    shell(provided)  # it is as it says
+    found = valid(shell(provided, "--rebuild", "--json", status=1))
+    assert (found["archives"][0]["intact"], found["archives"][0]["identical"]) == (2, 0)
+    reasons = {defect["variant"]: defect["reason"] for defect in found["defects"]}
+    assert f"compiled here has SHA-256 {first[0].sha256}" in reasons[str(FIRST)]
+    assert changed[0].sha256 in reasons[str(FIRST)]
+    assert reasons[str(SECOND)] == (
+        "compiled here to the same bytes, but dynamic_shared is 0, installed 16"
+    )
+
+
+def test_another_compiler_is_no_mismatch(
+    provided: Path, compiled: dict[str, list[Entry]], capsys: Capture
+) -> None:
+    first, second = compiled["sm103"]
+    held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    archive.write(held, SM103, [altered(first, compiler="nvrtc 1.2.3"), second], {})
+    record(provided)
+    found = valid(shell(provided, "--rebuild", "--json"))
+    (entry,) = found["archives"]
+    assert (entry["identical"], entry["not_comparable"]) == (1, 1)
+    (other,) = found["not_comparable"]
+    assert other["variant"] == str(FIRST)
+    assert other["reason"] == f"made by nvrtc 1.2.3; here is {second[0].compiler}"
+    archive.write(held, SM103, [altered(first, compiler="nvrtc 1.2.3")], {})
+    record(provided)
+    out = shell(provided, "--rebuild", status=2)
+    here = f"made by nvrtc 1.2.3; here is {second[0].compiler}"
+    assert f"not comparable: 1 of sm103, {here}" in out.splitlines()
+
+
+def compared(held: Archive) -> list[verify.Comparison]:
+    return list(verify.rebuild([(held, binary) for binary in held.binaries], workers=1))
+
+
+def test_what_is_not_worth_compiling(
+    install: Install,
+    compiled: dict[str, list[Entry]],
+    monkeypatch: pytest.MonkeyPatch,
+    archive_parts: Any,
+) -> None:
+    first, second = compiled["sm103"]
+    held = install("sm103", [altered(first, source_sha256="ab" * 32), second])
+    held.path.write_bytes(archive_parts.flipped(held.path.read_bytes()))
+    other, damaged = compared(held)
+    assert (other.outcome, damaged.outcome) == ("not comparable", "not comparable")
+    assert other.reason == "made from other sources or options"
+    assert damaged.reason == "its bytes are damaged"
+    monkeypatch.setattr(verify.jit, "toolchains", lambda: {"cuda": "NVRTC is not installed"})
+    reasons = {comparison.reason for comparison in compared(held)}
+    assert reasons == {f"made by {first[0].compiler}; here: NVRTC is not installed"}
+
+
+def test_a_compile_that_fails_is_a_mismatch(
+    install: Install, compiled: dict[str, list[Entry]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Entry:
+        raise CompileError("no such intrinsic\non line 7")
+
+    held = install("sm103", compiled["sm103"])
+    monkeypatch.setattr(verify, "compile_variant", fail)
+    for comparison in compared(held):
+        assert comparison.outcome == "different"
+        assert comparison.reason == "does not compile here: no such intrinsic\non line 7"
+
+
+@pytest.mark.parametrize("words", [["verify"], ["cache", "list"]])
+def test_looking_needs_neither_torch_nor_a_compiler(words: list[str]) -> None:
+    script = f"""
+import sys
+from scan_registry.cli import main
+main({words!r})
+heavy = {{"torch", "triton", "numpy", "cuda"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", script], cwd="/", check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,193 @@
+"""Policy: how far down the ladder a call may go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.policy import (
+    LEVELS,
+    FallbackWarning,
+    Level,
+    as_required,
+    lowest,
+    require,
+)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing is required by the environment unless a test says so; it is read anew for each."""
+    monkeypatch.delenv(policy.VARIABLE, raising=False)
+    policy._default.cache_clear()
+    yield monkeypatch
+    policy._default.cache_clear()
+
+
+def test_everything_is_allowed_unless_something_is_required() -> None:
+    assert lowest() is Rung.REFERENCE
+    assert policy.required.get() is None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_holds_within_its_block(level: Level) -> None:
+    with require(level):
+        assert lowest() is LEVELS[level]
+    assert lowest() is Rung.REFERENCE
+
+
+def test_levels_are_ordered_as_rungs_are() -> None:
+    assert list(LEVELS) == ["aot", "ptx", "jit", "reference"]
+    assert list(LEVELS.values()) == sorted(LEVELS.values())
+    assert LEVELS["aot"] is Rung.SAME_MAJOR
+    assert LEVELS["reference"] is max(Rung)
+
+
+@pytest.mark.parametrize("outer", LEVELS)
+@pytest.mark.parametrize("inner", LEVELS)
+def test_the_strictest_of_nested_levels_holds(outer: Level, inner: Level) -> None:
+    strictest = min(LEVELS[outer], LEVELS[inner])
+    with require(outer):
+        with require(inner):
+            assert lowest() is strictest
+        assert lowest() is LEVELS[outer]
+
+
+@pytest.mark.parametrize("variable", LEVELS)
+@pytest.mark.parametrize("inner", LEVELS)
+def test_the_environment_is_one_more_level(
+    environment: pytest.MonkeyPatch, variable: Level, inner: Level
+) -> None:
+    environment.setenv(policy.VARIABLE, variable)
+    assert lowest() is LEVELS[variable]
+    with require(inner):
+        assert lowest() is min(LEVELS[variable], LEVELS[inner])
+
+
+def test_the_environment_is_read_once(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv(policy.VARIABLE, "ptx")
+    assert lowest() is Rung.PTX
+    environment.setenv(policy.VARIABLE, "aot")
+    assert lowest() is Rung.PTX
+
+
+def test_an_empty_variable_requires_nothing(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv(policy.VARIABLE, "")
+    assert lowest() is Rung.REFERENCE
+
+
+@pytest.mark.parametrize("value", ["AOT", "exact", "none", "aot ", "0"])
+def test_an_unknown_level_in_the_environment(environment: pytest.MonkeyPatch, value: str) -> None:
+    environment.setenv(policy.VARIABLE, value)
+    for _ in range(2):  # it stays wrong
+        with pytest.raises(ValueError, match="accepted are aot, ptx, jit, reference") as caught:
+            lowest()
+        assert f"{policy.VARIABLE} is {value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["exact", "", None, 1, ["aot"]])
+def test_an_unknown_level(value: object) -> None:
+    with (
+        pytest.raises(ValueError, match="accepted are aot, ptx, jit, reference") as caught,
+        require(value),  # type: ignore[arg-type]
+    ):
+        raise AssertionError("entered")
+    assert f"level is {value!r}" in str(caught.value)
+    assert lowest() is Rung.REFERENCE
+
+
+def test_an_exception_ends_the_block() -> None:
+    with pytest.raises(KeyError), require("aot"):
+        raise KeyError("something else")
+    assert lowest() is Rung.REFERENCE
+
+
+def test_one_object_is_a_decorator_and_no_more() -> None:
+    """``contextmanager`` gives both; a decorated function requires its level at each call."""
+
+    @require("ptx")
+    def inside() -> Rung:
+        return lowest()
+
+    assert [inside(), inside()] == [Rung.PTX, Rung.PTX]
+    assert lowest() is Rung.REFERENCE
+
+
+def test_threads_have_levels_of_their_own() -> None:
+    """A thread starts without its parent's level, and does not touch it; autograd copies it."""
+    seen: list[Rung] = []
+
+    def work() -> None:
+        seen.append(lowest())
+        with require("jit"):
+            seen.append(lowest())
+
+    with require("aot"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert lowest() is Rung.SAME_MAJOR
+        copied = contextvars.copy_context()
+    assert seen == [Rung.REFERENCE, Rung.JIT]
+    assert copied.run(lowest) is Rung.SAME_MAJOR
+
+
+def test_tasks_have_levels_of_their_own() -> None:
+    async def strict(level: Level) -> Rung:
+        with require(level):
+            await asyncio.sleep(0.01)
+            return lowest()
+
+    async def main() -> list[Rung]:
+        return await asyncio.gather(*(strict(level) for level in LEVELS))
+
+    assert asyncio.run(main()) == list(LEVELS.values())
+    assert lowest() is Rung.REFERENCE
+
+
+def test_a_backward_pass_keeps_to_the_level_of_its_forward_pass() -> None:
+    """``as_required`` is what was required elsewhere, whatever is required here."""
+    with require("aot"):
+        elsewhere = policy.required.get()
+    with require("jit"):
+        with as_required(elsewhere):
+            assert lowest() is Rung.SAME_MAJOR
+        with as_required(None):
+            assert lowest() is Rung.REFERENCE
+        assert lowest() is Rung.JIT
+
+
+def test_it_is_read_in_a_fresh_process_without_torch(tmp_path: Path) -> None:
+    script = """
+import sys, scan_registry
+from scan_registry.dispatch import policy
+print(policy.lowest(), "torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, policy.VARIABLE: "aot"},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
+    )
+    assert done.stdout.split() == ["same-major", "False"]
+
+
+def test_the_warning_is_the_users_to_filter() -> None:
+    import scan_registry
+
+    assert scan_registry.FallbackWarning is FallbackWarning
+    assert issubclass(FallbackWarning, UserWarning)
+    assert scan_registry.require is require

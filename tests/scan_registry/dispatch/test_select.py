@@ -1,0 +1,376 @@
+"""Selection over imaginary systems: who wins, and what is said of those who lose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from imaginary import COMPILERS, FAMILY
+from selecting import (
+    CUDA,
+    EVERY_CUDA,
+    KERNEL,
+    TRITON,
+    Describe,
+    Factory,
+    Make,
+    a_problem,
+    binary_of,
+    decide,
+    in_memory,
+    told,
+    variant_of,
+)
+
+from scan_registry.artifact.archive import Archive
+from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.select import Candidate, NoKernelError, Rejected, System, advice, select
+from scan_registry.kernels.model import Language, Variant
+
+# --- Rungs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "winner", "rung"),
+    [
+        (("ptx80", "sm80", "sm86", "sm90"), (8, 6), "sm_86", Rung.EXACT),
+        (("ptx80", "sm80", "sm90"), (8, 6), "sm_80", Rung.SAME_MAJOR),
+        (("sm80",), (8, 6), "sm_80", Rung.SAME_MAJOR),
+        (("ptx80", "sm80", "sm86"), (8, 9), "sm_86", Rung.SAME_MAJOR),
+        (("ptx80", "sm90"), (8, 6), "compute_80", Rung.PTX),
+        (("ptx80", "sm80", "sm90"), (9, 0), "sm_90", Rung.EXACT),
+        (("ptx80", "sm80", "sm90"), (10, 0), "compute_80", Rung.PTX),
+        (("ptx80", "ptx90"), (10, 0), "compute_90", Rung.PTX),
+        (("sm86", "sm80"), (8, 0), "sm_80", Rung.EXACT),
+        # 8.7 is a Tegra system: desktop machine code does not run there.
+        (("ptx80", "sm80", "sm86"), (8, 7), "compute_80", Rung.PTX),
+        (("sm80", "sm86"), (8, 7), "sm_87", Rung.JIT),
+        (("ptx80", "sm100", "sm90"), (10, 3), "sm_100", Rung.SAME_MAJOR),
+        (("ptx80", "sm90"), (10, 3), "compute_80", Rung.PTX),
+        (("sm90",), (10, 3), "sm_103", Rung.JIT),
+        (("ptx80", "sm120", "sm100"), (12, 1), "sm_120", Rung.SAME_MAJOR),
+        (("ptx80", "sm100"), (12, 1), "compute_80", Rung.PTX),
+        ((), (12, 1), "sm_121", Rung.JIT),
+        # Later than what the compiler knows: PTX for the latest that it does.
+        ((), (13, 0), "compute_121", Rung.JIT),
+        (("sm80", "sm86"), (11, 0), "compute_103", Rung.JIT),
+    ],
+)
+def test_the_closest_rung_wins(
+    archive_factory: Factory,
+    a_device: Describe,
+    archs: tuple[str, ...],
+    capability: tuple[int, int],
+    winner: str,
+    rung: Rung,
+) -> None:
+    archives = [archive_factory(arch) for arch in archs]
+    for order in (archives, archives[::-1]):
+        chosen = decide(a_device(capability), order, toolchains=COMPILERS).taken()
+        assert (str(chosen.target), chosen.rung) == (winner, rung)
+        assert variant_of(chosen).language == "cuda"
+
+
+def test_too_old_a_gpu_gets_the_reference(archive_factory: Factory, a_device: Describe) -> None:
+    archives = [archive_factory(arch) for arch in ("ptx80", "sm80", "sm90")]
+    decision = decide(a_device((7, 5)), archives, toolchains=COMPILERS)
+    assert decision.taken() == Candidate(Rung.REFERENCE)
+    assert decision.launch() is None
+    assert told(decision, "ptx80.scanreg") == "compute_80 needs 8.0 or later, not 7.5"
+    for language in ("cuda", "triton"):
+        reason = "the kernels need compute capability 8.0; the device's is 7.5"
+        assert told(decision, f"{language} compiled here") == reason
+
+
+def test_nothing_but_the_reference_is_considered_on_the_cpu(archive_factory: Factory) -> None:
+    decision = decide(None, [archive_factory("sm90")], toolchains=COMPILERS)
+    assert decision.taken() == Candidate(Rung.REFERENCE)
+    assert decision.rejected == ()
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "rung", "target"),
+    [
+        # Triton's machine code from 9.0 up runs on one capability only.
+        ((10, 3), ("sm100", "ptx80"), Rung.PTX, "compute_80"),
+        ((10, 3), ("sm100",), Rung.JIT, "sm_103"),
+        ((12, 1), ("sm120", "ptx80"), Rung.PTX, "compute_80"),
+        ((12, 1), ("sm120",), Rung.JIT, "sm_121"),
+        ((8, 6), ("sm80",), Rung.SAME_MAJOR, "sm_80"),
+    ],
+)
+def test_the_ladder_for_triton(
+    a_binary: Make,
+    a_device: Describe,
+    capability: tuple[int, int],
+    archs: tuple[str, ...],
+    rung: Rung,
+    target: str,
+) -> None:
+    specific = {"sm100": "sm100a", "sm120": "sm120a"}
+    archives = [
+        in_memory(arch, [a_binary(TRITON[0], specific.get(arch, arch))[0]]) for arch in archs
+    ]
+    chosen = decide(a_device(capability), archives, backend="triton", toolchains=COMPILERS).taken()
+    assert (chosen.rung, str(chosen.target)) == (rung, target)
+
+
+def test_losers_of_a_later_rung_are_told_so(archive_factory: Factory, a_device: Describe) -> None:
+    archives = [archive_factory("sm80", variants=CUDA), archive_factory("ptx80", variants=CUDA)]
+    decision = decide(a_device((8, 6)), archives, toolchains=COMPILERS)
+    assert "rung ptx; the winner's is same-major" in told(decision, "for compute_80")
+    assert "rung jit; the winner's is same-major" in told(decision, "for sm_86")
+    assert told(decision, "the reference") == "rung reference; the winner's is same-major"
+
+
+def test_cuda_wins_over_triton_on_one_rung(archive_factory: Factory, a_device: Describe) -> None:
+    archive = archive_factory("sm90", variants=[*TRITON, *CUDA])
+    decision = decide(a_device(), [archive])
+    assert variant_of(decision.taken()).language == "cuda"
+    assert "cuda comes first" in told(decision, ":triton:")
+    decision = decide(a_device(), toolchains=dict(reversed(COMPILERS.items())))
+    assert variant_of(decision.taken()).language == "cuda"
+    assert "cuda comes first" in told(decision, ":triton:")
+
+
+def test_of_equal_rungs_the_later_architecture_wins(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    archives = [archive_factory(arch, variants=CUDA) for arch in ("sm80", "sm86")]
+    decision = decide(a_device((8, 9)), archives)
+    assert str(decision.taken().target) == "sm_86"
+    assert "sm_86 is closer to the device" in told(decision, "for sm_80")
+
+
+def test_of_equal_binaries_the_first_wins(a_binary: Make, a_device: Describe) -> None:
+    binary, _ = a_binary(CUDA[0], "sm90")
+    archives = [in_memory("sm90", [binary], name) for name in ("scan-registry", "another")]
+    for order in (archives, archives[::-1]):
+        decision = decide(a_device(), order)
+        assert decision.taken().archive is order[0]
+        assert f"{order[0].provider} has it, too" in told(decision, str(CUDA[0]))
+
+
+def test_the_spec_decides_among_equals(archive_factory: Factory, a_device: Describe) -> None:
+    kernel = FAMILY.kernel(KERNEL, "cuda")
+    for time in (1, 100, 1000, 5000, 100_000):
+        problem = a_problem(time)
+        able = [v for v in CUDA if kernel.accepts(v, problem) is None]
+        best = min(able, key=lambda v: kernel.cost(v, problem))
+        for order in (CUDA, CUDA[::-1]):
+            archive = archive_factory("sm90", variants=order)
+            decision = decide(a_device(), [archive], problem)
+            assert variant_of(decision.taken()) == best
+            assert "the spec prefers the winner" in told(decision, "")
+            assert decision.taken().cost == kernel.cost(best, problem)
+        compiled = decide(a_device(), problem=problem, toolchains=COMPILERS)
+        assert variant_of(compiled.taken()) == best
+
+
+def test_a_closer_rung_beats_the_preferred_language(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    archives = [archive_factory("ptx80", variants=CUDA), archive_factory("sm90", variants=TRITON)]
+    chosen = decide(a_device(), archives, toolchains=COMPILERS).taken()
+    assert (variant_of(chosen).language, chosen.rung) == ("triton", Rung.EXACT)
+
+
+def test_the_launch_is_the_winners(archive_factory: Factory, a_device: Describe) -> None:
+    decision = decide(a_device(), [archive_factory("sm90")])
+    variant = variant_of(decision.taken())
+    launch = FAMILY.kernel(KERNEL, "cuda").launch(variant, a_problem(), a_device().multiprocessors)
+    assert decision.launch() == launch
+
+
+# --- Rejections -------------------------------------------------------------------------------
+
+
+def test_architecture_specific_code_stays_on_its_architecture(
+    archive_factory: Factory, a_device: Describe, a_binary: Make
+) -> None:
+    """Triton's sm_90a binaries lie in the archive of sm_90, beside CUDA's sm_90."""
+    both = [a_binary(TRITON[0], "sm90a"), a_binary(CUDA[0], "sm90")]
+    archive = archive_factory("sm90", both)
+    chosen = decide(a_device((9, 0)), [archive], backend="triton").taken()
+    assert (str(binary_of(chosen).target), chosen.rung) == ("sm_90a", Rung.EXACT)
+    # No 9.1 exists; were there one, sm_90 code would run on it and sm_90a code would not.
+    problem = a_problem(dtype=both[0][0].variant.text("dtype"))
+    decision = decide(a_device((9, 1)), [archive], problem)
+    assert str(binary_of(decision.winner).target) == "sm_90"
+    assert told(decision, "for sm_90a") == "sm_90a runs on 9.0 only; the device is 9.1"
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "reason"),
+    [
+        ("sm90a", (10, 0), "sm_90a runs on 9.0 only; the device is 10.0"),
+        ("sm86", (8, 0), "sm_86 runs on 8.6 and later 8.x; the device is 8.0"),
+        ("sm80", (8, 7), "sm_80 and the device's 8.7 are on different sides of Tegra"),
+        ("ptx90", (8, 9), "compute_90 needs 9.0 or later, not 8.9"),
+    ],
+)
+def test_an_archive_of_another_architecture_is_rejected_as_a_whole(
+    archive_factory: Factory,
+    a_device: Describe,
+    arch: str,
+    capability: tuple[int, int],
+    reason: str,
+) -> None:
+    decision = decide(a_device(capability), [archive_factory(arch)])
+    assert decision.rejected == (Rejected(f"scan-registry's {arch}.scanreg", reason),)
+    assert decision.taken().rung is Rung.REFERENCE
+
+
+def test_an_archive_that_cannot_run_is_not_read(
+    archive_factory: Factory, a_device: Describe, tmp_path: Path
+) -> None:
+    (tmp_path / "sm80.scanreg").write_bytes(b"garbage")
+    others = [Archive(tmp_path / "sm80.scanreg"), Archive(tmp_path / "missing" / "sm120.scanreg")]
+    decision = decide(a_device((9, 0)), [*others, archive_factory("sm90")])
+    assert decision.taken().rung is Rung.EXACT
+    assert [(loser.subject, loser.damaged) for loser in decision.rejected[:2]] == [
+        ("scan-registry's sm80.scanreg", False),
+        ("scan-registry's sm120.scanreg", False),
+    ]
+
+
+def test_a_damaged_archive_is_named_and_the_next_rung_taken(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    archives = [archive_factory("ptx80"), archive_factory("sm90")]
+    content = bytearray(archives[1].path.read_bytes())
+    content[100] ^= 1
+    archives[1].path.write_bytes(content)
+    decision = decide(a_device((9, 0)), [archives[0], Archive(archives[1].path, "acme")])
+    assert decision.taken().rung is Rung.PTX
+    (loser,) = (loser for loser in decision.rejected if loser.damaged)
+    assert loser.subject == "acme's sm90.scanreg"
+    assert str(archives[1].path) in loser.reason
+    assert "SHA-256" in loser.reason
+
+
+def test_an_entry_that_names_no_variant(
+    archive_factory: Factory, archive_parts: Any, a_device: Describe
+) -> None:
+    """It is rejected alone, and the advice does without it."""
+    path = archive_factory("sm90", variants=CUDA[:1]).path
+    parts = archive_parts.of(path.read_bytes())
+    (document,) = parts.sections.values()
+    document["binaries"][0]["variant"] = f"{CUDA[0].stem},bad"
+    path.write_bytes(parts.together())
+    decision = decide(a_device(), [Archive(path)])
+    assert decision.taken().rung is Rung.REFERENCE
+    (loser,) = (loser for loser in decision.rejected if loser.damaged)
+    assert str(path) in loser.reason
+    assert advice(decision)
+    with pytest.raises(NoKernelError, match="is not name=value"):
+        decide(a_device(), [Archive(path)], lowest=Rung.PTX).taken()
+
+
+def test_a_file_whose_name_is_no_architecture(a_device: Describe, tmp_path: Path) -> None:
+    decision = decide(a_device(), [Archive(tmp_path / "backup.scanreg")])
+    (loser,) = decision.rejected
+    assert loser.damaged
+    assert "not an architecture's" in loser.reason
+
+
+def test_backend_pins_the_language(archive_factory: Factory, a_device: Describe) -> None:
+    archive = archive_factory("sm90", variants=[*CUDA, *TRITON])
+    languages: tuple[tuple[Language, Language], ...] = (("cuda", "triton"), ("triton", "cuda"))
+    count = {"cuda": len(CUDA) + len(EVERY_CUDA), "triton": 2 * len(TRITON)}
+    for backend, other in languages:
+        decision = decide(a_device(), [archive], backend=backend, toolchains=COMPILERS)
+        assert variant_of(decision.taken()).language == backend
+        reason = f"backend={backend!r} was asked for"
+        losers = [r.subject for r in decision.rejected if r.reason == reason]
+        # Installed, compiled here, and the reference.
+        assert len(losers) == count[other] + 1
+        assert told(decision, "the reference") == reason
+        assert decide(a_device(), backend=backend).winner is None
+    decision = decide(a_device(), [archive], backend="reference", toolchains=COMPILERS)
+    assert decision.taken() == Candidate(Rung.REFERENCE)
+    assert {r.reason for r in decision.rejected} == {"backend='reference' was asked for"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "changes", "reason"),
+    [
+        ("threads_per_block", 64, {}, "128 threads per block; the device has 64"),
+        (
+            "shared_memory_per_block",
+            100_000,
+            {"dynamic_shared": 99_000},
+            "100024 bytes of shared memory per block; the device has 100000",
+        ),
+        ("registers_per_block", 5119, {}, "5120 registers per block; the device has 5119"),
+        (
+            "driver",
+            (12, 4),
+            {"format_version": "8", "oldest_driver": (13, 0)},
+            "ELF ABI 8 for sm_90 needs a driver for CUDA 13.0; this one supports 12.4",
+        ),
+    ],
+)
+def test_a_binary_that_does_not_fit_is_rejected(
+    archive_factory: Factory,
+    a_device: Describe,
+    a_binary: Make,
+    limit: str,
+    value: object,
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    archive = archive_factory("sm90", [a_binary(CUDA[0], **changes)])
+    problem = a_problem(dtype=CUDA[0].text("dtype"))
+    decision = decide(a_device(**{limit: value}), [archive], problem)
+    assert decision.rejected == (Rejected(f"{CUDA[0]} for sm_90", reason),)
+    assert decide(a_device(), [archive], problem).taken().rung is Rung.EXACT
+
+
+def test_ptx_that_the_driver_is_too_old_for(
+    archive_factory: Factory, a_device: Describe, a_binary: Make
+) -> None:
+    ptx = [a_binary(v, "ptx80", format_version="8.8", oldest_driver=(12, 9)) for v in CUDA]
+    archive = archive_factory("ptx80", ptx)
+    decision = decide(a_device((10, 0), driver=(12, 8)), [archive], toolchains=COMPILERS)
+    assert decision.taken().rung is Rung.JIT
+    reason = "PTX ISA 8.8 for compute_80 needs a driver for CUDA 12.9; this one supports 12.8"
+    assert reason in told(decision, "for compute_80")
+
+
+def test_what_the_spec_does_not_accept(archive_factory: Factory, a_device: Describe) -> None:
+    archive = archive_factory("sm90", variants=CUDA)
+    problem = a_problem(1023, "float16", alignment=2)
+    decision = decide(a_device(), [archive], problem, toolchains=COMPILERS)
+    variant = variant_of(decision.taken())
+    assert (variant.text("dtype"), variant.text("access")) == ("float16", "generic")
+    assert "dtype float32, not float16" in told(decision, "dtype=float32")
+    reason = "rows are not made of whole chunks of 8 float16"
+    assert reason in told(decision, "dtype=float16,gates=float16,access=aligned")
+
+
+def test_other_kernels_are_not_mentioned(archive_factory: Factory, a_device: Describe) -> None:
+    decision = decide(a_device(), [archive_factory("sm90")])
+    assert len(decision.rejected) == len(CUDA)  # the other variants, and the reference
+    assert all(KERNEL in loser.subject for loser in decision.rejected[:-1])
+
+
+def test_more_blocks_than_a_grid_holds(archive_factory: Factory, a_device: Describe) -> None:
+    problem = replace(a_problem(), batch=1, channels=2**34)
+    decision = decide(a_device(), [archive_factory("sm90")], problem, toolchains=COMPILERS)
+    assert decision.taken().rung is Rung.REFERENCE
+    assert f"blocks; a grid holds {2**31 - 1}" in told(decision, KERNEL)
+
+
+def test_variants_of_another_version(a_device: Describe, a_binary: Make) -> None:
+    """A provider's archive may hold what this version's spec does not know how to launch."""
+    other = Variant(FAMILY.name, KERNEL, "cuda", (("dtype", "float32"), ("lanes", 4)))
+    decision = decide(a_device(), [in_memory("sm90", [a_binary(other)[0]])])
+    reason = "this version's spec has no such variant"
+    assert told(decision, str(other)) == reason
+    fewer = replace(FAMILY, kernels=tuple(k for k in FAMILY.kernels if k.language == "cuda"))
+    archive = in_memory("sm90", [a_binary(TRITON[0])[0]])
+    decision = select(System(a_device(), (archive,)), fewer, a_problem())
+    assert told(decision, str(TRITON[0])) == "this version has no such kernel in triton"

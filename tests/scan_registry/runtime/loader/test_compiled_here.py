@@ -1,0 +1,244 @@
+"""The loader against the stub driver: what is compiled here, tuned here or pinned."""
+
+from __future__ import annotations
+
+import pytest
+from loading import BEST, COMPILED, CUDA, NO_BINARY_FOR_GPU, Rig, Synthetic, needs_nvrtc
+
+from scan_registry.aot.compile import compile_variant
+from scan_registry.hardware.target import Target
+
+# --- Compiled here ----------------------------------------------------------------------------
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("capability", "target"), [((12, 1), "sm_121"), ((13, 0), "compute_121"), ((8, 7), "sm_87")]
+)
+def test_an_architecture_that_nothing_was_built_for(
+    rig: Rig, synthetic: Synthetic, capability: tuple[int, int], target: str
+) -> None:
+    rig.stub.gpu(capability, name="Later", shared=101_376)
+    rig.holds("sm90", synthetic("sm90"))
+    script = """
+ready = prepare(backend="cuda")
+report(ready=facts(ready), status=run(ready), compiler=mapped("libnvrtc"))
+"""
+    first, second = rig.run(script), rig.run(script)
+    for found in (first, second):
+        assert (found["ready"]["rung"], found["ready"]["target"]) == ("jit", target)
+        assert found["status"] == 0
+        (warning,) = found["told"]
+        assert warning.startswith("FallbackWarning: linear_scan.time_last_forward runs on rung jit")
+        for word in ("Later", str(rig.stub.folder / "cache"), found["ready"]["variant"]):
+            assert word in warning
+    assert "compiled by nvrtc" in first["told"][0]
+    assert "install a scan-registry wheel" in first["told"][0]
+    assert "or ship what `scan-registry cache export` makes" in first["told"][0]
+    assert "taken from the cache" in second["told"][0]
+    assert (first["compiler"], second["compiler"]) == (True, False)
+    assert rig.loads() == [(0, target, 0)] * 2
+
+
+NOTHING_COMPILED = """
+report(
+    it=it,
+    nvrtc=mapped("libnvrtc"),
+    triton="triton" in sys.modules,
+    cache=os.path.exists(os.environ["SCAN_REGISTRY_CACHE"]),
+)
+"""
+
+
+@pytest.mark.parametrize("source", ["require", "SCAN_REGISTRY_REQUIRE"])
+def test_what_is_required_is_never_compiled(rig: Rig, synthetic: Synthetic, source: str) -> None:
+    rig.stub.gpu((12, 1))
+    rig.holds("ptx80", synthetic("ptx80"))
+    if source == "require":
+        found = rig.run(f"""
+with policy.require("aot"):
+    it = attempt(prepare, lowest=policy.lowest())
+{NOTHING_COMPILED}""")
+    else:
+        script = f"it = attempt(prepare, lowest=policy.lowest())\n{NOTHING_COMPILED}"
+        found = rig.run(script, SCAN_REGISTRY_REQUIRE="aot")
+    assert found["it"]["error"] == "NoKernelError"
+    assert "rung ptx; the policy allows none below same-major" in found["it"]["words"]
+    assert "rung jit; the policy allows none below same-major" in found["it"]["words"]
+    assert (found["nvrtc"], found["triton"], found["cache"]) == (False, False, False)
+    assert rig.loads() == []
+
+
+def test_ptx_may_be_required_instead(rig: Rig, synthetic: Synthetic) -> None:
+    rig.stub.gpu((12, 1))
+    rig.holds("ptx80", synthetic("ptx80"))
+    script = f"it = attempt(prepare, lowest=policy.lowest())\n{NOTHING_COMPILED}"
+    found = rig.run(script, SCAN_REGISTRY_REQUIRE="ptx")
+    assert found["it"]["rung"] == "ptx"
+    assert (found["nvrtc"], found["triton"], found["cache"]) == (False, False, False)
+
+
+def test_nothing_is_compiled_where_something_is_installed(rig: Rig, synthetic: Synthetic) -> None:
+    rig.stub.gpu((12, 1))
+    rig.holds("sm120", synthetic("sm120"))
+    found = rig.run(f"it = facts(prepare())\n{NOTHING_COMPILED}")
+    assert found["it"]["rung"] == "same-major"
+    assert (found["nvrtc"], found["triton"], found["cache"]) == (False, False, False)
+
+
+#: Compilers that fail, and say so.
+BROKEN = """
+from scan_registry.aot import compile as compiling
+
+class Broken:
+    def __init__(self, real):
+        self.real = real
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+    def compile(self, kernel, variant, target, shared):
+        raise jit.CompileError("ptxas fatal: this compiler is broken")
+
+real = dict(compiling.COMPILERS)
+compiling.COMPILERS = {"cuda": Broken(real["cuda"])}
+"""
+
+
+@needs_nvrtc
+def test_what_does_not_compile_is_a_reason(rig: Rig) -> None:
+    rig.stub.gpu((12, 1))
+    found = rig.run(f"""{BROKEN}
+report(allowed=attempt(prepare), pinned=attempt(prepare, backend="cuda"))
+""")
+    assert found["allowed"]["rung"] == "reference"
+    reason = found["allowed"]["rejected"][f"{COMPILED} for sm_121"]
+    assert f"{COMPILED} for sm_121 did not compile\nptxas fatal: this compiler is broken" in reason
+    assert found["pinned"]["error"] == "NoKernelError"
+    assert "this compiler is broken" in found["pinned"]["words"]
+    assert rig.loads() == []
+
+
+@needs_nvrtc
+def test_what_is_denied_is_not_loaded_when_it_was_compiled_here(rig: Rig) -> None:
+    rig.stub.gpu((12, 1))
+    binary, _ = compile_variant(COMPILED, Target.parse("sm121"))
+    rig.denies({"sha256": binary.sha256, "reason": "it races"})
+    found = rig.run('report(ready=facts(prepare(backend="cuda")))')
+    assert (found["ready"]["rung"], found["ready"]["target"]) == ("jit", "sm_121")
+    assert found["ready"]["variant"] != str(COMPILED)
+    assert "denied: it races" in found["ready"]["rejected"][str(binary)]
+
+
+@needs_nvrtc
+def test_what_was_compiled_here_and_is_refused_is_a_reason(rig: Rig) -> None:
+    rig.stub.gpu((12, 1)).fail("cuModuleLoadData", NO_BINARY_FOR_GPU, times=1)
+    found = rig.run('report(ready=facts(prepare(backend="cuda")))')
+    assert found["ready"]["rung"] == "jit"
+    assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in found["ready"]["rejected"][f"{COMPILED} for sm_121"]
+
+
+@needs_nvrtc
+def test_a_cache_that_cannot_be_used_costs_a_warning(rig: Rig) -> None:
+    rig.stub.gpu((12, 1))
+    (rig.stub.folder / "cache").write_text("not a folder", encoding="utf-8")
+    found = rig.run("""
+ready = [prepare(backend="cuda"), prepare(backend="cuda", time=2048)]
+report(ready=[facts(r) for r in ready])
+""")
+    assert [r["rung"] for r in found["ready"]] == ["jit", "jit"]
+    kinds = sorted(warning.partition(":")[0] for warning in found["told"])
+    assert kinds == ["CacheWarning", "FallbackWarning"]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("place", ["~no-such-user/x", "relative"])
+def test_a_cache_whose_place_nobody_knows_costs_a_warning(rig: Rig, place: str) -> None:
+    rig.stub.gpu((12, 1))
+    found = rig.run(
+        """
+import os, tempfile
+gone = tempfile.mkdtemp()
+os.chdir(gone)
+os.rmdir(gone)
+ready = [prepare(backend="cuda"), prepare(backend="cuda", time=2048)]
+report(ready=[facts(r) for r in ready])
+""",
+        SCAN_REGISTRY_CACHE=place,
+    )
+    assert [r["rung"] for r in found["ready"]] == ["jit", "jit"]
+    kinds = sorted(warning.partition(":")[0] for warning in found["told"])
+    assert kinds == ["CacheWarning", "FallbackWarning"]
+
+
+# --- Tuned and pinned -------------------------------------------------------------------------
+
+
+def test_what_was_tuned_here_is_used(rig: Rig, synthetic: Synthetic) -> None:
+    """Its row decides, and its binary runs, whether or not a wheel has it."""
+    rig.stub.gpu((9, 0), name="H")
+    rig.holds("sm90", *(synthetic("sm90", variant) for variant in CUDA))
+    found = rig.run(
+        """
+from scan_registry.cache import tuned
+from scan_registry.artifact.archive import Binary, digest
+from scan_registry.hardware.device import device
+from scan_registry.kernels.tuning import Row, Tuning
+from dataclasses import replace
+
+before = facts(prepare())
+kernel = FAMILY.kernel("time_last_forward", "cuda")
+chosen = [v for v in kernel.every if "=float32,access=aligned,warps=1,rows=4,lanes=32,pieces=2" in str(v)][0]
+first = next(b for _, b in loader.catalogue() if b.variant.text("dtype") == "float32")
+content = loader.catalogue().archives[0].read(first)
+problem = prepare().decision.problem
+shape = kernel.shape(problem)
+tuning = Tuning.of("sm_90", "x", "d", {shape.kind: [Row(shape.sizes, {kernel.label(chosen): 0.5})]})
+tuned.publish(device(0), [(replace(first, variant=chosen), content)], {kernel.head: tuning}, "d")
+tuned = prepare()
+report(before=before, tuned=facts(tuned), ms=tuned.decision.winner.ms, chosen=str(chosen),
+       where=tuned.decision.winner.archive.provider, ran=run(tuned))
+"""
+    )
+    assert found["before"]["variant"] == str(BEST)
+    assert found["tuned"]["variant"] == found["chosen"]
+    assert (found["tuned"]["rung"], found["ms"], found["ran"]) == ("exact", 0.5, 0)
+    assert found["where"].endswith("/cache/tuned")
+
+
+def test_what_was_tuned_here_and_is_damaged_is_passed_over(rig: Rig, synthetic: Synthetic) -> None:
+    rig.stub.gpu((9, 0), name="H")
+    rig.holds("sm90", *(synthetic("sm90", variant) for variant in CUDA))
+    found = rig.run(
+        """
+from pathlib import Path
+from scan_registry.cache import tuned
+from scan_registry.hardware.device import device
+there = tuned.tuned_cache()
+path = there.folder / "ab"
+tuned.publish(device(0), [], {}, "d")
+(file,) = there.folder.rglob("*.scanreg")
+file.write_bytes(b"not an archive")
+report(found=facts(prepare()))
+"""
+    )
+    assert (found["found"]["variant"], found["found"]["rung"]) == (str(BEST), "exact")
+
+
+@needs_nvrtc
+def test_a_pinned_variant_is_compiled_if_no_archive_has_it(rig: Rig, synthetic: Synthetic) -> None:
+    rig.stub.gpu((9, 0), name="H")
+    rig.holds("sm90", *(synthetic("sm90", variant) for variant in CUDA))
+    found = rig.run(
+        """
+kernel = FAMILY.kernel("time_last_forward", "cuda")
+problem = prepare().decision.problem
+others = (v for v in kernel.every if "float32,access=aligned,warps=1,rows=4" in str(v) and v not in kernel.variants)
+spare = next(v for v in others if kernel.accepts(v, problem) is None)
+def pinned(variant):
+    return facts(loader.prepare(0, FAMILY, problem, "cuda", Rung.JIT, variant))
+held = [v for v in kernel.variants if kernel.accepts(v, problem) is None][-1]
+report(spare=pinned(spare), held=pinned(held), names=[str(spare), str(held)])
+"""
+    )
+    assert [found[name]["variant"] for name in ("spare", "held")] == found["names"]
+    assert [found[name]["rung"] for name in ("spare", "held")] == ["jit", "exact"]
+    assert not any("runs on rung jit" in word for word in found["told"])

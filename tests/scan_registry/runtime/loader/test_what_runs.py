@@ -1,0 +1,224 @@
+"""The loader against the stub driver: what runs on which GPU, and what is not taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from loading import BEST, NO_BINARY_FOR_GPU, SECOND, Rig, Synthetic, needs_nvrtc
+
+from scan_registry.aot.compile import compile_variant
+from scan_registry.artifact import archive
+from scan_registry.catalog import providers
+from scan_registry.hardware.target import Target
+
+# --- What runs where --------------------------------------------------------------------------
+
+
+def test_two_gpus_get_different_binaries(rig: Rig, synthetic: Synthetic) -> None:
+    rig.stub.gpu((9, 0), name="H").gpu((8, 0), name="A", sms=108)
+    rig.holds("sm90", synthetic("sm90"))
+    rig.holds("sm80", synthetic("sm80"))
+    found = rig.run("""
+ready = [prepare(0), prepare(1), prepare(0)]
+report(ready=[facts(r) for r in ready], status=[run(r) for r in ready])
+""")
+    assert [(r["rung"], r["target"]) for r in found["ready"]] == [
+        ("exact", "sm_90"),
+        ("exact", "sm_80"),
+        ("exact", "sm_90"),
+    ]
+    assert rig.loads() == [(0, "sm_90", 0), (1, "sm_80", 0)]
+    launches = rig.stub.calls("cuLaunchKernel")
+    assert [launch.device for launch in launches] == [0, 1, 0]
+    assert found["status"] == [0, 0, 0]
+    assert {launch.block for launch in launches} == {(128, 1, 1)}
+    assert found["told"] == []
+
+
+@needs_nvrtc
+def test_binaries_of_the_real_compiler(rig: Rig) -> None:
+    rig.stub.gpu((9, 0)).gpu((8, 6)).gpu((10, 0))
+    for arch in ("sm90", "sm80", "ptx80"):
+        rig.holds(arch, compile_variant(BEST, Target.parse(arch)))
+    found = rig.run("""
+ready = [prepare(0), prepare(1), prepare(2)]
+report(ready=[facts(r) for r in ready], status=[run(r) for r in ready])
+""")
+    rungs = [r["rung"] for r in found["ready"]]
+    assert rungs == ["exact", "same-major", "ptx"]
+    assert rig.loads() == [(0, "sm_90", 0), (1, "sm_80", 0), (2, "compute_80", 0)]
+    assert (found["status"], found["told"]) == ([0, 0, 0], [])
+
+
+def test_the_cpu_needs_no_driver(rig: Rig, synthetic: Synthetic) -> None:
+    rig.holds("sm90", synthetic("sm90"))
+    found = rig.run("report(ready=facts(prepare(None)), opened=mapped('libcuda'))")
+    assert found["ready"]["rung"] == "reference"
+    assert not found["ready"]["launches"]
+    assert not found["opened"]
+    assert rig.stub.calls() == []
+
+
+def test_a_driver_that_cannot_be_opened_is_named(rig: Rig) -> None:
+    found = rig.run("report(it=attempt(prepare))", SCAN_REGISTRY_LIBCUDA="/nowhere/libcuda.so.1")
+    assert found["it"]["error"] == "RuntimeError"
+    assert "/nowhere/libcuda.so.1" in found["it"]["words"]
+
+
+def test_a_machine_without_a_gpu(rig: Rig) -> None:
+    found = rig.run("report(it=attempt(prepare))")
+    assert found["it"]["error"] == "DriverError"
+    assert "CUDA_ERROR_NO_DEVICE" in found["it"]["words"]
+
+
+def test_much_dynamic_shared_memory_is_asked_for(rig: Rig, synthetic: Synthetic) -> None:
+    rig.stub.gpu((9, 0))
+    rig.holds("sm90", synthetic("sm90", dynamic_shared=100_000, static_shared=0))
+    found = rig.run("report(status=run(prepare()))")
+    assert found["status"] == 0
+    (call,) = rig.stub.calls("cuFuncSetAttribute")
+    assert call.number("value") == 100_000
+
+
+# --- What does not run ------------------------------------------------------------------------
+
+
+def test_a_damaged_binary_warns_and_the_next_rung_is_taken(
+    rig: Rig, synthetic: Synthetic, archive_parts: Any
+) -> None:
+    rig.stub.gpu((9, 0))
+    held = synthetic("sm90")
+    path, binary = rig.holds("sm90", held), held[0]
+    rig.holds("ptx80", synthetic("ptx80"))
+    path.write_bytes(archive_parts.flipped(path.read_bytes()))
+    found = rig.run("""
+ready = [prepare(), prepare(time=2048)]
+report(ready=[facts(r) for r in ready])
+""")
+    for ready in found["ready"]:
+        assert ready["rung"] == "ptx"
+        assert str(path) in ready["rejected"][str(binary)]
+    assert rig.loads() == [(0, "compute_80", 0)]
+    (warning,) = found["told"]
+    assert warning.startswith("FallbackWarning")
+    for word in (str(path), str(binary), binary.sha256):
+        assert word in warning
+
+
+def test_a_damaged_manifest_warns_and_the_next_rung_is_taken(
+    rig: Rig, synthetic: Synthetic
+) -> None:
+    rig.stub.gpu((9, 0))
+    path = rig.holds("sm90", synthetic("sm90"))
+    rig.holds("ptx80", synthetic("ptx80"))
+    path.write_bytes(path.read_bytes().replace(b"imaginary", b"imbginary", 1))
+    found = rig.run("""
+ready = [prepare(), prepare(time=2048)]
+report(ready=[facts(r) for r in ready])
+""")
+    for ready in found["ready"]:
+        assert ready["rung"] == "ptx"
+        assert str(path) in ready["rejected"]["acme-kernels's sm90.scanreg"]
+    (warning,) = found["told"]
+    assert warning.startswith("FallbackWarning")
+    assert str(path) in warning
+
+
+def test_a_file_that_is_named_after_no_architecture_warns_once(
+    rig: Rig, synthetic: Synthetic
+) -> None:
+    rig.stub.gpu((9, 0))
+    path = rig.holds("sm90", synthetic("sm90"))
+    backup = path.with_name(f"sm90 (copy){archive.SUFFIX}")
+    backup.write_bytes(path.read_bytes())
+    found = rig.run("""
+ready = [prepare(), prepare(time=2048)]
+report(ready=[facts(r) for r in ready])
+""")
+    assert [ready["rung"] for ready in found["ready"]] == ["exact", "exact"]
+    (warning,) = found["told"]
+    assert warning == f"FallbackWarning: {backup} {providers.MISNAMED}"
+
+
+def test_one_damaged_binary_does_not_spoil_its_archive(
+    rig: Rig, synthetic: Synthetic, archive_parts: Any
+) -> None:
+    rig.stub.gpu((9, 0))
+    first, second = synthetic("sm90"), synthetic("sm90", SECOND)
+    path, best = rig.holds("sm90", first, second), first[0]
+    path.write_bytes(archive_parts.flipped(path.read_bytes(), 0))
+    found = rig.run("report(ready=facts(prepare()))")
+    assert (found["ready"]["rung"], found["ready"]["variant"]) == ("exact", str(SECOND))
+    assert "SHA-256" in found["ready"]["rejected"][str(best)]
+
+
+def test_an_archive_that_vanishes(rig: Rig, synthetic: Synthetic) -> None:
+    """Its manifest has been read, then the package is upgraded under the process."""
+    rig.stub.gpu((9, 0))
+    path = rig.holds("sm90", synthetic("sm90"))
+    rig.holds("ptx80", synthetic("ptx80"))
+    found = rig.run(f"""
+decision = loader.decide(0, FAMILY, prepare(None).decision.problem, "auto", Rung.REFERENCE)
+os.unlink({str(path)!r})
+report(before=str(decision.winner.rung), ready=facts(prepare()))
+""")
+    assert (found["before"], found["ready"]["rung"]) == ("exact", "ptx")
+    assert "No such file" in found["told"][0]
+    assert str(path) in found["told"][0]
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "name"),
+    [
+        ("cuModuleLoadData", 200, "CUDA_ERROR_INVALID_IMAGE"),
+        ("cuModuleLoadData", NO_BINARY_FOR_GPU, "CUDA_ERROR_NO_BINARY_FOR_GPU"),
+        ("cuModuleLoadData", 218, "CUDA_ERROR_INVALID_PTX"),
+        ("cuModuleLoadData", 222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
+        ("cuModuleLoadData", 223, "CUDA_ERROR_JIT_COMPILATION_DISABLED"),
+        ("cuModuleGetFunction", 500, "CUDA_ERROR_NOT_FOUND"),
+    ],
+)
+def test_what_the_driver_refuses_is_a_reason(
+    rig: Rig, synthetic: Synthetic, call: str, status: int, name: str
+) -> None:
+    """It holds for that binary on that device alone, and is not tried again."""
+    rig.stub.gpu((9, 0)).gpu((9, 0)).fail(call, status, times=1, device=0)
+    binary, code = synthetic("sm90")
+    rig.holds("sm90", (binary, code))
+    rig.holds("ptx80", synthetic("ptx80"))
+    found = rig.run("""
+ready = [prepare(0), prepare(0, time=2048), prepare(1)]
+report(ready=[facts(r) for r in ready])
+""")
+    assert [r["rung"] for r in found["ready"]] == ["ptx", "ptx", "exact"]
+    for ready in found["ready"][:2]:
+        assert name in ready["rejected"][str(binary)]
+    assert [(device, image) for device, image, _ in rig.loads()] == [
+        (0, "sm_90"),
+        (0, "compute_80"),
+        (1, "sm_90"),
+    ]
+
+
+def test_ptx_of_a_later_release_than_it_states(rig: Rig, synthetic: Synthetic) -> None:
+    """The manifest is wrong about the driver that it needs; the driver is right."""
+    rig.stub.version = (12, 4)
+    rig.stub.gpu((9, 0))
+    late, _ = given = synthetic("ptx90", ptx="8.8", oldest_driver=(12, 0))
+    rig.holds("ptx90", given)
+    rig.holds("ptx80", synthetic("ptx80", ptx="8.4", oldest_driver=(12, 4)))
+    found = rig.run("report(ready=facts(prepare()))")
+    assert found["ready"]["target"] == "compute_80"
+    assert "CUDA_ERROR_UNSUPPORTED_PTX_VERSION" in found["ready"]["rejected"][str(late)]
+
+
+def test_nothing_runs(rig: Rig, synthetic: Synthetic) -> None:
+    """What was found out by trying stands in the error."""
+    rig.stub.gpu((9, 0)).fail("cuModuleLoadData", NO_BINARY_FOR_GPU)
+    binary, code = synthetic("sm90")
+    rig.holds("sm90", (binary, code))
+    found = rig.run("report(it=attempt(prepare, lowest=Rung.PTX))")
+    assert found["it"]["error"] == "NoKernelError"
+    assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in found["it"]["words"]
+    assert str(binary) in found["it"]["words"]
