@@ -8,7 +8,6 @@
 // The states are read one step further along the walk than the rest. Three reads and two writes: 20
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in
 // column_walk.cuh, channel_stream.cuh (staged) and channel_last.cuh (held in registers).
-#include "neighbours.cuh"
 #if ONCE
 #include "once.cuh"
 #elif PARTS > 1
@@ -130,9 +129,9 @@ struct BackwardWalk {
 #if PARTS == 1 && !ONCE
 template <bool ONE_GATE>
 __device__ void walk_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
-                            const States& before_grad, const States& sums, Pace pace) {
+                            const States& before_grad, const States& sums) {
     BackwardWalk<ONE_GATE> walk(of, column, before, after_grad);
-    walk.tiles.walk(walk, pace);
+    walk.tiles.walk(walk);
     if (ONE_GATE) walk.add_up();
     if (threadIdx.x >= ACROSS) return;
 #pragma unroll
@@ -250,9 +249,9 @@ struct BackwardTiles {
 
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1]; 2 if gates_grad is to be summed over time, where each channel has
-// one gate: then it points to State, and lies as initial_state does; and four times the pace,
-// which is 0 unless all blocks run at the same time, or the rows of a warp (once.cuh).
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
+// one gate: then it points to State, and lies as initial_state does; and four times the
+// rows of a warp (once.cuh).
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
     const State* __restrict__ final_state_grad, GateStorage* __restrict__ gates_grad,
@@ -273,7 +272,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     const Column column(channels, time, !(flags & 1), offsets, sequences, seat.column, seat.part * TIMES);
 #else
     const Column column(channels, time, !(flags & 1), offsets, sequences, blockIdx.x);
-    if (CLUSTER > 1 && column.batch >= batch) return;
 #endif
     prefetch_rows(gates, gates_batch, gates_time, column);
     prefetch_rows(states_grad, states_grad_batch, states_grad_time, column);
@@ -297,11 +295,10 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     share.walk(BackwardWalk<false>(of, column, before, after_grad), time);
 #else
     const States before_grad = states_of(initial_state_grad, column), sums = states_of(all_sums, column);
-    const Pace pace(int(flags >> 2));
     if (gates_time == 0)
-        walk_column<true>(of, column, before, after_grad, before_grad, sums, pace);
+        walk_column<true>(of, column, before, after_grad, before_grad, sums);
     else
-        walk_column<false>(of, column, before, after_grad, before_grad, sums, pace);
+        walk_column<false>(of, column, before, after_grad, before_grad, sums);
 #endif
 #elif STAGES
     const Scans scans(batch, channels, time);

@@ -5,7 +5,6 @@
 // channels, walks all of time once. One read of each input and one write of the output: 12 bytes per
 // element in float32, 6 in bfloat16 and float16. The tile pictures are in column_walk.cuh,
 // channel_stream.cuh (staged) and channel_last.cuh (held in registers).
-#include "neighbours.cuh"
 #if ONCE
 #include "once.cuh"
 #elif PARTS > 1
@@ -91,9 +90,9 @@ struct ForwardWalk {
 #if PARTS == 1 && !ONCE
 template <bool ONE_GATE>
 __device__ void walk_column(const Forward& of, const Column& column, const States& before,
-                            const States& after, Pace pace) {
+                            const States& after) {
     ForwardWalk<ONE_GATE> walk(of, column, before);
-    walk.tiles.walk(walk, pace);
+    walk.tiles.walk(walk);
     if (threadIdx.x >= ACROSS) return;
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) after.write(v, walk.passage.carried[v].x);
@@ -160,8 +159,8 @@ struct ForwardTiles {
 #endif
 
 // initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1]; and four
-// times the pace, which is 0 unless all blocks run at the same time, or the rows of a warp (once.cuh).
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
+// times the rows of a warp (once.cuh).
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
     State* __restrict__ final_state, const i64* __restrict__ offsets, void* workspace,
@@ -179,7 +178,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     const Column column(channels, time, flags & 1, offsets, sequences, seat.column, seat.part * TIMES);
 #else
     const Column column(channels, time, flags & 1, offsets, sequences, blockIdx.x);
-    if (CLUSTER > 1 && column.batch >= batch) return;
 #endif
     prefetch_rows(gates, gates_batch, gates_time, column);
     prefetch_rows(tokens, tokens_batch, tokens_time, column);
@@ -198,9 +196,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     share.walk(ForwardWalk<false>(of, column, before), time);
 #else
     const States after(final_state, state_batch, state_channel, state_time, column);
-    const Pace pace(int(flags >> 2));
-    if (gates_time == 0) walk_column<true>(of, column, before, after, pace);
-    else walk_column<false>(of, column, before, after, pace);
+    if (gates_time == 0) walk_column<true>(of, column, before, after);
+    else walk_column<false>(of, column, before, after);
 #endif
 #elif STAGES
     const Scans scans(batch, channels, time);

@@ -2,9 +2,8 @@
 // other, and waits for no other block.
 //
 // The build pins WARPS (per block), ACROSS (lanes side by side), VECTOR (channels of a lane), STEPS, STAGES,
-// BLOCKS (per SM), PACE, whether blocks keep in step (pace.cuh), CLUSTER, how many neighbours do (neighbours.cuh),
-// PARTS, how many blocks share a column (shared_walk.cuh), and ONCE, whether each warp walks a run of rows by itself
-// (once.cuh):
+// BLOCKS (per SM), PARTS, how many blocks share a column (shared_walk.cuh), and ONCE, whether each warp walks a run of
+// rows by itself (once.cuh):
 //
 //                 channels ->    ACROSS × VECTOR
 //      order      | group 0: STEPS rows |  a tile of the block's column; the next STAGES - 1
@@ -22,7 +21,6 @@
 #pragma once
 enum : int { THREADS = 32 * WARPS };
 #include "affine.cuh"
-#include "pace.cuh"
 
 enum : int {
     ITEMS = 16 / sizeof(Storage),  // in 16 bytes
@@ -315,33 +313,8 @@ struct Tiles {
 
     // Walk all rows. `work.fetch(left)` copies a tile in, where so many rows are left, `read` holds this lane's rows of
     // it, which `compose` composes and `finish` walks from what `passage` lets enter, and `leave` copies results out.
-#if PACE
     template <class Work>
-    __device__ void walk(Work& work, Pace pace) {
-        i64 to_come = rows;
-        int asked = 0, filled = 0;  // tiles that are asked for and not taken, and the stage of the next one
-        const auto ask = [&] {
-            const int at_hand = stage;
-            stage = filled;
-            if (to_come > 0) pace.ask(stage), fetch(work, to_come);
-            commit_copies();
-            turn();
-            filled = stage, stage = at_hand;
-            to_come -= TIMES;
-        };
-#pragma unroll 1
-        for (i64 left = rows; left > 0; left -= TIMES, turn()) {
-#pragma unroll 1
-            for (; asked <= (pace.ahead ? 0 : STAGES - 1); asked++) ask();
-            wait_for_copies<STAGES - 1>(--asked);
-            __syncwarp();  // of all lanes
-            pace.take(stage);
-            walk_tile(work, counted(left));
-        }
-    }
-#else
-    template <class Work>
-    __device__ void walk(Work& work, Pace) {
+    __device__ void walk(Work& work) {
         i64 to_come = rows;
         const auto next = [&] {
             if (to_come > 0) fetch(work, to_come);
@@ -353,14 +326,12 @@ struct Tiles {
         for (int i = 1; i < STAGES; i++) next();
 #pragma unroll 1
         for (i64 left = rows; left > 0; left -= TIMES) {
-            meet_neighbours();
             next();
             wait_for_copies<STAGES - 1>();
             __syncwarp();  // of all lanes
             walk_tile(work, counted(left));
         }
     }
-#endif
 
     __device__ static int counted(i64 left) { return left <= TIMES ? int(left) : TIMES + 1; }
     template <class Work>

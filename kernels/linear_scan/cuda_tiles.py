@@ -56,11 +56,8 @@ def one_way(layout: Layout) -> tuple[str, ...]:
 
 
 def serves(layout: Layout, statics: Pins, target: Target) -> bool:
-    """PTX has a variant for each way, and machine code one for both. Clusters are in step for the sake of an H200's
-    memory, and have been timed nowhere but on 9.0."""
+    """PTX has a variant for each way, and machine code one for both."""
     pins = dict(statics)
-    if "cluster" in pins and target.capability != (9, 0):
-        return False
     return pins.get("access") not in one_way(layout) or target.is_ptx == ("reverse" in pins)
 
 

@@ -23,7 +23,7 @@ enum : int {
     LOOKS = (136 + SHARES - 1) / SHARES,  // on their way at once: of 132 multiprocessors all
 };
 static_assert(ACROSS == 32 && THREADS % CHANNELS == 0 && sizeof(State) == 4 && WORDS <= VECTOR);
-static_assert(!RAGGED && !PACKED && !PACE && PARTS == 1 && CLUSTER == 1);
+static_assert(!RAGGED && !PACKED && PARTS == 1);
 
 // Which part of which column a block has, and what a warp has of it. The grid is columns side by side × batches × parts;
 // and where there are several, in front of them one more of each, of which the first makes the workspace.

@@ -114,11 +114,6 @@ __device__ inline void arrive_at(int barrier) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
-// A barrier of all threads of a cluster's blocks, but for those that have ended, in two halves: to have come, and to
-// wait for the others. It orders no memory.
-__device__ inline void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ inline void await_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
 // The block's shared memory whose size the launch gives.
 __device__ inline char* dynamic_shared() {
     extern __shared__ uint4 dynamic[];

@@ -50,31 +50,15 @@ _WIDE = (
     *((4, 6, 4), (4, 8, 2), (4, 8, 3), (4, 8, 4), (4, 8, 5), (4, 12, 2), (4, 12, 3), (4, 12, 4)),
     *((4, 16, 2), (6, 8, 4), (8, 8, 2), (8, 8, 3)),
 )
-#: Warps, channels of a lane, steps and stages of walks over float32 that keep in step; and by an element's bytes and
-#: the direction, as of narrower numbers that gains backward alone (NOTES.md).
-_PACED_FLOAT32 = (
-    *((2, 2, 32, 2), (4, 2, 8, 3), (4, 2, 12, 2), (4, 2, 16, 2)),
-    *((8, 2, 16, 2), (4, 4, 8, 2), (4, 4, 8, 3), (4, 4, 12, 3)),
-)
-_PACED: dict[tuple[int, Direction], tuple[tuple[int, int, int, int], ...]] = {
-    (4, "forward"): _PACED_FLOAT32,
-    (4, "backward"): _PACED_FLOAT32,
-    (2, "backward"): ((4, 4, 12, 2),),
-}
-#: Warps, steps and stages of walks over rows that start anywhere, beside the usual ones; and such as keep in step.
+#: Warps, steps and stages of walks over rows that start anywhere, beside the usual ones.
 _RAGGED = ((4, 12, 2), (4, 12, 3), (6, 8, 2), (6, 8, 3), (6, 12, 2))
-_RAGGED_PACED = ((4, 8, 3), (4, 8, 4), (4, 12, 2), (4, 16, 2), (5, 8, 3))
 #: Of blocks that share a column: tiles in shared memory, and how many turns before it is walked one is composed.
 _EARLY = ((4, 2), (6, 3))
 #: Warps, steps and stages of walks over packed sequences of narrow numbers, with 32 channels: the more rows a tile
 #: has, the sooner is the longest sequence at its end.
 _PACKED = ((12, 16, 2), (16, 12, 2), (16, 20, 2))
-#: Warps, steps and stages of walks over columns of 64 channels whose blocks meet their neighbours, two by two; by an
-#: element's bytes and the direction, as it gains nothing else (NOTES.md).
-_NEIGHBOURS: dict[tuple[int, Direction], tuple[tuple[int, int, int], ...]] = {
-    (2, "backward"): ((4, 10, 4),),
-}
-#: Likewise of walks over few columns that are read at once, of which a lane has four bytes.
+#: Warps, steps and stages of walks over few columns that are read at once, of which a lane has four bytes; by an
+#: element's bytes and the direction.
 _ONCE: dict[tuple[int, Direction], tuple[tuple[int, int, int], ...]] = {
     (2, "forward"): ((8, 16, 6),),
     (2, "backward"): ((8, 8, 8),),
@@ -125,10 +109,8 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         yield from resident(direction, dtype, _walk(4, 2, 12, 3), 1)
         yield from _shared_walks(direction, dtype)
     yield from _once_walks(direction, dtype)
-    yield from _neighbours(direction, dtype)
     if each == 4:
         yield from _lone_walks(direction, dtype)
-    yield from _in_step(direction, dtype)
     yield from _cut_columns(direction, dtype)
 
 
@@ -157,24 +139,10 @@ def _lone_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
         yield from resident(direction, dtype, _walk(4, vector, steps, stages), 1)
 
 
-def _in_step(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Those of which none gets ahead of the others."""
-    for ring in _PACED.get((ITEM_SIZE[dtype], direction), ()):
-        yield from resident(direction, dtype, {**_walk(*ring), "pace": 1}, 2)
-
-
-def _neighbours(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Those that go side by side with one other."""
-    for warps, steps, stages in _NEIGHBOURS.get((ITEM_SIZE[dtype], direction), ()):
-        yield from resident(direction, dtype, {**_walk(warps, 2, steps, stages), "cluster": 2}, 2)
-
-
 def _ragged_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Over rows that start anywhere, of which a lane has two channels."""
-    in_step = product(_RAGGED_PACED if ITEM_SIZE[dtype] == 4 else (), ({"pace": 1},))
-    for (warps, steps, stages), paced in (*product(_RAGGED, ({},)), *in_step):
-        tile = {**_walk(warps, 2, steps, stages), **paced}
-        yield from resident(direction, dtype, tile, 2, RAGGED)
+    for warps, steps, stages in _RAGGED:
+        yield from resident(direction, dtype, _walk(warps, 2, steps, stages), 2, RAGGED)
 
 
 def _packed_walks(direction: Direction, dtype: str) -> Iterator[Tile]:

@@ -136,8 +136,6 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "RAGGED": int(statics.get("access") == "ragged"),
         "STAGES": 0,
         "AHEAD": 0,
-        "PACE": 0,
-        "CLUSTER": 1,
         "PARTS": 1,
         "ONCE": 0,
         "WALKS": int(streams.walks(variant)),

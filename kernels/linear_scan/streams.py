@@ -6,9 +6,8 @@ have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` row
 then a block walks all of time, or shares that with others, a part for each of ``parts``, which compose their
 tiles some turns ``early``, or as many as a GPU holds read a column at ``once``. Scans that are too few to fill a
 GPU are cut into segments of a tile for each warp of a block, which are composed some turns ``ahead`` of their walk.
-``blocks`` are meant to share a multiprocessor; they keep in step where there is a ``pace``, and those of a
-``cluster`` meet with every tile. The sources are ``time_stream.cuh``, ``channel_stream.cuh``, ``column_walk.cuh``,
-``shared_walk.cuh`` and ``once.cuh``; which of them tuning may choose from, ``rings.py`` says.
+``blocks`` are meant to share a multiprocessor. The sources are ``time_stream.cuh``, ``channel_stream.cuh``,
+``column_walk.cuh``, ``shared_walk.cuh`` and ``once.cuh``; which of them tuning may choose from, ``rings.py`` says.
 """
 
 from __future__ import annotations
@@ -159,14 +158,9 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
     if _is_once(variant):
         return _launch_at_once(variant, problem, at_once)
     if walks(variant):
-        columns, pace = _columns(variant, problem), 0
-        if "pace" in dict(variant.statics) and columns <= at_once:
-            # With a multiprocessor for each, one that is a tile ahead does no harm yet.
-            pace = 2 if columns <= multiprocessors else 1
+        blocks = _columns(variant, problem) * _parts(variant)
         if _parts(variant) == 1:
-            together = _pinned_or_one(variant, "cluster")
-            return Launch((ceil_div(columns, together) * together, 1, 1), problem.scalars(pace))
-        blocks = columns * _parts(variant)
+            return Launch((blocks, 1, 1), problem.scalars())
         return Launch((blocks, 1, 1), problem.scalars(), _told(variant, blocks))
     columns = ceil_div(problem.batch * problem.channels, _scans(variant))
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
@@ -204,11 +198,7 @@ def _columns(variant: Variant, problem: LinearScanProblem) -> int:
 
 def _parts(variant: Variant) -> int:
     """Blocks that share a column."""
-    return _pinned_or_one(variant, "parts")
-
-
-def _pinned_or_one(variant: Variant, name: str) -> int:
-    return int(dict(variant.statics).get(name, 1))
+    return int(dict(variant.statics).get("parts", 1))
 
 
 def _is_once(variant: Variant) -> bool:

@@ -41,12 +41,6 @@ extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads
                         unsigned blocks_at_once, unsigned seed) {{
     emulator::launch({entry}, arguments, grid, threads, shared, blocks_at_once, seed);
 }}
-extern "C" long meetings() {{
-    long all = 0;
-    for (const auto& cluster : emulator::clusters)
-        for (const auto& arrived : cluster.arrived) all += arrived;
-    return all;
-}}
 extern "C" int prefetches(const void** to) {{
     if (to) std::copy(emulator::prefetched.begin(), emulator::prefetched.end(), to);
     return int(emulator::prefetched.size());
@@ -117,10 +111,6 @@ class Emulated:
         statics = dict(self.variant.statics)
         sharing = math.prod(grid) if "once" in statics else int(statics.get("parts", 1))
         return max(BLOCKS_AT_ONCE, sharing)
-
-    def meetings(self) -> int:
-        """How often blocks of a cluster came to meet the others, in the last launch, counted thread by thread."""
-        return int(ctypes.CDLL(str(self.library)).meetings())
 
     def prefetched(self) -> list[int]:
         """Addresses that the last launch brought to the L2 in advance, in no order."""

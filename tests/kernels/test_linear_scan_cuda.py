@@ -65,8 +65,6 @@ def streamed() -> Iterator[Variant]:
             {"across": 16},
             {"across": 32},
             {"across": 32, "vector": 4},
-            {"pace": 1},
-            {"pace": 1, "stages": 2},
             {"once": 1},
             {"parts": 3},
             {"parts": 8},
@@ -272,29 +270,6 @@ def test_what_is_read_at_once_writes_nowhere_else(
     untouched = surround(case.tensors, case.expected)
     library.run(case.problem, case.tensors, 0, multiprocessors)
     assert case.error() <= cases.TOLERANCE[dtype]
-    assert untouched()
-
-
-@pytest.mark.parametrize("columns", [1, 2, 3])
-@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-def test_neighbours_meet_with_each_tile_and_write_nowhere_else(
-    columns: int, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
-    """Of an odd number of columns the last has no neighbour."""
-    torch.manual_seed(0)
-    kernel = FAMILY.kernel("channel_last_backward", "cuda")
-    variant = like(kernel, {"dtype": "bfloat16", "cluster": 2})
-    library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    setting = cases.Setting(states=True, reverse=reverse)
-    case = cases.draw((columns, 64, 200), setting, "bfloat16", "cpu").case(
-        kernel.name, aligned=True
-    )
-    assert kernel.accepts(variant, case.problem) is None
-    untouched = surround(case.tensors, case.expected)
-    library.run(case.problem, case.tensors, seed=0)
-    assert case.error() <= cases.TOLERANCE["bfloat16"]
-    threads, rows = 32 * variant.number("warps"), variant.number("warps") * variant.number("steps")
-    assert library.meetings() == columns * threads * -(-200 // rows)
     assert untouched()
 
 

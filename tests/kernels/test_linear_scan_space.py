@@ -238,27 +238,6 @@ def test_tiles_much_longer_than_a_sequence_are_not_worth_a_try() -> None:
     assert 0 < timed[2] < timed[1]  # some would take a million tiles
 
 
-@pytest.mark.parametrize(
-    ("batch", "multiprocessors", "pace"), [(4, 132, 2), (4, 48, 1), (8, 48, 0)]
-)
-def test_walks_keep_in_step_where_all_of_them_run_at_once(
-    batch: int, multiprocessors: int, pace: int
-) -> None:
-    """A block may be a tile ahead where each has a multiprocessor of its own."""
-    kernel = FAMILY.kernel("channel_last_forward", "cuda")
-    walks = [variant for variant in kernel.every if "pace" in dict(variant.statics)]
-    variant = next(v for v in walks if v.number("blocks") == v.number("vector") == 2)
-    problem = replace(a_problem("channel_last_forward", channels=1024), batch=batch)
-    assert kernel.accepts(variant, problem) is None
-    launch = kernel.launch(variant, problem, multiprocessors)
-    assert launch.grid[0] == batch * 1024 // 64
-    assert launch.scalars["flags"] >> 2 == pace
-    alone = next(
-        v for v in kernel.every if "pace" not in dict(v.statics) and v.text("access") == "aligned"
-    )
-    assert kernel.launch(alone, problem, multiprocessors).scalars["flags"] >> 2 == 0
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: str) -> None:
     kernel = FAMILY.kernel("channel_last_forward", "cuda")
@@ -291,23 +270,6 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
     assert "201326592 bytes to compose" in str(
         kernel.accepts(variant, replace(small, time=1 << 17))
     )
-
-
-def test_neighbours_are_whole_clusters_where_they_were_timed() -> None:
-    kernel = FAMILY.kernel("channel_last_backward", "cuda")
-    variant = next(v for v in kernel.every if "cluster" in dict(v.statics))
-    dtype = variant.text("dtype")
-    for batch, grid in ((2, 2), (3, 4)):
-        problem = replace(
-            a_problem(kernel.name, channels=64), batch=batch, dtype=dtype, gates_dtype=dtype
-        )
-        assert kernel.accepts(variant, problem) is None
-        assert kernel.launch(variant, problem, 132).grid == (grid, 1, 1)
-    serves = {
-        arch: kernel.serves(variant.statics, Target.parse(arch))
-        for arch in ("sm89", "sm90", "sm120", "ptx80")
-    }
-    assert serves == {"sm89": False, "sm90": True, "sm120": False, "ptx80": False}
 
 
 @pytest.mark.parametrize("parts", [3, 4, 8])

@@ -76,9 +76,6 @@ void meet_at(int barrier) {
     emulator::block().wait([&] { return at.opened != opened; });
 }
 
-inline void arrive_in_cluster() { emulator::arrive_in_cluster(); }
-inline void await_cluster() { emulator::await_cluster(); }
-
 inline char* dynamic_shared() {
     return reinterpret_cast<char*>((std::uintptr_t(emulator::block().dynamic.data()) + 15) / 16 * 16);
 }
