@@ -1,5 +1,5 @@
 // What C++ has no word for: one function for each PTX instruction that the family uses. All are
-// instructions of sm_80 and later, but for those of clusters, which are of sm_90.
+// instructions of sm_80 and later.
 #pragma once
 
 using i64 = long long;
@@ -48,7 +48,7 @@ __device__ inline void store_global(void* to, unsigned value) {
     asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// Memory that other blocks read and write: 8 or 4 bytes in one piece, in no order with other accesses.
+// Memory that other blocks read and write: 8 bytes in one piece, in no order with other accesses.
 __device__ inline void store_relaxed(u64* to, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
@@ -57,20 +57,10 @@ __device__ inline u64 load_relaxed(const u64* from) {
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
 }
-__device__ inline unsigned load_relaxed(const unsigned* from) {
-    unsigned value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-    return value;
-}
 
 // Two of 8 bytes side by side, each in one piece.
 __device__ inline void load_relaxed(const u64* from, u64& first, u64& second) {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
-}
-
-// For others to add up, without the sum.
-__device__ inline void add_relaxed(unsigned* to, unsigned value) {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
 // 16 bytes in one piece, likewise; or released, after all that the block has stored, if its threads have met since, and
