@@ -273,9 +273,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
 #else
     const Column column(channels, time, !(flags & 1), offsets, sequences, blockIdx.x);
 #endif
-    prefetch_rows(gates, gates_batch, gates_time, column);
-    prefetch_rows(states_grad, states_grad_batch, states_grad_time, column);
-    if (gates_grad) prefetch_rows(states, states_batch, states_time, column, 1);
     const auto states_of = [&](const State* tensor, const Column& column) {
         return States(tensor, state_batch, state_channel, state_time, column);
     };

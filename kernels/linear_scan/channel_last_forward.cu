@@ -179,8 +179,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
 #else
     const Column column(channels, time, flags & 1, offsets, sequences, blockIdx.x);
 #endif
-    prefetch_rows(gates, gates_batch, gates_time, column);
-    prefetch_rows(tokens, tokens_batch, tokens_time, column);
     const States before(initial_state, state_batch, state_channel, state_time, column);
     const Forward of{gates,        tokens,      states,       gates_batch, gates_time,
                      tokens_batch, tokens_time, states_batch, states_time};

@@ -96,25 +96,6 @@ struct Column {
     }
 };
 
-// The rows of a walk's first tile, one to a thread, are on their way to the L2 before the rest is made ready. More
-// than a tile makes others wait, rows narrower than a line gain nothing (NOTES.md), and of gates that are the same at
-// all times there is one row.
-#if __CUDA_ARCH__ == 900 && ACROSS == 32 && !RAGGED && !PACKED && PARTS == 1 && !ONCE
-__device__ inline void prefetch_rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column, int later = 0) {
-    enum : int { LINE = 128 / sizeof(Storage) };
-    const int row = threadIdx.x + later;
-    if (row >= TIMES || row >= column.rows || by_time == 0) return;
-    const i64 channel = column.channel - column.lane * TO_LANE;
-    const Storage* const at = tensor + column.batch * by_batch + column.origin * by_time + channel +
-                              row * (column.way * by_time);
-#pragma unroll
-    for (int c = 0; c < CHANNELS; c += LINE)
-        if (c == 0 || channel + c < column.end) prefetch_line(at + c);
-}
-#else
-__device__ inline void prefetch_rows(const Storage*, i64, i64, const Column&, int = 0) {}
-#endif
-
 // This lane's share of a tensor of batches × times × channels: one piece of every ROWS-th row of its warp's,
 // in the tile that is at hand.
 struct Rows {

@@ -183,10 +183,6 @@ __device__ inline void copy_async(void* to, const void* from, bool wanted) {
 __device__ inline void copy_async_as(u64 order, void* to, const void* from, bool wanted) {
     copy_async_in(unsigned(__cvta_generic_to_shared(to)), from, int(wanted), order);
 }
-// Bring what is about an address as far as the L2, which it leaves last.
-__device__ inline void prefetch_line(const void* at) {
-    asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(at));
-}
 // Close the group of this thread's copies so far; wait until at most PENDING groups are under way.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>

@@ -12,7 +12,7 @@
 //
 // RAGGED: rows need not start or end where a piece does, but lie in pieces alike in all tensors. A walk then
 // starts `skip` elements before its row, where long rows have a line of the caches start, and what pieces hold
-// of other rows changes nothing and is not written. Tiles between a row's ends hold none, and are copied as others.
+// of other rows changes nothing and is not written.
 //
 // Each warp has tiles and states of its own, and rows or parts of one, and does not wait for others as it walks.
 #pragma once
@@ -24,9 +24,6 @@ enum : int { VECTOR = 16 / sizeof(Storage) };
 #include "sequences.cuh"
 #include "tiles.cuh"
 
-// Whether tiles of ragged rows that hold nothing of others are told apart. There are none where each is as long as a
-// row; and rows that are cut are as fast as aligned ones.
-enum : bool { APART = RAGGED && STAGES > 1 && !CUT };
 enum : int {
     SIDE = 32 / LANES,
     ITEMS = PIECES * VECTOR,  // of a lane
@@ -70,8 +67,6 @@ struct Scans {
         const int offset = int(strides.offset(at, row));
         return (TURNED ? -(offset + int(time)) : offset) & most_skipped;
     }
-    // Whether a tile has nothing of other rows, wherever its walks start.
-    __device__ bool own_all(const Position& at) const;
 };
 
 struct Position {
@@ -89,9 +84,6 @@ struct Position {
     __device__ bool ends_row() const { return lane % LANES == LANES - 1; }
 };
 
-__device__ inline bool Scans::own_all(const Position& at) const {
-    return at.first >= most_skipped && at.first + TIMES <= time;
-}
 __device__ inline i64 Strides::offset(const Position& at, unsigned row) const {
     return SIDE > 1 ? row * by_channel : at.batch * by_batch + at.channel * by_channel;
 }
@@ -125,8 +117,8 @@ struct Rows {
     }
 };
 
-// The piece that a lane copies in turn `i`, and its row and order. WHOLE says that its rows own all of the tile.
-template <bool TURNED, bool WHOLE>
+// The piece that a lane copies in turn `i`, and its row and order.
+template <bool TURNED>
 struct Turn {
     int piece;
     unsigned row;
@@ -137,7 +129,7 @@ struct Turn {
         : piece(i * 32 + at.lane),
           row(at.first_row + piece / (LANES * PIECES)),
           order(at.first + piece % (LANES * PIECES) * VECTOR - scans.skip<TURNED>(at, row)),
-          inside((WHOLE || (order < scans.time && (!RAGGED || order > -VECTOR))) && row < scans.rows) {}
+          inside(order < scans.time && (!RAGGED || order > -VECTOR) && row < scans.rows) {}
 };
 
 // Copy a piece; of a ragged row nothing past its end, which may be that of the tensor.
@@ -152,26 +144,17 @@ __device__ void copy_piece(uint4* to, const Storage* from, i64 order, i64 time, 
 }
 
 // `outside` gives for a row what elements before and after it read as.
-template <bool TURNED, bool WHOLE, class Ring, class Outside>
-__device__ void copy_pieces_in(const Ring& ring, int input, const Rows& rows,
-                               const Position& at, const Scans& scans, Outside outside) {
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-        const Turn<TURNED, WHOLE> turn(i, at, scans);
-        uint4* const place = ring.place(input, turn.piece);
-        const Storage* const from = rows.at<TURNED>(scans, at, turn.row, turn.order);
-        if (WHOLE) copy_async<16>(place, from, turn.inside);
-        else copy_piece<TURNED>(place, from, turn.order, scans.time, turn.inside);
-        if (!turn.inside) *place = piece_of(outside(turn.row));
-    }
-}
 template <bool TURNED, class Ring, class Outside>
 __device__ void copy_in(const Ring& ring, int input, const Rows& rows,
                         const Position& at, const Scans& scans, Outside outside) {
-    if constexpr (APART) {
-        if (scans.own_all(at)) return copy_pieces_in<TURNED, true>(ring, input, rows, at, scans, outside);
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const Turn<TURNED> turn(i, at, scans);
+        uint4* const place = ring.place(input, turn.piece);
+        const Storage* const from = rows.at<TURNED>(scans, at, turn.row, turn.order);
+        copy_piece<TURNED>(place, from, turn.order, scans.time, turn.inside);
+        if (!turn.inside) *place = piece_of(outside(turn.row));
     }
-    copy_pieces_in<TURNED, false>(ring, input, rows, at, scans, outside);
 }
 
 // The elements of a piece that are the row's own.
@@ -189,9 +172,6 @@ struct Own {
 template <bool TURNED, class Ring>
 __device__ void mend(const Ring& ring, int input, const Position& at,
                      const Scans& scans, Storage outside) {
-    if constexpr (APART) {
-        if (scans.own_all(at)) return;
-    }
     const i64 first = at.first + at.lane % LANES * ITEMS - scans.skip<TURNED>(at, at.row());
 #pragma unroll 1
     for (int p = 0; p < PIECES; p++) {
@@ -212,17 +192,17 @@ __device__ void mend(const Ring& ring, int input, const Position& at,
 __device__ inline void meet_copiers() {
     if (PIECES > 1) __syncwarp();
 }
-template <bool TURNED, bool WHOLE, class Ring>
-__device__ void copy_pieces_out(const Ring& ring, int input, const Rows& rows,
-                                const Position& at, const Scans& scans) {
+template <bool TURNED, class Ring>
+__device__ void copy_out(const Ring& ring, int input, const Rows& rows,
+                         const Position& at, const Scans& scans) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-        const Turn<TURNED, WHOLE> turn(i, at, scans);
+        const Turn<TURNED> turn(i, at, scans);
         if (!turn.inside) continue;
         Storage* const to = rows.at<TURNED>(scans, at, turn.row, turn.order);
         const uint4* const place = ring.place(input, turn.piece);
         const Own own(turn.order, scans.time);
-        if (!RAGGED || WHOLE || own.all()) {
+        if (!RAGGED || own.all()) {
             store_global(to, *place);
         } else {
 #pragma unroll 1
@@ -232,14 +212,6 @@ __device__ void copy_pieces_out(const Ring& ring, int input, const Rows& rows,
             }
         }
     }
-}
-template <bool TURNED, class Ring>
-__device__ void copy_out(const Ring& ring, int input, const Rows& rows,
-                         const Position& at, const Scans& scans) {
-    if constexpr (APART) {
-        if (scans.own_all(at)) return copy_pieces_out<TURNED, true>(ring, input, rows, at, scans);
-    }
-    copy_pieces_out<TURNED, false>(ring, input, rows, at, scans);
 }
 
 // The state that enters a lane's elements.

@@ -41,10 +41,6 @@ extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads
                         unsigned blocks_at_once, unsigned seed) {{
     emulator::launch({entry}, arguments, grid, threads, shared, blocks_at_once, seed);
 }}
-extern "C" int prefetches(const void** to) {{
-    if (to) std::copy(emulator::prefetched.begin(), emulator::prefetched.end(), to);
-    return int(emulator::prefetched.size());
-}}
 """
 #: In place of the header that was compiled ahead.
 _UNFIT = """
@@ -111,13 +107,6 @@ class Emulated:
         statics = dict(self.variant.statics)
         sharing = math.prod(grid) if "once" in statics else int(statics.get("parts", 1))
         return max(BLOCKS_AT_ONCE, sharing)
-
-    def prefetched(self) -> list[int]:
-        """Addresses that the last launch brought to the L2 in advance, in no order."""
-        library = ctypes.CDLL(str(self.library))
-        found = (ctypes.c_uint64 * library.prefetches(None))()
-        library.prefetches(found)
-        return list(found)
 
 
 def emulated(kernel: Kernel, variant: Variant, folder: Path) -> Emulated:

@@ -17,7 +17,7 @@ import torch
 
 from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
+from scan_registry.kernels.model import Kernel, Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
 SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
@@ -271,49 +271,6 @@ def test_what_is_read_at_once_writes_nowhere_else(
     library.run(case.problem, case.tensors, 0, multiprocessors)
     assert case.error() <= cases.TOLERANCE[dtype]
     assert untouched()
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("time", [20, 200], ids=["short", "long"])
-@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-@pytest.mark.parametrize("broadcast", [(), ("time",)], ids=["", "one gate"])
-def test_a_walk_brings_its_first_rows_to_the_l2(
-    direction: str,
-    dtype: str,
-    time: int,
-    reverse: bool,
-    broadcast: tuple[str, ...],
-    cuda_emulator: ModuleType,
-    tmp_path: Path,
-) -> None:
-    """Each line of each input once, and nothing beside its tensor; the second column has 16 channels. Of states that
-    are read a row later that is a row less, and of gates that are the same at all times it is none."""
-    torch.manual_seed(0)
-    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    variant = like(kernel, {"dtype": dtype, "access": "aligned", "across": 32, "vector": 4})
-    library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    setting = cases.Setting(states=True, reverse=reverse, broadcast=broadcast)
-    sums = direction == "backward" and bool(broadcast)
-    trial = cases.draw((2, 144, time), setting, dtype, "cpu")
-    case = trial.case(kernel.name, aligned=True, sums=sums)
-    assert kernel.accepts(variant, case.problem) is None
-    library.run(case.problem, case.tensors, seed=0)
-
-    scalars, from_end = case.problem.scalars(), reverse == (direction == "forward")
-    rows = min(time, variant.number("warps") * variant.number("steps"))
-    columns = [*range(0, 128, 128 // ITEM_SIZE[dtype]), 128]
-    forward, backward = {"gates": 0, "tokens": 0}, {"gates": 0, "states": 1, "states_grad": 0}
-    expected = [
-        case.tensors[name].data_ptr()
-        + ITEM_SIZE[dtype] * (batch + at * scalars[f"{name}_time"] + channel)
-        for name, first in (forward if direction == "forward" else backward).items()
-        if scalars[f"{name}_time"] != 0
-        for batch in (0, scalars[f"{name}_batch"])
-        for at in (time - 1 - row if from_end else row for row in range(first, rows))
-        for channel in columns
-    ]
-    assert sorted(library.prefetched()) == sorted(expected)
 
 
 # --- The emulator -----------------------------------------------------------------------------

@@ -90,7 +90,6 @@ inline void copy_async_as(u64, void* to, const void* from, bool wanted) { copy_a
 inline void copy_async_first(void* to, const void* from, int bytes, bool wanted) {
     if (wanted) emulator::copy_async(to, from, 16, bytes);
 }
-inline void prefetch_line(const void* at) { emulator::prefetch(at); }
 inline void commit_copies() { emulator::commit(); }
 template <int PENDING>
 void wait_for_copies() {
