@@ -97,7 +97,7 @@ __device__ void copy_in(const Ring& ring, int input, const Plane& from, const Po
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         uint4* const place = ring.place(input, i * 32 + at.lane);
-        copy_async<16>(place, first + i * apart, at.has(i));
+        copy_async(place, first + i * apart, at.has(i));
         if (!at.has(i)) *place = piece_of(outside);
     }
 }

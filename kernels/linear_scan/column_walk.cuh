@@ -171,7 +171,6 @@ struct Tiles {
     const bool copies;  // whether there is something for this lane to copy
     const int own_channels;  // from this lane's first one to the end
     const Leads leads;
-    u64 order;           // in which lines leave the L2, if each warp walks by itself: it says so
     bool inner = false;  // whether all of a tile's rows are there, and others before and after them
     uint4* const own = reinterpret_cast<uint4*>(dynamic_rows()) + warp * (STAGES * STAGE);
     int stage = 0;  // the next to be filled; after the turn, the one that was filled first
@@ -230,8 +229,7 @@ struct Tiles {
         for (int i = 0; i < COPIES; i++) {
             const int lead = RAGGED ? leads.copied[LATER][i % Leads::COPIED] : 0;
             if (INNER) there = WARP_STEPS % ROWS == 0 ? i * ROWS + 1 : WARP_STEPS - own_row;
-            if constexpr (ONCE) copy_async_as(order, piece(input, i), from.at(i * ROWS), i * ROWS < there);
-            else copy_piece<INNER>(piece(input, i), from.at(i * ROWS), lead, to_end, i * ROWS < there);
+            copy_piece<INNER>(piece(input, i), from.at(i * ROWS), lead, to_end, i * ROWS < there);
         }
         if constexpr (RAGGED) {
             const int to_last = CHANNELS - lane % FULL * ITEMS;  // channels, from the first that this lane copies
@@ -246,8 +244,8 @@ struct Tiles {
     template <bool INNER>
     __device__ static void copy_piece(uint4* to, const Storage* from, int lead, int to_end, bool wanted) {
         const int left = to_end + lead;
-        if constexpr (!RAGGED) copy_async<16>(to, from, wanted);
-        else if constexpr (INNER) copy_async<16>(to, from - lead, wanted && to_end + ITEMS > 1);
+        if constexpr (!RAGGED) copy_async(to, from, wanted);
+        else if constexpr (INNER) copy_async(to, from - lead, wanted && to_end + ITEMS > 1);
         else
             copy_async_first(to, from - lead, (left < ITEMS ? left : ITEMS) * int(sizeof(Storage)),
                              wanted && left > 0);

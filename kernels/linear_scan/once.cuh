@@ -8,8 +8,7 @@
 //      part 1   warp 0   …
 //
 // A block tells others the map of its part, and composes those of the parts before: all know all after one exchange. It
-// waits for blocks with lower numbers alone, and those begin before it. Where the L2 has no room for all, tiles that stay
-// in shared memory make room for those that have to come again.
+// waits for blocks with lower numbers alone, and those begin before it.
 //
 // workspace, fresh (fresh.cuh): for each channel of each part but the last a map (told.cuh).
 #pragma once
@@ -160,12 +159,11 @@ struct Run {
     Work work;
     int count;
     int to_come;  // the tile that is to be asked for, where the inputs are
-    bool spares;  // the L2 for tiles that come again: a third of them and more
 
     __device__ Run(const Work& of, const Part& part) : work(of) {
         const i64 rows = work.tiles.rows < part.run ? work.tiles.rows : part.run;  // less than 0 past the end
         count = rows > 0 ? int((rows + TIMES - 1) / TIMES) : 0;
-        to_come = count - 1, spares = count > STAGES + STAGES / 2;
+        to_come = count - 1;
         work.move(to_come);
     }
     // Rows from a tile on to the column's end, as they are counted.
@@ -176,7 +174,6 @@ struct Run {
     __device__ void compose(Affine (&all)[VECTOR]) {
 #pragma unroll 1
         for (int tile = count + STAGES - 2; tile >= 0; tile--) {
-            work.tiles.order = spares && to_come < STAGES ? leaves_first() : leaves_last();
             if (to_come >= 0) work.fetch_maps(left(to_come)), go(-1);
             commit_copies();
             work.tiles.turn();
@@ -195,7 +192,6 @@ struct Run {
     }
     // What walking takes and composing does not, of the tiles that are there. Tile 0 is at hand.
     __device__ void ask_rest() {
-        work.tiles.order = spares ? leaves_first() : leaves_last();
 #pragma unroll 1
         for (int i = 0; i < STAGES; i++) {
             if (to_come < count) work.fetch_rest(left(to_come)), go(1);

@@ -125,13 +125,6 @@ __device__ inline u64 leaves_last() {
     return policy;
 }
 
-// For lines that leave it first.
-__device__ inline u64 leaves_first() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 // Whether copies say so: not where NVRTC would give the hint a wrong register (NOTES.md, a trap; ci/gates.py).
 #if RAGGED && __CUDA_ARCH__ >= 1000
 enum : bool { HINTED = false };
@@ -156,32 +149,16 @@ __device__ inline void copy_async_first(void* to, const void* from, int bytes, b
             "l"(from), "r"(int(wanted)), "r"(bytes)
             : "memory");
 }
-// Copy 16 bytes to this address in shared memory likewise. Of 128 bytes that lie together, what others will want comes as
-// far as the L2, which it leaves in the given order.
-__device__ inline void copy_async_in(unsigned shared, const void* from, int wanted, u64 order) {
+// Copy 16 bytes likewise. Of 128 bytes that lie together, what others will want comes as far as the L2, which it leaves
+// last.
+__device__ inline void copy_async(void* to, const void* from, bool wanted) {
+    if constexpr (!HINTED) return copy_async_first(to, from, 16, wanted);
+    const unsigned shared = unsigned(__cvta_generic_to_shared(to));
     asm volatile(
         "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
         "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(shared),
-        "l"(from), "r"(wanted), "l"(order)
+        "l"(from), "r"(int(wanted)), "l"(leaves_last())
         : "memory");
-}
-// Copy 4, 8 or 16 bytes likewise.
-template <int BYTES>
-__device__ inline void copy_async(void* to, const void* from, bool wanted) {
-    const unsigned shared = unsigned(__cvta_generic_to_shared(to));
-    if constexpr (BYTES == 16 && !HINTED)
-        copy_async_first(to, from, 16, wanted);
-    else if constexpr (BYTES == 16)
-        copy_async_in(shared, from, int(wanted), leaves_last());
-    else
-        asm volatile(
-            "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
-            "@wanted cp.async.ca.shared.global [%0], [%1], %3; }" ::"r"(shared),
-            "l"(from), "r"(int(wanted)), "n"(BYTES)
-            : "memory");
-}
-__device__ inline void copy_async_as(u64 order, void* to, const void* from, bool wanted) {
-    copy_async_in(unsigned(__cvta_generic_to_shared(to)), from, int(wanted), order);
 }
 // Close the group of this thread's copies so far; wait until at most PENDING groups are under way.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -139,7 +139,7 @@ __device__ void copy_piece(uint4* to, const Storage* from, i64 order, i64 time, 
         const i64 left = TURNED ? order + VECTOR : time - order;
         copy_async_first(to, from, int(left < VECTOR ? left : VECTOR) * int(sizeof(Storage)), wanted);
     } else {
-        copy_async<16>(to, from, wanted);
+        copy_async(to, from, wanted);
     }
 }
 

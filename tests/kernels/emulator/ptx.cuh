@@ -80,13 +80,9 @@ inline char* dynamic_shared() {
     return reinterpret_cast<char*>((std::uintptr_t(emulator::block().dynamic.data()) + 15) / 16 * 16);
 }
 inline char* dynamic_rows() { return dynamic_shared(); }
-template <int BYTES>
-void copy_async(void* to, const void* from, bool wanted) {
-    if (wanted) emulator::copy_async(to, from, BYTES, BYTES);
+inline void copy_async(void* to, const void* from, bool wanted) {
+    if (wanted) emulator::copy_async(to, from, 16, 16);
 }
-inline u64 leaves_first() { return 0; }
-inline u64 leaves_last() { return 1; }
-inline void copy_async_as(u64, void* to, const void* from, bool wanted) { copy_async<16>(to, from, wanted); }
 inline void copy_async_first(void* to, const void* from, int bytes, bool wanted) {
     if (wanted) emulator::copy_async(to, from, 16, bytes);
 }
