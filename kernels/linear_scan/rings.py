@@ -43,15 +43,13 @@ _BESIDE = {
     ),
     4: ((4, (10, 2)),),
 }
-#: Channels of a lane, steps and stages of walks over float32 that have a multiprocessor to themselves.
-_LONE = ((2, 16, 6), (1, 16, 11), (1, 16, 8))
 #: Warps, steps and stages of walks over columns of 128 channels.
 _WIDE = (
     *((4, 6, 4), (4, 8, 2), (4, 8, 3), (4, 8, 4), (4, 8, 5), (4, 12, 2), (4, 12, 3), (4, 12, 4)),
     *((4, 16, 2), (6, 8, 4), (8, 8, 2), (8, 8, 3)),
 )
 #: Warps, steps and stages of walks over rows that start anywhere, beside the usual ones.
-_RAGGED = ((4, 12, 2), (4, 12, 3), (6, 8, 2), (6, 8, 3), (6, 12, 2))
+_RAGGED = ((4, 12, 2), (4, 12, 3))
 #: Of blocks that share a column: tiles in shared memory, and how many turns before it is walked one is composed.
 _EARLY = ((4, 2), (6, 3))
 #: Warps, steps and stages of walks over packed sequences of narrow numbers, with 32 channels: the more rows a tile
@@ -109,8 +107,6 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         yield from resident(direction, dtype, _walk(4, 2, 12, 3), 1)
         yield from _shared_walks(direction, dtype)
     yield from _once_walks(direction, dtype)
-    if each == 4:
-        yield from _lone_walks(direction, dtype)
     yield from _cut_columns(direction, dtype)
 
 
@@ -131,12 +127,6 @@ def _cut_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 def _walk(warps: int, vector: int, steps: int, stages: int, across: int = 32) -> Tile:
     return {"warps": warps, "across": across, "vector": vector, "steps": steps, "stages": stages}
-
-
-def _lone_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Those that have much under way, alone on a multiprocessor."""
-    for vector, steps, stages in _LONE:
-        yield from resident(direction, dtype, _walk(4, vector, steps, stages), 1)
 
 
 def _ragged_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
