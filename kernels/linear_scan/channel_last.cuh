@@ -30,7 +30,7 @@ enum : int {
     TIMES = WARPS * SLOTS_PER_WARP * STEPS,
     BLOCKS = LEAST_BLOCKS,
     STATE_WORDS = sizeof(State) / 4,
-    CARRIED_WORDS = (WITH_REST ? 2 : 1) * STATE_WORDS,
+    CARRIED_WORDS = (COMPENSATED ? 2 : 1) * STATE_WORDS,
 };
 static_assert(32 % LANES == 0 && CHANNELS <= THREADS, "a channel needs a thread of the spine");
 
@@ -51,16 +51,16 @@ struct Position {
             __syncthreads();
             tile = ticket;
         }
-        const i64 across = (channels + CHANNELS - 1) / CHANNELS;
-        columns = outers * batches * across;
+        const i64 columns_across = (channels + CHANNELS - 1) / CHANNELS;
+        columns = outers * batches * columns_across;
         index = tile / columns;
         column = tile % columns;
         outer = 0;
-        batch = column / across;
+        batch = column / columns_across;
         if constexpr (!ALIGNED) outer = batch / batches, batch %= batches;
         warp = threadIdx.x / 32;
         lane = threadIdx.x % 32;
-        tile_channel = column % across * CHANNELS;
+        tile_channel = column % columns_across * CHANNELS;
         channel = tile_channel + lane % LANES * VECTOR;
         first = index * TIMES + (warp * SLOTS_PER_WARP + lane / LANES) * STEPS;
     }
@@ -97,7 +97,7 @@ struct Rows {
     }
 };
 
-// Room for the marks of a thread's rows, which all threads of a slot share.
+// SharedStorage for the marks of a thread's rows, which all threads of a slot share.
 __device__ inline Places* own_places() {
     if constexpr (ALIGNED) return nullptr;
     __shared__ Places places[ALIGNED ? 1 : TIMES];
@@ -139,14 +139,14 @@ __device__ inline State await(const u64* words, unsigned tile) {
     return Element::Whole::widen(typename Element::Whole::Storage(bits));
 }
 
-__device__ inline void publish(u64* words, unsigned tile, Carried carried) {
+__device__ inline void publish(u64* words, unsigned tile, RunningPrefix carried) {
     publish(words, tile, carried.x);
-    if constexpr (WITH_REST) publish(words + STATE_WORDS, tile, carried.rest);
+    if constexpr (COMPENSATED) publish(words + STATE_WORDS, tile, carried.error_term);
 }
 
-__device__ inline Carried await_carried(const u64* words, unsigned tile) {
+__device__ inline RunningPrefix await_carried(const u64* words, unsigned tile) {
     const State x = await(words, tile);
-    if constexpr (!WITH_REST) return x;
+    if constexpr (!COMPENSATED) return x;
     return {x, await(words + STATE_WORDS, tile)};
 }
 
@@ -168,15 +168,15 @@ __device__ inline void enter_rows(Affine (&rows)[VECTOR], State (&entering)[VECT
 
     if (threadIdx.x < CHANNELS) {
         const i64 c = at.tile_channel + threadIdx.x;
-        const bool with_state = c < channels && !walk.packed();
+        const bool with_state = c < channels && !walk.varlen();
         u64* const words = workspace + 2 + (at.column * CHANNELS + threadIdx.x) * CARRIED_WORDS;
         const i64 slot = at.columns * CHANNELS * CARRIED_WORDS;
         const unsigned tile = unsigned(at.index) + 1;  // its number: a slot holds 0 before the first
 
         Affine total;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) total = then(total, spine.total[w][threadIdx.x]);
-        Carried carried;
+        for (int w = 0; w < WARPS; w++) total = compose(total, spine.total[w][threadIdx.x]);
+        RunningPrefix carried;
         if (at.index > 0) carried = await_carried(words + (tile & 1) * slot, tile - 1);
         else if (before && with_state) carried = before[c * state_channel];
 

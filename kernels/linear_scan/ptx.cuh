@@ -126,7 +126,7 @@ __device__ inline u64 leaves_last() {
 }
 
 // Whether copies say so: not where NVRTC would give the hint a wrong register (NOTES.md, a trap; ci/gates.py).
-#if RAGGED && __CUDA_ARCH__ >= 1000
+#if MISALIGNED && __CUDA_ARCH__ >= 1000
 enum : bool { HINTED = false };
 #else
 enum : bool { HINTED = true };

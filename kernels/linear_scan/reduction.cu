@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
     if (threadIdx.x < TILE_TIMES) {
         const i64 order = walk.at(tile_t * TILE_TIMES + threadIdx.x);
         int start = order == 0 ? 0 : -1;
-        if (walk.packed()) {
+        if (walk.varlen()) {
             const i64 number = walk.number(order);
             if (order == 0 || walk.begin(number) == order) start = walk.index(number);
         }

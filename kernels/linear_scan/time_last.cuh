@@ -90,7 +90,7 @@ struct Row {
     }
 };
 
-// Room for the marks of a thread's chunks.
+// SharedStorage for the marks of a thread's chunks.
 __device__ inline Places* own_places(int step) {
     if constexpr (ALIGNED) return nullptr;
     __shared__ Places places[ALIGNED ? 1 : STEPS * VECTOR * THREADS];
@@ -100,7 +100,7 @@ __device__ inline Places* own_places(int step) {
 // The state that enters this warp's part of the tile. `carry` is the state that enters the tile
 // and becomes the one that leaves it. Two buffers alternate, so that one barrier a tile is enough.
 __device__ inline State enter_warp(Affine warp_total, int warp, int lane, int parity,
-                                   Carried& carry) {
+                                   RunningPrefix& carry) {
     if constexpr (WARPS == 1) {
         const State entering = carry.x;
         carry = warp_total(carry);

@@ -1,28 +1,28 @@
 // Time contiguous, aligned, without options: what the forward and the backward kernel share.
 //
 // The build pins LANES (threads that share a row), PIECES (of 16 bytes, per thread), ROWS (warps of a block),
-// AHEAD (where they share rows), STAGES and BLOCKS (per SM). A tile is
+// PREFIX_LEAD (where they share rows), STAGES and BLOCKS (per SM). A tile is
 //
 //                 time in the order of the walk ->
 //     row 0       | lane 0: PIECES pieces | lane 1 | …  LANES |
 //     row 1       | lane LANES: …
 //     …           SIDE = 32 / LANES rows
 //
-// The next STAGES - 1 tiles are on their way meanwhile; tiles.cuh says which.
+// The next STAGES - 1 tiles are on their way meanwhile; lookback.cuh says which.
 //
-// RAGGED: rows need not start or end where a piece does, but lie in pieces alike in all tensors. A walk then
+// MISALIGNED: rows need not start or end where a piece does, but lie in pieces alike in all tensors. A walk then
 // starts `skip` elements before its row, where long rows have a line of the caches start, and what pieces hold
 // of other rows changes nothing and is not written.
 //
 // Each warp has tiles and states of its own, and rows or parts of one, and does not wait for others as it walks.
 #pragma once
-enum : bool { CUT = AHEAD > 0 };
-enum : int { WALKERS = ROWS, FOLDERS = CUT ? AHEAD + 1 : 0, THREADS = 32 * (WALKERS + FOLDERS) };
+enum : bool { CUT = PREFIX_LEAD > 0 };
+enum : int { TILE_WARPS = ROWS, LOOKBACK_WARPS = CUT ? PREFIX_LEAD + 1 : 0, THREADS = 32 * (TILE_WARPS + LOOKBACK_WARPS) };
 #include "element.cuh"
 enum : int { VECTOR = 16 / sizeof(Storage) };
 #include "ring.cuh"
 #include "sequences.cuh"
-#include "tiles.cuh"
+#include "lookback.cuh"
 
 enum : int {
     SIDE = 32 / LANES,
@@ -56,14 +56,14 @@ struct Scans {
           rows(batches * channels),
           time(time),
           strides(strides),
-          most_skipped(!RAGGED ? 0 : time < LONG ? VECTOR - 1 : LINE - 1),
+          most_skipped(!MISALIGNED ? 0 : time < LONG ? VECTOR - 1 : LINE - 1),
           grid{unsigned((rows + SIDE - 1) / SIDE),
                unsigned((time + most_skipped + TIMES - 1) / TIMES)} {}
 
     // Elements between the start of a walk and its row.
     template <bool TURNED>
     __device__ int skip(const Position& at, unsigned row) const {
-        if (!RAGGED) return 0;
+        if (!MISALIGNED) return 0;
         const int offset = int(strides.offset(at, row));
         return (TURNED ? -(offset + int(time)) : offset) & most_skipped;
     }
@@ -129,13 +129,13 @@ struct Turn {
         : piece(i * 32 + at.lane),
           row(at.first_row + piece / (LANES * PIECES)),
           order(at.first + piece % (LANES * PIECES) * VECTOR - scans.skip<TURNED>(at, row)),
-          inside(order < scans.time && (!RAGGED || order > -VECTOR) && row < scans.rows) {}
+          inside(order < scans.time && (!MISALIGNED || order > -VECTOR) && row < scans.rows) {}
 };
 
 // Copy a piece; of a ragged row nothing past its end, which may be that of the tensor.
 template <bool TURNED>
 __device__ void copy_piece(uint4* to, const Storage* from, i64 order, i64 time, bool wanted) {
-    if constexpr (RAGGED) {
+    if constexpr (MISALIGNED) {
         const i64 left = TURNED ? order + VECTOR : time - order;
         copy_async_first(to, from, int(left < VECTOR ? left : VECTOR) * int(sizeof(Storage)), wanted);
     } else {
@@ -202,7 +202,7 @@ __device__ void copy_out(const Ring& ring, int input, const Rows& rows,
         Storage* const to = rows.at<TURNED>(scans, at, turn.row, turn.order);
         const uint4* const place = ring.place(input, turn.piece);
         const Own own(turn.order, scans.time);
-        if (!RAGGED || own.all()) {
+        if (!MISALIGNED || own.all()) {
             store_global(to, *place);
         } else {
 #pragma unroll 1
@@ -215,12 +215,12 @@ __device__ void copy_out(const Ring& ring, int input, const Rows& rows,
 }
 
 // The state that enters a lane's elements.
-struct RowEntrance {
-    Carried carried[1] = {State(0)};  // before the tile, of this lane's row
+struct RowTilePrefix {
+    RunningPrefix carried[1] = {State(0)};  // before the tile, of this lane's row
     Affine composed, tile[1];         // before this lane, and of all of its row's
 
     // `lane_map` composes this lane's elements.
-    __device__ void compose(Affine lane_map, const Position& at) {
+    __device__ void scan(Affine lane_map, const Position& at) {
         composed = exclusive_scan<1, LANES>(lane_map, at.lane);
         tile[0] = from_lane(lane_map, at.lane | (LANES - 1));
     }
@@ -246,7 +246,7 @@ template <template <bool> class Work, class Of>
 __device__ void run(const Of& of, const Scans& scans, bool turned, void* workspace) {
     const Schedule schedule{scans.grid};
     if constexpr (CUT) {
-        if (schedule.folds()) return schedule.fold(Work<false>{of, scans}, workspace);
+        if (schedule.is_lookback()) return schedule.combine(Work<false>{of, scans}, workspace);
     }
     if (turned) walk(schedule, Work<true>{of, scans}, workspace);
     else walk(schedule, Work<false>{of, scans}, workspace);

@@ -21,13 +21,13 @@
 // ROWS, SPLIT, BATCHES (times 8), CHUNKS, LAYERS and CLUSTER come from the build. If the last is 1, a block is
 // always alone, which spares all that is needed to wait for others.
 #pragma once
-#include "exchange.cuh"
+#include "hidden_state_exchange.cuh"
 
 enum : int { WARPS = ROWS * SPLIT, THREADS = 32 * WARPS };
 enum : unsigned { UNITS = 16 * ROWS, TILE = 8 * BATCHES };
 enum : int { SLOTS = ROWS * BATCHES * 2 };
 // Whether what a step needs of memory is loaded a step ahead; else, when it is needed, from the L2 cache.
-enum : bool { EARLY = !Element::EXACT };
+enum : bool { LOAD_AHEAD = !Element::EXACT };
 enum : int { OWN = SPLIT == 1 ? 2 * BATCHES : (SLOTS + WARPS - 1) / WARPS };
 
 struct Place {
@@ -148,9 +148,9 @@ struct Product {
                     for (int i = 0; i < 4; i++) sums[chain][n][m][i] = 0;
     }
 
-    // `values` of each row of `factor`, of which there are `batches`, awaited with `patience`.
+    // `values` of each row of `factor`, of which there are `batches`, awaited with `backoff`.
     __device__ void add(const Weights<TILES, HELD, STORED>& weights, const Factor& factor,
-                        unsigned values, unsigned batches, Patience& patience,
+                        unsigned values, unsigned batches, AdaptiveBackoff& backoff,
                         const Place& at) {
         const int mine = int(values) - int(at.part * CHUNK);
         const int chunks = chunks_in(mine), words = chunks_in(mine - int(at.in_quad * PER));
@@ -164,7 +164,7 @@ struct Product {
                 const uint4* const from =
                     factor.words(batch, at.part * CHUNK + at.in_quad * PER) + first * STRIDE;
                 const int count = batch < batches ? words - first : 0;
-                if (CLUSTER == 0 && factor.awaited) await<WINDOW, STRIDE>(columns[n], from, count, patience);
+                if (CLUSTER == 0 && factor.awaited) await<WINDOW, STRIDE>(columns[n], from, count, backoff);
                 else read<WINDOW, STRIDE>(columns[n], from, count);
             }
 #pragma unroll

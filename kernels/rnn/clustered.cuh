@@ -22,7 +22,7 @@ enum : unsigned { UNITS = 16 * ROWS, TILE = 8 };
 enum : int { GATES = Cell::RECURRENT, TILES = (2 * GATES + 3) / 4 };
 static_assert(SPLIT == 2 && BATCHES == 1 && LAYERS == 0, "the only way that it is written for");
 
-struct Seat {
+struct LanePosition {
     const unsigned rank = blockIdx.x % CLUSTER;
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const unsigned quad = lane / 4, in_quad = lane % 4, pair = quad % 4;
@@ -35,7 +35,7 @@ struct Seat {
 struct Weights {
     uint4 held[CHUNKS][TILES][2];
 
-    __device__ void load(const Storage* recurrent, const Seat& at, unsigned head, unsigned heads,
+    __device__ void load(const Storage* recurrent, const LanePosition& at, unsigned head, unsigned heads,
                          unsigned dim) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++)
@@ -59,7 +59,7 @@ struct Weights {
     }
 
     // The terms of the lane's units, unit by unit, in its batch.
-    __device__ void multiply(float (&terms)[2][GATES], const uint4 (&h)[CHUNKS], const Seat& at) const {
+    __device__ void multiply(float (&terms)[2][GATES], const uint4 (&h)[CHUNKS], const LanePosition& at) const {
         constexpr int CHAINS = CHUNKS >= 2 ? 4 : 2;  // sums that do not wait for each other
         float sums[CHAINS][TILES][4] = {};
 #pragma unroll
@@ -127,7 +127,7 @@ struct Rounds {
     }
 
     // The latest round, of the words that meet R's in this lane.
-    __device__ void read(uint4 (&h)[CHUNKS], const Seat& at) const {
+    __device__ void read(uint4 (&h)[CHUNKS], const LanePosition& at) const {
         const uint4* const from = memory.rows[number % 2] + at.quad * (STRIDE / PER) + at.in_quad;
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) h[c] = from[4 * c];
@@ -148,7 +148,7 @@ struct Rounds {
         __syncthreads();
     }
     // The next round, once every warp has given h of its units, in all batches, if `there` are any.
-    __device__ void exchange(Pair h, bool there, const Seat& at) {
+    __device__ void exchange(Pair h, bool there, const LanePosition& at) {
         number++;
         uint4* const rows = memory.rows[number % 2];
 #if CLUSTER == 1

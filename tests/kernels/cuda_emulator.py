@@ -105,7 +105,9 @@ class Emulated:
     def _at_once(self, grid: Sequence[int]) -> int:
         """A GPU that is to run a variant has room for those that share a column."""
         statics = dict(self.variant.statics)
-        sharing = math.prod(grid) if "once" in statics else int(statics.get("parts", 1))
+        sharing = (
+            math.prod(grid) if "single_wave" in statics else int(statics.get("ctas_per_column", 1))
+        )
         return max(BLOCKS_AT_ONCE, sharing)
 
 

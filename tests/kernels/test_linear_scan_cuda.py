@@ -51,26 +51,26 @@ def streamed() -> Iterator[Variant]:
             {"lanes": 1},
             {"lanes": 8},
             {"lanes": 32},
-            {"ahead": 1},
-            {"ahead": 2, "stages": 4},
+            {"prefix_lead": 1},
+            {"prefix_lead": 2, "stages": 4},
             {"rows": 18},
-            {"lanes": 4, "access": "ragged"},
-            {"ahead": 2, "access": "ragged"},
-            {"lanes": 4, "reverse": 1, "access": "ragged"},
+            {"lanes": 4, "access": "misaligned"},
+            {"prefix_lead": 2, "access": "misaligned"},
+            {"lanes": 4, "reverse": 1, "access": "misaligned"},
         ],
         "channel_last": [
-            {"ahead": 1},
-            {"ahead": 2, "stages": 4},
-            {"ahead": 2, "steps": 6},
-            {"across": 16},
-            {"across": 32},
-            {"across": 32, "vector": 4},
-            {"once": 1},
-            {"parts": 3},
-            {"parts": 8},
-            {"across": 16, "access": "packed"},
-            {"across": 16, "access": "ragged"},
-            {"vector": 2, "access": "ragged"},
+            {"prefix_lead": 1},
+            {"prefix_lead": 2, "stages": 4},
+            {"prefix_lead": 2, "steps": 6},
+            {"lanes_across": 16},
+            {"lanes_across": 32},
+            {"lanes_across": 32, "vector": 4},
+            {"single_wave": 1},
+            {"ctas_per_column": 3},
+            {"ctas_per_column": 8},
+            {"lanes_across": 16, "access": "varlen"},
+            {"lanes_across": 16, "access": "misaligned"},
+            {"vector": 2, "access": "misaligned"},
         ],
     }
     dtypes = ("float32", "bfloat16", "complex64")
@@ -113,7 +113,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     dtype = variant.text("dtype")
     checked = 0
-    cut = {"ahead", "parts", "once"} & {*dict(variant.statics)}
+    cut = {"prefix_lead", "ctas_per_column", "single_wave"} & {*dict(variant.statics)}
     for trial in (*short(dtype), *(long(dtype) if cut else ())):
         for case in trial.launches(kernel.name):
             if kernel.accepts(variant, case.problem) is None:
@@ -130,14 +130,14 @@ ONE_GATE = (
 )
 
 
-@pytest.mark.parametrize("access", ["aligned", "packed"])
+@pytest.mark.parametrize("access", ["aligned", "varlen"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_walk_sums_the_gradient_of_one_gate(
     dtype: str, access: str, cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     kernel = FAMILY.kernel("channel_last_backward", "cuda")
-    variant = like(kernel, {"dtype": dtype, "access": access, "across": 16})
+    variant = like(kernel, {"dtype": dtype, "access": access, "lanes_across": 16})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     checked = 0
     for shape, setting in product(((2, 48, 40), (1, 16, 600)), ONE_GATE):
@@ -184,7 +184,7 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
 ) -> None:
     torch.manual_seed(0)
     kernel = FAMILY.kernel(name, "cuda")
-    variant = like(kernel, {"dtype": "float32", "access": "packed", "across": 16})
+    variant = like(kernel, {"dtype": "float32", "access": "varlen", "lanes_across": 16})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = replace(PACKED, reverse=reverse)
     case = cases.draw((1, 16, 300), setting, "float32", "cpu").case(name, aligned=True)
@@ -207,7 +207,7 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
 @pytest.mark.parametrize(
     ("layout", "tile", "shape"),
     [
-        ("channel_last", {"across": 32, "vector": 2}, (2, 69, 200)),
+        ("channel_last", {"lanes_across": 32, "vector": 2}, (2, 69, 200)),
         ("time_last", {"lanes": 16, "pieces": 1, "stages": 3}, (2, 3, 1150)),
         ("time_last", {"lanes": 16, "pieces": 2, "stages": 3}, (1, 5, 765)),
     ],
@@ -230,7 +230,7 @@ def test_a_walk_over_ragged_rows_writes_nowhere_else(
     torch.manual_seed(0)
     name = f"{layout}_{direction}"
     kernel = FAMILY.kernel(name, "cuda")
-    variant = like(kernel, {"dtype": dtype, "access": "ragged", **tile})
+    variant = like(kernel, {"dtype": dtype, "access": "misaligned", **tile})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
     case = cases.draw(shape, setting, dtype, "cpu").case(name, aligned=True)
@@ -262,7 +262,7 @@ def test_what_is_read_at_once_writes_nowhere_else(
     than a ring holds; and such as end early or are none."""
     torch.manual_seed(0)
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    variant = like(kernel, {"dtype": dtype, "once": 1})
+    variant = like(kernel, {"dtype": dtype, "single_wave": 1})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
     case = cases.draw((1, channels, time), setting, dtype, "cpu").case(kernel.name, aligned=True)

@@ -88,7 +88,7 @@ __device__ void read(uint4 (&words)[COUNT], const uint4* from, int count) {
 // them too early keeps the L2 cache from those that bring them: that made a step of 48 blocks half as long
 // again. So that is found out on the way, to stay a little too long: longer after having come too early, and
 // slightly shorter after not.
-struct Patience {
+struct AdaptiveBackoff {
     enum : unsigned { LONGER = 64, SHORTER = 4, MOST = 4000 };  // cycles
     unsigned begun = 0, cycles = 0;
 
@@ -105,9 +105,9 @@ struct Patience {
 
 // Likewise those that are to be published, when all are. To be called by whole warps.
 template <int COUNT, int STRIDE>
-__device__ void await(uint4 (&words)[COUNT], const uint4* from, int count, Patience& patience) {
+__device__ void await(uint4 (&words)[COUNT], const uint4* from, int count, AdaptiveBackoff& backoff) {
     bool lacking, early = false;
-    patience.wait();
+    backoff.wait();
     do {
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
@@ -117,7 +117,7 @@ __device__ void await(uint4 (&words)[COUNT], const uint4* from, int count, Patie
         for (int i = 0; i < COUNT; i++) lacking |= lacks(words[i]);
         early |= lacking;
     } while (lacking);
-    patience.learn(early);
+    backoff.learn(early);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) words[i] = inverted(words[i]);
 }

@@ -2,27 +2,27 @@
 //
 // A column is a set of scans that run side by side in a warp, its levels are the tiles along it, in the order
 // of the walk. Where there are enough columns to fill the GPU, a warp takes whole ones, and the state stays
-// with it. Variants with a number AHEAD are for few columns, which are cut into segments of WALKERS tiles, one for
+// with it. Variants with a number PREFIX_LEAD are for few columns, which are cut into segments of TILE_WARPS tiles, one for
 // each walking warp of a block. Blocks draw them from a counter: the first segments of all columns, then the second
 // ones, and so on. Of those that a block drew, STAGES are in its shared memory at a time:
 //
-//     turn t + AHEAD   its tiles are composed; then FOLDERS, warps that do nothing else, publish its map, and fold
+//     turn t + PREFIX_LEAD   its tiles are composed; then LOOKBACK_WARPS, warps that do nothing else, publish its map, and fold
 //                      those of all segments of the column before it to the states that enter its tiles
 //     turn t           they have done so: its tiles are walked, and their place goes to turn t + STAGES
 //     later ones       on their way
 //
-// Folders have AHEAD turns for that, most of which they wait: each turn has its own, in rotation. They do not read the
+// Folders have PREFIX_LEAD turns for that, most of which they wait: each turn has its own, in rotation. They do not read the
 // maps of all segments: those of the last of each GROUP of a column publish one for the group, too, and others read
 // that, and the maps of the segments since the last whole group. No block hands a state to another, and groups start
 // where the column does, so sums are in a fixed order; the state after the last whole group goes from turn to turn.
-// A map is published as soon as what its block drew AHEAD turns earlier is walked, a group's when those of its earlier
+// A map is published as soon as what its block drew PREFIX_LEAD turns earlier is walked, a group's when those of its earlier
 // segments are, too, and a walk waits only for segments that were drawn before its own: that of the first map that is
 // missing waits for none, so nobody waits for ever.
 //
 // workspace, zeroed before the launch: the counter, in a line of 16 bytes, then the maps of all segments, then those
 // of groups.
 #pragma once
-#include "exchange.cuh"
+#include "tile_state.cuh"
 
 struct Tile {
     unsigned level, column;
@@ -34,25 +34,25 @@ struct Grid {
 
 // How walkers and the folders of a turn meet: when its tiles are composed, which folders wait for, and when the states
 // that enter them are there, which walkers wait for; and folders with those of the next turn, which wait for what the
-// former know. Of AHEAD + 1 turns each has barriers of its own.
-enum : int { TURNS = AHEAD + 1, FOLDERS_OF_TURN = FOLDERS / TURNS };
-enum : int { MEETING = 32 * (WALKERS + FOLDERS_OF_TURN) };
+// former know. Of PREFIX_LEAD + 1 turns each has barriers of its own.
+enum : int { TURNS = PREFIX_LEAD + 1, LOOKBACK_WARPS_OF_TURN = LOOKBACK_WARPS / TURNS };
+enum : int { MEETING = 32 * (TILE_WARPS + LOOKBACK_WARPS_OF_TURN) };
 __device__ inline void tell_composed(int turn) { arrive_at<MEETING>(1 + turn % TURNS); }
 __device__ inline void await_composed(int turn) { meet_at<MEETING>(1 + turn % TURNS); }
-__device__ inline void tell_folded(int turn) { arrive_at<MEETING>(1 + TURNS + turn % TURNS); }
-__device__ inline void await_folded(int turn) { meet_at<MEETING>(1 + TURNS + turn % TURNS); }
-__device__ inline void tell_known(int turn) { arrive_at<64 * FOLDERS_OF_TURN>(1 + 2 * TURNS + turn % TURNS); }
-__device__ inline void await_known(int turn) { meet_at<64 * FOLDERS_OF_TURN>(1 + 2 * TURNS + turn % TURNS); }
+__device__ inline void tell_combined(int turn) { arrive_at<MEETING>(1 + TURNS + turn % TURNS); }
+__device__ inline void await_combined(int turn) { meet_at<MEETING>(1 + TURNS + turn % TURNS); }
+__device__ inline void tell_known(int turn) { arrive_at<64 * LOOKBACK_WARPS_OF_TURN>(1 + 2 * TURNS + turn % TURNS); }
+__device__ inline void await_known(int turn) { meet_at<64 * LOOKBACK_WARPS_OF_TURN>(1 + 2 * TURNS + turn % TURNS); }
 static_assert(3 * TURNS < 15, "barriers, beside that of the walkers");
-__device__ inline void meet_walkers() { meet_at<32 * WALKERS>(15); }
+__device__ inline void meet_tile_warps() { meet_at<32 * TILE_WARPS>(15); }
 
 // What they tell one another, and folders remember.
 template <int SCANS>
-struct Room {
+struct SharedStorage {
     struct Turn {
-        Stored<> tiles[WALKERS][SCANS];
-        State entering[WALKERS][SCANS];
-        Carried after_groups[SCANS];  // the states after the last whole group before the segment
+        Stored<> tiles[TILE_WARPS][SCANS];
+        State entering[TILE_WARPS][SCANS];
+        RunningPrefix after_groups[SCANS];  // the states after the last whole group before the segment
     };
     static __device__ Turn& of(int turn) {
         __shared__ Turn turns[TURNS];
@@ -66,10 +66,10 @@ struct Drawn {
     const unsigned segments;  // of a column
 
     __device__ explicit Drawn(const Grid& grid)
-        : grid(grid), segments((grid.levels + WALKERS - 1) / WALKERS) {}
+        : grid(grid), segments((grid.levels + TILE_WARPS - 1) / TILE_WARPS) {}
     static __device__ Tile& segment(int turn) {
         constexpr int KEPT = 16;
-        static_assert(AHEAD == 0 || (AHEAD < STAGES && STAGES + 2 <= KEPT), "or one takes the place of another");
+        static_assert(PREFIX_LEAD == 0 || (PREFIX_LEAD < STAGES && STAGES + 2 <= KEPT), "or one takes the place of another");
         __shared__ Tile drawn[KEPT];
         return drawn[turn % KEPT];
     }
@@ -86,13 +86,13 @@ enum : int { LEAST_GROUP = 16 };
 // A warp that finds the states that enter tiles. Of SCANS side by side it has OWN, each with PLACES lanes: one for
 // each tile of a segment, and for LOOKS of a group's maps.
 template <class Work>
-struct Folder {
+struct LookbackWarp {
     enum : int {
         SCANS = Work::SCANS,
-        OWN = SCANS / FOLDERS_OF_TURN,
+        OWN = SCANS / LOOKBACK_WARPS_OF_TURN,
         PLACES = 32 / OWN,
     };
-    static_assert(SCANS % FOLDERS_OF_TURN == 0 && 32 % OWN == 0 && PLACES >= WALKERS, "a lane for each tile");
+    static_assert(SCANS % LOOKBACK_WARPS_OF_TURN == 0 && 32 % OWN == 0 && PLACES >= TILE_WARPS, "a lane for each tile");
     // In a round 132 blocks publish maps. With groups of 16 each reads some 25, for each scan, but waits for two trips
     // to the L2, one after the other; those of a single scan are read sooner than that.
     enum : int {
@@ -105,8 +105,8 @@ struct Folder {
     const Work& work;
     const Drawn drawn;
     uint4* const maps;
-    const int number = threadIdx.x / 32 - WALKERS, lane = threadIdx.x % 32, place = lane / OWN;
-    const int scan = number % FOLDERS_OF_TURN * OWN + lane % OWN;
+    const int number = threadIdx.x / 32 - TILE_WARPS, lane = threadIdx.x % 32, place = lane / OWN;
+    const int scan = number % LOOKBACK_WARPS_OF_TURN * OWN + lane % OWN;
 
     // Of a segment, and of the group that it is in.
     __device__ uint4* map_of(const Tile& segment) const {
@@ -116,24 +116,24 @@ struct Folder {
         return map_of({drawn.segments + segment.level / GROUP, segment.column});
     }
     __device__ void run() {
-        for (int turn = number / FOLDERS_OF_TURN;; turn += TURNS) {
+        for (int turn = number / LOOKBACK_WARPS_OF_TURN;; turn += TURNS) {
             await_composed(turn);
             if (!drawn.there(turn)) {
                 if (turn > 0 && drawn.there(turn - 1)) await_known(turn - 1);
                 break;
             }
-            auto& room = Room<SCANS>::of(turn);
+            auto& room = SharedStorage<SCANS>::of(turn);
             const Tile segment = drawn.segment(turn);
             const bool publishes = place + 1 == PLACES && segment.level + 1 < drawn.segments;
             Affine map;
-            if (place < WALKERS) map = room.tiles[place][scan];
+            if (place < TILE_WARPS) map = room.tiles[place][scan];
             const Affine before = exclusive_scan<OWN>(map, lane);
             if (publishes) publish(map_of(segment), SCANS, map);
             // What is known of groups is handed on before the rest is looked for; but where that makes up a group,
             // others wait for it. A loop, so that the code for both is there once.
             const bool completes = segment.level % GROUP == GROUP - 1;
             Affine since;
-            Carried x;
+            RunningPrefix x;
 #pragma unroll 1
             for (int step = completes; step < completes + 2; step++) {
                 if (step % 2 == 0) {
@@ -141,30 +141,30 @@ struct Folder {
                     tell_known(turn);
                 } else {
                     since = since_groups(segment);
-                    if (completes && publishes) publish(group_of(segment), SCANS, then(since, map));
+                    if (completes && publishes) publish(group_of(segment), SCANS, compose(since, map));
                 }
             }
             x = since(x);
-            if (place < WALKERS) room.entering[place][scan] = before(x.x);
-            tell_folded(turn);
+            if (place < TILE_WARPS) room.entering[place][scan] = before(x.x);
+            tell_combined(turn);
             if (place + 1 == PLACES && segment.level + 1 == drawn.segments)
                 if (State* const after = work.after(segment.column, scan)) *after = map(x).x;
         }
     }
 
     // The state after all groups of the column before the segment's. What the turn before knew, it has left there.
-    __device__ Carried after_groups(int turn, const Tile& segment) {
+    __device__ RunningPrefix after_groups(int turn, const Tile& segment) {
         const Tile last = turn > 0 ? drawn.segment(turn - 1) : Tile{0, ~0u};
         const bool goes_on = last.column == segment.column;
         const unsigned end = segment.level / GROUP;
         unsigned begin = goes_on ? last.level / GROUP : 0;
-        Carried x;
+        RunningPrefix x;
         bool entered = false;
 #pragma unroll 1
         do {
             Affine groups[KNOWN];
-            Fetched<KNOWN> fetched = asked<KNOWN>(group_of({begin * GROUP, segment.column}), end - begin);
-            fetched.await(groups);
+            PendingMaps<KNOWN> pending = requested<KNOWN>(group_of({begin * GROUP, segment.column}), end - begin);
+            pending.await(groups);
             if (!entered) x = entering(turn, segment, goes_on), entered = true;
 #pragma unroll
             for (int i = 0; i < KNOWN; i++)
@@ -172,13 +172,13 @@ struct Folder {
                 for (int p = 0; p < PLACES && begin < end; p++, begin++)
                     x = from_lane(groups[i], p * OWN + lane % OWN)(x);
         } while (begin < end);
-        if (place == 0) Room<SCANS>::of(turn).after_groups[scan] = x;
+        if (place == 0) SharedStorage<SCANS>::of(turn).after_groups[scan] = x;
         return x;
     }
     // The state before the walk, or after what was known a turn ago.
-    __device__ Carried entering(int turn, const Tile& segment, bool goes_on) const {
+    __device__ RunningPrefix entering(int turn, const Tile& segment, bool goes_on) const {
         if (turn > 0) await_known(turn - 1);
-        if (goes_on) return Room<SCANS>::of(turn - 1).after_groups[scan];
+        if (goes_on) return SharedStorage<SCANS>::of(turn - 1).after_groups[scan];
         const State* const before = work.before(segment.column, scan);
         return before ? *before : State(0);
     }
@@ -191,17 +191,17 @@ struct Folder {
     }
     // Of so many maps of a column, from one on, at most MOST for each place: successive ones look at successive maps.
     template <int MOST>
-    __device__ Fetched<MOST> asked(const uint4* first, int count) const {
+    __device__ PendingMaps<MOST> requested(const uint4* first, int count) const {
         const i64 apart = i64(drawn.grid.columns) * (MAP_LINES * SCANS);
-        Fetched<MOST> fetched;
-        fetched.ask(first + place * apart, PLACES * apart, SCANS, (count - place + PLACES - 1) / PLACES);
-        return fetched;
+        PendingMaps<MOST> pending;
+        pending.request(first + place * apart, PLACES * apart, SCANS, (count - place + PLACES - 1) / PLACES);
+        return pending;
     }
     template <int MOST>
     __device__ Affine composed(const uint4* first, int count) const {
-        Fetched<MOST> fetched = asked<MOST>(first, count);
+        PendingMaps<MOST> pending = requested<MOST>(first, count);
         Affine maps[MOST];
-        fetched.await(maps);
+        pending.await(maps);
         // Of what two lanes have each takes half, so that in the end a lane has one of the looks, of all lanes.
 #pragma unroll
         for (int distance = OWN, looks = MOST; distance < 32; distance *= 2, looks = (looks + 1) / 2) {
@@ -222,7 +222,7 @@ struct Folder {
     __device__ Affine with_other(Affine own, const Affine& given, int distance) const {
         Affine other = from_lane(given, lane ^ distance);
         swap_if(lane & distance, own, other);
-        return then(own, other);
+        return compose(own, other);
     }
     static __device__ void swap_if(bool wanted, Affine& a, Affine& b) {
         const Affine first = a;
@@ -232,11 +232,11 @@ struct Folder {
 
 // How the tiles of a warp are taken through its ring. `work` has
 //
-//     Entrance, SCANS, HELD            how states enter a tile of SCANS side by side; a lane keeps HELD of them, and
+//     TilePrefix, SCANS, HELD            how states enter a tile of SCANS side by side; a lane keeps HELD of them, and
 //                                      lanes l and l + SCANS / HELD the same
 //     fetch(tile, stage)               copies in
-//     compose(tile, stage, entrance)   from what enters the tile to what enters each thread's part
-//     finish(tile, stage, entrance)    the walk itself, and the results
+//     compose(tile, stage, tile_prefix)   from what enters the tile to what enters each thread's part
+//     finish(tile, stage, tile_prefix)    the walk itself, and the results
 //     before, after(column, scan)      null, or where the state before or after the walk is
 struct Schedule {
     const Grid grid;
@@ -244,7 +244,7 @@ struct Schedule {
     // Whole columns: one from its first level to its last, and then the next.
     template <class Work>
     __device__ void run(Work work, unsigned first, unsigned stride) const {
-        typename Work::Entrance entrance;
+        typename Work::TilePrefix tile_prefix;
         const auto there = [&](const Tile& tile) { return tile.column < grid.columns; };
         const auto advance = [&](Tile& tile) {
             if (++tile.level == grid.levels) tile.level = 0, tile.column += stride;
@@ -259,62 +259,62 @@ struct Schedule {
             wait_for_copies<STAGES - 1>();
             __syncwarp();
             const unsigned stage = (round + 1) % STAGES;
-            work.compose(tile, stage, entrance);
-            work.finish(tile, stage, entrance);
+            work.compose_tile(tile, stage, tile_prefix);
+            work.finish(tile, stage, tile_prefix);
             advance(tile);
         }
     }
 
     // Segments: a warp's part of that. The compiler is to know that all its lanes have the same, or it provides for
     // shuffles of lanes that have parted.
-    static __device__ bool folds() { return from_lane(threadIdx.x / 32, 0) >= WALKERS; }
+    static __device__ bool is_lookback() { return from_lane(threadIdx.x / 32, 0) >= TILE_WARPS; }
     template <class Work>
-    __device__ void fold(const Work& work, void* workspace) const {
-        Folder<Work>{work, Drawn(grid), static_cast<uint4*>(workspace) + 1}.run();
+    __device__ void combine(const Work& work, void* workspace) const {
+        LookbackWarp<Work>{work, Drawn(grid), static_cast<uint4*>(workspace) + 1}.run();
     }
     template <class Work>
     __device__ void walk(const Work& work, void* workspace) const {
-        using Room = ::Room<Work::SCANS>;
+        using SharedStorage = ::SharedStorage<Work::SCANS>;
         const Drawn drawn(grid);
         unsigned* const counter = static_cast<unsigned*>(workspace);
         const int warp = threadIdx.x / 32, first_held = threadIdx.x % (Work::SCANS / Work::HELD) * Work::HELD;
         const auto tile = [&](int turn) {
             const Tile segment = drawn.segment(turn);
-            return Tile{segment.level * WALKERS + warp, segment.column};
+            return Tile{segment.level * TILE_WARPS + warp, segment.column};
         };
         const auto draw = [&] { return threadIdx.x == 0 ? atomicAdd(counter, 1u) : 0; };
         unsigned number = draw();
-        typename Work::Entrance entrances[TURNS];
+        typename Work::TilePrefix tile_prefixes[TURNS];
         int turn = -STAGES;
         for (; turn < 0 || drawn.there(turn); turn++) {
-            const int ahead = turn + AHEAD, coming = turn + STAGES;
+            const int ahead = turn + PREFIX_LEAD, coming = turn + STAGES;
             if (ahead >= 0) {
                 if (drawn.there(ahead)) {
-                    wait_for_copies<STAGES - AHEAD - 1>();
+                    wait_for_copies<STAGES - PREFIX_LEAD - 1>();
                     __syncwarp();
-                    work.compose(tile(ahead), ahead % STAGES, entrances[AHEAD]);
+                    work.compose_tile(tile(ahead), ahead % STAGES, tile_prefixes[PREFIX_LEAD]);
 #pragma unroll
                     for (int v = 0; v < Work::HELD; v++)
-                        Room::of(ahead).tiles[warp][first_held + v] = entrances[AHEAD].tile[v];
+                        SharedStorage::of(ahead).tiles[warp][first_held + v] = tile_prefixes[PREFIX_LEAD].tile[v];
                 }
                 tell_composed(ahead);
             }
             if (threadIdx.x == 0) drawn.keep(coming, number);
-            if (turn < 0) meet_walkers();
-            else await_folded(turn);
+            if (turn < 0) meet_tile_warps();
+            else await_combined(turn);
             number = draw();
             if (turn >= 0) {
 #pragma unroll
                 for (int v = 0; v < Work::HELD; v++)
-                    entrances[0].carried[v] = Room::of(turn).entering[warp][first_held + v];
-                work.finish(tile(turn), turn % STAGES, entrances[0]);
+                    tile_prefixes[0].carried[v] = SharedStorage::of(turn).entering[warp][first_held + v];
+                work.finish(tile(turn), turn % STAGES, tile_prefixes[0]);
                 __syncwarp();  // what the stage held has been read
             }
             if (drawn.there(coming)) work.fetch(tile(coming), coming % STAGES);
             commit_copies();
 #pragma unroll
-            for (int k = 0; k < AHEAD; k++) entrances[k] = entrances[k + 1];
+            for (int k = 0; k < PREFIX_LEAD; k++) tile_prefixes[k] = tile_prefixes[k + 1];
         }
-        tell_composed(turn + AHEAD);  // which none was; so all folders learn it
+        tell_composed(turn + PREFIX_LEAD);  // which none was; so all folders learn it
     }
 };

@@ -10,19 +10,19 @@
 // A block tells others the map of its part, and composes those of the parts before: all know all after one exchange. It
 // waits for blocks with lower numbers alone, and those begin before it.
 //
-// workspace, fresh (fresh.cuh): for each channel of each part but the last a map (told.cuh).
+// workspace, fresh (workspace_init.cuh): for each channel of each part but the last a map (tile_status.cuh).
 #pragma once
-#include "column_walk.cuh"
-#include "fresh.cuh"
-#include "told.cuh"
+#include "column_serial.cuh"
+#include "workspace_init.cuh"
+#include "tile_status.cuh"
 
 enum : int {
-    WORDS = 16 / sizeof(Told::Word),      // that a thread looks at together, of channels side by side
-    SHARES = THREADS * WORDS / CHANNELS,  // of the parts before, which threads compose side by side
-    LOOKS = (136 + SHARES - 1) / SHARES,  // on their way at once: of 132 multiprocessors all
+    WORDS = 16 / sizeof(TileDescriptor::Word),      // that a thread looks at together, of channels side by side
+    SLICES = THREADS * WORDS / CHANNELS,  // of the parts before, which threads compose side by side
+    LOOKS = (136 + SLICES - 1) / SLICES,  // on their way at once: of 132 multiprocessors all
 };
-static_assert(ACROSS == 32 && THREADS % CHANNELS == 0 && sizeof(State) == 4 && WORDS <= VECTOR);
-static_assert(!RAGGED && !PACKED && PARTS == 1);
+static_assert(LANES_ACROSS == 32 && THREADS % CHANNELS == 0 && sizeof(State) == 4 && WORDS <= VECTOR);
+static_assert(!MISALIGNED && !VARLEN && CTAS_PER_COLUMN == 1);
 
 // Which part of which column a block has, and what a warp has of it. The grid is columns side by side × batches × parts;
 // and where there are several, in front of them one more of each, of which the first makes the workspace.
@@ -34,47 +34,47 @@ struct Part {
     __device__ static unsigned column() { return blockIdx.y * gridDim.x + blockIdx.x; }
     __device__ static unsigned columns() { return gridDim.y * gridDim.x; }
     __device__ static bool only() { return gridDim.z == 1; }
-    __device__ static unsigned told() { return gridDim.z - 2; }  // of the parts of a column, if there are several
+    __device__ static unsigned published() { return gridDim.z - 2; }  // of the parts of a column, if there are several
     __device__ static unsigned blocks() { return (gridDim.z - 1) * columns(); }
-    __device__ bool last() const { return only() || number == told(); }
+    __device__ bool last() const { return only() || number == published(); }
     // Rows of the column before this warp's.
     __device__ int before() const { return (number * WARPS + int(threadIdx.x / 32)) * run; }
 };
 
 // What a warp has to do with the others. A thread looks after one of the column's channels, whatever it walks, if it has
-// one, or after some side by side of a share of the parts before.
-struct Once {
+// one, or after some side by side of a slice of the parts before.
+struct SingleWave {
     const Part part;
-    const int channel = threadIdx.x, looked = threadIdx.x * WORDS % CHANNELS, share = threadIdx.x * WORDS / CHANNELS;
+    const int channel = threadIdx.x, looked = threadIdx.x * WORDS % CHANNELS, slice = threadIdx.x * WORDS / CHANNELS;
     const unsigned apart;         // words, from part to part
-    const Fresh fresh;
-    Told::Word* const words;      // of the column, in part 0
+    const WorkspaceInit workspace_init;
+    TileDescriptor::Word* const words;      // of the column, in part 0
     const States initial, final;  // of the channel
     unsigned seen = 0;            // the workspace, by so many blocks before
 
-    __device__ Once(const Part& part, void* workspace, const States& initial, const States& final)
+    __device__ SingleWave(const Part& part, void* workspace, const States& initial, const States& final)
         : part(part),
           apart(part.columns() * CHANNELS),
-          fresh(workspace, int(part.told() * apart * sizeof(Told::Word))),
-          words(static_cast<Told::Word*>(fresh.past_head()) + part.column() * CHANNELS),
+          workspace_init(workspace, int(part.published() * apart * sizeof(TileDescriptor::Word))),
+          words(static_cast<TileDescriptor::Word*>(workspace_init.past_head()) + part.column() * CHANNELS),
           initial(initial),
           final(final) {}
     __device__ bool has_channel() const { return channel < CHANNELS; }  // the whole warp has, or has not
 
     // Whether the block is one that has no part.
-    __device__ bool makes() const {
+    __device__ bool initializes() const {
         if (part.number >= 0) return false;
-        if (part.column() == 0) fresh.make();
+        if (part.column() == 0) workspace_init.initialize();
         return true;
     }
     // One thread of each other block waits for the workspace.
-    __device__ void await_fresh() {
+    __device__ void await_workspace() {
         if (part.only() || threadIdx.x > 0) return;
-        while (!fresh.is_made()) {}
-        seen = fresh.seen();
+        while (!workspace_init.is_ready()) {}
+        seen = workspace_init.count_reader();
     }
     __device__ void leave() const {
-        if (!part.only() && threadIdx.x == 0 && seen + 1 == part.blocks()) fresh.take_back();
+        if (!part.only() && threadIdx.x == 0 && seen + 1 == part.blocks()) workspace_init.retract();
     }
 
     // Of the runs of a block's warps; those of the runs before, once others have been told.
@@ -90,59 +90,59 @@ struct Once {
     __device__ Affine tell() const {
         Affine own[WARPS], all;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) own[w] = map(w, channel), all = then(all, own[w]);
-        if (!part.last()) store_relaxed(words + part.number * apart + channel, Told::of(all, 1).word);
+        for (int w = 0; w < WARPS; w++) own[w] = map(w, channel), all = compose(all, own[w]);
+        if (!part.last()) store_relaxed(words + part.number * apart + channel, TileDescriptor::of(all, 1).word);
         Affine before;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             map(w, channel) = before;
-            before = then(before, own[w]);
+            before = compose(before, own[w]);
         }
         return all;
     }
-    // The maps of this thread's share of the parts before.
+    // The maps of this thread's slice of the parts before.
     __device__ void look(Affine (&all)[WORDS]) const {
-        const int each = (part.number + SHARES - 1) / SHARES, first = share * each;
+        const int each = (part.number + SLICES - 1) / SLICES, first = slice * each;
         const int end = first + each < part.number ? first + each : part.number;
 #pragma unroll 1
         for (int at = first; at < end; at += LOOKS) {
-            Told told[LOOKS][WORDS] = {};
+            TileDescriptor descriptors[LOOKS][WORDS] = {};
 #pragma unroll 1
             for (bool missing = true; missing;) {
                 missing = false;
 #pragma unroll
                 for (int i = 0; i < LOOKS; i++)
-                    if (at + i < end) read_words(told[i], words + (at + i) * apart + looked);
+                    if (at + i < end) read_words(descriptors[i], words + (at + i) * apart + looked);
 #pragma unroll
                 for (int i = 0; i < LOOKS; i++)
 #pragma unroll
-                    for (int w = 0; w < WORDS; w++) missing |= at + i < end && !told[i][w].mark();
+                    for (int w = 0; w < WORDS; w++) missing |= at + i < end && !descriptors[i][w].flag();
             }
 #pragma unroll
             for (int i = 0; i < LOOKS; i++)
 #pragma unroll
                 for (int w = 0; w < WORDS; w++)
-                    if (at + i < end) all[w] = then(all[w], told[i][w]);
+                    if (at + i < end) all[w] = compose(all[w], descriptors[i][w]);
         }
     }
     // The states that enter this warp's run, whose map `own` composes. To be called by the whole block.
     __device__ void exchange(const Affine (&own)[VECTOR], State (&x)[VECTOR]) {
-        __shared__ Stored<> shares[SHARES][CHANNELS];
+        __shared__ Stored<> slices[SLICES][CHANNELS];
         const int warp = threadIdx.x / 32;
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) map(warp, number_of(v)) = own[v];
-        await_fresh();
+        await_workspace();
         __syncthreads();
         Affine all, before[WORDS];
         if (has_channel()) all = tell();
         look(before);
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) shares[share][looked + w] = before[w];
+        for (int w = 0; w < WORDS; w++) slices[slice][looked + w] = before[w];
         __syncthreads();
         if (has_channel()) {
-            Carried carried = initial.read(0);
+            RunningPrefix carried = initial.read(0);
 #pragma unroll
-            for (int s = 0; s < SHARES; s++) carried = Affine(shares[s][channel])(carried);
+            for (int s = 0; s < SLICES; s++) carried = Affine(slices[s][channel])(carried);
 #pragma unroll
             for (int w = 0; w < WARPS; w++) entering(w, channel) = Affine(map(w, channel))(carried.x);
             if (part.last()) final.write(0, all(carried).x);
@@ -158,7 +158,7 @@ template <class Work>
 struct Run {
     Work work;
     int count;
-    int to_come;  // the tile that is to be asked for, where the inputs are
+    int to_come;  // the tile that is to be requested for, where the inputs are
 
     __device__ Run(const Work& of, const Part& part) : work(of) {
         const i64 rows = work.tiles.rows < part.run ? work.tiles.rows : part.run;  // less than 0 past the end
@@ -171,10 +171,10 @@ struct Run {
     __device__ void go(int tiles) { work.move(tiles), to_come += tiles; }
 
     // The map of the run.
-    __device__ void compose(Affine (&all)[VECTOR]) {
+    __device__ void compose_run(Affine (&all)[VECTOR]) {
 #pragma unroll 1
         for (int tile = count + STAGES - 2; tile >= 0; tile--) {
-            if (to_come >= 0) work.fetch_maps(left(to_come)), go(-1);
+            if (to_come >= 0) work.fetch_for_map(left(to_come)), go(-1);
             commit_copies();
             work.tiles.turn();
             if (tile >= count) continue;  // the ring is not full yet
@@ -183,18 +183,18 @@ struct Run {
             typename Work::Held held;
             Affine maps[VECTOR];
             work.read(held);
-            work.compose(held, maps, left(tile));
+            work.compose_tile(held, maps, left(tile));
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) all[v] = then(maps[v], all[v]);
+            for (int v = 0; v < VECTOR; v++) all[v] = compose(maps[v], all[v]);
             __syncwarp();  // before others come in
         }
         go(1);
     }
     // What walking takes and composing does not, of the tiles that are there. Tile 0 is at hand.
-    __device__ void ask_rest() {
+    __device__ void fetch_remaining() {
 #pragma unroll 1
         for (int i = 0; i < STAGES; i++) {
-            if (to_come < count) work.fetch_rest(left(to_come)), go(1);
+            if (to_come < count) work.fetch_for_output(left(to_come)), go(1);
             commit_copies();
             work.tiles.turn_back();
         }
@@ -209,7 +209,7 @@ struct Run {
             work.finish(held, x, left(tile));
             work.leave(left(tile));
             __syncwarp();  // before others come in
-            if (to_come < count) work.fetch_maps(left(to_come)), work.fetch_rest(left(to_come)), go(1);
+            if (to_come < count) work.fetch_for_map(left(to_come)), work.fetch_for_output(left(to_come)), go(1);
             commit_copies();
             work.tiles.turn_back();
         }
@@ -218,14 +218,14 @@ struct Run {
 };
 
 template <class Work>
-__device__ void walk_once(const Work& work, Once once) {
-    if (once.makes()) return;
-    Run<Work> run(work, once.part);
+__device__ void run_single_wave(const Work& work, SingleWave wave) {
+    if (wave.initializes()) return;
+    Run<Work> run(work, wave.part);
     Affine all[VECTOR];
     State x[VECTOR];
-    run.compose(all);
-    run.ask_rest();
-    once.exchange(all, x);
+    run.compose_run(all);
+    run.fetch_remaining();
+    wave.exchange(all, x);
     run.walk(x);
-    once.leave();
+    wave.leave();
 }

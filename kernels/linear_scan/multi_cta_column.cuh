@@ -1,62 +1,62 @@
-// A column that PARTS blocks walk together: each takes every PARTS-th tile. So rows may be wide where columns are few,
+// A column that CTAS_PER_COLUMN blocks walk together: each takes every CTAS_PER_COLUMN-th tile. So rows may be wide where columns are few,
 // and more multiprocessors have something to do.
 //
-//      tile 0      block 0    composed EARLY turns before it is walked; its map goes to the other blocks then
+//      tile 0      block 0    composed AGGREGATE_LEAD turns before it is walked; its map goes to the other blocks then
 //      tile 1      block 1
 //      …                      what a block knows, the state after its last tile, goes through the maps of the
-//      tile PARTS  block 0    PARTS - 1 tiles between, which are asked for a turn before they are needed
+//      tile CTAS_PER_COLUMN  block 0    CTAS_PER_COLUMN - 1 tiles between, which are requested for a turn before they are needed
 //
 // A thread looks after one of the column's channels, whatever it walks. Nobody waits for a state of others, only for
-// maps, which wait for nothing but states that came EARLY turns before. Blocks draw their numbers, so that of those that
-// share a column the rest begins as soon as there is room: of a launch at most PARTS - 1 wait for one that has not begun.
+// maps, which wait for nothing but states that came AGGREGATE_LEAD turns before. Blocks draw their numbers, so that of those that
+// share a column the rest begins as soon as there is room: of a launch at most CTAS_PER_COLUMN - 1 wait for one that has not begun.
 //
-// workspace, zeroed before the launch: a counter, and for each column a ring of TURNS × PARTS tiles with a word for
+// workspace, zeroed before the launch: a counter, and for each column a ring of TURNS × CTAS_PER_COLUMN tiles with a word for
 // each channel. A word says which round of the ring it is of, so that it travels in one store and one load, and
 // nothing needs a fence. A tile takes the place of another once all have used that: a block that tells turn t has
-// entered turn t - EARLY, with maps of turn t - EARLY - 1 or later, and who told them had entered t - 2 EARLY - 1.
+// entered turn t - AGGREGATE_LEAD, with maps of turn t - AGGREGATE_LEAD - 1 or later, and who told them had entered t - 2 AGGREGATE_LEAD - 1.
 #pragma once
-#include "column_walk.cuh"
-#include "told.cuh"
+#include "column_serial.cuh"
+#include "tile_status.cuh"
 
 enum : int {
-    SLOTS = EARLY + 1,  // turns whose maps a block keeps
+    SLOTS = AGGREGATE_LEAD + 1,  // turns whose maps a block keeps
     TURNS = 2 * SLOTS,  // turns that are told of
 };
-static_assert(PARTS > 1 && EARLY > 1 && STAGES > SLOTS && CHANNELS <= THREADS && CHANNELS % 32 == 0 && ACROSS == 32);
-static_assert(!WITH_REST && !RAGGED && !PACKED);
+static_assert(CTAS_PER_COLUMN > 1 && AGGREGATE_LEAD > 1 && STAGES > SLOTS && CHANNELS <= THREADS && CHANNELS % 32 == 0 && LANES_ACROSS == 32);
+static_assert(!COMPENSATED && !MISALIGNED && !VARLEN);
 // A look takes about a microsecond.
 enum : unsigned { LOOK_AGAIN_NS = 40 };
 enum : int { COUNTER = 256 };  // bytes before the words, so that a warp's are in whole lines
 
 // Which block this is: its column, and its number among the blocks that share that.
-struct Seat {
+struct CtaRank {
     unsigned column;
-    int part, parts;
+    int rank, count;
 
     // The number is drawn for the whole block.
-    __device__ explicit Seat(void* workspace) : parts(PARTS) {
+    __device__ explicit CtaRank(void* workspace) : count(CTAS_PER_COLUMN) {
         __shared__ unsigned drawn;
         if (threadIdx.x == 0) drawn = atomicAdd(static_cast<unsigned*>(workspace), 1u);
         __syncthreads();
-        column = drawn / unsigned(parts), part = int(drawn % unsigned(parts));
+        column = drawn / unsigned(count), rank = int(drawn % unsigned(count));
     }
 };
 
 // What a block has to do with the others of its column.
-struct Share {
-    const Seat seat;
+struct ColumnCta {
+    const CtaRank cta;
     const int channel = own_channel();
     const bool has_channel = channel < CHANNELS;  // the whole warp has, or has not
     u64* const words;    // of that channel
     const States final;  // where its last state goes
-    Carried carried;     // its state after this block's last tile
-    Told told[PARTS - 1];
+    RunningPrefix carried;     // its state after this block's last tile
+    TileDescriptor descriptors[CTAS_PER_COLUMN - 1];
 
     static __device__ int own_channel() { return threadIdx.x / 32 * 32 + threadIdx.x % 32; }
-    __device__ Share(const Seat& seat, void* workspace, const States& before, const States& after)
-        : seat(seat),
+    __device__ ColumnCta(const CtaRank& cta, void* workspace, const States& before, const States& after)
+        : cta(cta),
           words(reinterpret_cast<u64*>(static_cast<char*>(workspace) + COUNTER) +
-                i64(seat.column) * CHANNELS * TURNS * seat.parts + channel),
+                i64(cta.column) * CHANNELS * TURNS * cta.count + channel),
           final(after),
           carried(before.read(0)) {}
     __device__ u64* word(int tile) const { return words + tile * CHANNELS; }
@@ -77,56 +77,56 @@ struct Share {
     __device__ void tell(int turn) const {
         Affine own[GROUPS], all;
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++) own[g] = map(turn, g, channel), all = then(all, own[g]);
+        for (int g = 0; g < GROUPS; g++) own[g] = map(turn, g, channel), all = compose(all, own[g]);
         Affine before;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             map(turn, g, channel) = before;
-            before = then(before, own[g]);
+            before = compose(before, own[g]);
         }
         map(turn, GROUPS, channel) = all;
-        store_relaxed(word(unsigned(turn) % TURNS * seat.parts + seat.part), Told::of(all, round(turn)).word);
+        store_relaxed(word(unsigned(turn) % TURNS * cta.count + cta.rank), TileDescriptor::of(all, round(turn)).word);
     }
     // The i-th tile after the block's last one: its place among those of a turn and the one before, and whether
     // there is one that matters.
-    __device__ int after_last(int i) const { return seat.part + 1 + i; }
+    __device__ int after_last(int i) const { return cta.rank + 1 + i; }
     __device__ bool matters(int turn, int at) const {
-        return at < seat.parts + seat.part && (turn > 0 || at >= seat.parts);
+        return at < cta.count + cta.rank && (turn > 0 || at >= cta.count);
     }
     // Of those tiles, which ones nothing is known of, a bit for each.
     __device__ unsigned missing(int turn) const {
         unsigned bits = 0;
 #pragma unroll
-        for (int i = 0; i < PARTS - 1; i++) {
+        for (int i = 0; i < CTAS_PER_COLUMN - 1; i++) {
             const int at = after_last(i);
-            const bool there = told[i].mark() == round(turn - (at < seat.parts));
+            const bool there = descriptors[i].flag() == round(turn - (at < cta.count));
             bits |= unsigned(matters(turn, at) && !there) << i;
         }
         return bits;
     }
     // For their maps, which are on their way then.
     __device__ void ask(int turn, unsigned wanted) {
-        const int before = int(unsigned(turn + TURNS - 1) % TURNS) * seat.parts, ring = TURNS * seat.parts;
+        const int before = int(unsigned(turn + TURNS - 1) % TURNS) * cta.count, ring = TURNS * cta.count;
 #pragma unroll
-        for (int i = 0; i < PARTS - 1; i++) {
+        for (int i = 0; i < CTAS_PER_COLUMN - 1; i++) {
             const int index = before + after_last(i);
             if (wanted >> i & 1 && matters(turn, after_last(i)))
-                told[i].word = load_relaxed(word(index < ring ? index : index - ring));
+                descriptors[i].word = load_relaxed(word(index < ring ? index : index - ring));
         }
     }
-    // Once they have come, the states that enter the groups of this turn.
+    // SingleWave they have come, the states that enter the groups of this turn.
     __device__ void enter(int turn) {
 #pragma unroll 1
         for (unsigned wanted = missing(turn); __any_sync(FULL_WARP, wanted != 0); wanted = missing(turn)) {
             __nanosleep(LOOK_AGAIN_NS);
             ask(turn, wanted);
         }
-        Affine maps[PARTS - 1];
+        Affine maps[CTAS_PER_COLUMN - 1];
 #pragma unroll
-        for (int i = 0; i < PARTS - 1; i++)
-            if (matters(turn, after_last(i))) maps[i] = told[i];
+        for (int i = 0; i < CTAS_PER_COLUMN - 1; i++)
+            if (matters(turn, after_last(i))) maps[i] = descriptors[i];
 #pragma unroll
-        for (int i = 0; i < PARTS - 1; i++) carried = maps[i](carried);
+        for (int i = 0; i < CTAS_PER_COLUMN - 1; i++) carried = maps[i](carried);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++)
             entering(turn, g, channel) = Affine(map(turn, g, channel))(carried.x);
@@ -134,12 +134,12 @@ struct Share {
     }
 
     template <class Work>
-    __device__ void walk(Work work, i64 time) {
+    __device__ void run(Work work, i64 time) {
         auto& tiles = work.tiles;
         // All blocks take as many turns, whatever their numbers, so that the compiler knows which way they go: a
         // tile past the end leaves states as they are.
-        const i64 turn_rows = i64(seat.parts) * TIMES;
-        const int turns = int((time + turn_rows - 1) / turn_rows), group = threadIdx.x / ACROSS;
+        const i64 turn_rows = i64(cta.count) * TIMES;
+        const int turns = int((time + turn_rows - 1) / turn_rows), group = threadIdx.x / LANES_ACROSS;
         int filled = 0, composed = 0, walks = 0;  // stages
         i64 to_come = tiles.rows, to_compose = tiles.rows, left = tiles.rows;
         const auto after = [](int stage) { return stage + 1 < STAGES ? stage + 1 : 0; };
@@ -153,8 +153,8 @@ struct Share {
 #pragma unroll 1
         for (int turn = 0; turn < STAGES - SLOTS; turn++) next(turn);
 #pragma unroll 1
-        for (int turn = -EARLY; turn < turns; turn++) {
-            const bool goes_on = turn >= -1 && turn + 1 < turns, composes = turn + EARLY < turns;
+        for (int turn = -AGGREGATE_LEAD; turn < turns; turn++) {
+            const bool goes_on = turn >= -1 && turn + 1 < turns, composes = turn + AGGREGATE_LEAD < turns;
             if (goes_on && has_channel) ask(turn + 1, ~0u);
             next(turn + STAGES - 1);
             wait_for_copies<STAGES - SLOTS>();
@@ -163,12 +163,12 @@ struct Share {
                 Affine maps[VECTOR];
                 tiles.stage = composed, composed = after(composed);
                 work.read(held);
-                work.compose(held, maps, tiles.counted(to_compose));
+                work.compose_tile(held, maps, tiles.counted(to_compose));
 #pragma unroll
-                for (int v = 0; v < VECTOR; v++) map(turn + EARLY, group, number_of(v)) = maps[v];
+                for (int v = 0; v < VECTOR; v++) map(turn + AGGREGATE_LEAD, group, number_of(v)) = maps[v];
             }
             __syncthreads();  // one a turn
-            if (composes && has_channel) tell(turn + EARLY);
+            if (composes && has_channel) tell(turn + AGGREGATE_LEAD);
             to_compose -= turn_rows;
             if (turn >= 0) {
                 State x[VECTOR];
@@ -183,6 +183,6 @@ struct Share {
             }
             if (goes_on && has_channel) enter(turn + 1);
         }
-        if (has_channel && seat.part + 1 == seat.parts) final.write(0, carried.x);
+        if (has_channel && cta.rank + 1 == cta.count) final.write(0, carried.x);
     }
 };
