@@ -50,8 +50,8 @@ struct Step {
 };
 
 // A run's map. Its scale is a product of many gates, and where they are all alike, so are its
-// rounding errors, which then add up in proportion to the length of the run. `error_term` keeps them,
-// unless the states are stored too coarsely for that to show.
+// rounding errors, which then add up in proportion to the length of the run. `error_term` keeps them (a
+// compensated product), unless the states are stored too coarsely for that to show.
 enum : bool { COMPENSATED = sizeof(Storage) >= 4 };
 // How far to unroll what composes maps: one of complex numbers is a hundred instructions.
 enum : int { UNROLLED = sizeof(State) > 4 ? 1 : 32 };

@@ -1,22 +1,22 @@
 // Channels contiguous: what the forward and the backward kernel share.
 //
-// The build pins WARPS (per block), LANES (threads side by side along the channels), VECTOR
-// (channels per thread) and STEPS. A block takes one tile, which it holds in registers, so that time
-// is split over many blocks:
+// The build pins WARPS (per CTA), LANES (threads side by side along the channels), VECTOR
+// (channels per thread) and STEPS. A CTA takes one tile, which it holds in registers, so that time
+// is split over many CTAs:
 //
 //               channels ->   LANES × VECTOR
 //      order  slot 0          | STEPS rows, one after the other in a thread |
 //        |    slot 1          | STEPS rows                                  |
 //        v    …               SLOTS = 32 × WARPS / LANES
 //
-// Order runs along the walk, with time or against it. Along it, a thread composes its rows' maps, a
-// warp scans its slots, and the first threads of the block (the spine, one per channel) chain the
-// warps' totals onto the state that the tile before published. The tile index comes from a counter,
+// Order runs in the direction of the scan, with time or against it. A thread composes the affine maps of its rows, a
+// warp scans its slots, and the first threads of the CTA (the spine, one per channel) apply the
+// warps' totals to the state that the tile before published. The tile index comes from a counter,
 // so a tile's predecessor is always running or done.
 //
 // workspace, zeroed before the launch: a counter in its first 16 bytes, then two slots, of even and of
 // odd tiles in time, which hold for each channel of each column the state that leaves such a tile, and
-// its rest: a word for each 32 bits of them, with the tile's number above. Value and number travel in
+// its error term: a word for each 32 bits of them, with the tile's number above. Value and number travel in
 // one 8-byte store, so they need no fence. A tile may write over the state of the one before the last,
 // because the last has read it: a tile publishes only after its wait for what it reads is over. A
 // problem of one tile in time passes null.
@@ -97,7 +97,7 @@ struct Rows {
     }
 };
 
-// SharedStorage for the marks of a thread's rows, which all threads of a slot share.
+// Room for the marks of a thread's rows, which all threads of a slot share.
 __device__ inline Places* own_places() {
     if constexpr (ALIGNED) return nullptr;
     __shared__ Places places[ALIGNED ? 1 : TIMES];
@@ -119,7 +119,7 @@ __device__ inline void publish(u64* words, unsigned tile, State x) {
 }
 
 // All tiles of a column watch the same words. Those whose turn is far off look rarely: the looks of a
-// thousand blocks at one line would take a hundred times longer than a tile.
+// thousand CTAs at one line would take a hundred times longer than a tile.
 __device__ inline u64 await_word(const u64* word, unsigned tile) {
     while (true) {
         const u64 value = load_relaxed(word);

@@ -4,10 +4,10 @@
 //     gates_grad[t]  = tokens_grad[t] * conj(x[t-1])
 //     h[t]           = conj(gates[t]) * tokens_grad[t]
 //
-// which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h).
-// The states are read one step further along the walk than the rest. Three reads and two writes: 20
-// bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in
-// column_serial.cuh, channel_stream.cuh (staged) and channel_last.cuh (held in registers).
+// which is a scan in the opposite direction over the affine maps h -> conj(gates[t]) * (states_grad[t] + h).
+// The states are read one time step further along that scan than the other inputs. Three reads and two writes: 20
+// bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in column_serial.cuh (many
+// channels), channel_stream.cuh (few, staged in shared memory) and channel_last.cuh (generic, held in registers).
 #if SINGLE_WAVE
 #include "single_wave.cuh"
 #elif CTAS_PER_COLUMN > 1
@@ -26,12 +26,12 @@ struct Backward {
     i64 grads_batch, grads_time;
 };
 
-// A lane's walk. ONE_GATE: each channel has one gate for all times.
+// A lane's serial pass over time. ONE_GATE: each channel has one gate for all times.
 template <bool ONE_GATE>
 struct BackwardPass {
     Rows gates, grads, states;
     Results gates_grad, tokens_grad;
-    const bool for_gates, each_gate, each_token;  // what is requested for
+    const bool for_gates, each_gate, each_token;  // what is asked for
     Tiles<3> tiles;
     BlockPrefix block_prefix;
     State kept[VECTOR] = {}, initial[VECTOR], sum[VECTOR] = {};  // kept: the gate, conjugated
@@ -130,14 +130,14 @@ struct BackwardPass {
 template <bool ONE_GATE>
 __device__ void run_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
                             const States& before_grad, const States& sums) {
-    BackwardPass<ONE_GATE> walk(of, column, before, after_grad);
-    walk.tiles.walk(walk);
-    if (ONE_GATE) walk.add_up();
+    BackwardPass<ONE_GATE> pass(of, column, before, after_grad);
+    pass.tiles.run(pass);
+    if (ONE_GATE) pass.add_up();
     if (threadIdx.x >= LANES_ACROSS) return;
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) {
-        before_grad.write(v, walk.block_prefix.carried[v].x);
-        if (ONE_GATE) sums.write(v, walk.sum[v]);
+        before_grad.write(v, pass.block_prefix.carried[v].x);
+        if (ONE_GATE) sums.write(v, pass.sum[v]);
     }
 }
 #endif
@@ -250,7 +250,7 @@ struct BackwardTiles {
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1]; 2 if gates_grad is to be summed over time, where each channel has
 // one gate: then it points to State, and lies as initial_state does; and four times the
-// rows of a warp (single_wave.cuh).
+// time steps of a warp (single_wave.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,

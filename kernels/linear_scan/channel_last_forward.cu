@@ -1,10 +1,10 @@
 // linear_scan, forward, channels contiguous:  x[t] = gates[t] * x[t-1] + tokens[t]  per channel.
 //
-// A thread holds STEPS rows of VECTOR channels and walks them twice: once to compose their maps,
-// once, when the state that enters them is known, to write the states; or, where there are many
-// channels, walks all of time once. One read of each input and one write of the output: 12 bytes per
-// element in float32, 6 in bfloat16 and float16. The tile pictures are in column_serial.cuh,
-// channel_stream.cuh (staged) and channel_last.cuh (held in registers).
+// A thread has STEPS time steps of VECTOR channels in a tile, and passes over them twice: first it composes their affine
+// maps (gate, token), then, from the state that enters them, it computes and writes the states. One read of each input and
+// one write of the output: 12 bytes per element in float32, 6 in bfloat16 and float16. The tile pictures are in
+// column_serial.cuh (many channels), channel_stream.cuh (few, staged in shared memory) and channel_last.cuh (generic,
+// held in registers).
 #if SINGLE_WAVE
 #include "single_wave.cuh"
 #elif CTAS_PER_COLUMN > 1
@@ -21,7 +21,7 @@ struct Forward {
     i64 gates_batch, gates_time, tokens_batch, tokens_time, states_batch, states_time;
 };
 
-// A lane's walk. ONE_GATE: each channel has one gate for all times.
+// A lane's serial pass over time. ONE_GATE: each channel has one gate for all times.
 template <bool ONE_GATE>
 struct ForwardPass {
     Rows gates, tokens;
@@ -91,11 +91,11 @@ struct ForwardPass {
 template <bool ONE_GATE>
 __device__ void run_column(const Forward& of, const Column& column, const States& before,
                             const States& after) {
-    ForwardPass<ONE_GATE> walk(of, column, before);
-    walk.tiles.walk(walk);
+    ForwardPass<ONE_GATE> pass(of, column, before);
+    pass.tiles.run(pass);
     if (threadIdx.x >= LANES_ACROSS) return;
 #pragma unroll
-    for (int v = 0; v < VECTOR; v++) after.write(v, walk.block_prefix.carried[v].x);
+    for (int v = 0; v < VECTOR; v++) after.write(v, pass.block_prefix.carried[v].x);
 }
 #endif
 #elif STAGES
@@ -159,7 +159,7 @@ struct ForwardTiles {
 #endif
 
 // initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1]; and four
-// times the rows of a warp (single_wave.cuh).
+// times the time steps of a warp (single_wave.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,

@@ -1,6 +1,6 @@
 // Channels contiguous, aligned, and few of them: what the forward and the backward kernel share.
 //
-// The build pins WARPS (per block), LANES (threads side by side along the channels), VECTOR (channels of a
+// The build pins WARPS (per CTA), LANES (threads side by side along the channels), VECTOR (channels of a
 // thread), STEPS, PREFIX_LEAD, STAGES and BLOCKS (per SM). A tile is
 //
 //               channels ->   LANES pieces of 16 bytes
@@ -8,13 +8,17 @@
 //        |    slot 1          | STEPS rows                                  |
 //        v    …               32 / LANES slots
 //
-// of a warp, and a column is what lies below one another. Order runs along the walk, with time or against
-// it. A thread composes its rows' maps and a warp scans its slots; then the rows are walked again, from the state
-// that enters them, and results leave at once, from registers. The next STAGES - 1 tiles are on their way meanwhile;
-// lookback.cuh says which.
+// of a warp, and a column is the tiles below one another. Order runs in the direction of the scan, forwards or backwards
+// in time. A thread composes the affine maps of its rows, and a warp scans its slots; then the thread computes its rows'
+// states from the state that enters them, and stores results from registers. The next STAGES - 1 tiles are being copied
+// to shared memory meanwhile; lookback.cuh says which.
 #pragma once
 enum : int { CHANNELS = LANES * VECTOR };
-enum : int { TILE_WARPS = WARPS, LOOKBACK_WARPS = (PREFIX_LEAD + 1) * CHANNELS * TILE_WARPS / 32, THREADS = 32 * (TILE_WARPS + LOOKBACK_WARPS) };
+enum : int {
+    TILE_WARPS = WARPS,
+    LOOKBACK_WARPS = (PREFIX_LEAD + 1) * CHANNELS * TILE_WARPS / 32,
+    THREADS = 32 * (TILE_WARPS + LOOKBACK_WARPS),
+};
 #include "ring.cuh"
 #include "sequences.cuh"
 #include "lookback.cuh"

@@ -1,23 +1,32 @@
-// Channels contiguous, aligned, and many of them: a block walks its channels from one end of time to the
-// other, and waits for no other block.
+// Many contiguous channels, aligned: a CTA owns a column of channels, and passes serially over all of time. No CTA waits
+// for another.
 //
-// The build pins WARPS (per block), LANES_ACROSS (lanes side by side), VECTOR (channels of a lane), STEPS, STAGES,
-// BLOCKS (per SM), CTAS_PER_COLUMN, how many blocks share a column (multi_cta_column.cuh), and SINGLE_WAVE, whether each warp walks a run of
-// rows by itself (single_wave.cuh):
+// The build pins WARPS (per CTA), LANES_ACROSS (threads along the channels), VECTOR (channels of a thread), STEPS (rows of
+// a thread), STAGES, BLOCKS (CTAs per SM), CTAS_PER_COLUMN (more than 1: multi_cta_column.cuh) and SINGLE_WAVE (1:
+// single_wave.cuh). A row is one time step of the column's channels. A tile is
 //
 //                 channels ->    LANES_ACROSS × VECTOR
-//      order      | group 0: STEPS rows |  a tile of the block's column; the next STAGES - 1
-//        |        | group 1: STEPS rows |  are on their way to shared memory meanwhile
+//      time       | group 0: STEPS rows |
+//        |        | group 1: STEPS rows |
 //        v        | …           GROUPS  |
 //
-// A lane composes the maps of its channels' rows, learns from the groups before its own which state
-// enters them, and walks them again. A warp copies its own rows, 16 bytes at a time, whichever lanes
-// need them; results take the place of what they are computed from, and leave the same way. A packed
-// sequence is a column of its own.
+// and the next STAGES - 1 tiles are being copied to shared memory meanwhile. For each tile
 //
-// MISALIGNED: rows do not start and end where pieces of 16 bytes do, and each in another place, but all tensors'
-// alike. Then a block copies the pieces that its channels lie in, one more a row. Lanes side by side have channels side
-// by side, LANES_ACROSS channels from one of a lane to its next; they read them one by one, and write results from registers.
+// 1. a thread composes the affine maps (gate, token) of its STEPS rows, for each of its channels;
+// 2. groups exchange these maps through shared memory, and a thread applies those of the groups before its own to the
+//    state that enters the tile;
+// 3. it computes the states of its rows.
+//
+// A warp copies its own rows, 16 bytes at a time, whichever threads need them. Results overwrite the inputs they are
+// computed from in shared memory, and leave the same way. Traffic: 12 bytes per element in float32 and 6 in 16 bits
+// forward, 20 and 10 backward.
+//
+// VARLEN: each packed sequence is a column of its own.
+//
+// MISALIGNED: rows start and end off 16-byte boundaries, each at another offset, but at the same one in all tensors. A
+// CTA copies the 16-byte pieces that its channels lie in, one more for each row. Neighbouring threads have neighbouring
+// channels, and those of one thread are LANES_ACROSS apart; threads read single elements, and write results from
+// registers.
 #pragma once
 enum : int { THREADS = 32 * WARPS };
 #include "affine.cuh"
@@ -35,7 +44,7 @@ enum : int {
     TO_NEXT = MISALIGNED ? LANES_ACROSS : 1,  // from a channel of a lane to its next
     TO_LANE = MISALIGNED ? 1 : VECTOR,  // from lane to lane
 };
-// Pieces between the rows of a warp's groups, so that these do not meet in the same banks.
+// Pieces of padding between the rows of a warp's groups, against bank conflicts.
 enum : int { APART = LANES_ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0 };
 static_assert(FULL <= 32 && CHANNELS % ITEMS == 0);
 // Whether lanes write results themselves.
@@ -45,19 +54,20 @@ enum : bool { DIRECT = MISALIGNED || SINGLE_WAVE };
 __device__ inline unsigned own_warp() { return SINGLE_WAVE ? 0 : threadIdx.x / 32; }
 __device__ inline unsigned own_group() { return (SINGLE_WAVE ? threadIdx.x % 32 : threadIdx.x) / LANES_ACROSS; }
 
-// Where threads look after a channel each, these are numbered so that lanes side by side walk successive ones: of a lane
-// its first, then the second of all. The number of what this lane walks, and the channel of a number.
+// Where a thread serves one channel of the column, channels are numbered so that neighbouring lanes scan consecutive
+// numbers: first the first channel of every lane, then the second. The number of this lane's channel v, and the channel
+// of a number.
 __device__ inline int number_of(int v) { return v * LANES_ACROSS + threadIdx.x % LANES_ACROSS; }
 __device__ inline int place_of(int number) { return number % LANES_ACROSS * VECTOR + number / LANES_ACROSS; }
 
-// Where a block's column is, and in it the channels of this lane.
+// A CTA's column, and in it the channels of this lane.
 struct Column {
     int lane = threadIdx.x % 32;
     i64 batch, sequence = 0, channel, copied;  // first channels: this lane's, and what it copies
-    i64 end;                                   // of the block's channels
+    i64 end;                                   // of the CTA's channels
     i64 origin, way = 1, rows;                 // time of the first row, from row to row, and how many
 
-    // But for the first rows, which others walk.
+    // `skipped`: the first rows, which other CTAs or warps have.
     __device__ Column(i64 channels, i64 time, bool against, const i64* offsets, i64 sequences,
                       unsigned number, i64 skipped = 0) {
         const unsigned columns_across = SINGLE_WAVE ? gridDim.x : unsigned((channels + CHANNELS - 1) / CHANNELS);
@@ -81,13 +91,13 @@ struct Column {
         origin += way * skipped, rows -= skipped;
     }
 
-    // The same for a lane that has one channel, of the block's this one.
+    // The same column for a thread that serves channel `own` of it.
     __device__ Column with(int own) const {
         Column other = *this;
         other.channel += own - lane % LANES_ACROSS * VECTOR;
         return other;
     }
-    // Whether a lane's channels are the block's own.
+    // Whether channel v of this lane exists.
     __device__ bool has(int v) const { return channel + v * TO_NEXT < end; }
 
     // Of a tensor of batches × channels.
@@ -100,7 +110,7 @@ struct Column {
 // in the tile that is at hand.
 struct Rows {
     Storage* first;
-    i64 apart;   // rows of the walk
+    i64 apart;   // from a row to the next in scan order
     int later;   // by how many rows it is read later than others
 
     __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column, int later = 0)
@@ -128,9 +138,9 @@ struct Results : Rows {
     }
 };
 
-// Elements between the start of a piece and the block's first channel. In successive rows that grows evenly, so it
-// repeats after ITEMS rows. What repeats is computed once: a lane asks itself for it, or the compiler would compute it
-// again for each tile.
+// Misaligned rows: elements between the start of a 16-byte piece and the CTA's first channel. The offset grows evenly
+// from row to row, so it repeats after ITEMS rows and is computed once. A shuffle from the own lane keeps the compiler
+// from computing it again for each tile.
 struct Leads {
     enum : int {
         OWN = ITEMS < STEPS + 1 ? ITEMS : STEPS + 1,  // of a lane's rows
@@ -239,8 +249,8 @@ struct Tiles {
                                   to_end - to_last, row < all);
         }
     }
-    // A piece, which if ragged starts `lead` elements before that: where any of the block's channels may be in it, or
-    // of those that are in it nothing beyond the last, which may be the tensor's.
+    // Copy a piece. A misaligned one starts `lead` elements before `from`. INNER: all of it may be read. Otherwise nothing
+    // is read past the CTA's last channel, which may be the tensor's end.
     template <bool INNER>
     __device__ static void copy_piece(uint4* to, const Storage* from, int lead, int to_end, bool wanted) {
         const int left = to_end + lead;
@@ -290,10 +300,11 @@ struct Tiles {
         }
     }
 
-    // Walk all rows. `work.fetch(left)` copies a tile in, where so many rows are left, `read` holds this lane's rows of
-    // it, which `compose` composes and `finish` walks from what `block_prefix` lets enter, and `leave` copies results out.
+    // Pass over all rows. Of `work`, fetch(left) copies a tile in, of which `left` rows exist; read() loads this lane's
+    // rows to registers; compose_tile() composes their maps; finish() computes their states from what block_prefix gives;
+    // leave() copies results out.
     template <class Work>
-    __device__ void walk(Work& work) {
+    __device__ void run(Work& work) {
         i64 to_come = rows;
         const auto next = [&] {
             if (to_come > 0) fetch(work, to_come);
@@ -308,7 +319,7 @@ struct Tiles {
             next();
             wait_for_copies<STAGES - 1>();
             __syncwarp();  // of all lanes
-            walk_tile(work, counted(left));
+            run_tile(work, counted(left));
         }
     }
 
@@ -327,7 +338,7 @@ struct Tiles {
         work.fetch(counted(left));
     }
     template <class Work>
-    __device__ static void walk_tile(Work& work, int left) {
+    __device__ static void run_tile(Work& work, int left) {
         typename Work::Held held;
         Affine maps[VECTOR];
         State x[VECTOR];
@@ -339,18 +350,18 @@ struct Tiles {
     }
 };
 
-// How a lane's channels get from group to group, and from tile to tile.
+// Step 2: the running prefix of a lane's channels, from group to group and from tile to tile.
 struct BlockPrefix {
     RunningPrefix carried[VECTOR];  // the state that enters the tile
     int turn = 0;
 
-    // The state that enters this lane's rows, whose maps `own` composes. To be called by the whole block.
+    // The state that enters this lane's rows, whose composed map is `own`. To be called by the whole CTA.
     __device__ void enter(const Affine (&own)[VECTOR], State (&entering)[VECTOR]) {
         __shared__ Stored<> maps[2][GROUPS][VECTOR][LANES_ACROSS];
         const int group = threadIdx.x / LANES_ACROSS, lane = threadIdx.x % LANES_ACROSS;
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) maps[turn][group][v][lane] = own[v];
-        __syncthreads();  // one a tile: the maps of the next are elsewhere
+        __syncthreads();  // one for each tile: the next tile's maps go to the other buffer
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
             RunningPrefix x = carried[v];
@@ -365,7 +376,7 @@ struct BlockPrefix {
     }
 };
 
-// The states of this lane's channels, before or after the walk; null where there are none.
+// The states of this lane's channels before or after the scan; null where there are none.
 struct States {
     State* first;
     i64 by_channel;

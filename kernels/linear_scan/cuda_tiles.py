@@ -37,13 +37,13 @@ def _cut_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 
 def _column_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """A walk of whole columns, and what cuts those of few channels."""
+    """One for many channels, whose columns are passed over serially, and one for few, which are cut into segments."""
     each = ITEM_SIZE[dtype]
-    warps = 8 if access == "aligned" else 4  # of ragged rows lanes keep more in registers
-    walk = {"warps": warps, "lanes_across": 32} if each < 8 else {"warps": 4, "lanes_across": 16}
+    warps = 8 if access == "aligned" else 4  # of misaligned rows lanes keep more in registers
+    serial = {"warps": warps, "lanes_across": 32} if each < 8 else {"warps": 4, "lanes_across": 16}
     vector = 1 if access == "aligned" else 4 // each
-    walk |= {"vector": vector, "steps": 8, "stages": 3}
-    yield from rings.resident(direction, dtype, walk, 2, access)
+    serial |= {"vector": vector, "steps": 8, "stages": 3}
+    yield from rings.resident(direction, dtype, serial, 2, access)
     if access == "aligned":
         cut = {"warps": 4, "lanes": max(2, each // 2), "vector": 16 // each, "steps": 4}
         yield from rings.resident(direction, dtype, cut | {"stages": 3, "prefix_lead": 1}, 1)

@@ -1,26 +1,31 @@
-// The tiles that a warp works on, one after the other, and the state that goes from tile to tile.
+// Schedules the tiles of scans: whole columns, or segments of columns with a decoupled look-back.
 //
-// A column is a set of scans that run side by side in a warp, its levels are the tiles along it, in the order
-// of the walk. Where there are enough columns to fill the GPU, a warp takes whole ones, and the state stays
-// with it. Variants with a number PREFIX_LEAD are for few columns, which are cut into segments of TILE_WARPS tiles, one for
-// each walking warp of a block. Blocks draw them from a counter: the first segments of all columns, then the second
-// ones, and so on. Of those that a block drew, STAGES are in its shared memory at a time:
+// A column is a set of SCANS scans that run side by side in a warp; its tiles along time are numbered by `level`, in the
+// order of the scan. With PREFIX_LEAD 0 there are enough columns to fill the GPU: a warp takes all tiles of a column one
+// after the other, and the running prefix stays in its registers.
 //
-//     turn t + PREFIX_LEAD   its tiles are composed; then LOOKBACK_WARPS, warps that do nothing else, publish its map, and fold
-//                      those of all segments of the column before it to the states that enter its tiles
-//     turn t           they have done so: its tiles are walked, and their place goes to turn t + STAGES
-//     later ones       on their way
+// With PREFIX_LEAD > 0 columns are few. Each is cut into segments of TILE_WARPS tiles, one for each tile warp of a CTA.
+// CTAs draw segments from a counter: the first segments of all columns, then the second ones, and so on. A CTA has STAGES
+// of its segments in shared memory. For the segment that a CTA scans in its turn t:
 //
-// Folders have PREFIX_LEAD turns for that, most of which they wait: each turn has its own, in rotation. They do not read the
-// maps of all segments: those of the last of each GROUP of a column publish one for the group, too, and others read
-// that, and the maps of the segments since the last whole group. No block hands a state to another, and groups start
-// where the column does, so sums are in a fixed order; the state after the last whole group goes from turn to turn.
-// A map is published as soon as what its block drew PREFIX_LEAD turns earlier is walked, a group's when those of its earlier
-// segments are, too, and a walk waits only for segments that were drawn before its own: that of the first map that is
-// missing waits for none, so nobody waits for ever.
+//     turn t - PREFIX_LEAD   tile warps compose each tile's affine maps (gate, token) into an aggregate. Then the
+//                            look-back warps of turn t publish the segment's aggregate, and combine the aggregates of
+//                            all segments of the column before it into the states that enter its tiles
+//     turn t                 tile warps compute and write the tiles' states; the stage goes to turn t + STAGES
 //
-// workspace, zeroed before the launch: the counter, in a line of 16 bytes, then the maps of all segments, then those
-// of groups.
+// Look-back warps do nothing else. Each of PREFIX_LEAD + 1 consecutive turns has its own, in rotation, so that a
+// look-back may take PREFIX_LEAD turns, most of which it waits for the L2. A look-back does not read every aggregate: the
+// last segment of each GROUP of a column publishes one for the whole group, too, and a look-back reads those of whole
+// groups and then those of the segments since. CTAs publish aggregates only, never prefixes, and groups are aligned with
+// the column, so the order of operations is fixed and results are the same in every run. Within a CTA, the state after
+// the last whole group passes from turn to turn.
+//
+// No deadlock: an aggregate is published as soon as the segment that its CTA drew PREFIX_LEAD turns earlier is scanned (a
+// group's when those of its earlier segments are there, too), and a segment waits only for segments with lower numbers.
+// The lowest number whose aggregate is missing waits for none.
+//
+// workspace, zeroed before the launch: the counter in 16 bytes, then the aggregates of all segments, then those of groups
+// (tile_state.cuh).
 #pragma once
 #include "tile_state.cuh"
 
@@ -32,9 +37,10 @@ struct Grid {
     unsigned columns, levels;
 };
 
-// How walkers and the folders of a turn meet: when its tiles are composed, which folders wait for, and when the states
-// that enter them are there, which walkers wait for; and folders with those of the next turn, which wait for what the
-// former know. Of PREFIX_LEAD + 1 turns each has barriers of its own.
+// Named barriers between tile warps and the look-back warps of a turn. "Composed": the turn's aggregates are in shared
+// memory, for which its look-back warps wait. "Combined": the states that enter its tiles are, for which tile warps wait.
+// "Known": the state after the last whole group is, for which the look-back warps of the next turn wait. Each of
+// PREFIX_LEAD + 1 consecutive turns has three barriers of its own.
 enum : int { TURNS = PREFIX_LEAD + 1, LOOKBACK_WARPS_OF_TURN = LOOKBACK_WARPS / TURNS };
 enum : int { MEETING = 32 * (TILE_WARPS + LOOKBACK_WARPS_OF_TURN) };
 __device__ inline void tell_composed(int turn) { arrive_at<MEETING>(1 + turn % TURNS); }
@@ -43,10 +49,10 @@ __device__ inline void tell_combined(int turn) { arrive_at<MEETING>(1 + TURNS + 
 __device__ inline void await_combined(int turn) { meet_at<MEETING>(1 + TURNS + turn % TURNS); }
 __device__ inline void tell_known(int turn) { arrive_at<64 * LOOKBACK_WARPS_OF_TURN>(1 + 2 * TURNS + turn % TURNS); }
 __device__ inline void await_known(int turn) { meet_at<64 * LOOKBACK_WARPS_OF_TURN>(1 + 2 * TURNS + turn % TURNS); }
-static_assert(3 * TURNS < 15, "barriers, beside that of the walkers");
+static_assert(3 * TURNS < 15, "barriers, beside that of the tile warps");
 __device__ inline void meet_tile_warps() { meet_at<32 * TILE_WARPS>(15); }
 
-// What they tell one another, and folders remember.
+// What tile warps and look-back warps hand over, and what look-back warps keep, for each turn.
 template <int SCANS>
 struct SharedStorage {
     struct Turn {
@@ -60,7 +66,7 @@ struct SharedStorage {
     }
 };
 
-// The segments that a block drew, by turn. One is known STAGES turns before its own, and read until the turn after.
+// The segments that a CTA drew, by turn. An entry is written STAGES turns before its own, and read until the turn after.
 struct Drawn {
     const Grid grid;
     const unsigned segments;  // of a column
@@ -80,11 +86,11 @@ struct Drawn {
     __device__ bool there(int turn) const { return segment(turn).level < segments; }
 };
 
-// Segments of a column, at least, that are a group: the host leaves room for so many.
+// The least number of segments in a group: the host allocates for so many.
 enum : int { LEAST_GROUP = 16 };
 
-// A warp that finds the states that enter tiles. Of SCANS side by side it has OWN, each with PLACES lanes: one for
-// each tile of a segment, and for LOOKS of a group's maps.
+// A warp that looks back. Of SCANS scans side by side it has OWN, each with PLACES lanes: one lane for each tile of a
+// segment, and for LOOKS aggregates of a group.
 template <class Work>
 struct LookbackWarp {
     enum : int {
@@ -93,12 +99,12 @@ struct LookbackWarp {
         PLACES = 32 / OWN,
     };
     static_assert(SCANS % LOOKBACK_WARPS_OF_TURN == 0 && 32 % OWN == 0 && PLACES >= TILE_WARPS, "a lane for each tile");
-    // In a round 132 blocks publish maps. With groups of 16 each reads some 25, for each scan, but waits for two trips
-    // to the L2, one after the other; those of a single scan are read sooner than that.
+    // In a round, 132 CTAs publish aggregates. With groups of 16 a look-back reads some 25 of them for each scan, in two
+    // dependent trips to the L2. For a single scan larger groups, read in one trip, are faster.
     enum : int {
         LOOKS = SCANS > 1 ? LEAST_GROUP / PLACES : STATE_WORDS > 1 ? 4 : 8,
         GROUP = PLACES * LOOKS,
-        KNOWN = SCANS > 1 ? LOOKS : 1,  // looks for groups
+        KNOWN = SCANS > 1 ? LOOKS : 1,  // loads in flight for groups
     };
     static_assert(GROUP >= LEAST_GROUP && LOOKS <= PLACES);
 
@@ -108,7 +114,7 @@ struct LookbackWarp {
     const int number = threadIdx.x / 32 - TILE_WARPS, lane = threadIdx.x % 32, place = lane / OWN;
     const int scan = number % LOOKBACK_WARPS_OF_TURN * OWN + lane % OWN;
 
-    // Of a segment, and of the group that it is in.
+    // Where the aggregate of a segment is, and that of its group.
     __device__ uint4* map_of(const Tile& segment) const {
         return maps + (i64(segment.level) * drawn.grid.columns + segment.column) * (MAP_LINES * SCANS) + scan;
     }
@@ -122,15 +128,15 @@ struct LookbackWarp {
                 if (turn > 0 && drawn.there(turn - 1)) await_known(turn - 1);
                 break;
             }
-            auto& room = SharedStorage<SCANS>::of(turn);
+            auto& shared = SharedStorage<SCANS>::of(turn);
             const Tile segment = drawn.segment(turn);
             const bool publishes = place + 1 == PLACES && segment.level + 1 < drawn.segments;
             Affine map;
-            if (place < TILE_WARPS) map = room.tiles[place][scan];
+            if (place < TILE_WARPS) map = shared.tiles[place][scan];
             const Affine before = exclusive_scan<OWN>(map, lane);
             if (publishes) publish(map_of(segment), SCANS, map);
-            // What is known of groups is handed on before the rest is looked for; but where that makes up a group,
-            // others wait for it. A loop, so that the code for both is there once.
+            // The state after whole groups is handed on first, then the segments since are read. But where the segment
+            // completes a group, its aggregate comes first, since other CTAs wait for it. A loop keeps one copy of the code.
             const bool completes = segment.level % GROUP == GROUP - 1;
             Affine since;
             RunningPrefix x;
@@ -145,14 +151,14 @@ struct LookbackWarp {
                 }
             }
             x = since(x);
-            if (place < TILE_WARPS) room.entering[place][scan] = before(x.x);
+            if (place < TILE_WARPS) shared.entering[place][scan] = before(x.x);
             tell_combined(turn);
             if (place + 1 == PLACES && segment.level + 1 == drawn.segments)
                 if (State* const after = work.after(segment.column, scan)) *after = map(x).x;
         }
     }
 
-    // The state after all groups of the column before the segment's. What the turn before knew, it has left there.
+    // The state after all whole groups of the column before the segment's group, from what the turn before has left.
     __device__ RunningPrefix after_groups(int turn, const Tile& segment) {
         const Tile last = turn > 0 ? drawn.segment(turn - 1) : Tile{0, ~0u};
         const bool goes_on = last.column == segment.column;
@@ -175,21 +181,21 @@ struct LookbackWarp {
         if (place == 0) SharedStorage<SCANS>::of(turn).after_groups[scan] = x;
         return x;
     }
-    // The state before the walk, or after what was known a turn ago.
+    // The state from which the column starts, or the one that the turn before has left.
     __device__ RunningPrefix entering(int turn, const Tile& segment, bool goes_on) const {
         if (turn > 0) await_known(turn - 1);
         if (goes_on) return SharedStorage<SCANS>::of(turn - 1).after_groups[scan];
         const State* const before = work.before(segment.column, scan);
         return before ? *before : State(0);
     }
-    // The segments of its group before this one.
+    // The aggregate of the segments of its group before this one.
     __device__ Affine since_groups(const Tile& segment) const {
         const unsigned count = segment.level % GROUP;
         const uint4* const first = map_of({segment.level - count, segment.column});
         if (LOOKS > 2 && count <= PLACES) return composed<1>(first, count);
         return composed<LOOKS>(first, count);
     }
-    // Of so many maps of a column, from one on, at most MOST for each place: successive ones look at successive maps.
+    // Request `count` consecutive aggregates of a column, at most MOST for each lane; neighbouring lanes load neighbours.
     template <int MOST>
     __device__ PendingMaps<MOST> requested(const uint4* first, int count) const {
         const i64 apart = i64(drawn.grid.columns) * (MAP_LINES * SCANS);
@@ -202,7 +208,7 @@ struct LookbackWarp {
         PendingMaps<MOST> pending = requested<MOST>(first, count);
         Affine maps[MOST];
         pending.await(maps);
-        // Of what two lanes have each takes half, so that in the end a lane has one of the looks, of all lanes.
+        // A reduction by halves: two lanes exchange half of their maps and compose the rest, until each has one.
 #pragma unroll
         for (int distance = OWN, looks = MOST; distance < 32; distance *= 2, looks = (looks + 1) / 2) {
             const bool later = lane & distance;
@@ -218,7 +224,7 @@ struct LookbackWarp {
             maps[0] = with_other(maps[0], maps[0], distance);
         return maps[0];
     }
-    // This lane's own map, and what the lane at a distance gives for this one's, in the order of the lanes.
+    // Compose this lane's map with the one that the lane at a distance gives, in the order of the lanes.
     __device__ Affine with_other(Affine own, const Affine& given, int distance) const {
         Affine other = from_lane(given, lane ^ distance);
         swap_if(lane & distance, own, other);
@@ -230,18 +236,18 @@ struct LookbackWarp {
     }
 };
 
-// How the tiles of a warp are taken through its ring. `work` has
+// Takes the tiles of a warp through its ring in shared memory. `work` has
 //
-//     TilePrefix, SCANS, HELD            how states enter a tile of SCANS side by side; a lane keeps HELD of them, and
-//                                      lanes l and l + SCANS / HELD the same
-//     fetch(tile, stage)               copies in
-//     compose(tile, stage, tile_prefix)   from what enters the tile to what enters each thread's part
-//     finish(tile, stage, tile_prefix)    the walk itself, and the results
-//     before, after(column, scan)      null, or where the state before or after the walk is
+//     TilePrefix, SCANS, HELD                  prefixes of a tile of SCANS scans; a lane keeps HELD of them, and lanes l
+//                                              and l + SCANS / HELD keep the same
+//     fetch(tile, stage)                       copies in
+//     compose_tile(tile, stage, tile_prefix)   the aggregate of the tile, and the prefix of each thread within it
+//     finish(tile, stage, tile_prefix)         the states, and the results
+//     before, after(column, scan)              null, or where the state before or after the scan is
 struct Schedule {
     const Grid grid;
 
-    // Whole columns: one from its first level to its last, and then the next.
+    // Whole columns: all levels of one, and then the next.
     template <class Work>
     __device__ void run(Work work, unsigned first, unsigned stride) const {
         typename Work::TilePrefix tile_prefix;
@@ -265,8 +271,8 @@ struct Schedule {
         }
     }
 
-    // Segments: a warp's part of that. The compiler is to know that all its lanes have the same, or it provides for
-    // shuffles of lanes that have parted.
+    // Segments: whether this warp looks back. The shuffle tells the compiler that the answer is uniform in the warp, or it
+    // would provide for diverged shuffles.
     static __device__ bool is_lookback() { return from_lane(threadIdx.x / 32, 0) >= TILE_WARPS; }
     template <class Work>
     __device__ void combine(const Work& work, void* workspace) const {
@@ -287,17 +293,17 @@ struct Schedule {
         typename Work::TilePrefix tile_prefixes[TURNS];
         int turn = -STAGES;
         for (; turn < 0 || drawn.there(turn); turn++) {
-            const int ahead = turn + PREFIX_LEAD, coming = turn + STAGES;
-            if (ahead >= 0) {
-                if (drawn.there(ahead)) {
+            const int leading = turn + PREFIX_LEAD, coming = turn + STAGES;
+            if (leading >= 0) {
+                if (drawn.there(leading)) {
                     wait_for_copies<STAGES - PREFIX_LEAD - 1>();
                     __syncwarp();
-                    work.compose_tile(tile(ahead), ahead % STAGES, tile_prefixes[PREFIX_LEAD]);
+                    work.compose_tile(tile(leading), leading % STAGES, tile_prefixes[PREFIX_LEAD]);
 #pragma unroll
                     for (int v = 0; v < Work::HELD; v++)
-                        SharedStorage::of(ahead).tiles[warp][first_held + v] = tile_prefixes[PREFIX_LEAD].tile[v];
+                        SharedStorage::of(leading).tiles[warp][first_held + v] = tile_prefixes[PREFIX_LEAD].tile[v];
                 }
-                tell_composed(ahead);
+                tell_composed(leading);
             }
             if (threadIdx.x == 0) drawn.keep(coming, number);
             if (turn < 0) meet_tile_warps();
@@ -315,6 +321,6 @@ struct Schedule {
 #pragma unroll
             for (int k = 0; k < PREFIX_LEAD; k++) tile_prefixes[k] = tile_prefixes[k + 1];
         }
-        tell_composed(turn + PREFIX_LEAD);  // which none was; so all folders learn it
+        tell_composed(turn + PREFIX_LEAD);  // no tile was, and so all look-back warps learn that there are no more
     }
 };

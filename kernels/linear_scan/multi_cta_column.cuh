@@ -1,39 +1,47 @@
-// A column that CTAS_PER_COLUMN blocks walk together: each takes every CTAS_PER_COLUMN-th tile. So rows may be wide where columns are few,
-// and more multiprocessors have something to do.
+// Columns of channels that are too few for the GPU: CTAS_PER_COLUMN CTAs share one, and take its tiles in turn.
 //
-//      tile 0      block 0    composed AGGREGATE_LEAD turns before it is walked; its map goes to the other blocks then
-//      tile 1      block 1
-//      …                      what a block knows, the state after its last tile, goes through the maps of the
-//      tile CTAS_PER_COLUMN  block 0    CTAS_PER_COLUMN - 1 tiles between, which are requested for a turn before they are needed
+//      tile 0                     CTA 0 of the column     turn 0
+//      tile 1                     CTA 1
+//      …
+//      tile CTAS_PER_COLUMN       CTA 0                   turn 1
 //
-// A thread looks after one of the column's channels, whatever it walks. Nobody waits for a state of others, only for
-// maps, which wait for nothing but states that came AGGREGATE_LEAD turns before. Blocks draw their numbers, so that of those that
-// share a column the rest begins as soon as there is room: of a launch at most CTAS_PER_COLUMN - 1 wait for one that has not begun.
+// AGGREGATE_LEAD turns before a CTA scans a tile, it composes the tile's affine maps (gate, token) into one aggregate,
+// and publishes it: 8 bytes for each channel. To get the state that enters its next tile, a CTA applies the aggregates of
+// the CTAS_PER_COLUMN - 1 tiles between to the state after its own last tile. It requests them one turn before it needs
+// them. A thread does this for one channel of the column, whichever channels it scans.
 //
-// workspace, zeroed before the launch: a counter, and for each column a ring of TURNS × CTAS_PER_COLUMN tiles with a word for
-// each channel. A word says which round of the ring it is of, so that it travels in one store and one load, and
-// nothing needs a fence. A tile takes the place of another once all have used that: a block that tells turn t has
-// entered turn t - AGGREGATE_LEAD, with maps of turn t - AGGREGATE_LEAD - 1 or later, and who told them had entered t - 2 AGGREGATE_LEAD - 1.
+// CTAs exchange aggregates only, no states. An aggregate depends on nothing but states that its CTA had AGGREGATE_LEAD
+// turns before. CTAs draw their ranks from a counter, so that CTAs of one column start together: of a launch at most
+// CTAS_PER_COLUMN - 1 CTAs wait for one that has not started.
+//
+// Traffic, of 16-bit elements only: 6 bytes per element forward, 10 backward.
+//
+// workspace, zeroed before the launch: a counter, and for each column a ring of TURNS × CTAS_PER_COLUMN tiles with a
+// descriptor (tile_status.cuh) for each channel. Its flag is the ring's round, so a descriptor travels in one store and
+// one load, without a fence. A slot is written again only after all CTAs have read it: a CTA that publishes turn t has
+// entered turn t - AGGREGATE_LEAD, with aggregates of turn t - AGGREGATE_LEAD - 1 or later, whose publishers had entered
+// turn t - 2 AGGREGATE_LEAD - 1.
 #pragma once
 #include "column_serial.cuh"
 #include "tile_status.cuh"
 
 enum : int {
-    SLOTS = AGGREGATE_LEAD + 1,  // turns whose maps a block keeps
-    TURNS = 2 * SLOTS,  // turns that are told of
+    SLOTS = AGGREGATE_LEAD + 1,  // turns whose maps a CTA keeps
+    TURNS = 2 * SLOTS,           // turns in the ring of descriptors
 };
-static_assert(CTAS_PER_COLUMN > 1 && AGGREGATE_LEAD > 1 && STAGES > SLOTS && CHANNELS <= THREADS && CHANNELS % 32 == 0 && LANES_ACROSS == 32);
+static_assert(CTAS_PER_COLUMN > 1 && AGGREGATE_LEAD > 1 && STAGES > SLOTS);
+static_assert(CHANNELS <= THREADS && CHANNELS % 32 == 0 && LANES_ACROSS == 32);
 static_assert(!COMPENSATED && !MISALIGNED && !VARLEN);
-// A look takes about a microsecond.
+// Pause between two polls of one address; a poll takes about a microsecond.
 enum : unsigned { LOOK_AGAIN_NS = 40 };
-enum : int { COUNTER = 256 };  // bytes before the words, so that a warp's are in whole lines
+enum : int { COUNTER = 256 };  // bytes before the descriptors, so that a warp's are in whole 128-byte lines
 
-// Which block this is: its column, and its number among the blocks that share that.
+// The CTA's column, and its rank among the CTAs that share the column.
 struct CtaRank {
     unsigned column;
     int rank, count;
 
-    // The number is drawn for the whole block.
+    // One thread draws a number for the whole CTA.
     __device__ explicit CtaRank(void* workspace) : count(CTAS_PER_COLUMN) {
         __shared__ unsigned drawn;
         if (threadIdx.x == 0) drawn = atomicAdd(static_cast<unsigned*>(workspace), 1u);
@@ -42,14 +50,14 @@ struct CtaRank {
     }
 };
 
-// What a block has to do with the others of its column.
+// A CTA's part in the exchange with the other CTAs of its column.
 struct ColumnCta {
     const CtaRank cta;
     const int channel = own_channel();
     const bool has_channel = channel < CHANNELS;  // the whole warp has, or has not
-    u64* const words;    // of that channel
+    u64* const words;    // descriptors of that channel
     const States final;  // where its last state goes
-    RunningPrefix carried;     // its state after this block's last tile
+    RunningPrefix carried;  // its state after this CTA's last tile
     TileDescriptor descriptors[CTAS_PER_COLUMN - 1];
 
     static __device__ int own_channel() { return threadIdx.x / 32 * 32 + threadIdx.x % 32; }
@@ -61,7 +69,7 @@ struct ColumnCta {
           carried(before.read(0)) {}
     __device__ u64* word(int tile) const { return words + tile * CHANNELS; }
 
-    // Of the groups of a tile, and last of the tile; those of the groups before, once the block has met.
+    // Maps of a tile's groups, and in place GROUPS of the whole tile. After `tell` they are exclusive prefixes.
     static __device__ Stored<>& map(int turn, int group, int channel) {
         __shared__ Stored<> maps[SLOTS][CHANNELS * (GROUPS + 1)];
         return maps[turn % SLOTS][channel + group * CHANNELS];
@@ -70,10 +78,10 @@ struct ColumnCta {
         __shared__ State entering[2][CHANNELS * (GROUPS + 1)];
         return entering[turn % 2][channel + group * CHANNELS];
     }
-    // 1 to 3: never that of the rounds before and after, nor of memory that was zeroed.
+    // The flag of a turn, 1 to 3: that of no neighbouring round, and not 0.
     __device__ static unsigned round(int turn) { return unsigned(turn) / TURNS % 3 + 1; }
 
-    // Tell the others the map of a tile whose groups' maps are there.
+    // Publish the aggregate of a tile whose groups' maps are in shared memory.
     __device__ void tell(int turn) const {
         Affine own[GROUPS], all;
 #pragma unroll
@@ -87,13 +95,13 @@ struct ColumnCta {
         map(turn, GROUPS, channel) = all;
         store_relaxed(word(unsigned(turn) % TURNS * cta.count + cta.rank), TileDescriptor::of(all, round(turn)).word);
     }
-    // The i-th tile after the block's last one: its place among those of a turn and the one before, and whether
-    // there is one that matters.
+    // The i-th tile after the CTA's last one: its place among the tiles of a turn and the turn before, and whether the
+    // column has it.
     __device__ int after_last(int i) const { return cta.rank + 1 + i; }
     __device__ bool matters(int turn, int at) const {
         return at < cta.count + cta.rank && (turn > 0 || at >= cta.count);
     }
-    // Of those tiles, which ones nothing is known of, a bit for each.
+    // Which of those tiles' aggregates are still missing, a bit for each.
     __device__ unsigned missing(int turn) const {
         unsigned bits = 0;
 #pragma unroll
@@ -104,7 +112,7 @@ struct ColumnCta {
         }
         return bits;
     }
-    // For their maps, which are on their way then.
+    // Load the descriptors of the wanted tiles.
     __device__ void ask(int turn, unsigned wanted) {
         const int before = int(unsigned(turn + TURNS - 1) % TURNS) * cta.count, ring = TURNS * cta.count;
 #pragma unroll
@@ -114,7 +122,7 @@ struct ColumnCta {
                 descriptors[i].word = load_relaxed(word(index < ring ? index : index - ring));
         }
     }
-    // SingleWave they have come, the states that enter the groups of this turn.
+    // Wait for those aggregates, and compute the states that enter the groups of this turn's tile.
     __device__ void enter(int turn) {
 #pragma unroll 1
         for (unsigned wanted = missing(turn); __any_sync(FULL_WARP, wanted != 0); wanted = missing(turn)) {
@@ -136,8 +144,8 @@ struct ColumnCta {
     template <class Work>
     __device__ void run(Work work, i64 time) {
         auto& tiles = work.tiles;
-        // All blocks take as many turns, whatever their numbers, so that the compiler knows which way they go: a
-        // tile past the end leaves states as they are.
+        // All CTAs take the same number of turns, whatever their ranks, so that branches are uniform: a tile past the
+        // end is the identity.
         const i64 turn_rows = i64(cta.count) * TIMES;
         const int turns = int((time + turn_rows - 1) / turn_rows), group = threadIdx.x / LANES_ACROSS;
         int filled = 0, composed = 0, walks = 0;  // stages

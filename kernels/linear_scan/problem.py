@@ -116,8 +116,8 @@ class LinearScanProblem:
         return self.outer, self.batch, self.channels, self.time
 
     def scalars(self, rows: int = 0) -> dict[str, int]:
-        """Every integer parameter of the kernels, by name. ``rows`` is how many a warp has, in walks that read
-        columns at once."""
+        """Every integer parameter of the kernels, by name. ``rows`` is how many time steps a warp has, where
+        columns are read in a single wave."""
         return {**self._scalars, "flags": self._scalars["flags"] + 4 * rows}
 
     @cached_property

@@ -48,7 +48,7 @@ __device__ inline void store_global(void* to, unsigned value) {
     asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// Memory that other blocks read and write: 8 bytes in one piece, in no order with other accesses.
+// Memory that other CTAs read and write: 8 bytes in one piece, in no order with other accesses.
 __device__ inline void store_relaxed(u64* to, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
@@ -63,7 +63,7 @@ __device__ inline void load_relaxed(const u64* from, u64& first, u64& second) {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
 }
 
-// 16 bytes in one piece, likewise; or released, after all that the block has stored, if its threads have met since, and
+// 16 bytes in one piece, likewise; or released, after all that the CTA has stored, if its threads have met since, and
 // acquired, before all that it loads and stores.
 #define STORE_LINE(ORDER, to, value)                                                              \
     asm volatile(                                                                                 \
@@ -93,7 +93,7 @@ __device__ inline uint4 load_acquire(const uint4* from) {
     return value;
 }
 
-// Barriers of whole warps of a block, of number 1 to 15, that open when THREADS have arrived: some of them wait for
+// Barriers of whole warps of a CTA, of number 1 to 15, that open when THREADS have arrived: some of them wait for
 // that, others have but something to tell and go on.
 template <int THREADS>
 __device__ inline void meet_at(int barrier) {
@@ -104,7 +104,7 @@ __device__ inline void arrive_at(int barrier) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
-// The block's shared memory whose size the launch gives.
+// The CTA's shared memory whose size the launch gives.
 __device__ inline char* dynamic_shared() {
     extern __shared__ uint4 dynamic[];
     return reinterpret_cast<char*>(dynamic);

@@ -7,7 +7,7 @@
 // of the computation. Two reads: 8 bytes per element in float32, 4 in bfloat16 and float16.
 //
 //                    UNIT contiguous elements: one per lane
-//       warp 0       | OTHER / WARPS rows |         A block adds up one such tile, over the batches
+//       warp 0       | OTHER / WARPS rows |         A CTA adds up one such tile, over the batches
 //       warp 1       | …                  |         of one group, and writes a piece of the sum: one
 //       …            OTHER rows                     for each group and, where that dimension is
 //                                                   summed, each tile along it.

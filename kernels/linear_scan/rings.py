@@ -80,13 +80,13 @@ def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """Walks over rows of 32 to 512 bytes; for few channels, 16 bytes to a lane, and cut."""
+    """Columns with rows of 32 to 512 bytes; for few channels, 16 bytes to a lane, and cut into segments."""
     each = ITEM_SIZE[dtype]
     usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
     for warps, (across, vector), (steps, stages) in (
         *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
         *((warps, (32, 2), ring) for warps, ring in _BESIDE.get(each, ())),
-        # Narrow columns are for problems that leave a multiprocessor one block.
+        # Narrow columns are for problems that leave an SM one CTA.
         *product((4,), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
     ):
         narrow = across == 16 and each < 8
@@ -113,7 +113,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
 
 
 def _cut_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Few channels, whose segments many blocks walk."""
+    """Few channels, cut into segments that many CTAs share."""
     each = ITEM_SIZE[dtype]
     vector = 16 // each
     widths = [(8, 8, 4), (8, 8, 8), (8, 16, 4), (8, 16, 6), (8, 16, 8)]
@@ -138,26 +138,26 @@ def _column(warps: int, vector: int, steps: int, stages: int, across: int = 32) 
 
 
 def _misaligned_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Over rows that start anywhere, of which a lane has two channels."""
+    """Misaligned rows, of which a lane has two channels."""
     for warps, steps, stages in _MISALIGNED:
         yield from resident(direction, dtype, _column(warps, 2, steps, stages), 2, MISALIGNED)
 
 
 def _varlen_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Over sequences that follow one another, which are as long as they are."""
+    """Packed sequences, of any lengths."""
     for warps, steps, stages in _VARLEN if ITEM_SIZE[dtype] == 2 else ():
         yield from resident(direction, dtype, _column(warps, 1, steps, stages), 1, VARLEN)
 
 
 def _multi_cta_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Columns that several blocks walk together."""
+    """Columns that several CTAs share."""
     for ctas, (stages, lead) in product((3, 4, 8), _AGGREGATE_LEADS):
         tile = {**_column(8, 2, 16, stages), "ctas_per_column": ctas, "aggregate_lead": lead}
         yield from resident(direction, dtype, tile, 1)
 
 
 def _single_wave_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Few columns that many blocks read at once."""
+    """Few columns that many CTAs read at once."""
     each = ITEM_SIZE[dtype]
     for warps, steps, stages in _SINGLE_WAVE.get((each, direction), ()):
         tile = {**_column(warps, 4 // each, steps, stages), "single_wave": 1}
@@ -167,9 +167,9 @@ def _single_wave_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
 def resident(
     direction: Direction, dtype: str, tile: Tile, most: int, access: str = ""
 ) -> Iterator[Tile]:
-    """The tile with the number of blocks that a multiprocessor has room for, at most ``most``; of those
+    """The tile with the number of CTAs that an SM has room for, at most ``most``; of those
     that leave it neither idle nor crowded."""
-    each = shared(direction, dtype, access, tile) + _meeting(dtype, tile)
+    each = shared(direction, dtype, access, tile) + _static_shared(dtype, tile)
     threads = 32 * warps(tile)
     blocks = min((_ALONE if most == 1 else _SHARED) // each, 2048 // threads, most)
     if threads <= 1024 and blocks * threads >= 128 and blocks * each >= 48_000:
@@ -177,7 +177,7 @@ def resident(
 
 
 def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
-    """Bytes of a block's ring."""
+    """Bytes of a CTA's ring."""
     inputs = 2 if direction == "forward" else 3
     ring = int(tile["stages"]) * int(tile["warps"])
     if "pieces" in tile:
@@ -195,11 +195,11 @@ def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     return ring * inputs * warp
 
 
-def _meeting(dtype: str, tile: Tile) -> int:
-    """Bytes, at most, that the warps of a block need to meet. Where columns are cut: in each turn a map and a
-    state for each scan of a walking warp, and for each scan a state with its rest. Where they are shared: for
-    each channel the maps of all groups and of the tile, and in two turns a state for each. Where they are read at
-    once: for each channel a map and a state for each warp, and maps of shares of the parts before."""
+def _static_shared(dtype: str, tile: Tile) -> int:
+    """Static shared memory, at most, in bytes. Of segments: in each turn a map and a state for each scan of a tile warp,
+    and for each scan a state with its error term. Of several CTAs to a column: for each channel the maps of all groups
+    and of the tile, and in two turns a state for each. Of a single wave: for each channel a map and a state for each
+    warp, and maps of slices of the parts before."""
     if "aggregate_lead" in tile:
         vector = int(tile["vector"])
         groups = 32 * int(tile["warps"]) * vector + int(tile["lanes_across"]) * vector
@@ -216,7 +216,7 @@ def _meeting(dtype: str, tile: Tile) -> int:
 
 
 def tile_warps(tile: Tile) -> int:
-    """Warps of a block that walk tiles."""
+    """Warps of a CTA that own tiles."""
     return int(tile["warps"]) * int(tile.get("rows", 1))
 
 
@@ -226,8 +226,8 @@ def _side_by_side(tile: Tile) -> int:
 
 
 def warps(tile: Tile) -> int:
-    """Of a block: those that walk, and where columns are cut those that find out which states enter."""
-    walking = tile_warps(tile)
+    """Of a CTA: those that own tiles, and where columns are cut those that look back."""
+    own = tile_warps(tile)
     if "prefix_lead" not in tile:
-        return walking
-    return walking + (int(tile["prefix_lead"]) + 1) * max(1, _side_by_side(tile) * walking // 32)
+        return own
+    return own + (int(tile["prefix_lead"]) + 1) * max(1, _side_by_side(tile) * own // 32)

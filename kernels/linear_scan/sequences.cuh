@@ -1,8 +1,8 @@
-// How a scan walks along time, where it starts and ends: the states before and after it, and the
-// sequences that are packed along time.
+// The order in which a scan takes time steps (a walk), and where it starts and ends: the states before and after it, and
+// the sequences that are packed along time.
 //
-// A walk takes the steps in order 0, 1, … time-1, with time or against it. Sequences are numbered
-// along the walk too.
+// A walk takes time steps in order 0, 1, … time-1, forwards or backwards in time. Sequences are numbered in that
+// order, too.
 #pragma once
 #include "affine.cuh"
 

@@ -1,56 +1,63 @@
-// Few channels, and not so many times: all of a column is read at once, by many blocks, and hardly any of it twice. Each
-// warp has a run of rows of its own, and composes their map from its last tile to its first, so that the first tiles are
-// in shared memory when the state that enters the run is known.
+// Few contiguous channels, moderate length: all tiles of a column are resident at once, in a single wave of CTAs.
 //
-//      part 0   warp 0   tiles 0 to n of a run   composed   n … 1 0
-//               warp 1   …                       walked     0 1 … n    what is no longer there comes from the L2
-//               …
+// Each warp owns a run of consecutive time steps of the column:
+//
+//      part 0   warp 0   tiles 0 … n of its run    1. aggregates, in the order n … 1 0
+//               warp 1   …                         2. exchange
+//               …                                  3. states, in the order 0 1 … n
 //      part 1   warp 0   …
 //
-// A block tells others the map of its part, and composes those of the parts before: all know all after one exchange. It
-// waits for blocks with lower numbers alone, and those begin before it.
+// 1. A warp composes the affine maps (gate, token) of its run from the last tile to the first. Tile 0 and those after
+//    it are then still in shared memory, and step 3 begins with them.
+// 2. A CTA publishes the aggregate of its part, which is the runs of its warps, and composes the aggregates of all parts
+//    before its own. One exchange tells every CTA all it needs.
+// 3. A warp computes and writes its states. Tiles that have left shared memory are read again, from the L2.
 //
-// workspace, fresh (workspace_init.cuh): for each channel of each part but the last a map (tile_status.cuh).
+// A CTA waits only for CTAs with lower CTA indices, which a GPU starts first. Traffic: 12 bytes per element in float32
+// and 6 in 16 bits forward, 20 and 10 backward; what is read twice comes from the L2.
+//
+// workspace, zeroed inside the launch (workspace_init.cuh): a descriptor (tile_status.cuh) for each channel of each part
+// but the last.
 #pragma once
 #include "column_serial.cuh"
 #include "workspace_init.cuh"
 #include "tile_status.cuh"
 
 enum : int {
-    WORDS = 16 / sizeof(TileDescriptor::Word),      // that a thread looks at together, of channels side by side
-    SLICES = THREADS * WORDS / CHANNELS,  // of the parts before, which threads compose side by side
-    LOOKS = (136 + SLICES - 1) / SLICES,  // on their way at once: of 132 multiprocessors all
+    WORDS = 16 / sizeof(TileDescriptor::Word),  // descriptors in one load, of neighbouring channels
+    SLICES = THREADS * WORDS / CHANNELS,        // of the parts before, which threads compose in parallel
+    LOOKS = (136 + SLICES - 1) / SLICES,        // loads in flight: enough for the parts of 132 SMs
 };
 static_assert(LANES_ACROSS == 32 && THREADS % CHANNELS == 0 && sizeof(State) == 4 && WORDS <= VECTOR);
 static_assert(!MISALIGNED && !VARLEN && CTAS_PER_COLUMN == 1);
 
-// Which part of which column a block has, and what a warp has of it. The grid is columns side by side × batches × parts;
-// and where there are several, in front of them one more of each, of which the first makes the workspace.
+// Which part of which column a CTA has, and which run a warp has of it. The grid is (columns side by side, batches,
+// parts). Where there are several parts, z = 0 is one layer more, whose first CTA zeroes the workspace.
 struct Part {
     const int number = only() ? 0 : int(blockIdx.z) - 1;
-    const int run;  // rows of a warp, in whole tiles
+    const int run;  // time steps of a warp, in whole tiles
 
     __device__ explicit Part(i64 run) : run(int(run)) {}
     __device__ static unsigned column() { return blockIdx.y * gridDim.x + blockIdx.x; }
     __device__ static unsigned columns() { return gridDim.y * gridDim.x; }
     __device__ static bool only() { return gridDim.z == 1; }
-    __device__ static unsigned published() { return gridDim.z - 2; }  // of the parts of a column, if there are several
+    __device__ static unsigned published() { return gridDim.z - 2; }  // parts of a column that publish, if there are several
     __device__ static unsigned blocks() { return (gridDim.z - 1) * columns(); }
     __device__ bool last() const { return only() || number == published(); }
-    // Rows of the column before this warp's.
+    // Time steps of the column before this warp's.
     __device__ int before() const { return (number * WARPS + int(threadIdx.x / 32)) * run; }
 };
 
-// What a warp has to do with the others. A thread looks after one of the column's channels, whatever it walks, if it has
-// one, or after some side by side of a slice of the parts before.
+// The exchange between the runs of a column. A thread serves one channel of the column when its CTA publishes, and WORDS
+// neighbouring channels of one slice of the earlier parts when it reads, whichever channels it scans.
 struct SingleWave {
     const Part part;
     const int channel = threadIdx.x, looked = threadIdx.x * WORDS % CHANNELS, slice = threadIdx.x * WORDS / CHANNELS;
-    const unsigned apart;         // words, from part to part
+    const unsigned apart;         // descriptors, from part to part
     const WorkspaceInit workspace_init;
-    TileDescriptor::Word* const words;      // of the column, in part 0
+    TileDescriptor::Word* const words;  // of the column, in part 0
     const States initial, final;  // of the channel
-    unsigned seen = 0;            // the workspace, by so many blocks before
+    unsigned seen = 0;            // CTAs that have seen the workspace's flag before this one
 
     __device__ SingleWave(const Part& part, void* workspace, const States& initial, const States& final)
         : part(part),
@@ -61,13 +68,13 @@ struct SingleWave {
           final(final) {}
     __device__ bool has_channel() const { return channel < CHANNELS; }  // the whole warp has, or has not
 
-    // Whether the block is one that has no part.
+    // Whether the CTA has no part; the first such CTA zeroes the workspace.
     __device__ bool initializes() const {
         if (part.number >= 0) return false;
         if (part.column() == 0) workspace_init.initialize();
         return true;
     }
-    // One thread of each other block waits for the workspace.
+    // One thread of each other CTA waits for the workspace.
     __device__ void await_workspace() {
         if (part.only() || threadIdx.x > 0) return;
         while (!workspace_init.is_ready()) {}
@@ -77,7 +84,7 @@ struct SingleWave {
         if (!part.only() && threadIdx.x == 0 && seen + 1 == part.blocks()) workspace_init.retract();
     }
 
-    // Of the runs of a block's warps; those of the runs before, once others have been told.
+    // Aggregates of the runs of a CTA's warps; once they are published, of all runs before each of them.
     static __device__ Stored<>& map(int warp, int channel) {
         __shared__ Stored<> maps[WARPS][CHANNELS];
         return maps[warp][channel];
@@ -86,7 +93,7 @@ struct SingleWave {
         __shared__ State entering[WARPS][CHANNELS];
         return entering[warp][channel];
     }
-    // The map of all runs.
+    // Publish the aggregate of the CTA's part, and return it.
     __device__ Affine tell() const {
         Affine own[WARPS], all;
 #pragma unroll
@@ -100,7 +107,7 @@ struct SingleWave {
         }
         return all;
     }
-    // The maps of this thread's slice of the parts before.
+    // Compose the aggregates of this thread's slice of the parts before, once they are published.
     __device__ void look(Affine (&all)[WORDS]) const {
         const int each = (part.number + SLICES - 1) / SLICES, first = slice * each;
         const int end = first + each < part.number ? first + each : part.number;
@@ -125,7 +132,7 @@ struct SingleWave {
                     if (at + i < end) all[w] = compose(all[w], descriptors[i][w]);
         }
     }
-    // The states that enter this warp's run, whose map `own` composes. To be called by the whole block.
+    // The states that enter this warp's run, whose aggregate is `own`. To be called by the whole CTA.
     __device__ void exchange(const Affine (&own)[VECTOR], State (&x)[VECTOR]) {
         __shared__ Stored<> slices[SLICES][CHANNELS];
         const int warp = threadIdx.x / 32;
@@ -153,12 +160,12 @@ struct SingleWave {
     }
 };
 
-// A warp's run: its tiles, by number, of which a ring holds the first ones when they have been composed.
+// A warp's run: its tiles, by number. When all have been composed, the ring holds the first ones.
 template <class Work>
 struct Run {
     Work work;
     int count;
-    int to_come;  // the tile that is to be requested for, where the inputs are
+    int to_come;  // the tile to copy next, at which the input pointers are
 
     __device__ Run(const Work& of, const Part& part) : work(of) {
         const i64 rows = work.tiles.rows < part.run ? work.tiles.rows : part.run;  // less than 0 past the end
@@ -166,11 +173,11 @@ struct Run {
         to_come = count - 1;
         work.move(to_come);
     }
-    // Rows from a tile on to the column's end, as they are counted.
+    // Time steps from a tile to the column's end, as `counted` counts them.
     __device__ int left(int tile) const { return work.tiles.counted(work.tiles.rows - i64(tile) * TIMES); }
     __device__ void go(int tiles) { work.move(tiles), to_come += tiles; }
 
-    // The map of the run.
+    // The aggregate of the run.
     __device__ void compose_run(Affine (&all)[VECTOR]) {
 #pragma unroll 1
         for (int tile = count + STAGES - 2; tile >= 0; tile--) {
@@ -190,7 +197,7 @@ struct Run {
         }
         go(1);
     }
-    // What walking takes and composing does not, of the tiles that are there. Tile 0 is at hand.
+    // Copy in what the outputs need beyond the aggregates, for the tiles in the ring. Tile 0 is the current one.
     __device__ void fetch_remaining() {
 #pragma unroll 1
         for (int i = 0; i < STAGES; i++) {

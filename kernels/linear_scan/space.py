@@ -23,7 +23,7 @@ MIXED = (("bfloat16", "float32"), ("float16", "float32"))
 ACCESSES = ("aligned", "generic")
 #: Aligned too, with sequences packed along time; no default variant has it.
 VARLEN = "varlen"
-#: Rows that start and end anywhere, though alike in all tensors.
+#: Rows that start or end off a 16-byte boundary, at the same offset to it in all tensors.
 MISALIGNED = "misaligned"
 
 #: Static parameters beside dtypes and access.
@@ -43,7 +43,7 @@ _COLUMNS = {"channels": 0.1, "time": 0.125}
 
 def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES, one_way: Collection[str] = ()) -> Space:
     """Variants of a forward or backward kernel, for every kind; mixed dtypes are generic, and so are wide ones
-    in ragged rows. Of accesses ``one_way`` there are kinds for each way alone, too."""
+    in misaligned rows. Of accesses ``one_way`` there are kinds for each way alone, too."""
     kinds = [
         *(
             (dtype, dtype, access)
@@ -120,7 +120,7 @@ def tuned(
     packs: Callable[[LinearScanProblem], bool] = lambda problem: False,
 ) -> dict[str, Any]:
     """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers, and ``packs``
-    whether there are packed variants for a problem."""
+    whether there are ``varlen`` variants for a problem."""
     closer = tuple(
         Variant(FAMILY_NAME, name, language, statics)
         for statics in defaults

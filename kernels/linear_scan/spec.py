@@ -3,8 +3,8 @@
 Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with their ``.cuh`` headers,
 ``triton_kernels.py`` and ``triton_columns.py``. ``parameters`` gives the signature of every entry point.
 
-Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``packed`` likewise those
-whose sequences are packed, ``ragged`` those whose rows start or end within 16 bytes; ``generic`` takes all.
+Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``varlen`` likewise those whose
+sequences are packed, ``misaligned`` those whose rows start or end off a 16-byte boundary; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _cuda_reduction(layout: Layout) -> Kernel:
 def _triton_tiles(
     layout: Layout, direction: Direction, dtype: str, access: str
 ) -> tuple[Tile, ...]:
-    """Of contiguous time: rows of a program, times per step of its walk along time, warps."""
+    """Of contiguous time: rows of a program, time steps of a tile, warps."""
     if layout == "channel_last":
         return (columns.usual(direction, dtype, access),)
     times = 128 if access == "generic" else 256
@@ -373,12 +373,12 @@ def _triton_reduction(layout: Layout) -> Kernel:
 def _triton_source(layout: Layout, direction: Direction) -> dict[str, Any]:
     """What all Triton kernels say alike."""
     name = f"{layout}_{direction}"
-    walks_columns = layout == "channel_last" and direction != "reduction"
+    in_columns = layout == "channel_last" and direction != "reduction"
     return {
         "family": FAMILY_NAME,
         "name": name,
         "language": "triton",
-        "source": "triton_columns.py" if walks_columns else "triton_kernels.py",
+        "source": "triton_columns.py" if in_columns else "triton_kernels.py",
         "entry": name,
         "parameters": parameters(direction),
         "constants": _triton_constants,

@@ -34,17 +34,17 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: Rows, or states side by side, that are numbered in 32 bits.
 _MOST_ROWS = 2**31 - 1
-#: Bytes before a row, at most, where a walk along contiguous time may start.
+#: Bytes before a misaligned row of contiguous time, at most, where its scan may start.
 LINE = 128
 #: Bytes to compose, at most, where columns are read at once: some come twice, and then from the L2.
 _TWICE = 100_000_000
-#: Bytes before the maps that they tell one another, and of a map.
+#: Single wave: bytes before the descriptors, and of a descriptor.
 HEAD, _WORD = 128, 8
-#: Bytes before the words in which blocks that share a column tell one another maps.
+#: Several CTAs to a column: bytes before the descriptors.
 COUNTER = 256
-#: Segments of a column, at least, that have a map together.
+#: Segments of a column, at least, that publish one aggregate together.
 LEAST_GROUP = 16
-#: Blocks that a GPU has something to do with.
+#: CTAs that keep a GPU busy.
 _MANY = 64
 
 
@@ -178,8 +178,8 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
 
 
 def _launch_single_wave(variant: Variant, problem: LinearScanProblem, room: int) -> Launch:
-    """As many blocks as there is room for share the columns evenly, and their warps a part in runs of whole tiles.
-    All parts but a column's last tell others a map for each channel, in what a further block has zeroed."""
+    """As many CTAs as there is room for share the columns evenly, and the warps of a CTA its part in runs of whole tiles.
+    All parts but a column's last publish a map for each channel, in memory that a further CTA zeroes."""
     columns, tiles = _columns(variant, problem), ceil_div(problem.time, times(variant))
     each = ceil_div(tiles, max(1, min((room - 1) // columns, tiles)))  # tiles of a warp
     parts = max(1, ceil_div(tiles, max(1, each)))
@@ -188,13 +188,13 @@ def _launch_single_wave(variant: Variant, problem: LinearScanProblem, room: int)
     if parts == 1:
         return Launch((*across, 1), problem.scalars(run))
     item = _WORD if ITEM_SIZE[problem.dtype] < 4 else 2 * _WORD
-    told = columns * (parts - 1) * _scans(variant) * item
-    return Launch((*across, 1 + parts), problem.scalars(run), HEAD + told, zeroed=False)
+    published = columns * (parts - 1) * _scans(variant) * item
+    return Launch((*across, 1 + parts), problem.scalars(run), HEAD + published, zeroed=False)
 
 
 def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> int:
-    """Bytes that blocks exchange maps in: lines of 16, each three words and a mark. A counter has one, and the
-    map of a scan in a segment, or in a group of them, as many as its numbers need."""
+    """Bytes of the counter and the aggregates of segments and of groups of them, in pieces of 16 bytes, which hold three
+    words and a flag."""
     words = 2 if ITEM_SIZE[problem.dtype] == 8 else 1
     compensated = ITEM_SIZE[problem.dtype] >= 4
     of_map = ceil_div((3 if compensated else 2) * words, 3)
@@ -203,7 +203,7 @@ def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> i
 
 
 def _columns(variant: Variant, problem: LinearScanProblem) -> int:
-    """Columns that are walked."""
+    """How many columns there are."""
     return problem.batch * max(1, problem.sequences) * ceil_div(problem.channels, _scans(variant))
 
 
@@ -218,8 +218,7 @@ def _is_single_wave(variant: Variant) -> bool:
 
 
 def _descriptor_bytes(variant: Variant, blocks: int) -> int:
-    """Bytes in which blocks that share columns tell each other maps: a counter, and a ring of tiles for each block
-    with a word for each channel."""
+    """Bytes of a counter, and of a ring of tiles for each CTA with a descriptor for each channel."""
     turns = 2 * (variant.number("aggregate_lead") + 1)
     return COUNTER + blocks * turns * _scans(variant) * _WORD
 

@@ -1,9 +1,11 @@
-// How a block tells others a map: in one store and one load, with a mark in it, so that nothing needs a fence. Memory
-// that was zeroed has no mark.
+// Look-back descriptors: how a CTA publishes one affine map (gate product, state) to other CTAs.
+//
+// Map and flag travel in one atomic store and one atomic load, so no fence is needed. Zeroed memory has flag 0, which
+// stands for "not published".
 #pragma once
 #include "affine.cuh"
 
-// Where maps have a rest, a line of 16 bytes, the last word of which is the mark.
+// Compensated maps: 16 bytes, of which the last 4 are the flag.
 template <bool = COMPENSATED>
 struct TileDescriptorOf {
     using Word = uint4;
@@ -17,8 +19,8 @@ struct TileDescriptorOf {
         return {__uint_as_float(word.x), __uint_as_float(word.y), __uint_as_float(word.z)};
     }
 };
-// Where they have none, 8 bytes, with a mark of up to 3 in the last bits of the shift: states are stored so coarsely that
-// these do not matter.
+// Others: 8 bytes, with a flag of 0 to 3 in the two lowest mantissa bits of the shift. States are stored in 16 bits then,
+// far more coarsely than that.
 template <>
 struct TileDescriptorOf<false> {
     using Word = u64;
@@ -34,8 +36,10 @@ struct TileDescriptorOf<false> {
 };
 using TileDescriptor = TileDescriptorOf<>;
 
-// 16 bytes of them at once.
-__device__ inline void read_words(TileDescriptorOf<true> (&descriptors)[1], const uint4* from) { descriptors[0].word = load_relaxed(from); }
+// 16 bytes of descriptors in one load.
+__device__ inline void read_words(TileDescriptorOf<true> (&descriptors)[1], const uint4* from) {
+    descriptors[0].word = load_relaxed(from);
+}
 __device__ inline void read_words(TileDescriptorOf<false> (&descriptors)[2], const u64* from) {
     load_relaxed(from, descriptors[0].word, descriptors[1].word);
 }

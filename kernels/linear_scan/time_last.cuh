@@ -1,6 +1,6 @@
 // Rows with contiguous time: what the forward and the backward kernel share.
 //
-// The build pins WARPS (per row), ROWS (per block) and STEPS. A tile is the part of a row that its
+// The build pins WARPS (per row), ROWS (per CTA) and STEPS. A tile is the part of a row that its
 // warps hold in registers at once:
 //
 //     order  0                                                              TILE
@@ -90,7 +90,7 @@ struct Row {
     }
 };
 
-// SharedStorage for the marks of a thread's chunks.
+// Room for the marks of a thread's chunks.
 __device__ inline Places* own_places(int step) {
     if constexpr (ALIGNED) return nullptr;
     __shared__ Places places[ALIGNED ? 1 : STEPS * VECTOR * THREADS];

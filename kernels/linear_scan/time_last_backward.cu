@@ -4,7 +4,7 @@
 //     gates_grad[t]  = tokens_grad[t] * conj(x[t-1])
 //     h[t]           = conj(gates[t]) * tokens_grad[t]
 //
-// which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h):
+// which is a scan in the opposite direction over the affine maps h -> conj(gates[t]) * (states_grad[t] + h):
 // no gate has to be read one place off its own. Three reads and two writes: 20 bytes per element in
 // float32, 10 in bfloat16 and float16. The tile pictures are in
 // time_stream.cuh (staged) and time_last.cuh (held in registers).

@@ -1,7 +1,7 @@
 // linear_scan, forward, time contiguous:  x[t] = gates[t] * x[t-1] + tokens[t]  along each row.
 //
-// Each lane composes the affine maps of its chunk, a warp scan and one exchange between the warps
-// of the row give the state that enters each chunk, and a second walk over the registers writes
+// Each lane composes the affine maps (gate, token) of its chunk, a warp scan and one exchange between the warps
+// of the row give the state that enters each chunk, and a second pass over the registers writes
 // the states. One read of each input and one write of the output: 12 bytes per element in float32,
 // 6 in bfloat16 and float16. The tile pictures are in
 // time_stream.cuh (staged) and time_last.cuh (held in registers).

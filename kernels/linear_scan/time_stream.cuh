@@ -1,23 +1,27 @@
 // Time contiguous, aligned, without options: what the forward and the backward kernel share.
 //
-// The build pins LANES (threads that share a row), PIECES (of 16 bytes, per thread), ROWS (warps of a block),
+// The build pins LANES (threads that share a row), PIECES (of 16 bytes, per thread), ROWS (warps of a CTA),
 // PREFIX_LEAD (where they share rows), STAGES and BLOCKS (per SM). A tile is
 //
-//                 time in the order of the walk ->
+//                 time in the order of the scan ->
 //     row 0       | lane 0: PIECES pieces | lane 1 | …  LANES |
 //     row 1       | lane LANES: …
 //     …           SIDE = 32 / LANES rows
 //
-// The next STAGES - 1 tiles are on their way meanwhile; lookback.cuh says which.
+// The next STAGES - 1 tiles are being copied to shared memory meanwhile; lookback.cuh says which.
 //
-// MISALIGNED: rows need not start or end where a piece does, but lie in pieces alike in all tensors. A walk then
-// starts `skip` elements before its row, where long rows have a line of the caches start, and what pieces hold
-// of other rows changes nothing and is not written.
+// MISALIGNED: rows need not start or end on 16-byte boundaries, but lie at the same offset to them in all tensors. A scan
+// then starts `skip` elements before its row, on a 16-byte boundary, or on a 128-byte line if the row is long. What its
+// pieces hold of other rows is replaced by the identity, and not written.
 //
-// Each warp has tiles and states of its own, and rows or parts of one, and does not wait for others as it walks.
+// Each warp has tiles and states of its own, and waits for no other warp while it scans.
 #pragma once
 enum : bool { CUT = PREFIX_LEAD > 0 };
-enum : int { TILE_WARPS = ROWS, LOOKBACK_WARPS = CUT ? PREFIX_LEAD + 1 : 0, THREADS = 32 * (TILE_WARPS + LOOKBACK_WARPS) };
+enum : int {
+    TILE_WARPS = ROWS,
+    LOOKBACK_WARPS = CUT ? PREFIX_LEAD + 1 : 0,
+    THREADS = 32 * (TILE_WARPS + LOOKBACK_WARPS),
+};
 #include "element.cuh"
 enum : int { VECTOR = 16 / sizeof(Storage) };
 #include "ring.cuh"
@@ -132,7 +136,7 @@ struct Turn {
           inside(order < scans.time && (!MISALIGNED || order > -VECTOR) && row < scans.rows) {}
 };
 
-// Copy a piece; of a ragged row nothing past its end, which may be that of the tensor.
+// Copy a piece; of a misaligned row nothing past its end, which may be that of the tensor.
 template <bool TURNED>
 __device__ void copy_piece(uint4* to, const Storage* from, i64 order, i64 time, bool wanted) {
     if constexpr (MISALIGNED) {
@@ -225,7 +229,7 @@ struct RowTilePrefix {
         tile[0] = from_lane(lane_map, at.lane | (LANES - 1));
     }
     // `before` and `after` are null, or this row's states before and after the walk; where rows are cut, the state is
-    // there, and folders see to the last.
+    // there, and look-back warps write the last.
     __device__ State enter(const Tile& here, const Position& at, unsigned levels, const State* before, State* after) {
         if (CUT) return composed(carried[0].x);
         if (here.level == 0) carried[0] = before ? *before : State(0);
@@ -241,7 +245,7 @@ __device__ void walk(const Schedule& schedule, const Work& work, void* workspace
     if constexpr (CUT) schedule.walk(work, workspace);
     else schedule.run(work, blockIdx.x * ROWS + threadIdx.x / 32, gridDim.x * ROWS);
 }
-// What folders do is the same for both ways to walk.
+// What look-back warps do is the same for both directions.
 template <template <bool> class Work, class Of>
 __device__ void run(const Of& of, const Scans& scans, bool turned, void* workspace) {
     const Schedule schedule{scans.grid};

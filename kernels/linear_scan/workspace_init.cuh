@@ -1,9 +1,10 @@
-// Memory in which the blocks of a launch tell one another, and which nobody has zeroed before: the first block does, and
-// nothing else, while the others get their first tiles, and says so in a line of 16 bytes. The last block that sees the
-// line takes it back, so that it never speaks of an earlier launch. What the memory held before is no such line: that has
-// 128 bits, and is another one at each address.
+// Zeroes a launch's workspace inside the launch, in place of a memset before it, which costs more than a microsecond.
 //
-// It starts with HEAD bytes for the line and a count of the blocks that have seen it.
+// The first CTA does nothing but zero the workspace and then release a 16-byte flag at its start, while the other CTAs
+// load their first tiles. The last CTA that has seen the flag takes it back, so that no later launch finds it. Whatever
+// the memory held before is taken for no flag: a flag has 128 bits, which depend on its address.
+//
+// Layout: HEAD bytes for the flag and a count of the CTAs that have seen it, then the workspace proper.
 #pragma once
 #include "ptx.cuh"
 
@@ -19,7 +20,7 @@ struct WorkspaceInit {
         return {unsigned(at) ^ 0xb5297a4du, unsigned(at >> 32) ^ 0x68e31da4u, 0x1b56c4e9u, 0x7feb352du};
     }
 
-    // By a whole block.
+    // To be called by a whole CTA.
     __device__ void initialize() const {
 #pragma unroll 1
         for (int i = 1 + threadIdx.x; i < (HEAD + bytes) / 16; i += THREADS) store_global(line + i, uint4{});
@@ -30,7 +31,7 @@ struct WorkspaceInit {
         const uint4 there = load_acquire(line), expected = flag();
         return there.x == expected.x && there.y == expected.y && there.z == expected.z && there.w == expected.w;
     }
-    // Of the blocks that see the line, how many have before this one. To be called once by each of them.
+    // How many CTAs have seen the flag before this one. To be called once by each that has seen it.
     __device__ unsigned count_reader() const { return atomicAdd(&line[1].x, 1u); }
     __device__ void retract() const { store_relaxed(line, uint4{}); }
 };

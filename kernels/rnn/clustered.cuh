@@ -1,7 +1,7 @@
-// How a cluster of blocks, or a block alone, holds a whole head: what a lane has of it, its part of the
+// How a cluster of CTAs, or a CTA alone, holds a whole head: what a lane has of it, its part of the
 // product with R, and h, which goes from shared memory to shared memory.
 //
-// The CLUSTER blocks have 16 ROWS units each, for TILE batches. A warp has whole rows of R of 8 units in
+// The CLUSTER CTAs have 16 ROWS units each, for TILE batches. A warp has whole rows of R of 8 units in
 // registers, so that no sums cross warps. Of a tile of 16 rows the tensor cores leave a lane rows lane / 4
 // and 8 + lane / 4 ("top" and "bottom") for batches 2 (lane % 4) and the next. Lanes below 16 are low
 // here, the others high; a low one and the high one 16 above it have rows of the same two units,
@@ -94,7 +94,7 @@ struct Weights {
 };
 
 // h of all units, in two rounds: whoever is a round ahead does not write what others still read, since it
-// has h of all units, and who has sent his has read the round before. In a cluster of several blocks, warps
+// has h of all units, and who has sent his has read the round before. In a cluster of several CTAs, warps
 // without units take no part: nobody would wait for them, and they would lose count.
 struct Rounds {
     enum : unsigned { CAPACITY = CHUNKS * CHUNK };
@@ -121,7 +121,7 @@ struct Rounds {
             cluster_barrier();
         }
     }
-    // No block leaves while others may send to it.
+    // No CTA leaves while others may send to it.
     __device__ void end() const {
         if constexpr (CLUSTER > 1) cluster_barrier();
     }

@@ -1,4 +1,4 @@
-// The forward pass where a cluster holds a head, see clustered.cuh. Its blocks run together by themselves,
+// The forward pass where a cluster holds a head, see clustered.cuh. Its CTAs run together by themselves,
 // and work on as many heads and tiles of batches as there are, one after the other.
 #pragma once
 #include "clustered.cuh"
@@ -10,7 +10,7 @@ struct Made {
     Pair states[Cell::STATES], kept[at_least_one(Cell::KEPT)];
 };
 
-// Inputs of the block's units are brought to the L2 cache several steps ahead, a line by each of its
+// Inputs of the CTA's units are brought to the L2 cache several steps ahead, a line by each of its
 // first threads.
 struct PrefetchLine {
     enum : unsigned { OF_LINE = 128 / sizeof(Storage) };

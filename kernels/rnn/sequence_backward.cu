@@ -2,8 +2,8 @@
 // first: for each head, batch and time, with all that enters h[t] as dh[t],
 //     gates_grad[t] = cell'(dh[t], …);  dh[t-1] = states_grad[t-1] + Rᵀ·gates_grad[t] + …
 //
-// Forward's scheme, see there: what the blocks of a group tell each other is gates_grad, as far as R feeds
-// those gates, and a block keeps its units' columns of R.
+// Forward's scheme, see there: what the CTAs of a group tell each other is gates_grad, as far as R feeds
+// those gates, and a CTA keeps its units' columns of R.
 #include "block.cuh"
 #include "cells.cuh"
 

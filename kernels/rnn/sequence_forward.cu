@@ -1,13 +1,13 @@
 // A recurrent network over a whole sequence, in one launch: for each head, batch and time
 //     h[t], … = cell(inputs[t], R·h[t-1] + b, …)
 //
-// R stays where a block keeps its part of it, see block.cuh; what the blocks of a group tell each other is
+// R stays where a CTA keeps its part of it, see CTA.cuh; what the CTAs of a group tell each other is
 // h, see hidden_state_exchange.cuh: in a step, a warp waits for the words of h[t-1] that meet its part of R,
 // multiplies, and the owners of the slots add up, compute h[t] of their units and publish it. Inputs
-// come a step ahead from the L2 cache and several steps ahead from memory. All blocks have to be running
+// come a step ahead from the L2 cache and several steps ahead from memory. All CTAs have to be running
 // at the same time; they work on as many groups as there are, one after the other.
 //
-// Where a cluster of blocks holds a whole head, all that is in clustered_forward.cuh.
+// Where a cluster of CTAs holds a whole head, all that is in clustered_forward.cuh.
 #if CLUSTER
 #include "clustered_forward.cuh"
 #else

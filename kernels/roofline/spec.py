@@ -1,6 +1,6 @@
-"""The roofline family: moves as many tensors as another kernel does, and as many bytes, and no more.
+"""The roofline family: a streaming kernel that moves as many tensors and bytes as another kernel, and computes nothing.
 
-It is behind no operator: ``scan-registry bench`` takes the fastest of its variants for the floor.
+It is behind no operator: ``scan-registry bench`` takes the time of its fastest variant for the bandwidth roofline.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _KERNEL = Kernel(
     },
     warps=lambda variant: variant.number("warps"),
     accepts=_accepts,
-    # Which is the fastest depends on the GPU and the size: whoever wants the floor tries them all.
+    # Which is the fastest depends on the GPU and the size: whoever wants the roofline tries them all.
     cost=lambda variant, problem: variant.number("unroll"),
     launch=_launch,
 )
