@@ -191,21 +191,24 @@ class Kernel:
     elements     variant -> dtype of what each pointer points to (Triton)
     fuses        variant -> whether products and sums may be contracted to one rounding (Triton)
     accepts      variant, problem -> None, or the reason why the variant cannot solve the problem
-    differs      variant, problem -> None, or the reason why the variant's kind is for other problems, which is
+    kind_mismatch
+                 variant, problem -> None, or the reason why the variant's kind is for other problems, which is
                  found in no time; one of the reasons of ``accepts``
-    crowds       variant, problem, multiprocessors of the GPU -> None, or why they are too few: for
-                 kernels whose blocks wait for each other
+    exceeds_residency
+                 variant, problem, SMs of the GPU -> None, or why they are too few: for kernels whose CTAs
+                 wait for each other
     serves       static parameters, target -> whether it is compiled for that, ahead of time or here; of those of a
                  kind, whether any such variant is
     cost         variant, problem -> smaller is better, among variants that accept
-    launch       variant, problem, multiprocessors of the GPU -> grid, scalars, workspace
+    launch       variant, problem, SMs of the GPU -> grid, scalars, workspace
     shared       variant -> bytes of dynamic shared memory per block (CUDA)
     may_spill    variants that are allowed to spill registers, each an exception to justify
     space        the variants that tuning may choose from, beside the defaults; None for no others
     shape        problem -> where it lies among those that the kernel is tuned for; None: it never is
     worth        variant, problem -> whether tuning should time a variant that accepts the problem
-    filled       what a variant prints as, sizes of a shape -> how much of what the variant then works through is the
-                 problem; 1 where the rest costs nothing
+    tile_efficiency
+                 what a variant prints as, sizes of a shape -> how much of what the variant then works through
+                 is the problem; 1 where the padding costs nothing
     given        static parameters that the problem decides, and not tuning
     tunings      () -> what tuning found, on each architecture that has a table
     """
@@ -225,15 +228,17 @@ class Kernel:
     divisible: Callable[[Variant], frozenset[str]] = lambda variant: frozenset()
     elements: Callable[[Variant], Mapping[str, str]] = lambda variant: {}
     fuses: Callable[[Variant], bool] = lambda variant: True
-    differs: Callable[[Variant, Any], str | None] = lambda variant, problem: None
+    kind_mismatch: Callable[[Variant, Any], str | None] = lambda variant, problem: None
     shared: Callable[[Variant], int] = lambda variant: 0
-    crowds: Callable[[Variant, Any, int], str | None] = lambda variant, problem, count: None
+    exceeds_residency: Callable[[Variant, Any, int], str | None] = lambda variant, problem, count: (
+        None
+    )
     serves: Callable[[Pins, Target], bool] = lambda statics, target: True
     may_spill: frozenset[Variant] = field(default_factory=frozenset)
     space: Space | None = None
     shape: Callable[[Any], Shape] | None = None
     worth: Callable[[Variant, Any], bool] = lambda variant, problem: True
-    filled: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0
+    tile_efficiency: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0
     given: frozenset[str] = frozenset()
     tunings: Source = tuple
 
@@ -295,7 +300,7 @@ class Kernel:
         """Why a variant that is none of the defaults, and may be another version's, is not to be asked whether it
         accepts the problem. A first call has no time to enumerate kinds that are for other problems."""
         known = self.space is not None and self.space.kind_of(variant.statics) is not None
-        if known and (reason := self.differs(variant, problem)):
+        if known and (reason := self.kind_mismatch(variant, problem)):
             return reason
         return None if self.allows(variant) else "this version's spec has no such variant"
 

@@ -34,7 +34,7 @@ FOLDER = "tuning"
 _REDUCED = "reduced"
 #: A variant within this of the fastest is as good, unless something else is said: what fewer variants can serve,
 #: fewer do.
-EQUAL = 1.015
+EQUAL = 1.04
 #: What a variant has to gain for GPUs of one name alone to be in wheels: a percent on each of ten problems.
 WORTH = 0.1
 

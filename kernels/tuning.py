@@ -254,7 +254,7 @@ def positive(value: Any) -> float:
     return value
 
 
-def strangeness(tuning: Tuning, capability: tuple[int, int]) -> tuple[bool, bool, int]:
+def arch_distance(tuning: Tuning, capability: tuple[int, int]) -> tuple[bool, bool, int]:
     """How far a tuning's GPU is from one of another capability; less is nearer. The same major version
     comes first, then what is not later than the GPU, then the smaller step."""
     number, there = (10 * major + minor for major, minor in (tuning.capability, capability))
@@ -264,7 +264,7 @@ def strangeness(tuning: Tuning, capability: tuple[int, int]) -> tuple[bool, bool
 def nearest_arch(found: Iterable[Tuning], capability: tuple[int, int]) -> Tuning | None:
     """The tuning that is the least strange to a GPU, whatever its name."""
     general = (tuning for tuning in found if not tuning.exclusive)
-    return min(general, key=lambda tuning: strangeness(tuning, capability), default=None)
+    return min(general, key=lambda tuning: arch_distance(tuning, capability), default=None)
 
 
 #: Where a kernel's shipped tunings come from; called when they are first needed.

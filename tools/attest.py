@@ -87,7 +87,8 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
 
     def takes(kernel: Kernel, variant: Variant, problem: Problem) -> bool:
         return not (
-            kernel.accepts(variant, problem) or kernel.crowds(variant, problem, multiprocessors)
+            kernel.accepts(variant, problem)
+            or kernel.exceeds_residency(variant, problem, multiprocessors)
         )
 
     present = {binary.variant.text("dtype") for _, binary in binaries}

@@ -79,7 +79,7 @@ def in_flight(binary: Binary) -> int:
     variant = binary.variant
     if streams.is_streamed(variant):
         held, stages = dict(variant.statics), variant.number("stages")
-        composed = int(held.get("early", held.get("ahead", 0)))
+        composed = int(held.get("aggregate_lead", held.get("prefix_lead", 0)))
         return binary.dynamic_shared * max(1, stages - 1 - composed) // stages
     inputs = 2 if variant.kernel.endswith("forward") else 3
     vector = 16 // ITEM_SIZE[variant.text("dtype")]

@@ -67,7 +67,8 @@ POSED = (
 def takes(kernel: Kernel, variant: Variant, problem: Problem, multiprocessors: int) -> bool:
     """Whether a variant computes a problem on such a GPU."""
     return not (
-        kernel.accepts(variant, problem) or kernel.crowds(variant, problem, multiprocessors)
+        kernel.accepts(variant, problem)
+        or kernel.exceeds_residency(variant, problem, multiprocessors)
     )
 
 

@@ -8,7 +8,7 @@
                                                  is there anyway takes at most 1.15 times the best one's time
     python tools/tune.py --known --installed     what wheels hold, on every problem that the architecture's
                                                  table has: for another GPU of it
-    python tools/tune.py --only 'ahead=2'        the variants that somebody works on, beside what is chosen now;
+    python tools/tune.py --only 'prefix_lead=2'        the variants that somebody works on, beside what is chosen now;
                                                  of others the tables keep earlier times
 
 It writes ``kernels/<family>/tuning/<arch>.json`` after every kernel and kind, so that nothing is lost

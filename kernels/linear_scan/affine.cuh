@@ -37,7 +37,7 @@ __device__ inline Complex exact_product(Complex a, Complex b, Complex& error) {
 // Where sequences are packed, the first step of each forgets what came before: its map has scale 0,
 // and even an infinite state has to be lost in it. Aligned variants see none.
 __device__ inline bool forgets(State scale) {
-    return (!ALIGNED || PACKED) && scale == State(0);
+    return (!ALIGNED || VARLEN) && scale == State(0);
 }
 
 // One step's map, exact.
@@ -50,33 +50,33 @@ struct Step {
 };
 
 // A run's map. Its scale is a product of many gates, and where they are all alike, so are its
-// rounding errors, which then add up in proportion to the length of the run. `rest` keeps them,
-// unless the states are stored too coarsely for that to show.
-enum : bool { WITH_REST = sizeof(Storage) >= 4 };
+// rounding errors, which then add up in proportion to the length of the run. `error_term` keeps them (a
+// compensated product), unless the states are stored too coarsely for that to show.
+enum : bool { COMPENSATED = sizeof(Storage) >= 4 };
 // How far to unroll what composes maps: one of complex numbers is a hundred instructions.
 enum : int { UNROLLED = sizeof(State) > 4 ? 1 : 32 };
 
 // The state that goes from tile to tile, with what rounding took from it: where gates are close to
 // one, what is lost there stays lost.
-struct Carried {
-    State x, rest;
+struct RunningPrefix {
+    State x, error_term;
 
-    __device__ Carried(State x = State(0), State rest = State(0)) : x(x), rest(rest) {}
+    __device__ RunningPrefix(State x = State(0), State error_term = State(0)) : x(x), error_term(error_term) {}
 };
 
 struct Affine {
-    State scale = State(1), rest = State(0), shift = State(0);
+    State scale = State(1), error_term = State(0), shift = State(0);
 
     __device__ State operator()(State x) const {
         if (forgets(scale)) return shift;
-        if constexpr (WITH_REST) return scale * x + (rest * x + shift);
+        if constexpr (COMPENSATED) return scale * x + (error_term * x + shift);
         else return scale * x + shift;
     }
 
-    __device__ Carried operator()(Carried carried) const {
+    __device__ RunningPrefix operator()(RunningPrefix carried) const {
         if (forgets(scale)) return shift;
-        if constexpr (!WITH_REST) return scale * carried.x + shift;
-        State small = rest * carried.x + scale * carried.rest, error = State(0);
+        if constexpr (!COMPENSATED) return scale * carried.x + shift;
+        State small = error_term * carried.x + scale * carried.error_term, error = State(0);
         const State product = exact_product(scale, carried.x, small);
         const State sum = exact_sum(product, shift, small);
         const State x = exact_sum(sum, small, error);
@@ -84,26 +84,26 @@ struct Affine {
     }
 };
 
-__device__ inline Affine then(Affine first, Affine second) {
+__device__ inline Affine compose(Affine first, Affine second) {
     if (forgets(second.scale)) return {State(0), State(0), second.shift};
-    if constexpr (!WITH_REST)
+    if constexpr (!COMPENSATED)
         return {first.scale * second.scale, State(0), second(first.shift)};
-    State rest = first.rest * second.scale + first.scale * second.rest;
-    const State scale = exact_product(first.scale, second.scale, rest);
-    return {scale, rest, second(first.shift)};
+    State error_term = first.error_term * second.scale + first.scale * second.error_term;
+    const State scale = exact_product(first.scale, second.scale, error_term);
+    return {scale, error_term, second(first.shift)};
 }
 
-__device__ inline Affine then(Affine first, Step second) {
+__device__ inline Affine compose(Affine first, Step second) {
     if (forgets(second.scale)) return {State(0), State(0), second.shift};
-    if constexpr (!WITH_REST)
+    if constexpr (!COMPENSATED)
         return {first.scale * second.scale, State(0), second(first.shift)};
-    State rest = first.rest * second.scale;
-    const State scale = exact_product(first.scale, second.scale, rest);
-    return {scale, rest, second(first.shift)};
+    State error_term = first.error_term * second.scale;
+    const State scale = exact_product(first.scale, second.scale, error_term);
+    return {scale, error_term, second(first.shift)};
 }
 
 // A map in shared memory, without what is always zero.
-template <bool = WITH_REST>
+template <bool = COMPENSATED>
 struct Stored {
     Affine map;
 
@@ -142,11 +142,11 @@ __device__ inline Complex from_higher(Complex x, int distance) {
     return {from_higher(x.re, distance), from_higher(x.im, distance)};
 }
 __device__ inline Affine from_lane(Affine map, int lane) {
-    return {from_lane(map.scale, lane), WITH_REST ? from_lane(map.rest, lane) : State(0),
+    return {from_lane(map.scale, lane), COMPENSATED ? from_lane(map.error_term, lane) : State(0),
             from_lane(map.shift, lane)};
 }
 __device__ inline Affine from_lower(Affine map, int distance) {
-    return {from_lower(map.scale, distance), WITH_REST ? from_lower(map.rest, distance) : State(0),
+    return {from_lower(map.scale, distance), COMPENSATED ? from_lower(map.error_term, distance) : State(0),
             from_lower(map.shift, distance)};
 }
 
@@ -158,7 +158,7 @@ __device__ inline Affine exclusive_scan(Affine& map, int lane) {
 #pragma unroll(UNROLLED)
     for (int distance = STRIDE; distance < WIDTH; distance *= 2) {
         const Affine lower = from_lower(map, distance);
-        if (place >= distance) map = then(lower, map);
+        if (place >= distance) map = compose(lower, map);
     }
     if constexpr (STRIDE >= WIDTH) return {};
     Affine before = from_lower(map, STRIDE % 32);

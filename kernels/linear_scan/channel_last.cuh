@@ -1,22 +1,22 @@
 // Channels contiguous: what the forward and the backward kernel share.
 //
-// The build pins WARPS (per block), LANES (threads side by side along the channels), VECTOR
-// (channels per thread) and STEPS. A block takes one tile, which it holds in registers, so that time
-// is split over many blocks:
+// The build pins WARPS (per CTA), LANES (threads side by side along the channels), VECTOR
+// (channels per thread) and STEPS. A CTA takes one tile, which it holds in registers, so that time
+// is split over many CTAs:
 //
 //               channels ->   LANES × VECTOR
 //      order  slot 0          | STEPS rows, one after the other in a thread |
 //        |    slot 1          | STEPS rows                                  |
 //        v    …               SLOTS = 32 × WARPS / LANES
 //
-// Order runs along the walk, with time or against it. Along it, a thread composes its rows' maps, a
-// warp scans its slots, and the first threads of the block (the spine, one per channel) chain the
-// warps' totals onto the state that the tile before published. The tile index comes from a counter,
+// Order runs in the direction of the scan, with time or against it. A thread composes the affine maps of its rows, a
+// warp scans its slots, and the first threads of the CTA (the spine, one per channel) apply the
+// warps' totals to the state that the tile before published. The tile index comes from a counter,
 // so a tile's predecessor is always running or done.
 //
 // workspace, zeroed before the launch: a counter in its first 16 bytes, then two slots, of even and of
 // odd tiles in time, which hold for each channel of each column the state that leaves such a tile, and
-// its rest: a word for each 32 bits of them, with the tile's number above. Value and number travel in
+// its error term: a word for each 32 bits of them, with the tile's number above. Value and number travel in
 // one 8-byte store, so they need no fence. A tile may write over the state of the one before the last,
 // because the last has read it: a tile publishes only after its wait for what it reads is over. A
 // problem of one tile in time passes null.
@@ -30,7 +30,7 @@ enum : int {
     TIMES = WARPS * SLOTS_PER_WARP * STEPS,
     BLOCKS = LEAST_BLOCKS,
     STATE_WORDS = sizeof(State) / 4,
-    CARRIED_WORDS = (WITH_REST ? 2 : 1) * STATE_WORDS,
+    CARRIED_WORDS = (COMPENSATED ? 2 : 1) * STATE_WORDS,
 };
 static_assert(32 % LANES == 0 && CHANNELS <= THREADS, "a channel needs a thread of the spine");
 
@@ -51,16 +51,16 @@ struct Position {
             __syncthreads();
             tile = ticket;
         }
-        const i64 across = (channels + CHANNELS - 1) / CHANNELS;
-        columns = outers * batches * across;
+        const i64 columns_across = (channels + CHANNELS - 1) / CHANNELS;
+        columns = outers * batches * columns_across;
         index = tile / columns;
         column = tile % columns;
         outer = 0;
-        batch = column / across;
+        batch = column / columns_across;
         if constexpr (!ALIGNED) outer = batch / batches, batch %= batches;
         warp = threadIdx.x / 32;
         lane = threadIdx.x % 32;
-        tile_channel = column % across * CHANNELS;
+        tile_channel = column % columns_across * CHANNELS;
         channel = tile_channel + lane % LANES * VECTOR;
         first = index * TIMES + (warp * SLOTS_PER_WARP + lane / LANES) * STEPS;
     }
@@ -119,7 +119,7 @@ __device__ inline void publish(u64* words, unsigned tile, State x) {
 }
 
 // All tiles of a column watch the same words. Those whose turn is far off look rarely: the looks of a
-// thousand blocks at one line would take a hundred times longer than a tile.
+// thousand CTAs at one line would take a hundred times longer than a tile.
 __device__ inline u64 await_word(const u64* word, unsigned tile) {
     while (true) {
         const u64 value = load_relaxed(word);
@@ -139,14 +139,14 @@ __device__ inline State await(const u64* words, unsigned tile) {
     return Element::Whole::widen(typename Element::Whole::Storage(bits));
 }
 
-__device__ inline void publish(u64* words, unsigned tile, Carried carried) {
+__device__ inline void publish(u64* words, unsigned tile, RunningPrefix carried) {
     publish(words, tile, carried.x);
-    if constexpr (WITH_REST) publish(words + STATE_WORDS, tile, carried.rest);
+    if constexpr (COMPENSATED) publish(words + STATE_WORDS, tile, carried.error_term);
 }
 
-__device__ inline Carried await_carried(const u64* words, unsigned tile) {
+__device__ inline RunningPrefix await_carried(const u64* words, unsigned tile) {
     const State x = await(words, tile);
-    if constexpr (!WITH_REST) return x;
+    if constexpr (!COMPENSATED) return x;
     return {x, await(words + STATE_WORDS, tile)};
 }
 
@@ -168,15 +168,15 @@ __device__ inline void enter_rows(Affine (&rows)[VECTOR], State (&entering)[VECT
 
     if (threadIdx.x < CHANNELS) {
         const i64 c = at.tile_channel + threadIdx.x;
-        const bool with_state = c < channels && !walk.packed();
+        const bool with_state = c < channels && !walk.varlen();
         u64* const words = workspace + 2 + (at.column * CHANNELS + threadIdx.x) * CARRIED_WORDS;
         const i64 slot = at.columns * CHANNELS * CARRIED_WORDS;
         const unsigned tile = unsigned(at.index) + 1;  // its number: a slot holds 0 before the first
 
         Affine total;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) total = then(total, spine.total[w][threadIdx.x]);
-        Carried carried;
+        for (int w = 0; w < WARPS; w++) total = compose(total, spine.total[w][threadIdx.x]);
+        RunningPrefix carried;
         if (at.index > 0) carried = await_carried(words + (tile & 1) * slot, tile - 1);
         else if (before && with_state) carried = before[c * state_channel];
 

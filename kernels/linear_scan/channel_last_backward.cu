@@ -4,20 +4,19 @@
 //     gates_grad[t]  = tokens_grad[t] * conj(x[t-1])
 //     h[t]           = conj(gates[t]) * tokens_grad[t]
 //
-// which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h).
-// The states are read one step further along the walk than the rest. Three reads and two writes: 20
-// bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in
-// column_walk.cuh, channel_stream.cuh (staged) and channel_last.cuh (held in registers).
-#include "neighbours.cuh"
-#if ONCE
-#include "once.cuh"
-#elif PARTS > 1
-#include "shared_walk.cuh"
-#elif WALKS
-#include "column_walk.cuh"
+// which is a scan in the opposite direction over the affine maps h -> conj(gates[t]) * (states_grad[t] + h).
+// The states are read one time step further along that scan than the other inputs. Three reads and two writes: 20
+// bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in column_serial.cuh (many
+// channels), channel_stream.cuh (few, staged in shared memory) and channel_last.cuh (generic, held in registers).
+#if SINGLE_WAVE
+#include "single_wave.cuh"
+#elif CTAS_PER_COLUMN > 1
+#include "multi_cta_column.cuh"
+#elif COLUMN_SERIAL
+#include "column_serial.cuh"
 #endif
 
-#if WALKS
+#if COLUMN_SERIAL
 
 struct Backward {
     const Storage *gates, *states, *states_grad;
@@ -27,17 +26,17 @@ struct Backward {
     i64 grads_batch, grads_time;
 };
 
-// A lane's walk. ONE_GATE: each channel has one gate for all times.
+// A lane's serial pass over time. ONE_GATE: each channel has one gate for all times.
 template <bool ONE_GATE>
-struct BackwardWalk {
+struct BackwardPass {
     Rows gates, grads, states;
     Results gates_grad, tokens_grad;
     const bool for_gates, each_gate, each_token;  // what is asked for
     Tiles<3> tiles;
-    Passage passage;
+    BlockPrefix block_prefix;
     State kept[VECTOR] = {}, initial[VECTOR], sum[VECTOR] = {};  // kept: the gate, conjugated
 
-    __device__ BackwardWalk(const Backward& of, const Column& column, const States& before,
+    __device__ BackwardPass(const Backward& of, const Column& column, const States& before,
                             const States& after_grad)
         : gates(of.gates, of.gates_batch, of.gates_time, column),
           grads(of.states_grad, of.states_grad_batch, of.states_grad_time, column),
@@ -51,19 +50,19 @@ struct BackwardWalk {
           tiles(column, of.states_grad_batch, of.states_grad_time) {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
-            passage.carried[v] = after_grad.read(v), initial[v] = before.read(v);
+            block_prefix.carried[v] = after_grad.read(v), initial[v] = before.read(v);
             if (ONE_GATE && column.has(v))
                 kept[v] = conj(column.value(of.gates, of.gates_batch, v));
         }
     }
 
-    __device__ void fetch(int left) { fetch_maps(left), fetch_rest(left), move(PARTS); }
+    __device__ void fetch(int left) { fetch_for_map(left), fetch_for_output(left), move(CTAS_PER_COLUMN); }
     // What composing takes, and what walking does besides.
-    __device__ void fetch_maps(int left) {
+    __device__ void fetch_for_map(int left) {
         if (!ONE_GATE) tiles.copy_in(0, gates, left, Element::ONE);
         tiles.copy_in(1, grads, left, 0);
     }
-    __device__ void fetch_rest(int left) {
+    __device__ void fetch_for_output(int left) {
         if (for_gates) tiles.template copy_in<1>(2, states, left, 0);
     }
     __device__ void move(int tiles) { gates.advance(tiles), grads.advance(tiles), states.advance(tiles); }
@@ -82,13 +81,13 @@ struct BackwardWalk {
         if (!ONE_GATE) return conj(held.gates[k].get(v));
         return tiles.first_own + k < left ? kept[v] : State(1);
     }
-    __device__ void compose(const Held& held, Affine (&maps)[VECTOR], int left) const {
+    __device__ void compose_tile(const Held& held, Affine (&maps)[VECTOR], int left) const {
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
                 const State scale = gate(held, left, k, v);
-                maps[v] = then(maps[v], Step{scale, scale * held.grads[k].get(v)});
+                maps[v] = compose(maps[v], Step{scale, scale * held.grads[k].get(v)});
             }
     }
     __device__ void finish(const Held& held, State (&h)[VECTOR], int left) {
@@ -116,8 +115,8 @@ struct BackwardWalk {
     }
     // The sums of all groups, for the first.
     __device__ void add_up() {
-        __shared__ State sums[GROUPS][VECTOR][ACROSS];
-        const int group = threadIdx.x / ACROSS, lane = threadIdx.x % ACROSS;
+        __shared__ State sums[GROUPS][VECTOR][LANES_ACROSS];
+        const int group = threadIdx.x / LANES_ACROSS, lane = threadIdx.x % LANES_ACROSS;
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) sums[group][v][lane] = sum[v];
         __syncthreads();
@@ -127,18 +126,18 @@ struct BackwardWalk {
     }
 };
 
-#if PARTS == 1 && !ONCE
+#if CTAS_PER_COLUMN == 1 && !SINGLE_WAVE
 template <bool ONE_GATE>
-__device__ void walk_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
-                            const States& before_grad, const States& sums, Pace pace) {
-    BackwardWalk<ONE_GATE> walk(of, column, before, after_grad);
-    walk.tiles.walk(walk, pace);
-    if (ONE_GATE) walk.add_up();
-    if (threadIdx.x >= ACROSS) return;
+__device__ void run_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
+                            const States& before_grad, const States& sums) {
+    BackwardPass<ONE_GATE> pass(of, column, before, after_grad);
+    pass.tiles.run(pass);
+    if (ONE_GATE) pass.add_up();
+    if (threadIdx.x >= LANES_ACROSS) return;
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) {
-        before_grad.write(v, walk.passage.carried[v].x);
-        if (ONE_GATE) sums.write(v, walk.sum[v]);
+        before_grad.write(v, pass.block_prefix.carried[v].x);
+        if (ONE_GATE) sums.write(v, pass.sum[v]);
     }
 }
 #endif
@@ -147,7 +146,7 @@ __device__ void walk_column(const Backward& of, const Column& column, const Stat
 
 struct BackwardTiles {
     using Tiles = Ring<3, 32 * STEPS>;
-    using Entrance = ColumnEntrance;
+    using TilePrefix = ColumnTilePrefix;
     enum : int { SCANS = CHANNELS, HELD = VECTOR };
     enum : int { EACH = 16 / sizeof(State) };  // of a piece's states
     const Scans scans;
@@ -175,7 +174,7 @@ struct BackwardTiles {
         earlier.first++, earlier.rows -= has_last(at);
         copy_in(ring, 2, states, earlier, walk, 0);
     }
-    __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
+    __device__ void compose_tile(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
         Affine rows[VECTOR];
@@ -185,16 +184,16 @@ struct BackwardTiles {
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
                 const State gate = conj(gates.get(v));
-                rows[v] = then(rows[v], Step{gate, gate * grad.get(v)});
+                rows[v] = compose(rows[v], Step{gate, gate * grad.get(v)});
             }
         }
-        entrance.compose(rows, at);
+        tile_prefix.scan(rows, at);
     }
-    __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
+    __device__ void finish(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
         State h[VECTOR];
-        entrance.enter(h);
+        tile_prefix.enter(h);
         Storage* const to_gates = gates_grad.at(at, walk, at.own_row(0));
         Storage* const to_tokens = tokens_grad.at(at, walk, at.own_row(0));
         const i64 apart = tokens_grad.apart(walk);
@@ -250,9 +249,9 @@ struct BackwardTiles {
 
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1]; 2 if gates_grad is to be summed over time, where each channel has
-// one gate: then it points to State, and lies as initial_state does; and four times the pace,
-// which is 0 unless all blocks run at the same time, or the rows of a warp (once.cuh).
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
+// one gate: then it points to State, and lies as initial_state does; and four times the
+// time steps of a warp (single_wave.cuh).
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
     const State* __restrict__ final_state_grad, GateStorage* __restrict__ gates_grad,
@@ -264,20 +263,16 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#if WALKS
-#if ONCE
+#if COLUMN_SERIAL
+#if SINGLE_WAVE
     const Part part(flags >> 2);
     const Column column(channels, time, !(flags & 1), offsets, sequences, 0, part.before());
-#elif PARTS > 1
-    const Seat seat(workspace);
-    const Column column(channels, time, !(flags & 1), offsets, sequences, seat.column, seat.part * TIMES);
+#elif CTAS_PER_COLUMN > 1
+    const CtaRank cta(workspace);
+    const Column column(channels, time, !(flags & 1), offsets, sequences, cta.column, cta.rank * TIMES);
 #else
     const Column column(channels, time, !(flags & 1), offsets, sequences, blockIdx.x);
-    if (CLUSTER > 1 && column.batch >= batch) return;
 #endif
-    prefetch_rows(gates, gates_batch, gates_time, column);
-    prefetch_rows(states_grad, states_grad_batch, states_grad_time, column);
-    if (gates_grad) prefetch_rows(states, states_batch, states_time, column, 1);
     const auto states_of = [&](const State* tensor, const Column& column) {
         return States(tensor, state_batch, state_channel, state_time, column);
     };
@@ -287,21 +282,20 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
                       states_batch, states_time, states_grad_batch, states_grad_time,
                       grads_batch, grads_time};
     const States before = states_of(initial_state, column), after_grad = states_of(final_state_grad, column);
-#if ONCE
+#if SINGLE_WAVE
     const Column own = column.with(place_of(threadIdx.x));
-    const Once once(part, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
-    walk_once(BackwardWalk<false>(of, column, before, after_grad), once);
-#elif PARTS > 1
-    const Column own = column.with(place_of(Share::own_channel()));
-    Share share(seat, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
-    share.walk(BackwardWalk<false>(of, column, before, after_grad), time);
+    const SingleWave wave(part, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
+    run_single_wave(BackwardPass<false>(of, column, before, after_grad), wave);
+#elif CTAS_PER_COLUMN > 1
+    const Column own = column.with(place_of(ColumnCta::own_channel()));
+    ColumnCta column_cta(cta, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
+    column_cta.run(BackwardPass<false>(of, column, before, after_grad), time);
 #else
     const States before_grad = states_of(initial_state_grad, column), sums = states_of(all_sums, column);
-    const Pace pace(int(flags >> 2));
     if (gates_time == 0)
-        walk_column<true>(of, column, before, after_grad, before_grad, sums, pace);
+        run_column<true>(of, column, before, after_grad, before_grad, sums);
     else
-        walk_column<false>(of, column, before, after_grad, before_grad, sums, pace);
+        run_column<false>(of, column, before, after_grad, before_grad, sums);
 #endif
 #elif STAGES
     const Scans scans(batch, channels, time);
@@ -318,7 +312,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
                              state_batch,
                              state_channel};
     const Schedule schedule{scans.grid};
-    if (schedule.folds()) schedule.fold(work, workspace);
+    if (schedule.is_lookback()) schedule.combine(work, workspace);
     else schedule.walk(work, workspace);
 #else
     const Position at(static_cast<u64*>(workspace), outer, batch, channels);
@@ -353,7 +347,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
             State initial[VECTOR];
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
-                const bool given = initial_state && !walk.packed() && at.channel + v < channels;
+                const bool given = initial_state && !walk.varlen() && at.channel + v < channels;
                 initial[v] = given ? initial_state[(at.channel + v) * state_channel] : State(0);
             }
             earlier[k].set(initial);
@@ -378,7 +372,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     for (int k = 0; k < STEPS; k++)
 #pragma unroll
         for (int v = 0; v < VECTOR; v++)
-            rows[v] = then(rows[v], backward_step(conj(gate[k].get(v)), grad[k].get(v), k, marks,
+            rows[v] = compose(rows[v], backward_step(conj(gate[k].get(v)), grad[k].get(v), k, marks,
                                                   after_grad));
 
     State h[VECTOR];
@@ -391,7 +385,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
         for (int v = 0; v < VECTOR; v++) {
             State x = earlier[k].get(v);
             // The state before the walk, as it is: in their storage it is rounded.
-            if (sizeof(Storage) < sizeof(State) && k + 1 == states_rows.count && !walk.packed()) x = before.read(0);
+            if (sizeof(Storage) < sizeof(State) && k + 1 == states_rows.count && !walk.varlen()) x = before.read(0);
             if (marks.starts_at(k)) h[v] = after_grad.read(marks.places[k].of_first);
             if (marks.ends_at(k)) x = before.read(marks.places[k].of_last);
             for_tokens[v] = grad[k].get(v) + h[v];

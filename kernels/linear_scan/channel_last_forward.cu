@@ -1,20 +1,19 @@
 // linear_scan, forward, channels contiguous:  x[t] = gates[t] * x[t-1] + tokens[t]  per channel.
 //
-// A thread holds STEPS rows of VECTOR channels and walks them twice: once to compose their maps,
-// once, when the state that enters them is known, to write the states; or, where there are many
-// channels, walks all of time once. One read of each input and one write of the output: 12 bytes per
-// element in float32, 6 in bfloat16 and float16. The tile pictures are in column_walk.cuh,
-// channel_stream.cuh (staged) and channel_last.cuh (held in registers).
-#include "neighbours.cuh"
-#if ONCE
-#include "once.cuh"
-#elif PARTS > 1
-#include "shared_walk.cuh"
-#elif WALKS
-#include "column_walk.cuh"
+// A thread has STEPS time steps of VECTOR channels in a tile, and passes over them twice: first it composes their affine
+// maps (gate, token), then, from the state that enters them, it computes and writes the states. One read of each input and
+// one write of the output: 12 bytes per element in float32, 6 in bfloat16 and float16. The tile pictures are in
+// column_serial.cuh (many channels), channel_stream.cuh (few, staged in shared memory) and channel_last.cuh (generic,
+// held in registers).
+#if SINGLE_WAVE
+#include "single_wave.cuh"
+#elif CTAS_PER_COLUMN > 1
+#include "multi_cta_column.cuh"
+#elif COLUMN_SERIAL
+#include "column_serial.cuh"
 #endif
 
-#if WALKS
+#if COLUMN_SERIAL
 
 struct Forward {
     const Storage *gates, *tokens;
@@ -22,35 +21,35 @@ struct Forward {
     i64 gates_batch, gates_time, tokens_batch, tokens_time, states_batch, states_time;
 };
 
-// A lane's walk. ONE_GATE: each channel has one gate for all times.
+// A lane's serial pass over time. ONE_GATE: each channel has one gate for all times.
 template <bool ONE_GATE>
-struct ForwardWalk {
+struct ForwardPass {
     Rows gates, tokens;
     Results states;
     Tiles<2> tiles;
-    Passage passage;
+    BlockPrefix block_prefix;
     State gate[VECTOR] = {};
 
-    __device__ ForwardWalk(const Forward& of, const Column& column, const States& before)
+    __device__ ForwardPass(const Forward& of, const Column& column, const States& before)
         : gates(of.gates, of.gates_batch, of.gates_time, column),
           tokens(of.tokens, of.tokens_batch, of.tokens_time, column),
           states(of.states, of.states_batch, of.states_time, column),
           tiles(column, of.tokens_batch, of.tokens_time) {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
-            passage.carried[v] = before.read(v);
+            block_prefix.carried[v] = before.read(v);
             if (ONE_GATE && column.has(v))
                 gate[v] = column.value(of.gates, of.gates_batch, v);
         }
     }
 
-    __device__ void fetch(int left) { fetch_maps(left), move(PARTS); }
+    __device__ void fetch(int left) { fetch_for_map(left), move(CTAS_PER_COLUMN); }
     // What composing takes, and nothing else is left to fetch.
-    __device__ void fetch_maps(int left) {
+    __device__ void fetch_for_map(int left) {
         if (!ONE_GATE) tiles.copy_in(0, gates, left, Element::ONE);
         tiles.copy_in(1, tokens, left, 0);
     }
-    __device__ void fetch_rest(int) {}
+    __device__ void fetch_for_output(int) {}
     __device__ void move(int tiles) { gates.advance(tiles), tokens.advance(tiles); }
     // This lane's rows of the tile at hand.
     struct Held {
@@ -68,11 +67,11 @@ struct ForwardWalk {
         if (!ONE_GATE) return {held.gates[k].get(v), token};
         return tiles.first_own + k < left ? Step{gate[v], token} : Step{State(1), State(0)};
     }
-    __device__ void compose(const Held& held, Affine (&maps)[VECTOR], int left) const {
+    __device__ void compose_tile(const Held& held, Affine (&maps)[VECTOR], int left) const {
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) maps[v] = then(maps[v], step(held, left, k, v));
+            for (int v = 0; v < VECTOR; v++) maps[v] = compose(maps[v], step(held, left, k, v));
     }
     __device__ void finish(const Held& held, State (&x)[VECTOR], int left) const {
 #pragma unroll
@@ -88,15 +87,15 @@ struct ForwardWalk {
     }
 };
 
-#if PARTS == 1 && !ONCE
+#if CTAS_PER_COLUMN == 1 && !SINGLE_WAVE
 template <bool ONE_GATE>
-__device__ void walk_column(const Forward& of, const Column& column, const States& before,
-                            const States& after, Pace pace) {
-    ForwardWalk<ONE_GATE> walk(of, column, before);
-    walk.tiles.walk(walk, pace);
-    if (threadIdx.x >= ACROSS) return;
+__device__ void run_column(const Forward& of, const Column& column, const States& before,
+                            const States& after) {
+    ForwardPass<ONE_GATE> pass(of, column, before);
+    pass.tiles.run(pass);
+    if (threadIdx.x >= LANES_ACROSS) return;
 #pragma unroll
-    for (int v = 0; v < VECTOR; v++) after.write(v, walk.passage.carried[v].x);
+    for (int v = 0; v < VECTOR; v++) after.write(v, pass.block_prefix.carried[v].x);
 }
 #endif
 #elif STAGES
@@ -104,7 +103,7 @@ __device__ void walk_column(const Forward& of, const Column& column, const State
 
 struct ForwardTiles {
     using Tiles = Ring<2, 32 * STEPS>;
-    using Entrance = ColumnEntrance;
+    using TilePrefix = ColumnTilePrefix;
     enum : int { SCANS = CHANNELS, HELD = VECTOR };
     const Scans scans;
     const Walk walk;
@@ -125,7 +124,7 @@ struct ForwardTiles {
         copy_in(ring, 0, gates, at, walk, Element::ONE);
         copy_in(ring, 1, tokens, at, walk, 0);
     }
-    __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
+    __device__ void compose_tile(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
         Affine rows[VECTOR];
@@ -133,15 +132,15 @@ struct ForwardTiles {
         for (int k = 0; k < STEPS; k++) {
             const auto gate = read_piece(ring.place(0, at.own(k))), token = read_piece(ring.place(1, at.own(k)));
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) rows[v] = then(rows[v], Step{gate.get(v), token.get(v)});
+            for (int v = 0; v < VECTOR; v++) rows[v] = compose(rows[v], Step{gate.get(v), token.get(v)});
         }
-        entrance.compose(rows, at);
+        tile_prefix.scan(rows, at);
     }
-    __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
+    __device__ void finish(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
         State x[VECTOR];
-        entrance.enter(x);
+        tile_prefix.enter(x);
         Storage* const first = states.at(at, walk, at.own_row(0));
         const i64 apart = states.apart(walk);
 #pragma unroll
@@ -160,8 +159,8 @@ struct ForwardTiles {
 #endif
 
 // initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1]; and four
-// times the pace, which is 0 unless all blocks run at the same time, or the rows of a warp (once.cuh).
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
+// times the time steps of a warp (single_wave.cuh).
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
     State* __restrict__ final_state, const i64* __restrict__ offsets, void* workspace,
@@ -170,37 +169,33 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#if WALKS
-#if ONCE
+#if COLUMN_SERIAL
+#if SINGLE_WAVE
     const Part part(flags >> 2);
     const Column column(channels, time, flags & 1, offsets, sequences, 0, part.before());
-#elif PARTS > 1
-    const Seat seat(workspace);
-    const Column column(channels, time, flags & 1, offsets, sequences, seat.column, seat.part * TIMES);
+#elif CTAS_PER_COLUMN > 1
+    const CtaRank cta(workspace);
+    const Column column(channels, time, flags & 1, offsets, sequences, cta.column, cta.rank * TIMES);
 #else
     const Column column(channels, time, flags & 1, offsets, sequences, blockIdx.x);
-    if (CLUSTER > 1 && column.batch >= batch) return;
 #endif
-    prefetch_rows(gates, gates_batch, gates_time, column);
-    prefetch_rows(tokens, tokens_batch, tokens_time, column);
     const States before(initial_state, state_batch, state_channel, state_time, column);
     const Forward of{gates,        tokens,      states,       gates_batch, gates_time,
                      tokens_batch, tokens_time, states_batch, states_time};
-#if ONCE
+#if SINGLE_WAVE
     const Column own = column.with(place_of(threadIdx.x));
-    const Once once(part, workspace, States(initial_state, state_batch, state_channel, state_time, own),
+    const SingleWave wave(part, workspace, States(initial_state, state_batch, state_channel, state_time, own),
                     States(final_state, state_batch, state_channel, state_time, own));
-    walk_once(ForwardWalk<false>(of, column, before), once);
-#elif PARTS > 1
-    const Column own = column.with(place_of(Share::own_channel()));
-    Share share(seat, workspace, States(initial_state, state_batch, state_channel, state_time, own),
+    run_single_wave(ForwardPass<false>(of, column, before), wave);
+#elif CTAS_PER_COLUMN > 1
+    const Column own = column.with(place_of(ColumnCta::own_channel()));
+    ColumnCta column_cta(cta, workspace, States(initial_state, state_batch, state_channel, state_time, own),
                 States(final_state, state_batch, state_channel, state_time, own));
-    share.walk(ForwardWalk<false>(of, column, before), time);
+    column_cta.run(ForwardPass<false>(of, column, before), time);
 #else
     const States after(final_state, state_batch, state_channel, state_time, column);
-    const Pace pace(int(flags >> 2));
-    if (gates_time == 0) walk_column<true>(of, column, before, after, pace);
-    else walk_column<false>(of, column, before, after, pace);
+    if (gates_time == 0) run_column<true>(of, column, before, after);
+    else run_column<false>(of, column, before, after);
 #endif
 #elif STAGES
     const Scans scans(batch, channels, time);
@@ -214,7 +209,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
                             state_batch,
                             state_channel};
     const Schedule schedule{scans.grid};
-    if (schedule.folds()) schedule.fold(work, workspace);
+    if (schedule.is_lookback()) schedule.combine(work, workspace);
     else schedule.walk(work, workspace);
 #else
     const Position at(static_cast<u64*>(workspace), outer, batch, channels);
@@ -251,7 +246,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS) linear
     for (int k = 0; k < STEPS; k++)
 #pragma unroll
         for (int v = 0; v < VECTOR; v++)
-            rows[v] = then(rows[v],
+            rows[v] = compose(rows[v],
                            forward_step(gate[k].get(v), token[k].get(v), k, marks, before));
 
     State x[VECTOR];

@@ -1,48 +1,52 @@
 // Channels contiguous, aligned, and few of them: what the forward and the backward kernel share.
 //
-// The build pins WARPS (per block), LANES (threads side by side along the channels), VECTOR (channels of a
-// thread), STEPS, AHEAD, STAGES and BLOCKS (per SM). A tile is
+// The build pins WARPS (per CTA), LANES (threads side by side along the channels), VECTOR (channels of a
+// thread), STEPS, PREFIX_LEAD, STAGES and BLOCKS (per SM). A tile is
 //
 //               channels ->   LANES pieces of 16 bytes
 //      order  slot 0          | STEPS rows, one after the other in a thread |
 //        |    slot 1          | STEPS rows                                  |
 //        v    …               32 / LANES slots
 //
-// of a warp, and a column is what lies below one another. Order runs along the walk, with time or against
-// it. A thread composes its rows' maps and a warp scans its slots; then the rows are walked again, from the state
-// that enters them, and results leave at once, from registers. The next STAGES - 1 tiles are on their way meanwhile;
-// tiles.cuh says which.
+// of a warp, and a column is the tiles below one another. Order runs in the direction of the scan, forwards or backwards
+// in time. A thread composes the affine maps of its rows, and a warp scans its slots; then the thread computes its rows'
+// states from the state that enters them, and stores results from registers. The next STAGES - 1 tiles are being copied
+// to shared memory meanwhile; lookback.cuh says which.
 #pragma once
 enum : int { CHANNELS = LANES * VECTOR };
-enum : int { WALKERS = WARPS, FOLDERS = (AHEAD + 1) * CHANNELS * WALKERS / 32, THREADS = 32 * (WALKERS + FOLDERS) };
+enum : int {
+    TILE_WARPS = WARPS,
+    LOOKBACK_WARPS = (PREFIX_LEAD + 1) * CHANNELS * TILE_WARPS / 32,
+    THREADS = 32 * (TILE_WARPS + LOOKBACK_WARPS),
+};
 #include "ring.cuh"
 #include "sequences.cuh"
-#include "tiles.cuh"
+#include "lookback.cuh"
 
 enum : int { TIMES = 32 / LANES * STEPS };
 enum : int { ROWS = 32 / LANES };  // that a warp copies at once
-static_assert(32 % LANES == 0 && AHEAD > 0 && CHANNELS * WALKERS >= 32);
+static_assert(32 % LANES == 0 && PREFIX_LEAD > 0 && CHANNELS * TILE_WARPS >= 32);
 
 // What is scanned: batches × times × channels, along the walk.
 struct Scans {
     i64 channels, time;
-    unsigned across;  // columns side by side
+    unsigned columns_across;  // columns side by side
     Grid grid;
 
     __device__ Scans(i64 batches, i64 channels, i64 time)
         : channels(channels),
           time(time),
-          across(unsigned((channels + CHANNELS - 1) / CHANNELS)),
-          grid{unsigned(batches) * across, unsigned((time + TIMES - 1) / TIMES)} {}
+          columns_across(unsigned((channels + CHANNELS - 1) / CHANNELS)),
+          grid{unsigned(batches) * columns_across, unsigned((time + TIMES - 1) / TIMES)} {}
 
     // The first channel of a column.
-    __device__ i64 channel(unsigned column) const { return i64(column % across) * CHANNELS; }
+    __device__ i64 channel(unsigned column) const { return i64(column % columns_across) * CHANNELS; }
 
     // A state of a column, among those of batches × channels; null if there is none.
     template <class S>
     __device__ S* state_of(S* states, i64 by_batch, i64 by_channel, unsigned column, int scan) const {
         const i64 of = channel(column) + scan;
-        return states && of < channels ? states + column / across * by_batch + of * by_channel : nullptr;
+        return states && of < channels ? states + column / columns_across * by_batch + of * by_channel : nullptr;
     }
 };
 
@@ -55,7 +59,7 @@ struct Position {
     bool has_channels;
 
     __device__ Position(const Scans& scans, const Tile& tile)
-        : batch(tile.column / scans.across),
+        : batch(tile.column / scans.columns_across),
           channel(scans.channel(tile.column) + lane % LANES * VECTOR),
           first(i64(tile.level) * TIMES),
           has_channels(channel < scans.channels) {
@@ -97,18 +101,18 @@ __device__ void copy_in(const Ring& ring, int input, const Plane& from, const Po
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         uint4* const place = ring.place(input, i * 32 + at.lane);
-        copy_async<16>(place, first + i * apart, at.has(i));
+        copy_async(place, first + i * apart, at.has(i));
         if (!at.has(i)) *place = piece_of(outside);
     }
 }
 
 // The states that enter a lane's rows, for each of its channels.
-struct ColumnEntrance {
+struct ColumnTilePrefix {
     State carried[VECTOR];                  // before the tile
     Affine composed[VECTOR], tile[VECTOR];  // before this slot, and of all slots
 
     // `rows` compose this lane's rows.
-    __device__ void compose(Affine (&rows)[VECTOR], const Position& at) {
+    __device__ void scan(Affine (&rows)[VECTOR], const Position& at) {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
             composed[v] = exclusive_scan<LANES>(rows[v], at.lane);

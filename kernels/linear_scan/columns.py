@@ -1,4 +1,4 @@
-"""Triton variants over contiguous channels, whose programs walk a column of them through all of time.
+"""Triton variants over contiguous channels, whose programs pass over a column of them serially in time.
 
 A thread holds ``steps`` rows of ``vector`` channels; as many threads side by side as ``channels`` take are
 a group, and the groups of ``warps`` share a tile. ``stages`` are the tile in hand and those on their way. The

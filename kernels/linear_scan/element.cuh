@@ -80,7 +80,7 @@ using Storage = Element::Storage;
 using GateStorage = GateElement::Storage;
 using State = Element::State;
 
-// Blocks per SM that registers must leave room for. 1 frees the compiler from aiming at more, which
+// CTAs per SM that registers must leave room for. 1 frees the compiler from aiming at more, which
 // makes it spill where much is live; 0 leaves that to it.
 enum : int { LEAST_BLOCKS = ALIGNED && sizeof(Storage) < 8 ? 0 : 1 };
 

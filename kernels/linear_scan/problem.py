@@ -115,11 +115,10 @@ class LinearScanProblem:
         """Of the four dimensions."""
         return self.outer, self.batch, self.channels, self.time
 
-    def scalars(self, pace: int = 0) -> dict[str, int]:
-        """Every integer parameter of the kernels, by name. ``pace`` is one more than the tiles by which a block may
-        be ahead of others, and 0 if blocks do not keep in step; of walks that read columns at once it is how many
-        rows a warp has."""
-        return {**self._scalars, "flags": self._scalars["flags"] + 4 * pace}
+    def scalars(self, rows: int = 0) -> dict[str, int]:
+        """Every integer parameter of the kernels, by name. ``rows`` is how many time steps a warp has, where
+        columns are read in a single wave."""
+        return {**self._scalars, "flags": self._scalars["flags"] + 4 * rows}
 
     @cached_property
     def _scalars(self) -> dict[str, int]:

@@ -1,5 +1,5 @@
 // What C++ has no word for: one function for each PTX instruction that the family uses. All are
-// instructions of sm_80 and later, but for those of clusters, which are of sm_90.
+// instructions of sm_80 and later.
 #pragma once
 
 using i64 = long long;
@@ -48,7 +48,7 @@ __device__ inline void store_global(void* to, unsigned value) {
     asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// Memory that other blocks read and write: 8 or 4 bytes in one piece, in no order with other accesses.
+// Memory that other CTAs read and write: 8 bytes in one piece, in no order with other accesses.
 __device__ inline void store_relaxed(u64* to, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
@@ -57,23 +57,13 @@ __device__ inline u64 load_relaxed(const u64* from) {
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
 }
-__device__ inline unsigned load_relaxed(const unsigned* from) {
-    unsigned value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-    return value;
-}
 
 // Two of 8 bytes side by side, each in one piece.
 __device__ inline void load_relaxed(const u64* from, u64& first, u64& second) {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
 }
 
-// For others to add up, without the sum.
-__device__ inline void add_relaxed(unsigned* to, unsigned value) {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
-
-// 16 bytes in one piece, likewise; or released, after all that the block has stored, if its threads have met since, and
+// 16 bytes in one piece, likewise; or released, after all that the CTA has stored, if its threads have met since, and
 // acquired, before all that it loads and stores.
 #define STORE_LINE(ORDER, to, value)                                                              \
     asm volatile(                                                                                 \
@@ -103,7 +93,7 @@ __device__ inline uint4 load_acquire(const uint4* from) {
     return value;
 }
 
-// Barriers of whole warps of a block, of number 1 to 15, that open when THREADS have arrived: some of them wait for
+// Barriers of whole warps of a CTA, of number 1 to 15, that open when THREADS have arrived: some of them wait for
 // that, others have but something to tell and go on.
 template <int THREADS>
 __device__ inline void meet_at(int barrier) {
@@ -114,12 +104,7 @@ __device__ inline void arrive_at(int barrier) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
-// A barrier of all threads of a cluster's blocks, but for those that have ended, in two halves: to have come, and to
-// wait for the others. It orders no memory.
-__device__ inline void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ inline void await_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
-// The block's shared memory whose size the launch gives.
+// The CTA's shared memory whose size the launch gives.
 __device__ inline char* dynamic_shared() {
     extern __shared__ uint4 dynamic[];
     return reinterpret_cast<char*>(dynamic);
@@ -140,15 +125,8 @@ __device__ inline u64 leaves_last() {
     return policy;
 }
 
-// For lines that leave it first.
-__device__ inline u64 leaves_first() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 // Whether copies say so: not where NVRTC would give the hint a wrong register (NOTES.md, a trap; ci/gates.py).
-#if RAGGED && __CUDA_ARCH__ >= 1000
+#if MISALIGNED && __CUDA_ARCH__ >= 1000
 enum : bool { HINTED = false };
 #else
 enum : bool { HINTED = true };
@@ -171,36 +149,16 @@ __device__ inline void copy_async_first(void* to, const void* from, int bytes, b
             "l"(from), "r"(int(wanted)), "r"(bytes)
             : "memory");
 }
-// Copy 16 bytes to this address in shared memory likewise. Of 128 bytes that lie together, what others will want comes as
-// far as the L2, which it leaves in the given order.
-__device__ inline void copy_async_in(unsigned shared, const void* from, int wanted, u64 order) {
+// Copy 16 bytes likewise. Of 128 bytes that lie together, what others will want comes as far as the L2, which it leaves
+// last.
+__device__ inline void copy_async(void* to, const void* from, bool wanted) {
+    if constexpr (!HINTED) return copy_async_first(to, from, 16, wanted);
+    const unsigned shared = unsigned(__cvta_generic_to_shared(to));
     asm volatile(
         "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
         "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(shared),
-        "l"(from), "r"(wanted), "l"(order)
+        "l"(from), "r"(int(wanted)), "l"(leaves_last())
         : "memory");
-}
-// Copy 4, 8 or 16 bytes likewise.
-template <int BYTES>
-__device__ inline void copy_async(void* to, const void* from, bool wanted) {
-    const unsigned shared = unsigned(__cvta_generic_to_shared(to));
-    if constexpr (BYTES == 16 && !HINTED)
-        copy_async_first(to, from, 16, wanted);
-    else if constexpr (BYTES == 16)
-        copy_async_in(shared, from, int(wanted), leaves_last());
-    else
-        asm volatile(
-            "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
-            "@wanted cp.async.ca.shared.global [%0], [%1], %3; }" ::"r"(shared),
-            "l"(from), "r"(int(wanted)), "n"(BYTES)
-            : "memory");
-}
-__device__ inline void copy_async_as(u64 order, void* to, const void* from, bool wanted) {
-    copy_async_in(unsigned(__cvta_generic_to_shared(to)), from, int(wanted), order);
-}
-// Bring what is about an address as far as the L2, which it leaves last.
-__device__ inline void prefetch_line(const void* at) {
-    asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(at));
 }
 // Close the group of this thread's copies so far; wait until at most PENDING groups are under way.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -7,7 +7,7 @@
 // of the computation. Two reads: 8 bytes per element in float32, 4 in bfloat16 and float16.
 //
 //                    UNIT contiguous elements: one per lane
-//       warp 0       | OTHER / WARPS rows |         A block adds up one such tile, over the batches
+//       warp 0       | OTHER / WARPS rows |         A CTA adds up one such tile, over the batches
 //       warp 1       | …                  |         of one group, and writes a piece of the sum: one
 //       …            OTHER rows                     for each group and, where that dimension is
 //                                                   summed, each tile along it.
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
     if (threadIdx.x < TILE_TIMES) {
         const i64 order = walk.at(tile_t * TILE_TIMES + threadIdx.x);
         int start = order == 0 ? 0 : -1;
-        if (walk.packed()) {
+        if (walk.varlen()) {
             const i64 number = walk.number(order);
             if (order == 0 || walk.begin(number) == order) start = walk.index(number);
         }

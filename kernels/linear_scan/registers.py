@@ -69,7 +69,7 @@ def channel_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
     channels, times = channel_last_tile(variant)
     columns = problem.outer * problem.batch * ceil_div(problem.channels, channels)
     tiles = ceil_div(problem.time, times)
-    with_rest = 2 if ITEM_SIZE[problem.dtype] >= 4 else 1
-    each = with_rest * ITEM_SIZE[state_dtype(problem.dtype)] // 4
+    compensated = 2 if ITEM_SIZE[problem.dtype] >= 4 else 1
+    each = compensated * ITEM_SIZE[state_dtype(problem.dtype)] // 4
     words = min(tiles - 1, 2) * columns * channels * each
     return Launch((columns * tiles, 1, 1), problem.scalars(), 16 + 8 * words if tiles > 1 else 0)

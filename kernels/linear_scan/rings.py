@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from itertools import product
 
 from scan_registry.kernels.linear_scan.problem import Direction
-from scan_registry.kernels.linear_scan.space import PACKED, RAGGED, Tile
+from scan_registry.kernels.linear_scan.space import MISALIGNED, VARLEN, Tile
 from scan_registry.kernels.model import ITEM_SIZE
 
-#: Of shared memory that the blocks of a multiprocessor may have together, in bytes.
+#: Of shared memory that the CTAs of an SM may have together, in bytes.
 _SHARED = 220_000
-#: Of one that has a multiprocessor to itself, but for a little that it keeps beside its ring.
+#: Of a CTA that has an SM to itself, but for a little that it keeps beside its ring.
 _ALONE = 231_424
-#: Of scans that are cut. Contiguous time: warps that walk, a lane's pieces, and rings, which are tiles of a warp in
-#: shared memory and how many turns before it is walked one is composed. Few channels: rings by the steps of a tile.
+#: Of scans that are cut into segments. Contiguous time: warps that own tiles, a lane's pieces, and rings: stages, and
+#: the prefix lead. Few channels: rings by the steps of a tile.
 _CUT = (
     ((10, 12, 16), 2, ((4, 2), (5, 3))),
     ((8, 9, 10, 11, 12), 4, ((3, 2), (4, 2), (5, 3))),
@@ -35,7 +35,7 @@ _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...
     ((1, 2), 8, ((4, 3, 4),)),
     ((16, 32), 8, ((2, 1, 12), (8, 1, 2), (8, 2, 1))),
 )
-#: Warps, and steps and stages, of walks over columns of 64 channels beside the usual ones, by an element's bytes.
+#: Column-serial, 64 channels: warps, and steps and stages, beside the usual ones, by an element's bytes.
 _BESIDE = {
     2: (
         *((4, (8, 7)), (4, (8, 8)), (4, (16, 4)), (4, (16, 6))),
@@ -43,39 +43,21 @@ _BESIDE = {
     ),
     4: ((4, (10, 2)),),
 }
-#: Channels of a lane, steps and stages of walks over float32 that have a multiprocessor to themselves.
-_LONE = ((2, 16, 6), (1, 16, 11), (1, 16, 8))
-#: Warps, steps and stages of walks over columns of 128 channels.
+#: Column-serial, 128 channels: warps, steps and stages.
 _WIDE = (
     *((4, 6, 4), (4, 8, 2), (4, 8, 3), (4, 8, 4), (4, 8, 5), (4, 12, 2), (4, 12, 3), (4, 12, 4)),
     *((4, 16, 2), (6, 8, 4), (8, 8, 2), (8, 8, 3)),
 )
-#: Warps, channels of a lane, steps and stages of walks over float32 that keep in step; and by an element's bytes and
-#: the direction, as of narrower numbers that gains backward alone (NOTES.md).
-_PACED_FLOAT32 = (
-    *((2, 2, 32, 2), (4, 2, 8, 3), (4, 2, 12, 2), (4, 2, 16, 2)),
-    *((8, 2, 16, 2), (4, 4, 8, 2), (4, 4, 8, 3), (4, 4, 12, 3)),
-)
-_PACED: dict[tuple[int, Direction], tuple[tuple[int, int, int, int], ...]] = {
-    (4, "forward"): _PACED_FLOAT32,
-    (4, "backward"): _PACED_FLOAT32,
-    (2, "backward"): ((4, 4, 12, 2),),
-}
-#: Warps, steps and stages of walks over rows that start anywhere, beside the usual ones; and such as keep in step.
-_RAGGED = ((4, 12, 2), (4, 12, 3), (6, 8, 2), (6, 8, 3), (6, 12, 2))
-_RAGGED_PACED = ((4, 8, 3), (4, 8, 4), (4, 12, 2), (4, 16, 2), (5, 8, 3))
-#: Of blocks that share a column: tiles in shared memory, and how many turns before it is walked one is composed.
-_EARLY = ((4, 2), (6, 3))
-#: Warps, steps and stages of walks over packed sequences of narrow numbers, with 32 channels: the more rows a tile
-#: has, the sooner is the longest sequence at its end.
-_PACKED = ((12, 16, 2), (16, 12, 2), (16, 20, 2))
-#: Warps, steps and stages of walks over columns of 64 channels whose blocks meet their neighbours, two by two; by an
-#: element's bytes and the direction, as it gains nothing else (NOTES.md).
-_NEIGHBOURS: dict[tuple[int, Direction], tuple[tuple[int, int, int], ...]] = {
-    (2, "backward"): ((4, 10, 4),),
-}
-#: Likewise of walks over few columns that are read at once, of which a lane has four bytes.
-_ONCE: dict[tuple[int, Direction], tuple[tuple[int, int, int], ...]] = {
+#: Column-serial, misaligned rows: warps, steps and stages, beside the usual ones.
+_MISALIGNED = ((4, 12, 2), (4, 12, 3))
+#: Of several CTAs to a column: stages, and the aggregate lead.
+_AGGREGATE_LEADS = ((4, 2), (6, 3))
+#: Column-serial, packed sequences of 16-bit elements, 32 channels: warps, steps and stages. The more time steps a tile
+#: has, the sooner the longest sequence ends.
+_VARLEN = ((12, 16, 2), (16, 12, 2), (16, 20, 2))
+#: Single wave: warps, steps and stages of few columns that are read at once, of which a lane has four bytes; by an
+#: element's bytes and the direction.
+_SINGLE_WAVE: dict[tuple[int, Direction], tuple[tuple[int, int, int], ...]] = {
     (2, "forward"): ((8, 16, 6),),
     (2, "backward"): ((8, 8, 8),),
     (4, "forward"): ((16, 8, 6),),
@@ -91,119 +73,103 @@ def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
             if ITEM_SIZE[dtype] < 8 or lanes >= 16:
                 tile = {"warps": 1, "rows": rows, "lanes": lanes, "pieces": pieces}
                 yield from resident(direction, dtype, tile | {"stages": stages}, most)
-    for walkers, pieces, rings in _CUT:
-        for rows, (stages, ahead) in product(walkers, rings):
+    for tile_warps, pieces, rings in _CUT:
+        for rows, (stages, lead) in product(tile_warps, rings):
             tile = {"warps": 1, "rows": rows, "lanes": 32, "pieces": pieces}
-            yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
+            yield from resident(direction, dtype, tile | {"stages": stages, "prefix_lead": lead}, 1)
 
 
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """Walks over rows of 32 to 512 bytes; for few channels, 16 bytes to a lane, and cut."""
+    """Columns with rows of 32 to 512 bytes; for few channels, 16 bytes to a lane, and cut into segments."""
     each = ITEM_SIZE[dtype]
     usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
     for warps, (across, vector), (steps, stages) in (
         *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
         *((warps, (32, 2), ring) for warps, ring in _BESIDE.get(each, ())),
-        # Narrow columns are for problems that leave a multiprocessor one block.
+        # Narrow columns are for problems that leave an SM one CTA.
         *product((4,), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
     ):
         narrow = across == 16 and each < 8
         if (warps == 16 and (steps == 4 or narrow)) or (warps == 8 and steps == 4 and narrow):
             continue  # of every problem that is tuned, 3% slower than others at least
-        tile = _walk(warps, vector, steps, stages, across)
+        tile = _column(warps, vector, steps, stages, across)
         yield from resident(direction, dtype, tile, 2, access)
         if warps == 16:  # more registers
             yield from resident(direction, dtype, tile, 1, access)
-    if access in (PACKED, RAGGED):
-        yield from (_ragged_walks if access == RAGGED else _packed_walks)(direction, dtype)
+    if access in (VARLEN, MISALIGNED):
+        yield from (_misaligned_columns if access == MISALIGNED else _varlen_columns)(
+            direction, dtype
+        )
         return
     if each < 8:
         for warps, steps, stages in _WIDE:
-            yield from resident(direction, dtype, _walk(warps, 4, steps, stages), 2)
+            yield from resident(direction, dtype, _column(warps, 4, steps, stages), 2)
     if each == 2:
         # More registers than two would have.
-        yield from resident(direction, dtype, _walk(4, 2, 12, 3), 1)
-        yield from _shared_walks(direction, dtype)
-    yield from _once_walks(direction, dtype)
-    yield from _neighbours(direction, dtype)
-    if each == 4:
-        yield from _lone_walks(direction, dtype)
-    yield from _in_step(direction, dtype)
+        yield from resident(direction, dtype, _column(4, 2, 12, 3), 1)
+        yield from _multi_cta_columns(direction, dtype)
+    yield from _single_wave_columns(direction, dtype)
     yield from _cut_columns(direction, dtype)
 
 
 def _cut_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Few channels, whose segments many blocks walk."""
+    """Few channels, cut into segments that many CTAs share."""
     each = ITEM_SIZE[dtype]
     vector = 16 // each
     widths = [(8, 8, 4), (8, 8, 8), (8, 16, 4), (8, 16, 6), (8, 16, 8)]
     if each < 8:
         widths += [(4, 32, 8), (8, 32, 6), (8, 32, 8)]
     for warps, scans, steps in widths:
-        for stages, ahead in _CUT_STEPS[steps]:
-            if warps == 4 and stages == ahead + 1:
+        for stages, lead in _CUT_STEPS[steps]:
+            if warps == 4 and stages == lead + 1:
                 continue  # of every problem that is tuned, 4% slower than others at least
             tile = {"warps": warps, "lanes": scans // vector, "vector": vector, "steps": steps}
-            yield from resident(direction, dtype, tile | {"stages": stages, "ahead": ahead}, 1)
+            yield from resident(direction, dtype, tile | {"stages": stages, "prefix_lead": lead}, 1)
 
 
-def _walk(warps: int, vector: int, steps: int, stages: int, across: int = 32) -> Tile:
-    return {"warps": warps, "across": across, "vector": vector, "steps": steps, "stages": stages}
+def _column(warps: int, vector: int, steps: int, stages: int, across: int = 32) -> Tile:
+    return {
+        "warps": warps,
+        "lanes_across": across,
+        "vector": vector,
+        "steps": steps,
+        "stages": stages,
+    }
 
 
-def _lone_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Those that have much under way, alone on a multiprocessor."""
-    for vector, steps, stages in _LONE:
-        yield from resident(direction, dtype, _walk(4, vector, steps, stages), 1)
+def _misaligned_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Misaligned rows, of which a lane has two channels."""
+    for warps, steps, stages in _MISALIGNED:
+        yield from resident(direction, dtype, _column(warps, 2, steps, stages), 2, MISALIGNED)
 
 
-def _in_step(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Those of which none gets ahead of the others."""
-    for ring in _PACED.get((ITEM_SIZE[dtype], direction), ()):
-        yield from resident(direction, dtype, {**_walk(*ring), "pace": 1}, 2)
+def _varlen_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Packed sequences, of any lengths."""
+    for warps, steps, stages in _VARLEN if ITEM_SIZE[dtype] == 2 else ():
+        yield from resident(direction, dtype, _column(warps, 1, steps, stages), 1, VARLEN)
 
 
-def _neighbours(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Those that go side by side with one other."""
-    for warps, steps, stages in _NEIGHBOURS.get((ITEM_SIZE[dtype], direction), ()):
-        yield from resident(direction, dtype, {**_walk(warps, 2, steps, stages), "cluster": 2}, 2)
-
-
-def _ragged_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Over rows that start anywhere, of which a lane has two channels."""
-    in_step = product(_RAGGED_PACED if ITEM_SIZE[dtype] == 4 else (), ({"pace": 1},))
-    for (warps, steps, stages), paced in (*product(_RAGGED, ({},)), *in_step):
-        tile = {**_walk(warps, 2, steps, stages), **paced}
-        yield from resident(direction, dtype, tile, 2, RAGGED)
-
-
-def _packed_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Over sequences that follow one another, which are as long as they are."""
-    for warps, steps, stages in _PACKED if ITEM_SIZE[dtype] == 2 else ():
-        yield from resident(direction, dtype, _walk(warps, 1, steps, stages), 1, PACKED)
-
-
-def _shared_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Columns that several blocks walk together."""
-    for parts, (stages, early) in product((3, 4, 8), _EARLY):
-        tile = {**_walk(8, 2, 16, stages), "parts": parts, "early": early}
+def _multi_cta_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Columns that several CTAs share."""
+    for ctas, (stages, lead) in product((3, 4, 8), _AGGREGATE_LEADS):
+        tile = {**_column(8, 2, 16, stages), "ctas_per_column": ctas, "aggregate_lead": lead}
         yield from resident(direction, dtype, tile, 1)
 
 
-def _once_walks(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Few columns that many blocks read at once."""
+def _single_wave_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Few columns that many CTAs read at once."""
     each = ITEM_SIZE[dtype]
-    for warps, steps, stages in _ONCE.get((each, direction), ()):
-        tile = {**_walk(warps, 4 // each, steps, stages), "once": 1}
+    for warps, steps, stages in _SINGLE_WAVE.get((each, direction), ()):
+        tile = {**_column(warps, 4 // each, steps, stages), "single_wave": 1}
         yield from resident(direction, dtype, tile, 1)
 
 
 def resident(
     direction: Direction, dtype: str, tile: Tile, most: int, access: str = ""
 ) -> Iterator[Tile]:
-    """The tile with the number of blocks that a multiprocessor has room for, at most ``most``; of those
+    """The tile with the number of CTAs that an SM has room for, at most ``most``; of those
     that leave it neither idle nor crowded."""
-    each = shared(direction, dtype, access, tile) + _meeting(dtype, tile)
+    each = shared(direction, dtype, access, tile) + _static_shared(dtype, tile)
     threads = 32 * warps(tile)
     blocks = min((_ALONE if most == 1 else _SHARED) // each, 2048 // threads, most)
     if threads <= 1024 and blocks * threads >= 128 and blocks * each >= 48_000:
@@ -211,7 +177,7 @@ def resident(
 
 
 def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
-    """Bytes of a block's ring."""
+    """Bytes of a CTA's ring."""
     inputs = 2 if direction == "forward" else 3
     ring = int(tile["stages"]) * int(tile["warps"])
     if "pieces" in tile:
@@ -220,37 +186,37 @@ def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
             pieces += max(8, 32 // int(tile["lanes"]))  # in whole rows of banks
         return 16 * ring * int(tile["rows"]) * pieces
     warp = 32 * int(tile["vector"]) * int(tile["steps"]) * ITEM_SIZE[dtype]
-    if "across" in tile:
-        groups = 32 // int(tile["across"])
-        if access == RAGGED:  # one more piece a row
+    if "lanes_across" in tile:
+        groups = 32 // int(tile["lanes_across"])
+        if access == MISALIGNED:  # one more piece a row
             warp += 16 * groups * int(tile["steps"])
         if ITEM_SIZE[dtype] < 8:  # between groups
             warp += 64 * (groups - 1)
     return ring * inputs * warp
 
 
-def _meeting(dtype: str, tile: Tile) -> int:
-    """Bytes, at most, that the warps of a block need to meet. Where columns are cut: in each turn a map and a
-    state for each scan of a walking warp, and for each scan a state with its rest. Where they are shared: for
-    each channel the maps of all groups and of the tile, and in two turns a state for each. Where they are read at
-    once: for each channel a map and a state for each warp, and maps of shares of the parts before."""
-    if "early" in tile:
+def _static_shared(dtype: str, tile: Tile) -> int:
+    """Static shared memory, at most, in bytes. Of segments: in each turn a map and a state for each scan of a tile warp,
+    and for each scan a state with its error term. Of several CTAs to a column: for each channel the maps of all groups
+    and of the tile, and in two turns a state for each. Of a single wave: for each channel a map and a state for each
+    warp, and maps of slices of the parts before."""
+    if "aggregate_lead" in tile:
         vector = int(tile["vector"])
-        groups = 32 * int(tile["warps"]) * vector + int(tile["across"]) * vector
-        return groups * ((int(tile["early"]) + 1) * 8 + 2 * 4)
-    if "once" in tile:
+        groups = 32 * int(tile["warps"]) * vector + int(tile["lanes_across"]) * vector
+        return groups * ((int(tile["aggregate_lead"]) + 1) * 8 + 2 * 4)
+    if "single_wave" in tile:
         channels, threads = 32 * int(tile["vector"]), 32 * int(tile["warps"])
         of_map, words = (8, 2) if ITEM_SIZE[dtype] < 4 else (12, 1)
         return channels * int(tile["warps"]) * (of_map + 4) + threads * words * of_map
-    if "ahead" not in tile:
+    if "prefix_lead" not in tile:
         return 0
-    turns = int(tile["ahead"]) + 1
-    numbers = _side_by_side(tile) * (4 * walkers(tile) + 2)
+    turns = int(tile["prefix_lead"]) + 1
+    numbers = _side_by_side(tile) * (4 * tile_warps(tile) + 2)
     return turns * numbers * max(4, ITEM_SIZE[dtype])
 
 
-def walkers(tile: Tile) -> int:
-    """Warps of a block that walk tiles."""
+def tile_warps(tile: Tile) -> int:
+    """Warps of a CTA that own tiles."""
     return int(tile["warps"]) * int(tile.get("rows", 1))
 
 
@@ -260,8 +226,8 @@ def _side_by_side(tile: Tile) -> int:
 
 
 def warps(tile: Tile) -> int:
-    """Of a block: those that walk, and where columns are cut those that find out which states enter."""
-    walking = walkers(tile)
-    if "ahead" not in tile:
-        return walking
-    return walking + (int(tile["ahead"]) + 1) * max(1, _side_by_side(tile) * walking // 32)
+    """Of a CTA: those that own tiles, and where columns are cut those that look back."""
+    own = tile_warps(tile)
+    if "prefix_lead" not in tile:
+        return own
+    return own + (int(tile["prefix_lead"]) + 1) * max(1, _side_by_side(tile) * own // 32)

@@ -1,8 +1,8 @@
-// How a scan walks along time, where it starts and ends: the states before and after it, and the
-// sequences that are packed along time.
+// The order in which a scan takes time steps (a walk), and where it starts and ends: the states before and after it, and
+// the sequences that are packed along time.
 //
-// A walk takes the steps in order 0, 1, … time-1, with time or against it. Sequences are numbered
-// along the walk too.
+// A walk takes time steps in order 0, 1, … time-1, forwards or backwards in time. Sequences are numbered in that
+// order, too.
 #pragma once
 #include "affine.cuh"
 
@@ -41,7 +41,7 @@ struct Walk {
     __device__ Walk(i64 time, bool against, const i64* offsets, i64 count)
         : time(time), against(against), offsets(offsets), count(count) {}
 
-    __device__ bool packed() const { return PACKED || (!ALIGNED && count > 0); }
+    __device__ bool varlen() const { return VARLEN || (!ALIGNED && count > 0); }
 
     // Time of a step, and distance in memory from one step to the next.
     __device__ i64 at(i64 order) const { return against ? time - 1 - order : order; }
@@ -74,7 +74,7 @@ struct Walk {
     // shared memory, which takes an index that registers do not; threads that share it agree.
     __device__ Marks marks(i64 order, int steps, Places* places) const {
         Marks found;
-        if (!packed()) return found;
+        if (!varlen()) return found;
         found.places = places;
         i64 n = number(order), first = begin(n);
 #pragma unroll 1

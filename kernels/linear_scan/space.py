@@ -22,9 +22,9 @@ DTYPES = tuple(ITEM_SIZE)
 MIXED = (("bfloat16", "float32"), ("float16", "float32"))
 ACCESSES = ("aligned", "generic")
 #: Aligned too, with sequences packed along time; no default variant has it.
-PACKED = "packed"
-#: Rows that start and end anywhere, though alike in all tensors.
-RAGGED = "ragged"
+VARLEN = "varlen"
+#: Rows that start or end off a 16-byte boundary, at the same offset to it in all tensors.
+MISALIGNED = "misaligned"
 
 #: Static parameters beside dtypes and access.
 Tile: TypeAlias = Mapping[str, Static]
@@ -43,12 +43,12 @@ _COLUMNS = {"channels": 0.1, "time": 0.125}
 
 def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES, one_way: Collection[str] = ()) -> Space:
     """Variants of a forward or backward kernel, for every kind; mixed dtypes are generic, and so are wide ones
-    in ragged rows. Of accesses ``one_way`` there are kinds for each way alone, too."""
+    in misaligned rows. Of accesses ``one_way`` there are kinds for each way alone, too."""
     kinds = [
         *(
             (dtype, dtype, access)
             for dtype, access in product(DTYPES, accesses)
-            if access != RAGGED or ITEM_SIZE[dtype] < 8
+            if access != MISALIGNED or ITEM_SIZE[dtype] < 8
         ),
         *((dtype, gates, "generic") for dtype, gates in MIXED),
     ]
@@ -120,7 +120,7 @@ def tuned(
     packs: Callable[[LinearScanProblem], bool] = lambda problem: False,
 ) -> dict[str, Any]:
     """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers, and ``packs``
-    whether there are packed variants for a problem."""
+    whether there are ``varlen`` variants for a problem."""
     closer = tuple(
         Variant(FAMILY_NAME, name, language, statics)
         for statics in defaults
@@ -129,7 +129,7 @@ def tuned(
 
     usual = tuple(pinned(v.statics) for v in closer if "reverse" not in dict(v.statics))
     # Tuned tiles of few long scans take most of the memory of the GPU that they were tuned on.
-    spare = tuple(label for label in usual if ",ahead=" in label)
+    spare = tuple(label for label in usual if ",prefix_lead=" in label)
 
     def shape_of(problem: LinearScanProblem) -> Shape:
         return shape(closer, accepts, packs, problem)
@@ -158,7 +158,7 @@ def shape(
         for variant in closer
         if variant.text("dtype") == problem.dtype and accepts(variant, problem) is None
     )
-    access = next(fits, PACKED if packs(problem) else "generic")
+    access = next(fits, VARLEN if packs(problem) else "generic")
     kind = (("dtype", problem.dtype), ("gates", problem.gates_dtype), ("access", access))
     sequences = max(1, problem.sequences)
     batches = problem.outer * problem.batch

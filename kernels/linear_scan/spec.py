@@ -3,8 +3,8 @@
 Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with their ``.cuh`` headers,
 ``triton_kernels.py`` and ``triton_columns.py``. ``parameters`` gives the signature of every entry point.
 
-Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``packed`` likewise those
-whose sequences are packed, ``ragged`` those whose rows start or end within 16 bytes; ``generic`` takes all.
+Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``varlen`` likewise those whose
+sequences are packed, ``misaligned`` those whose rows start or end off a 16-byte boundary; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
         return reason
     if variant.text("gates") != problem.gates_dtype:
         return f"gates in {variant.text('gates')}, not {problem.gates_dtype}"
-    if problem.sums and not streams.walks(variant):
+    if problem.sums and not streams.is_column_serial(variant):
         return "it does not sum the gradient of gates"
     if dict(variant.statics).get("reverse", problem.reverse) != problem.reverse:
         return "it scans the other way"
@@ -107,9 +107,9 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
-    if access == "packed" and problem.sequences == 0:
+    if access == "varlen" and problem.sequences == 0:
         return "no sequences are packed"
-    if access in ("aligned", "ragged") and problem.sequences > 0:
+    if access in ("aligned", "misaligned") and problem.sequences > 0:
         return "sequences are packed"
     if access != "generic" and not problem.plain():
         return "gates are mixed or broadcast, or batches do not fold into one dimension"
@@ -132,15 +132,13 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "ELEMENT": variant.text("dtype"),
         "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
         "ALIGNED": int(statics.get("access", "generic") != "generic"),
-        "PACKED": int(statics.get("access") == "packed"),
-        "RAGGED": int(statics.get("access") == "ragged"),
+        "VARLEN": int(statics.get("access") == "varlen"),
+        "MISALIGNED": int(statics.get("access") == "misaligned"),
         "STAGES": 0,
-        "AHEAD": 0,
-        "PACE": 0,
-        "CLUSTER": 1,
-        "PARTS": 1,
-        "ONCE": 0,
-        "WALKS": int(streams.walks(variant)),
+        "PREFIX_LEAD": 0,
+        "CTAS_PER_COLUMN": 1,
+        "SINGLE_WAVE": 0,
+        "COLUMN_SERIAL": int(streams.is_column_serial(variant)),
         **tile,
     }
 
@@ -188,7 +186,7 @@ def _cuda_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: 
 def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
-    accesses = (*space.ACCESSES, space.RAGGED)
+    accesses = (*space.ACCESSES, space.MISALIGNED)
     one_way = cuda_tiles.one_way(layout)
     defaults = scans(partial(cuda_tiles.usual, layout, direction), accesses, one_way)
     return Kernel(
@@ -204,17 +202,17 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         accepts=_cuda_accepts,
         cost=_cuda_cost,
         launch=_cuda_launch,
-        crowds=streams.crowds,
+        exceeds_residency=streams.exceeds_residency,
         space=scans(
             partial(cuda_tiles.every, layout, direction),
-            accesses if time_last else (*accesses, space.PACKED),
+            accesses if time_last else (*accesses, space.VARLEN),
             one_way,
         ),
         shared=partial(streams.shared, direction),
         serves=partial(cuda_tiles.serves, layout),
         given=frozenset({"reverse"}),
-        differs=_rejects_static,
-        filled=streams.filled,
+        kind_mismatch=_rejects_static,
+        tile_efficiency=streams.tile_efficiency,
         **space.tuned(
             name,
             "cuda",
@@ -253,7 +251,7 @@ def _cuda_reduction(layout: Layout) -> Kernel:
 def _triton_tiles(
     layout: Layout, direction: Direction, dtype: str, access: str
 ) -> tuple[Tile, ...]:
-    """Of contiguous time: rows of a program, times per step of its walk along time, warps."""
+    """Of contiguous time: rows of a program, time steps of a tile, warps."""
     if layout == "channel_last":
         return (columns.usual(direction, dtype, access),)
     times = 128 if access == "generic" else 256
@@ -356,7 +354,7 @@ def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
         launch=_triton_launch,
         space=scans(tiles),
         given=frozenset({"reverse"}),
-        differs=_rejects_static,
+        kind_mismatch=_rejects_static,
         **space.tuned(name, "triton", defaults, _triton_accepts, _triton_times),
     )
 
@@ -375,12 +373,12 @@ def _triton_reduction(layout: Layout) -> Kernel:
 def _triton_source(layout: Layout, direction: Direction) -> dict[str, Any]:
     """What all Triton kernels say alike."""
     name = f"{layout}_{direction}"
-    walks_columns = layout == "channel_last" and direction != "reduction"
+    in_columns = layout == "channel_last" and direction != "reduction"
     return {
         "family": FAMILY_NAME,
         "name": name,
         "language": "triton",
-        "source": "triton_columns.py" if walks_columns else "triton_kernels.py",
+        "source": "triton_columns.py" if in_columns else "triton_kernels.py",
         "entry": name,
         "parameters": parameters(direction),
         "constants": _triton_constants,

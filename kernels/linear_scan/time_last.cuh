@@ -1,6 +1,6 @@
 // Rows with contiguous time: what the forward and the backward kernel share.
 //
-// The build pins WARPS (per row), ROWS (per block) and STEPS. A tile is the part of a row that its
+// The build pins WARPS (per row), ROWS (per CTA) and STEPS. A tile is the part of a row that its
 // warps hold in registers at once:
 //
 //     order  0                                                              TILE
@@ -100,7 +100,7 @@ __device__ inline Places* own_places(int step) {
 // The state that enters this warp's part of the tile. `carry` is the state that enters the tile
 // and becomes the one that leaves it. Two buffers alternate, so that one barrier a tile is enough.
 __device__ inline State enter_warp(Affine warp_total, int warp, int lane, int parity,
-                                   Carried& carry) {
+                                   RunningPrefix& carry) {
     if constexpr (WARPS == 1) {
         const State entering = carry.x;
         carry = warp_total(carry);

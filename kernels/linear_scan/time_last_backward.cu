@@ -4,7 +4,7 @@
 //     gates_grad[t]  = tokens_grad[t] * conj(x[t-1])
 //     h[t]           = conj(gates[t]) * tokens_grad[t]
 //
-// which is a scan against the forward one over the maps h -> conj(gates[t]) * (states_grad[t] + h):
+// which is a scan in the opposite direction over the affine maps h -> conj(gates[t]) * (states_grad[t] + h):
 // no gate has to be read one place off its own. Three reads and two writes: 20 bytes per element in
 // float32, 10 in bfloat16 and float16. The tile pictures are in
 // time_stream.cuh (staged) and time_last.cuh (held in registers).
@@ -21,7 +21,7 @@ struct Backward {
 template <bool TURNED>
 struct BackwardTiles {
     using Tiles = Ring<3, 32 * PIECES, SIDE>;  // of the states one more a row, past the last
-    using Entrance = RowEntrance;
+    using TilePrefix = RowTilePrefix;
     enum : int { SCANS = 1, HELD = 1 };
     const Backward& of;
     const Scans& scans;
@@ -48,10 +48,10 @@ struct BackwardTiles {
         return of_row(of.final_grad, Position({0, row}, scans), row);
     }
     __device__ State* after(unsigned row, int) const { return of_row(of.initial_grad, Position({0, row}, scans), row); }
-    __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
+    __device__ void compose_tile(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        if constexpr (RAGGED) {
+        if constexpr (MISALIGNED) {
             mend<TURNED>(ring, 0, at, scans, Element::ONE);
             mend<TURNED>(ring, 1, at, scans, 0);
             __syncwarp();  // a neighbour reads some of it
@@ -64,15 +64,15 @@ struct BackwardTiles {
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
                 const State kept = conj(gate.get(i));
-                map = then(map, Step{kept, kept * grad.get(i)});
+                map = compose(map, Step{kept, kept * grad.get(i)});
             }
         }
-        entrance.compose(map, at);
+        tile_prefix.scan(map, at);
     }
-    __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
+    __device__ void finish(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        State h = entrance.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at, at.row()),
+        State h = tile_prefix.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at, at.row()),
                                  of_row(of.initial_grad, at, at.row()));
         // The state before the walk's last step is not among the states, nor in their storage, which could not
         // hold it: it is taken as it is, where one of this lane's items is that step.
@@ -93,7 +93,7 @@ struct BackwardTiles {
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
                 State earlier = i + 1 < VECTOR ? states.get(i + 1) : next.get(0);
-                if (RAGGED || i + 1 == VECTOR) earlier = chosen(p * VECTOR + i == last, initial, earlier);
+                if (MISALIGNED || i + 1 == VECTOR) earlier = chosen(p * VECTOR + i == last, initial, earlier);
                 for_tokens[i] = grad.get(i) + h;
                 for_gates[i] = for_tokens[i] * conj(earlier);
                 h = conj(gate.get(i)) * for_tokens[i];
@@ -160,8 +160,8 @@ __device__ __forceinline__ void scan_row(
     const Row<Element, TURNED>& tokens_grad_row, bool with_gates, bool with_tokens,
     const Boundary& before, const Boundary& before_grad, const Boundary& after_grad,
     const Position& at, const Walk& walk) {
-    const State initial = walk.packed() ? State(0) : before.read(0);
-    Carried carry = walk.packed() ? State(0) : after_grad.read(0);
+    const State initial = walk.varlen() ? State(0) : before.read(0);
+    RunningPrefix carry = walk.varlen() ? State(0) : after_grad.read(0);
     const i64 time = walk.time;
     Inputs<TURNED> next;
     next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, 0);
@@ -180,10 +180,10 @@ __device__ __forceinline__ void scan_row(
             Affine chunk;
 #pragma unroll
             for (int i = 0; i < VECTOR; i++)
-                chunk = then(chunk, backward_step(conj(here.gates[k].get(i)), here.grads[k].get(i),
+                chunk = compose(chunk, backward_step(conj(here.gates[k].get(i)), here.grads[k].get(i),
                                                   i, marks[k], after_grad));
-            before_chunk[k] = then(total, exclusive_scan(chunk, at.lane));
-            total = then(total, from_lane(chunk, 31));
+            before_chunk[k] = compose(total, exclusive_scan(chunk, at.lane));
+            total = compose(total, from_lane(chunk, 31));
         }
 
         const State entering = enter_warp(total, at.warp, at.lane, parity, carry);
@@ -215,7 +215,7 @@ __device__ __forceinline__ void scan_row(
             }
         }
     }
-    if (!walk.packed() && at.warp == 0 && at.lane == 0) before_grad.write(0, carry.x);
+    if (!walk.varlen() && at.warp == 0 && at.lane == 0) before_grad.write(0, carry.x);
 }
 #endif
 

@@ -1,7 +1,7 @@
 // linear_scan, forward, time contiguous:  x[t] = gates[t] * x[t-1] + tokens[t]  along each row.
 //
-// Each lane composes the affine maps of its chunk, a warp scan and one exchange between the warps
-// of the row give the state that enters each chunk, and a second walk over the registers writes
+// Each lane composes the affine maps (gate, token) of its chunk, a warp scan and one exchange between the warps
+// of the row give the state that enters each chunk, and a second pass over the registers writes
 // the states. One read of each input and one write of the output: 12 bytes per element in float32,
 // 6 in bfloat16 and float16. The tile pictures are in
 // time_stream.cuh (staged) and time_last.cuh (held in registers).
@@ -18,7 +18,7 @@ struct Forward {
 template <bool TURNED>
 struct ForwardTiles {
     using Tiles = Ring<2, 32 * PIECES>;
-    using Entrance = RowEntrance;
+    using TilePrefix = RowTilePrefix;
     enum : int { SCANS = 1, HELD = 1 };
     const Forward& of;
     const Scans& scans;
@@ -38,10 +38,10 @@ struct ForwardTiles {
         return of_row(of.initial_state, Position({0, row}, scans), row);
     }
     __device__ State* after(unsigned row, int) const { return of_row(of.final_state, Position({0, row}, scans), row); }
-    __device__ void compose(const Tile& tile, int stage, Entrance& entrance) const {
+    __device__ void compose_tile(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        if constexpr (RAGGED) {
+        if constexpr (MISALIGNED) {
             mend<TURNED>(ring, 0, at, scans, Element::ONE);
             mend<TURNED>(ring, 1, at, scans, 0);
         }
@@ -51,14 +51,14 @@ struct ForwardTiles {
             const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
             const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) map = then(map, Step{gate.get(i), token.get(i)});
+            for (int i = 0; i < VECTOR; i++) map = compose(map, Step{gate.get(i), token.get(i)});
         }
-        entrance.compose(map, at);
+        tile_prefix.scan(map, at);
     }
-    __device__ void finish(const Tile& tile, int stage, Entrance& entrance) const {
+    __device__ void finish(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        State x = entrance.enter(tile, at, scans.grid.levels, of_row(of.initial_state, at, at.row()),
+        State x = tile_prefix.enter(tile, at, scans.grid.levels, of_row(of.initial_state, at, at.row()),
                                  of_row(of.final_state, at, at.row()));
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
                                          const Row<Element, TURNED>& states_row,
                                          const Boundary& before, const Boundary& after,
                                          const Position& at, const Walk& walk) {
-    Carried carry = walk.packed() ? State(0) : before.read(0);
+    RunningPrefix carry = walk.varlen() ? State(0) : before.read(0);
     const i64 time = walk.time;
     Inputs<TURNED> next;
     next.load_tile(gates_row, tokens_row, at, 0);
@@ -119,10 +119,10 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
             Affine chunk;
 #pragma unroll
             for (int i = 0; i < VECTOR; i++)
-                chunk = then(chunk, forward_step(here.gates[k].get(i), here.tokens[k].get(i),
+                chunk = compose(chunk, forward_step(here.gates[k].get(i), here.tokens[k].get(i),
                                                  i, marks[k], before));
-            before_chunk[k] = then(total, exclusive_scan(chunk, at.lane));
-            total = then(total, from_lane(chunk, 31));
+            before_chunk[k] = compose(total, exclusive_scan(chunk, at.lane));
+            total = compose(total, from_lane(chunk, 31));
         }
 
         const State entering = enter_warp(total, at.warp, at.lane, parity, carry);
@@ -142,7 +142,7 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
             states_row.store(order, steps);
         }
     }
-    if (!walk.packed() && at.warp == 0 && at.lane == 0) after.write(0, carry.x);
+    if (!walk.varlen() && at.warp == 0 && at.lane == 0) after.write(0, carry.x);
 }
 #endif
 

@@ -1,32 +1,33 @@
 // Time contiguous, aligned, without options: what the forward and the backward kernel share.
 //
-// The build pins LANES (threads that share a row), PIECES (of 16 bytes, per thread), ROWS (warps of a block),
-// AHEAD (where they share rows), STAGES and BLOCKS (per SM). A tile is
+// The build pins LANES (threads that share a row), PIECES (of 16 bytes, per thread), ROWS (warps of a CTA),
+// PREFIX_LEAD (where they share rows), STAGES and BLOCKS (per SM). A tile is
 //
-//                 time in the order of the walk ->
+//                 time in the order of the scan ->
 //     row 0       | lane 0: PIECES pieces | lane 1 | …  LANES |
 //     row 1       | lane LANES: …
 //     …           SIDE = 32 / LANES rows
 //
-// The next STAGES - 1 tiles are on their way meanwhile; tiles.cuh says which.
+// The next STAGES - 1 tiles are being copied to shared memory meanwhile; lookback.cuh says which.
 //
-// RAGGED: rows need not start or end where a piece does, but lie in pieces alike in all tensors. A walk then
-// starts `skip` elements before its row, where long rows have a line of the caches start, and what pieces hold
-// of other rows changes nothing and is not written. Tiles between a row's ends hold none, and are copied as others.
+// MISALIGNED: rows need not start or end on 16-byte boundaries, but lie at the same offset to them in all tensors. A scan
+// then starts `skip` elements before its row, on a 16-byte boundary, or on a 128-byte line if the row is long. What its
+// pieces hold of other rows is replaced by the identity, and not written.
 //
-// Each warp has tiles and states of its own, and rows or parts of one, and does not wait for others as it walks.
+// Each warp has tiles and states of its own, and waits for no other warp while it scans.
 #pragma once
-enum : bool { CUT = AHEAD > 0 };
-enum : int { WALKERS = ROWS, FOLDERS = CUT ? AHEAD + 1 : 0, THREADS = 32 * (WALKERS + FOLDERS) };
+enum : bool { CUT = PREFIX_LEAD > 0 };
+enum : int {
+    TILE_WARPS = ROWS,
+    LOOKBACK_WARPS = CUT ? PREFIX_LEAD + 1 : 0,
+    THREADS = 32 * (TILE_WARPS + LOOKBACK_WARPS),
+};
 #include "element.cuh"
 enum : int { VECTOR = 16 / sizeof(Storage) };
 #include "ring.cuh"
 #include "sequences.cuh"
-#include "tiles.cuh"
+#include "lookback.cuh"
 
-// Whether tiles of ragged rows that hold nothing of others are told apart. There are none where each is as long as a
-// row; and rows that are cut are as fast as aligned ones.
-enum : bool { APART = RAGGED && STAGES > 1 && !CUT };
 enum : int {
     SIDE = 32 / LANES,
     ITEMS = PIECES * VECTOR,  // of a lane
@@ -59,19 +60,17 @@ struct Scans {
           rows(batches * channels),
           time(time),
           strides(strides),
-          most_skipped(!RAGGED ? 0 : time < LONG ? VECTOR - 1 : LINE - 1),
+          most_skipped(!MISALIGNED ? 0 : time < LONG ? VECTOR - 1 : LINE - 1),
           grid{unsigned((rows + SIDE - 1) / SIDE),
                unsigned((time + most_skipped + TIMES - 1) / TIMES)} {}
 
     // Elements between the start of a walk and its row.
     template <bool TURNED>
     __device__ int skip(const Position& at, unsigned row) const {
-        if (!RAGGED) return 0;
+        if (!MISALIGNED) return 0;
         const int offset = int(strides.offset(at, row));
         return (TURNED ? -(offset + int(time)) : offset) & most_skipped;
     }
-    // Whether a tile has nothing of other rows, wherever its walks start.
-    __device__ bool own_all(const Position& at) const;
 };
 
 struct Position {
@@ -89,9 +88,6 @@ struct Position {
     __device__ bool ends_row() const { return lane % LANES == LANES - 1; }
 };
 
-__device__ inline bool Scans::own_all(const Position& at) const {
-    return at.first >= most_skipped && at.first + TIMES <= time;
-}
 __device__ inline i64 Strides::offset(const Position& at, unsigned row) const {
     return SIDE > 1 ? row * by_channel : at.batch * by_batch + at.channel * by_channel;
 }
@@ -125,8 +121,8 @@ struct Rows {
     }
 };
 
-// The piece that a lane copies in turn `i`, and its row and order. WHOLE says that its rows own all of the tile.
-template <bool TURNED, bool WHOLE>
+// The piece that a lane copies in turn `i`, and its row and order.
+template <bool TURNED>
 struct Turn {
     int piece;
     unsigned row;
@@ -137,41 +133,32 @@ struct Turn {
         : piece(i * 32 + at.lane),
           row(at.first_row + piece / (LANES * PIECES)),
           order(at.first + piece % (LANES * PIECES) * VECTOR - scans.skip<TURNED>(at, row)),
-          inside((WHOLE || (order < scans.time && (!RAGGED || order > -VECTOR))) && row < scans.rows) {}
+          inside(order < scans.time && (!MISALIGNED || order > -VECTOR) && row < scans.rows) {}
 };
 
-// Copy a piece; of a ragged row nothing past its end, which may be that of the tensor.
+// Copy a piece; of a misaligned row nothing past its end, which may be that of the tensor.
 template <bool TURNED>
 __device__ void copy_piece(uint4* to, const Storage* from, i64 order, i64 time, bool wanted) {
-    if constexpr (RAGGED) {
+    if constexpr (MISALIGNED) {
         const i64 left = TURNED ? order + VECTOR : time - order;
         copy_async_first(to, from, int(left < VECTOR ? left : VECTOR) * int(sizeof(Storage)), wanted);
     } else {
-        copy_async<16>(to, from, wanted);
+        copy_async(to, from, wanted);
     }
 }
 
 // `outside` gives for a row what elements before and after it read as.
-template <bool TURNED, bool WHOLE, class Ring, class Outside>
-__device__ void copy_pieces_in(const Ring& ring, int input, const Rows& rows,
-                               const Position& at, const Scans& scans, Outside outside) {
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-        const Turn<TURNED, WHOLE> turn(i, at, scans);
-        uint4* const place = ring.place(input, turn.piece);
-        const Storage* const from = rows.at<TURNED>(scans, at, turn.row, turn.order);
-        if (WHOLE) copy_async<16>(place, from, turn.inside);
-        else copy_piece<TURNED>(place, from, turn.order, scans.time, turn.inside);
-        if (!turn.inside) *place = piece_of(outside(turn.row));
-    }
-}
 template <bool TURNED, class Ring, class Outside>
 __device__ void copy_in(const Ring& ring, int input, const Rows& rows,
                         const Position& at, const Scans& scans, Outside outside) {
-    if constexpr (APART) {
-        if (scans.own_all(at)) return copy_pieces_in<TURNED, true>(ring, input, rows, at, scans, outside);
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const Turn<TURNED> turn(i, at, scans);
+        uint4* const place = ring.place(input, turn.piece);
+        const Storage* const from = rows.at<TURNED>(scans, at, turn.row, turn.order);
+        copy_piece<TURNED>(place, from, turn.order, scans.time, turn.inside);
+        if (!turn.inside) *place = piece_of(outside(turn.row));
     }
-    copy_pieces_in<TURNED, false>(ring, input, rows, at, scans, outside);
 }
 
 // The elements of a piece that are the row's own.
@@ -189,9 +176,6 @@ struct Own {
 template <bool TURNED, class Ring>
 __device__ void mend(const Ring& ring, int input, const Position& at,
                      const Scans& scans, Storage outside) {
-    if constexpr (APART) {
-        if (scans.own_all(at)) return;
-    }
     const i64 first = at.first + at.lane % LANES * ITEMS - scans.skip<TURNED>(at, at.row());
 #pragma unroll 1
     for (int p = 0; p < PIECES; p++) {
@@ -212,17 +196,17 @@ __device__ void mend(const Ring& ring, int input, const Position& at,
 __device__ inline void meet_copiers() {
     if (PIECES > 1) __syncwarp();
 }
-template <bool TURNED, bool WHOLE, class Ring>
-__device__ void copy_pieces_out(const Ring& ring, int input, const Rows& rows,
-                                const Position& at, const Scans& scans) {
+template <bool TURNED, class Ring>
+__device__ void copy_out(const Ring& ring, int input, const Rows& rows,
+                         const Position& at, const Scans& scans) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-        const Turn<TURNED, WHOLE> turn(i, at, scans);
+        const Turn<TURNED> turn(i, at, scans);
         if (!turn.inside) continue;
         Storage* const to = rows.at<TURNED>(scans, at, turn.row, turn.order);
         const uint4* const place = ring.place(input, turn.piece);
         const Own own(turn.order, scans.time);
-        if (!RAGGED || WHOLE || own.all()) {
+        if (!MISALIGNED || own.all()) {
             store_global(to, *place);
         } else {
 #pragma unroll 1
@@ -233,27 +217,19 @@ __device__ void copy_pieces_out(const Ring& ring, int input, const Rows& rows,
         }
     }
 }
-template <bool TURNED, class Ring>
-__device__ void copy_out(const Ring& ring, int input, const Rows& rows,
-                         const Position& at, const Scans& scans) {
-    if constexpr (APART) {
-        if (scans.own_all(at)) return copy_pieces_out<TURNED, true>(ring, input, rows, at, scans);
-    }
-    copy_pieces_out<TURNED, false>(ring, input, rows, at, scans);
-}
 
 // The state that enters a lane's elements.
-struct RowEntrance {
-    Carried carried[1] = {State(0)};  // before the tile, of this lane's row
+struct RowTilePrefix {
+    RunningPrefix carried[1] = {State(0)};  // before the tile, of this lane's row
     Affine composed, tile[1];         // before this lane, and of all of its row's
 
     // `lane_map` composes this lane's elements.
-    __device__ void compose(Affine lane_map, const Position& at) {
+    __device__ void scan(Affine lane_map, const Position& at) {
         composed = exclusive_scan<1, LANES>(lane_map, at.lane);
         tile[0] = from_lane(lane_map, at.lane | (LANES - 1));
     }
     // `before` and `after` are null, or this row's states before and after the walk; where rows are cut, the state is
-    // there, and folders see to the last.
+    // there, and look-back warps write the last.
     __device__ State enter(const Tile& here, const Position& at, unsigned levels, const State* before, State* after) {
         if (CUT) return composed(carried[0].x);
         if (here.level == 0) carried[0] = before ? *before : State(0);
@@ -269,12 +245,12 @@ __device__ void walk(const Schedule& schedule, const Work& work, void* workspace
     if constexpr (CUT) schedule.walk(work, workspace);
     else schedule.run(work, blockIdx.x * ROWS + threadIdx.x / 32, gridDim.x * ROWS);
 }
-// What folders do is the same for both ways to walk.
+// What look-back warps do is the same for both directions.
 template <template <bool> class Work, class Of>
 __device__ void run(const Of& of, const Scans& scans, bool turned, void* workspace) {
     const Schedule schedule{scans.grid};
     if constexpr (CUT) {
-        if (schedule.folds()) return schedule.fold(Work<false>{of, scans}, workspace);
+        if (schedule.is_lookback()) return schedule.combine(Work<false>{of, scans}, workspace);
     }
     if (turned) walk(schedule, Work<true>{of, scans}, workspace);
     else walk(schedule, Work<false>{of, scans}, workspace);

@@ -22,6 +22,9 @@ import triton.language as tl
 
 from scan_registry.kernels.linear_scan.triton_tiles import (
     at,
+    compose,
+    compose_compensated,
+    compose_complex,
     conjugate,
     divided,
     exactly_applied,
@@ -32,9 +35,6 @@ from scan_registry.kernels.linear_scan.triton_tiles import (
     own_sequence,
     select,
     store,
-    then,
-    then_complex,
-    then_with_rest,
     up_to,
     value,
     walked,
@@ -131,19 +131,19 @@ def then_apply_complex(
 
 @triton.jit
 def composed(scale, shift, last, bits: tl.constexpr):
-    """Each group's rows as one map: scale, rest, shift."""
-    rest = zeros_like(scale)
+    """Each group's rows as one affine map: scale, its error term, shift."""
+    error_term = zeros_like(scale)
     if len(scale) == 2:
-        maps = (scale[0], scale[1], rest[0], rest[1], shift[0], shift[1])
-        s, s_i, r, r_i, h, h_i = tl.associative_scan(maps, 0, then_complex)
-        scale, rest, shift = (s, s_i), (r, r_i), (h, h_i)
+        maps = (scale[0], scale[1], error_term[0], error_term[1], shift[0], shift[1])
+        s, s_i, r, r_i, h, h_i = tl.associative_scan(maps, 0, compose_complex)
+        scale, error_term, shift = (s, s_i), (r, r_i), (h, h_i)
     elif bits < 32:
-        s, h = tl.associative_scan((scale[0], shift[0]), 0, then)
+        s, h = tl.associative_scan((scale[0], shift[0]), 0, compose)
         scale, shift = (s,), (h,)
     else:
-        s, r, h = tl.associative_scan((scale[0], rest[0], shift[0]), 0, then_with_rest)
-        scale, rest, shift = (s,), (r,), (h,)
-    return of_row(scale, last), of_row(rest, last), of_row(shift, last)
+        s, r, h = tl.associative_scan((scale[0], error_term[0], shift[0]), 0, compose_compensated)
+        scale, error_term, shift = (s,), (r,), (h,)
+    return of_row(scale, last), of_row(error_term, last), of_row(shift, last)
 
 
 @triton.jit
@@ -161,15 +161,15 @@ def walk_rows(scale, shift, x, first):
 
 @triton.jit
 def scan_groups(
-    scale, shift, x, x_rest, row, group,
+    scale, shift, x, x_error, row, group,
     STEPS: tl.constexpr, GROUPS: tl.constexpr, bits: tl.constexpr,
 ):  # fmt: skip
-    """The states of a tile that ``x`` enters, the state that leaves it, and its rest. ``bits`` are
+    """The states of a tile that ``x`` enters, the state that leaves it, and its error term. ``bits`` are
     those of an element in which states are stored."""
-    own_scale, own_rest, own_shift = composed(scale, shift, row == STEPS - 1, bits)
+    own_scale, own_error, own_shift = composed(scale, shift, row == STEPS - 1, bits)
     scales, shifts = of_all(own_scale, GROUPS), of_all(own_shift, GROUPS)
     if bits >= 32:
-        rests = of_all(own_rest, GROUPS)
+        error_terms = of_all(own_error, GROUPS)
     entering, number = x, tl.arange(0, GROUPS)[:, None]
     for g in tl.static_range(GROUPS):
         if g > 0:
@@ -178,8 +178,8 @@ def scan_groups(
         if bits < 32:
             x = multiply_add(s, x, h)
         else:
-            x, x_rest = exactly_applied(s, of_row(rests, number == g), h, x, x_rest)
-    return walk_rows(scale, shift, entering, row == 0), x, x_rest
+            x, x_error = exactly_applied(s, of_row(error_terms, number == g), h, x, x_error)
+    return walk_rows(scale, shift, entering, row == 0), x, x_error
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def walk_forward(
     bits: tl.constexpr = states[0].dtype.element_ty.primitive_bitwidth
     TIMES: tl.constexpr = STEPS * GROUPS
     row = tl.arange(0, STEPS)[:, None]
-    place, rest, left = group * STEPS + row, zeros_like(x), steps
+    place, error_term, left = group * STEPS + row, zeros_like(x), steps
     for start in tl.range(0, steps, TIMES, num_stages=stages):
         coming = place < tl.where(lines, up_to(steps - start, TIMES), 0)
         gate = load(tile_at(gates, start, group, row, STEPS), coming, 0)
@@ -201,7 +201,9 @@ def walk_forward(
         left -= TIMES
         scale = value(gate)
         scale = select(here, scale, ones_like(scale))
-        tile, x, rest = scan_groups(scale, value(token), x, rest, row, group, STEPS, GROUPS, bits)
+        tile, x, error_term = scan_groups(
+            scale, value(token), x, error_term, row, group, STEPS, GROUPS, bits
+        )
         store(tile_at(states, start, group, row, STEPS), tile, here & lines)
     return x
 
@@ -236,7 +238,7 @@ def walk_backward(
     bits: tl.constexpr = states_grad[0].dtype.element_ty.primitive_bitwidth
     TIMES: tl.constexpr = STEPS * GROUPS
     row = tl.arange(0, STEPS)[:, None]
-    place, rest, left = group * STEPS + row, zeros_like(adjoint), steps
+    place, error_term, left = group * STEPS + row, zeros_like(adjoint), steps
     for start in tl.range(0, steps, TIMES, num_stages=stages):
         coming = place < tl.where(lines, up_to(steps - start, TIMES), 0)
         has_later = coming & ((place > 0) | (start > 0))
@@ -248,8 +250,8 @@ def walk_backward(
         here = place < up_to(left, TIMES)
         scale = conjugate(value(later_gate))
         scale = select(here & ((place > 0) | (left < steps)), scale, ones_like(scale))
-        tile, adjoint, rest = scan_groups(
-            scale, value(grad), adjoint, rest, row, group, STEPS, GROUPS, bits
+        tile, adjoint, error_term = scan_groups(
+            scale, value(grad), adjoint, error_term, row, group, STEPS, GROUPS, bits
         )  # fmt: skip
         has_earlier = place < tl.where(lines & gates_grad[2], up_to(left - 1, TIMES), 0)
         left -= TIMES

@@ -78,13 +78,13 @@ def walk_forward(
 ):  # fmt: skip
     """Scan the ``lines`` that the mask admits from state ``x``; returns the state after them."""
     bits: tl.constexpr = states[0].dtype.element_ty.primitive_bitwidth
-    rest = zeros_like(x)
+    error_term = zeros_like(x)
     for start in tl.range(0, steps, TIMES, num_stages=stages):
         base, place, order = tile_steps(start, steps, TIMES, CHUNK)
         inside = lines & (place < up_to(steps - base, TIMES))
         gate = reverse_chunks(load(near(gates, base, place), inside, 1), CHUNK)
         token = reverse_chunks(load(near(tokens, base, place), inside, 0), CHUNK)
-        tile, x, rest = scan(value(gate), value(token), x, rest, order, TIMES, bits)
+        tile, x, error_term = scan(value(gate), value(token), x, error_term, order, TIMES, bits)
         store(near(states, base, place), reverse_value_chunks(tile, CHUNK), inside)
     return x
 
@@ -122,7 +122,7 @@ def walk_backward(
     """The scan of ``walk_forward`` over tokens_grad, the states' adjoint, against the direction of
     the recurrence. ``initial`` is the state before its first step; returns the adjoint there."""
     bits: tl.constexpr = states_grad[0].dtype.element_ty.primitive_bitwidth
-    rest = zeros_like(adjoint)
+    error_term = zeros_like(adjoint)
     for start in tl.range(0, steps, TIMES, num_stages=stages):
         base, place, order = tile_steps(start, steps, TIMES, CHUNK)
         inside = lines & (place < up_to(steps - base, TIMES))
@@ -140,7 +140,9 @@ def walk_backward(
         x = value(load(near(states, earlier, place), has_earlier & gates_grad[2], 0))
 
         scale = conjugate(value(later_gate))
-        tile, adjoint, rest = scan(scale, value(grad), adjoint, rest, order, TIMES, bits)
+        tile, adjoint, error_term = scan(
+            scale, value(grad), adjoint, error_term, order, TIMES, bits
+        )
         for_tokens = reverse_value_chunks(tile, CHUNK)
         for_gates = multiply(for_tokens, conjugate(select(is_first, initial, x)))
         store(near(gates_grad, base, place), for_gates, inside & gates_grad[2])

@@ -150,13 +150,13 @@ def of_last(a, order, TIMES: tl.constexpr):
 
 
 # A run's scale is a product of many gates, and where they are all alike, so are its rounding errors,
-# which then add up in proportion to the length of the run: a rest keeps them. So it does for the
+# which then add up in proportion to the length of the run: an error term keeps them. So it does for the
 # state that goes from tile to tile: where gates are close to one, what is lost there stays lost.
 # States in 16 bits are too coarse for any of that to show, and do without.
 
 
 @triton.jit
-def then(first_scale, first_shift, second_scale, second_shift):
+def compose(first_scale, first_shift, second_scale, second_shift):
     return first_scale * second_scale, second_scale * first_shift + second_shift
 
 
@@ -176,11 +176,13 @@ def exact_sum(a, b):
 
 
 @triton.jit
-def then_with_rest(first_scale, first_rest, first_shift, second_scale, second_rest, second_shift):
+def compose_compensated(
+    first_scale, first_error, first_shift, second_scale, second_error, second_shift
+):
     scale, error = exact_product(first_scale, second_scale)
-    rest = tl.fma(first_rest, second_scale, tl.fma(first_scale, second_rest, error))
-    small = tl.fma(second_rest, first_shift, second_shift)
-    return scale, rest, tl.fma(second_scale, first_shift, small)
+    error_term = tl.fma(first_error, second_scale, tl.fma(first_scale, second_error, error))
+    small = tl.fma(second_error, first_shift, second_shift)
+    return scale, error_term, tl.fma(second_scale, first_shift, small)
 
 
 @triton.jit
@@ -213,19 +215,19 @@ def exact_add(a, b):
 
 
 @triton.jit
-def then_complex(
-    first_scale, first_scale_i, first_rest, first_rest_i, first_shift, first_shift_i,
-    second_scale, second_scale_i, second_rest, second_rest_i, second_shift, second_shift_i,
+def compose_complex(
+    first_scale, first_scale_i, first_error, first_error_i, first_shift, first_shift_i,
+    second_scale, second_scale_i, second_error, second_error_i, second_shift, second_shift_i,
 ):  # fmt: skip
     first, second = (first_scale, first_scale_i), (second_scale, second_scale_i)
     scale, error = exact_multiply(first, second)
-    rest = add(multiply((first_rest, first_rest_i), second),
-               multiply(first, (second_rest, second_rest_i)))  # fmt: skip
-    rest = add(rest, error)
-    small = multiply((second_rest, second_rest_i), (first_shift, first_shift_i))
+    error_term = add(multiply((first_error, first_error_i), second),
+               multiply(first, (second_error, second_error_i)))  # fmt: skip
+    error_term = add(error_term, error)
+    small = multiply((second_error, second_error_i), (first_shift, first_shift_i))
     shift = add(multiply(second, (first_shift, first_shift_i)),
                 add(small, (second_shift, second_shift_i)))  # fmt: skip
-    return scale[0], scale[1], rest[0], rest[1], shift[0], shift[1]
+    return scale[0], scale[1], error_term[0], error_term[1], shift[0], shift[1]
 
 
 @triton.jit
@@ -237,38 +239,38 @@ def multiply_add(a, b, c):
 
 
 @triton.jit
-def exactly_applied(scale, rest, shift, x, x_rest):
-    """(scale + rest) * (x + x_rest) + shift, and its rounding error."""
+def exactly_applied(scale, error_term, shift, x, x_error):
+    """(scale + error_term) * (x + x_error) + shift, and its rounding error."""
     product, error = exact_multiply(scale, x)
     both, sum_error = exact_add(product, shift)
-    small = add(multiply(rest, x), multiply(scale, x_rest))
+    small = add(multiply(error_term, x), multiply(scale, x_error))
     return exact_add(both, add(small, add(error, sum_error)))
 
 
 @triton.jit
-def scan(scale, shift, x, x_rest, order, TIMES: tl.constexpr, bits: tl.constexpr):
-    """The states after each map of a tile that ``x`` enters, the last of them, and its rest. ``bits``
+def scan(scale, shift, x, x_error, order, TIMES: tl.constexpr, bits: tl.constexpr):
+    """The states after each map of a tile that ``x`` enters, the last of them, and its error term. ``bits``
     are those of an element in which states are stored."""
     if bits < 32:
         shift = select(order == 0, add(multiply(scale, x), shift), shift)
-        _, states = tl.associative_scan((scale[0], shift[0]), 1, then)
-        return (states,), of_last((states,), order, TIMES), x_rest
+        _, states = tl.associative_scan((scale[0], shift[0]), 1, compose)
+        return (states,), of_last((states,), order, TIMES), x_error
     else:
-        rest = zeros_like(scale)
+        error_term = zeros_like(scale)
         if len(x) == 2:
-            maps = (scale[0], scale[1], rest[0], rest[1], shift[0], shift[1])
-            s, s_i, r, r_i, h, h_i = tl.associative_scan(maps, 1, then_complex)
-            scale, rest, shift = (s, s_i), (r, r_i), (h, h_i)
+            maps = (scale[0], scale[1], error_term[0], error_term[1], shift[0], shift[1])
+            s, s_i, r, r_i, h, h_i = tl.associative_scan(maps, 1, compose_complex)
+            scale, error_term, shift = (s, s_i), (r, r_i), (h, h_i)
         else:
-            maps = (scale[0], rest[0], shift[0])
-            s, r, h = tl.associative_scan(maps, 1, then_with_rest)
-            scale, rest, shift = (s,), (r,), (h,)
+            maps = (scale[0], error_term[0], shift[0])
+            s, r, h = tl.associative_scan(maps, 1, compose_compensated)
+            scale, error_term, shift = (s,), (r,), (h,)
         last_scale = of_last(scale, order, TIMES)
-        last_rest = of_last(rest, order, TIMES)
+        last_error = of_last(error_term, order, TIMES)
         last_shift = of_last(shift, order, TIMES)
-        last, last_rest = exactly_applied(last_scale, last_rest, last_shift, x, x_rest)
+        last, last_error = exactly_applied(last_scale, last_error, last_shift, x, x_error)
         x = spread(x, s)
-        return multiply_add(scale, x, multiply_add(rest, x, shift)), last, last_rest
+        return multiply_add(scale, x, multiply_add(error_term, x, shift)), last, last_error
 
 
 # --- Lines ------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-// How a block is divided, what it keeps of R, and its share of a product with R.
+// How a CTA is divided, what it keeps of R, and its share of a product with R.
 //
-// The blocks of a group work on one head and TILE batches, through the whole sequence. Each has UNITS
+// The CTAs of a group work on one head and TILE batches, through the whole sequence. Each has UNITS
 // hidden units, ROWS times 16 of them, and keeps the part of R that they need: `CHUNKS` chunks of every
 // row in registers, `LAYERS` more in shared memory. A row is split among SPLIT warps, which take turns:
 //
@@ -18,16 +18,16 @@
 // over a row's warps are made slot by slot: a slot is 16 units by every other batch of 8, so that a lane
 // has a pair of units of one batch. Its owner, a warp, does with it what comes after the product.
 //
-// ROWS, SPLIT, BATCHES (times 8), CHUNKS, LAYERS and CLUSTER come from the build. If the last is 1, a block is
+// ROWS, SPLIT, BATCHES (times 8), CHUNKS, LAYERS and CLUSTER come from the build. If the last is 1, a CTA is
 // always alone, which spares all that is needed to wait for others.
 #pragma once
-#include "exchange.cuh"
+#include "hidden_state_exchange.cuh"
 
 enum : int { WARPS = ROWS * SPLIT, THREADS = 32 * WARPS };
 enum : unsigned { UNITS = 16 * ROWS, TILE = 8 * BATCHES };
 enum : int { SLOTS = ROWS * BATCHES * 2 };
 // Whether what a step needs of memory is loaded a step ahead; else, when it is needed, from the L2 cache.
-enum : bool { EARLY = !Element::EXACT };
+enum : bool { LOAD_AHEAD = !Element::EXACT };
 enum : int { OWN = SPLIT == 1 ? 2 * BATCHES : (SLOTS + WARPS - 1) / WARPS };
 
 struct Place {
@@ -39,7 +39,7 @@ struct Place {
     __device__ unsigned slot(int k) const { return SPLIT == 1 ? warp * OWN + k : warp + WARPS * k; }
 };
 
-// A group of blocks, and what it works on.
+// A group of CTAs, and what it works on.
 struct Group {
     const unsigned dim, heads, batch;
     const unsigned members = (dim + UNITS - 1) / UNITS, tiles = (batch + TILE - 1) / TILE;
@@ -117,7 +117,7 @@ struct Weights {
 struct Factor {
     const Storage* first;  // of the group's first batch
     unsigned stride;       // from batch to batch
-    bool awaited;          // published by other blocks
+    bool awaited;          // published by other CTAs
 
     __device__ const uint4* words(unsigned batch, unsigned value) const {
         return reinterpret_cast<const uint4*>(first + i64(batch) * stride + value);
@@ -148,9 +148,9 @@ struct Product {
                     for (int i = 0; i < 4; i++) sums[chain][n][m][i] = 0;
     }
 
-    // `values` of each row of `factor`, of which there are `batches`, awaited with `patience`.
+    // `values` of each row of `factor`, of which there are `batches`, awaited with `backoff`.
     __device__ void add(const Weights<TILES, HELD, STORED>& weights, const Factor& factor,
-                        unsigned values, unsigned batches, Patience& patience,
+                        unsigned values, unsigned batches, AdaptiveBackoff& backoff,
                         const Place& at) {
         const int mine = int(values) - int(at.part * CHUNK);
         const int chunks = chunks_in(mine), words = chunks_in(mine - int(at.in_quad * PER));
@@ -164,7 +164,7 @@ struct Product {
                 const uint4* const from =
                     factor.words(batch, at.part * CHUNK + at.in_quad * PER) + first * STRIDE;
                 const int count = batch < batches ? words - first : 0;
-                if (CLUSTER == 0 && factor.awaited) await<WINDOW, STRIDE>(columns[n], from, count, patience);
+                if (CLUSTER == 0 && factor.awaited) await<WINDOW, STRIDE>(columns[n], from, count, backoff);
                 else read<WINDOW, STRIDE>(columns[n], from, count);
             }
 #pragma unroll
@@ -188,7 +188,7 @@ struct Product {
     }
 
     // The sums over all warps of a row, for the slots that this one owns. `round` counts the calls. A
-    // barrier for the block, unless it would be of no use to one that is alone.
+    // barrier for the CTA, unless it would be of no use to one that is alone.
     __device__ void gather(float2 (&total)[OWN][TILES], unsigned round, const Place& at, bool alone) {
         if constexpr (SPLIT == 1) {
             if (!alone) __syncthreads();
@@ -243,7 +243,7 @@ private:
     }
 };
 
-// Where the values of a lone block's rows are: in its shared memory, of two rounds. A block of 16 units is
+// Where the values of a lone CTA's rows are: in its shared memory, of two rounds. A CTA of 16 units is
 // never said to be alone, but reads what it publishes: there is no room for it to be any better.
 template <int VALUES>
 struct Local {

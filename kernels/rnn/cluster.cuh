@@ -1,5 +1,5 @@
-// How the blocks of a cluster reach each other's shared memory. A cluster of several blocks needs sm_90 or
-// later; a cluster of one is a block, anywhere.
+// How the CTAs of a cluster reach each other's shared memory. A cluster of several CTAs needs sm_90 or
+// later; a cluster of one is a CTA, anywhere.
 #pragma once
 #include "instructions.cuh"
 
@@ -7,13 +7,13 @@
 using Shared = unsigned;
 
 __device__ inline Shared shared_address(const void* of) { return Shared(__cvta_generic_to_shared(of)); }
-// Where block `rank` of the cluster has what this block has at `address`.
+// Where CTA `rank` of the cluster has what this CTA has at `address`.
 __device__ inline Shared address_in(unsigned rank, Shared address) {
     Shared there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// For all threads of all blocks of a cluster.
+// For all threads of all CTAs of a cluster.
 __device__ inline void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -38,7 +38,7 @@ __device__ inline void await_bytes(Shared arrivals, unsigned odd) {
         "r"(odd)
         : "memory");
 }
-// 16 bytes to a block of the cluster, counted there once they are there.
+// 16 bytes to a CTA of the cluster, counted there once they are there.
 __device__ inline void send(Shared to, uint4 words, Shared arrivals) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),

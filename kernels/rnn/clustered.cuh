@@ -1,7 +1,7 @@
-// How a cluster of blocks, or a block alone, holds a whole head: what a lane has of it, its part of the
+// How a cluster of CTAs, or a CTA alone, holds a whole head: what a lane has of it, its part of the
 // product with R, and h, which goes from shared memory to shared memory.
 //
-// The CLUSTER blocks have 16 ROWS units each, for TILE batches. A warp has whole rows of R of 8 units in
+// The CLUSTER CTAs have 16 ROWS units each, for TILE batches. A warp has whole rows of R of 8 units in
 // registers, so that no sums cross warps. Of a tile of 16 rows the tensor cores leave a lane rows lane / 4
 // and 8 + lane / 4 ("top" and "bottom") for batches 2 (lane % 4) and the next. Lanes below 16 are low
 // here, the others high; a low one and the high one 16 above it have rows of the same two units,
@@ -22,7 +22,7 @@ enum : unsigned { UNITS = 16 * ROWS, TILE = 8 };
 enum : int { GATES = Cell::RECURRENT, TILES = (2 * GATES + 3) / 4 };
 static_assert(SPLIT == 2 && BATCHES == 1 && LAYERS == 0, "the only way that it is written for");
 
-struct Seat {
+struct LanePosition {
     const unsigned rank = blockIdx.x % CLUSTER;
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const unsigned quad = lane / 4, in_quad = lane % 4, pair = quad % 4;
@@ -35,7 +35,7 @@ struct Seat {
 struct Weights {
     uint4 held[CHUNKS][TILES][2];
 
-    __device__ void load(const Storage* recurrent, const Seat& at, unsigned head, unsigned heads,
+    __device__ void load(const Storage* recurrent, const LanePosition& at, unsigned head, unsigned heads,
                          unsigned dim) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++)
@@ -59,7 +59,7 @@ struct Weights {
     }
 
     // The terms of the lane's units, unit by unit, in its batch.
-    __device__ void multiply(float (&terms)[2][GATES], const uint4 (&h)[CHUNKS], const Seat& at) const {
+    __device__ void multiply(float (&terms)[2][GATES], const uint4 (&h)[CHUNKS], const LanePosition& at) const {
         constexpr int CHAINS = CHUNKS >= 2 ? 4 : 2;  // sums that do not wait for each other
         float sums[CHAINS][TILES][4] = {};
 #pragma unroll
@@ -94,7 +94,7 @@ struct Weights {
 };
 
 // h of all units, in two rounds: whoever is a round ahead does not write what others still read, since it
-// has h of all units, and who has sent his has read the round before. In a cluster of several blocks, warps
+// has h of all units, and who has sent his has read the round before. In a cluster of several CTAs, warps
 // without units take no part: nobody would wait for them, and they would lose count.
 struct Rounds {
     enum : unsigned { CAPACITY = CHUNKS * CHUNK };
@@ -121,13 +121,13 @@ struct Rounds {
             cluster_barrier();
         }
     }
-    // No block leaves while others may send to it.
+    // No CTA leaves while others may send to it.
     __device__ void end() const {
         if constexpr (CLUSTER > 1) cluster_barrier();
     }
 
     // The latest round, of the words that meet R's in this lane.
-    __device__ void read(uint4 (&h)[CHUNKS], const Seat& at) const {
+    __device__ void read(uint4 (&h)[CHUNKS], const LanePosition& at) const {
         const uint4* const from = memory.rows[number % 2] + at.quad * (STRIDE / PER) + at.in_quad;
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) h[c] = from[4 * c];
@@ -148,7 +148,7 @@ struct Rounds {
         __syncthreads();
     }
     // The next round, once every warp has given h of its units, in all batches, if `there` are any.
-    __device__ void exchange(Pair h, bool there, const Seat& at) {
+    __device__ void exchange(Pair h, bool there, const LanePosition& at) {
         number++;
         uint4* const rows = memory.rows[number % 2];
 #if CLUSTER == 1

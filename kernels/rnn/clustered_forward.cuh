@@ -1,18 +1,18 @@
-// The forward pass where a cluster holds a head, see clustered.cuh. Its blocks run together by themselves,
+// The forward pass where a cluster holds a head, see clustered.cuh. Its CTAs run together by themselves,
 // and work on as many heads and tiles of batches as there are, one after the other.
 #pragma once
 #include "clustered.cuh"
 
-enum : int { AHEAD = 8 };
+enum : int { PREFETCH_STEPS = 8 };
 
 // What a step makes of a pair of units, stored while the next step waits for its product.
 struct Made {
     Pair states[Cell::STATES], kept[at_least_one(Cell::KEPT)];
 };
 
-// Inputs of the block's units are brought to the L2 cache several steps ahead, a line by each of its
+// Inputs of the CTA's units are brought to the L2 cache several steps ahead, a line by each of its
 // first threads.
-struct Ahead {
+struct PrefetchLine {
     enum : unsigned { OF_LINE = 128 / sizeof(Storage) };
     enum : unsigned { LINES = (UNITS + OF_LINE - 1) / OF_LINE, ALL = LINES * TILE * Cell::INPUTS };
     static_assert(ALL <= THREADS, "a thread has one line");
@@ -34,8 +34,8 @@ rnn_sequence_forward(
     i64 cache_batch, i64 cache_time) {
     __shared__ Rounds::Memory memory;
     Rounds rounds(memory, unsigned(dim));
-    const Seat at;
-    const Ahead line;
+    const LanePosition at;
+    const PrefetchLine line;
     const bool there = at.first < unsigned(dim);
     const unsigned tiles = (unsigned(batch) + TILE - 1) / TILE;
     const i64 block_of = heads * dim;  // elements of all heads' units
@@ -55,8 +55,8 @@ rnn_sequence_forward(
 
         const Storage* input = inputs + own_batch * inputs_batch + offset;
         const Storage* later = inputs + (first_batch + line.batch) * inputs_batch +
-                               line.gate * block_of + of_head + line.unit + AHEAD * inputs_time;
-        const bool brings = threadIdx.x < Ahead::ALL && line.batch < batches && line.unit < unsigned(dim);
+                               line.gate * block_of + of_head + line.unit + PREFETCH_STEPS * inputs_time;
+        const bool brings = threadIdx.x < PrefetchLine::ALL && line.batch < batches && line.unit < unsigned(dim);
         Storage* state = states + own_batch * states_batch + offset;
         Storage* keep = cache ? cache + own_batch * cache_batch + offset : nullptr;
         float biases[2][Cell::GATES], carried[2][Cell::STATES];
@@ -104,7 +104,7 @@ rnn_sequence_forward(
             }
             const bool more = t + 1 < time;
             if (live && more) fetch();
-            if (brings && t + AHEAD < time) prefetch(later);
+            if (brings && t + PREFETCH_STEPS < time) prefetch(later);
             later += inputs_time;
 
             weights.multiply(r, h, at);

@@ -30,8 +30,8 @@ struct float16 {
 // Of a float the 11 leading bits, rounded, and the next 11.
 __device__ inline unsigned high_part(unsigned x) { return (x + 0x1000u) & 0xffffe000u; }
 __device__ inline unsigned low_part(unsigned x) {
-    const float rest = __uint_as_float(x) - __uint_as_float(high_part(x));
-    return __float_as_uint(rest) & 0xffffe000u;
+    const float remainder = __uint_as_float(x) - __uint_as_float(high_part(x));
+    return __float_as_uint(remainder) & 0xffffe000u;
 }
 
 struct float32 {

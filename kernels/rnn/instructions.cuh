@@ -25,7 +25,7 @@ __device__ inline void mma_tf32(float (&acc)[4], uint4 a, uint2 b) {
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-// Memory that other blocks read and write: each 32-bit word in one piece, in no order with others.
+// Memory that other CTAs read and write: each 32-bit word in one piece, in no order with others.
 __device__ inline void store_words(unsigned* to, unsigned word) {
     asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }
@@ -44,7 +44,7 @@ __device__ inline uint4 load_words(const uint4* from) {
 // What this thread read and wrote before comes, for the whole GPU, before what it does after.
 __device__ inline void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Cycles of the multiprocessor's clock, of which 32 bits come round in seconds.
+// Cycles of the SM's clock, of which 32 bits come round in seconds.
 __device__ inline unsigned clock_cycles() {
     unsigned cycles;
     asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");

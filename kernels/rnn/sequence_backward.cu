@@ -2,12 +2,12 @@
 // first: for each head, batch and time, with all that enters h[t] as dh[t],
 //     gates_grad[t] = cell'(dh[t], …);  dh[t-1] = states_grad[t-1] + Rᵀ·gates_grad[t] + …
 //
-// Forward's scheme, see there: what the blocks of a group tell each other is gates_grad, as far as R feeds
-// those gates, and a block keeps its units' columns of R.
+// Forward's scheme, see there: what the CTAs of a group tell each other is gates_grad, as far as R feeds
+// those gates, and a CTA keeps its units' columns of R.
 #include "block.cuh"
 #include "cells.cuh"
 
-enum : int { RECURRENT = Cell::RECURRENT, AHEAD = 8 };
+enum : int { RECURRENT = Cell::RECURRENT, PREFETCH_STEPS = 8 };
 using Matrix = Weights<1, RECURRENT * CHUNKS, RECURRENT * LAYERS>;
 using Terms = Product<1, RECURRENT * CHUNKS, RECURRENT * LAYERS>;
 using Rows = Local<RECURRENT * UNITS>;
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
     unsigned round = 0;
     Matrix weights;
     Unit units[OWN];
-    Patience patience;
+    AdaptiveBackoff backoff;
 
     const auto fetch = [&](Unit& unit, i64 t) {
 #pragma unroll
@@ -115,16 +115,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                 unit.coming.given[s] =
                     *reinterpret_cast<const Pair*>(unit.given + s * states_grad_state);
     };
-    const auto prefetch_ahead = [&](const Unit& unit) {
+    const auto prefetch_later = [&](const Unit& unit) {
 #pragma unroll
         for (int v = 0; v < Cell::KEPT; v++)
-            prefetch(unit.cache + v * block_of - AHEAD * cache_time);
+            prefetch(unit.cache + v * block_of - PREFETCH_STEPS * cache_time);
 #pragma unroll
         for (int s = 0; s < Cell::TRACKED; s++)
-            prefetch(unit.before + (s + Cell::FIRST) * states_state - AHEAD * states_time);
+            prefetch(unit.before + (s + Cell::FIRST) * states_state - PREFETCH_STEPS * states_time);
 #pragma unroll
         for (int s = 0; s < Cell::STATES; s++)
-            if (s < graded) prefetch(unit.given + s * states_grad_state - AHEAD * states_grad_time);
+            if (s < graded) prefetch(unit.given + s * states_grad_state - PREFETCH_STEPS * states_grad_time);
     };
 
     for (; group.begins(); group.advance()) {
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
             if (final_grad)
                 receive_all(unit, final_grad + i64(unit.batch) * block_of + unit.offset, of_state,
                             Cell::STATES);
-            if (EARLY) fetch(unit, last);
+            if (LOAD_AHEAD) fetch(unit, last);
         }
         Factor factor{};
 
@@ -164,9 +164,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
             if (t < time - 1 && clip > 0) {
                 Terms product;
                 product.clear();
-                product.add(weights, factor, values, group.batch - group.first_batch, patience, at);
+                product.add(weights, factor, values, group.batch - group.first_batch, backoff, at);
                 product.gather(terms, round, at, alone);
-                patience.begin();
+                backoff.begin();
 #pragma unroll
                 for (int k = 0; k < OWN; k++) {
                     units[k].grads[0][0] += clipped(terms[k][0].x, clip);
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
             for (int k = 0; k < OWN; k++) {
                 Unit& unit = units[k];
                 if (!unit.live) continue;
-                if (!EARLY) fetch(unit, t);
+                if (!LOAD_AHEAD) fetch(unit, t);
                 float gates[2][Cell::GATES];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
@@ -214,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                 unit.cache -= cache_time;
                 unit.before -= states_time;
                 unit.given -= states_grad_time;
-                if (EARLY && t > 0) fetch(unit, t - 1);
-                if (at.quad == 0 && t > AHEAD + 1) prefetch_ahead(unit);
+                if (LOAD_AHEAD && t > 0) fetch(unit, t - 1);
+                if (at.quad == 0 && t > PREFETCH_STEPS + 1) prefetch_later(unit);
             }
             if (clip > 0) {
                 if (alone) __syncthreads();

@@ -1,20 +1,20 @@
 // A recurrent network over a whole sequence, in one launch: for each head, batch and time
 //     h[t], … = cell(inputs[t], R·h[t-1] + b, …)
 //
-// R stays where a block keeps its part of it, see block.cuh; what the blocks of a group tell each other is
-// h, see exchange.cuh: in a step, a warp waits for the words of h[t-1] that meet its part of R,
+// R stays where a CTA keeps its part of it, see CTA.cuh; what the CTAs of a group tell each other is
+// h, see hidden_state_exchange.cuh: in a step, a warp waits for the words of h[t-1] that meet its part of R,
 // multiplies, and the owners of the slots add up, compute h[t] of their units and publish it. Inputs
-// come a step ahead from the L2 cache and several steps ahead from memory. All blocks have to be running
+// come a step ahead from the L2 cache and several steps ahead from memory. All CTAs have to be running
 // at the same time; they work on as many groups as there are, one after the other.
 //
-// Where a cluster of blocks holds a whole head, all that is in clustered_forward.cuh.
+// Where a cluster of CTAs holds a whole head, all that is in clustered_forward.cuh.
 #if CLUSTER
 #include "clustered_forward.cuh"
 #else
 #include "block.cuh"
 #include "cells.cuh"
 
-enum : int { GATES = Cell::RECURRENT, AHEAD = 8 };
+enum : int { GATES = Cell::RECURRENT, PREFETCH_STEPS = 8 };
 using Matrix = Weights<GATES, CHUNKS, LAYERS>;
 
 // A row of R: words of consecutive previous units.
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
     unsigned round = 0;
     Matrix weights;
     Unit units[OWN];
-    Patience patience;
+    AdaptiveBackoff backoff;
 
     const auto fetch = [&](Unit& unit) {
 #pragma unroll
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
                 unit.carried[0][s] = x.x;
                 unit.carried[1][s] = x.y;
             }
-            if (EARLY && unit.live) fetch(unit);
+            if (LOAD_AHEAD && unit.live) fetch(unit);
         }
         Factor factor{initial + group.first_batch * block_of + group.head * dim, unsigned(block_of),
                       false};
@@ -105,10 +105,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
             Product<GATES, CHUNKS, LAYERS> product;
             product.clear();
             if (t > 0 || initial)
-                product.add(weights, factor, group.dim, group.batch - group.first_batch, patience, at);
+                product.add(weights, factor, group.dim, group.batch - group.first_batch, backoff, at);
             float2 terms[OWN][GATES];
             product.gather(terms, round, at, alone);
-            patience.begin();
+            backoff.begin();
 
             const bool more = t + 1 < time;
             if (alone) factor = {Local<UNITS>::at(round), Local<UNITS>::STRIDE, false};
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
             for (int k = 0; k < OWN; k++) {
                 Unit& unit = units[k];
                 if (!unit.live) continue;
-                if (!EARLY) fetch(unit);
+                if (!LOAD_AHEAD) fetch(unit);
                 float x[2][Cell::INPUTS], r[2][GATES], kept[2][at_least_one(Cell::KEPT)];
 #pragma unroll
                 for (int g = 0; g < Cell::INPUTS; g++) {
@@ -152,11 +152,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
                     unit.cache += cache_time;
                 }
                 unit.inputs += inputs_time;
-                if (EARLY && more) fetch(unit);
-                if (at.quad == 0 && t + AHEAD < time)
+                if (LOAD_AHEAD && more) fetch(unit);
+                if (at.quad == 0 && t + PREFETCH_STEPS < time)
 #pragma unroll
                     for (int g = 0; g < Cell::INPUTS; g++)
-                        prefetch(unit.inputs + g * block_of + (AHEAD - 1) * inputs_time);
+                        prefetch(unit.inputs + g * block_of + (PREFETCH_STEPS - 1) * inputs_time);
             }
             if (alone) __syncthreads();
             else if (more)

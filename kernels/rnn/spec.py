@@ -233,7 +233,7 @@ def _fused_kernel(direction: Direction) -> Kernel:
         warps=lambda variant: variant.number("rows") * variant.number("split"),
         shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
         accepts=partial(_fused_accepts, direction),
-        crowds=partial(_fused_crowds, direction),
+        exceeds_residency=partial(_fused_crowds, direction),
         serves=partial(_fused_serves, direction),
         cost=partial(_fused_cost, direction),
         launch=partial(_fused_launch, direction),

@@ -36,7 +36,7 @@ from scan_registry.kernels.rnn.constraints import (
 
 Tiling: TypeAlias = Mapping[str, int]
 
-#: Publications that the blocks of a group have room for, as in ``exchange.cuh``.
+#: Publications that the blocks of a group have room for, as in ``hidden_state_exchange.cuh``.
 RING = 16
 
 #: What each variable may be.

@@ -1,6 +1,6 @@
 """The floor of a case: the time in which as many tensors of as many bytes are read and written.
 
-It is measured, by the kernels of the stream family, in the same run and in the same way as the kernels
+It is measured, by the kernels of the roofline family, in the same run and in the same way as the kernels
 that it is the floor of. The fastest of the variants counts.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from scan_registry.bench.timing import Call
 from scan_registry.diagnostics import accuracy
 from scan_registry.dispatch import policy
-from scan_registry.kernels.stream.spec import FAMILY, StreamProblem
+from scan_registry.kernels.roofline.spec import FAMILY, RooflineProblem
 from scan_registry.runtime import loader
 
 _FLOAT = 4  # bytes of an element; what a tensor has beyond whole ones is rounded up
@@ -37,7 +37,7 @@ def stream_calls(
 
     ``NoKernelError`` if none runs on the device.
     """
-    problem = StreamProblem(reads, writes, -(-tensor_bytes // _FLOAT))
+    problem = RooflineProblem(reads, writes, -(-tensor_bytes // _FLOAT))
     names = (*problem.inputs, *problem.outputs)
     moved = [
         _Moved({name: torch.rand(problem.count, device=device) for name in names})

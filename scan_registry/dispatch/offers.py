@@ -306,7 +306,9 @@ def _unsolved(
     elif not kernel.serves(variant.statics, offer.target):
         return f"it is not for {offer.target}"
     count = device.multiprocessors
-    if reason := kernel.accepts(variant, problem) or kernel.crowds(variant, problem, count):
+    if reason := kernel.accepts(variant, problem) or kernel.exceeds_residency(
+        variant, problem, count
+    ):
         return reason
     blocks = kernel.launch(variant, problem, count).grid[0]
     return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None

@@ -9,7 +9,7 @@ from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.base.frozen import dataclass
 from scan_registry.hardware.device import Device
 from scan_registry.kernels.model import Kernel, Problem
-from scan_registry.kernels.tuning import Row, Tuning, strangeness
+from scan_registry.kernels.tuning import Row, Tuning, arch_distance
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,11 @@ class Tuned:
         found = self.row.times.get(kernel.label_in(text))
         if found is None or not self.distance:
             return found
-        return found * kernel.filled(text, self.row.sizes) / kernel.filled(text, self.sizes)
+        return (
+            found
+            * kernel.tile_efficiency(text, self.row.sizes)
+            / kernel.tile_efficiency(text, self.sizes)
+        )
 
     @property
     def origin(self) -> Origin:
@@ -87,7 +91,7 @@ def nearest_row(
 
     def preference(each: Tuned) -> tuple[tuple[bool, bool, int], float, bool]:
         general = not (each.local or each.tuning.exclusive)
-        return strangeness(each.tuning, device.capability), each.distance, general
+        return arch_distance(each.tuning, device.capability), each.distance, general
 
     return min(found, key=preference, default=None)
 

@@ -116,7 +116,7 @@ def test_attested(release: Release, tmp_path: Path) -> None:
 
 def test_copies(real: Callable[..., Release], monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FAMILY.kernel("channel_last_forward", "cuda")
-    kept = next(v for v in kernel.variants if "across" in dict(v.statics))
+    kept = next(v for v in kernel.variants if "lanes_across" in dict(v.statics))
     passed = gates.copied(real(variant=kept))
     assert passed.wrong == ()
     assert int(passed.looked_at.split()[0]) > 0

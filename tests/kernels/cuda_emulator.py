@@ -41,16 +41,6 @@ extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads
                         unsigned blocks_at_once, unsigned seed) {{
     emulator::launch({entry}, arguments, grid, threads, shared, blocks_at_once, seed);
 }}
-extern "C" long meetings() {{
-    long all = 0;
-    for (const auto& cluster : emulator::clusters)
-        for (const auto& arrived : cluster.arrived) all += arrived;
-    return all;
-}}
-extern "C" int prefetches(const void** to) {{
-    if (to) std::copy(emulator::prefetched.begin(), emulator::prefetched.end(), to);
-    return int(emulator::prefetched.size());
-}}
 """
 #: In place of the header that was compiled ahead.
 _UNFIT = """
@@ -115,19 +105,10 @@ class Emulated:
     def _at_once(self, grid: Sequence[int]) -> int:
         """A GPU that is to run a variant has room for those that share a column."""
         statics = dict(self.variant.statics)
-        sharing = math.prod(grid) if "once" in statics else int(statics.get("parts", 1))
+        sharing = (
+            math.prod(grid) if "single_wave" in statics else int(statics.get("ctas_per_column", 1))
+        )
         return max(BLOCKS_AT_ONCE, sharing)
-
-    def meetings(self) -> int:
-        """How often blocks of a cluster came to meet the others, in the last launch, counted thread by thread."""
-        return int(ctypes.CDLL(str(self.library)).meetings())
-
-    def prefetched(self) -> list[int]:
-        """Addresses that the last launch brought to the L2 in advance, in no order."""
-        library = ctypes.CDLL(str(self.library))
-        found = (ctypes.c_uint64 * library.prefetches(None))()
-        library.prefetches(found)
-        return list(found)
 
 
 def emulated(kernel: Kernel, variant: Variant, folder: Path) -> Emulated:

@@ -17,7 +17,7 @@ import torch
 
 from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
+from scan_registry.kernels.model import Kernel, Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
 SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
@@ -51,28 +51,26 @@ def streamed() -> Iterator[Variant]:
             {"lanes": 1},
             {"lanes": 8},
             {"lanes": 32},
-            {"ahead": 1},
-            {"ahead": 2, "stages": 4},
+            {"prefix_lead": 1},
+            {"prefix_lead": 2, "stages": 4},
             {"rows": 18},
-            {"lanes": 4, "access": "ragged"},
-            {"ahead": 2, "access": "ragged"},
-            {"lanes": 4, "reverse": 1, "access": "ragged"},
+            {"lanes": 4, "access": "misaligned"},
+            {"prefix_lead": 2, "access": "misaligned"},
+            {"lanes": 4, "reverse": 1, "access": "misaligned"},
         ],
         "channel_last": [
-            {"ahead": 1},
-            {"ahead": 2, "stages": 4},
-            {"ahead": 2, "steps": 6},
-            {"across": 16},
-            {"across": 32},
-            {"across": 32, "vector": 4},
-            {"pace": 1},
-            {"pace": 1, "stages": 2},
-            {"once": 1},
-            {"parts": 3},
-            {"parts": 8},
-            {"across": 16, "access": "packed"},
-            {"across": 16, "access": "ragged"},
-            {"vector": 2, "access": "ragged"},
+            {"prefix_lead": 1},
+            {"prefix_lead": 2, "stages": 4},
+            {"prefix_lead": 2, "steps": 6},
+            {"lanes_across": 16},
+            {"lanes_across": 32},
+            {"lanes_across": 32, "vector": 4},
+            {"single_wave": 1},
+            {"ctas_per_column": 3},
+            {"ctas_per_column": 8},
+            {"lanes_across": 16, "access": "varlen"},
+            {"lanes_across": 16, "access": "misaligned"},
+            {"vector": 2, "access": "misaligned"},
         ],
     }
     dtypes = ("float32", "bfloat16", "complex64")
@@ -115,7 +113,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     dtype = variant.text("dtype")
     checked = 0
-    cut = {"ahead", "parts", "once"} & {*dict(variant.statics)}
+    cut = {"prefix_lead", "ctas_per_column", "single_wave"} & {*dict(variant.statics)}
     for trial in (*short(dtype), *(long(dtype) if cut else ())):
         for case in trial.launches(kernel.name):
             if kernel.accepts(variant, case.problem) is None:
@@ -132,14 +130,14 @@ ONE_GATE = (
 )
 
 
-@pytest.mark.parametrize("access", ["aligned", "packed"])
+@pytest.mark.parametrize("access", ["aligned", "varlen"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_walk_sums_the_gradient_of_one_gate(
     dtype: str, access: str, cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     kernel = FAMILY.kernel("channel_last_backward", "cuda")
-    variant = like(kernel, {"dtype": dtype, "access": access, "across": 16})
+    variant = like(kernel, {"dtype": dtype, "access": access, "lanes_across": 16})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     checked = 0
     for shape, setting in product(((2, 48, 40), (1, 16, 600)), ONE_GATE):
@@ -186,7 +184,7 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
 ) -> None:
     torch.manual_seed(0)
     kernel = FAMILY.kernel(name, "cuda")
-    variant = like(kernel, {"dtype": "float32", "access": "packed", "across": 16})
+    variant = like(kernel, {"dtype": "float32", "access": "varlen", "lanes_across": 16})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = replace(PACKED, reverse=reverse)
     case = cases.draw((1, 16, 300), setting, "float32", "cpu").case(name, aligned=True)
@@ -209,7 +207,7 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
 @pytest.mark.parametrize(
     ("layout", "tile", "shape"),
     [
-        ("channel_last", {"across": 32, "vector": 2}, (2, 69, 200)),
+        ("channel_last", {"lanes_across": 32, "vector": 2}, (2, 69, 200)),
         ("time_last", {"lanes": 16, "pieces": 1, "stages": 3}, (2, 3, 1150)),
         ("time_last", {"lanes": 16, "pieces": 2, "stages": 3}, (1, 5, 765)),
     ],
@@ -232,7 +230,7 @@ def test_a_walk_over_ragged_rows_writes_nowhere_else(
     torch.manual_seed(0)
     name = f"{layout}_{direction}"
     kernel = FAMILY.kernel(name, "cuda")
-    variant = like(kernel, {"dtype": dtype, "access": "ragged", **tile})
+    variant = like(kernel, {"dtype": dtype, "access": "misaligned", **tile})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
     case = cases.draw(shape, setting, dtype, "cpu").case(name, aligned=True)
@@ -264,7 +262,7 @@ def test_what_is_read_at_once_writes_nowhere_else(
     than a ring holds; and such as end early or are none."""
     torch.manual_seed(0)
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    variant = like(kernel, {"dtype": dtype, "once": 1})
+    variant = like(kernel, {"dtype": dtype, "single_wave": 1})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
     case = cases.draw((1, channels, time), setting, dtype, "cpu").case(kernel.name, aligned=True)
@@ -273,72 +271,6 @@ def test_what_is_read_at_once_writes_nowhere_else(
     library.run(case.problem, case.tensors, 0, multiprocessors)
     assert case.error() <= cases.TOLERANCE[dtype]
     assert untouched()
-
-
-@pytest.mark.parametrize("columns", [1, 2, 3])
-@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-def test_neighbours_meet_with_each_tile_and_write_nowhere_else(
-    columns: int, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
-    """Of an odd number of columns the last has no neighbour."""
-    torch.manual_seed(0)
-    kernel = FAMILY.kernel("channel_last_backward", "cuda")
-    variant = like(kernel, {"dtype": "bfloat16", "cluster": 2})
-    library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    setting = cases.Setting(states=True, reverse=reverse)
-    case = cases.draw((columns, 64, 200), setting, "bfloat16", "cpu").case(
-        kernel.name, aligned=True
-    )
-    assert kernel.accepts(variant, case.problem) is None
-    untouched = surround(case.tensors, case.expected)
-    library.run(case.problem, case.tensors, seed=0)
-    assert case.error() <= cases.TOLERANCE["bfloat16"]
-    threads, rows = 32 * variant.number("warps"), variant.number("warps") * variant.number("steps")
-    assert library.meetings() == columns * threads * -(-200 // rows)
-    assert untouched()
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("time", [20, 200], ids=["short", "long"])
-@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-@pytest.mark.parametrize("broadcast", [(), ("time",)], ids=["", "one gate"])
-def test_a_walk_brings_its_first_rows_to_the_l2(
-    direction: str,
-    dtype: str,
-    time: int,
-    reverse: bool,
-    broadcast: tuple[str, ...],
-    cuda_emulator: ModuleType,
-    tmp_path: Path,
-) -> None:
-    """Each line of each input once, and nothing beside its tensor; the second column has 16 channels. Of states that
-    are read a row later that is a row less, and of gates that are the same at all times it is none."""
-    torch.manual_seed(0)
-    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    variant = like(kernel, {"dtype": dtype, "access": "aligned", "across": 32, "vector": 4})
-    library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    setting = cases.Setting(states=True, reverse=reverse, broadcast=broadcast)
-    sums = direction == "backward" and bool(broadcast)
-    trial = cases.draw((2, 144, time), setting, dtype, "cpu")
-    case = trial.case(kernel.name, aligned=True, sums=sums)
-    assert kernel.accepts(variant, case.problem) is None
-    library.run(case.problem, case.tensors, seed=0)
-
-    scalars, from_end = case.problem.scalars(), reverse == (direction == "forward")
-    rows = min(time, variant.number("warps") * variant.number("steps"))
-    columns = [*range(0, 128, 128 // ITEM_SIZE[dtype]), 128]
-    forward, backward = {"gates": 0, "tokens": 0}, {"gates": 0, "states": 1, "states_grad": 0}
-    expected = [
-        case.tensors[name].data_ptr()
-        + ITEM_SIZE[dtype] * (batch + at * scalars[f"{name}_time"] + channel)
-        for name, first in (forward if direction == "forward" else backward).items()
-        if scalars[f"{name}_time"] != 0
-        for batch in (0, scalars[f"{name}_batch"])
-        for at in (time - 1 - row if from_end else row for row in range(first, rows))
-        for channel in columns
-    ]
-    assert sorted(library.prefetched()) == sorted(expected)
 
 
 # --- The emulator -----------------------------------------------------------------------------

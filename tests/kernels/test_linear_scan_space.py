@@ -66,7 +66,7 @@ def test_few_long_scans_are_cut_on_gpus_with_little_shared_memory(name: str) -> 
     small = {
         kernel.label(variant)
         for variant in kernel.every
-        if "ahead" in dict(variant.statics) and kernel.shared(variant) <= 0.9 * min(ROOMS)
+        if "prefix_lead" in dict(variant.statics) and kernel.shared(variant) <= 0.9 * min(ROOMS)
     }
     for tuning, dtype in product(kernel.tunings(), ("float32", "bfloat16", "float16")):
         rows = tuning.rows(f"dtype={dtype},gates={dtype},access=aligned")
@@ -80,9 +80,9 @@ def test_few_long_scans_are_cut_on_gpus_with_little_shared_memory(name: str) -> 
 @pytest.mark.parametrize("kernel", TUNED, ids=IDS)
 def test_a_space_is_a_few_dozen_variants_of_each_kind(kernel: Kernel) -> None:
     kinds = Counter(pinned(v.statics[:3]) for v in kernel.every if kernel.serves(v.statics, SM90))
-    ragged = 3 if kernel.language == "cuda" else 0
-    packed = 5 if ragged and kernel.name.startswith("channel_last") else 0
-    assert len(kinds) == 12 + ragged + packed
+    misaligned = 3 if kernel.language == "cuda" else 0
+    varlen = 5 if misaligned and kernel.name.startswith("channel_last") else 0
+    assert len(kinds) == 12 + misaligned + varlen
     assert max(kinds.values()) <= 90
     assert min(kinds.values()) >= 4
     assert len(set(kernel.every)) == len(kernel.every)
@@ -181,7 +181,7 @@ def test_rows_that_start_anywhere_have_kernels_of_their_own(kernel: Kernel) -> N
     first, *others = odd.strides
     longer = replace(odd, strides=(replace(first, batch=first.batch + 1), *others))
     assert not longer.congruent()
-    taken = "ragged" if kernel.language == "cuda" else "generic"
+    taken = "misaligned" if kernel.language == "cuda" else "generic"
     for problem, access in ((odd, taken), (longer, "generic"), (a_problem(kernel.name), "aligned")):
         assert f"access={access}" in kernel.shape(problem).kind
         accepting = {v.text("access") for v in kernel.every if not kernel.accepts(v, problem)}
@@ -193,27 +193,27 @@ def test_rows_that_start_anywhere_have_kernels_of_their_own(kernel: Kernel) -> N
 
 def test_how_full_segments_are() -> None:
     kernel = FAMILY.kernel("channel_last_backward", "cuda")
-    cut = next(v for v in kernel.every if "ahead" in dict(v.statics))
+    cut = next(v for v in kernel.every if "prefix_lead" in dict(v.statics))
     tile = dict(cut.statics)
     assert isinstance(tile["warps"], int)
     segment = tile["warps"] * streams.times(cut)
     for time, full in ((segment, 1), (segment + 1, 0.5), (segment / 4, 0.25), (3 * segment, 1)):
-        assert kernel.filled(str(cut), {"time": time}) == pytest.approx(full, rel=0.01)
-    whole = next(v for v in kernel.every if "ahead" not in dict(v.statics))
-    assert kernel.filled(str(whole), {"time": segment + 1}) == 1
+        assert kernel.tile_efficiency(str(cut), {"time": time}) == pytest.approx(full, rel=0.01)
+    whole = next(v for v in kernel.every if "prefix_lead" not in dict(v.statics))
+    assert kernel.tile_efficiency(str(whole), {"time": segment + 1}) == 1
     # Of variants of other versions selection knows nothing yet.
     for unknown in ("lanes=0", "lanes=x", "width=2"):
         text = str(cut).replace(f"lanes={tile['lanes']}", unknown)
-        assert kernel.filled(text, {"time": segment + 1}) == 1
-    assert kernel.filled(f"{cut},", {"time": segment + 1}) == 1
+        assert kernel.tile_efficiency(text, {"time": segment + 1}) == 1
+    assert kernel.tile_efficiency(f"{cut},", {"time": segment + 1}) == 1
 
 
 def test_kernels_count_the_bytes_that_launches_do() -> None:
     sources = {path.name: path.read_text(encoding="utf-8") for path in FAMILY.folder.glob("*.cuh")}
-    assert f"COUNTER = {streams.COUNTER} }};" in sources["shared_walk.cuh"]
-    assert f"HEAD = {streams.HEAD} }};" in sources["fresh.cuh"]
+    assert f"COUNTER = {streams.COUNTER} }};" in sources["multi_cta_column.cuh"]
+    assert f"HEAD = {streams.HEAD} }};" in sources["workspace_init.cuh"]
     assert f"LINE = {streams.LINE} / sizeof(Storage)," in sources["time_stream.cuh"]
-    assert f"LEAST_GROUP = {streams.LEAST_GROUP} }};" in sources["tiles.cuh"]
+    assert f"LEAST_GROUP = {streams.LEAST_GROUP} }};" in sources["lookback.cuh"]
 
 
 def test_sizes() -> None:
@@ -222,8 +222,8 @@ def test_sizes() -> None:
     problem = a_problem("channel_last_forward")
     plain = kernel.shape(problem).sizes
     assert plain == {"lines": 128, "channels": 64, "time": 4096, "sequences": 1, "broadcast": 1}
-    packed = kernel.shape(replace(problem, sequences=8)).sizes
-    assert (packed["time"], packed["sequences"]) == (512, 8)
+    varlen = kernel.shape(replace(problem, sequences=8)).sizes
+    assert (varlen["time"], varlen["sequences"]) == (512, 8)
     gates, *others = problem.strides
     broadcast = replace(problem, strides=(replace(gates, time=0), *others))
     assert kernel.shape(broadcast).sizes["broadcast"] > 1
@@ -238,31 +238,10 @@ def test_tiles_much_longer_than_a_sequence_are_not_worth_a_try() -> None:
     assert 0 < timed[2] < timed[1]  # some would take a million tiles
 
 
-@pytest.mark.parametrize(
-    ("batch", "multiprocessors", "pace"), [(4, 132, 2), (4, 48, 1), (8, 48, 0)]
-)
-def test_walks_keep_in_step_where_all_of_them_run_at_once(
-    batch: int, multiprocessors: int, pace: int
-) -> None:
-    """A block may be a tile ahead where each has a multiprocessor of its own."""
-    kernel = FAMILY.kernel("channel_last_forward", "cuda")
-    walks = [variant for variant in kernel.every if "pace" in dict(variant.statics)]
-    variant = next(v for v in walks if v.number("blocks") == v.number("vector") == 2)
-    problem = replace(a_problem("channel_last_forward", channels=1024), batch=batch)
-    assert kernel.accepts(variant, problem) is None
-    launch = kernel.launch(variant, problem, multiprocessors)
-    assert launch.grid[0] == batch * 1024 // 64
-    assert launch.scalars["flags"] >> 2 == pace
-    alone = next(
-        v for v in kernel.every if "pace" not in dict(v.statics) and v.text("access") == "aligned"
-    )
-    assert kernel.launch(alone, problem, multiprocessors).scalars["flags"] >> 2 == 0
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: str) -> None:
     kernel = FAMILY.kernel("channel_last_forward", "cuda")
-    pins = {"dtype": dtype, "once": 1}.items()
+    pins = {"dtype": dtype, "single_wave": 1}.items()
     variant = next(v for v in kernel.every if pins <= dict(v.statics).items())
     warps, steps = variant.number("warps"), variant.number("steps")
     channels = 32 * variant.number("vector")
@@ -270,7 +249,7 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
         a_problem(kernel.name, channels=2 * channels), dtype=dtype, gates_dtype=dtype, batch=3
     )
     assert kernel.accepts(variant, small) is None
-    for multiprocessors, time, parts, run in (
+    for multiprocessors, time, ctas, run in (
         (12, 4096, 1, -(-4096 // (warps * steps)) * steps),
         (132, 1 << 16, 21, -(-(1 << 16) // (21 * warps * steps)) * steps),
         (132, 2 * warps * steps, 2, steps),  # no part is less than a tile for each warp
@@ -278,53 +257,38 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
         (132, 0, 1, 0),
     ):
         launch = kernel.launch(variant, replace(small, time=time), multiprocessors)
-        assert launch.grid == (2, 3, 1 + parts if parts > 1 else 1)
+        assert launch.grid == (2, 3, 1 + ctas if ctas > 1 else 1)
         assert launch.scalars["flags"] >> 2 == run
-        assert parts * warps * run >= time
-        told = (8 if dtype == "bfloat16" else 16) * 6 * (parts - 1) * channels
-        assert launch.workspace == (streams.HEAD + told if parts > 1 else 0)
-        assert launch.zeroed == (parts == 1)
-    assert kernel.crowds(variant, small, 6) is None
-    assert "6 blocks share 6 columns, and 5 run at once" in str(kernel.crowds(variant, small, 5))
-    assert kernel.filled(str(variant), {"time": 1e4, "channels": 2 * channels}) == 1
-    assert kernel.filled(str(variant), {"time": 1e4, "channels": 8}) == 8 / channels
+        assert ctas * warps * run >= time
+        told = (8 if dtype == "bfloat16" else 16) * 6 * (ctas - 1) * channels
+        assert launch.workspace == (streams.HEAD + told if ctas > 1 else 0)
+        assert launch.zeroed == (ctas == 1)
+    assert kernel.exceeds_residency(variant, small, 6) is None
+    assert "6 blocks share 6 columns, and 5 run at once" in str(
+        kernel.exceeds_residency(variant, small, 5)
+    )
+    assert kernel.tile_efficiency(str(variant), {"time": 1e4, "channels": 2 * channels}) == 1
+    assert kernel.tile_efficiency(str(variant), {"time": 1e4, "channels": 8}) == 8 / channels
     assert "201326592 bytes to compose" in str(
         kernel.accepts(variant, replace(small, time=1 << 17))
     )
 
 
-def test_neighbours_are_whole_clusters_where_they_were_timed() -> None:
-    kernel = FAMILY.kernel("channel_last_backward", "cuda")
-    variant = next(v for v in kernel.every if "cluster" in dict(v.statics))
-    dtype = variant.text("dtype")
-    for batch, grid in ((2, 2), (3, 4)):
-        problem = replace(
-            a_problem(kernel.name, channels=64), batch=batch, dtype=dtype, gates_dtype=dtype
-        )
-        assert kernel.accepts(variant, problem) is None
-        assert kernel.launch(variant, problem, 132).grid == (grid, 1, 1)
-    serves = {
-        arch: kernel.serves(variant.statics, Target.parse(arch))
-        for arch in ("sm89", "sm90", "sm120", "ptx80")
-    }
-    assert serves == {"sm89": False, "sm90": True, "sm120": False, "ptx80": False}
-
-
-@pytest.mark.parametrize("parts", [3, 4, 8])
-def test_blocks_share_columns_where_all_of_them_run_at_once(parts: int) -> None:
+@pytest.mark.parametrize("ctas", [3, 4, 8])
+def test_blocks_share_columns_where_all_of_them_run_at_once(ctas: int) -> None:
     kernel = FAMILY.kernel("channel_last_forward", "cuda")
-    variant = next(v for v in kernel.every if dict(v.statics).get("parts") == parts)
+    variant = next(v for v in kernel.every if dict(v.statics).get("ctas_per_column") == ctas)
     dtype = variant.text("dtype")
     problem = replace(
         a_problem("channel_last_forward", channels=1000), dtype=dtype, gates_dtype=dtype
     )
     assert kernel.accepts(variant, problem) is None
-    blocks = 2 * 16 * parts
-    assert kernel.crowds(variant, problem, blocks) is None
-    crowded = kernel.crowds(variant, problem, blocks - 1)
+    blocks = 2 * 16 * ctas
+    assert kernel.exceeds_residency(variant, problem, blocks) is None
+    crowded = kernel.exceeds_residency(variant, problem, blocks - 1)
     assert crowded is not None
     assert f"{blocks} blocks share 32 columns, and {blocks - 1} run at once" in crowded
     launch = kernel.launch(variant, problem, blocks)
     assert launch.grid[0] == blocks
-    turns = 2 * (variant.number("early") + 1)
+    turns = 2 * (variant.number("aggregate_lead") + 1)
     assert launch.workspace == 256 + 8 * blocks * 64 * turns

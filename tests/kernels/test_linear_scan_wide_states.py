@@ -66,7 +66,14 @@ def backwards() -> Iterator[Variant]:
     for layout in ("time_last", "channel_last"):
         for variant in FAMILY.kernel(f"{layout}_backward", "cuda").variants:
             statics = dict(variant.statics)
-            ways = statics.keys() & {"stages", "across", "ahead", "once", "parts", "reverse"}
+            ways = statics.keys() & {
+                "stages",
+                "lanes_across",
+                "prefix_lead",
+                "single_wave",
+                "ctas_per_column",
+                "reverse",
+            }
             kind = (layout, statics["gates"], statics["access"], *sorted(ways))
             if statics["dtype"] == "float16" and kind not in seen:
                 seen.add(kind)

@@ -98,7 +98,9 @@ def try_both(
         for library, direction in zip(libraries, ("forward", "backward"), strict=True):
             problem = tensors.problem("sequence", direction)
             assert library.kernel.accepts(library.variant, problem) is None
-            assert library.kernel.crowds(library.variant, problem, multiprocessors) is None
+            assert (
+                library.kernel.exceeds_residency(library.variant, problem, multiprocessors) is None
+            )
             library.run(problem, tensors.given, number, multiprocessors)
         assert tensors.error("states", "gates_grad", "initial_grad") <= module.TOLERANCE[dtype], (
             trial

@@ -36,7 +36,7 @@ def taken(kernel: Kernel, problem: RnnProblem, multiprocessors: int) -> list[Var
         variant
         for variant in kernel.variants
         if kernel.accepts(variant, problem) is None
-        and kernel.crowds(variant, problem, multiprocessors) is None
+        and kernel.exceeds_residency(variant, problem, multiprocessors) is None
     ]
 
 
@@ -111,7 +111,9 @@ def test_others_than_the_defaults_may_be_tried(kernel: Kernel) -> None:
 
 
 def test_the_ring_has_the_memory_that_it_takes() -> None:
-    assert f"RING = {tilings.RING}," in (FAMILY.folder / "exchange.cuh").read_text(encoding="utf-8")
+    assert f"RING = {tilings.RING}," in (FAMILY.folder / "hidden_state_exchange.cuh").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_more_memory_allows_more_tilings() -> None:
@@ -156,8 +158,8 @@ def test_how_wide_a_head_may_be() -> None:
             problem = a_problem(kernel, dim=most, function=kind[0], dtype=variant.text("dtype"))
             larger = replace(problem, dim=most + 16)
             assert kernel.accepts(variant, problem) is None
-            assert kernel.crowds(variant, problem, multiprocessors) is None
-            assert kernel.accepts(variant, larger) or kernel.crowds(
+            assert kernel.exceeds_residency(variant, problem, multiprocessors) is None
+            assert kernel.accepts(variant, larger) or kernel.exceeds_residency(
                 variant, larger, multiprocessors
             )
             if multiprocessors == 132:
@@ -226,8 +228,8 @@ def test_what_does_not_fit_says_why(kernel: Kernel) -> None:
     assert reason(dtype="float16") == "dtype bfloat16, not float16"
     assert reason(function="gru") == "function lstm, not gru"
     assert "it takes 16" in reason(alignment=8)
-    assert kernel.crowds(variant, a_problem(kernel), 48) is None
-    assert "48 > 47" in (kernel.crowds(variant, a_problem(kernel), 47) or "")
+    assert kernel.exceeds_residency(variant, a_problem(kernel), 48) is None
+    assert "48 > 47" in (kernel.exceeds_residency(variant, a_problem(kernel), 47) or "")
 
 
 @pytest.mark.parametrize("kernel", FAMILY.kernels, ids=[k.head for k in FAMILY.kernels])

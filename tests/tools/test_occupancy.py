@@ -53,7 +53,7 @@ def test_bytes_in_flight(tool: Any, of: Any) -> None:
     assert tool.in_flight(of(32, 30_000, ring.format(3))) == 20_000
     assert tool.in_flight(of(32, 30_000, ring.format(1))) == 30_000
     # What is composed already waits for others, not for memory.
-    assert tool.in_flight(of(32, 30_000, ring.format(3) + ",ahead=1")) == 10_000
+    assert tool.in_flight(of(32, 30_000, ring.format(3) + ",prefix_lead=1")) == 10_000
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90"])

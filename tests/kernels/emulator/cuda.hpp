@@ -235,14 +235,6 @@ inline void copy_now(const Copy& copy) {
     std::memcpy(copy.to, copy.from, copy.read);
 }
 
-// What the last launch brought to the L2 in advance, which tests may ask for.
-inline std::vector<const void*> prefetched;
-inline void prefetch(const void* at) {
-    static std::mutex mutex;
-    const std::lock_guard<std::mutex> lock(mutex);
-    prefetched.push_back(at);
-}
-
 inline void copy_async(void* to, const void* from, std::size_t bytes, std::size_t read) {
     if (std::uintptr_t(to) % bytes || std::uintptr_t(from) % bytes) fail("a copy is not aligned");
     if (read > bytes) fail("a copy reads more than it writes");
@@ -272,7 +264,6 @@ void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
 template <class... A>
 void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsigned threads,
             unsigned shared, unsigned blocks_at_once, unsigned seed) {
-    prefetched.clear();
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads, 1, 1};
     const std::size_t blocks = std::size_t(grid[0]) * grid[1] * grid[2];

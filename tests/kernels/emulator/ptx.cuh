@@ -76,24 +76,16 @@ void meet_at(int barrier) {
     emulator::block().wait([&] { return at.opened != opened; });
 }
 
-inline void arrive_in_cluster() { emulator::arrive_in_cluster(); }
-inline void await_cluster() { emulator::await_cluster(); }
-
 inline char* dynamic_shared() {
     return reinterpret_cast<char*>((std::uintptr_t(emulator::block().dynamic.data()) + 15) / 16 * 16);
 }
 inline char* dynamic_rows() { return dynamic_shared(); }
-template <int BYTES>
-void copy_async(void* to, const void* from, bool wanted) {
-    if (wanted) emulator::copy_async(to, from, BYTES, BYTES);
+inline void copy_async(void* to, const void* from, bool wanted) {
+    if (wanted) emulator::copy_async(to, from, 16, 16);
 }
-inline u64 leaves_first() { return 0; }
-inline u64 leaves_last() { return 1; }
-inline void copy_async_as(u64, void* to, const void* from, bool wanted) { copy_async<16>(to, from, wanted); }
 inline void copy_async_first(void* to, const void* from, int bytes, bool wanted) {
     if (wanted) emulator::copy_async(to, from, 16, bytes);
 }
-inline void prefetch_line(const void* at) { emulator::prefetch(at); }
 inline void commit_copies() { emulator::commit(); }
 template <int PENDING>
 void wait_for_copies() {

@@ -332,5 +332,5 @@ def test_on_a_gpu(capsys: Capture) -> None:
         for language in ("cuda", "triton")
     ]
     for entry in found["timings"]:
-        assert entry["floor"].startswith("stream.stream:cuda:")
+        assert entry["floor"].startswith("roofline.stream:cuda:")
         assert entry["floor_ms"] < 10 * entry["ms"]

@@ -31,7 +31,7 @@ TRITON = FAMILY.kernel("time_last_forward", "triton").variants[0]
 BACKWARD = next(
     variant
     for variant in FAMILY.kernel("channel_last_backward", "cuda").variants
-    if variant.text("dtype") == "bfloat16" and "ahead" not in str(variant)
+    if variant.text("dtype") == "bfloat16" and "prefix_lead" not in str(variant)
 )
 
 

@@ -116,8 +116,8 @@ def test_a_gpu_goes_by_its_own_rows_where_no_others_are_nearer(
 def test_a_variant_that_fills_less_of_its_segments_counts_as_slower(
     a_binary: Make, a_device: Describe
 ) -> None:
-    cut = next(v for v in aligned() if "ahead" in dict(v.statics))
-    other = next(v for v in aligned() if "ahead" not in dict(v.statics))
+    cut = next(v for v in aligned() if "prefix_lead" in dict(v.statics))
+    other = next(v for v in aligned() if "prefix_lead" not in dict(v.statics))
     rows = [(8192, {cut: 1.0, other: 1.1})]
     archive = tuned_archive("sm90", [a_binary(v)[0] for v in (cut, other)], a_tuning(rows=rows))
     for time, counts, liked in (
@@ -248,7 +248,10 @@ def test_blocks_that_wait_for_each_other_have_to_fit_the_gpu(
 ) -> None:
     """Which a kernel tells by the number of multiprocessors."""
     kernels = tuple(
-        replace(k, crowds=lambda v, p, count: None if count >= 100 else f"{count} are too few")
+        replace(
+            k,
+            exceeds_residency=lambda v, p, count: None if count >= 100 else f"{count} are too few",
+        )
         for k in FAMILY.kernels
     )
     family = replace(FAMILY, kernels=kernels)

@@ -118,7 +118,7 @@ def test_what_a_time_counts_as_is_said(hopper: System, tmp_path: Path, a_binary:
         variant
         for variant in kernel.variants
         if "dtype=bfloat16,gates=bfloat16,access=aligned,warps=1,rows=8" in str(variant)
-        and "pieces=2,stages=3,ahead=2" in str(variant)
+        and "pieces=2,stages=3,prefix_lead=2" in str(variant)
         and "reverse" not in dict(variant.statics)
     )
     assert kernel.shape is not None

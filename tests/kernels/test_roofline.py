@@ -1,4 +1,4 @@
-"""The stream family: what it moves, how it is cut, and that its sources compile."""
+"""The roofline family: what it moves, how it is cut, and that its sources compile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from scan_registry.aot.compile import compile_variant
 from scan_registry.diagnostics.explanation import OPERATORS
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.stream import cases, reference
-from scan_registry.kernels.stream.spec import FAMILY, PATTERNS, StreamProblem
+from scan_registry.kernels.roofline import cases, reference
+from scan_registry.kernels.roofline.spec import FAMILY, PATTERNS, RooflineProblem
 from scan_registry.runtime import jit
 
 (KERNEL,) = FAMILY.kernels
@@ -24,7 +24,7 @@ def test_it_is_behind_no_operator() -> None:
 
 @pytest.mark.parametrize(("reads", "writes"), PATTERNS)
 def test_a_pattern_has_variants_of_its_own(reads: int, writes: int) -> None:
-    problem = StreamProblem(reads, writes, 4096)
+    problem = RooflineProblem(reads, writes, 4096)
     taken = [v for v in KERNEL.variants if KERNEL.accepts(v, problem) is None]
     assert len(taken) == len(KERNEL.variants) // len(PATTERNS) > 1
     for variant in taken:
@@ -36,7 +36,7 @@ def test_a_pattern_has_variants_of_its_own(reads: int, writes: int) -> None:
 @pytest.mark.parametrize("count", [*cases.QUICK, *cases.THOROUGH])
 def test_blocks_cover_the_tensors_and_none_is_idle(count: int) -> None:
     for variant in KERNEL.variants:
-        launch = KERNEL.launch(variant, StreamProblem(1, 1, count), 132)
+        launch = KERNEL.launch(variant, RooflineProblem(1, 1, count), 132)
         share = 4 * 32 * KERNEL.warps(variant) * variant.number("unroll")
         (blocks, *others), scalars = launch.grid, launch.scalars
         assert others == [1, 1]

@@ -1,6 +1,6 @@
-"""The stream family: moves as many tensors as another kernel does, and as many bytes, and no more.
+"""The roofline family: a streaming kernel that moves as many tensors and bytes as another kernel, and computes nothing.
 
-It is behind no operator: ``scan-registry bench`` takes the fastest of its variants for the floor.
+It is behind no operator: ``scan-registry bench`` takes the time of its fastest variant for the bandwidth roofline.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space, Variant
 
-FAMILY_NAME = "stream"
+FAMILY_NAME = "roofline"
+KERNEL_NAME = "stream"
 #: Tensors read and written: by a copy, by a forward and by a backward pass.
 PATTERNS = ((1, 1), (2, 1), (3, 2))
 _VECTOR = 4  # floats in 16 bytes
@@ -19,7 +20,7 @@ _INPUTS, _OUTPUTS = ("a", "b", "c"), ("sum", "copy")
 
 
 @dataclass(frozen=True)
-class StreamProblem:
+class RooflineProblem:
     """Read ``reads`` tensors and write ``writes``, of ``count`` floats each. All start at multiples of
     16 bytes."""
 
@@ -29,7 +30,7 @@ class StreamProblem:
 
     @property
     def kernel(self) -> str:
-        return FAMILY_NAME
+        return KERNEL_NAME
 
     @property
     def dtype(self) -> str:
@@ -47,21 +48,21 @@ class StreamProblem:
         return _OUTPUTS[: self.writes]
 
 
-def _accepts(variant: Variant, problem: StreamProblem) -> str | None:
+def _accepts(variant: Variant, problem: RooflineProblem) -> str | None:
     moved = variant.number("reads"), variant.number("writes")
     if moved != (problem.reads, problem.writes):
         return f"it reads {moved[0]} tensors and writes {moved[1]}"
     return None
 
 
-def _launch(variant: Variant, problem: StreamProblem, multiprocessors: int) -> Launch:
+def _launch(variant: Variant, problem: RooflineProblem, multiprocessors: int) -> Launch:
     block = 32 * variant.number("warps") * variant.number("unroll") * _VECTOR
     return Launch((max(1, -(-problem.count // block)), 1, 1), {"count": problem.count})
 
 
 _KERNEL = Kernel(
     family=FAMILY_NAME,
-    name=FAMILY_NAME,
+    name=KERNEL_NAME,
     language="cuda",
     source="stream.cu",
     entry="stream",
@@ -81,7 +82,7 @@ _KERNEL = Kernel(
     },
     warps=lambda variant: variant.number("warps"),
     accepts=_accepts,
-    # Which is the fastest depends on the GPU and the size: whoever wants the floor tries them all.
+    # Which is the fastest depends on the GPU and the size: whoever wants the roofline tries them all.
     cost=lambda variant, problem: variant.number("unroll"),
     launch=_launch,
 )

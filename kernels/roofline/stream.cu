@@ -1,13 +1,13 @@
 // Streaming: reads READS tensors and writes WRITES, all of count floats, once each and in order.
 //
-// It computes next to nothing. What it takes is the least that a kernel can take that moves as many
-// bytes between as many tensors: the floor that other kernels are measured against.
+// It computes next to nothing. Its time is the bandwidth roofline for kernels that move as many bytes
+// between as many tensors. Traffic: 4 × (READS + WRITES) bytes per element.
 //
-// A block owns UNROLL × THREADS vectors of 16 bytes of every tensor, and a thread UNROLL of them,
+// A CTA owns UNROLL × THREADS vectors of 16 bytes of every tensor, and a thread UNROLL of them,
 // THREADS apart. All of a thread's loads are under way before the first is used:
 //
-//     block 0:  | THREADS vectors | THREADS vectors | …  UNROLL times
-//     block 1:  …
+//     CTA 0:    | THREADS vectors | THREADS vectors | …  UNROLL times
+//     CTA 1:    …
 //
 // STREAMING 1 marks what is read and written as of no further use to the caches. 2 lets what is read leave
 // the L2 last, as other kernels do, which makes room for what is written sooner; 3 marks that as 1 does, too.

@@ -1,74 +1,82 @@
-// Channels contiguous, aligned, and many of them: a block walks its channels from one end of time to the
-// other, and waits for no other block.
+// Many contiguous channels, aligned: a CTA owns a column of channels, and passes serially over all of time. No CTA waits
+// for another.
 //
-// The build pins WARPS (per block), ACROSS (lanes side by side), VECTOR (channels of a lane), STEPS, STAGES,
-// BLOCKS (per SM), PACE, whether blocks keep in step (pace.cuh), CLUSTER, how many neighbours do (neighbours.cuh),
-// PARTS, how many blocks share a column (shared_walk.cuh), and ONCE, whether each warp walks a run of rows by itself
-// (once.cuh):
+// The build pins WARPS (per CTA), LANES_ACROSS (threads along the channels), VECTOR (channels of a thread), STEPS (rows of
+// a thread), STAGES, BLOCKS (CTAs per SM), CTAS_PER_COLUMN (more than 1: multi_cta_column.cuh) and SINGLE_WAVE (1:
+// single_wave.cuh). A row is one time step of the column's channels. A tile is
 //
-//                 channels ->    ACROSS × VECTOR
-//      order      | group 0: STEPS rows |  a tile of the block's column; the next STAGES - 1
-//        |        | group 1: STEPS rows |  are on their way to shared memory meanwhile
+//                 channels ->    LANES_ACROSS × VECTOR
+//      time       | group 0: STEPS rows |
+//        |        | group 1: STEPS rows |
 //        v        | …           GROUPS  |
 //
-// A lane composes the maps of its channels' rows, learns from the groups before its own which state
-// enters them, and walks them again. A warp copies its own rows, 16 bytes at a time, whichever lanes
-// need them; results take the place of what they are computed from, and leave the same way. A packed
-// sequence is a column of its own.
+// and the next STAGES - 1 tiles are being copied to shared memory meanwhile. For each tile
 //
-// RAGGED: rows do not start and end where pieces of 16 bytes do, and each in another place, but all tensors'
-// alike. Then a block copies the pieces that its channels lie in, one more a row. Lanes side by side have channels side
-// by side, ACROSS channels from one of a lane to its next; they read them one by one, and write results from registers.
+// 1. a thread composes the affine maps (gate, token) of its STEPS rows, for each of its channels;
+// 2. groups exchange these maps through shared memory, and a thread applies those of the groups before its own to the
+//    state that enters the tile;
+// 3. it computes the states of its rows.
+//
+// A warp copies its own rows, 16 bytes at a time, whichever threads need them. Results overwrite the inputs they are
+// computed from in shared memory, and leave the same way. Traffic: 12 bytes per element in float32 and 6 in 16 bits
+// forward, 20 and 10 backward.
+//
+// VARLEN: each packed sequence is a column of its own.
+//
+// MISALIGNED: rows start and end off 16-byte boundaries, each at another offset, but at the same one in all tensors. A
+// CTA copies the 16-byte pieces that its channels lie in, one more for each row. Neighbouring threads have neighbouring
+// channels, and those of one thread are LANES_ACROSS apart; threads read single elements, and write results from
+// registers.
 #pragma once
 enum : int { THREADS = 32 * WARPS };
 #include "affine.cuh"
-#include "pace.cuh"
 
 enum : int {
     ITEMS = 16 / sizeof(Storage),  // in 16 bytes
-    CHANNELS = ACROSS * VECTOR,
-    GROUPS = THREADS / ACROSS,
-    WARP_STEPS = STEPS * (32 / ACROSS),
+    CHANNELS = LANES_ACROSS * VECTOR,
+    GROUPS = THREADS / LANES_ACROSS,
+    WARP_STEPS = STEPS * (32 / LANES_ACROSS),
     FULL = CHANNELS / ITEMS,  // pieces that the channels of a row fill
-    PIECES = FULL + RAGGED,   // of a row
+    PIECES = FULL + MISALIGNED,   // of a row
     ROWS = 32 / FULL,  // that a warp copies at once
     COPIES = (WARP_STEPS + ROWS - 1) / ROWS,  // of a lane, for each input of a tile
-    TIMES = (ONCE ? 1 : WARPS) * WARP_STEPS,  // of a tile
-    TO_NEXT = RAGGED ? ACROSS : 1,  // from a channel of a lane to its next
-    TO_LANE = RAGGED ? 1 : VECTOR,  // from lane to lane
+    TIMES = (SINGLE_WAVE ? 1 : WARPS) * WARP_STEPS,  // of a tile
+    TO_NEXT = MISALIGNED ? LANES_ACROSS : 1,  // from a channel of a lane to its next
+    TO_LANE = MISALIGNED ? 1 : VECTOR,  // from lane to lane
 };
-// Pieces between the rows of a warp's groups, so that these do not meet in the same banks.
-enum : int { APART = ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0 };
+// Pieces of padding between the rows of a warp's groups, against bank conflicts.
+enum : int { APART = LANES_ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0 };
 static_assert(FULL <= 32 && CHANNELS % ITEMS == 0);
 // Whether lanes write results themselves.
-enum : bool { DIRECT = RAGGED || ONCE };
+enum : bool { DIRECT = MISALIGNED || SINGLE_WAVE };
 
 // Among those that share a tile.
-__device__ inline unsigned own_warp() { return ONCE ? 0 : threadIdx.x / 32; }
-__device__ inline unsigned own_group() { return (ONCE ? threadIdx.x % 32 : threadIdx.x) / ACROSS; }
+__device__ inline unsigned own_warp() { return SINGLE_WAVE ? 0 : threadIdx.x / 32; }
+__device__ inline unsigned own_group() { return (SINGLE_WAVE ? threadIdx.x % 32 : threadIdx.x) / LANES_ACROSS; }
 
-// Where threads look after a channel each, these are numbered so that lanes side by side walk successive ones: of a lane
-// its first, then the second of all. The number of what this lane walks, and the channel of a number.
-__device__ inline int number_of(int v) { return v * ACROSS + threadIdx.x % ACROSS; }
-__device__ inline int place_of(int number) { return number % ACROSS * VECTOR + number / ACROSS; }
+// Where a thread serves one channel of the column, channels are numbered so that neighbouring lanes scan consecutive
+// numbers: first the first channel of every lane, then the second. The number of this lane's channel v, and the channel
+// of a number.
+__device__ inline int number_of(int v) { return v * LANES_ACROSS + threadIdx.x % LANES_ACROSS; }
+__device__ inline int place_of(int number) { return number % LANES_ACROSS * VECTOR + number / LANES_ACROSS; }
 
-// Where a block's column is, and in it the channels of this lane.
+// A CTA's column, and in it the channels of this lane.
 struct Column {
     int lane = threadIdx.x % 32;
     i64 batch, sequence = 0, channel, copied;  // first channels: this lane's, and what it copies
-    i64 end;                                   // of the block's channels
+    i64 end;                                   // of the CTA's channels
     i64 origin, way = 1, rows;                 // time of the first row, from row to row, and how many
 
-    // But for the first rows, which others walk.
+    // `skipped`: the first rows, which other CTAs or warps have.
     __device__ Column(i64 channels, i64 time, bool against, const i64* offsets, i64 sequences,
                       unsigned number, i64 skipped = 0) {
-        const unsigned across = ONCE ? gridDim.x : unsigned((channels + CHANNELS - 1) / CHANNELS);
-        const i64 first = i64(ONCE ? blockIdx.x : number % across) * CHANNELS;
+        const unsigned columns_across = SINGLE_WAVE ? gridDim.x : unsigned((channels + CHANNELS - 1) / CHANNELS);
+        const i64 first = i64(SINGLE_WAVE ? blockIdx.x : number % columns_across) * CHANNELS;
         end = first + CHANNELS < channels ? first + CHANNELS : channels;
-        number = ONCE ? blockIdx.y : number / across;
+        number = SINGLE_WAVE ? blockIdx.y : number / columns_across;
         batch = number;
         origin = 0, rows = time;
-        if constexpr (PACKED) {
+        if constexpr (VARLEN) {
             batch = number / unsigned(sequences), sequence = number % unsigned(sequences);
             // Bounds may be anything, and nothing else is to be touched.
             const auto within = [](i64 bound, i64 least, i64 most) {
@@ -77,19 +85,19 @@ struct Column {
             origin = within(offsets[sequence], 0, time);
             rows = within(offsets[sequence + 1], origin, time) - origin;
         }
-        channel = first + lane % ACROSS * TO_LANE;
+        channel = first + lane % LANES_ACROSS * TO_LANE;
         copied = first + lane % FULL * ITEMS;
         if (against) origin += rows - 1, way = -1;
         origin += way * skipped, rows -= skipped;
     }
 
-    // The same for a lane that has one channel, of the block's this one.
+    // The same column for a thread that serves channel `own` of it.
     __device__ Column with(int own) const {
         Column other = *this;
-        other.channel += own - lane % ACROSS * VECTOR;
+        other.channel += own - lane % LANES_ACROSS * VECTOR;
         return other;
     }
-    // Whether a lane's channels are the block's own.
+    // Whether channel v of this lane exists.
     __device__ bool has(int v) const { return channel + v * TO_NEXT < end; }
 
     // Of a tensor of batches × channels.
@@ -98,30 +106,11 @@ struct Column {
     }
 };
 
-// The rows of a walk's first tile, one to a thread, are on their way to the L2 before the rest is made ready. More
-// than a tile makes others wait, rows narrower than a line gain nothing (NOTES.md), and of gates that are the same at
-// all times there is one row.
-#if __CUDA_ARCH__ == 900 && ACROSS == 32 && !RAGGED && !PACKED && PARTS == 1 && !ONCE
-__device__ inline void prefetch_rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column, int later = 0) {
-    enum : int { LINE = 128 / sizeof(Storage) };
-    const int row = threadIdx.x + later;
-    if (row >= TIMES || row >= column.rows || by_time == 0) return;
-    const i64 channel = column.channel - column.lane * TO_LANE;
-    const Storage* const at = tensor + column.batch * by_batch + column.origin * by_time + channel +
-                              row * (column.way * by_time);
-#pragma unroll
-    for (int c = 0; c < CHANNELS; c += LINE)
-        if (c == 0 || channel + c < column.end) prefetch_line(at + c);
-}
-#else
-__device__ inline void prefetch_rows(const Storage*, i64, i64, const Column&, int = 0) {}
-#endif
-
 // This lane's share of a tensor of batches × times × channels: one piece of every ROWS-th row of its warp's,
 // in the tile that is at hand.
 struct Rows {
     Storage* first;
-    i64 apart;   // rows of the walk
+    i64 apart;   // from a row to the next in scan order
     int later;   // by how many rows it is read later than others
 
     __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Column& column, int later = 0)
@@ -131,7 +120,7 @@ struct Rows {
                 (copied + later) * apart;
     }
     __device__ Storage* at(int row) const { return first + row * apart; }
-    __device__ void advance(int tiles = PARTS) { first += tiles * TIMES * apart; }
+    __device__ void advance(int tiles = CTAS_PER_COLUMN) { first += tiles * TIMES * apart; }
     // Whether two pieces from the end of a row on are still within the next one, or the one before.
     __device__ bool far_apart() const { return apart > 2 * ITEMS || apart < -2 * ITEMS; }
 };
@@ -149,9 +138,9 @@ struct Results : Rows {
     }
 };
 
-// Elements between the start of a piece and the block's first channel. In successive rows that grows evenly, so it
-// repeats after ITEMS rows. What repeats is computed once: a lane asks itself for it, or the compiler would compute it
-// again for each tile.
+// Misaligned rows: elements between the start of a 16-byte piece and the CTA's first channel. The offset grows evenly
+// from row to row, so it repeats after ITEMS rows and is computed once. A shuffle from the own lane keeps the compiler
+// from computing it again for each tile.
 struct Leads {
     enum : int {
         OWN = ITEMS < STEPS + 1 ? ITEMS : STEPS + 1,  // of a lane's rows
@@ -163,9 +152,9 @@ struct Leads {
     __device__ Leads(const Column& column, i64 by_batch, i64 by_time)
         : first(unsigned(column.batch * by_batch + column.origin * by_time + column.copied)),
           apart(unsigned(column.way * by_time)) {
-        static_assert(!RAGGED || TIMES % ITEMS == 0, "or leads would change from tile to tile");
-        if (!RAGGED) return;
-        const int lane = column.lane, first_own = threadIdx.x / ACROSS * STEPS;
+        static_assert(!MISALIGNED || TIMES % ITEMS == 0, "or leads would change from tile to tile");
+        if (!MISALIGNED) return;
+        const int lane = column.lane, first_own = threadIdx.x / LANES_ACROSS * STEPS;
         const int first_copied = threadIdx.x / 32 * WARP_STEPS;
 #pragma unroll
         for (int k = 0; k < OWN; k++) own[k] = from_lane(of(first_own + k), lane);
@@ -184,7 +173,7 @@ struct Leads {
 // many as matter are counted: one more than a tile has.
 template <int INPUTS>
 struct Tiles {
-    enum : int { INPUT = WARP_STEPS * PIECES + (32 / ACROSS - 1) * APART, STAGE = INPUTS * INPUT };
+    enum : int { INPUT = WARP_STEPS * PIECES + (32 / LANES_ACROSS - 1) * APART, STAGE = INPUTS * INPUT };
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_own = own_group() * STEPS;
     const int own_row = lane / FULL;  // of ROWS, what this lane copies a piece of
     const i64 rows;
@@ -192,7 +181,6 @@ struct Tiles {
     const bool copies;  // whether there is something for this lane to copy
     const int own_channels;  // from this lane's first one to the end
     const Leads leads;
-    u64 order;           // in which lines leave the L2, if each warp walks by itself: it says so
     bool inner = false;  // whether all of a tile's rows are there, and others before and after them
     uint4* const own = reinterpret_cast<uint4*>(dynamic_rows()) + warp * (STAGES * STAGE);
     int stage = 0;  // the next to be filled; after the turn, the one that was filled first
@@ -201,7 +189,7 @@ struct Tiles {
     __device__ Tiles(const Column& column, i64 by_batch, i64 by_time)
         : rows(column.rows),
           to_end(int(column.end - column.copied)),
-          copies(RAGGED || to_end > 0),
+          copies(MISALIGNED || to_end > 0),
           own_channels(DIRECT ? from_lane(int(column.end - column.channel), lane) : 0),
           leads(column, by_batch, by_time) {}
     __device__ void turn() { stage = stage + 1 < STAGES ? stage + 1 : 0; }
@@ -209,7 +197,7 @@ struct Tiles {
     __device__ uint4* piece(int input, int copy) const {
         const int row = copy * ROWS + own_row;
         return own + stage * STAGE + input * INPUT + copy * (ROWS * PIECES) +
-               (RAGGED ? own_row * PIECES + lane % FULL : lane) + row / STEPS * APART;
+               (MISALIGNED ? own_row * PIECES + lane % FULL : lane) + row / STEPS * APART;
     }
     // Of a row of this warp the piece that is one more than its channels fill.
     __device__ uint4* last_piece(int input, int row) const {
@@ -218,20 +206,20 @@ struct Tiles {
     // The first of this lane's channels in its row k, of a tensor whose rows are LATER by so many.
     template <int LATER = 0>
     __device__ Storage* cells(int input, int k) const {
-        const int group = lane / ACROSS, row = group * STEPS + k;
+        const int group = lane / LANES_ACROSS, row = group * STEPS + k;
         return reinterpret_cast<Storage*>(own + stage * STAGE + input * INPUT + row * PIECES + group * APART) +
-               lane % ACROSS * TO_LANE + (RAGGED ? leads.own[(k + LATER) % Leads::OWN] : 0);
+               lane % LANES_ACROSS * TO_LANE + (MISALIGNED ? leads.own[(k + LATER) % Leads::OWN] : 0);
     }
 
     // Rows of this warp that this lane has to copy: every ROWS-th below this.
     __device__ int count(int left) const {
-        const int own = left - (ONCE ? 0 : warp) * WARP_STEPS;
+        const int own = left - (SINGLE_WAVE ? 0 : warp) * WARP_STEPS;
         return !copies ? 0 : (own < WARP_STEPS ? own : WARP_STEPS) - own_row;
     }
     // Rows that are not there read as `outside`. LATER is what `from.later` is.
     template <int LATER = 0>
     __device__ void copy_in(int input, const Rows& from, int left, Storage outside) const {
-        if (RAGGED && inner && from.far_apart()) return copy_pieces<LATER, true>(input, from);
+        if (MISALIGNED && inner && from.far_apart()) return copy_pieces<LATER, true>(input, from);
         const int there = count(left - from.later);
         copy_pieces<LATER, false>(input, from, there, left - from.later - warp * WARP_STEPS);
         if (there < WARP_STEPS - own_row) {
@@ -240,7 +228,7 @@ struct Tiles {
             for (int i = 0; i < COPIES; i++) {
                 if (i * ROWS < there || i * ROWS >= WARP_STEPS - own_row) continue;
                 *piece(input, i) = words_of(chunk);
-                if (RAGGED && lane % FULL == 0) *last_piece(input, i * ROWS + own_row) = words_of(chunk);
+                if (MISALIGNED && lane % FULL == 0) *last_piece(input, i * ROWS + own_row) = words_of(chunk);
             }
         }
     }
@@ -249,12 +237,11 @@ struct Tiles {
     __device__ void copy_pieces(int input, const Rows& from, int there = WARP_STEPS, int all = WARP_STEPS) const {
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
-            const int lead = RAGGED ? leads.copied[LATER][i % Leads::COPIED] : 0;
+            const int lead = MISALIGNED ? leads.copied[LATER][i % Leads::COPIED] : 0;
             if (INNER) there = WARP_STEPS % ROWS == 0 ? i * ROWS + 1 : WARP_STEPS - own_row;
-            if constexpr (ONCE) copy_async_as(order, piece(input, i), from.at(i * ROWS), i * ROWS < there);
-            else copy_piece<INNER>(piece(input, i), from.at(i * ROWS), lead, to_end, i * ROWS < there);
+            copy_piece<INNER>(piece(input, i), from.at(i * ROWS), lead, to_end, i * ROWS < there);
         }
-        if constexpr (RAGGED) {
+        if constexpr (MISALIGNED) {
             const int to_last = CHANNELS - lane % FULL * ITEMS;  // channels, from the first that this lane copies
 #pragma unroll
             for (int row = lane; row < WARP_STEPS; row += 32)
@@ -262,13 +249,13 @@ struct Tiles {
                                   to_end - to_last, row < all);
         }
     }
-    // A piece, which if ragged starts `lead` elements before that: where any of the block's channels may be in it, or
-    // of those that are in it nothing beyond the last, which may be the tensor's.
+    // Copy a piece. A misaligned one starts `lead` elements before `from`. INNER: all of it may be read. Otherwise nothing
+    // is read past the CTA's last channel, which may be the tensor's end.
     template <bool INNER>
     __device__ static void copy_piece(uint4* to, const Storage* from, int lead, int to_end, bool wanted) {
         const int left = to_end + lead;
-        if constexpr (!RAGGED) copy_async<16>(to, from, wanted);
-        else if constexpr (INNER) copy_async<16>(to, from - lead, wanted && to_end + ITEMS > 1);
+        if constexpr (!MISALIGNED) copy_async(to, from, wanted);
+        else if constexpr (INNER) copy_async(to, from - lead, wanted && to_end + ITEMS > 1);
         else
             copy_async_first(to, from - lead, (left < ITEMS ? left : ITEMS) * int(sizeof(Storage)),
                              wanted && left > 0);
@@ -285,7 +272,7 @@ struct Tiles {
     template <int LATER = 0>
     __device__ Chunk<Element, VECTOR> get(int input, int k) const {
         const Storage* const from = cells<LATER>(input, k);
-        if constexpr (!RAGGED && VECTOR * sizeof(Storage) >= 4) {
+        if constexpr (!MISALIGNED && VECTOR * sizeof(Storage) >= 4) {
             return get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(from));
         } else {
             Chunk<Element, VECTOR> chunk;
@@ -299,7 +286,7 @@ struct Tiles {
     __device__ void put(int input, const Results& to, int left, int k, const State (&x)[VECTOR]) const {
         Chunk<Element, VECTOR> chunk;
         chunk.set(x);
-        if constexpr (RAGGED) {
+        if constexpr (MISALIGNED) {
             Storage* const cell = to.own(k);
 #pragma unroll
             for (int v = 0; v < VECTOR; v++)
@@ -313,35 +300,11 @@ struct Tiles {
         }
     }
 
-    // Walk all rows. `work.fetch(left)` copies a tile in, where so many rows are left, `read` holds this lane's rows of
-    // it, which `compose` composes and `finish` walks from what `passage` lets enter, and `leave` copies results out.
-#if PACE
+    // Pass over all rows. Of `work`, fetch(left) copies a tile in, of which `left` rows exist; read() loads this lane's
+    // rows to registers; compose_tile() composes their maps; finish() computes their states from what block_prefix gives;
+    // leave() copies results out.
     template <class Work>
-    __device__ void walk(Work& work, Pace pace) {
-        i64 to_come = rows;
-        int asked = 0, filled = 0;  // tiles that are asked for and not taken, and the stage of the next one
-        const auto ask = [&] {
-            const int at_hand = stage;
-            stage = filled;
-            if (to_come > 0) pace.ask(stage), fetch(work, to_come);
-            commit_copies();
-            turn();
-            filled = stage, stage = at_hand;
-            to_come -= TIMES;
-        };
-#pragma unroll 1
-        for (i64 left = rows; left > 0; left -= TIMES, turn()) {
-#pragma unroll 1
-            for (; asked <= (pace.ahead ? 0 : STAGES - 1); asked++) ask();
-            wait_for_copies<STAGES - 1>(--asked);
-            __syncwarp();  // of all lanes
-            pace.take(stage);
-            walk_tile(work, counted(left));
-        }
-    }
-#else
-    template <class Work>
-    __device__ void walk(Work& work, Pace) {
+    __device__ void run(Work& work) {
         i64 to_come = rows;
         const auto next = [&] {
             if (to_come > 0) fetch(work, to_come);
@@ -353,14 +316,12 @@ struct Tiles {
         for (int i = 1; i < STAGES; i++) next();
 #pragma unroll 1
         for (i64 left = rows; left > 0; left -= TIMES) {
-            meet_neighbours();
             next();
             wait_for_copies<STAGES - 1>();
             __syncwarp();  // of all lanes
-            walk_tile(work, counted(left));
+            run_tile(work, counted(left));
         }
     }
-#endif
 
     __device__ static int counted(i64 left) { return left <= TIMES ? int(left) : TIMES + 1; }
     template <class Work>
@@ -377,33 +338,33 @@ struct Tiles {
         work.fetch(counted(left));
     }
     template <class Work>
-    __device__ static void walk_tile(Work& work, int left) {
+    __device__ static void run_tile(Work& work, int left) {
         typename Work::Held held;
         Affine maps[VECTOR];
         State x[VECTOR];
         work.read(held);
-        work.compose(held, maps, left);
-        work.passage.enter(maps, x);
+        work.compose_tile(held, maps, left);
+        work.block_prefix.enter(maps, x);
         work.finish(held, x, left);
         hand_out(work, left);
     }
 };
 
-// How a lane's channels get from group to group, and from tile to tile.
-struct Passage {
-    Carried carried[VECTOR];  // the state that enters the tile
+// Step 2: the running prefix of a lane's channels, from group to group and from tile to tile.
+struct BlockPrefix {
+    RunningPrefix carried[VECTOR];  // the state that enters the tile
     int turn = 0;
 
-    // The state that enters this lane's rows, whose maps `own` composes. To be called by the whole block.
+    // The state that enters this lane's rows, whose composed map is `own`. To be called by the whole CTA.
     __device__ void enter(const Affine (&own)[VECTOR], State (&entering)[VECTOR]) {
-        __shared__ Stored<> maps[2][GROUPS][VECTOR][ACROSS];
-        const int group = threadIdx.x / ACROSS, lane = threadIdx.x % ACROSS;
+        __shared__ Stored<> maps[2][GROUPS][VECTOR][LANES_ACROSS];
+        const int group = threadIdx.x / LANES_ACROSS, lane = threadIdx.x % LANES_ACROSS;
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) maps[turn][group][v][lane] = own[v];
-        __syncthreads();  // one a tile: the maps of the next are elsewhere
+        __syncthreads();  // one for each tile: the next tile's maps go to the other buffer
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
-            Carried x = carried[v];
+            RunningPrefix x = carried[v];
 #pragma unroll(UNROLLED)
             for (int g = 0; g < GROUPS; g++) {
                 if (g == group) entering[v] = x.x;
@@ -415,7 +376,7 @@ struct Passage {
     }
 };
 
-// The states of this lane's channels, before or after the walk; null where there are none.
+// The states of this lane's channels before or after the scan; null where there are none.
 struct States {
     State* first;
     i64 by_channel;

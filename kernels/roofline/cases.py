@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels.cases import relative_error
-from scan_registry.kernels.stream import reference
-from scan_registry.kernels.stream.spec import PATTERNS, StreamProblem
+from scan_registry.kernels.roofline import reference
+from scan_registry.kernels.roofline.spec import PATTERNS, RooflineProblem
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as proven.
 TOLERANCE = {"float32": 1e-6}
@@ -25,7 +25,7 @@ THOROUGH = (1, 4, 255, 1024, 4095, 4097, 16_386, 1_000_003, 20_000_000)
 class Case:
     """One launch to make: pointer parameters by name, outputs poisoned, and what to expect."""
 
-    problem: StreamProblem
+    problem: RooflineProblem
     tensors: dict[str, Tensor | None]
     expected: dict[str, Tensor]
 
@@ -43,7 +43,7 @@ class Case:
 class Trial:
     """Inputs of one problem."""
 
-    problem: StreamProblem
+    problem: RooflineProblem
     inputs: tuple[Tensor, ...]
 
     def __str__(self) -> str:
@@ -70,5 +70,5 @@ def trials(dtype: str, shapes: tuple[int, ...], device: torch.device | str) -> I
         for reads, writes in PATTERNS:
             inputs = [torch.randn(count, dtype=getattr(torch, dtype)) for _ in range(reads)]
             yield Trial(
-                StreamProblem(reads, writes, count), tuple(each.to(device) for each in inputs)
+                RooflineProblem(reads, writes, count), tuple(each.to(device) for each in inputs)
             )

@@ -1,7 +1,9 @@
-// What the blocks that share a scan tell one another: the maps of its segments.
+// What CTAs publish for a decoupled look-back: the aggregates (composed affine maps) of segments, for every dtype of the
+// state.
 //
-// A value travels in lines of 16 bytes, three words of it and a mark that is not zero, each in one
-// store and one load, so nothing needs a fence. Before the launch everything is zero.
+// An aggregate takes MAP_LINES pieces of 16 bytes. Each piece holds three 32-bit words of data and a flag that is not
+// zero, and travels in one atomic store and one atomic load, so no fence is needed. The host zeroes the memory before
+// the launch.
 #pragma once
 #include "affine.cuh"
 
@@ -11,12 +13,12 @@ enum : int { WORDS_IN_LINE = 3 };
 __device__ constexpr int lines_for(int states) {
     return (states * STATE_WORDS + WORDS_IN_LINE - 1) / WORDS_IN_LINE;
 }
-enum : int { MAP_LINES = lines_for(WITH_REST ? 3 : 2) };
-// A look takes about a microsecond, and the lines that all look at have better things to do.
+enum : int { MAP_LINES = lines_for(COMPENSATED ? 3 : 2) };
+// Pause between two polls of one address. A poll takes about a microsecond, and polls delay the stores they wait for.
 enum : unsigned { POLLED_NS = 100 };
 
 template <int LINES>
-struct Words {
+struct LineBuffer {
     unsigned word[LINES * WORDS_IN_LINE] = {};
 
     __device__ void put(int index, State x) {
@@ -33,7 +35,7 @@ struct Words {
         return Element::Whole::widen(typename Element::Whole::Storage(bits));
     }
 
-    // Successive lines are `apart` from one another, so that those of successive threads are together.
+    // Pieces of one map are `apart` in memory, so that those of successive threads are contiguous.
     __device__ void publish(uint4* to, i64 apart) const {
 #pragma unroll
         for (int l = 0; l < LINES; l++) {
@@ -41,7 +43,7 @@ struct Words {
             store_relaxed(to + l * apart, make_uint4(w[0], w[1], w[2], 1));
         }
     }
-    // Whether all of it was there.
+    // Whether all pieces had been published.
     __device__ bool fetch(const uint4* from, i64 apart) {
         bool there = true;
 #pragma unroll
@@ -56,37 +58,37 @@ struct Words {
 };
 
 __device__ inline void publish(uint4* to, i64 apart, const Affine& map) {
-    Words<MAP_LINES> words;
-    words.put(0, map.scale), words.put(1, map.shift);
-    if constexpr (WITH_REST) words.put(2, map.rest);
-    words.publish(to, apart);
+    LineBuffer<MAP_LINES> lines;
+    lines.put(0, map.scale), lines.put(1, map.shift);
+    if constexpr (COMPENSATED) lines.put(2, map.error_term);
+    lines.publish(to, apart);
 }
-// Maps that lie `stride` apart, at most MOST, on their way.
+// Loads of up to MOST published maps that lie `stride` apart in memory.
 template <int MOST>
-struct Fetched {
+struct PendingMaps {
     const uint4* from;
     i64 stride, apart;
     int count;
     unsigned missing = 0;
-    Words<MAP_LINES> words[MOST];
+    LineBuffer<MAP_LINES> lines[MOST];
 
-    __device__ void ask(const uint4* first, i64 by, i64 lines_apart, int number) {
+    __device__ void request(const uint4* first, i64 by, i64 lines_apart, int number) {
         from = first, stride = by, apart = lines_apart, count = number;
         missing = count >= MOST ? (1u << MOST) - 1 : count > 0 ? (1u << count) - 1 : 0;
-        look();
+        poll();
     }
-    __device__ void look() {
+    __device__ void poll() {
 #pragma unroll
         for (int i = 0; i < MOST; i++)
-            if (missing >> i & 1 && words[i].fetch(from + i * stride, apart)) missing &= ~(1u << i);
+            if (missing >> i & 1 && lines[i].fetch(from + i * stride, apart)) missing &= ~(1u << i);
     }
-    // Those there are, once all have come; the others are no change.
+    // Wait for the first `count` maps; the others are the identity.
     __device__ void await(Affine (&maps)[MOST]) {
 #pragma unroll 1
-        for (; missing; look()) __nanosleep(POLLED_NS);
+        for (; missing; poll()) __nanosleep(POLLED_NS);
 #pragma unroll
         for (int i = 0; i < MOST; i++)
-            maps[i] = i < count ? Affine{words[i].get(0), WITH_REST ? words[i].get(2) : State(0), words[i].get(1)}
+            maps[i] = i < count ? Affine{lines[i].get(0), COMPENSATED ? lines[i].get(2) : State(0), lines[i].get(1)}
                                 : Affine{};
     }
 };

@@ -1,24 +1,25 @@
-// How the blocks of a group tell each other what a step made: a ring of slots in global memory, in which
-// every 32-bit word that carries data says itself that it is there.
+// How the CTAs of a group exchange the hidden state after each time step, through the L2: a ring of slots in
+// global memory, whose 32-bit words carry data and readiness at once.
 //
-// A word is written inverted and never is the inverse of 0, which stands for "not there yet": that would
-// be a NaN (or two) that no conversion makes. So there are no flags, and a step costs the way of one
-// store and of one load. Publication number p, counted from 0 through all that a group of blocks works
-// on, has slot p % RING, values in the order [batch][value].
+// 0 stands for "not there yet". A word is written inverted, and its inverse is never 0: the word would have to be
+// a NaN (or two) that no conversion makes. So there are no flags and no fences on the way, and a step costs the
+// latency of one store and one load; it moves TILE × dim elements from L2 to every CTA of the group.
+// Publication number p, counted from 0 over all that a group of CTAs works on, has slot p % RING, with values in
+// the order [batch][value].
 //
 // Slots have to be emptied before they are used again. Every PERIOD publications, after publication p,
 // each thread empties its own words of publications up to p − 2, then executes a fence, as all threads
 // do. That this is early and late enough:
 //
-// - Early enough to be read by all: a block publishes p after a barrier before which its warps have,
-//   between them, received all of p − 1. So every block had published its part of p − 1, which it did
+// - Early enough to be read by all: a CTA publishes p after a barrier before which its warps have,
+//   between them, received all of p − 1. So every CTA had published its part of p − 1, which it did
 //   after a barrier of its own before which its warps had received all of p − 2.
 // - Late enough to be written again by the same thread: accesses of a thread to one word stay in order.
 // - Late enough for every reader, who must not take what is left of publication q − RING for
 //   publication q. Let thread A empty a word after publication p; its fence and then its publication
-//   p + 1 release that. A thread B of any other block receives p + 1 before its block publishes p + 2,
-//   and executes a fence after its block publishes p + PERIOD at the latest, which acquires it. After
-//   the next barrier, with which the block publishes p + PERIOD + 1, all of B's block know the word as
+//   p + 1 release that. A thread B of any other CTA receives p + 1 before its CTA publishes p + 2,
+//   and executes a fence after its CTA publishes p + PERIOD at the latest, which acquires it. After
+//   the next barrier, with which the CTA publishes p + PERIOD + 1, all of B's CTA know the word as
 //   empty: in time for whoever receives q ≥ p + PERIOD + 1. The last p before which q − RING was read
 //   by all, q − RING ≤ p − 2, lies in the PERIOD numbers up to q − PERIOD − 1, so it is at least
 //   q − 2 PERIOD; and RING ≥ 2 PERIOD + 2 makes that suffice.
@@ -84,11 +85,10 @@ __device__ void read(uint4 (&words)[COUNT], const uint4* from, int count) {
     for (int i = 0; i < COUNT; i++)
         words[i] = i < count ? from[i * STRIDE] : make_uint4(0, 0, 0, 0);
 }
-// How long a warp lets pass, since the block has multiplied, before it looks for words. Whoever looks for
-// them too early keeps the L2 cache from those that bring them: that made a step of 48 blocks half as long
-// again. So that is found out on the way, to stay a little too long: longer after having come too early, and
-// slightly shorter after not.
-struct Patience {
+// How long a warp waits after its CTA's product before it polls for words. Polls that come too early take L2
+// bandwidth from the stores they wait for: with 48 CTAs they made a step half as long again. The pause adapts: it
+// grows after a poll that came too early, and shrinks slightly after one that did not.
+struct AdaptiveBackoff {
     enum : unsigned { LONGER = 64, SHORTER = 4, MOST = 4000 };  // cycles
     unsigned begun = 0, cycles = 0;
 
@@ -103,11 +103,11 @@ struct Patience {
     }
 };
 
-// Likewise those that are to be published, when all are. To be called by whole warps.
+// Likewise words that other CTAs publish, once all of them are there. To be called by whole warps.
 template <int COUNT, int STRIDE>
-__device__ void await(uint4 (&words)[COUNT], const uint4* from, int count, Patience& patience) {
+__device__ void await(uint4 (&words)[COUNT], const uint4* from, int count, AdaptiveBackoff& backoff) {
     bool lacking, early = false;
-    patience.wait();
+    backoff.wait();
     do {
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
@@ -117,7 +117,7 @@ __device__ void await(uint4 (&words)[COUNT], const uint4* from, int count, Patie
         for (int i = 0; i < COUNT; i++) lacking |= lacks(words[i]);
         early |= lacking;
     } while (lacking);
-    patience.learn(early);
+    backoff.learn(early);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) words[i] = inverted(words[i]);
 }

@@ -1,0 +1,326 @@
+// Schedules the tiles of scans: whole columns, or segments of columns with a decoupled look-back.
+//
+// A column is a set of SCANS scans that run side by side in a warp; its tiles along time are numbered by `level`, in the
+// order of the scan. With PREFIX_LEAD 0 there are enough columns to fill the GPU: a warp takes all tiles of a column one
+// after the other, and the running prefix stays in its registers.
+//
+// With PREFIX_LEAD > 0 columns are few. Each is cut into segments of TILE_WARPS tiles, one for each tile warp of a CTA.
+// CTAs draw segments from a counter: the first segments of all columns, then the second ones, and so on. A CTA has STAGES
+// of its segments in shared memory. For the segment that a CTA scans in its turn t:
+//
+//     turn t - PREFIX_LEAD   tile warps compose each tile's affine maps (gate, token) into an aggregate. Then the
+//                            look-back warps of turn t publish the segment's aggregate, and combine the aggregates of
+//                            all segments of the column before it into the states that enter its tiles
+//     turn t                 tile warps compute and write the tiles' states; the stage goes to turn t + STAGES
+//
+// Look-back warps do nothing else. Each of PREFIX_LEAD + 1 consecutive turns has its own, in rotation, so that a
+// look-back may take PREFIX_LEAD turns, most of which it waits for the L2. A look-back does not read every aggregate: the
+// last segment of each GROUP of a column publishes one for the whole group, too, and a look-back reads those of whole
+// groups and then those of the segments since. CTAs publish aggregates only, never prefixes, and groups are aligned with
+// the column, so the order of operations is fixed and results are the same in every run. Within a CTA, the state after
+// the last whole group passes from turn to turn.
+//
+// No deadlock: an aggregate is published as soon as the segment that its CTA drew PREFIX_LEAD turns earlier is scanned (a
+// group's when those of its earlier segments are there, too), and a segment waits only for segments with lower numbers.
+// The lowest number whose aggregate is missing waits for none.
+//
+// workspace, zeroed before the launch: the counter in 16 bytes, then the aggregates of all segments, then those of groups
+// (tile_state.cuh).
+#pragma once
+#include "tile_state.cuh"
+
+struct Tile {
+    unsigned level, column;
+};
+
+struct Grid {
+    unsigned columns, levels;
+};
+
+// Named barriers between tile warps and the look-back warps of a turn. "Composed": the turn's aggregates are in shared
+// memory, for which its look-back warps wait. "Combined": the states that enter its tiles are, for which tile warps wait.
+// "Known": the state after the last whole group is, for which the look-back warps of the next turn wait. Each of
+// PREFIX_LEAD + 1 consecutive turns has three barriers of its own.
+enum : int { TURNS = PREFIX_LEAD + 1, LOOKBACK_WARPS_OF_TURN = LOOKBACK_WARPS / TURNS };
+enum : int { MEETING = 32 * (TILE_WARPS + LOOKBACK_WARPS_OF_TURN) };
+__device__ inline void tell_composed(int turn) { arrive_at<MEETING>(1 + turn % TURNS); }
+__device__ inline void await_composed(int turn) { meet_at<MEETING>(1 + turn % TURNS); }
+__device__ inline void tell_combined(int turn) { arrive_at<MEETING>(1 + TURNS + turn % TURNS); }
+__device__ inline void await_combined(int turn) { meet_at<MEETING>(1 + TURNS + turn % TURNS); }
+__device__ inline void tell_known(int turn) { arrive_at<64 * LOOKBACK_WARPS_OF_TURN>(1 + 2 * TURNS + turn % TURNS); }
+__device__ inline void await_known(int turn) { meet_at<64 * LOOKBACK_WARPS_OF_TURN>(1 + 2 * TURNS + turn % TURNS); }
+static_assert(3 * TURNS < 15, "barriers, beside that of the tile warps");
+__device__ inline void meet_tile_warps() { meet_at<32 * TILE_WARPS>(15); }
+
+// What tile warps and look-back warps hand over, and what look-back warps keep, for each turn.
+template <int SCANS>
+struct SharedStorage {
+    struct Turn {
+        Stored<> tiles[TILE_WARPS][SCANS];
+        State entering[TILE_WARPS][SCANS];
+        RunningPrefix after_groups[SCANS];  // the states after the last whole group before the segment
+    };
+    static __device__ Turn& of(int turn) {
+        __shared__ Turn turns[TURNS];
+        return turns[turn % TURNS];
+    }
+};
+
+// The segments that a CTA drew, by turn. An entry is written STAGES turns before its own, and read until the turn after.
+struct Drawn {
+    const Grid grid;
+    const unsigned segments;  // of a column
+
+    __device__ explicit Drawn(const Grid& grid)
+        : grid(grid), segments((grid.levels + TILE_WARPS - 1) / TILE_WARPS) {}
+    static __device__ Tile& segment(int turn) {
+        constexpr int KEPT = 16;
+        static_assert(PREFIX_LEAD == 0 || (PREFIX_LEAD < STAGES && STAGES + 2 <= KEPT), "or one takes the place of another");
+        __shared__ Tile drawn[KEPT];
+        return drawn[turn % KEPT];
+    }
+    // By one thread: all others are spared the divisions.
+    __device__ void keep(int turn, unsigned number) const {
+        segment(turn) = {number / grid.columns, number % grid.columns};
+    }
+    __device__ bool there(int turn) const { return segment(turn).level < segments; }
+};
+
+// The least number of segments in a group: the host allocates for so many.
+enum : int { LEAST_GROUP = 16 };
+
+// A warp that looks back. Of SCANS scans side by side it has OWN, each with PLACES lanes: one lane for each tile of a
+// segment, and for LOOKS aggregates of a group.
+template <class Work>
+struct LookbackWarp {
+    enum : int {
+        SCANS = Work::SCANS,
+        OWN = SCANS / LOOKBACK_WARPS_OF_TURN,
+        PLACES = 32 / OWN,
+    };
+    static_assert(SCANS % LOOKBACK_WARPS_OF_TURN == 0 && 32 % OWN == 0 && PLACES >= TILE_WARPS, "a lane for each tile");
+    // In a round, 132 CTAs publish aggregates. With groups of 16 a look-back reads some 25 of them for each scan, in two
+    // dependent trips to the L2. For a single scan larger groups, read in one trip, are faster.
+    enum : int {
+        LOOKS = SCANS > 1 ? LEAST_GROUP / PLACES : STATE_WORDS > 1 ? 4 : 8,
+        GROUP = PLACES * LOOKS,
+        KNOWN = SCANS > 1 ? LOOKS : 1,  // loads in flight for groups
+    };
+    static_assert(GROUP >= LEAST_GROUP && LOOKS <= PLACES);
+
+    const Work& work;
+    const Drawn drawn;
+    uint4* const maps;
+    const int number = threadIdx.x / 32 - TILE_WARPS, lane = threadIdx.x % 32, place = lane / OWN;
+    const int scan = number % LOOKBACK_WARPS_OF_TURN * OWN + lane % OWN;
+
+    // Where the aggregate of a segment is, and that of its group.
+    __device__ uint4* map_of(const Tile& segment) const {
+        return maps + (i64(segment.level) * drawn.grid.columns + segment.column) * (MAP_LINES * SCANS) + scan;
+    }
+    __device__ uint4* group_of(const Tile& segment) const {
+        return map_of({drawn.segments + segment.level / GROUP, segment.column});
+    }
+    __device__ void run() {
+        for (int turn = number / LOOKBACK_WARPS_OF_TURN;; turn += TURNS) {
+            await_composed(turn);
+            if (!drawn.there(turn)) {
+                if (turn > 0 && drawn.there(turn - 1)) await_known(turn - 1);
+                break;
+            }
+            auto& shared = SharedStorage<SCANS>::of(turn);
+            const Tile segment = drawn.segment(turn);
+            const bool publishes = place + 1 == PLACES && segment.level + 1 < drawn.segments;
+            Affine map;
+            if (place < TILE_WARPS) map = shared.tiles[place][scan];
+            const Affine before = exclusive_scan<OWN>(map, lane);
+            if (publishes) publish(map_of(segment), SCANS, map);
+            // The state after whole groups is handed on first, then the segments since are read. But where the segment
+            // completes a group, its aggregate comes first, since other CTAs wait for it. A loop keeps one copy of the code.
+            const bool completes = segment.level % GROUP == GROUP - 1;
+            Affine since;
+            RunningPrefix x;
+#pragma unroll 1
+            for (int step = completes; step < completes + 2; step++) {
+                if (step % 2 == 0) {
+                    x = after_groups(turn, segment);
+                    tell_known(turn);
+                } else {
+                    since = since_groups(segment);
+                    if (completes && publishes) publish(group_of(segment), SCANS, compose(since, map));
+                }
+            }
+            x = since(x);
+            if (place < TILE_WARPS) shared.entering[place][scan] = before(x.x);
+            tell_combined(turn);
+            if (place + 1 == PLACES && segment.level + 1 == drawn.segments)
+                if (State* const after = work.after(segment.column, scan)) *after = map(x).x;
+        }
+    }
+
+    // The state after all whole groups of the column before the segment's group, from what the turn before has left.
+    __device__ RunningPrefix after_groups(int turn, const Tile& segment) {
+        const Tile last = turn > 0 ? drawn.segment(turn - 1) : Tile{0, ~0u};
+        const bool goes_on = last.column == segment.column;
+        const unsigned end = segment.level / GROUP;
+        unsigned begin = goes_on ? last.level / GROUP : 0;
+        RunningPrefix x;
+        bool entered = false;
+#pragma unroll 1
+        do {
+            Affine groups[KNOWN];
+            PendingMaps<KNOWN> pending = requested<KNOWN>(group_of({begin * GROUP, segment.column}), end - begin);
+            pending.await(groups);
+            if (!entered) x = entering(turn, segment, goes_on), entered = true;
+#pragma unroll
+            for (int i = 0; i < KNOWN; i++)
+#pragma unroll 1
+                for (int p = 0; p < PLACES && begin < end; p++, begin++)
+                    x = from_lane(groups[i], p * OWN + lane % OWN)(x);
+        } while (begin < end);
+        if (place == 0) SharedStorage<SCANS>::of(turn).after_groups[scan] = x;
+        return x;
+    }
+    // The state from which the column starts, or the one that the turn before has left.
+    __device__ RunningPrefix entering(int turn, const Tile& segment, bool goes_on) const {
+        if (turn > 0) await_known(turn - 1);
+        if (goes_on) return SharedStorage<SCANS>::of(turn - 1).after_groups[scan];
+        const State* const before = work.before(segment.column, scan);
+        return before ? *before : State(0);
+    }
+    // The aggregate of the segments of its group before this one.
+    __device__ Affine since_groups(const Tile& segment) const {
+        const unsigned count = segment.level % GROUP;
+        const uint4* const first = map_of({segment.level - count, segment.column});
+        if (LOOKS > 2 && count <= PLACES) return composed<1>(first, count);
+        return composed<LOOKS>(first, count);
+    }
+    // Request `count` consecutive aggregates of a column, at most MOST for each lane; neighbouring lanes load neighbours.
+    template <int MOST>
+    __device__ PendingMaps<MOST> requested(const uint4* first, int count) const {
+        const i64 apart = i64(drawn.grid.columns) * (MAP_LINES * SCANS);
+        PendingMaps<MOST> pending;
+        pending.request(first + place * apart, PLACES * apart, SCANS, (count - place + PLACES - 1) / PLACES);
+        return pending;
+    }
+    template <int MOST>
+    __device__ Affine composed(const uint4* first, int count) const {
+        PendingMaps<MOST> pending = requested<MOST>(first, count);
+        Affine maps[MOST];
+        pending.await(maps);
+        // A reduction by halves: two lanes exchange half of their maps and compose the rest, until each has one.
+#pragma unroll
+        for (int distance = OWN, looks = MOST; distance < 32; distance *= 2, looks = (looks + 1) / 2) {
+            const bool later = lane & distance;
+#pragma unroll
+            for (int i = 0; i < (looks + 1) / 2; i++) {
+                Affine own = maps[i], given = maps[i + looks / 2];
+                if (looks > 1) swap_if(later, own, given);
+                maps[i] = with_other(own, given, distance);
+            }
+        }
+#pragma unroll
+        for (int distance = OWN * MOST / 2; distance >= OWN; distance /= 2)
+            maps[0] = with_other(maps[0], maps[0], distance);
+        return maps[0];
+    }
+    // Compose this lane's map with the one that the lane at a distance gives, in the order of the lanes.
+    __device__ Affine with_other(Affine own, const Affine& given, int distance) const {
+        Affine other = from_lane(given, lane ^ distance);
+        swap_if(lane & distance, own, other);
+        return compose(own, other);
+    }
+    static __device__ void swap_if(bool wanted, Affine& a, Affine& b) {
+        const Affine first = a;
+        if (wanted) a = b, b = first;
+    }
+};
+
+// Takes the tiles of a warp through its ring in shared memory. `work` has
+//
+//     TilePrefix, SCANS, HELD                  prefixes of a tile of SCANS scans; a lane keeps HELD of them, and lanes l
+//                                              and l + SCANS / HELD keep the same
+//     fetch(tile, stage)                       copies in
+//     compose_tile(tile, stage, tile_prefix)   the aggregate of the tile, and the prefix of each thread within it
+//     finish(tile, stage, tile_prefix)         the states, and the results
+//     before, after(column, scan)              null, or where the state before or after the scan is
+struct Schedule {
+    const Grid grid;
+
+    // Whole columns: all levels of one, and then the next.
+    template <class Work>
+    __device__ void run(Work work, unsigned first, unsigned stride) const {
+        typename Work::TilePrefix tile_prefix;
+        const auto there = [&](const Tile& tile) { return tile.column < grid.columns; };
+        const auto advance = [&](Tile& tile) {
+            if (++tile.level == grid.levels) tile.level = 0, tile.column += stride;
+        };
+        Tile coming{0, first}, tile = coming;
+        for (unsigned round = 0;; round++) {
+            __syncwarp();  // what the stage held has been read
+            if (there(coming)) work.fetch(coming, round % STAGES), advance(coming);
+            commit_copies();
+            if (round + 1 < STAGES) continue;
+            if (!there(tile)) break;
+            wait_for_copies<STAGES - 1>();
+            __syncwarp();
+            const unsigned stage = (round + 1) % STAGES;
+            work.compose_tile(tile, stage, tile_prefix);
+            work.finish(tile, stage, tile_prefix);
+            advance(tile);
+        }
+    }
+
+    // Segments: whether this warp looks back. The shuffle tells the compiler that the answer is uniform in the warp, or it
+    // would provide for diverged shuffles.
+    static __device__ bool is_lookback() { return from_lane(threadIdx.x / 32, 0) >= TILE_WARPS; }
+    template <class Work>
+    __device__ void combine(const Work& work, void* workspace) const {
+        LookbackWarp<Work>{work, Drawn(grid), static_cast<uint4*>(workspace) + 1}.run();
+    }
+    template <class Work>
+    __device__ void walk(const Work& work, void* workspace) const {
+        using SharedStorage = ::SharedStorage<Work::SCANS>;
+        const Drawn drawn(grid);
+        unsigned* const counter = static_cast<unsigned*>(workspace);
+        const int warp = threadIdx.x / 32, first_held = threadIdx.x % (Work::SCANS / Work::HELD) * Work::HELD;
+        const auto tile = [&](int turn) {
+            const Tile segment = drawn.segment(turn);
+            return Tile{segment.level * TILE_WARPS + warp, segment.column};
+        };
+        const auto draw = [&] { return threadIdx.x == 0 ? atomicAdd(counter, 1u) : 0; };
+        unsigned number = draw();
+        typename Work::TilePrefix tile_prefixes[TURNS];
+        int turn = -STAGES;
+        for (; turn < 0 || drawn.there(turn); turn++) {
+            const int leading = turn + PREFIX_LEAD, coming = turn + STAGES;
+            if (leading >= 0) {
+                if (drawn.there(leading)) {
+                    wait_for_copies<STAGES - PREFIX_LEAD - 1>();
+                    __syncwarp();
+                    work.compose_tile(tile(leading), leading % STAGES, tile_prefixes[PREFIX_LEAD]);
+#pragma unroll
+                    for (int v = 0; v < Work::HELD; v++)
+                        SharedStorage::of(leading).tiles[warp][first_held + v] = tile_prefixes[PREFIX_LEAD].tile[v];
+                }
+                tell_composed(leading);
+            }
+            if (threadIdx.x == 0) drawn.keep(coming, number);
+            if (turn < 0) meet_tile_warps();
+            else await_combined(turn);
+            number = draw();
+            if (turn >= 0) {
+#pragma unroll
+                for (int v = 0; v < Work::HELD; v++)
+                    tile_prefixes[0].carried[v] = SharedStorage::of(turn).entering[warp][first_held + v];
+                work.finish(tile(turn), turn % STAGES, tile_prefixes[0]);
+                __syncwarp();  // what the stage held has been read
+            }
+            if (drawn.there(coming)) work.fetch(tile(coming), coming % STAGES);
+            commit_copies();
+#pragma unroll
+            for (int k = 0; k < PREFIX_LEAD; k++) tile_prefixes[k] = tile_prefixes[k + 1];
+        }
+        tell_composed(turn + PREFIX_LEAD);  // no tile was, and so all look-back warps learn that there are no more
+    }
+};
