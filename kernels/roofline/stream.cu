@@ -9,8 +9,8 @@
 //     CTA 0:    | THREADS vectors | THREADS vectors | …  UNROLL times
 //     CTA 1:    …
 //
-// STREAMING 1 marks what is read and written as of no further use to the caches. 2 lets what is read leave
-// the L2 last, as other kernels do, which makes room for what is written sooner; 3 marks that as 1 does, too.
+// What is read leaves the L2 last, as in other kernels, which makes room for what is written sooner. HINTED 1 marks
+// what is written as of no further use to the caches.
 // The last count % 4 floats are moved one by one.
 typedef long long i64;
 
@@ -18,20 +18,17 @@ enum : int { THREADS = 32 * WARPS };
 static_assert(1 <= READS && READS <= 3 && 1 <= WRITES && WRITES <= 2, "three inputs, two outputs");
 
 __device__ inline float4 load(const float4* from) {
-    if constexpr (STREAMING >= 2) {
-        float4 x;
-        asm volatile(
-            "{ .reg .b64 last; createpolicy.fractional.L2::evict_last.b64 last, 1.0;\n\t"
-            "ld.global.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], last; }"
-            : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-            : "l"(from));
-        return x;
-    }
-    return STREAMING ? __ldcs(from) : *from;
+    float4 x;
+    asm volatile(
+        "{ .reg .b64 last; createpolicy.fractional.L2::evict_last.b64 last, 1.0;\n\t"
+        "ld.global.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], last; }"
+        : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+        : "l"(from));
+    return x;
 }
 
 __device__ inline void store(float4* to, float4 x) {
-    if constexpr (STREAMING == 1 || STREAMING == 3)
+    if constexpr (HINTED)
         __stcs(to, x);
     else
         *to = x;

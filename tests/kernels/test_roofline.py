@@ -76,8 +76,5 @@ def test_it_compiles_and_keeps_its_loads_in_registers(arch: str) -> None:
         binary, content = compile_variant(variant, Target.parse(arch))
         assert not binary.spill_bytes
         if arch == "ptx80":
-            hint = (b"", rb"\.cs", rb"\.L2::cache_hint", rb"\.L2::cache_hint")[
-                variant.number("streaming")
-            ]
-            vectors = re.findall(rb"ld\.global" + hint + rb"\.v4", content)
+            vectors = re.findall(rb"ld\.global\.L2::cache_hint\.v4", content)
             assert len(vectors) == variant.number("reads") * variant.number("unroll")
