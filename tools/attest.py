@@ -14,7 +14,6 @@ has no attestation within tolerance. It is a gate for releases.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,8 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from records import write_records
 
 from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.catalog.inventory import catalogue, worst_attestations
@@ -145,7 +146,7 @@ def write(family: Family, records: list[dict[str, Any]], folder: Path, quick: bo
         "shapes": [str(shape) for shape in (cases.QUICK if quick else cases.THOROUGH)],
         "binaries": records,
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_records(path, content)
     return path
 
 

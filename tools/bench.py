@@ -14,11 +14,11 @@ and writes as many tensors of the same size, in the same turns.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import torch
+from records import write_records
 from rich.console import Console
 from rich.progress import track
 
@@ -55,7 +55,7 @@ def main() -> int:
         bench.run(case)
     show_table(bench)
     if args.json:
-        args.json.write_text(json.dumps(bench.document(), indent=1) + "\n", encoding="utf-8")
+        write_records(args.json, bench.document())
     return 0
 
 

@@ -28,7 +28,6 @@ b and the initial states: the error is ‖out − ref‖ / ‖ref‖. The exit s
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 import sys
 import time
@@ -39,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import write_records
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -360,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "groups": [asdict(group) for group in chosen],
             "results": [asdict(tally) for tally in tallies],
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_records(options.json, record)
     return 1 if defects else 0
 
 

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import OURS, PEERS, Peer
+from records import write_records
 from rich.console import Console
 from rich.table import Table
 
@@ -315,7 +316,7 @@ def main() -> int:
     if options.json:
         record = {**facts, "shape": FIRST_SHAPE, "small_shape": SMALL_SHAPE}
         record["results"] = [asdict(result) for result in results]
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_records(options.json, record)
     failed = [result for result in results if result.failure]
     for result in failed:
         print(f"error: {result.name}: {result.failure}", file=sys.stderr)

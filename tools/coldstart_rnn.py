@@ -25,7 +25,6 @@ project's cache. The exit status is 1 if one does, or if the median of ``forward
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coldstart import circumstances, empty_caches, fresh_process
+from records import write_records
 from rich.console import Console
 from rich.table import Table
 
@@ -193,7 +193,7 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     if options.json:
         record = {**facts, "shape": shape, "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_records(options.json, record)
     goal = GOAL_MS if options.device == "cuda" else float("inf")
     defects = [defect for result in results for defect in result.defects(goal)]
     for defect in defects:

@@ -18,7 +18,6 @@ status is 1 if a rung is not the one that was to be forced, or if an error is be
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from coldstart import circumstances, empty_caches, fresh_process
+from records import write_records
 from rich.console import Console
 from rich.table import Table
 
@@ -218,7 +218,7 @@ def main() -> int:
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
     if options.json:
         record = {**facts, "shape": SHAPE, "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_records(options.json, record)
     defects = [defect for result in results for defect in result.defects(TOLERANCE)]
     for defect in defects:
         print(f"error: {defect}", file=sys.stderr)

@@ -12,7 +12,6 @@ transformers.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import write_records
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -158,7 +158,7 @@ def main() -> int:
             "scan_registry": __version__,
             "runs": [asdict(run) for run in done],
         }
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_records(args.json, record)
     return 0 if worst <= TOLERANCE else 1
 
 

@@ -118,14 +118,14 @@ __device__ inline char* dynamic_rows() {
 }
 
 // For lines that leave the L2 last. Where inputs do, though nobody reads them again, memory takes the results faster;
-// why is not known (NOTES.md).
+// why is not known (notes/memory.md).
 __device__ inline u64 leaves_last() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-// Whether copies say so: not where NVRTC would give the hint a wrong register (NOTES.md, a trap; ci/gates.py).
+// Whether copies say so: not where NVRTC would give the hint a wrong register (notes/launching.md; ci/gates.py).
 #if MISALIGNED && __CUDA_ARCH__ >= 1000
 enum : bool { HINTED = false };
 #else

@@ -23,8 +23,8 @@ _CUT = (
     ((8, 10, 12, 16), 8, ((2, 1), (3, 2))),
 )
 _CUT_STEPS = {4: ((4, 2),), 6: ((3, 1), (3, 2), (4, 2)), 8: ((2, 1), (3, 1), (3, 2), (4, 2))}
-#: Lanes that share a row and a lane's pieces, to rows of warps, stages and the most blocks that are worth a try (which
-#: ones were left out, NOTES.md says).
+#: Lanes that share a row and a lane's pieces, to rows of warps, stages and the most blocks that are worth a try (notes/
+#: says which ones were left out).
 _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...]], ...] = (
     ((2, 4, 8, 16, 32), 1, ((2, 3, 8), (4, 1, 8), (4, 2, 8), (4, 3, 6))),
     ((1, 2, 4, 8, 16, 32), 2, ((2, 2, 8), (2, 3, 8), (4, 1, 8), (4, 3, 4))),

@@ -23,7 +23,7 @@ LAUNCHES = 4  # that a GPU replays at once, at least
 LAUNCH_MS = 0.05  # that a launch takes, at most: in a graph it may take far less
 WARM_UP, ROUNDS = 4, 11  # replays of each recording
 #: Inputs rotate over this many last-level caches: lines that are to leave an L2 last survive several times its size
-#: of other traffic (kernels/linear_scan/NOTES.md has what was measured).
+#: of other traffic (measured in kernels/linear_scan/notes/measuring.md).
 CACHES = {"cuda": 24, "cpu": 3}
 MOST_SETS = 256  # of inputs, however small they are
 LEAST_STREAMED = 1 << 22  # floats, where the cache is small

@@ -272,7 +272,9 @@ def tool() -> types.ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "tools"))  # tools import one another
+        spec.loader.exec_module(module)
     return module
 
 
