@@ -135,33 +135,32 @@ static PyType_Spec plain_launch_spec = {"scan_registry.hardware._launcher.PlainL
 typedef struct {
     PyObject_HEAD
     Torch torch; /* without an exchange no call is plain */
-    PyObject *types, *backends, *choice, *plan, *tracking, *record;
+    PyObject *types, *observers, *backends, *choice, *plan, *tracking, *record;
     Plans plans;
 } PlainCalls;
 
 static PyTypeObject *plain_calls_type;
 
 static PyObject *plain_calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"types",  "tensor", "exchange", "includes", "watchers", "backends",
-                            "choice", "plan",   "tracking", "record",   NULL};
-    PyObject *types, *tensor, *exchange, *watchers, *backends, *choice, *plan, *tracking, *record;
-    unsigned long long includes;
+    static char *names[] = {"types", "tensor", "exchange", "observers", "backends", "choice",
+                            "plan",  "tracking", "record", NULL};
+    PyObject *types, *tensor, *exchange, *observers, *backends, *choice, *plan, *tracking, *record;
     Torch torch = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OKO!O!OOOO:PlainCalls", names, &PyTuple_Type,
-                                     &types, &PyType_Type, &tensor, &exchange, &includes,
-                                     &PyTuple_Type, &watchers, &PyTuple_Type, &backends, &choice,
-                                     &plan, &tracking, &record))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!O!OOOO:PlainCalls", names, &PyTuple_Type, &types,
+                                     &PyType_Type, &tensor, &exchange, &PyTuple_Type, &observers,
+                                     &PyTuple_Type, &backends, &choice, &plan, &tracking, &record))
         return NULL;
     for (Py_ssize_t i = 0; i < PyTuple_Size(types); i++) { /* as their entries are called without a look */
         const int status = PyObject_IsSubclass(PyTuple_GetItem(types, i), tensor);
         if (status < 0) return NULL;
         if (!status) return PyErr_Format(PyExc_TypeError, "type %zd is not one of %R", i, tensor);
     }
-    if (take_torch(&torch, (PyTypeObject *)tensor, exchange, includes, watchers)) return NULL;
+    if (take_torch(&torch, (PyTypeObject *)tensor, exchange)) return NULL;
     PlainCalls *self = (PlainCalls *)allocate_object(type);
     if (!self) return NULL;
     self->torch = torch;
     self->types = Py_NewRef(types);
+    self->observers = Py_NewRef(observers);
     self->backends = Py_NewRef(backends);
     self->choice = Py_NewRef(choice);
     self->plan = Py_NewRef(plan);
@@ -174,6 +173,7 @@ static void plain_calls_dealloc(PyObject *object) {
     PlainCalls *self = (PlainCalls *)object;
     forget_plans(&self->plans);
     Py_XDECREF(self->types);
+    Py_XDECREF(self->observers);
     Py_XDECREF(self->backends);
     Py_XDECREF(self->choice);
     Py_XDECREF(self->plan);
@@ -190,13 +190,19 @@ static int has_type(const PlainCalls *self, PyObject *object) {
     return 0;
 }
 
+/* Whether every observer says that there is nothing to observe. */
+static int dispatch_is_trivial(const PlainCalls *self) {
+    int status = 1;
+    for (Py_ssize_t i = 0; status == 1 && i < PyTuple_Size(self->observers); i++)
+        status = is_false(PyObject_CallNoArgs(PyTuple_GetItem(self->observers, i)));
+    return status;
+}
+
 static int read_both(const PlainCalls *self, PyObject *const *args, Tensor *gates, Tensor *tokens) {
     int status;
     const Torch *torch = &self->torch;
-    if (!torch->exchange || !has_type(self, args[GATES]) || !has_type(self, args[TOKENS]) ||
-        !nobody_watches(torch))
-        return 0;
-    if ((status = read_tensor(torch, args[GATES], gates)) < 1 ||
+    if (!torch->exchange || !has_type(self, args[GATES]) || !has_type(self, args[TOKENS])) return 0;
+    if ((status = dispatch_is_trivial(self)) < 1 || (status = read_tensor(torch, args[GATES], gates)) < 1 ||
         (status = read_tensor(torch, args[TOKENS], tokens)) < 1)
         return status;
     return gates->code == tokens->code && gates->bits == tokens->bits &&

@@ -37,13 +37,12 @@ class PlainLaunch:
 PlainPlan = PlainLaunch | Callable[[Any, Any], Any]
 
 class PlainCalls:
-    """Calls on two plain tensors. Without ``exchange`` and ``includes`` no call is one.
+    """Calls on two plain tensors. Without ``exchange`` no call is one.
 
     types     of plain tensors
     tensor    the C type that they all are of, torch._C.TensorBase
     exchange  the tensor type's __dlpack_c_exchange_api__, or None
-    includes  address of a C function, whether a dispatch key is included in those of the thread; or 0
-    watchers  the keys that are, while somebody watches or changes what is dispatched
+    observers functions of nothing, whose results are true while something sees or changes what is dispatched
     backends  what there is to ask for
     choice    a function of nothing that plans depend on, beside the arguments
     plan      makes a plan from the arguments of the first call of its kind
@@ -57,8 +56,7 @@ class PlainCalls:
         types: tuple[type, ...],
         tensor: type,
         exchange: object,
-        includes: int,
-        watchers: tuple[int, ...],
+        observers: tuple[Callable[[], object], ...],
         backends: tuple[str, ...],
         choice: Callable[[], object],
         plan: Callable[[Any, Any, int, Any], PlainPlan],

@@ -34,6 +34,8 @@ _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # under is_gra
 dispatch_modes = torch._C._len_torch_dispatch_stack
 transforms_active = torch._C._are_functorch_transforms_active
 tracing_state = torch._C._get_tracing_state
+#: Each returns something true while modes, transforms or the tracer see, or change, what is dispatched.
+OBSERVERS = (dispatch_modes, transforms_active, tracing_state)
 _required = policy.required.get
 
 

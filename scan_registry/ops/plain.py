@@ -6,7 +6,6 @@ Most calls are such. One goes from the tensors to the launch in C, where its pla
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from scan_registry.hardware._launcher import PlainCalls, PlainLaunch
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options, normalised
-from scan_registry.ops.derivatives import PLAIN_TYPES, first_derivative
+from scan_registry.ops.derivatives import OBSERVERS, PLAIN_TYPES, first_derivative
 from scan_registry.ops.problems import as_new, share
 from scan_registry.runtime.loader import prepare
 
@@ -97,22 +96,6 @@ def _launch(
     )
 
 
-def _watched_for() -> tuple[int, tuple[int, ...]]:
-    """The address of c10's tls_is_dispatch_key_included, whether a thread adds a key to what it dispatches;
-    and the keys of modes, transforms and the tracer. (0, ()) if this torch has one of them no longer."""
-    name = "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE"
-    try:
-        # It is looked for in what the extension is linked to, too.
-        function = getattr(ctypes.CDLL(torch._C.__file__), name)
-        parse: Any = torch._C._dispatch_key_parse
-        keys = [parse(key) for key in ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")]
-    except (OSError, AttributeError, RuntimeError):
-        return 0, ()
-    return ctypes.cast(function, ctypes.c_void_p).value or 0, tuple(map(int, keys))
-
-
-_INCLUDES, _WATCHERS = _watched_for()
-
 #: States of such a scan, from gates, tokens, ``dim`` and ``backend`` as given. None if it is no such scan, or
 #: if the dispatcher would do more than find the kernels: see ``derivatives.unobserved``. Whether anything
 #: profiles, or takes forward-mode derivatives, is left to the caller, whom it costs least to ask.
@@ -120,8 +103,7 @@ plain_scan: Callable[[Any, Any, int, Any], Tensor | None] = PlainCalls(
     types=PLAIN_TYPES,
     tensor=torch._C.TensorBase,
     exchange=getattr(Tensor, "__dlpack_c_exchange_api__", None),
-    includes=_INCLUDES,
-    watchers=_WATCHERS,
+    observers=OBSERVERS,
     backends=BACKENDS,
     choice=policy.required.get,
     plan=_plan,

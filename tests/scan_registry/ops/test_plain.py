@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scan_registry import linear_scan
-from scan_registry.hardware import _launcher
 from scan_registry.hardware._launcher import PlainCalls
 from scan_registry.ops import plain
 
@@ -50,8 +49,7 @@ class Planner:
             "types": plain.PLAIN_TYPES,
             "tensor": torch._C.TensorBase,
             "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None),
-            "includes": plain._INCLUDES,
-            "watchers": plain._WATCHERS,
+            "observers": plain.OBSERVERS,
             "backends": ("auto", "cuda"),
             "choice": lambda: self.choice,
             "plan": self.plan,
@@ -252,20 +250,28 @@ def test_scans_in_transforms_of_other_tensors(tracked: bool) -> None:
         torch.testing.assert_close(grad, wanted)
 
 
-@pytest.mark.parametrize(
-    "missing", [{"exchange": None}, {"includes": 0}, {"types": (int,), "tensor": int}]
-)
+@pytest.mark.parametrize("missing", [{"exchange": None}, {"types": (int,), "tensor": int}])
 def test_without_what_torch_is_asked_by_no_call_is_plain(missing: dict[str, Any]) -> None:
     assert PlainCalls(**Planner().parts() | missing).run(PLAIN, PLAIN, -1, "auto") is None
 
 
-def test_a_torch_without_the_function_or_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(plain._watched_for())
-    with monkeypatch.context() as patch:
-        patch.setattr(torch._C, "__file__", _launcher.__file__)
-        assert plain._watched_for() == (0, ())
-    monkeypatch.delattr(torch._C, "_dispatch_key_parse")
-    assert plain._watched_for() == (0, ())
+@pytest.mark.parametrize("observing", range(3))
+def test_every_observer_is_asked(observing: int) -> None:
+    told = [False] * 3
+    planner = Planner()
+    observers = tuple(lambda i=i: told[i] for i in range(3))
+    calls = PlainCalls(**planner.parts() | {"observers": observers})
+    assert calls.run(PLAIN, PLAIN, -1, "auto") == 0
+    told[observing] = True
+    assert calls.run(PLAIN, PLAIN, -1, "auto") is None
+
+
+def test_what_observers_raise_is_raised() -> None:
+    def fail() -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        PlainCalls(**Planner().parts() | {"observers": (fail,)}).run(PLAIN, PLAIN, -1, "auto")
 
 
 @pytest.mark.parametrize(
@@ -275,9 +281,7 @@ def test_a_torch_without_the_function_or_the_keys(monkeypatch: pytest.MonkeyPatc
         (lambda: PlainCalls(**Planner().parts() | {"types": []}), TypeError),
         (lambda: PlainCalls(**Planner().parts() | {"types": (int,)}), TypeError),
         (lambda: PlainCalls(**Planner().parts() | {"exchange": 1}), ValueError),
-        (lambda: PlainCalls(**Planner().parts() | {"watchers": (-1,)}), ValueError),
-        (lambda: PlainCalls(**Planner().parts() | {"watchers": (2**16,)}), ValueError),
-        (lambda: PlainCalls(**Planner().parts() | {"watchers": (1,) * 9}), ValueError),
+        (lambda: PlainCalls(**Planner().parts() | {"observers": [len]}), TypeError),
         (lambda: PlainCalls(**Planner().parts() | {"backends": []}), TypeError),
     ],
 )
@@ -342,7 +346,7 @@ found = {}
 def scan(made, launch):
     calls = _launcher.PlainCalls(
         types=plain.PLAIN_TYPES, tensor=torch._C.TensorBase,
-        exchange=torch.Tensor.__dlpack_c_exchange_api__, includes=plain._INCLUDES, watchers=(),
+        exchange=torch.Tensor.__dlpack_c_exchange_api__, observers=plain.OBSERVERS,
         backends=("auto",), choice=lambda: None, plan=lambda *call: launch,
         tracking=lambda: False, record=None)
     said.clear()
