@@ -27,7 +27,7 @@ from typing import Any
 
 from attest import runnable
 
-from scan_registry.dispatch.fit import Rung, nearest_rung
+from scan_registry.dispatch.fit import Tier, nearest_tier
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Kernel, Problem, Variant
 from scan_registry.kernels.rnn.cases import SETTINGS, TOLERANCE, Setting, Shape, draw
@@ -102,7 +102,7 @@ def main() -> int:
     binaries = [
         (archive, binary)
         for archive, binary in runnable(group)
-        if nearest_rung(archive.arch, gpu) == Rung.EXACT
+        if nearest_tier(archive.arch, gpu) == Tier.EXACT
         and binary.variant.text("dtype") in dtypes
         and binary.variant.text("function") in functions
     ]

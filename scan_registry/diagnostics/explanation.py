@@ -16,7 +16,7 @@ from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import Attestation, worst_attestations
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.alternatives import Asked, select_first
-from scan_registry.dispatch.fit import Rung, dotted
+from scan_registry.dispatch.fit import Tier, dotted
 from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
@@ -59,7 +59,7 @@ class Step:
     def text(self, *, everything: bool = False) -> str:
         """A line for each fact. What was not taken is grouped by reason, unless ``everything``."""
         winner = self.decision.winner
-        lines = [f"{self.name}: {f'rung {winner.rung}' if winner else 'nothing runs'}"]
+        lines = [f"{self.name}: {f'tier {winner.tier}' if winner else 'nothing runs'}"]
         lines += [f"  {label:{_LABEL}}{text}" for label, text in self._facts()]
         losers = self.decision.rejected
         if losers:
@@ -100,8 +100,8 @@ class Step:
             yield "copies", ", ".join(self.copied) + " first" if self.copied else "none"
             yield "tuning", _tuning(decision, winner)
         device = decision.system.device
-        if device and decision.backend != "reference" and (not winner or winner.rung > Rung.PTX):
-            yield "help", "`scan-registry doctor` tells what would lift it to a closer rung"
+        if device and decision.backend != "reference" and (not winner or winner.tier > Tier.PTX):
+            yield "help", "`scan-registry doctor` tells what would lift it to a closer tier"
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     ordinal = device.index if device.type == "cuda" else None
     backend = kwargs.get("backend", "auto")
     lowest = (
-        Rung.REFERENCE if ordinal is None else policy.lowest()
+        Tier.REFERENCE if ordinal is None else policy.lowest()
     )  # it is GPUs' calls that compile
     return decided(name, shares, system(ordinal), backend, lowest)
 
@@ -188,12 +188,12 @@ def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Expla
     if there.device is None:
         kwargs["backend"] = backend  # on a GPU any will do, whatever the tensors are on
     shares, _ = _described(name, args, kwargs)
-    lowest = Rung.REFERENCE if there.device is None else policy.lowest()
+    lowest = Tier.REFERENCE if there.device is None else policy.lowest()
     return decided(name, shares, there, backend, lowest)
 
 
 def decided(
-    name: str, shares: Mapping[str, Share], there: System, backend: str, lowest: Rung
+    name: str, shares: Mapping[str, Share], there: System, backend: str, lowest: Tier
 ) -> Explanation:
     """The decisions for the shares of one call. Only kernels need copies; the reference does not."""
     steps: list[Step] = []
@@ -201,7 +201,7 @@ def decided(
         fused = share.fused() if "reduction" in shares and there.device else None
         if fused is not None:
             one = [Asked(fused, share.asked(backend)[0].backend)]
-            decision = select_first(there, family(name), one, min(lowest, Rung.PTX))
+            decision = select_first(there, family(name), one, min(lowest, Tier.PTX))
             if decision.launch():
                 return Explanation(name, there.device, (*steps, Step(step, (), decision)))
         decision = select_first(there, family(name), share.asked(backend), lowest)
@@ -244,8 +244,8 @@ def decision_record(decision: Decision) -> dict[str, Any]:
         "kernel": decision.problem.kernel,
         "problem": str(decision.problem),
         "backend": decision.backend,
-        "lowest_rung": str(decision.lowest),
-        "rung": str(winner.rung) if winner else None,
+        "lowest_tier": str(decision.lowest),
+        "tier": str(winner.tier) if winner else None,
         "variant": str(winner.variant) if winner and winner.variant else None,
         "target": str(winner.target) if winner and winner.target else None,
         "sha256": binary.sha256 if binary else None,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend, Decision, Rejected, System, select
 from scan_registry.kernels.model import Family, Problem
 
@@ -19,7 +19,7 @@ class Asked(NamedTuple):
 
 
 def select_first(
-    system: System, family: Family, asked: Iterable[Asked], lowest: Rung = Rung.REFERENCE
+    system: System, family: Family, asked: Iterable[Asked], lowest: Tier = Tier.REFERENCE
 ) -> Decision:
     """The decision for the first of the problems that a kernel solves; what the ones before it rejected
     comes first among what it rejects. Where no kernel solves any, that for the first."""

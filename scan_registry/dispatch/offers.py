@@ -13,13 +13,13 @@ from typing import Literal
 from scan_registry.artifact.archive import Archive, ArchiveError, Binary, Entry
 from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch.fit import (
-    Rung,
+    Tier,
     Toolchain,
     dotted,
     jit_driver,
     jit_target,
     misfit,
-    nearest_rung,
+    nearest_tier,
 )
 from scan_registry.dispatch.rows import Tuned, nearest_row
 from scan_registry.hardware.device import Device
@@ -29,7 +29,7 @@ from scan_registry.kernels.model import Family, Kernel, Language, Problem, Varia
 Backend = Literal["auto", "cuda", "triton", "reference"]
 Key = tuple[str, str]
 BACKENDS: tuple[Backend, ...] = ("auto", "cuda", "triton", "reference")
-#: In order of preference on one rung.
+#: In order of preference on one tier.
 LANGUAGES: tuple[Language, ...] = ("cuda", "triton")
 MOST_BLOCKS = 2**31 - 1  # along x, on every GPU
 
@@ -64,13 +64,13 @@ class System:
 
 @dataclass(frozen=True)
 class Question:
-    """What selection answers: the best way to solve ``problem``, on no rung below ``lowest``."""
+    """What selection answers: the best way to solve ``problem``, on no tier below ``lowest``."""
 
     system: System
     family: Family
     problem: Problem
     backend: Backend
-    lowest: Rung
+    lowest: Tier
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Candidate:
     variant counts as by that row, if it does: see ``Tuned.ms``.
     """
 
-    rung: Rung
+    tier: Tier
     variant: Variant | None = None
     target: Target | None = None
     archive: Archive | None = None
@@ -103,13 +103,13 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, int, int, bool, float]:
-        """Rung first, CUDA before Triton, the latest architecture, then what tuning found to be the
+        """Tier first, CUDA before Triton, the latest architecture, then what tuning found to be the
         fastest, then the spec's preference."""
         if self.variant is None or self.target is None:
-            return self.rung, 0, 0, False, 0.0
+            return self.tier, 0, 0, False, 0.0
         other = LANGUAGES.index(self.variant.language)
         preference = self.cost if self.ms is None else self.ms
-        return self.rung, other, -self.target.number, self.ms is None, preference
+        return self.tier, other, -self.target.number, self.ms is None, preference
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Offer:
 
     kernel: Kernel | None
     text: str
-    rung: Rung
+    tier: Tier
     target: Target
     tuned: Tuned | None
     ms: float | None
@@ -143,7 +143,7 @@ class Offer:
     @property
     def rank(self) -> tuple[int, int, bool, float]:
         """The order of candidates of one language, but for the spec's preference."""
-        return self.rung, -self.target.number, self.ms is None, self.ms or 0.0
+        return self.tier, -self.target.number, self.ms is None, self.ms or 0.0
 
 
 # --- Making offers ----------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Offer:
 def offers(
     asked: Question, language: Language, *, all_dtypes: bool = False, installed: bool = False
 ) -> Iterator[Offer | Rejected]:
-    """Everything in one language, from the top of the ladder down, and what is rejected as a whole. Of
+    """Everything in one language, from the closest tier down, and what is rejected as a whole. Of
     archives, what is for other dtypes than the problem's remains unread unless ``all_dtypes``; with
     ``installed``, nothing that would be compiled here."""
     system, device = asked.system, asked.system.device
@@ -185,7 +185,7 @@ def offers(
     for variant in _buildable(system, kernel, dtype, target) if kernel else ():
         text = str(variant)
         ms = _ms(kernel, tuned, text)
-        yield Offer(kernel, text, Rung.JIT, target, tuned, ms, variant)
+        yield Offer(kernel, text, Tier.JIT, target, tuned, ms, variant)
 
 
 def _row(asked: Question, device: Device, kernel: Kernel) -> Tuned | None:
@@ -215,8 +215,8 @@ def _installed(
     except ArchiveError as error:
         return Rejected(str(entry), str(error), damaged=True)
     ms = _ms(kernel, tuned, entry.text)
-    rung = nearest_rung(target, device)
-    return Offer(kernel, entry.text, rung, target, tuned, ms, None, archive, entry)
+    tier = nearest_tier(target, device)
+    return Offer(kernel, entry.text, tier, target, tuned, ms, None, archive, entry)
 
 
 def _compiled_for(toolchain: Toolchain | str, language: Language, device: Device) -> Target | str:
@@ -269,15 +269,15 @@ def _checked(asked: Question, offer: Offer) -> Candidate | Rejected:
         return Rejected(offer.subject, reason)
     cost = kernel.cost(variant, asked.problem)
     made = Candidate(
-        offer.rung, variant, target, offer.archive, binary, cost, offer.tuned, offer.ms
+        offer.tier, variant, target, offer.archive, binary, cost, offer.tuned, offer.ms
     )
     return admitted(asked, made)
 
 
 def admitted(asked: Question, candidate: Candidate) -> Candidate | Rejected:
-    """The candidate, unless it is on too low a rung, or was tried and failed."""
-    if candidate.rung > asked.lowest:
-        reason = f"rung {candidate.rung}; the policy allows none below {asked.lowest}"
+    """The candidate, unless it is on too low a tier, or was tried and failed."""
+    if candidate.tier > asked.lowest:
+        reason = f"tier {candidate.tier}; the policy allows none below {asked.lowest}"
         return Rejected(candidate.subject, reason)
     if candidate.key in asked.system.failed:
         return Rejected(candidate.subject, asked.system.failed[candidate.key])

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from scan_registry.artifact.archive import ArchiveError
 from scan_registry.base.frozen import dataclass
-from scan_registry.dispatch.fit import OLDEST, Rung, Toolchain, dotted, jit_driver
+from scan_registry.dispatch.fit import OLDEST, Tier, Toolchain, dotted, jit_driver
 from scan_registry.dispatch.offers import (
     BACKENDS,
     LANGUAGES,
@@ -105,9 +105,9 @@ def select(
     family: Family,
     problem: Problem,
     backend: Backend = "auto",
-    lowest: Rung = Rung.REFERENCE,
+    lowest: Tier = Tier.REFERENCE,
 ) -> Decision:
-    """The best way to solve ``problem``, on no rung below ``lowest``.
+    """The best way to solve ``problem``, on no tier below ``lowest``.
 
     An archive for an architecture that the device cannot run is rejected as a whole, unread.
     """
@@ -115,10 +115,10 @@ def select(
     found, damaged = list[Candidate](), list[Rejected]()
     for language in LANGUAGES:
         if backend in ("auto", language):
-            # What would be compiled comes after all of an earlier language; on the first rung everything does.
+            # What would be compiled comes after all of an earlier language; on the first tier everything does.
             best = _best(asked, [*offers(asked, language, installed=bool(found))], damaged)
             found += [best] if best else []
-            if best and best.rung == Rung.EXACT:
+            if best and best.tier == Tier.EXACT:
                 break
     reference = _reference(asked)
     found += [reference] if isinstance(reference, Candidate) else []
@@ -150,7 +150,7 @@ def _best(
 
 def _reference(asked: Question) -> Candidate | Rejected:
     if asked.backend in ("auto", "reference"):
-        return admitted(asked, Candidate(Rung.REFERENCE))
+        return admitted(asked, Candidate(Tier.REFERENCE))
     return Rejected("the reference", not_asked(asked.backend))
 
 
@@ -183,8 +183,8 @@ def _kernel(family: Family, variant: Variant) -> Kernel:
 
 
 def _outranked(loser: Candidate, winner: Candidate) -> str:
-    if loser.rung != winner.rung:
-        return f"rung {loser.rung}; the winner's is {winner.rung}"
+    if loser.tier != winner.tier:
+        return f"tier {loser.tier}; the winner's is {winner.tier}"
     assert loser.variant is not None
     assert winner.variant is not None
     if loser.variant.language != winner.variant.language:
@@ -209,7 +209,7 @@ def _where(device: Device | None) -> str:
 
 
 def advice(decision: Decision) -> str:
-    """What would lift the decision to a higher rung, in one sentence."""
+    """What would lift the decision to a higher tier, in one sentence."""
     device = decision.system.device
     if device is None:
         return "The kernels need a CUDA device"
@@ -223,10 +223,10 @@ def remedies(decision: Decision) -> Iterator[str]:
     """Each of which would lift the decision, as far as what there is can tell."""
     system, device = decision.system, decision.system.device
     assert device is not None
-    rung = decision.winner.rung if decision.winner else len(Rung)
+    tier = decision.winner.tier if decision.winner else len(Tier)
     latest = replace(system, device=replace(device, driver=_LATEST_DRIVER))
     later = select(latest, decision.family, decision.problem, decision.backend, decision.lowest)
-    if later.winner and later.winner.rung < rung:
+    if later.winner and later.winner.tier < tier:
         needed = dotted(_driver_of(later.winner, system))
         yield f"update the GPU's driver to one that supports CUDA {needed}"
     if decision.backend != "reference":
@@ -236,14 +236,14 @@ def remedies(decision: Decision) -> Iterator[str]:
             target.capability == device.capability and not target.is_ptx for target in there
         ):
             wanted.append(f"built for {device.arch.replace('_', '')}")
-        if decision.lowest >= Rung.PTX and rung > Rung.PTX and not any(t.is_ptx for t in there):
+        if decision.lowest >= Tier.PTX and tier > Tier.PTX and not any(t.is_ptx for t in there):
             wanted.append("with PTX (ptx80)")
         if wanted:
             yield f"install a scan-registry wheel {' or '.join(wanted)}"
     if decision.winner is None:
         allowed = select(system, decision.family, decision.problem, decision.backend).winner
         if allowed is not None:
-            yield f"allow rung {allowed.rung}"
+            yield f"allow tier {allowed.tier}"
 
 
 def _driver_of(winner: Candidate, system: System) -> CudaVersion:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options
@@ -183,7 +183,7 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 
 def first_derivative(
-    tensors: Differentiated, options: Options, wanted: Wanted, required: Rung | None
+    tensors: Differentiated, options: Options, wanted: Wanted, required: Tier | None
 ) -> Gradients:
     """The gradients that are wanted, under what ``required`` was in the forward pass; in what compiled
     autograd traces, under what it is when the graph runs."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Decision, NoKernelError
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
@@ -43,9 +43,9 @@ def runner(
     problem: LinearScanProblem,
     device: torch.device,
     backend: Any,
-    lowest: Rung | None = None,
+    lowest: Tier | None = None,
 ) -> Run | Decision:
-    """A function that runs the best kernel for the problem, on no rung below ``lowest``, if that is
+    """A function that runs the best kernel for the problem, on no tier below ``lowest``, if that is
     given; where only the reference solves it, the decision that says so."""
     names = POINTERS[problem.direction]
     if device.type == "cpu":
@@ -298,7 +298,7 @@ def _plan_sums(asked: Share, device: torch.device, backend: Any) -> Run | None:
     if problem is None or device.type == "cpu":
         return None
     try:
-        run = runner(problem, device, backend, Rung.PTX)
+        run = runner(problem, device, backend, Tier.PTX)
     except NoKernelError:
         return None
     return run if callable(run) else None

@@ -20,7 +20,7 @@ from scan_registry.cache import tuned
 from scan_registry.cache.store import jit_cache
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.dispatch.alternatives import Asked
-from scan_registry.dispatch.fit import Rung, misfit, nearest_rung
+from scan_registry.dispatch.fit import Tier, misfit, nearest_tier
 from scan_registry.dispatch.policy import FallbackWarning
 from scan_registry.dispatch.select import (
     Backend,
@@ -96,10 +96,10 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def system(ordinal: int | None, reach: Rung = Rung.JIT, pinned: Variant | None = None) -> System:
+def system(ordinal: int | None, reach: Tier = Tier.JIT, pinned: Variant | None = None) -> System:
     """What there is to choose from on device ``ordinal``, or on the CPU.
 
-    ``reach`` leaves out what can only be on a lower rung: archives, and compilers. ``pinned`` is the
+    ``reach`` leaves out what can only be on a lower tier: archives, and compilers. ``pinned`` is the
     one variant that may run, which need not be in any wheel.
     """
     if ordinal is None:
@@ -107,8 +107,8 @@ def system(ordinal: int | None, reach: Rung = Rung.JIT, pinned: Variant | None =
     found, there = catalogue(), device(ordinal)
     return System(
         device=there,
-        archives=tuple(a for a in found.archives if nearest_rung(a.arch, there) <= reach),
-        toolchains=jit.toolchains() if reach >= Rung.JIT else None,
+        archives=tuple(a for a in found.archives if nearest_tier(a.arch, there) <= reach),
+        toolchains=jit.toolchains() if reach >= Tier.JIT else None,
         denied=found.denied,
         failed=dict(_failed.get(ordinal, {})),
         tuned=tuned.archive_of(there),
@@ -121,16 +121,16 @@ def decide(
     family: Family,
     problem: Problem,
     backend: Backend,
-    lowest: Rung,
+    lowest: Tier,
     pinned: Variant | None = None,
 ) -> Decision:
-    """The decision for a problem. No more of the ladder is looked at than it takes to find the winner:
+    """The decision for a problem. No more tiers are looked at than it takes to find the winner:
     nearly always, that is one archive."""
-    for reach in (Rung.EXACT, Rung.PTX):
+    for reach in (Tier.EXACT, Tier.PTX):
         there = system(ordinal, reach, pinned)
         if there.every_archive:
             decision = select(there, family, problem, backend, lowest)
-            if decision.winner and decision.winner.rung <= reach:
+            if decision.winner and decision.winner.tier <= reach:
                 return decision
     return select(system(ordinal, pinned=pinned), family, problem, backend, lowest)
 
@@ -140,7 +140,7 @@ def prepare(
     family: Family,
     problem: Problem,
     backend: Backend,
-    lowest: Rung,
+    lowest: Tier,
     pinned: Variant | None = None,
 ) -> Prepared:
     """The best way to solve the problem that does run here, or the one that is pinned.
@@ -165,7 +165,7 @@ def prepare(
 
 
 def prepare_first(
-    ordinal: int, family: Family, asked: Sequence[Asked], lowest: Rung
+    ordinal: int, family: Family, asked: Sequence[Asked], lowest: Tier
 ) -> tuple[int, Prepared]:
     """The first of several problems, any of which would do, that a kernel solves here: which one it is,
     and the launch. Else the reference, for the first; ``NoKernelError`` where that may not be."""
@@ -278,8 +278,8 @@ def _tell_compiled(decision: Decision, variant: Variant, compiled: jit.Compiled)
     ship = "ship what `scan-registry cache export` makes"
     how = "taken from the cache" if compiled.cached else f"compiled by {compiled.binary.compiler}"
     _tell(
-        (variant.kernel, variant.language, Rung.JIT),
-        f"{variant.family}.{variant.kernel} runs on rung jit on {there.name} ({there.arch}), as "
+        (variant.kernel, variant.language, Tier.JIT),
+        f"{variant.family}.{variant.kernel} runs on tier jit on {there.name} ({there.arch}), as "
         f"nothing that is installed fits: {variant} was {how} in {compiled.milliseconds:.0f} ms, "
         f"folder {jit_cache().folder}. To avoid it, {', or '.join([*remedies(decision), ship])}",
     )
@@ -289,7 +289,7 @@ def run_reference(decision: Decision, run: Callable[[], Any]) -> Any:
     """Run the reference on a GPU; the first time for a kernel, measure it and warn."""
     import torch
 
-    there, key = decision.system.device, (decision.problem.kernel, Rung.REFERENCE)
+    there, key = decision.system.device, (decision.problem.kernel, Tier.REFERENCE)
     if there is None or decision.backend == "reference" or key in _told:
         return run()
     if torch.cuda.is_current_stream_capturing():
@@ -300,7 +300,7 @@ def run_reference(decision: Decision, run: Callable[[], Any]) -> Any:
     torch.cuda.synchronize()
     _tell(
         key,
-        f"{decision.family.name}.{decision.problem.kernel} runs on rung reference on {there.name} "
+        f"{decision.family.name}.{decision.problem.kernel} runs on tier reference on {there.name} "
         f"({there.arch}), in plain torch and step by step: this call took "
         f"{1e3 * (time.perf_counter() - started):.0f} ms. {advice(decision)}; "
         "`scan-registry doctor` tells more",

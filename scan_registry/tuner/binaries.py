@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 
 from scan_registry.artifact.archive import Archive, ArchiveError, Binary
-from scan_registry.dispatch.fit import Rung, jit_target, misfit, nearest_rung
+from scan_registry.dispatch.fit import Tier, jit_target, misfit, nearest_tier
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
@@ -48,7 +48,7 @@ def _installed(device: Device, archives: Iterable[Archive], variant: Variant) ->
             continue
         try:
             for entry in archive.of(variant.family, variant.kernel):
-                exact = nearest_rung(entry.binary.target, device) == Rung.EXACT
+                exact = nearest_tier(entry.binary.target, device) == Tier.EXACT
                 if entry.text == text and exact and misfit(entry.binary, device) is None:
                     return entry.binary, archive.read(entry.binary)
         except ArchiveError:

@@ -29,7 +29,7 @@ from scan_registry.bench.timing import (
     sets_of_inputs,
 )
 from scan_registry.diagnostics import accuracy
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import select
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.driver import DriverError
@@ -283,7 +283,7 @@ class Tuner:
 def untuned(ordinal: int, posed: Posed) -> Variant | None:
     """What would run, were nothing tuned on this machine; None for the reference."""
     there = replace(loader.system(ordinal), tuned=None)
-    decision = select(there, posed.family, posed.problem, posed.kernel.language, Rung.JIT)
+    decision = select(there, posed.family, posed.problem, posed.kernel.language, Tier.JIT)
     return decision.winner.variant if decision.winner else None
 
 

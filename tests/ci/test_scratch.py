@@ -46,11 +46,11 @@ print(json.dumps([arch.label for arch in jobs]))
 PREPARE = """
 from scan_registry.kernels import family
 from scan_registry.kernels.scale.spec import ScaleProblem
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.runtime import loader
 def prepared(size):
     problem = ScaleProblem("float32", size, factor=3)
-    return loader.prepare(0, family("scale"), problem, "auto", Rung.EXACT)
+    return loader.prepare(0, family("scale"), problem, "auto", Tier.EXACT)
 """
 
 

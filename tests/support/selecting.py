@@ -10,7 +10,7 @@ from typing import Any
 from imaginary import FAMILY
 
 from scan_registry.artifact.archive import Archive, Binary, Entry
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend, Candidate, Decision, System, select
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
@@ -76,7 +76,7 @@ def decide(
     archives: Iterable[Archive] = (),
     problem: LinearScanProblem | None = None,
     backend: Backend = "auto",
-    lowest: Rung = Rung.REFERENCE,
+    lowest: Tier = Tier.REFERENCE,
     **system: Any,
 ) -> Decision:
     there = System(device, tuple(archives), **system)
