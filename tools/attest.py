@@ -76,7 +76,7 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
     from scan_registry.hardware.device import device
 
     cases = cases_of(family.name)
-    multiprocessors = device(0).multiprocessors
+    sm_count = device(0).sm_count
     binaries = [
         (archive, binary)
         for archive, binary in runnable(family)
@@ -87,8 +87,7 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
 
     def takes(kernel: Kernel, variant: Variant, problem: Problem) -> bool:
         return not (
-            kernel.accepts(variant, problem)
-            or kernel.exceeds_residency(variant, problem, multiprocessors)
+            kernel.accepts(variant, problem) or kernel.exceeds_residency(variant, problem, sm_count)
         )
 
     present = {binary.variant.text("dtype") for _, binary in binaries}

@@ -64,11 +64,10 @@ POSED = (
 )
 
 
-def takes(kernel: Kernel, variant: Variant, problem: Problem, multiprocessors: int) -> bool:
+def takes(kernel: Kernel, variant: Variant, problem: Problem, sm_count: int) -> bool:
     """Whether a variant computes a problem on such a GPU."""
     return not (
-        kernel.accepts(variant, problem)
-        or kernel.exceeds_residency(variant, problem, multiprocessors)
+        kernel.accepts(variant, problem) or kernel.exceeds_residency(variant, problem, sm_count)
     )
 
 
@@ -115,7 +114,7 @@ def main() -> int:
                 continue
             kernel = group.kernel(variant.kernel, variant.language)
             case = trial.case(variant.kernel, aligned=posed.aligned)
-            if not takes(kernel, variant, case.problem, gpu.multiprocessors):
+            if not takes(kernel, variant, case.problem, gpu.sm_count):
                 continue
             run(0, binary, partial(archive.read, binary), case)
             launches[str(binary)] += 1

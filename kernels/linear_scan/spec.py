@@ -116,7 +116,7 @@ def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
     return None
 
 
-def _reduction_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
+def _reduction_launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     cut = problem.reduction()
     channels, times = cut.across
     return Launch((cut.kept * cut.groups * channels * times, 1, 1), problem.scalars())
@@ -175,9 +175,9 @@ def _cuda_cost(variant: Variant, problem: LinearScanProblem) -> float:
     return registers.channel_last_cost(variant, problem)
 
 
-def _cuda_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
+def _cuda_launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     if streams.is_streamed(variant):
-        return streams.launch(variant, problem, multiprocessors)
+        return streams.launch(variant, problem, sm_count)
     if problem.layout == "time_last":
         return registers.time_last_launch(variant, problem)
     return registers.channel_last_launch(variant, problem)
@@ -324,7 +324,7 @@ def _triton_cost(variant: Variant, problem: LinearScanProblem) -> float:
     return registers.walk_cost(variant, problem, _triton_times(variant))
 
 
-def _triton_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
+def _triton_launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     batches = problem.outer * problem.batch
     if problem.layout == "time_last":
         programs = ceil_div(batches * problem.channels, variant.number("rows"))

@@ -158,10 +158,10 @@ def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
         return 1.0  # another version's, which is refused when it is looked at
 
 
-def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
+def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     """A block for each column, or as many as the GPU holds if that is far more; where columns are cut, a
     block for each segment, or as many as the GPU holds; where they are read at once, as many as it holds."""
-    at_once = multiprocessors * variant.number("blocks")
+    at_once = sm_count * variant.number("blocks")
     if _cuts(variant):
         segments = _segments(variant, problem)
         workspace = _workspace(variant, problem, segments)
@@ -223,15 +223,13 @@ def _descriptor_bytes(variant: Variant, blocks: int) -> int:
     return COUNTER + blocks * turns * _scans(variant) * _WORD
 
 
-def exceeds_residency(
-    variant: Variant, problem: LinearScanProblem, multiprocessors: int
-) -> str | None:
+def exceeds_residency(variant: Variant, problem: LinearScanProblem, sm_count: int) -> str | None:
     """Why a GPU has no room for all blocks that share columns: others would begin when those are done."""
     parts = _ctas_per_column(variant)
     if parts == 1 and not _is_single_wave(variant):
         return None
     columns = _columns(variant, problem)
-    blocks, room = columns * parts, multiprocessors * variant.number("blocks")
+    blocks, room = columns * parts, sm_count * variant.number("blocks")
     return (
         f"{blocks} blocks share {columns} columns, and {room} run at once"
         if blocks > room

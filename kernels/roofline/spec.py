@@ -55,7 +55,7 @@ def _accepts(variant: Variant, problem: RooflineProblem) -> str | None:
     return None
 
 
-def _launch(variant: Variant, problem: RooflineProblem, multiprocessors: int) -> Launch:
+def _launch(variant: Variant, problem: RooflineProblem, sm_count: int) -> Launch:
     block = 32 * variant.number("warps") * variant.number("unroll") * _VECTOR
     return Launch((max(1, -(-problem.count // block)), 1, 1), {"count": problem.count})
 

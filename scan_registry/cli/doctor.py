@@ -403,7 +403,7 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
     show(
         console,
         table,
-        f"[bold]{escape(gpu.name)}[/], {device.multiprocessors} multiprocessors, {shared}, driver "
+        f"[bold]{escape(gpu.name)}[/], {device.sm_count} SMs, {shared}, driver "
         f"for CUDA {dotted(device.driver)}",
     )
     tuned = "; ".join(map(str, gpu.tuned)) or "no table for it; the specs' estimates decide"

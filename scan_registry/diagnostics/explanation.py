@@ -291,7 +291,7 @@ def device_record(device: Device) -> dict[str, Any]:
     return {
         "name": device.name,
         "arch": device.arch,
-        "multiprocessors": device.multiprocessors,
+        "sm_count": device.sm_count,
         "shared_memory_per_block": device.shared_memory_per_block,
         "registers_per_block": device.registers_per_block,
         "threads_per_block": device.threads_per_block,

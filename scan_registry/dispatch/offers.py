@@ -305,7 +305,7 @@ def _unsolved(
             return reason
     elif not kernel.serves(variant.statics, offer.target):
         return f"it is not for {offer.target}"
-    count = device.multiprocessors
+    count = device.sm_count
     if reason := kernel.accepts(variant, problem) or kernel.exceeds_residency(
         variant, problem, count
     ):

@@ -81,8 +81,8 @@ class Decision(Question):
             return None
         assert self.system.device is not None
         kernel = _kernel(self.family, self.winner.variant)
-        multiprocessors = self.system.device.multiprocessors
-        return kernel.launch(self.winner.variant, self.problem, multiprocessors)
+        sm_count = self.system.device.sm_count
+        return kernel.launch(self.winner.variant, self.problem, sm_count)
 
     def taken(self) -> Candidate:
         """The winner; ``NoKernelError`` says what was asked, what there is and what to do."""

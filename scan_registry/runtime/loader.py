@@ -247,7 +247,7 @@ def load(ordinal: int, binary: Binary, read: Callable[[], bytes], subject: objec
 def bind(ordinal: int, family: Family, problem: Problem, binary: Binary, function: int) -> Launch:
     """A launch of a loaded function on a problem."""
     kernel = family.kernel(binary.variant.kernel, binary.variant.language)
-    shape = kernel.launch(binary.variant, problem, device(ordinal).multiprocessors)
+    shape = kernel.launch(binary.variant, problem, device(ordinal).sm_count)
     return Launch(
         context=driver.primary_context(ordinal),
         function=function,

@@ -262,7 +262,7 @@ class Tuner:
         binary, content = self._binaries[variant]
         function = loader.load(self.ordinal, binary, lambda: content, binary)
         launch = loader.bind(self.ordinal, posed.family, posed.problem, binary, function)
-        shape = posed.kernel.launch(variant, posed.problem, self.device.multiprocessors)
+        shape = posed.kernel.launch(variant, posed.problem, self.device.sm_count)
         return [
             partial(
                 accuracy.start,

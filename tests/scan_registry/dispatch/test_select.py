@@ -180,7 +180,7 @@ def test_a_closer_tier_beats_the_preferred_language(
 def test_the_launch_is_the_winners(archive_factory: Factory, a_device: Describe) -> None:
     decision = decide(a_device(), [archive_factory("sm90")])
     variant = variant_of(decision.taken())
-    launch = FAMILY.kernel(KERNEL, "cuda").launch(variant, a_problem(), a_device().multiprocessors)
+    launch = FAMILY.kernel(KERNEL, "cuda").launch(variant, a_problem(), a_device().sm_count)
     assert decision.launch() == launch
 
 

@@ -246,7 +246,7 @@ def test_a_pinned_variant_runs_or_nothing_does(a_binary: Make, a_device: Describ
 def test_blocks_that_wait_for_each_other_have_to_fit_the_gpu(
     archive_factory: Factory, a_device: Describe
 ) -> None:
-    """Which a kernel tells by the number of multiprocessors."""
+    """Which a kernel tells by the number of SMs."""
     kernels = tuple(
         replace(
             k,
@@ -257,7 +257,7 @@ def test_blocks_that_wait_for_each_other_have_to_fit_the_gpu(
     family = replace(FAMILY, kernels=kernels)
     archive = archive_factory("sm90", variants=CUDA)
     for count, tier in ((100, Tier.EXACT), (99, Tier.REFERENCE)):
-        there = System(a_device(multiprocessors=count), (archive,))
+        there = System(a_device(sm_count=count), (archive,))
         decision = select(there, family, a_problem(), "auto", Tier.REFERENCE)
         assert decision.taken().tier is tier
         assert ("99 are too few" in told(decision, KERNEL)) == (count == 99)

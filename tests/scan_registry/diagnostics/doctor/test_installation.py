@@ -69,7 +69,7 @@ def test_arguments_describe_the_gpu(provide: Provide, capsys: Capture) -> None:
     words = ["--for", "sm_90", "--sms", "3", "--shared-memory", "50000", "--driver", "12.3"]
     (gpu,) = document(capsys, *words)["gpus"]
     device = gpu["device"]
-    assert (device["multiprocessors"], device["shared_memory_per_block"]) == (3, 50_000)
+    assert (device["sm_count"], device["shared_memory_per_block"]) == (3, 50_000)
     assert device["driver"] == "12.3"
 
 

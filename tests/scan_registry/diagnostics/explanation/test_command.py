@@ -239,7 +239,7 @@ def test_a_gpu_of_this_machine(stub_driver: Any) -> None:
     assert found["device"] == {
         "name": "Imaginary A",
         "arch": "sm_90",
-        "multiprocessors": 132,
+        "sm_count": 132,
         "shared_memory_per_block": 232_448,
         "registers_per_block": 65_536,
         "threads_per_block": 1024,
