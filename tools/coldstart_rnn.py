@@ -1,9 +1,9 @@
 """Time from a fresh process to the first results of a recurrent network.
 
-    python tools/coldstart_rnn.py [--json FILE] [--repeat N] [--peer] [--device cpu]
+    python tools/coldstart_rnn.py [--json FILE] [--repeat N] [--baseline] [--device cpu]
 
 A new process for each repetition, once for ``scan_registry.rnn`` and once for ``scan_registry.nn.LSTM``, with
-``--peer`` also for torch.nn's, each with every cache folder new and empty. Each computes an LSTM of 768 units
+``--baseline`` also for torch.nn's, each with every cache folder new and empty. Each computes an LSTM of 768 units
 in bfloat16 on (16, 1024), on the CPU a small one, and measures, in this order,
 
     torch            importing torch, and nothing of this project
@@ -175,7 +175,9 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number to FILE")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="processes of each (5)")
-    parser.add_argument("--peer", action="store_true", help="measure torch.nn.LSTM, too")
+    parser.add_argument(
+        "--baseline", "--peer", action="store_true", help="measure torch.nn.LSTM, too"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     if options.repeat < 1:
@@ -185,7 +187,7 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: coldstart_rnn measures on a GPU, and torch finds none", file=sys.stderr)
         return 2
-    names = tuple(NAMES) if options.peer else OURS
+    names = tuple(NAMES) if options.baseline else OURS
     results = [measure(name, options.device, options.repeat) for name in names]
     shape = SHAPES[options.device]
     Console().print(table(results, shape))

@@ -113,7 +113,7 @@ class NetworkBench:
 
     device: torch.device
     passes: Sequence[str] = PASSES
-    peers: bool = True
+    baselines: bool = True
     backends: Sequence[str] = ("auto",)
     timings: list[NetworkTiming] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class NetworkBench:
                 try:
                     calls[who] = make()
                     calls[who]()
-                # Peers fail in ways of their own, of which each is to be told.
+                # Baselines fail in ways of their own, of which each is to be told.
                 except Exception as error:
                     if isinstance(error, torch.OutOfMemoryError):
                         raise
@@ -184,7 +184,7 @@ class NetworkBench:
                     inputs, network.function, backend, direction
                 ),
             )
-        if not self.peers:
+        if not self.baselines:
             return
         kind = {"lstm": "LSTM", "gru": "GRU", "elman": "RNN"}.get(network.function)
         if kind is not None and network.heads == 1:

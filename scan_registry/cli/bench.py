@@ -1,4 +1,4 @@
-"""``scan-registry bench``: how fast scans run here, beside installed peers and the memory's speed."""
+"""``scan-registry bench``: how fast scans run here, beside installed baselines and the memory's speed."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command's arguments."""
     parser = commands.add_parser(
         "bench",
-        help="time scans here, beside installed peers and the memory's speed",
+        help="time scans here, beside installed baselines and the memory's speed",
         description="Times the forward and the backward pass over a range of sequence lengths: on a GPU "
-        "both languages of this package and the peers that are installed (accelerated-scan, "
+        "both languages of this package and the baselines that are installed (accelerated-scan, "
         "sequential_scan), as CUDA graphs of kernel launches; on the CPU the calls, beside torch.mul on "
         "tensors of the same size. Inputs rotate over enough sets to be out of the caches. The floor is "
         "the time in which a kernel that only streams reads and writes as many tensors of the same size, "
@@ -77,7 +77,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--fwd_only", "--fwd-only", action="store_true", help="time the forward pass alone"
     )
-    parser.add_argument("--no-peers", action="store_true", help="time this package alone")
+    parser.add_argument(
+        "--no-baselines", "--no-peers", action="store_true", help="time this package alone"
+    )
     parser.add_argument(
         "--plot",
         "--plot_name",
@@ -206,7 +208,7 @@ def _bench(args: argparse.Namespace, device: Device) -> Bench:
         return Bench.on(
             device,
             _backends(args),
-            peers=not (args.no_peers or args.goals),
+            baselines=not (args.no_baselines or args.goals),
             passes=("forward",) if args.fwd_only else ("forward", "backward"),
         )
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""``scan-registry bench rnn``: how fast recurrent networks run here, beside installed peers."""
+"""``scan-registry bench rnn``: how fast recurrent networks run here, beside installed baselines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def add_parser(networks: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--fwd_only", "--fwd-only", action="store_true", help="time the forward pass alone"
     )
-    parser.add_argument("--no-peers", action="store_true", help="time this package alone")
+    parser.add_argument(
+        "--no-baselines", "--no-peers", action="store_true", help="time this package alone"
+    )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the times into a .png, .svg or .pdf"
     )
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace, device: Device, plot: Path | None) -> int:
     bench = NetworkBench(
         device,
         PASSES[:1] if args.fwd_only else PASSES,
-        peers=not args.no_peers,
+        baselines=not args.no_baselines,
         backends=args.backend or ("auto",),
     )
     errors, quiet = Console(stderr=True), not sys.stderr.isatty()

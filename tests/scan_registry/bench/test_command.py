@@ -321,7 +321,7 @@ def test_the_tool_needs_a_gpu(
 
 @pytest.mark.gpu
 def test_on_a_gpu(capsys: Capture) -> None:
-    words = ("--bs", "2", "--d_model", "64", "--seqlens", "128", "--no-peers", "--json")
+    words = ("--bs", "2", "--d_model", "64", "--seqlens", "128", "--no-baselines", "--json")
     assert main(["bench", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema()).validate(found)

@@ -13,9 +13,9 @@ import torch
 from benching import CPU, SMALL, Capture, document, refusal, schema
 
 from scan_registry.bench import floor, goals, measure
+from scan_registry.bench.baselines import Baseline
 from scan_registry.bench.cases import PASSES, Case
 from scan_registry.bench.measure import Bench
-from scan_registry.bench.peers import Peer
 from scan_registry.cli import bench as command
 from scan_registry.cli import main
 
@@ -149,8 +149,10 @@ def test_cases_by_name(capsys: Capture) -> None:
     assert "--case: the case is 'x'" in refusal(capsys, "--device", "cpu", "--case", "x")
 
 
-def test_peers_take_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_take_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Bench.on(CPU)
-    here.peers = (Peer("plain", "x", "a_peer", "scan", lambda *_: pytest.fail("asked")),)
+    here.baselines = (
+        Baseline("plain", "x", "a_baseline", "scan", lambda *_: pytest.fail("asked")),
+    )
     here.run(replace(SMALL, gates="channel"))
     assert here.skipped == {"plain": "it does not take a gate per channel"}

@@ -37,7 +37,7 @@ def test_a_table_of_times(function: str, capsys: Capture) -> None:
     assert "1 × 8" in rows[0]
 
 
-def test_several_heads_have_no_peer_in_torch(capsys: Capture) -> None:
+def test_several_heads_have_no_baseline_in_torch(capsys: Capture) -> None:
     assert main([*SMALL, "--case", "lstm:2,8:bfloat16", "--fwd_only", "--json"]) == 0
     (timing,) = json.loads(capsys.readouterr().out)["timings"]
     assert (timing["who"], timing["direction"]) == ("scan-registry", "forward")
@@ -46,7 +46,7 @@ def test_several_heads_have_no_peer_in_torch(capsys: Capture) -> None:
 
 
 def test_who_cannot_be_timed_is_named(capsys: Capture) -> None:
-    words = ["--case", "lstm:1,8:float32", "--no-peers", "--backend", "cuda_fused"]
+    words = ["--case", "lstm:1,8:float32", "--no-baselines", "--backend", "cuda_fused"]
     assert main([*SMALL, *words, "--backend", "reference"]) == 0
     out = capsys.readouterr().out
     assert "not timed: scan-registry cuda_fused, lstm:1,8:float32: backend is 'cuda_fused'" in out
