@@ -7,7 +7,7 @@
 The measuring is that of ``scan-registry bench``, in ``scan_registry/bench``: each timing is a CUDA
 graph of launches over several sets of inputs, more of them than the L2 cache holds. All graphs of a
 case are replayed in turns, and the median replay counts. Baselines are timed at their kernels, without
-their wrappers' checks and zero fills. The floor is the time of the fastest stream kernel, which reads
+their wrappers' checks and zero fills. The roofline is the time of the fastest stream kernel, which reads
 and writes as many tensors of the same size, in the same turns.
 """
 

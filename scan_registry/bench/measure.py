@@ -14,7 +14,7 @@ import torch
 
 from scan_registry.bench.baselines import Baseline, installed
 from scan_registry.bench.cases import PASSES, Case
-from scan_registry.bench.floor import stream_calls
+from scan_registry.bench.roofline import stream_calls
 from scan_registry.bench.timing import (
     Call,
     Recording,
@@ -36,15 +36,15 @@ _TENSORS = 6  # of one call, while it is made: inputs, outputs, and what makes t
 @dataclass(frozen=True)
 class Timing:
     """Median and spread (largest minus smallest) of a call, in ms, by who made it; and in how many ms
-    its bytes stream. ``floor`` is the stream kernel's variant that measured that, on a GPU."""
+    its bytes stream. ``roofline`` is the stream kernel's variant that measured that, on a GPU."""
 
     case: Case
     direction: str
     who: str
     ms: float
     spread: float
-    floor_ms: float
-    floor: str | None = None
+    roofline_ms: float
+    roofline: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields; that of the variant only where there is one."""
@@ -107,7 +107,7 @@ class Bench:
     def check_room(self, case: Case) -> None:
         """``ValueError`` if the case's tensors are more than the device has memory for."""
         takers = [baseline for baseline in self.baselines if not _refusal(baseline, case)]
-        contenders = len(self.backends) + len(takers) + 1  # the floor, or the CPU's scale
+        contenders = len(self.backends) + len(takers) + 1  # the roofline, or the CPU's scale
         traffics = map(case.traffic, self.passes)
         earlier = max((sets_of_inputs(each, self.device) - 1) * each for each in traffics)
         needed = contenders * (earlier + _TENSORS * case.tensor_bytes())
@@ -154,18 +154,18 @@ class Bench:
                 raise
             except Exception as error:  # whatever another package's compilation or launch raises
                 self._give_up(contender.who, error)
-        floors = self._floors(case, direction)
-        times = compete([*recordings.values(), *floors.values()])
-        floor_ms, floor = traffic / self.bandwidth, None
-        if floors:
-            timed = zip(floors, times[len(recordings) :], strict=True)
-            floor, (floor_ms, _) = min(timed, key=lambda each: each[1])
+        rooflines = self._rooflines(case, direction)
+        times = compete([*recordings.values(), *rooflines.values()])
+        roofline_ms, roofline = traffic / self.bandwidth, None
+        if rooflines:
+            timed = zip(rooflines, times[len(recordings) :], strict=True)
+            roofline, (roofline_ms, _) = min(timed, key=lambda each: each[1])
         for who, (ms, spread) in zip(recordings, times, strict=False):
-            yield Timing(case, direction, who, ms, spread, floor_ms, floor)
-        del recordings, floors
+            yield Timing(case, direction, who, ms, spread, roofline_ms, roofline)
+        del recordings, rooflines
         self._tidy()
 
-    def _floors(self, case: Case, direction: str) -> dict[str, Recording]:
+    def _rooflines(self, case: Case, direction: str) -> dict[str, Recording]:
         """What streams as many tensors of the same size, on a GPU."""
         if self.device.type != "cuda":
             return {}
@@ -177,7 +177,7 @@ class Bench:
                 for variant, calls in stream_calls(*moved, self.device)
             }
         except NoKernelError as error:
-            self.skipped.setdefault("the floor, which torch.add stands in for", str(error))
+            self.skipped.setdefault("the roofline, which torch.add stands in for", str(error))
             return {}
 
     def _tidy(self) -> None:

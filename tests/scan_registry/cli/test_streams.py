@@ -100,7 +100,7 @@ def test_every_command_prints_in_every_encoding(tmp_path: Path, encoding: str, w
 
 @pytest.mark.slow
 def test_what_is_timed_is_printed_in_ascii(tmp_path: Path) -> None:
-    words = "bench --device cpu --seqlens 8 --bs 1 --d-model 8 --no-baselines --fwd-only"
+    words = "bench --device cpu --seqlens 8 --bs 1 --d-model 8 --no-peers --fwd-only"
     assert f"=== {words} = 0" in run(words, tmp_path, **ENCODINGS["ascii"])
 
 
