@@ -1,4 +1,4 @@
-"""Prove binaries: run each on a GPU against the float64 reference and record its error.
+"""Test binaries on a GPU: run each on a GPU against the float64 reference and record its error.
 
     python tools/attest.py            run every installed binary that this GPU can run, and write
                                       kernels/<family>/attestations/<gpu>.json
@@ -188,7 +188,8 @@ def main() -> int:
             worst = max(r["error"] for r in records if f"dtype={dtype}," in r["variant"])
             print(f"{family.name} {dtype}: worst error {worst:.2e}")
         print(
-            f"{path.name}: {len(records) - len(bad)} of {len(records)} binaries proven", flush=True
+            f"{path.name}: {len(records) - len(bad)} of {len(records)} binaries GPU-tested",
+            flush=True,
         )
     return 1 if failed else 0
 

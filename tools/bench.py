@@ -6,9 +6,9 @@
 
 The measuring is that of ``scan-registry bench``, in ``scan_registry/bench``: each timing is a CUDA
 graph of launches over several sets of inputs, more of them than the L2 cache holds. All graphs of a
-case are replayed in turns, and the median replay counts. Baselines are timed at their kernels, without
+case are replayed interleaved, and the median replay counts. Baselines are timed at their kernels, without
 their wrappers' checks and zero fills. The roofline is the time of the fastest stream kernel, which reads
-and writes as many tensors of the same size, in the same turns.
+and writes as many tensors of the same size, in the same rounds.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ once with every cache folder new and empty ("cold"), and once more with what tha
 them ("warm"). A module that compiles when it is imported pays in the first column, one that imports
 or compiles at its first use in the second. The operating system's own file cache is warm both times.
 
-Then one further process calls all of them in turns on (1, 8, 128) tensors, with and without
+Then one further process calls all of them interleaved on (1, 8, 128) tensors, with and without
 gradients. A round is short enough for the GPU's queue and ends with a synchronisation outside the
 measured time, so what is measured is the CPU. The median of all rounds counts; torch.mul stands
 beside them for scale.
@@ -224,7 +224,7 @@ def measure(device: str, repeat: int) -> list[Result]:
             results.append(Result(baseline.name, baseline.version, failure=str(error)))
     results.append(Result(SCALE, ""))
     started = [p for p, r in zip((OURS, *BASELINES), results, strict=False) if r.cold]
-    print("calling all of them in turns", file=sys.stderr, flush=True)
+    print("calling all of them interleaved", file=sys.stderr, flush=True)
     calls = measure_calls(started, device)
     return [
         replace(

@@ -26,7 +26,7 @@ from scan_registry.kernels.linear_scan.problem import (
 )
 from scan_registry.kernels.linear_scan.spec import DIRECTIONS, LAYOUTS
 
-#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as proven.
+#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {
     "float32": 1e-6,
     "float16": 1e-3,

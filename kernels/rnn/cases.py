@@ -25,7 +25,7 @@ from scan_registry.kernels.rnn.problem import (
     Scope,
 )
 
-#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as proven.
+#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 
 Shape = tuple[int, int, int, int]

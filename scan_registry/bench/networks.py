@@ -105,7 +105,7 @@ class NetworkTiming:
 
 @dataclass
 class NetworkBench:
-    """Times networks on one device, all contenders of a network in turns.
+    """Times networks on one device, all contenders of a network interleaved.
 
     sync_us  microseconds of a step of ``SYNCHRONISING``, on a GPU that has a kernel for it
     skipped   why somebody was not timed on everything, by name

@@ -41,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "sequential_scan), as CUDA graphs of kernel launches; on the CPU the calls, beside torch.mul on "
         "tensors of the same size. Inputs rotate over enough sets to be out of the caches. The roofline is "
         "the time in which a kernel that only streams reads and writes as many tensors of the same size, "
-        "the fastest of several, timed in the same turns; on the CPU that in which a large torch.add "
+        "the fastest of several, interleaved in the same rounds; on the CPU that in which a large torch.add "
         "moves as many bytes. --targets times the project's own cases, each with the least fraction of the "
         "roofline that it is to reach.",
         epilog="Exit status: 0; 1 where --targets was not met; 2 for arguments that cannot be meant, and "

@@ -95,7 +95,7 @@ class Step:
             yield "target", f"{winner.target}, {origin}"
             if winner.binary:
                 yield "sha256", winner.binary.sha256
-                yield "proven", _proof(winner.binary)
+                yield "GPU-tested", _gpu_test(winner.binary)
             yield "launch", _launch(decision)
             yield "copies", ", ".join(self.copied) + " first" if self.copied else "none"
             yield "tuning", _tuning(decision, winner)
@@ -251,7 +251,7 @@ def decision_record(decision: Decision) -> dict[str, Any]:
         "sha256": binary.sha256 if binary else None,
         "archive": str(winner.archive.path) if winner and winner.archive else None,
         "provider": winner.archive.provider if winner and winner.archive else None,
-        "proven": bool(attestation and attestation.passed) if binary else None,
+        "gpu_tested": bool(attestation and attestation.passed) if binary else None,
         "attestation": asdict(attestation) if attestation else None,
         "cost": winner.cost if winner and winner.variant else None,
         "tuning": _tuning_record(decision),
@@ -380,7 +380,7 @@ def _there(decision: Decision, winner: Candidate) -> float | None:
     return winner.tuned.row.times.get(kernel.label(winner.variant))
 
 
-def _proof(binary: Binary) -> str:
+def _gpu_test(binary: Binary) -> str:
     attestation = _attestations().get(binary.sha256)
     if attestation is None:
         return "no; no GPU has been seen to run these bytes"

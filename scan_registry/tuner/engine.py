@@ -1,7 +1,7 @@
 """The tuner: on each problem, times every variant that is worth it, and the closest ones again.
 
 Variants of one kernel and kind are compiled first, side by side. Then, problem by problem, all of them
-are timed in turns as CUDA graphs over the same inputs, which rotate out of the caches; few rounds tell
+are timed interleaved as CUDA graphs over the same inputs, which rotate out of the caches; few rounds tell
 who is near the fastest, and more rounds which of those it is. Before that each has to give the results
 of the variant that would run untuned, and of all but that one those that take several times as long as
 others leave.

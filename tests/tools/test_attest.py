@@ -31,7 +31,7 @@ def record(sha256: str, variant: str, target: str, error: float) -> dict[str, An
 
 @pytest.fixture
 def attested(tmp_path: Path) -> Callable[..., Path]:
-    """A folder in which all that must be proven is, but for the changes asked for."""
+    """A folder in which all that must be GPU-tested is, but for the changes asked for."""
 
     def write(gpu: str = "gpu", error: float = 1e-7, extra: str = "", skip: int = 0) -> Path:
         needed = [

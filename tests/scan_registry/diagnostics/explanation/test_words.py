@@ -50,7 +50,7 @@ def test_the_winner_is_described(hopper: System) -> None:
         assert said["variant"] == str(winner.variant)
         assert said["target"] == f"sm_90, from scan-registry, {winner.archive.path}"
         assert said["sha256"] == winner.binary.sha256
-        assert said["proven"].startswith("no; ")
+        assert said["GPU-tested"].startswith("no; ")
         assert said["launch"] == (
             "grid 16 × 1 × 1, block 128 × 1 × 1, shared memory 1024 + 0 bytes per block, "
             "workspace 0 bytes"
@@ -74,13 +74,13 @@ def test_what_a_gpu_has_measured(
     )
     monkeypatch.setattr(explanation, "_attestations", lambda: {binary.sha256: measured})
     found = explained(hopper)
-    assert facts(str(found), "forward")["proven"] == (
+    assert facts(str(found), "forward")["GPU-tested"] == (
         f"{words}error {error:.1e}, tolerance 8.0e-03, on Imaginary H, 2026-01-31"
     )
     forward, backward = found.to_json()["steps"]
-    assert forward["proven"] is (error < 8e-3)
+    assert forward["gpu_tested"] is (error < 8e-3)
     assert forward["attestation"]["gpu"] == "Imaginary H"
-    assert (backward["proven"], backward["attestation"]) == (False, None)
+    assert (backward["gpu_tested"], backward["attestation"]) == (False, None)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
@@ -196,7 +196,7 @@ def test_what_is_compiled_here(a_device: Describe) -> None:
     assert "sha256" not in said
     assert "    triton compiled here: Triton is missing\n" in str(found)
     step = found.to_json()["steps"][0]
-    assert (step["tier"], step["proven"], step["archive"]) == ("jit", None, None)
+    assert (step["tier"], step["gpu_tested"], step["archive"]) == ("jit", None, None)
     assert step["launch"]["block"] is None
 
 
