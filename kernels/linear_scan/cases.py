@@ -267,7 +267,7 @@ class Trial:
 
 
 def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
-    """Fresh random inputs: gates in the unit disc, a good part of them close to its rim; the rest
+    """Fresh random inputs: gates of |gate| ≤ 1, many of them close to 1; the rest
     normal. Drawn, and solved in float64, on the CPU: only the kernels under test run on ``device``."""
     batch, channels, time = shape
     full = (setting.outer, batch // setting.outer, channels, time)

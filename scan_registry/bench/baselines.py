@@ -41,7 +41,7 @@ class Case(Protocol):
         """In words, what is not as usual; empty if nothing is."""
 
     def random_gates(self, device: Any) -> Any:
-        """The same, within the unit disc."""
+        """The same, of |gate| ≤ 1."""
 
 
 @dataclass(frozen=True)

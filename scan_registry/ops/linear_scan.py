@@ -92,7 +92,7 @@ def linear_scan(
         times, in both modes; the first derivative is one kernel, two where gates are broadcast. As in
         every parallel scan, products of neighbouring gates are formed: where one, or a state, exceeds
         the dtype's range, states after it may be infinite or NaN even if the recurrence is not. Gates
-        within the unit disc are always safe.
+        with ``|gate| <= 1`` are always safe.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
