@@ -396,8 +396,8 @@ def package_for(label: str) -> str:
 
 def _outcome(backend: Backend, tier: Tier | None) -> str:
     if tier is None:
-        asked = "" if backend == "auto" else f' with backend="{backend}"'
-        return f"nothing runs{asked}, the call raises NoKernelError"
+        pinned = "" if backend == "auto" else f' with backend="{backend}"'
+        return f"nothing runs{pinned}, the call raises NoKernelError"
     return {
         Tier.PTX: "compiled from PTX by the driver, at its first use",
         Tier.JIT: "compiled here, at its first use",

@@ -19,7 +19,7 @@ from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.plans import Wanted
-from scan_registry.ops.problems import StateRoom
+from scan_registry.ops.problems import StateLayout
 from scan_registry.ops.registration import below_autograd, record, register
 from scan_registry.ops.symbols import same_shape
 
@@ -281,7 +281,7 @@ def _forward(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options:
 
 def _forward_fake(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any) -> Any:
     how, states = Options(*options), torch.empty_like(tokens)
-    last = StateRoom.of(tokens, how.dim, bounds).empty() if how.final else None
+    last = StateLayout.of(tokens, how.dim, bounds).empty() if how.final else None
     return states, _or_empty(last, states)
 
 
@@ -335,7 +335,7 @@ def _backward_fake(*args: Any) -> Any:
         if not same_shape(gates.shape, model.shape)
         else torch.empty_like(model, dtype=gates.dtype),
         torch.empty_like(model),
-        StateRoom.of(model, dim, bounds).empty(),
+        StateLayout.of(model, dim, bounds).empty(),
     )
     return tuple(
         each if want else model.new_empty(0) for each, want in zip(made, wanted, strict=True)

@@ -11,9 +11,9 @@ from torch.autograd import forward_ad, profiler
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import scan
-from scan_registry.ops.layout import Share
+from scan_registry.ops.layout import KernelCall
 from scan_registry.ops.plain import plain_scan
-from scan_registry.ops.problems import reduction_share, share
+from scan_registry.ops.problems import make_kernel_call, make_reduction_call
 
 __all__ = ["BACKENDS", "describe", "linear_scan"]
 
@@ -132,7 +132,7 @@ def describe(
     cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
     backend: Backend = "auto",
-) -> dict[str, Share]:
+) -> dict[str, KernelCall]:
     """The problems that a call of ``linear_scan`` with these arguments poses, by direction; those of
     derivatives only if they are asked for. Nothing is computed."""
     options = Options(dim, reverse, return_final_state, backend)
@@ -142,13 +142,13 @@ def describe(
     if tokens.numel() == 0:
         return {}
     how = bounds, options.dim, options.reverse
-    shares = {"forward": share("forward", gates, {"tokens": tokens}, *how)}
+    calls = {"forward": make_kernel_call("forward", gates, {"tokens": tokens}, *how)}
     if any(wanted):
         states = torch.empty_like(tokens, device="meta")
         both = {"states": states, "states_grad": states}
-        shares["backward"] = share("backward", gates, both, *how)
+        calls["backward"] = make_kernel_call("backward", gates, both, *how)
         if wanted[0] and gates.shape != tokens.shape:
-            reduction = reduction_share(gates, states, *how)
+            reduction = make_reduction_call(gates, states, *how)
             if reduction is not None:
-                shares["reduction"] = reduction
-    return shares
+                calls["reduction"] = reduction
+    return calls

@@ -20,7 +20,7 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import OBSERVERS, PLAIN_TYPES, first_derivative
-from scan_registry.ops.problems import as_new, share
+from scan_registry.ops.problems import as_new, make_kernel_call
 from scan_registry.runtime.loader import prepare
 
 PlainPlan = PlainLaunch | Callable[[Tensor, Tensor], Tensor]
@@ -77,11 +77,11 @@ def _launch(
     """What C does by itself; None where it cannot."""
     if _empty is None or not tokens.is_cuda or options.backend == "reference":
         return None
-    asked = share("forward", gates, {"tokens": tokens}, None, options.dim, False)
-    if asked.copied:
+    call = make_kernel_call("forward", gates, {"tokens": tokens}, None, options.dim, False)
+    if call.copied:
         return None
     backend: Any = options.backend
-    ready = prepare(tokens.device.index, FAMILY, asked.problem, backend, policy.lowest())
+    ready = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest())
     if ready.launch is None:
         return None
     states = as_new(tokens)

@@ -19,14 +19,14 @@ from scan_registry.base.frozen import dataclass
 from scan_registry.cache import tuned
 from scan_registry.cache.store import jit_cache
 from scan_registry.catalog.inventory import catalogue
-from scan_registry.dispatch.alternatives import Asked
+from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.dispatch.fit import Tier, misfit, nearest_tier
 from scan_registry.dispatch.policy import FallbackWarning
 from scan_registry.dispatch.select import (
     Backend,
-    Candidate,
     Decision,
     Key,
+    Match,
     NoKernelError,
     System,
     advice,
@@ -165,13 +165,13 @@ def prepare(
 
 
 def prepare_first(
-    ordinal: int, family: Family, asked: Sequence[Asked], lowest: Tier
+    ordinal: int, family: Family, alternatives: Sequence[Alternative], lowest: Tier
 ) -> tuple[int, Prepared]:
     """The first of several problems, any of which would do, that a kernel solves here: which one it is,
     and the launch. Else the reference, for the first; ``NoKernelError`` where that may not be."""
     left: list[tuple[int, Prepared]] = []
     refused: list[NoKernelError] = []
-    for number, each in enumerate(asked):
+    for number, each in enumerate(alternatives):
         try:
             ready = prepare(ordinal, family, each.problem, each.backend, lowest)
         except NoKernelError as error:
@@ -185,7 +185,7 @@ def prepare_first(
     return left[0]
 
 
-def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Prepared:
+def _prepare(ordinal: int, decision: Decision, winner: Match) -> Prepared:
     binary, read = _fetch(ordinal, decision, winner)
     function = load(ordinal, binary, read, Attempt(decision, binary))
     try:
@@ -197,9 +197,7 @@ def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Prepared:
     return Prepared(decision, binary, launch, shape.workspace)
 
 
-def _fetch(
-    ordinal: int, decision: Decision, winner: Candidate
-) -> tuple[Binary, Callable[[], bytes]]:
+def _fetch(ordinal: int, decision: Decision, winner: Match) -> tuple[Binary, Callable[[], bytes]]:
     """The winner's binary, compiled if need be, and how to get its bytes."""
     if winner.archive is not None and winner.binary is not None:
         archive, binary = winner.archive, winner.binary

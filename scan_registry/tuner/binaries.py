@@ -83,10 +83,10 @@ def obtain_all(
     """The binaries of many variants, or the reason why there is none. What has to be compiled is
     compiled side by side, by processes of their own that stay for the next call; the JIT's cache keeps
     it."""
-    held, asked = tuple(archives), list(dict.fromkeys(variants))
+    held, wanted = tuple(archives), list(dict.fromkeys(variants))
     found: dict[Variant, Obtained | str] = {}
     targets: dict[Variant, Target] = {}
-    for variant in asked:
+    for variant in wanted:
         installed = _installed(device, held, variant)
         try:
             if installed is None:
@@ -98,7 +98,7 @@ def obtain_all(
     if targets:
         outcomes = _pool().map(_compiled_or_reason, targets.keys(), targets.values())
         found |= dict(zip(targets, outcomes, strict=True))
-    return {variant: _or_reason(device, variant, found[variant]) for variant in asked}
+    return {variant: _or_reason(device, variant, found[variant]) for variant in wanted}
 
 
 def _compiled_or_reason(variant: Variant, target: Target) -> Obtained | str:

@@ -13,7 +13,7 @@ from scan_registry.hardware.device import Device
 from scan_registry.kernels.tables import Run, Table
 from scan_registry.kernels.tuning import Tuning
 from scan_registry.runtime import jit
-from scan_registry.tuner.engine import Tuned, Tuner
+from scan_registry.tuner.engine import Tuner, TuningResult
 from scan_registry.version import __version__
 
 #: What the driver's tool calls the clocks, in MHz: as they are, and at their most.
@@ -80,7 +80,7 @@ class Regret:
     worst: float
 
 
-def regret(tuned: Iterable[Tuned]) -> Regret | None:
+def regret(tuned: Iterable[TuningResult]) -> Regret | None:
     """Over the problems on which what would run untuned was timed; None if there are none."""
     ratios = [each.regret for each in tuned if each.regret is not None]
     if not ratios:
@@ -89,7 +89,7 @@ def regret(tuned: Iterable[Tuned]) -> Regret | None:
     return Regret(len(ratios), mean, max(ratios))
 
 
-def tunings(device: Device, tuned: Iterable[Tuned]) -> dict[str, Tuning]:
+def tunings(device: Device, tuned: Iterable[TuningResult]) -> dict[str, Tuning]:
     """What selection needs of it, by how the kernels' variants begin."""
     families: dict[str, Table] = {}
     for each in tuned:
@@ -116,7 +116,7 @@ def document(tuner: Tuner, saved: str | None) -> dict[str, Any]:
     }
 
 
-def _problem(each: Tuned) -> dict[str, Any]:
+def _problem(each: TuningResult) -> dict[str, Any]:
     return {
         "kernel": each.posed.kernel.head,
         "problem": each.measured.problem,

@@ -11,12 +11,12 @@ from imaginary import FAMILY
 from selecting import CUDA, KERNEL, TRITON, Describe, Make, a_problem, in_memory
 
 from scan_registry.artifact.archive import Archive, Binary, digest
-from scan_registry.dispatch import offers as offering
+from scan_registry.dispatch import candidates
 from scan_registry.dispatch.fit import Tier, Toolchain
 from scan_registry.dispatch.select import (
     BACKENDS,
     Backend,
-    Candidate,
+    Match,
     NoKernelError,
     System,
     select,
@@ -132,12 +132,12 @@ def either_way(variant: Variant) -> str:
     return str(replace(variant, statics=statics))
 
 
-Offer = tuple[Tier, str, str]
+Possible = tuple[Tier, str, str]
 
 
-def offers(system: System, problem: LinearScanProblem, backend: Backend) -> list[Offer]:
+def possible(system: System, problem: LinearScanProblem, backend: Backend) -> list[Possible]:
     """All that solves the problem, derived anew: tier, subject, and where it comes from."""
-    found: list[Offer] = []
+    found: list[Possible] = []
     device = system.device
     assert device is not None
 
@@ -166,7 +166,7 @@ def offers(system: System, problem: LinearScanProblem, backend: Backend) -> list
                     found.append((Tier.JIT, f"{variant} for {target}", "here"))
     if backend in ("auto", "reference"):
         found.append((Tier.REFERENCE, "the reference", "here"))
-    return [offer for offer in found if offer[1:] not in system.failed]
+    return [way for way in found if way[1:] not in system.failed]
 
 
 def considered(system: System) -> list[str]:
@@ -210,11 +210,11 @@ def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> 
     )
     backend: Backend = data.draw(st.sampled_from(BACKENDS), label="backend")
     lowest = data.draw(st.sampled_from(Tier), label="lowest")
-    able = offers(system, problem, backend)
+    able = possible(system, problem, backend)
     if able:
-        failures = st.sets(st.sampled_from(sorted({offer[1:] for offer in able})), max_size=2)
+        failures = st.sets(st.sampled_from(sorted({way[1:] for way in able})), max_size=2)
         system = replace(system, failed=dict.fromkeys(data.draw(failures), "it failed"))
-    allowed = [offer for offer in offers(system, problem, backend) if offer[0] <= lowest]
+    allowed = [way for way in possible(system, problem, backend) if way[0] <= lowest]
 
     decision = select(system, FAMILY, problem, backend, lowest)
 
@@ -225,19 +225,19 @@ def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> 
             decision.taken()
     else:
         assert (winner.tier, *winner.key) in allowed
-        assert winner.tier == min(offer[0] for offer in allowed)
+        assert winner.tier == min(way[0] for way in allowed)
         assert decision.taken() is winner
         if winner.binary is not None:
             assert winner.archive is not None
             assert winner.binary in winner.archive.binaries
         assert (decision.launch() is None) == (winner.tier is Tier.REFERENCE)
     every = [
-        offering.checked(decision, each)
-        for language in offering.LANGUAGES
-        for each in offering.offers(decision, language, all_dtypes=True)
-        if isinstance(each, offering.Offer)
+        candidates.checked(decision, each)
+        for language in candidates.LANGUAGES
+        for each in candidates.candidates(decision, language, all_dtypes=True)
+        if isinstance(each, candidates.Candidate)
     ]
-    found = [outcome for outcome in every if isinstance(outcome, Candidate)]
+    found = [outcome for outcome in every if isinstance(outcome, Match)]
     if winner is not None and winner.tier < Tier.REFERENCE:
         assert winner == min(found, key=lambda candidate: candidate.order)
     accounted = [r.subject for r in decision.rejected] + ([winner.subject] if winner else [])

@@ -114,13 +114,13 @@ def test_nothing_below_the_lowest_tier_is_taken(
 ) -> None:
     """On 8.6 there is sm_80, PTX, a compiler and torch; each is taken down to the lowest tier."""
     archives = [archive_factory(arch) for arch in ("sm80", "ptx80")]
-    offers = [
+    ways = [
         (archives, COMPILERS, Tier.SAME_MAJOR),
         (archives[1:], COMPILERS, Tier.PTX),
         ([], COMPILERS, Tier.JIT),
         ([], MISSING, Tier.REFERENCE),
     ]
-    for there, toolchains, tier in offers:
+    for there, toolchains, tier in ways:
         decision = decide(a_device((8, 6)), there, lowest=lowest, toolchains=toolchains)
         if tier <= lowest:
             assert decision.taken().tier is tier

@@ -259,8 +259,8 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops.linear_scan import describe
 
 tensor = torch.empty(2, 8, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
-for share in describe(tensor, tensor).values():
-    decision = loader.decide(0, FAMILY, share.problem, "auto", Tier.REFERENCE)
+for call in describe(tensor, tensor).values():
+    decision = loader.decide(0, FAMILY, call.problem, "auto", Tier.REFERENCE)
     print(json.dumps(decision_record(decision)))
 """
 
