@@ -1,4 +1,4 @@
-/* What torch is asked at every plain call, past what a call of Python's costs.
+/* What torch is asked at every call on the fast path, past what a call of Python's costs.
  *
  * Tensors are read through DLPack's table of C functions, which torch has on their type from 2.10 on, and through
  * that type's own entries. Nothing of torch's is linked; the declarations of the table are those of DLPack 1.

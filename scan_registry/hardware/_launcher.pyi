@@ -19,8 +19,8 @@ class Launch:
     ) -> Launch: ...
     def run(self, stream: int, /, *pointers: int | None) -> int: ...
 
-class PlainLaunch:
-    """What a plain call does on a GPU: allocate states, and launch."""
+class FastLaunch:
+    """What a call on the fast path does on a GPU: allocate states, and launch."""
 
     def __new__(
         cls,
@@ -31,13 +31,13 @@ class PlainLaunch:
         workspace: tuple[Any, ...] | None,
         refuse: Callable[[int], object],
         elsewhere: Callable[[Any, Any], Any],
-    ) -> PlainLaunch: ...
+    ) -> FastLaunch: ...
 
 #: What is done with gates and tokens.
-PlainPlan = PlainLaunch | Callable[[Any, Any], Any]
+FastPlan = FastLaunch | Callable[[Any, Any], Any]
 
-class PlainCalls:
-    """Calls on two plain tensors. Without ``exchange`` no call is one.
+class FastPath:
+    """Calls on two plain tensors, without options. Without ``exchange`` no call takes this path.
 
     types     of plain tensors
     tensor    the C type that they all are of, torch._C.TensorBase
@@ -59,10 +59,10 @@ class PlainCalls:
         observers: tuple[Callable[[], object], ...],
         backends: tuple[str, ...],
         choice: Callable[[], object],
-        plan: Callable[[Any, Any, int, Any], PlainPlan],
+        plan: Callable[[Any, Any, int, Any], FastPlan],
         tracking: Callable[[], bool],
         record: Callable[[Any, Any, tuple[Any, tuple[int, Any, Any]]], Any],
-    ) -> PlainCalls: ...
+    ) -> FastPath: ...
     def run(self, gates: object, tokens: object, dim: int, backend: object, /) -> Any: ...
 
 def bind(launch: int, memset: int, current: int, push: int, pop: int, /) -> None: ...

@@ -11,13 +11,13 @@ from torch.autograd import forward_ad, profiler
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import scan
+from scan_registry.ops.fast_path import fast_scan
 from scan_registry.ops.layout import KernelCall
-from scan_registry.ops.plain import plain_scan
 from scan_registry.ops.problems import make_kernel_call, make_reduction_call
 
 __all__ = ["BACKENDS", "describe", "linear_scan"]
 
-# What torch compiles is not to see the rest of a plain call; what it traces otherwise is told there.
+# What torch compiles is not to see the rest of the fast path; what it traces otherwise is told there.
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -114,9 +114,9 @@ def linear_scan(
         and not _is_compiling()
         and not profiler._is_profiler_enabled
         and forward_ad._current_level < 0
-        and (plain := plain_scan(gates, tokens, dim, backend)) is not None
+        and (fast_states := fast_scan(gates, tokens, dim, backend)) is not None
     ):
-        return plain
+        return fast_states
     options = Options(dim, reverse, return_final_state, backend)
     states, last = scan(*normalised(gates, tokens, initial_state, cu_seqlens, options))
     return states if last is None else (states, last)
