@@ -118,7 +118,7 @@ def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
 
 def _reduction_launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     cut = problem.reduction()
-    channels, times = cut.across
+    channels, times = cut.tiles
     return Launch((cut.kept * cut.groups * channels * times, 1, 1), problem.scalars())
 
 
@@ -302,9 +302,9 @@ def _triton_divisible(variant: Variant, layout: Layout, direction: Direction) ->
     """In the aligned variants: the sequences, their rows' length and the strides between rows."""
     if dict(variant.statics).get("access") != "aligned":
         return frozenset()
-    across = ("batch", "channel") if layout == "time_last" else ("batch", "time")
+    outside = ("batch", "channel") if layout == "time_last" else ("batch", "time")
     sequences = {name for name in STRIDED[direction] if name != "state"}
-    strides = {f"{tensor}_{dim}" for tensor in sequences for dim in across}
+    strides = {f"{tensor}_{dim}" for tensor in sequences for dim in outside}
     row = "time" if layout == "time_last" else "channels"
     outputs = ("gates_grad", "tokens_grad") if direction == "backward" else ()
     return frozenset({*(sequences - {"grads"}), *outputs, *strides, row})

@@ -164,7 +164,7 @@ def _fused_accepts(direction: Direction, variant: Variant, problem: RnnProblem) 
     return first_broken(tilings.PROBLEM, values)
 
 
-def _fused_crowds(
+def _fused_exceeds_residency(
     direction: Direction, variant: Variant, problem: RnnProblem, sm_count: int
 ) -> str | None:
     values = {**_values(variant, direction), "dim": problem.dim, "sm_count": sm_count}
@@ -231,7 +231,7 @@ def _fused_kernel(direction: Direction) -> Kernel:
         warps=lambda variant: variant.number("rows") * variant.number("split"),
         shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
         accepts=partial(_fused_accepts, direction),
-        exceeds_residency=partial(_fused_crowds, direction),
+        exceeds_residency=partial(_fused_exceeds_residency, direction),
         serves=partial(_fused_serves, direction),
         cost=partial(_fused_cost, direction),
         launch=partial(_fused_launch, direction),

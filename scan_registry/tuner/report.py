@@ -27,7 +27,7 @@ _CLOCKS = {
 
 def run_here(ordinal: int, device: Device) -> Run:
     """Where and when this is: the GPU, and what the driver's tool tells of it, if it is installed."""
-    told = _asked(ordinal, ["driver_version", *_CLOCKS.values()])
+    told = _queried(ordinal, ["driver_version", *_CLOCKS.values()])
     clocks = {
         name: int(float(told[query])) for name, query in _CLOCKS.items() if _number(told.get(query))
     }
@@ -45,7 +45,7 @@ def run_here(ordinal: int, device: Device) -> Run:
     )
 
 
-def _asked(ordinal: int, queries: Sequence[str]) -> dict[str, str]:
+def _queried(ordinal: int, queries: Sequence[str]) -> dict[str, str]:
     """Answers of the driver's tool about a GPU; none where there is no such tool."""
     command = ["nvidia-smi", f"--id={ordinal}", f"--query-gpu={','.join(queries)}"]
     try:

@@ -215,7 +215,7 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-def test_a_walk_over_ragged_rows_writes_nowhere_else(
+def test_a_walk_over_misaligned_rows_writes_nowhere_else(
     direction: str,
     layout: str,
     tile: dict[str, int],

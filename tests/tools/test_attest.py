@@ -51,7 +51,7 @@ def attested(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_all_proven(attest: ModuleType, attested: Callable[..., Path]) -> None:
+def test_all_gpu_tested(attest: ModuleType, attested: Callable[..., Path]) -> None:
     assert attest.check(attested()) == 0
 
 

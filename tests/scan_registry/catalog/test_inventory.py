@@ -70,7 +70,7 @@ def test_it_prints_what_it_holds(archive_factory: Factory) -> None:
     assert repr(Catalogue(())) == "Catalogue(no archives)"
 
 
-def test_proven_means_attested_within_tolerance(
+def test_gpu_tested_means_attested_within_tolerance(
     archive_factory: Factory, a_binary: Make, kernels: Path
 ) -> None:
     good, bad, unknown = (a_binary(variant)[0] for variant in VARIANTS)

@@ -145,7 +145,9 @@ def test_those_that_rank_after_the_winner_are_looked_at_when_somebody_asks(
     seen: list[str] = []
     real = select_module.checked
     monkeypatch.setattr(
-        select_module, "checked", lambda asked, each: seen.append(each.text) or real(asked, each)
+        select_module,
+        "checked",
+        lambda requested, each: seen.append(each.text) or real(requested, each),
     )
     decision = decide(a_device(), [archive])
     assert variant_of(decision.winner) == slow

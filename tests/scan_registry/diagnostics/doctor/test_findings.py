@@ -34,8 +34,8 @@ def test_every_sample_is_asked_about(archive_factory: Factory, a_device: Describ
     there = System(a_device(), (archive_factory("sm90", variants=FAMILY.variants()),))
     found = coverage(there, FAMILIES, Tier.REFERENCE)
     assert {answer.kernel for answer in found.answers} == KERNELS
-    asked = [(a.family, a.kernel, a.dtype, a.access) for a in found.answers]
-    assert len(set(asked)) == len(asked) == len(FAMILY.samples)
+    requested = [(a.family, a.kernel, a.dtype, a.access) for a in found.answers]
+    assert len(set(requested)) == len(requested) == len(FAMILY.samples)
     for answer in found.answers:
         assert answer.tiers == dict.fromkeys(("auto", "cuda", "triton"), Tier.EXACT)
     assert findings(there) == []

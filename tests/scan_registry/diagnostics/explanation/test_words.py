@@ -184,8 +184,8 @@ def test_the_reference_copies_nothing(a_device: Describe) -> None:
     assert said["runs"].startswith("plain torch")
     assert "scan-registry doctor" in said["help"]
     assert [step["copied"] for step in found.to_json()["steps"]] == [[], []]
-    asked = explain_for(System(a_device()), "linear_scan", gates, tokens, backend="reference")
-    assert "help" not in facts(str(asked), "forward")
+    requested = explain_for(System(a_device()), "linear_scan", gates, tokens, backend="reference")
+    assert "help" not in facts(str(requested), "forward")
 
 
 def test_what_is_compiled_here(a_device: Describe) -> None:
