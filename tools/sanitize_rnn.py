@@ -72,7 +72,7 @@ def takes(kernel: Kernel, variant: Variant, problem: Problem, sm_count: int) -> 
 
 
 def trials(functions: Sequence[Function], dtypes: Sequence[str]) -> Iterator[tuple[Posed, Any]]:
-    """Every problem of every function in every dtype, drawn and solved."""
+    """Every problem of every cell in every dtype, drawn and solved."""
     for dtype in dtypes:
         for function in functions:
             for posed in POSED:

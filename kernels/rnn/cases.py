@@ -332,7 +332,7 @@ def _solve_step(
 
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
-    """Two settings for each shape and function, all in turn."""
+    """Two settings for each shape and cell, all in turn."""
     settings = cycle(SETTINGS)
     for shape in shapes:
         for function in SIZES:

@@ -44,7 +44,7 @@ class Network:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"the case is {text!r}; expected function:heads,units:dtype, where functions are "
+                f"the case is {text!r}; expected cell:heads,units:dtype, where cells are "
                 f"{', '.join(SIZES)} and dtypes {', '.join(DTYPES)}"
             ) from None
         return cls(function, heads, dim, dtype, batch, time)

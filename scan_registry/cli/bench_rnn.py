@@ -40,7 +40,7 @@ def add_parser(networks: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="X",
-        help="function:heads,units:dtype, such as lstm:1,768:bfloat16; may repeat. Default: those of "
+        help="cell:heads,units:dtype, such as lstm:1,768:bfloat16; may repeat. Default: those of "
         "the project's performance targets",
     )
     parser.add_argument("--bs", type=int, default=16, metavar="N", help="batch size; default: 16")

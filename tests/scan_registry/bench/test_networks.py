@@ -95,8 +95,8 @@ def test_a_picture(tmp_path: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--case", "lstm:768"], "expected function:heads,units:dtype"),
-        (["--case", "rwkv:1,8:float32"], "functions are lstm, gru, elman, slstm"),
+        (["--case", "lstm:768"], "expected cell:heads,units:dtype"),
+        (["--case", "rwkv:1,8:float32"], "cells are lstm, gru, elman, slstm"),
         (["--bs", "0"], "--bs is 0; accepted are whole numbers from 1 on"),
         (["--backend", "cudnn"], "--backend is 'cudnn'; accepted are auto"),
         (["--device", "tpu"], "--device is 'tpu'; accepted here are cpu"),
