@@ -24,7 +24,7 @@ from scan_registry.dispatch.fit import (
 from scan_registry.dispatch.rows import TuningMatch, nearest_row
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.model import Family, Kernel, Language, Problem, Variant
+from scan_registry.kernels.model import Family, Kernel, Language, Launch, Problem, Variant
 
 Backend = Literal["auto", "cuda", "triton", "reference"]
 Key = tuple[str, str]
@@ -80,7 +80,7 @@ class Match:
     archive and binary are None where nothing has been compiled yet (jit); the variant and its
     target, too, for the reference. ``cost`` is the spec's estimate: smaller is better. It decides
     where nothing is ``tuned``, or among variants that the row does not name; ``ms`` is what the
-    variant counts as by that row, if it does: see ``TuningMatch.ms``.
+    variant counts as by that row, if it does: see ``TuningMatch.ms``. ``launch`` is how a kernel starts.
     """
 
     tier: Tier
@@ -91,6 +91,7 @@ class Match:
     cost: float = 0.0
     tuned: TuningMatch | None = None
     ms: float | None = None
+    launch: Launch | None = None
 
     @property
     def subject(self) -> str:
@@ -269,6 +270,9 @@ def _checked(request: Request, candidate: Candidate) -> Match | Rejected:
     if reason := _refusal(request, device, candidate, variant):
         return Rejected(candidate.subject, reason)
     assert kernel is not None
+    launch = kernel.launch(variant, request.problem, device.sm_count)
+    if (blocks := launch.grid[0]) > MOST_BLOCKS:
+        return Rejected(candidate.subject, f"{blocks} blocks; a grid holds {MOST_BLOCKS}")
     binary = candidate.entry.binary if candidate.entry else None
     if binary and (reason := system.denied.get(binary.sha256) or misfit(binary, device)):
         return Rejected(candidate.subject, reason)
@@ -282,6 +286,7 @@ def _checked(request: Request, candidate: Candidate) -> Match | Rejected:
         cost,
         candidate.tuned,
         candidate.ms,
+        launch,
     )
     return admitted(request, made)
 
@@ -319,13 +324,9 @@ def _unsolved(
             return reason
     elif not kernel.serves(variant.statics, candidate.target):
         return f"it is not for {candidate.target}"
-    count = device.sm_count
-    if reason := kernel.accepts(variant, problem) or kernel.exceeds_residency(
-        variant, problem, count
-    ):
-        return reason
-    blocks = kernel.launch(variant, problem, count).grid[0]
-    return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None
+    return kernel.accepts(variant, problem) or kernel.exceeds_residency(
+        variant, problem, device.sm_count
+    )
 
 
 def denial(denied: Mapping[str, str], kernel: Kernel | None, text: str) -> str | None:

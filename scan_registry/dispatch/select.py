@@ -32,7 +32,7 @@ from scan_registry.dispatch.candidates import (
 from scan_registry.dispatch.fit import OLDEST, Tier, Toolchain, dotted, jit_driver
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import FIRST_CUDA, CudaVersion, Target
-from scan_registry.kernels.model import Family, Kernel, Launch, Problem, Variant
+from scan_registry.kernels.model import Family, Launch, Problem
 
 __all__ = [
     "BACKENDS",
@@ -77,12 +77,7 @@ class Decision(Request):
 
     def launch(self) -> Launch | None:
         """How the winner is launched; None where there is none or torch launches."""
-        if self.winner is None or self.winner.variant is None:
-            return None
-        assert self.system.device is not None
-        kernel = _kernel(self.family, self.winner.variant)
-        sm_count = self.system.device.sm_count
-        return kernel.launch(self.winner.variant, self.problem, sm_count)
+        return None if self.winner is None else self.winner.launch
 
     def taken(self) -> Match:
         """The winner; ``NoKernelError`` says what was requested, what there is and what to do."""
@@ -175,10 +170,6 @@ def _rejected(request: Request, winner: Match | None) -> Iterator[Rejected]:
     for loser in sorted(matches, key=lambda match: match.order):
         assert winner is not None
         yield Rejected(loser.subject, _outranked(loser, winner))
-
-
-def _kernel(family: Family, variant: Variant) -> Kernel:
-    return family.kernel(variant.kernel, variant.language)
 
 
 # --- Words ------------------------------------------------------------------------------------

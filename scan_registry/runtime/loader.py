@@ -36,7 +36,8 @@ from scan_registry.dispatch.select import (
 from scan_registry.hardware import driver
 from scan_registry.hardware._launcher import Launch
 from scan_registry.hardware.device import device
-from scan_registry.kernels.model import Family, Problem, Variant
+from scan_registry.kernels.model import Family, Kernel, Problem, Variant
+from scan_registry.kernels.model import Launch as LaunchShape
 from scan_registry.runtime import jit
 
 
@@ -45,28 +46,12 @@ class UnfitError(Exception):
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """A binary that is to run what was decided. Prints as what errors call it: the kernel, its variant, the
-    launch shape and the problem."""
-
-    decision: Decision
-    binary: Binary
-
-    def __str__(self) -> str:
-        shape, binary = self.decision.launch(), self.binary
-        assert shape is not None
-        return (
-            f"{binary}, grid {shape.grid}, block {binary.block}, {binary.dynamic_shared} bytes of "
-            f"dynamic shared memory, for {self.decision.problem}"
-        )
-
-
-@dataclass(frozen=True)
 class Prepared:
-    """A decision, ready to run. ``launch`` is None where the reference has to.
+    """A decision, ready to run. ``launch`` is None where the reference has to, and until the binary is loaded.
 
     ``launch.run`` takes the stream and the kernel's pointers in the order of its parameters;
-    ``workspace`` bytes are to be allocated for each run.
+    ``workspace`` bytes are to be allocated for each run. Prints as what errors call it: the kernel, its
+    variant, the launch shape and the problem.
     """
 
     decision: Decision
@@ -74,10 +59,18 @@ class Prepared:
     launch: Launch | None = None
     workspace: int = 0
 
+    def __str__(self) -> str:
+        shape, binary = self.decision.launch(), self.binary
+        if shape is None or binary is None:
+            return f"the reference, for {self.decision.problem}"
+        return (
+            f"{binary}, grid {shape.grid}, block {binary.block}, {binary.dynamic_shared} bytes of "
+            f"dynamic shared memory, for {self.decision.problem}"
+        )
+
     def refuse(self, status: int) -> None:
         """Raise the ``DriverError`` of a launch that failed."""
-        assert self.binary is not None
-        raise driver.DriverError("the launch", status, Attempt(self.decision, self.binary))
+        raise driver.DriverError("the launch", status, self)
 
 
 _functions: dict[tuple[int, str, str], int] = {}
@@ -187,13 +180,14 @@ def prepare_first(
 
 def _prepare(ordinal: int, decision: Decision, winner: Match) -> Prepared:
     binary, read = _fetch(ordinal, decision, winner)
-    function = load(ordinal, binary, read, Attempt(decision, binary))
-    try:
-        launch = bind(ordinal, decision.family, decision.problem, binary, function)
-    except (OverflowError, ValueError) as error:  # an entry that asks for what no launch has
-        raise UnfitError(str(error)) from error
+    function = load(ordinal, binary, read, Prepared(decision, binary))
+    kernel = decision.family.kernel(binary.variant.kernel, binary.variant.language)
     shape = decision.launch()
     assert shape is not None
+    try:
+        launch = _bind(ordinal, kernel, binary, function, shape)
+    except (OverflowError, ValueError) as error:  # an entry that asks for what no launch has
+        raise UnfitError(str(error)) from error
     return Prepared(decision, binary, launch, shape.workspace)
 
 
@@ -246,6 +240,12 @@ def bind(ordinal: int, family: Family, problem: Problem, binary: Binary, functio
     """A launch of a loaded function on a problem."""
     kernel = family.kernel(binary.variant.kernel, binary.variant.language)
     shape = kernel.launch(binary.variant, problem, device(ordinal).sm_count)
+    return _bind(ordinal, kernel, binary, function, shape)
+
+
+def _bind(
+    ordinal: int, kernel: Kernel, binary: Binary, function: int, shape: LaunchShape
+) -> Launch:
     return Launch(
         context=driver.primary_context(ordinal),
         function=function,
