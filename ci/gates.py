@@ -78,10 +78,10 @@ def opened(dist: Path, place: Path, matrix: Matrix) -> Release:
 def intact(release: Release) -> Gate:
     """Every binary is what its manifest says, its ELF's architecture first of all, and what the shipped
     sources and options give."""
-    proven, wrong, count = worst_attestations(ROOT / "kernels"), [], 0
+    attested, wrong, count = worst_attestations(ROOT / "kernels"), [], 0
     for archive in release.archives:
         count += len(archive.binaries)
-        wrong += map(str, check(archive, archive.binaries, proven))
+        wrong += map(str, check(archive, archive.binaries, attested))
     return Gate("intact", f"{count} binaries", tuple(wrong))
 
 
@@ -100,14 +100,14 @@ def unspilled(release: Release) -> Gate:
 
 def attested(release: Release, folder: Path = ROOT / "kernels") -> Gate:
     """Every binary of the architectures that the matrix names has passed on a GPU."""
-    proven, wrong, count = worst_attestations(folder), [], 0
+    attested, wrong, count = worst_attestations(folder), [], 0
     needed = {arch.label for arch in release.matrix.archs if arch.attested}
     for archive in release.archives:
         if archive.arch.label not in needed:
             continue
         for binary in archive.binaries:
             count += 1
-            found = proven.get(binary.sha256)
+            found = attested.get(binary.sha256)
             if found is None or not found.passed:
                 wrong.append(f"{binary}: {'no attestation' if found is None else 'failed'}")
     return Gate("attested", f"{count} binaries of {', '.join(sorted(needed))}", tuple(wrong))

@@ -24,7 +24,7 @@ class Arch:
 
     capability, gpus  in words, as the README's table has them
     budget            bytes that its archive may take
-    attested          whether a release needs every binary proven on a GPU
+    attested          whether a release needs every binary GPU-tested
     """
 
     label: str

@@ -128,10 +128,10 @@ def archs_of_this_machine() -> str:
     released = json.loads((ROOT / "ci" / "matrix.json").read_text(encoding="utf-8"))["archs"]
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(
+        done = subprocess.run(
             query, check=False, capture_output=True, text=True, encoding="utf-8", timeout=30
         )
-        found = asked.stdout.split() if asked.returncode == 0 else []
+        found = done.stdout.split() if done.returncode == 0 else []
     except (OSError, subprocess.TimeoutExpired):
         found = []
     own = {f"sm{capability.replace('.', '')}" for capability in found}

@@ -111,8 +111,8 @@ class Space:
         if kind is None:
             return False
         tile = statics[len(kind) :]
-        if kind not in self._asked:
-            self._asked.add(kind)
+        if kind not in self._tested:
+            self._tested.add(kind)
             return any(tile == each for each in self.tiles(kind))
         return tile in self._tiles(kind)
 
@@ -139,7 +139,7 @@ class Space:
         return {}
 
     @cached_property
-    def _asked(self) -> set[Pins]:
+    def _tested(self) -> set[Pins]:
         return set()
 
 

@@ -1,4 +1,4 @@
-"""Prove binaries: run each on a GPU against the float64 reference and record its error.
+"""Test binaries on a GPU: run each on a GPU against the float64 reference and record its error.
 
     python tools/attest.py            run every installed binary that this GPU can run, and write
                                       kernels/<family>/attestations/<gpu>.json
@@ -30,7 +30,7 @@ from scan_registry.kernels import families
 from scan_registry.kernels.model import Family, Kernel, Problem, Variant
 
 ROOT = Path(__file__).parents[1]
-MUST_BE_PROVEN = ("sm_90", "compute_80")
+MUST_BE_TESTED = ("sm_90", "compute_80")
 
 
 def check(folder: Path) -> int:
@@ -42,7 +42,7 @@ def check(folder: Path) -> int:
     needed = {
         binary.sha256: binary
         for archive, binary in catalogue()
-        if str(archive.arch) in MUST_BE_PROVEN
+        if str(archive.arch) in MUST_BE_TESTED
     }
     missing = sorted(f"{b.variant} {b.target}" for d, b in needed.items() if d not in attested)
     for what, names in (("stale", stale), ("failed", failed), ("missing", missing)):
@@ -77,7 +77,7 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
     from scan_registry.hardware.device import device
 
     cases = cases_of(family.name)
-    multiprocessors = device(0).multiprocessors
+    sm_count = device(0).sm_count
     binaries = [
         (archive, binary)
         for archive, binary in runnable(family)
@@ -88,8 +88,7 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
 
     def takes(kernel: Kernel, variant: Variant, problem: Problem) -> bool:
         return not (
-            kernel.accepts(variant, problem)
-            or kernel.exceeds_residency(variant, problem, multiprocessors)
+            kernel.accepts(variant, problem) or kernel.exceeds_residency(variant, problem, sm_count)
         )
 
     present = {binary.variant.text("dtype") for _, binary in binaries}
@@ -190,7 +189,8 @@ def main() -> int:
             worst = max(r["error"] for r in records if f"dtype={dtype}," in r["variant"])
             print(f"{family.name} {dtype}: worst error {worst:.2e}")
         print(
-            f"{path.name}: {len(records) - len(bad)} of {len(records)} binaries proven", flush=True
+            f"{path.name}: {len(records) - len(bad)} of {len(records)} binaries GPU-tested",
+            flush=True,
         )
     return 1 if failed else 0
 

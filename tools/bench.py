@@ -1,4 +1,4 @@
-"""Time linear_scan on this GPU, beside installed peers and the time it takes to move the bytes.
+"""Time linear_scan on this GPU, beside installed baselines and the time it takes to move the bytes.
 
     python tools/bench.py                     the table of the README
     python tools/bench.py --json FILE         the same, with every number
@@ -6,9 +6,9 @@
 
 The measuring is that of ``scan-registry bench``, in ``scan_registry/bench``: each timing is a CUDA
 graph of launches over several sets of inputs, more of them than the L2 cache holds. All graphs of a
-case are replayed in turns, and the median replay counts. Peers are timed at their kernels, without
-their wrappers' checks and zero fills. The floor is the time of the fastest stream kernel, which reads
-and writes as many tensors of the same size, in the same turns.
+case are replayed interleaved, and the median replay counts. Baselines are timed at their kernels, without
+their wrappers' checks and zero fills. The roofline is the time of the fastest stream kernel, which reads
+and writes as many tensors of the same size, in the same rounds.
 """
 
 from __future__ import annotations

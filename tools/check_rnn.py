@@ -11,7 +11,7 @@ Sizes are heads of 16, 32, 64, 128, 256, 512, 768, 1024 and 2048 units; 1, 3 and
                        7 networks are left out, all of 257 or 1024 steps
 
 so that every two values of different dimensions meet in some network, as a test proves. Each such network is
-drawn and computed for every function (lstm, gru, elman, slstm), dtype and backend. ``reference``, plain
+drawn and computed for every cell (lstm, gru, elman, slstm), dtype and backend. ``reference``, plain
 torch, is slow: of more than 3 steps it gets those of 64 units and one head alone. What a backend does not
 take, such as heads that are too wide for ``cuda_fused``, is counted, and the most units that it did take
 are in the table; ``cuda_alternating`` and ``reference`` have to take everything. Nothing may be compiled.
@@ -209,7 +209,7 @@ def worst_error(
 
 @dataclass
 class Tally:
-    """What came of a function on a backend in a dtype.
+    """What came of a cell on a backend in a dtype.
 
     taken    networks that it computed
     refused  those that it does not take

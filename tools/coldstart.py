@@ -2,7 +2,7 @@
 
     python tools/coldstart.py [--json FILE] [--repeat N]
 
-Needs a GPU. For this project and for every installed peer (see peers.py), a new process measures
+Needs a GPU. For this project and for every installed baseline (see baselines.py), a new process measures
 
     import        importing the module, torch being imported already
     first call    the first scan of (8, 1536, 2048) float32, to its synchronised result, in a
@@ -13,7 +13,7 @@ once with every cache folder new and empty ("cold"), and once more with what tha
 them ("warm"). A module that compiles when it is imported pays in the first column, one that imports
 or compiles at its first use in the second. The operating system's own file cache is warm both times.
 
-Then one further process calls all of them in turns on (1, 8, 128) tensors, with and without
+Then one further process calls all of them interleaved on (1, 8, 128) tensors, with and without
 gradients. A round is short enough for the GPU's queue and ends with a synchronisation outside the
 measured time, so what is measured is the CPU. The median of all rounds counts; torch.mul stands
 beside them for scale.
@@ -36,7 +36,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from peers import OURS, PEERS, Peer
+from baselines import BASELINES, OURS, Baseline
 from records import write_records
 from rich.console import Console
 from rich.table import Table
@@ -46,7 +46,7 @@ SMALL_SHAPE = (1, 8, 128)
 ROUNDS, CALLS = 60, 300  # of calls that fit the driver's queue (1024), so that none ever waits
 SCALE = "torch.mul"
 
-#: Run in a fresh process with a peer's module and function, a device and a shape.
+#: Run in a fresh process with a baseline's module and function, a device and a shape.
 START = """
 import importlib, json, sys, time
 import torch
@@ -81,9 +81,9 @@ CALLS_SCRIPT = """
 import gc, importlib, json, sys, time
 import torch
 
-device, rounds, calls, shape, peers = sys.argv[1:]
+device, rounds, calls, shape, baselines = sys.argv[1:]
 synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-scans = {n: getattr(importlib.import_module(m), f) for n, m, f in json.loads(peers)}
+scans = {n: getattr(importlib.import_module(m), f) for n, m, f in json.loads(baselines)}
 plain = [torch.rand(json.loads(shape), device=device) for _ in range(2)]
 tracked = [tensor.clone().requires_grad_() for tensor in plain]
 microseconds = {(name, kind): [] for name in scans for kind in ("plain", "tracked")}
@@ -186,24 +186,24 @@ def fresh_process(script: str, arguments: Sequence[object], environment: Mapping
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def measure_start(peer: Peer, device: str, repeat: int) -> Result:
+def measure_start(baseline: Baseline, device: str, repeat: int) -> Result:
     """Cold and warm starts: ``repeat`` pairs of processes, each pair with caches of its own."""
     cold: list[Start] = []
     warm: list[Start] = []
-    arguments = [peer.module, peer.function, device, *FIRST_SHAPE]
+    arguments = [baseline.module, baseline.function, device, *FIRST_SHAPE]
     for _ in range(repeat):
         with tempfile.TemporaryDirectory(prefix="coldstart-") as folder:
             environment = empty_caches(Path(folder))
             for starts in (cold, warm):
                 starts.append(Start(**fresh_process(START, arguments, environment)))
-    return Result(peer.name, peer.version, cold=tuple(cold), warm=tuple(warm))
+    return Result(baseline.name, baseline.version, cold=tuple(cold), warm=tuple(warm))
 
 
 def measure_calls(
-    peers: Sequence[Peer], device: str, rounds: int = ROUNDS
+    baselines: Sequence[Baseline], device: str, rounds: int = ROUNDS
 ) -> dict[tuple[str, str], tuple[float, ...]]:
     """Microseconds per call of each round, by name and by ``plain`` or ``tracked``."""
-    called = [(peer.name, peer.module, peer.function) for peer in peers]
+    called = [(baseline.name, baseline.module, baseline.function) for baseline in baselines]
     called.append((SCALE, "torch", "mul"))
     arguments = [device, rounds, CALLS, list(SMALL_SHAPE), json.dumps(called)]
     measured = fresh_process(CALLS_SCRIPT, arguments, os.environ)
@@ -213,19 +213,19 @@ def measure_calls(
 def measure(device: str, repeat: int) -> list[Result]:
     """Everything, this project first. What is not installed, or does not start, is there by name."""
     results = []
-    for peer in (OURS, *PEERS):
-        if peer.version is None:
-            results.append(Result(peer.name, None))
+    for baseline in (OURS, *BASELINES):
+        if baseline.version is None:
+            results.append(Result(baseline.name, None))
             continue
-        print(f"starting {peer.name}: {repeat} x cold and warm", file=sys.stderr, flush=True)
+        print(f"starting {baseline.name}: {repeat} x cold and warm", file=sys.stderr, flush=True)
         try:
-            results.append(measure_start(peer, device, repeat))
+            results.append(measure_start(baseline, device, repeat))
         except MeasurementError as error:
-            # A peer that does not build here is no reason to measure nothing; the exit status tells.
-            results.append(Result(peer.name, peer.version, failure=str(error)))
+            # A baseline that does not build here is no reason to measure nothing; the exit status tells.
+            results.append(Result(baseline.name, baseline.version, failure=str(error)))
     results.append(Result(SCALE, ""))
-    started = [p for p, r in zip((OURS, *PEERS), results, strict=False) if r.cold]
-    print("calling all of them in turns", file=sys.stderr, flush=True)
+    started = [p for p, r in zip((OURS, *BASELINES), results, strict=False) if r.cold]
+    print("calling all of them interleaved", file=sys.stderr, flush=True)
     calls = measure_calls(started, device)
     return [
         replace(

@@ -1,9 +1,9 @@
 """Time from a fresh process to the first results of a recurrent network.
 
-    python tools/coldstart_rnn.py [--json FILE] [--repeat N] [--peer] [--device cpu]
+    python tools/coldstart_rnn.py [--json FILE] [--repeat N] [--baseline] [--device cpu]
 
 A new process for each repetition, once for ``scan_registry.rnn`` and once for ``scan_registry.nn.LSTM``, with
-``--peer`` also for torch.nn's, each with every cache folder new and empty. Each computes an LSTM of 768 units
+``--baseline`` also for torch.nn's, each with every cache folder new and empty. Each computes an LSTM of 768 units
 in bfloat16 on (16, 1024), on the CPU a small one, and measures, in this order,
 
     torch            importing torch, and nothing of this project
@@ -37,7 +37,7 @@ from records import write_records
 from rich.console import Console
 from rich.table import Table
 
-GOAL_MS = 30.0
+TARGET_MS = 30.0
 #: Batch, steps, units of one head.
 SHAPES = {"cuda": (16, 1024, 768), "cpu": (2, 16, 64)}
 NAMES = {
@@ -133,14 +133,14 @@ class Measured:
     def median(self, column: str) -> float:
         return statistics.median(run[column] for run in self.runs)
 
-    def defects(self, goal: float) -> list[str]:
-        """What is not as it was to be; ``goal`` is the most ms of a first call."""
+    def defects(self, target: float) -> list[str]:
+        """What is not as it was to be; ``target`` is the most ms of a first call."""
         if self.name not in OURS:
             return []
         found = [f"{self.name}: left {path} in the cache" for path in self.left]
-        if not self.median("forward") <= goal:
+        if not self.median("forward") <= target:
             took = self.median("forward")
-            found.append(f"{self.name}: first call {took:.1f} ms > {goal:.0f}")
+            found.append(f"{self.name}: first call {took:.1f} ms > {target:.0f}")
         return found
 
 
@@ -175,7 +175,9 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number to FILE")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="processes of each (5)")
-    parser.add_argument("--peer", action="store_true", help="measure torch.nn.LSTM, too")
+    parser.add_argument(
+        "--baseline", "--peer", action="store_true", help="measure torch.nn.LSTM, too"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     if options.repeat < 1:
@@ -185,7 +187,7 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: coldstart_rnn measures on a GPU, and torch finds none", file=sys.stderr)
         return 2
-    names = tuple(NAMES) if options.peer else OURS
+    names = tuple(NAMES) if options.baseline else OURS
     results = [measure(name, options.device, options.repeat) for name in names]
     shape = SHAPES[options.device]
     Console().print(table(results, shape))
@@ -194,8 +196,8 @@ def main() -> int:
     if options.json:
         record = {**facts, "shape": shape, "results": [asdict(result) for result in results]}
         write_records(options.json, record)
-    goal = GOAL_MS if options.device == "cuda" else float("inf")
-    defects = [defect for result in results for defect in result.defects(goal)]
+    target = TARGET_MS if options.device == "cuda" else float("inf")
+    defects = [defect for result in results for defect in result.defects(target)]
     for defect in defects:
         print(f"error: {defect}", file=sys.stderr)
     return 1 if defects else 0

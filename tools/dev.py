@@ -115,7 +115,7 @@ def check_imports(environment: Environment) -> int:
 
 
 def report_attestations(environment: Environment) -> None:
-    """Say how many binaries a GPU has proven; a gate for releases, which a change need not pass."""
+    """Say how many binaries a GPU has tested; a gate for releases, which a change need not pass."""
     command = [environment.python, ROOT / "tools" / "attest.py", "--check"]
     say(f"\n=== attestations (for information)\n$ {' '.join(map(str, command))}")
     result = subprocess.run(

@@ -1,11 +1,11 @@
-"""What the compiled scans leave a GPU to stream with: warps and bytes in flight on a multiprocessor.
+"""What the compiled scans leave a GPU to stream with: warps and bytes in flight on an SM.
 
     python tools/occupancy.py                 A100 and RTX 4090, by the installed archives sm80 and sm89
     python tools/occupancy.py --arch sm90
 
 It needs no GPU: registers and shared memory are those of the archives' resource reports. Resident blocks are
 what registers (handed to warps by 256, a quarter of them to each scheduler), shared memory (with the kilobyte
-that a block takes for itself), threads and blocks of a multiprocessor allow. In flight are the bytes of inputs
+that a block takes for itself), threads and blocks of an SM allow. In flight are the bytes of inputs
 that these blocks have asked for and not used yet: all stages of a ring but one and those that are composed before
 they are walked, or a tile ahead of the one in registers. A GPU needs as many as arrive in LATENCY at its whole bandwidth, by Little's law. Bandwidths are
 those that the makers state. Triton's kernels are not shown: how far ahead they load is the compiler's choice.
@@ -34,10 +34,10 @@ _OWN_SHARED = 1024  # bytes of shared memory that a block takes for itself
 
 @dataclass(frozen=True)
 class Gpu:
-    """Of a multiprocessor: bytes of shared memory, threads and blocks. Bandwidth in bytes per second."""
+    """Of an SM: bytes of shared memory, threads and blocks. Bandwidth in bytes per second."""
 
     name: str
-    multiprocessors: int
+    sm_count: int
     bandwidth: float
     shared: int
     threads: int
@@ -45,8 +45,8 @@ class Gpu:
 
     @property
     def needed(self) -> float:
-        """Bytes in flight on each multiprocessor that stream at the whole bandwidth."""
-        return self.bandwidth * LATENCY / self.multiprocessors
+        """Bytes in flight on each SM that stream at the whole bandwidth."""
+        return self.bandwidth * LATENCY / self.sm_count
 
 
 GPUS = {
@@ -58,7 +58,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Use:
-    """What a binary leaves a multiprocessor."""
+    """What a binary leaves an SM."""
 
     binary: Binary
     warps: int
@@ -66,7 +66,7 @@ class Use:
 
 
 def resident(binary: Binary, gpu: Gpu) -> int:
-    """Blocks that a multiprocessor holds at once."""
+    """Blocks that an SM holds at once."""
     warps = binary.threads // 32
     of_warp = -(-(binary.registers or 0) * 32 // _UNIT) * _UNIT
     by_registers = _SCHEDULERS * (_REGISTERS // _SCHEDULERS // max(1, of_warp)) // warps
@@ -102,7 +102,7 @@ def uses(arch: str, gpu: Gpu) -> Iterator[Use]:
 
 def table(arch: str, gpu: Gpu, found: list[Use]) -> Table:
     """A row for each kernel and access."""
-    title = f"{arch}, {gpu.name}: {gpu.needed / 1e3:.1f} kB in flight on each multiprocessor stream"
+    title = f"{arch}, {gpu.name}: {gpu.needed / 1e3:.1f} kB in flight on each SM stream"
     shown = Table(title=title)
     shown.add_column("kernel")
     shown.add_column("access")

@@ -27,7 +27,7 @@ from typing import Any
 
 from attest import runnable
 
-from scan_registry.dispatch.fit import Rung, nearest_rung
+from scan_registry.dispatch.fit import Tier, nearest_tier
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Kernel, Problem, Variant
 from scan_registry.kernels.rnn.cases import SETTINGS, TOLERANCE, Setting, Shape, draw
@@ -64,16 +64,15 @@ POSED = (
 )
 
 
-def takes(kernel: Kernel, variant: Variant, problem: Problem, multiprocessors: int) -> bool:
+def takes(kernel: Kernel, variant: Variant, problem: Problem, sm_count: int) -> bool:
     """Whether a variant computes a problem on such a GPU."""
     return not (
-        kernel.accepts(variant, problem)
-        or kernel.exceeds_residency(variant, problem, multiprocessors)
+        kernel.accepts(variant, problem) or kernel.exceeds_residency(variant, problem, sm_count)
     )
 
 
 def trials(functions: Sequence[Function], dtypes: Sequence[str]) -> Iterator[tuple[Posed, Any]]:
-    """Every problem of every function in every dtype, drawn and solved."""
+    """Every problem of every cell in every dtype, drawn and solved."""
     for dtype in dtypes:
         for function in functions:
             for posed in POSED:
@@ -102,7 +101,7 @@ def main() -> int:
     binaries = [
         (archive, binary)
         for archive, binary in runnable(group)
-        if nearest_rung(archive.arch, gpu) == Rung.EXACT
+        if nearest_tier(archive.arch, gpu) == Tier.EXACT
         and binary.variant.text("dtype") in dtypes
         and binary.variant.text("function") in functions
     ]
@@ -115,7 +114,7 @@ def main() -> int:
                 continue
             kernel = group.kernel(variant.kernel, variant.language)
             case = trial.case(variant.kernel, aligned=posed.aligned)
-            if not takes(kernel, variant, case.problem, gpu.multiprocessors):
+            if not takes(kernel, variant, case.problem, gpu.sm_count):
                 continue
             run(0, binary, partial(archive.read, binary), case)
             launches[str(binary)] += 1

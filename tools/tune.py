@@ -35,7 +35,7 @@ from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, w
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Family, Variant
 from scan_registry.kernels.tables import EQUAL, FOLDER, Table, forget_reduced
-from scan_registry.tuner.engine import Tuned
+from scan_registry.tuner.engine import TuningResult
 
 FAMILIES = Path(__file__).parents[1] / "kernels"
 
@@ -43,7 +43,7 @@ FAMILIES = Path(__file__).parents[1] / "kernels"
 def save(
     folder: Path,
     arch: str,
-    tuned: list[Tuned],
+    tuned: list[TuningResult],
     within: float | None = None,
     only: Callable[[Variant], bool] = lambda _: True,
 ) -> list[Path]:

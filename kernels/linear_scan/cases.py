@@ -26,7 +26,7 @@ from scan_registry.kernels.linear_scan.problem import (
 )
 from scan_registry.kernels.linear_scan.spec import DIRECTIONS, LAYOUTS
 
-#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as proven.
+#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {
     "float32": 1e-6,
     "float16": 1e-3,
@@ -267,7 +267,7 @@ class Trial:
 
 
 def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
-    """Fresh random inputs: gates in the unit disc, a good part of them close to its rim; the rest
+    """Fresh random inputs: gates of |gate| ≤ 1, many of them close to 1; the rest
     normal. Drawn, and solved in float64, on the CPU: only the kernels under test run on ``device``."""
     batch, channels, time = shape
     full = (setting.outer, batch // setting.outer, channels, time)

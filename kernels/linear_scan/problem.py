@@ -67,13 +67,13 @@ class Reduction:
 
     groups  runs of summed (outer, batch) pairs, each of which gives pieces of its own
     kept    (outer, batch) pairs that are not summed
-    across  tiles along channels and along time
+    tiles   how many along channels and along time
     pieces  partial sums for each gate, to be added up in the end
     """
 
     groups: int
     kept: int
-    across: tuple[int, int]
+    tiles: tuple[int, int]
     pieces: int
 
 
@@ -168,14 +168,14 @@ class LinearScanProblem:
         """Whether every row starts at, and consists of, whole chunks of ``elements``."""
         if self.alignment < 16:
             return False
-        row, across = (
+        row, outside = (
             (self.time, "channel") if self.layout == "time_last" else (self.channels, "time")
         )
         sizes = dict(zip(DIMENSIONS, self.sizes, strict=True))
         return row % elements == 0 and all(
             sizes[dimension] == 1 or getattr(strides, dimension) % elements == 0
             for strides in self.sequence_strides()
-            for dimension in ("outer", "batch", across)
+            for dimension in ("outer", "batch", outside)
         )
 
     def congruent(self) -> bool:
@@ -184,13 +184,13 @@ class LinearScanProblem:
         if self.alignment < 16:
             return False
         chunk, (first, *others) = self.chunk(), self.sequence_strides()
-        across = "channel" if self.layout == "time_last" else "time"
+        outside = "channel" if self.layout == "time_last" else "time"
         sizes = dict(zip(DIMENSIONS, self.sizes, strict=True))
         return all(
             sizes[dimension] == 1
             or (getattr(strides, dimension) - getattr(first, dimension)) % chunk == 0
             for strides in others
-            for dimension in ("batch", across)
+            for dimension in ("batch", outside)
         )
 
     def chunk(self) -> int:
@@ -212,10 +212,10 @@ class LinearScanProblem:
                 kept *= size
         unit, other = REDUCTION_TILE
         channel, time = (other, unit) if self.layout == "time_last" else (unit, other)
-        across = ceil_div(self.channels, channel), ceil_div(self.time, time)
-        blocks = kept * across[0] * across[1]
+        tiles = ceil_div(self.channels, channel), ceil_div(self.time, time)
+        blocks = kept * tiles[0] * tiles[1]
         groups = min(summed_batches, ceil_div(REDUCTION_BLOCKS, blocks))
         pieces = groups
-        for tiles, is_summed in zip(across, summed[2:], strict=True):
-            pieces *= tiles if is_summed else 1
-        return Reduction(groups, kept, across, pieces)
+        for count, is_summed in zip(tiles, summed[2:], strict=True):
+            pieces *= count if is_summed else 1
+        return Reduction(groups, kept, tiles, pieces)

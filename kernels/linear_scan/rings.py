@@ -83,16 +83,16 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     """Columns with rows of 32 to 512 bytes; for few channels, 16 bytes to a lane, and cut into segments."""
     each = ITEM_SIZE[dtype]
     usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
-    for warps, (across, vector), (steps, stages) in (
+    for warps, (lanes_across, vector), (steps, stages) in (
         *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
         *((warps, (32, 2), ring) for warps, ring in _BESIDE.get(each, ())),
         # Narrow columns are for problems that leave an SM one CTA.
         *product((4,), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
     ):
-        narrow = across == 16 and each < 8
+        narrow = lanes_across == 16 and each < 8
         if (warps == 16 and (steps == 4 or narrow)) or (warps == 8 and steps == 4 and narrow):
             continue  # of every problem that is tuned, 3% slower than others at least
-        tile = _column(warps, vector, steps, stages, across)
+        tile = _column(warps, vector, steps, stages, lanes_across)
         yield from resident(direction, dtype, tile, 2, access)
         if warps == 16:  # more registers
             yield from resident(direction, dtype, tile, 1, access)
@@ -127,10 +127,10 @@ def _cut_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
             yield from resident(direction, dtype, tile | {"stages": stages, "prefix_lead": lead}, 1)
 
 
-def _column(warps: int, vector: int, steps: int, stages: int, across: int = 32) -> Tile:
+def _column(warps: int, vector: int, steps: int, stages: int, lanes_across: int = 32) -> Tile:
     return {
         "warps": warps,
-        "lanes_across": across,
+        "lanes_across": lanes_across,
         "vector": vector,
         "steps": steps,
         "stages": stages,

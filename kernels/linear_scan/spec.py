@@ -116,9 +116,9 @@ def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
     return None
 
 
-def _reduction_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
+def _reduction_launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     cut = problem.reduction()
-    channels, times = cut.across
+    channels, times = cut.tiles
     return Launch((cut.kept * cut.groups * channels * times, 1, 1), problem.scalars())
 
 
@@ -175,9 +175,9 @@ def _cuda_cost(variant: Variant, problem: LinearScanProblem) -> float:
     return registers.channel_last_cost(variant, problem)
 
 
-def _cuda_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
+def _cuda_launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     if streams.is_streamed(variant):
-        return streams.launch(variant, problem, multiprocessors)
+        return streams.launch(variant, problem, sm_count)
     if problem.layout == "time_last":
         return registers.time_last_launch(variant, problem)
     return registers.channel_last_launch(variant, problem)
@@ -302,9 +302,9 @@ def _triton_divisible(variant: Variant, layout: Layout, direction: Direction) ->
     """In the aligned variants: the sequences, their rows' length and the strides between rows."""
     if dict(variant.statics).get("access") != "aligned":
         return frozenset()
-    across = ("batch", "channel") if layout == "time_last" else ("batch", "time")
+    outside = ("batch", "channel") if layout == "time_last" else ("batch", "time")
     sequences = {name for name in STRIDED[direction] if name != "state"}
-    strides = {f"{tensor}_{dim}" for tensor in sequences for dim in across}
+    strides = {f"{tensor}_{dim}" for tensor in sequences for dim in outside}
     row = "time" if layout == "time_last" else "channels"
     outputs = ("gates_grad", "tokens_grad") if direction == "backward" else ()
     return frozenset({*(sequences - {"grads"}), *outputs, *strides, row})
@@ -324,7 +324,7 @@ def _triton_cost(variant: Variant, problem: LinearScanProblem) -> float:
     return registers.walk_cost(variant, problem, _triton_times(variant))
 
 
-def _triton_launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
+def _triton_launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     batches = problem.outer * problem.batch
     if problem.layout == "time_last":
         programs = ceil_div(batches * problem.channels, variant.number("rows"))

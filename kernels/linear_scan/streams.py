@@ -158,10 +158,10 @@ def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
         return 1.0  # another version's, which is refused when it is looked at
 
 
-def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -> Launch:
+def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     """A block for each column, or as many as the GPU holds if that is far more; where columns are cut, a
     block for each segment, or as many as the GPU holds; where they are read at once, as many as it holds."""
-    at_once = multiprocessors * variant.number("blocks")
+    at_once = sm_count * variant.number("blocks")
     if _cuts(variant):
         segments = _segments(variant, problem)
         workspace = _workspace(variant, problem, segments)
@@ -179,17 +179,17 @@ def launch(variant: Variant, problem: LinearScanProblem, multiprocessors: int) -
 
 def _launch_single_wave(variant: Variant, problem: LinearScanProblem, room: int) -> Launch:
     """As many CTAs as there is room for share the columns evenly, and the warps of a CTA its part in runs of whole tiles.
-    All parts but a column's last publish a map for each channel, in memory that a further CTA zeroes."""
+    All CTAs of a column but its last publish a map for each channel, in memory that a further CTA zeroes."""
     columns, tiles = _columns(variant, problem), ceil_div(problem.time, times(variant))
     each = ceil_div(tiles, max(1, min((room - 1) // columns, tiles)))  # tiles of a warp
-    parts = max(1, ceil_div(tiles, max(1, each)))
+    ctas = max(1, ceil_div(tiles, max(1, each)))  # of a column
     run = each * times(variant) // variant.number("warps")
-    across = columns // problem.batch, problem.batch
-    if parts == 1:
-        return Launch((*across, 1), problem.scalars(run))
+    grid = columns // problem.batch, problem.batch
+    if ctas == 1:
+        return Launch((*grid, 1), problem.scalars(run))
     item = _WORD if ITEM_SIZE[problem.dtype] < 4 else 2 * _WORD
-    published = columns * (parts - 1) * _scans(variant) * item
-    return Launch((*across, 1 + parts), problem.scalars(run), HEAD + published, zeroed=False)
+    published = columns * (ctas - 1) * _scans(variant) * item
+    return Launch((*grid, 1 + ctas), problem.scalars(run), HEAD + published, zeroed=False)
 
 
 def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> int:
@@ -223,15 +223,13 @@ def _descriptor_bytes(variant: Variant, blocks: int) -> int:
     return COUNTER + blocks * turns * _scans(variant) * _WORD
 
 
-def exceeds_residency(
-    variant: Variant, problem: LinearScanProblem, multiprocessors: int
-) -> str | None:
+def exceeds_residency(variant: Variant, problem: LinearScanProblem, sm_count: int) -> str | None:
     """Why a GPU has no room for all blocks that share columns: others would begin when those are done."""
-    parts = _ctas_per_column(variant)
-    if parts == 1 and not _is_single_wave(variant):
+    ctas = _ctas_per_column(variant)
+    if ctas == 1 and not _is_single_wave(variant):
         return None
     columns = _columns(variant, problem)
-    blocks, room = columns * parts, multiprocessors * variant.number("blocks")
+    blocks, room = columns * ctas, sm_count * variant.number("blocks")
     return (
         f"{blocks} blocks share {columns} columns, and {room} run at once"
         if blocks > room

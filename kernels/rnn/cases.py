@@ -25,7 +25,7 @@ from scan_registry.kernels.rnn.problem import (
     Scope,
 )
 
-#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as proven.
+#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 
 Shape = tuple[int, int, int, int]
@@ -332,7 +332,7 @@ def _solve_step(
 
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
-    """Two settings for each shape and function, all in turn."""
+    """Two settings for each shape and cell, all in turn."""
     settings = cycle(SETTINGS)
     for shape in shapes:
         for function in SIZES:

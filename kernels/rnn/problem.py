@@ -43,7 +43,7 @@ Scope = Literal["sequence", "step"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many gates and states a function has, and what the gates are called.
+    """How many gates and states a cell has, and what the gates are called.
 
     recurrent  gates that R feeds
     inputs     gates that Wx feeds
@@ -147,7 +147,7 @@ class RnnProblem:
 
     @property
     def sizes(self) -> Sizes:
-        """Of its function."""
+        """Of its cell."""
         return SIZES[self.function]
 
     def scalars(self) -> dict[str, int]:

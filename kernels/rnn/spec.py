@@ -125,9 +125,7 @@ def _fused_tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
     few = chunks if narrow else 12 // gates
     deep = {"chunks": chunks, "layers": 8 // gates}
     if function == "elman" and narrow:
-        deep = {
-            "chunks": 8
-        }  # for 2048 units, which have about as many multiprocessors as there are
+        deep = {"chunks": 8}  # for 2048 units, which have about as many SMs as there are
     found = [
         _tiling(rows=4, split=2, chunks=few, layers=4 // gates),
         _tiling(rows=1, split=8, **deep),
@@ -166,27 +164,27 @@ def _fused_accepts(direction: Direction, variant: Variant, problem: RnnProblem) 
     return first_broken(tilings.PROBLEM, values)
 
 
-def _fused_crowds(
-    direction: Direction, variant: Variant, problem: RnnProblem, multiprocessors: int
+def _fused_exceeds_residency(
+    direction: Direction, variant: Variant, problem: RnnProblem, sm_count: int
 ) -> str | None:
-    values = {**_values(variant, direction), "dim": problem.dim, "multiprocessors": multiprocessors}
+    values = {**_values(variant, direction), "dim": problem.dim, "sm_count": sm_count}
     return first_broken(tilings.RESIDENT, values)
 
 
 def _fused_launch(
-    direction: Direction, variant: Variant, problem: RnnProblem, multiprocessors: int
+    direction: Direction, variant: Variant, problem: RnnProblem, sm_count: int
 ) -> Launch:
     values = {**_values(variant, direction), "dim": problem.dim}
     members, tile = tilings.members.value(values), tilings.tile.value(values)
     groups = problem.heads * -(-problem.batch // tile)
-    at_once = max(1, min(groups, multiprocessors // members))
+    at_once = max(1, min(groups, sm_count // members))
     published = problem.dim * (values["gates"] if direction == "backward" else 1)
     alone = (members == 1 and values["rows"] > 1) or values["cluster"]
     ring = 0 if alone else tilings.RING * tile * published * values["item"]
     return _launch_of("sequence", direction, problem, at_once * members, at_once * ring)
 
 
-#: Multiprocessors of the GPUs that costs are estimated for.
+#: SMs of the GPUs that costs are estimated for.
 _TYPICAL = 128
 #: What a step costs in clusters, in a block that waits for no other, and where a block has so many units
 #: that it is the product that takes time; and what every further wait costs.
@@ -233,7 +231,7 @@ def _fused_kernel(direction: Direction) -> Kernel:
         warps=lambda variant: variant.number("rows") * variant.number("split"),
         shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
         accepts=partial(_fused_accepts, direction),
-        exceeds_residency=partial(_fused_crowds, direction),
+        exceeds_residency=partial(_fused_exceeds_residency, direction),
         serves=partial(_fused_serves, direction),
         cost=partial(_fused_cost, direction),
         launch=partial(_fused_launch, direction),
@@ -273,7 +271,7 @@ def _triton_accepts(variant: Variant, problem: RnnProblem) -> str | None:
 
 
 def _triton_kernel(direction: Direction) -> Kernel:
-    def launch(variant: Variant, problem: RnnProblem, multiprocessors: int) -> Launch:
+    def launch(variant: Variant, problem: RnnProblem, sm_count: int) -> Launch:
         tiles = -(-problem.batch // variant.number("batches"))
         return _launch_of("sequence", direction, problem, max(1, problem.heads * tiles))
 
@@ -318,7 +316,7 @@ def _step_accepts(variant: Variant, problem: RnnProblem) -> str | None:
 
 
 def _step_kernel(direction: Direction) -> Kernel:
-    def launch(variant: Variant, problem: RnnProblem, multiprocessors: int) -> Launch:
+    def launch(variant: Variant, problem: RnnProblem, sm_count: int) -> Launch:
         pairs = problem.batch * problem.heads * problem.dim // 2
         return _launch_of(
             "step", direction, problem, max(1, -(-pairs // (32 * variant.number("warps"))))

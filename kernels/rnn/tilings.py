@@ -12,7 +12,7 @@ A tiling is a value for each variable; ``block.cuh`` has the picture.
              R, see ``clustered.cuh``
 
 A problem gives ``dim``, ``gates`` (that R feeds), ``item`` (bytes of an element) and ``backward`` (0, 1);
-a GPU ``multiprocessors``, ``shared_memory`` (bytes per block), ``threads`` and ``registers`` (per block),
+a GPU ``sm_count``, ``shared_memory`` (bytes per block), ``threads`` and ``registers`` (per block),
 and ``capability`` (90 for 9.0).
 The same constraints enumerate the tilings of a kind (``enumerate_tilings``; a solver can do that, too,
 see ``solve.py``) and tell at run time what a tiling is not for.
@@ -51,7 +51,7 @@ DOMAINS: Mapping[str, tuple[int, ...]] = {
 
 rows, split, batches, chunks, layers, cluster = map(Name, DOMAINS)
 dim, gates, item, backward = map(Name, ("dim", "gates", "item", "backward"))
-multiprocessors, shared_memory = Name("multiprocessors"), Name("shared_memory")
+sm_count, shared_memory = Name("sm_count"), Name("shared_memory")
 most_threads, registers = Name("threads"), Name("registers")
 capability = Name("capability")
 
@@ -109,7 +109,7 @@ PROBLEM = (
     Constraint("hidden units of a cluster", clustered * dim, "<=", cluster * units),
 )
 #: What a problem and a GPU have to meet together: blocks wait for one another, so all have to run.
-RESIDENT = (Constraint("blocks of a group at once", members, "<=", multiprocessors),)
+RESIDENT = (Constraint("blocks of a group at once", members, "<=", sm_count),)
 
 #: A GPU with the least of everything among those of compute capability 8.0 and later.
 LEAST = {"threads": 1024, "registers": 65_536, "shared_memory": 99 * 1024, "capability": 80}
@@ -130,8 +130,8 @@ def windows(values: Values) -> int:
 
 def most_units(values: Values) -> int:
     """The largest ``dim`` for a tiling on a GPU; ``values`` has the tiling, ``item``, ``backward`` and
-    ``multiprocessors``."""
-    blocks = (expression(1) - clustered) * multiprocessors + cluster
+    ``sm_count``."""
+    blocks = (expression(1) - clustered) * sm_count + cluster
     return min(room.value(values), (units * blocks).value(values)) // 16 * 16
 
 

@@ -12,7 +12,7 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.roofline import reference
 from scan_registry.kernels.roofline.spec import PATTERNS, RooflineProblem
 
-#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as proven.
+#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {"float32": 1e-6}
 
 #: Floats of a tensor: less than a vector, less and more than a block's share, and a remainder of every

@@ -57,7 +57,7 @@ def _accepts(variant: Variant, problem: RooflineProblem) -> str | None:
     return None
 
 
-def _launch(variant: Variant, problem: RooflineProblem, multiprocessors: int) -> Launch:
+def _launch(variant: Variant, problem: RooflineProblem, sm_count: int) -> Launch:
     block = 32 * variant.number("warps") * variant.number("unroll") * _VECTOR
     return Launch((max(1, -(-problem.count // block)), 1, 1), {"count": problem.count})
 
@@ -75,8 +75,7 @@ _KERNEL = Kernel(
     defaults=Space(
         tuple((("dtype", "float32"), ("reads", r), ("writes", w)) for r, w in PATTERNS),
         lambda kind: tuple(
-            (("warps", 8), ("unroll", unroll), ("hinted", hinted))
-            for unroll, hinted in _WAYS
+            (("warps", 8), ("unroll", unroll), ("hinted", hinted)) for unroll, hinted in _WAYS
         ),
     ),
     constants=lambda variant: {

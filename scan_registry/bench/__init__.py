@@ -1,1 +1,1 @@
-"""How fast scans run here: beside installed peers, and beside the time it takes to move the bytes."""
+"""How fast scans run here: beside installed baselines, and beside the time it takes to move the bytes."""

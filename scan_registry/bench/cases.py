@@ -96,7 +96,7 @@ class Case:
         return torch.randn(self.shape, device=device, dtype=getattr(torch, self.dtype))
 
     def random_gates(self, device: torch.device | str) -> Tensor:
-        """New random gates of the dtype, within the unit disc."""
+        """New random gates of the dtype, of |gate| ≤ 1."""
         values = self.sequence(device)
         if self.gates == "channel":
             values = values.select(self.dim, 0)[0].clone()

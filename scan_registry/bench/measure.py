@@ -1,4 +1,4 @@
-"""Times of whole cases: by this package and by the peers that are installed here."""
+"""Times of whole cases: by this package and by the baselines that are installed here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from scan_registry.bench.baselines import Baseline, installed
 from scan_registry.bench.cases import PASSES, Case
-from scan_registry.bench.floor import stream_calls
-from scan_registry.bench.peers import Peer, installed
+from scan_registry.bench.roofline import stream_calls
 from scan_registry.bench.timing import (
     Call,
     Recording,
@@ -36,15 +36,15 @@ _TENSORS = 6  # of one call, while it is made: inputs, outputs, and what makes t
 @dataclass(frozen=True)
 class Timing:
     """Median and spread (largest minus smallest) of a call, in ms, by who made it; and in how many ms
-    its bytes stream. ``floor`` is the stream kernel's variant that measured that, on a GPU."""
+    its bytes stream. ``roofline`` is the stream kernel's variant that measured that, on a GPU."""
 
     case: Case
     direction: str
     who: str
     ms: float
     spread: float
-    floor_ms: float
-    floor: str | None = None
+    roofline_ms: float
+    roofline: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields; that of the variant only where there is one."""
@@ -64,18 +64,18 @@ class Bench:
     """Times cases on one device.
 
     backends  of this package, each of them timed
-    peers     timed beside them, where they take the case
+    baselines timed beside them, where they take the case
     skipped   who could not be timed, and why the first time; it grows
     """
 
     device: torch.device
     backends: Sequence[Backend]
-    peers: Sequence[Peer] = ()
+    baselines: Sequence[Baseline] = ()
     passes: Sequence[str] = PASSES
     skipped: dict[str, str] = field(default_factory=dict)
     bandwidth: float = 0.0
     timings: list[Timing] = field(default_factory=list)
-    _broken: set[str] = field(default_factory=set)  # peers that do not import
+    _broken: set[str] = field(default_factory=set)  # baselines that do not import
 
     @classmethod
     def on(
@@ -83,14 +83,14 @@ class Bench:
         device: torch.device,
         backends: Sequence[Backend] | None = None,
         *,
-        peers: bool = True,
+        baselines: bool = True,
         passes: Sequence[str] = PASSES,
     ) -> Bench:
-        """On a GPU both languages of this package and the installed peers, on the CPU its kernels;
+        """On a GPU both languages of this package and the installed baselines, on the CPU its kernels;
         measures what the device streams."""
         on_gpu = device.type == "cuda"
         usual: tuple[Backend, ...] = ("cuda", "triton") if on_gpu else ("auto",)
-        others = tuple(installed()) if peers and on_gpu else ()
+        others = tuple(installed()) if baselines and on_gpu else ()
         bench = cls(device, backends or usual, others, passes)
         with bench._current():
             bench.bandwidth = streaming_bandwidth(device)
@@ -106,8 +106,8 @@ class Bench:
 
     def check_room(self, case: Case) -> None:
         """``ValueError`` if the case's tensors are more than the device has memory for."""
-        takers = [peer for peer in self.peers if not _refusal(peer, case)]
-        contenders = len(self.backends) + len(takers) + 1  # the floor, or the CPU's scale
+        takers = [baseline for baseline in self.baselines if not _refusal(baseline, case)]
+        contenders = len(self.backends) + len(takers) + 1  # the roofline, or the CPU's scale
         traffics = map(case.traffic, self.passes)
         earlier = max((sets_of_inputs(each, self.device) - 1) * each for each in traffics)
         needed = contenders * (earlier + _TENSORS * case.tensor_bytes())
@@ -154,18 +154,18 @@ class Bench:
                 raise
             except Exception as error:  # whatever another package's compilation or launch raises
                 self._give_up(contender.who, error)
-        floors = self._floors(case, direction)
-        times = compete([*recordings.values(), *floors.values()])
-        floor_ms, floor = traffic / self.bandwidth, None
-        if floors:
-            timed = zip(floors, times[len(recordings) :], strict=True)
-            floor, (floor_ms, _) = min(timed, key=lambda each: each[1])
+        rooflines = self._rooflines(case, direction)
+        times = compete([*recordings.values(), *rooflines.values()])
+        roofline_ms, roofline = traffic / self.bandwidth, None
+        if rooflines:
+            timed = zip(rooflines, times[len(recordings) :], strict=True)
+            roofline, (roofline_ms, _) = min(timed, key=lambda each: each[1])
         for who, (ms, spread) in zip(recordings, times, strict=False):
-            yield Timing(case, direction, who, ms, spread, floor_ms, floor)
-        del recordings, floors
+            yield Timing(case, direction, who, ms, spread, roofline_ms, roofline)
+        del recordings, rooflines
         self._tidy()
 
-    def _floors(self, case: Case, direction: str) -> dict[str, Recording]:
+    def _rooflines(self, case: Case, direction: str) -> dict[str, Recording]:
         """What streams as many tensors of the same size, on a GPU."""
         if self.device.type != "cuda":
             return {}
@@ -177,7 +177,7 @@ class Bench:
                 for variant, calls in stream_calls(*moved, self.device)
             }
         except NoKernelError as error:
-            self.skipped.setdefault("the floor, which torch.add stands in for", str(error))
+            self.skipped.setdefault("the roofline, which torch.add stands in for", str(error))
             return {}
 
     def _tidy(self) -> None:
@@ -210,24 +210,24 @@ class Bench:
             yield _Contender("torch.mul", make, captured=True)
 
     def _theirs(self, case: Case, direction: str) -> Iterator[_Contender]:
-        for peer in self.peers:
-            if peer.name in self._broken:
+        for baseline in self.baselines:
+            if baseline.name in self._broken:
                 continue
-            if reason := _refusal(peer, case):
-                self.skipped.setdefault(peer.name, reason)
+            if reason := _refusal(baseline, case):
+                self.skipped.setdefault(baseline.name, reason)
                 continue
             try:
                 with _output_as_errors():
-                    make = peer.kernel_call(case, direction, self.device)
+                    make = baseline.kernel_call(case, direction, self.device)
             except Exception as error:  # whatever another package's import raises
-                self._give_up(peer.name, error)
+                self._give_up(baseline.name, error)
                 continue
             if make is not None:
-                yield _Contender(peer.name, make, peer.captured)
+                yield _Contender(baseline.name, make, baseline.captured)
 
-    def _give_up(self, peer: str, error: Exception) -> None:
-        self.skipped[peer] = f"{type(error).__name__}: {error}"
-        self._broken.add(peer)
+    def _give_up(self, baseline: str, error: Exception) -> None:
+        self.skipped[baseline] = f"{type(error).__name__}: {error}"
+        self._broken.add(baseline)
 
     def document(self) -> dict[str, Any]:
         """The stable form, as ``schemas/bench.json`` describes it: keys are only ever added."""
@@ -258,9 +258,9 @@ def our_call(case: Case, direction: str, backend: Backend, device: torch.device)
     return lambda: plans.backward(gates, states, tokens, None, None, bounds, options, wanted)
 
 
-def _refusal(peer: Peer, case: Case) -> str | None:
-    """Why a peer does not take the case, or None: none of them takes options."""
-    return f"it does not take {case.options}" if case.options else peer.refuses(case)
+def _refusal(baseline: Baseline, case: Case) -> str | None:
+    """Why a baseline does not take the case, or None: none of them takes options."""
+    return f"it does not take {case.options}" if case.options else baseline.refuses(case)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class Network:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"the case is {text!r}; expected function:heads,units:dtype, where functions are "
+                f"the case is {text!r}; expected cell:heads,units:dtype, where cells are "
                 f"{', '.join(SIZES)} and dtypes {', '.join(DTYPES)}"
             ) from None
         return cls(function, heads, dim, dtype, batch, time)
@@ -69,7 +69,7 @@ class Network:
 
 
 #: What each is to take on one H200 at most, in ms, in 16 bits at the usual batch and time.
-GOALS: dict[tuple[str, int, int], tuple[float, float]] = {
+TARGETS: dict[tuple[str, int, int], tuple[float, float]] = {
     ("lstm", 12, 64): (0.7, 2.2),
     ("lstm", 3, 256): (1.3, 3.9),
     ("lstm", 1, 768): (1.9, 5.8),
@@ -78,7 +78,7 @@ GOALS: dict[tuple[str, int, int], tuple[float, float]] = {
     ("elman", 1, 768): (1.5, 4.5),
     ("lstm", 1, 1024): (2.2, 7.0),
 }
-USUAL = tuple(Network(*sizes, dtype) for sizes in GOALS for dtype in ("bfloat16", "float16"))
+USUAL = tuple(Network(*sizes, dtype) for sizes in TARGETS for dtype in ("bfloat16", "float16"))
 #: Its blocks have little to compute, and wait for each other at every step, by way of memory: it is too wide
 #: for a cluster.
 SYNCHRONISING = Network("elman", 1, 320, "bfloat16", batch=8)
@@ -86,14 +86,14 @@ SYNCHRONISING = Network("elman", 1, 320, "bfloat16", batch=8)
 
 @dataclass(frozen=True)
 class NetworkTiming:
-    """Median and spread (largest minus smallest) of a call, in ms; ``goal_ms`` where there is one."""
+    """Median and spread (largest minus smallest) of a call, in ms; ``target_ms`` where there is one."""
 
     network: Network
     direction: str
     who: str
     ms: float
     spread: float
-    goal_ms: float | None = None
+    target_ms: float | None = None
 
     @property
     def us_per_step(self) -> float:
@@ -105,19 +105,19 @@ class NetworkTiming:
 
 @dataclass
 class NetworkBench:
-    """Times networks on one device, all contenders of a network in turns.
+    """Times networks on one device, all contenders of a network interleaved.
 
-    floor_us  microseconds of a step of ``SYNCHRONISING``, on a GPU that has a kernel for it
+    sync_us  microseconds of a step of ``SYNCHRONISING``, on a GPU that has a kernel for it
     skipped   why somebody was not timed on everything, by name
     """
 
     device: torch.device
     passes: Sequence[str] = PASSES
-    peers: bool = True
+    baselines: bool = True
     backends: Sequence[str] = ("auto",)
     timings: list[NetworkTiming] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    floor_us: float | None = None
+    sync_us: float | None = None
 
     @property
     def name(self) -> str:
@@ -128,7 +128,7 @@ class NetworkBench:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def measure_floor(self) -> None:
+    def measure_sync(self) -> None:
         """Of one synchronisation; none on the CPU, which has nothing to wait for."""
         if not self.on_gpu:
             return
@@ -137,9 +137,9 @@ class NetworkBench:
             call = _ours(inputs, SYNCHRONISING.function, "cuda_fused", PASSES[0])
             ((ms, _),) = self._times([call])
         except NoKernelError as error:
-            self.skipped["the latency floor"] = str(error)
+            self.skipped["the synchronisation"] = str(error)
         else:
-            self.floor_us = 1e3 * ms / SYNCHRONISING.time
+            self.sync_us = 1e3 * ms / SYNCHRONISING.time
 
     def run(self, network: Network) -> None:
         """Time every pass of a network."""
@@ -149,7 +149,7 @@ class NetworkBench:
                 try:
                     calls[who] = make()
                     calls[who]()
-                # Peers fail in ways of their own, of which each is to be told.
+                # Baselines fail in ways of their own, of which each is to be told.
                 except Exception as error:
                     if isinstance(error, torch.OutOfMemoryError):
                         raise
@@ -157,20 +157,22 @@ class NetworkBench:
                     self.skipped[f"{who}, {network}"] = str(error).strip().split("\n")[0]
             found = self._times([*calls.values()])
             for who, (ms, spread) in zip(calls, found, strict=True):
-                goal = self._goal(network, direction) if who.startswith("scan-registry") else None
-                timing = NetworkTiming(network, direction, who, ms, spread, goal)
+                target = (
+                    self._target(network, direction) if who.startswith("scan-registry") else None
+                )
+                timing = NetworkTiming(network, direction, who, ms, spread, target)
                 self.timings.append(timing)
 
     def _times(self, calls: Sequence[Call]) -> list[tuple[float, float]]:
         recordings = [record([call], self.device, captured=False) for call in calls]
         return compete(recordings, _WARM_UP, _ROUNDS)
 
-    def _goal(self, network: Network, direction: str) -> float | None:
-        goal = GOALS.get((network.function, network.heads, network.dim))
+    def _target(self, network: Network, direction: str) -> float | None:
+        target = TARGETS.get((network.function, network.heads, network.dim))
         usual = (network.batch, network.time) == (BATCH, TIME) and network.dtype != "float32"
-        if goal is None or not usual or not self.on_gpu:
+        if target is None or not usual or not self.on_gpu:
             return None
-        return goal[PASSES.index(direction)]
+        return target[PASSES.index(direction)]
 
     def _contenders(
         self, network: Network, direction: str
@@ -184,7 +186,7 @@ class NetworkBench:
                     inputs, network.function, backend, direction
                 ),
             )
-        if not self.peers:
+        if not self.baselines:
             return
         kind = {"lstm": "LSTM", "gru": "GRU", "elman": "RNN"}.get(network.function)
         if kind is not None and network.heads == 1:
@@ -213,7 +215,7 @@ class NetworkBench:
             "date": date.today().isoformat(),
             "torch": torch.__version__,
             "scan_registry": __version__,
-            "floor_us": self.floor_us,
+            "sync_us": self.sync_us,
             "timings": [timing.to_json() for timing in self.timings],
             "skipped": self.skipped,
         }

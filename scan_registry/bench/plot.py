@@ -1,5 +1,5 @@
 """A picture of timings over the length of the sequences: above milliseconds, below the fraction of the
-floor's speed; a column of panels for each pass."""
+roofline's speed; a column of panels for each pass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw(timings: Sequence[Timing], title: str, path: Path) -> None:
     """Write the picture to ``path``, in the format that its suffix names.
 
     One line for everyone who was timed on each kind of case, cases that differ in time alone; where
-    there is one kind, a dashed one for the floor, at which the bytes stream. Of several kinds, lines
+    there is one kind, a dashed one for the roofline, at which the bytes stream. Of several kinds, lines
     that differ in the dtype alone have one colour.
     """
     figures = load()
@@ -54,10 +54,10 @@ def draw(timings: Sequence[Timing], title: str, path: Path) -> None:
     for column, direction in enumerate(passes):
         here = [timing for timing in timings if timing.direction == direction]
         _panel(above[column], here, kinds, colors, direction)
-        _panel(below[column], here, kinds, colors, f"{direction}, of the floor", fraction=True)
+        _panel(below[column], here, kinds, colors, f"{direction}, of the roofline", fraction=True)
         if len(kinds) == 1:
-            floor = {timing.case.time: timing.floor_ms for timing in here}
-            above[column].plot(*_points(floor), linestyle="--", color="gray", label="streaming")
+            roofline = {timing.case.time: timing.roofline_ms for timing in here}
+            above[column].plot(*_points(roofline), linestyle="--", color="gray", label="streaming")
             above[column].legend()
             below[column].legend()
     if len(kinds) > 1:
@@ -80,7 +80,7 @@ def _panel(
         of_kind = [timing for timing in here if _kind(timing) == kind]
         for who in dict.fromkeys(timing.who for timing in of_kind):
             line = {
-                timing.case.time: timing.floor_ms / timing.ms if fraction else timing.ms
+                timing.case.time: timing.roofline_ms / timing.ms if fraction else timing.ms
                 for timing in of_kind
                 if timing.who == who
             }
@@ -89,7 +89,7 @@ def _panel(
             else:
                 look = {"color": colors[kind.group, who], "linestyle": _STYLES[kind.dtype]}
                 axes.plot(*_points(line), marker=".", label=f"{kind}, {who}", **look)
-    axes.set(title=title, xlabel="sequence length", ylabel="floor / time" if fraction else "ms")
+    axes.set(title=title, xlabel="sequence length", ylabel="roofline / time" if fraction else "ms")
     axes.set_xscale("log", base=2)
     if fraction:
         axes.set_ylim(0, 1.1)

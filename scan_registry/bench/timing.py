@@ -1,4 +1,4 @@
-"""Timing several implementations fairly: in turns, over inputs that no cache holds.
+"""Timing several implementations fairly: interleaved, over inputs that no cache holds.
 
 On a GPU a recording is a CUDA graph of launches, so that what is measured is the kernels; where
 something cannot be recorded, the launches themselves between two events. On the CPU it is the wall
@@ -143,7 +143,7 @@ def _captured(calls: Sequence[Call], turns: int) -> torch.cuda.CUDAGraph:
 def compete(
     recordings: Sequence[Recording], warm_up: int = WARM_UP, rounds: int = ROUNDS
 ) -> list[tuple[float, float]]:
-    """Median and spread of each recording's ms per call; all of them in turns, after a warm-up."""
+    """Median and spread of each recording's ms per call; all of them interleaved, after a warm-up."""
     times: list[list[float]] = [[] for _ in recordings]
     for number in range(-warm_up, rounds):
         for recording, measured in zip(recordings, times, strict=True):

@@ -90,7 +90,7 @@ def _sources() -> str:
 
 
 @dataclass(frozen=True)
-class TunedHere:
+class LocalTuning:
     """One file of what was tuned, for people.
 
     kernels  by how their variants begin
@@ -112,12 +112,12 @@ class TunedHere:
         return "damaged" if self.damage else "stale" if self.stale else "current"
 
 
-def tuned_contents() -> Iterator[TunedHere]:
+def tuned_contents() -> Iterator[LocalTuning]:
     """Everything that was tuned here, each byte checked."""
     place = tuned_cache()
     for archive in place.entries():
         try:
-            found = TunedHere(archive, archive.path.stat().st_size)
+            found = LocalTuning(archive, archive.path.stat().st_size)
         except FileNotFoundError:  # somebody is clearing the cache
             continue
         try:

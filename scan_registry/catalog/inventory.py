@@ -74,7 +74,7 @@ class Catalogue:
         """By digest of the binary."""
         return worst_attestations(ROOT)
 
-    def proven(self, binary: Binary) -> bool:
+    def is_gpu_tested(self, binary: Binary) -> bool:
         """Whether a GPU has run this very binary and found it within tolerance."""
         attestation = self.attestations.get(binary.sha256)
         return attestation is not None and attestation.passed

@@ -1,4 +1,4 @@
-"""``scan-registry bench``: how fast scans run here, beside installed peers and the memory's speed."""
+"""``scan-registry bench``: how fast scans run here, beside installed baselines and the memory's speed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import device as Device
 
     from scan_registry.bench.cases import Case
-    from scan_registry.bench.goals import Goal, Outcome
     from scan_registry.bench.measure import Bench
+    from scan_registry.bench.targets import Outcome, PerformanceTarget
 
 LAYOUTS = ("channel_last", "time_last")
 SEQLENS = {"cuda": "128,256,1024,2048,4096,8192,16384,32768", "cpu": "128,512,2048"}
@@ -35,16 +35,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command's arguments."""
     parser = commands.add_parser(
         "bench",
-        help="time scans here, beside installed peers and the memory's speed",
+        help="time scans here, beside installed baselines and the memory's speed",
         description="Times the forward and the backward pass over a range of sequence lengths: on a GPU "
-        "both languages of this package and the peers that are installed (accelerated-scan, "
+        "both languages of this package and the baselines that are installed (accelerated-scan, "
         "sequential_scan), as CUDA graphs of kernel launches; on the CPU the calls, beside torch.mul on "
-        "tensors of the same size. Inputs rotate over enough sets to be out of the caches. The floor is "
+        "tensors of the same size. Inputs rotate over enough sets to be out of the caches. The roofline is "
         "the time in which a kernel that only streams reads and writes as many tensors of the same size, "
-        "the fastest of several, timed in the same turns; on the CPU that in which a large torch.add "
-        "moves as many bytes. --goals times the project's own cases, each with the least fraction of the "
-        "floor that it is to reach.",
-        epilog="Exit status: 0; 1 where --goals was not met; 2 for arguments that cannot be meant, and "
+        "the fastest of several, interleaved in the same rounds; on the CPU that in which a large torch.add "
+        "moves as many bytes. --targets times the project's own cases, each with the least fraction of the "
+        "roofline that it is to reach.",
+        epilog="Exit status: 0; 1 where --targets was not met; 2 for arguments that cannot be meant, and "
         "where nothing can be timed. The JSON document is described by scan_registry/schemas/bench.json.",
     )
     parser.add_argument(
@@ -77,7 +77,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--fwd_only", "--fwd-only", action="store_true", help="time the forward pass alone"
     )
-    parser.add_argument("--no-peers", action="store_true", help="time this package alone")
+    parser.add_argument(
+        "--no-baselines", "--no-peers", action="store_true", help="time this package alone"
+    )
     parser.add_argument(
         "--plot",
         "--plot_name",
@@ -95,7 +97,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ":gates=channel may be added; in place of the sizes above; may repeat",
     )
     parser.add_argument(
-        "--goals", action="store_true", help="time the cases with goals, and say which are met"
+        "--targets",
+        "--goals",
+        action="store_true",
+        help="time the cases with targets, and say which are met",
     )
     parser.add_argument(
         "--only",
@@ -134,10 +139,10 @@ def _run_scans(args: argparse.Namespace) -> int:
             )
     plot = None if args.plot is None else _picture(args.plot)
     device = _device(args.device)
-    if args.goals and device.type == "cpu":
-        raise UsageError("--goals are for GPUs; accepted with it is --device cuda:N, of one here")
-    goals = _goals(args) if args.goals else []
-    cases = [goal.case for goal in goals] or _cases(args, device.type)
+    if args.targets and device.type == "cpu":
+        raise UsageError("--targets are for GPUs; accepted with it is --device cuda:N, of one here")
+    targets = _targets(args) if args.targets else []
+    cases = [target.case for target in targets] or _cases(args, device.type)
     if device.type == "cpu" and args.backend in ("cuda", "triton"):
         raise UsageError(
             f"--backend is {args.backend!r}, which needs a GPU; accepted on the CPU are auto and "
@@ -145,25 +150,25 @@ def _run_scans(args: argparse.Namespace) -> int:
         )
     bench = _bench(args, device)
     try:
-        for case in () if goals else cases:
+        for case in () if targets else cases:
             bench.check_room(case)
     except ValueError as error:
         raise UsageError(f"{'--case' if args.case else '--seqlens'}: {error}") from error
     _time(bench, cases, args)
     if args.json:
-        print(json.dumps(document(bench, goals), indent=2))
-    elif goals:
-        show_goals(bench, goals)
+        print(json.dumps(document(bench, targets), indent=2))
+    elif targets:
+        show_targets(bench, targets)
     else:
         show_table(bench)
     if plot is not None:
         _draw(bench, args, plot)
-    met = [outcome.met for outcome in _outcomes(bench, goals)]
-    return 0 if all(met) and len(met) == len(goals) * len(bench.passes) else 1
+    met = [outcome.met for outcome in _outcomes(bench, targets)]
+    return 0 if all(met) and len(met) == len(targets) * len(bench.passes) else 1
 
 
 def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> None:
-    """Time the cases, with a progress bar, until the budget or the user ends it. Of those with goals,
+    """Time the cases, with a progress bar, until the budget or the user ends it. Of those with targets,
     one that cannot be timed does not keep the others from it."""
     import torch
 
@@ -177,7 +182,7 @@ def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> None
             try:
                 bench.run(case)
             except (torch.OutOfMemoryError, NoKernelError) as error:
-                if not args.goals:
+                if not args.targets:
                     raise
                 bench.skipped[str(case)] = str(error)
             done += 1
@@ -190,10 +195,10 @@ def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> None
         bench.skipped.setdefault(str(case), "not begun in time")
 
 
-def document(bench: Bench, goals: Sequence[Goal]) -> dict[str, Any]:
+def document(bench: Bench, targets: Sequence[PerformanceTarget]) -> dict[str, Any]:
     """The stable form, as ``schemas/bench.json`` describes it: keys are only ever added."""
-    found = [outcome.to_json() for outcome in _outcomes(bench, goals)]
-    return {**bench.document(), **({"goals": found} if goals else {})}
+    found = [outcome.to_json() for outcome in _outcomes(bench, targets)]
+    return {**bench.document(), **({"targets": found} if targets else {})}
 
 
 def _bench(args: argparse.Namespace, device: Device) -> Bench:
@@ -206,34 +211,34 @@ def _bench(args: argparse.Namespace, device: Device) -> Bench:
         return Bench.on(
             device,
             _backends(args),
-            peers=not (args.no_peers or args.goals),
+            baselines=not (args.no_baselines or args.targets),
             passes=("forward",) if args.fwd_only else ("forward", "backward"),
         )
     except torch.OutOfMemoryError as error:
         raise UsageError(f"{device} has no room to measure its bandwidth: {error}") from error
 
 
-def _outcomes(bench: Bench, goals: Sequence[Goal]) -> list[Outcome]:
-    from scan_registry.bench.goals import outcomes
+def _outcomes(bench: Bench, targets: Sequence[PerformanceTarget]) -> list[Outcome]:
+    from scan_registry.bench.targets import outcomes
 
-    return outcomes(goals, bench.timings)
+    return outcomes(targets, bench.timings)
 
 
 def _backends(args: argparse.Namespace) -> Sequence[Backend] | None:
-    """None for the device's usual ones. Goals are for what runs where no language is asked for."""
+    """None for the device's usual ones. Targets are for what runs where no language is asked for."""
     if args.backend is not None:
         return (args.backend,)
-    return ("auto",) if args.goals else None
+    return ("auto",) if args.targets else None
 
 
-def show_goals(bench: Bench, goals: Sequence[Goal]) -> None:
-    """Print each goal with what came of it, and what was not timed."""
-    console, found = screen(), _outcomes(bench, goals)
+def show_targets(bench: Bench, targets: Sequence[PerformanceTarget]) -> None:
+    """Print each target with what came of it, and what was not timed."""
+    console, found = screen(), _outcomes(bench, targets)
     table = new_table(
-        "layout", "B, C, T~", "dtype", "pass", "ms>", "± ms>", "floor>", "ratio>", "goal>", ""
+        "layout", "B, C, T~", "dtype", "pass", "ms>", "± ms>", "roofline>", "ratio>", "target>", ""
     )
     for outcome in found:
-        case, timing = outcome.goal.case, outcome.timing
+        case, timing = outcome.target.case, outcome.timing
         table.add_row(
             case.layout,
             _sizes(case),
@@ -241,14 +246,14 @@ def show_goals(bench: Bench, goals: Sequence[Goal]) -> None:
             timing.direction,
             f"{timing.ms:.4f}",
             f"{timing.spread:.4f}",
-            f"{timing.floor_ms:.4f}",
+            f"{timing.roofline_ms:.4f}",
             f"{outcome.ratio:.3f}",
-            f"{outcome.goal.ratio:.2f}",
+            f"{outcome.target.ratio:.2f}",
             "met" if outcome.met else "[red]missed[/]",
         )
     show(console, table, f"{bench.name}; streaming {bench.bandwidth / 1e9:.2f} TB/s")
     met = sum(outcome.met for outcome in found)
-    console.print(f"{met} of {len(goals) * len(bench.passes)} goals met, {len(found)} timed")
+    console.print(f"{met} of {len(targets) * len(bench.passes)} targets met, {len(found)} timed")
     _show_skipped(console, bench)
 
 
@@ -267,7 +272,7 @@ def show_table(bench: Bench) -> None:
     console, on_gpu = screen(), bench.device.type == "cuda"
     unit, scale = ("TB/s", 1e9) if on_gpu else ("GB/s", 1e6)
     table = new_table(
-        "layout", "B, C, T", "dtype", "pass", "kernel", "ms>", "± ms>", f"{unit}>", "of floor>"
+        "layout", "B, C, T", "dtype", "pass", "kernel", "ms>", "± ms>", f"{unit}>", "of roofline>"
     )
     for timing in bench.timings:
         case = timing.case
@@ -280,20 +285,20 @@ def show_table(bench: Bench) -> None:
             f"{timing.ms:.4f}",
             f"{timing.spread:.4f}",
             f"{case.traffic(timing.direction) / timing.ms / scale:.2f}",
-            f"{timing.floor_ms / timing.ms:.2f}",
+            f"{timing.roofline_ms / timing.ms:.2f}",
         )
     show(console, table, f"{bench.name}; streaming {bench.bandwidth / scale:.2f} {unit}")
     _show_skipped(console, bench)
 
 
-def _goals(args: argparse.Namespace) -> list[Goal]:
-    from scan_registry.bench.goals import GOALS
+def _targets(args: argparse.Namespace) -> list[PerformanceTarget]:
+    from scan_registry.bench.targets import TARGETS
 
-    chosen = [goal for goal in GOALS if all(text in str(goal.case) for text in args.only)]
+    chosen = [target for target in TARGETS if all(text in str(target.case) for text in args.only)]
     if not chosen:
         raise UsageError(
             f"--only {' '.join(args.only)!r} leaves no case; accepted are parts of cases such as "
-            f"{GOALS[0].case}"
+            f"{TARGETS[0].case}"
         )
     return chosen
 
@@ -361,7 +366,7 @@ def _draw(bench: Bench, args: argparse.Namespace, path: Path) -> None:
     from scan_registry.bench.plot import draw
 
     title = f"{bench.name}: {args.layout}, B {args.bs}, C {args.d_model}, {DTYPES[args.dtype]}"
-    if args.goals or args.case:
+    if args.targets or args.case:
         title = bench.name
     try:
         draw(bench.timings, title, path)

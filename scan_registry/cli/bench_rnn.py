@@ -1,4 +1,4 @@
-"""``scan-registry bench rnn``: how fast recurrent networks run here, beside installed peers."""
+"""``scan-registry bench rnn``: how fast recurrent networks run here, beside installed baselines."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def add_parser(networks: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="X",
-        help="function:heads,units:dtype, such as lstm:1,768:bfloat16; may repeat. Default: those of "
-        "the project's goals",
+        help="cell:heads,units:dtype, such as lstm:1,768:bfloat16; may repeat. Default: those of "
+        "the project's performance targets",
     )
     parser.add_argument("--bs", type=int, default=16, metavar="N", help="batch size; default: 16")
     parser.add_argument("--seqlen", type=int, default=1024, metavar="N", help="default: 1024")
@@ -56,7 +56,9 @@ def add_parser(networks: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--fwd_only", "--fwd-only", action="store_true", help="time the forward pass alone"
     )
-    parser.add_argument("--no-peers", action="store_true", help="time this package alone")
+    parser.add_argument(
+        "--no-baselines", "--no-peers", action="store_true", help="time this package alone"
+    )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the times into a .png, .svg or .pdf"
     )
@@ -81,12 +83,12 @@ def run(args: argparse.Namespace, device: Device, plot: Path | None) -> int:
     bench = NetworkBench(
         device,
         PASSES[:1] if args.fwd_only else PASSES,
-        peers=not args.no_peers,
+        baselines=not args.no_baselines,
         backends=args.backend or ("auto",),
     )
     errors, quiet = Console(stderr=True), not sys.stderr.isatty()
     try:
-        bench.measure_floor()
+        bench.measure_sync()
         for case in track(cases, "timing", console=errors, transient=True, disable=quiet):
             bench.run(case)
     except torch.OutOfMemoryError as error:
@@ -117,13 +119,13 @@ def show_table(bench: NetworkBench) -> None:
     """Print what has been timed, and who has not been and why."""
     console = screen()
     table = new_table(
-        "network", "heads × units", "dtype", "pass", "by", "ms>", "± ms>", "µs/step>", "goal>"
+        "network", "heads × units", "dtype", "pass", "by", "ms>", "± ms>", "µs/step>", "target>"
     )
     for timing in bench.timings:
-        network, goal = timing.network, timing.goal_ms
+        network, target = timing.network, timing.target_ms
         outcome = ""
-        if goal is not None:
-            outcome = f"{goal:g} " + ("met" if timing.ms <= goal else "[red]missed[/]")
+        if target is not None:
+            outcome = f"{target:g} " + ("met" if timing.ms <= target else "[red]missed[/]")
         table.add_row(
             network.function,
             f"{network.heads} × {network.dim}",
@@ -137,8 +139,8 @@ def show_table(bench: NetworkBench) -> None:
         )
     sizes = {(t.network.batch, t.network.time) for t in bench.timings}
     title = "; ".join([bench.name, *(f"batch {batch}, {time} steps" for batch, time in sizes)])
-    if bench.floor_us is not None:
-        title += f"; one synchronisation {bench.floor_us:.2f} µs"
+    if bench.sync_us is not None:
+        title += f"; one synchronisation {bench.sync_us:.2f} µs"
     show(console, table, title)
     for who, reason in bench.skipped.items():
         console.print(f"not timed: {who}: {reason}", markup=False)
@@ -162,8 +164,8 @@ def draw(bench: NetworkBench, path: Path) -> None:
             here = [t for t in bench.timings if (t.direction, t.who) == (direction, who)]
             places = [names.index(str(t.network)) + number * width for t in here]
             panel.bar(places, [t.us_per_step for t in here], width, label=who)
-        if bench.floor_us is not None:
-            panel.axhline(bench.floor_us, linestyle="--", color="gray", label="one synchronisation")
+        if bench.sync_us is not None:
+            panel.axhline(bench.sync_us, linestyle="--", color="gray", label="one synchronisation")
         panel.set(title=direction, ylabel="µs per step")
         panel.set_xticks([n + 0.4 - width / 2 for n in range(len(names))], names, rotation=20)
         panel.legend(fontsize="x-small")

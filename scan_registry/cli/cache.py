@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scan_registry.cache.store import Cache, jit_cache
-from scan_registry.cache.tuned import TunedHere, tuned_cache, tuned_contents
+from scan_registry.cache.tuned import LocalTuning, tuned_cache, tuned_contents
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.catalog.providers import CORE
 from scan_registry.cli.errors import UsageError
@@ -112,7 +112,7 @@ def _list(cache: Cache, args: argparse.Namespace) -> int:
 
 
 def list_document(
-    cache: Cache, entries: Sequence[Cached], tuned: Sequence[TunedHere]
+    cache: Cache, entries: Sequence[Cached], tuned: Sequence[LocalTuning]
 ) -> dict[str, Any]:
     """The stable form, described by ``schemas/cache-list.json``: keys are only ever added."""
     reason = obstacle(cache)
@@ -151,7 +151,7 @@ def list_document(
     }
 
 
-def _print_tuned(tuned: Sequence[TunedHere]) -> None:
+def _print_tuned(tuned: Sequence[LocalTuning]) -> None:
     """What was tuned here; nothing if nothing was."""
     if not tuned:
         return

@@ -41,7 +41,7 @@ from scan_registry.diagnostics.doctor import (
 )
 from scan_registry.diagnostics.explanation import device_record
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import Rung, dotted
+from scan_registry.dispatch.fit import Tier, dotted
 from scan_registry.dispatch.select import Backend, Key, System
 from scan_registry.hardware.device import Device, driver_text
 from scan_registry.hardware.target import CudaVersion
@@ -249,13 +249,13 @@ def _torch() -> str | None:
         return None
 
 
-def _lowest(findings: list[Finding]) -> Rung:
+def _lowest(findings: list[Finding]) -> Tier:
     try:
         return policy.lowest()
     except ValueError as error:
         text = f"{error}: every call raises it"
         findings.append(Finding("error", "policy", text, (f"unset {policy.VARIABLE}",)))
-        return Rung.REFERENCE
+        return Tier.REFERENCE
 
 
 def _cache(cache: Cache) -> CacheState:
@@ -295,7 +295,7 @@ def document(report: Report) -> dict[str, Any]:
             else {"identity": found.identity, "cuda": dotted(found.cuda), "missing": None}
             for language, found in here.toolchains.items()
         },
-        "lowest_rung": str(here.lowest),
+        "lowest_tier": str(here.lowest),
         "cache": asdict(here.cache),
         "providers": [_provider_record(provider) for provider in here.providers],
         "gpus": [
@@ -318,8 +318,8 @@ def _provider_record(provider: ProviderState) -> dict[str, Any]:
 
 
 def _answer_record(answer: Answer) -> dict[str, Any]:
-    rungs = {backend: _rung(rung) for backend, rung in answer.rungs.items()}
-    return {**asdict(answer), "rungs": rungs}
+    tiers = {backend: _tier(tier) for backend, tier in answer.tiers.items()}
+    return {**asdict(answer), "tiers": tiers}
 
 
 def _finding_record(finding: Finding) -> dict[str, Any]:
@@ -327,8 +327,8 @@ def _finding_record(finding: Finding) -> dict[str, Any]:
     return {**asdict(finding), **listed}
 
 
-def _rung(rung: Rung | None) -> str | None:
-    return None if rung is None else str(rung)
+def _tier(tier: Tier | None) -> str | None:
+    return None if tier is None else str(tier)
 
 
 # --- Tables -----------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def _print(report: Report) -> None:
         say(f"{language:10} {text}")
     if here.driver:
         say(f"driver     for CUDA {dotted(here.driver)}")
-    say(f"policy     down to rung {here.lowest} ({policy.VARIABLE})")
+    say(f"policy     down to tier {here.lowest} ({policy.VARIABLE})")
     say(f"cache      {_cache_words(here.cache)}")
     _print_providers(console, here.providers)
     for provider in here.providers:
@@ -394,7 +394,7 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
     kernels: dict[str, list[Answer]] = {}
     for answer in gpu.answers:
         kernels.setdefault(f"{answer.family}.{answer.kernel}", []).append(answer)
-    backends = list(dict.fromkeys(b for answer in gpu.answers for b in answer.rungs))
+    backends = list(dict.fromkeys(b for answer in gpu.answers for b in answer.tiers))
     table = new_table("kernel", *(f"{backend}~" for backend in backends))
     for kernel, answers in kernels.items():
         table.add_row(kernel, *(_cell(answers, backend) for backend in backends))
@@ -403,7 +403,7 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
     show(
         console,
         table,
-        f"[bold]{escape(gpu.name)}[/], {device.multiprocessors} multiprocessors, {shared}, driver "
+        f"[bold]{escape(gpu.name)}[/], {device.sm_count} SMs, {shared}, driver "
         f"for CUDA {dotted(device.driver)}",
     )
     tuned = "; ".join(map(str, gpu.tuned)) or "no table for it; the specs' estimates decide"
@@ -411,17 +411,17 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
 
 
 def _cell(answers: Iterable[Answer], backend: Backend) -> str:
-    """The rung, or a line for each with what gets it."""
-    rungs: dict[Rung | None, list[tuple[str, str]]] = {}
+    """The tier, or a line for each with what gets it."""
+    tiers: dict[Tier | None, list[tuple[str, str]]] = {}
     every = []
     for answer in answers:
-        if backend in answer.rungs:
+        if backend in answer.tiers:
             every.append((answer.dtype, answer.access))
-            rungs.setdefault(answer.rungs[backend], []).append(every[-1])
+            tiers.setdefault(answer.tiers[backend], []).append(every[-1])
     lines = []
-    for rung, pairs in rungs.items():
-        name = _rung(rung) or "none"
-        text = f"[red]{name}[/]" if rung in (None, Rung.REFERENCE) else name
+    for tier, pairs in tiers.items():
+        name = _tier(tier) or "none"
+        text = f"[red]{name}[/]" if tier in (None, Tier.REFERENCE) else name
         which = condensed(pairs, every)
         lines.append(f"{text}: {which}" if which else text)
     return "\n".join(lines) or "–"

@@ -22,7 +22,7 @@ def add_gpu(parser: argparse.ArgumentParser, option: str) -> None:
     parser.add_argument(
         "--driver", metavar="X", help="its driver, or the CUDA version of it: 575, 575.57.08, 12.9"
     )
-    parser.add_argument("--sms", type=int, metavar="N", help="its multiprocessors")
+    parser.add_argument("--sms", type=int, metavar="N", help="its SMs")
     parser.add_argument(
         "--shared-memory", type=int, metavar="BYTES", help="shared memory that a block may have"
     )
@@ -43,7 +43,7 @@ def gpu_of(args: argparse.Namespace, option: str) -> Device | None:
     return described(
         _architecture(args.arch, option).capability,
         driver=_driver(given["driver"]) if "driver" in given else None,
-        multiprocessors=given.get("sms"),
+        sm_count=given.get("sms"),
         shared_memory_per_block=given.get("shared_memory"),
     )
 

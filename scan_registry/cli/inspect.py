@@ -1,4 +1,4 @@
-"""``scan-registry inspect``: which binaries are installed, from which build, and how well proven."""
+"""``scan-registry inspect``: which binaries are installed, from which build, and how many a GPU has tested."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _binary_record(binary: Binary, found: Catalogue) -> dict[str, Any]:
     return {
         **binary.to_json(),
         "attestation": asdict(attestation) if attestation else None,
-        "proven": found.proven(binary),
+        "gpu_tested": found.is_gpu_tested(binary),
     }
 
 
@@ -139,7 +139,7 @@ def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue
     table = new_table(
         "arch",
         *(["provider~"] if providers else []),
-        *("size>", "binaries>", "proven>", "on~", "toolchain~", "source"),
+        *("size>", "binaries>", "GPU-tested>", "on~", "toolchain~", "source"),
     )
     for entry in listed:
         label, size = entry.archive.arch.label, size_text(_file_size(entry.archive))
@@ -148,11 +148,11 @@ def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue
             table.add_row(*start, "", "", "", "[red]damaged[/]", "")
             continue
         binaries = entry.archive.binaries
-        gpus = {found.attestations[b.sha256].gpu for b in binaries if found.proven(b)}
+        gpus = {found.attestations[b.sha256].gpu for b in binaries if found.is_gpu_tested(b)}
         table.add_row(
             *start,
             str(len(binaries)),
-            _proven(binaries, found),
+            _gpu_tested(binaries, found),
             ", ".join(sorted(gpus)) or "–",
             ", ".join(dict.fromkeys(binary.compiler for binary in binaries)),
             _source(entry.archive),
@@ -171,7 +171,7 @@ def _source(archive: Archive) -> str:
 def _print_kernels(console: Console, rows: Sequence[Row], found: Catalogue) -> None:
     table = new_table(
         *("kernel", "lang", "dtypes", "archs~", "variants>", "regs>", "shared>", "size>"),
-        "proven>",
+        "GPU-tested>",
     )
     listed = dict.fromkeys(archive.arch.label for archive, _ in rows)
     for group in _by_kernel(rows):
@@ -188,7 +188,7 @@ def _print_kernels(console: Console, rows: Sequence[Row], found: Catalogue) -> N
             _range([b.registers for b in binaries if b.registers is not None], str),
             _range([b.shared for b in binaries], size_text),
             _range([b.size for b in binaries], size_text),
-            _proven(binaries, found),
+            _gpu_tested(binaries, found),
         )
         table.add_section()
     if rows:
@@ -211,7 +211,7 @@ def _print_binaries(
             "arch",
             *(["provider~"] if providers else []),
             *(f"{name}>" if isinstance(value, int) else name for name, value in statics.items()),
-            *("regs>", "spill>", "shared>", "threads>", "size>", "proven"),
+            *("regs>", "spill>", "shared>", "threads>", "size>", "GPU-tested"),
         )
         for archive, binary in group:
             values = dict(binary.variant.statics)
@@ -224,13 +224,13 @@ def _print_binaries(
                 f"{_optional(binary.static_shared)}+{binary.dynamic_shared}",
                 str(binary.threads),
                 size_text(binary.size),
-                _proof(binary, found),
+                _gpu_test(binary, found),
             )
         show(console, table, f"[bold]{variant.family}.{variant.kernel}[/], {variant.language}")
     if rows:
         console.print(
             "\nregs, spill: registers and spilled bytes per thread; shared: bytes per block, static"
-            " + dynamic; ?: the driver decides. proven: the relative error measured on a GPU; !: beyond tolerance.",
+            " + dynamic; ?: the driver decides. GPU-tested: the relative error measured on a GPU; !: beyond tolerance.",
             style="dim",
         )
 
@@ -239,7 +239,7 @@ def _short(value: Static) -> str:
     return SHORT_DTYPES.get(str(value), str(value))
 
 
-def _proof(binary: Binary, found: Catalogue) -> str:
+def _gpu_test(binary: Binary, found: Catalogue) -> str:
     attestation = found.attestations.get(binary.sha256)
     if attestation is None:
         return "no"
@@ -247,8 +247,8 @@ def _proof(binary: Binary, found: Catalogue) -> str:
     return error if attestation.passed else f"[red]! {error}[/]"
 
 
-def _proven(binaries: Sequence[Binary], found: Catalogue) -> str:
-    return f"{sum(map(found.proven, binaries))}/{len(binaries)}"
+def _gpu_tested(binaries: Sequence[Binary], found: Catalogue) -> str:
+    return f"{sum(map(found.is_gpu_tested, binaries))}/{len(binaries)}"
 
 
 def _by_kernel(rows: Iterable[Row]) -> list[list[Row]]:

@@ -13,7 +13,7 @@ from scan_registry.cli.explain import DTYPES
 from scan_registry.cli.tables import new_table, screen, show
 
 if TYPE_CHECKING:
-    from scan_registry.dispatch.fit import Rung
+    from scan_registry.dispatch.fit import Tier
     from scan_registry.kernels.model import Family, Kernel
 
 CPU = "cpu"
@@ -21,7 +21,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class Result:
-    """One kernel in one dtype: the rung and the variants that ran, and the worst error.
+    """One kernel in one dtype: the tier and the variants that ran, and the worst error.
 
     error is ‖out − ref‖ / ‖ref‖ against float64 over ``cases`` random problems. ``failure`` says
     why nothing ran.
@@ -31,7 +31,7 @@ class Result:
     kernel: str
     language: str
     dtype: str
-    rung: str
+    tier: str
     variants: tuple[str, ...]
     cases: int
     error: float | None
@@ -97,7 +97,7 @@ class _Tally:
 
     worst: float = 0.0
     cases: int = 0
-    rungs: set[Rung] = field(default_factory=set)
+    tiers: set[Tier] = field(default_factory=set)
     variants: dict[str, None] = field(default_factory=dict)
     failure: str | None = None
 
@@ -128,7 +128,7 @@ def _on_gpu(family: Family, ordinal: int, only: str | None) -> Iterator[Result]:
                 kernel=kernel.name,
                 language=kernel.language,
                 dtype=dtype,
-                rung=str(max(tally.rungs)) if tally.rungs else "none",
+                tier=str(max(tally.tiers)) if tally.tiers else "none",
                 variants=tuple(tally.variants),
                 cases=tally.cases,
                 error=tally.worst if tally.cases else None,
@@ -150,7 +150,7 @@ def _run(family: Family, kernel: Kernel, trial: Any, ordinal: int, tally: _Tally
         assert ready.launch is not None  # a language was asked for, so not the reference
         start(ordinal, ready.launch, kernel, case, ready.workspace)
         tally.worst, tally.cases = max(tally.worst, case.error()), tally.cases + 1
-        tally.rungs.add(ready.decision.taken().rung)
+        tally.tiers.add(ready.decision.taken().tier)
         tally.variants[str(ready.decision.taken().variant)] = None
 
 
@@ -179,7 +179,7 @@ def _on_cpu(family: Family, only: str | None) -> Iterator[Result]:
                 kernel=kernel,
                 language="c",
                 dtype=dtype,
-                rung=CPU,
+                tier=CPU,
                 variants=(),
                 cases=len(found),
                 error=max(found),
@@ -190,14 +190,14 @@ def _on_cpu(family: Family, only: str | None) -> Iterator[Result]:
 def _print(results: list[Result], where: str) -> None:
     console = screen()
     for family in dict.fromkeys(result.family for result in results):
-        table = new_table("kernel", "language", "dtype", "rung", "error>", "limit>", "outcome")
+        table = new_table("kernel", "language", "dtype", "tier", "error>", "limit>", "outcome")
         for result in results:
             if result.family == family:
                 table.add_row(
                     result.kernel,
                     result.language,
                     result.dtype,
-                    result.rung,
+                    result.tier,
                     "–" if result.error is None else f"{result.error:.1e}",
                     f"{result.tolerance:.0e}",
                     "passed" if result.passed else "[red]failed[/]",

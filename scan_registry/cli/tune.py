@@ -114,14 +114,14 @@ def chosen(args: argparse.Namespace, known: Sequence[Case] | None = None) -> lis
     dtypes = [DTYPES[word] for word in args.dtype or ()]
     try:
         if known is not None:
-            asked = list(known)
+            wanted = list(known)
         elif args.shapes or args.dtype:
-            asked = cases(args.shapes or SHAPES, dtypes or USUAL)
+            wanted = cases(args.shapes or SHAPES, dtypes or USUAL)
         else:
-            asked = usual_cases()
+            wanted = usual_cases()
     except ValueError as error:
         raise UsageError(f"--shapes: {error}") from error
-    found = list(posed(asked, args.language or LANGUAGES))
+    found = list(posed(wanted, args.language or LANGUAGES))
     names = list(dict.fromkeys(each.kernel.name for each in found))
     for word in args.kernel or ():
         if word not in names:

@@ -1,4 +1,4 @@
-/* Kernel launches, from what was prepared for them; see launch.h and plain.h.
+/* Kernel launches, from what was prepared for them; see launch.h and fast_path.h.
  *
  * No CUDA header, no CUDA library and nothing of torch's is needed to build this.
  */
@@ -6,7 +6,7 @@
 #include <Python.h>
 
 #include "launch.h"
-#include "plain.h"
+#include "fast_path.h"
 
 static PyObject *bind(PyObject *module, PyObject *args) {
     unsigned long long launch, set, current, push, pop;
@@ -37,8 +37,8 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTyp
 
 static int execute(PyObject *module) {
     return add_type(module, "Launch", &launch_spec, &launch_type) ||
-                   add_type(module, "PlainLaunch", &plain_launch_spec, &plain_launch_type) ||
-                   add_type(module, "PlainCalls", &plain_calls_spec, &plain_calls_type)
+                   add_type(module, "FastLaunch", &fast_launch_spec, &fast_launch_type) ||
+                   add_type(module, "FastPath", &fast_path_spec, &fast_path_type)
                ? -1
                : 0;
 }

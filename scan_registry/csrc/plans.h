@@ -1,4 +1,4 @@
-/* What was planned for plain calls: a table from all that a plan depends on to the plan. */
+/* What was planned for calls on the fast path: a table from all that a plan depends on to the plan. */
 #pragma once
 #include <Python.h>
 #include <stdint.h>
@@ -13,7 +13,7 @@ typedef struct {
 
 typedef struct Planned {
     struct Planned *next; /* in its bucket */
-    PyObject *plan, *asked;
+    PyObject *plan, *request;
     size_t count;
     int64_t words[];
 } Planned;
@@ -53,12 +53,12 @@ static void forget_plans(Plans *plans) {
         Planned *each = going;
         going = each->next;
         Py_DECREF(each->plan);
-        Py_DECREF(each->asked);
+        Py_DECREF(each->request);
         PyMem_Free(each);
     }
 }
 
-static Planned *keep_planned(Plans *plans, const Key *key, PyObject *plan, PyObject *asked) {
+static Planned *keep_planned(Plans *plans, const Key *key, PyObject *plan, PyObject *request) {
     const size_t bytes = key->count * sizeof *key->words;
     Planned *kept = PyMem_Malloc(sizeof *kept + bytes);
     if (!kept) {
@@ -68,7 +68,7 @@ static Planned *keep_planned(Plans *plans, const Key *key, PyObject *plan, PyObj
     if (plans->count >= MOST_PLANS) forget_plans(plans);
     Planned **bucket = bucket_of(plans, key);
     kept->plan = Py_NewRef(plan);
-    kept->asked = Py_NewRef(asked);
+    kept->request = Py_NewRef(request);
     kept->count = key->count;
     memcpy(kept->words, key->words, bytes);
     kept->next = *bucket;

@@ -1,8 +1,7 @@
-/* What torch is asked at every plain call, past what a call of Python's costs.
+/* What torch is asked at every call on the fast path, past what a call of Python's costs.
  *
  * Tensors are read through DLPack's table of C functions, which torch has on their type from 2.10 on, and through
- * that type's own entries; who watches is among the dispatch keys that c10 includes in a thread's. Nothing of
- * torch's is linked; the declarations of the table are those of DLPack 1.
+ * that type's own entries. Nothing of torch's is linked; the declarations of the table are those of DLPack 1.
  */
 #pragma once
 #include <Python.h>
@@ -28,13 +27,10 @@ typedef struct {
 } Exchange;
 
 enum { CPU = 1, CUDA = 2, PINNED = 3, FLOAT = 2, BFLOAT = 4 };
-enum { MOST_DIMENSIONS = 16, MOST_KEYS = 8 };
+enum { MOST_DIMENSIONS = 16 };
 
 typedef struct {
     const Exchange *exchange;
-    _Bool (*includes)(uint16_t key);
-    uint16_t keys[MOST_KEYS]; /* of those who watch */
-    int watchers;
     PyCFunction is_neg;
     getter requires_grad;
     void *closure;
@@ -58,26 +54,11 @@ static int is_false(PyObject *truth) {
     return value < 0 ? -1 : !value;
 }
 
-/* What is asked by what: of the type of tensors, its table or None, the address of a function or 0, and the keys of
- * those who watch. -1 with an exception. Where anything is missing there is no exchange. */
-static int take_torch(Torch *torch, PyTypeObject *tensor, PyObject *exchange, unsigned long long includes,
-                      PyObject *keys) {
+/* From the type of tensors, and its table or None. -1 with an exception. Where anything is missing there is no
+ * exchange. */
+static int take_torch(Torch *torch, PyTypeObject *tensor, PyObject *exchange) {
     const Exchange *table = NULL;
     if (exchange != Py_None && !(table = PyCapsule_GetPointer(exchange, "dlpack_exchange_api"))) return -1;
-    if (PyTuple_Size(keys) > MOST_KEYS) {
-        PyErr_Format(PyExc_ValueError, "at most %d dispatch keys can be asked for", MOST_KEYS);
-        return -1;
-    }
-    for (torch->watchers = 0; torch->watchers < PyTuple_Size(keys); torch->watchers++) {
-        const long key = PyLong_AsLong(PyTuple_GetItem(keys, torch->watchers));
-        if (key == -1 && PyErr_Occurred()) return -1;
-        if (key < 0 || key > UINT16_MAX) {
-            PyErr_Format(PyExc_ValueError, "%ld is no dispatch key", key);
-            return -1;
-        }
-        torch->keys[torch->watchers] = (uint16_t)key;
-    }
-    torch->includes = (_Bool (*)(uint16_t))(uintptr_t)includes;
     const PyMethodDef *method = PyType_GetSlot(tensor, Py_tp_methods);
     for (; method && method->ml_name; method++)
         if (!strcmp(method->ml_name, "is_neg") && method->ml_flags == METH_NOARGS)
@@ -86,15 +67,9 @@ static int take_torch(Torch *torch, PyTypeObject *tensor, PyObject *exchange, un
     for (; attribute && attribute->name; attribute++)
         if (!strcmp(attribute->name, "requires_grad"))
             torch->requires_grad = attribute->get, torch->closure = attribute->closure;
-    const int all = table && table->major == 1 && includes && torch->is_neg && torch->requires_grad;
+    const int all = table && table->major == 1 && torch->is_neg && torch->requires_grad;
     torch->exchange = all ? table : NULL;
     return 0;
-}
-
-static int nobody_watches(const Torch *torch) {
-    for (int i = 0; i < torch->watchers; i++)
-        if (torch->includes(torch->keys[i])) return 0;
-    return 1;
 }
 
 static int requires_grad(const Torch *torch, PyObject *tensor) {

@@ -32,7 +32,7 @@ def run(ordinal: int, binary: Binary, read: Callable[[], bytes], case: Any) -> N
     function = loader.load(ordinal, binary, read, binary)
     launch = loader.bind(ordinal, group, case.problem, binary, function)
     kernel = group.kernel(binary.variant.kernel, binary.variant.language)
-    shape = kernel.launch(binary.variant, case.problem, device(ordinal).multiprocessors)
+    shape = kernel.launch(binary.variant, case.problem, device(ordinal).sm_count)
     start(ordinal, launch, kernel, case, shape.workspace)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.diagnostics.explanation import called, grouped
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import OLDEST, Rung, Toolchain, dotted
+from scan_registry.dispatch.fit import OLDEST, Tier, Toolchain, dotted
 from scan_registry.dispatch.rows import Origin
 from scan_registry.dispatch.select import Backend, Decision, Rejected, System, select
 from scan_registry.hardware.device import SUPPORTED, Device, driver_text
@@ -24,10 +24,10 @@ Severity = Literal["error", "warning", "note"]
 Families = Mapping[str, Family]
 
 #: Of what runs where no language is asked for; machine code is as it should be.
-_SEVERITY: Mapping[Rung | None, Severity] = {
-    Rung.PTX: "note",
-    Rung.JIT: "warning",
-    Rung.REFERENCE: "error",
+_SEVERITY: Mapping[Tier | None, Severity] = {
+    Tier.PTX: "note",
+    Tier.JIT: "warning",
+    Tier.REFERENCE: "error",
     None: "error",
 }
 _MOST_REASONS = 8  # of one finding
@@ -59,7 +59,7 @@ class Answer:
     kernel: str
     dtype: str
     access: str
-    rungs: Mapping[Backend, Rung | None]
+    tiers: Mapping[Backend, Tier | None]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Installation:
     toolchains: Mapping[Language, Toolchain | str]
     providers: tuple[ProviderState, ...]
     cache: CacheState
-    lowest: Rung
+    lowest: Tier
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def findings_of(there: Installation) -> Iterator[Finding]:
 
 
 def coverage(
-    there: System, families: Families, lowest: Rung, ordinal: int | None = None
+    there: System, families: Families, lowest: Tier, ordinal: int | None = None
 ) -> Coverage:
     """What every sample gets on the system's GPU, with no language asked for and with each."""
     assert there.device is not None
@@ -192,35 +192,35 @@ def coverage(
             backend: select(there, family, sample.problem, backend, lowest)
             for backend in _backends(family, sample)
         }
-        rungs = {backend: _rung(decision) for backend, decision in decisions.items()}
+        tiers = {backend: _tier(decision) for backend, decision in decisions.items()}
         winner = decisions["auto"].winner
         if winner and winner.tuned and winner.ms is not None:
             tuned[winner.tuned.origin] = None
         kernel = sample.problem.kernel
-        answers.append(Answer(family.name, kernel, sample.dtype, sample.access, rungs))
+        answers.append(Answer(family.name, kernel, sample.dtype, sample.access, tiers))
     return Coverage(there.device, ordinal, tuple(answers), tuple(tuned))
 
 
-def lacks(found: Coverage, there: System, families: Families, lowest: Rung) -> Iterator[Finding]:
+def lacks(found: Coverage, there: System, families: Families, lowest: Tier) -> Iterator[Finding]:
     """What falls below machine code on one GPU, why, and what would lift it.
 
     ``found`` is the coverage of the same system.
     """
     samples = _samples(families)
-    for backend in dict.fromkeys(b for answer in found.answers for b in answer.rungs):
-        groups: dict[Rung | None, list[int]] = {}
+    for backend in dict.fromkeys(b for answer in found.answers for b in answer.tiers):
+        groups: dict[Tier | None, list[int]] = {}
         for number, answer in enumerate(found.answers):
             if _worth_a_word(answer, backend):
-                groups.setdefault(answer.rungs[backend], []).append(number)
-        for rung, numbers in groups.items():
-            group = _Group(there, backend, lowest, rung, tuple(samples[n] for n in numbers))
+                groups.setdefault(answer.tiers[backend], []).append(number)
+        for tier, numbers in groups.items():
+            group = _Group(there, backend, lowest, tier, tuple(samples[n] for n in numbers))
             kernels = _listed([found.answers[n] for n in numbers], found.answers)
             yield Finding(
-                _SEVERITY[rung] if backend == "auto" else "warning",
+                _SEVERITY[tier] if backend == "auto" else "warning",
                 found.name,
-                f"{_outcome(backend, rung)}: {kernels}",
+                f"{_outcome(backend, tier)}: {kernels}",
                 tuple(dict.fromkeys(group.remedies())),
-                group.reasons() if rung in (None, Rung.REFERENCE) else (),
+                group.reasons() if tier in (None, Tier.REFERENCE) else (),
             )
 
 
@@ -235,26 +235,26 @@ def _backends(family: Family, sample: Sample) -> Iterator[Backend]:
             yield kernel.language
 
 
-def _rung(decision: Decision) -> Rung | None:
-    return decision.winner.rung if decision.winner else None
+def _tier(decision: Decision) -> Tier | None:
+    return decision.winner.tier if decision.winner else None
 
 
 def _worth_a_word(answer: Answer, backend: Backend) -> bool:
     """Whether less than machine code runs; of a language, whether it is missing while others are not."""
     if backend == "auto":
-        return answer.rungs["auto"] in _SEVERITY
-    missing = backend in answer.rungs and answer.rungs[backend] is None
-    return missing and _SEVERITY.get(answer.rungs["auto"]) != "error"
+        return answer.tiers["auto"] in _SEVERITY
+    missing = backend in answer.tiers and answer.tiers[backend] is None
+    return missing and _SEVERITY.get(answer.tiers["auto"]) != "error"
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Samples that end on one rung."""
+    """Samples that end on one tier."""
 
     system: System
     backend: Backend
-    lowest: Rung
-    rung: Rung | None
+    lowest: Tier
+    tier: Tier | None
     samples: tuple[tuple[Family, Sample], ...]
 
     def reasons(self) -> tuple[str, ...]:
@@ -279,7 +279,7 @@ class _Group:
         if device.capability < OLDEST:
             yield f"use a GPU of compute capability {dotted(OLDEST)} or later"
             return
-        if self._better(lowest=Rung.REFERENCE):
+        if self._better(lowest=Tier.REFERENCE):
             yield from self._permissions()
         yield from self._drivers(device)
         yield from self._wheels(device)
@@ -288,16 +288,16 @@ class _Group:
                 "install a release of the package that denies these binaries (see above) in which "
                 "they are replaced"
             )
-        if self._above(Rung.JIT):
+        if self._above(Tier.JIT):
             for language, toolchain in (self.system.toolchains or {}).items():
                 if isinstance(toolchain, str) and self.backend in ("auto", language):
                     yield toolchain
 
     def _permissions(self) -> Iterator[str]:
         """The strictest policy that leaves something for one of the samples."""
-        for level, rung in policy.LEVELS.items():
-            if self._better(lowest=rung):
-                yield f"allow rung {rung}: {policy.VARIABLE}={level}"
+        for level, tier in policy.LEVELS.items():
+            if self._better(lowest=tier):
+                yield f"allow tier {tier}: {policy.VARIABLE}={level}"
                 return
 
     def _drivers(self, device: Device) -> Iterator[str]:
@@ -326,12 +326,12 @@ class _Group:
             yield package_for(label)
         elif not exact and device.capability in FIRST_CUDA:
             yield f"install a scan-registry wheel built for {label}"
-        if self._above(Rung.PTX) and not any(archive.arch.is_ptx for archive in archives):
+        if self._above(Tier.PTX) and not any(archive.arch.is_ptx for archive in archives):
             yield from map(package_for, (each for each in RELEASED if Target.parse(each).is_ptx))
 
-    def _above(self, rung: Rung) -> bool:
-        """Whether ``rung`` is allowed and closer than what there is."""
-        return rung <= self.lowest and (self.rung is None or rung < self.rung)
+    def _above(self, tier: Tier) -> bool:
+        """Whether ``tier`` is allowed and closer than what there is."""
+        return tier <= self.lowest and (self.tier is None or tier < self.tier)
 
     def _winners(self, there: System) -> list[str | None]:
         decisions = [
@@ -340,12 +340,12 @@ class _Group:
         ]
         return [each.winner.subject if each.winner else None for each in decisions]
 
-    def _better(self, system: System | None = None, lowest: Rung | None = None) -> bool:
+    def _better(self, system: System | None = None, lowest: Tier | None = None) -> bool:
         there, allowed = system or self.system, self.lowest if lowest is None else lowest
-        now = len(Rung) if self.rung is None else self.rung
+        now = len(Tier) if self.tier is None else self.tier
         for family, sample in self.samples:
-            rung = _rung(select(there, family, sample.problem, self.backend, allowed))
-            if rung is not None and rung < now:
+            tier = _tier(select(there, family, sample.problem, self.backend, allowed))
+            if tier is not None and tier < now:
                 return True
         return False
 
@@ -394,15 +394,15 @@ def package_for(label: str) -> str:
 # --- Words ------------------------------------------------------------------------------------
 
 
-def _outcome(backend: Backend, rung: Rung | None) -> str:
-    if rung is None:
-        asked = "" if backend == "auto" else f' with backend="{backend}"'
-        return f"nothing runs{asked}, the call raises NoKernelError"
+def _outcome(backend: Backend, tier: Tier | None) -> str:
+    if tier is None:
+        pinned = "" if backend == "auto" else f' with backend="{backend}"'
+        return f"nothing runs{pinned}, the call raises NoKernelError"
     return {
-        Rung.PTX: "compiled from PTX by the driver, at its first use",
-        Rung.JIT: "compiled here, at its first use",
-        Rung.REFERENCE: "falls to plain torch (reference)",
-    }[rung]
+        Tier.PTX: "compiled from PTX by the driver, at its first use",
+        Tier.JIT: "compiled here, at its first use",
+        Tier.REFERENCE: "falls to plain torch (reference)",
+    }[tier]
 
 
 def _listed(some: Iterable[Answer], every: Iterable[Answer]) -> str:

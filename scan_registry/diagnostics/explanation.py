@@ -15,24 +15,24 @@ from typing import Any, Protocol, get_type_hints
 from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import Attestation, worst_attestations
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.alternatives import Asked, select_first
-from scan_registry.dispatch.fit import Rung, dotted
-from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
+from scan_registry.dispatch.alternatives import Alternative, select_first
+from scan_registry.dispatch.fit import Tier, dotted
+from scan_registry.dispatch.select import Decision, Match, Rejected, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
 from scan_registry.kernels.model import Variant
 
 
-class Share(Protocol):
-    """One kernel's share of a call: inputs that are copied first, and the problems that it may pose."""
+class KernelCall(Protocol):
+    """One kernel's part in an operator's call: inputs that are copied first, and the problems that it may pose."""
 
     @property
     def copied(self) -> tuple[str, ...]: ...
 
-    def asked(self, backend: Any) -> tuple[Asked, ...]: ...
+    def alternatives(self, backend: Any) -> tuple[Alternative, ...]: ...
 
     def fused(self) -> Any:
-        """The problem of a kernel that does the next share, too; None if there can be none."""
+        """The problem of a kernel that does what the next one does, too; None if there can be none."""
 
 
 #: Public operators by name, and the module that defines each beside ``describe``, which tells what
@@ -59,7 +59,7 @@ class Step:
     def text(self, *, everything: bool = False) -> str:
         """A line for each fact. What was not taken is grouped by reason, unless ``everything``."""
         winner = self.decision.winner
-        lines = [f"{self.name}: {f'rung {winner.rung}' if winner else 'nothing runs'}"]
+        lines = [f"{self.name}: {f'tier {winner.tier}' if winner else 'nothing runs'}"]
         lines += [f"  {label:{_LABEL}}{text}" for label, text in self._facts()]
         losers = self.decision.rejected
         if losers:
@@ -95,13 +95,13 @@ class Step:
             yield "target", f"{winner.target}, {origin}"
             if winner.binary:
                 yield "sha256", winner.binary.sha256
-                yield "proven", _proof(winner.binary)
+                yield "GPU-tested", _gpu_test(winner.binary)
             yield "launch", _launch(decision)
             yield "copies", ", ".join(self.copied) + " first" if self.copied else "none"
             yield "tuning", _tuning(decision, winner)
         device = decision.system.device
-        if device and decision.backend != "reference" and (not winner or winner.rung > Rung.PTX):
-            yield "help", "`scan-registry doctor` tells what would lift it to a closer rung"
+        if device and decision.backend != "reference" and (not winner or winner.tier > Tier.PTX):
+            yield "help", "`scan-registry doctor` tells what would lift it to a closer tier"
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,15 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     name = next((n for n in OPERATORS if getattr(_module(n), n) is operator), None)
     if name is None:
         raise TypeError(f"{operator!r} cannot be explained; accepted are {', '.join(OPERATORS)}")
-    shares, device = _described(name, args, kwargs)
+    calls, device = _described(name, args, kwargs)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the tensors are on {device}; accepted are the CPU and CUDA devices")
     ordinal = device.index if device.type == "cuda" else None
     backend = kwargs.get("backend", "auto")
     lowest = (
-        Rung.REFERENCE if ordinal is None else policy.lowest()
+        Tier.REFERENCE if ordinal is None else policy.lowest()
     )  # it is GPUs' calls that compile
-    return decided(name, shares, system(ordinal), backend, lowest)
+    return decided(name, calls, system(ordinal), backend, lowest)
 
 
 def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Explanation:
@@ -187,25 +187,25 @@ def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Expla
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(accepted)}")
     if there.device is None:
         kwargs["backend"] = backend  # on a GPU any will do, whatever the tensors are on
-    shares, _ = _described(name, args, kwargs)
-    lowest = Rung.REFERENCE if there.device is None else policy.lowest()
-    return decided(name, shares, there, backend, lowest)
+    calls, _ = _described(name, args, kwargs)
+    lowest = Tier.REFERENCE if there.device is None else policy.lowest()
+    return decided(name, calls, there, backend, lowest)
 
 
 def decided(
-    name: str, shares: Mapping[str, Share], there: System, backend: str, lowest: Rung
+    name: str, calls: Mapping[str, KernelCall], there: System, backend: str, lowest: Tier
 ) -> Explanation:
-    """The decisions for the shares of one call. Only kernels need copies; the reference does not."""
+    """The decisions for the kernel calls of one operator's call. Only kernels need copies; the reference does not."""
     steps: list[Step] = []
-    for step, share in shares.items():
-        fused = share.fused() if "reduction" in shares and there.device else None
+    for step, call in calls.items():
+        fused = call.fused() if "reduction" in calls and there.device else None
         if fused is not None:
-            one = [Asked(fused, share.asked(backend)[0].backend)]
-            decision = select_first(there, family(name), one, min(lowest, Rung.PTX))
+            one = [Alternative(fused, call.alternatives(backend)[0].backend)]
+            decision = select_first(there, family(name), one, min(lowest, Tier.PTX))
             if decision.launch():
                 return Explanation(name, there.device, (*steps, Step(step, (), decision)))
-        decision = select_first(there, family(name), share.asked(backend), lowest)
-        steps.append(Step(step, share.copied if decision.launch() else (), decision))
+        decision = select_first(there, family(name), call.alternatives(backend), lowest)
+        steps.append(Step(step, call.copied if decision.launch() else (), decision))
     return Explanation(name, there.device, tuple(steps))
 
 
@@ -219,7 +219,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(OPERATORS[name])
 
 
-def _described(name: str, args: Any, kwargs: Any) -> tuple[dict[str, Share], Any]:
+def _described(name: str, args: Any, kwargs: Any) -> tuple[dict[str, KernelCall], Any]:
     """What the call poses, and the device of its tensors; ``TypeError`` for no such call."""
     import torch
 
@@ -228,8 +228,8 @@ def _described(name: str, args: Any, kwargs: Any) -> tuple[dict[str, Share], Any
     types = get_type_hints(operator)
     given = signature(operator).bind(*args, **kwargs).arguments
     tensors = {each: value for each, value in given.items() if types[each] is torch.Tensor}
-    shares: dict[str, Share] = module.describe(*args, **kwargs)  # which checks them
-    return shares, next(iter(tensors.values())).device
+    calls: dict[str, KernelCall] = module.describe(*args, **kwargs)  # which checks them
+    return calls, next(iter(tensors.values())).device
 
 
 # --- JSON -------------------------------------------------------------------------------------
@@ -244,14 +244,14 @@ def decision_record(decision: Decision) -> dict[str, Any]:
         "kernel": decision.problem.kernel,
         "problem": str(decision.problem),
         "backend": decision.backend,
-        "lowest_rung": str(decision.lowest),
-        "rung": str(winner.rung) if winner else None,
+        "lowest_tier": str(decision.lowest),
+        "tier": str(winner.tier) if winner else None,
         "variant": str(winner.variant) if winner and winner.variant else None,
         "target": str(winner.target) if winner and winner.target else None,
         "sha256": binary.sha256 if binary else None,
         "archive": str(winner.archive.path) if winner and winner.archive else None,
         "provider": winner.archive.provider if winner and winner.archive else None,
-        "proven": bool(attestation and attestation.passed) if binary else None,
+        "gpu_tested": bool(attestation and attestation.passed) if binary else None,
         "attestation": asdict(attestation) if attestation else None,
         "cost": winner.cost if winner and winner.variant else None,
         "tuning": _tuning_record(decision),
@@ -291,7 +291,7 @@ def device_record(device: Device) -> dict[str, Any]:
     return {
         "name": device.name,
         "arch": device.arch,
-        "multiprocessors": device.multiprocessors,
+        "sm_count": device.sm_count,
         "shared_memory_per_block": device.shared_memory_per_block,
         "registers_per_block": device.registers_per_block,
         "threads_per_block": device.threads_per_block,
@@ -350,7 +350,7 @@ def _problem(decision: Decision) -> str:
     return f"{decision.problem.kernel}: {facts}"
 
 
-def _tuning(decision: Decision, winner: Candidate) -> str:
+def _tuning(decision: Decision, winner: Match) -> str:
     """The row of the nearest tuned problem, and where it comes from; or what decided without one."""
     estimate = f"the spec's estimate decided ({winner.cost:g}, smaller is better)"
     found, device = winner.tuned, decision.system.device
@@ -372,7 +372,7 @@ def _tuning(decision: Decision, winner: Candidate) -> str:
     return f"the row of {sizes or 'size 1'} ({origin}), {outcome}"
 
 
-def _there(decision: Decision, winner: Candidate) -> float | None:
+def _there(decision: Decision, winner: Match) -> float | None:
     """The winner's time on the tuned problem, if the row names it."""
     if winner.tuned is None or winner.variant is None:
         return None
@@ -380,7 +380,7 @@ def _there(decision: Decision, winner: Candidate) -> float | None:
     return winner.tuned.row.times.get(kernel.label(winner.variant))
 
 
-def _proof(binary: Binary) -> str:
+def _gpu_test(binary: Binary) -> str:
     attestation = _attestations().get(binary.sha256)
     if attestation is None:
         return "no; no GPU has been seen to run these bytes"

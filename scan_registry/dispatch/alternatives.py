@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend, Decision, Rejected, System, select
 from scan_registry.kernels.model import Family, Problem
 
 
-class Asked(NamedTuple):
+class Alternative(NamedTuple):
     """A problem, and what may solve it."""
 
     problem: Problem
@@ -19,13 +19,16 @@ class Asked(NamedTuple):
 
 
 def select_first(
-    system: System, family: Family, asked: Iterable[Asked], lowest: Rung = Rung.REFERENCE
+    system: System,
+    family: Family,
+    alternatives: Iterable[Alternative],
+    lowest: Tier = Tier.REFERENCE,
 ) -> Decision:
     """The decision for the first of the problems that a kernel solves; what the ones before it rejected
     comes first among what it rejects. Where no kernel solves any, that for the first."""
     decisions: list[Decision] = []
     rejected: dict[Rejected, None] = {}
-    for problem, backend in asked:
+    for problem, backend in alternatives:
         decision = select(system, family, problem, backend, lowest)
         decisions.append(decision)
         if not any(kernel.name == problem.kernel for kernel in family.kernels):

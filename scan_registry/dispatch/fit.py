@@ -14,7 +14,7 @@ OLDEST: Capability = (8, 0)
 _REGISTER_UNIT = 8  # per thread: they are allocated to warps in multiples of 256
 
 
-class Rung(IntEnum):
+class Tier(IntEnum):
     """How close what runs is to the device; lower is closer.
 
     exact       machine code for this compute capability
@@ -64,11 +64,11 @@ def misfit(binary: Binary, device: Device) -> str | None:
     return None
 
 
-def nearest_rung(target: Target, device: Device) -> Rung:
-    """The rung of what was compiled ahead of time for ``target``, if it fits the device."""
+def nearest_tier(target: Target, device: Device) -> Tier:
+    """The tier of what was compiled ahead of time for ``target``, if it fits the device."""
     if target.is_ptx:
-        return Rung.PTX
-    return Rung.EXACT if target.capability == device.capability else Rung.SAME_MAJOR
+        return Tier.PTX
+    return Tier.EXACT if target.capability == device.capability else Tier.SAME_MAJOR
 
 
 def jit_target(toolchain: Toolchain, language: str, capability: Capability) -> Target | str:

@@ -1,4 +1,4 @@
-"""What a user allows: how far down the ladder of rungs a call may go, and the warning when it does."""
+"""What a user allows: how far down the tiers a call may go, and the warning when it does."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Literal
 
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 
 Level = Literal["aot", "ptx", "jit", "reference"]
 
 VARIABLE = "SCAN_REGISTRY_REQUIRE"
-#: The lowest rung that each level allows.
-LEVELS: Mapping[Level, Rung] = {
-    "aot": Rung.SAME_MAJOR,
-    "ptx": Rung.PTX,
-    "jit": Rung.JIT,
-    "reference": Rung.REFERENCE,
+#: The lowest tier that each level allows.
+LEVELS: Mapping[Level, Tier] = {
+    "aot": Tier.SAME_MAJOR,
+    "ptx": Tier.PTX,
+    "jit": Tier.JIT,
+    "reference": Tier.REFERENCE,
 }
 
-#: The lowest rung that ``require`` allows here; None outside of it.
-required: ContextVar[Rung | None] = ContextVar("scan_registry.require", default=None)
+#: The lowest tier that ``require`` allows here; None outside of it.
+required: ContextVar[Tier | None] = ContextVar("scan_registry.require", default=None)
 
 
 class FallbackWarning(UserWarning):
     """A kernel that had to be compiled here, or that plain torch stands in for."""
 
 
-def lowest() -> Rung:
-    """The lowest rung that is allowed here: the strictest of ``SCAN_REGISTRY_REQUIRE``, which is read
+def lowest() -> Tier:
+    """The lowest tier that is allowed here: the strictest of ``SCAN_REGISTRY_REQUIRE``, which is read
     once, and every ``require`` around."""
     inner, outer = required.get(), _default()
     return outer if inner is None else min(inner, outer)
@@ -50,7 +50,7 @@ def require(level: Level) -> Iterator[None]:
     Raises:
         ValueError: there is no such level.
     """
-    before, wanted = required.get(), _rung(level, "level")
+    before, wanted = required.get(), _tier(level, "level")
     token = required.set(wanted if before is None else min(before, wanted))
     try:
         yield
@@ -59,9 +59,9 @@ def require(level: Level) -> Iterator[None]:
 
 
 @contextmanager
-def as_required(rung: Rung | None) -> Iterator[None]:
+def as_required(tier: Tier | None) -> Iterator[None]:
     """What ``required`` was elsewhere: autograd runs backward passes in threads of its own."""
-    token = required.set(rung)
+    token = required.set(tier)
     try:
         yield
     finally:
@@ -69,12 +69,12 @@ def as_required(rung: Rung | None) -> Iterator[None]:
 
 
 @cache
-def _default() -> Rung:
-    return _rung(os.environ.get(VARIABLE) or "reference", VARIABLE)
+def _default() -> Tier:
+    return _tier(os.environ.get(VARIABLE) or "reference", VARIABLE)
 
 
-def _rung(level: str, name: str) -> Rung:
-    for known, rung in LEVELS.items():
+def _tier(level: str, name: str) -> Tier:
+    for known, tier in LEVELS.items():
         if level == known:
-            return rung
+            return tier
     raise ValueError(f"{name} is {level!r}; accepted are {', '.join(LEVELS)}")

@@ -28,7 +28,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningMatch:
     """What tuning knows of a problem: the row of the nearest one, in which a variant need not be.
 
     distance  from the problem to the row's: see ``Row.distance``
@@ -68,7 +68,7 @@ def nearest_row(
     spec: bool,
     kernel: Kernel,
     problem: Problem,
-) -> Tuned | None:
+) -> TuningMatch | None:
     """The one row that all variants of a kernel in a language are compared by, if there is one: from the
     architecture nearest to the device's, of the nearest problem; of equals what was tuned here first, and then
     what is for GPUs of the device's name alone.
@@ -87,9 +87,9 @@ def nearest_row(
             nearest = tuning.nearest(shape)
             if nearest is not None:
                 distance, row = nearest
-                found.append(Tuned(tuning, row, distance, is_local, shape.sizes))
+                found.append(TuningMatch(tuning, row, distance, is_local, shape.sizes))
 
-    def preference(each: Tuned) -> tuple[tuple[bool, bool, int], float, bool]:
+    def preference(each: TuningMatch) -> tuple[tuple[bool, bool, int], float, bool]:
         general = not (each.local or each.tuning.exclusive)
         return arch_distance(each.tuning, device.capability), each.distance, general
 

@@ -13,34 +13,34 @@ from itertools import groupby
 
 from scan_registry.artifact.archive import ArchiveError
 from scan_registry.base.frozen import dataclass
-from scan_registry.dispatch.fit import OLDEST, Rung, Toolchain, dotted, jit_driver
-from scan_registry.dispatch.offers import (
+from scan_registry.dispatch.candidates import (
     BACKENDS,
     LANGUAGES,
     MOST_BLOCKS,
     Backend,
     Candidate,
     Key,
-    Offer,
-    Question,
+    Match,
     Rejected,
+    Request,
     System,
     admitted,
+    candidates,
     checked,
-    not_asked,
-    offers,
+    not_requested,
 )
+from scan_registry.dispatch.fit import OLDEST, Tier, Toolchain, dotted, jit_driver
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import FIRST_CUDA, CudaVersion, Target
-from scan_registry.kernels.model import Family, Kernel, Launch, Problem, Variant
+from scan_registry.kernels.model import Family, Launch, Problem
 
 __all__ = [
     "BACKENDS",
     "MOST_BLOCKS",
     "Backend",
-    "Candidate",
     "Decision",
     "Key",
+    "Match",
     "NoKernelError",
     "Rejected",
     "System",
@@ -53,14 +53,14 @@ _LATEST_DRIVER: CudaVersion = (999, 0)  # later than any there will be
 
 
 @dataclass(frozen=True)
-class Decision(Question):
+class Decision(Request):
     """The outcome: the winner, if there is one, and everything that lost.
 
     damaged  archives that were looked at for the winner and are not intact
     before   what was rejected before this problem was asked about
     """
 
-    winner: Candidate | None
+    winner: Match | None
     damaged: tuple[Rejected, ...] = ()
     before: tuple[Rejected, ...] = ()
 
@@ -77,15 +77,10 @@ class Decision(Question):
 
     def launch(self) -> Launch | None:
         """How the winner is launched; None where there is none or torch launches."""
-        if self.winner is None or self.winner.variant is None:
-            return None
-        assert self.system.device is not None
-        kernel = _kernel(self.family, self.winner.variant)
-        multiprocessors = self.system.device.multiprocessors
-        return kernel.launch(self.winner.variant, self.problem, multiprocessors)
+        return None if self.winner is None else self.winner.launch
 
-    def taken(self) -> Candidate:
-        """The winner; ``NoKernelError`` says what was asked, what there is and what to do."""
+    def taken(self) -> Match:
+        """The winner; ``NoKernelError`` says what was requested, what there is and what to do."""
         if self.winner is not None:
             return self.winner
         reasons = dict.fromkeys(f"  {r.subject}: {r.reason}" for r in self.rejected)
@@ -105,86 +100,84 @@ def select(
     family: Family,
     problem: Problem,
     backend: Backend = "auto",
-    lowest: Rung = Rung.REFERENCE,
+    lowest: Tier = Tier.REFERENCE,
 ) -> Decision:
-    """The best way to solve ``problem``, on no rung below ``lowest``.
+    """The best way to solve ``problem``, on no tier below ``lowest``.
 
     An archive for an architecture that the device cannot run is rejected as a whole, unread.
     """
-    asked = Question(system, family, problem, backend, lowest)
-    found, damaged = list[Candidate](), list[Rejected]()
+    request = Request(system, family, problem, backend, lowest)
+    found, damaged = list[Match](), list[Rejected]()
     for language in LANGUAGES:
         if backend in ("auto", language):
-            # What would be compiled comes after all of an earlier language; on the first rung everything does.
-            best = _best(asked, [*offers(asked, language, installed=bool(found))], damaged)
+            # What would be compiled comes after all of an earlier language; on the first tier everything does.
+            best = _best(request, [*candidates(request, language, installed=bool(found))], damaged)
             found += [best] if best else []
-            if best and best.rung == Rung.EXACT:
+            if best and best.tier == Tier.EXACT:
                 break
-    reference = _reference(asked)
-    found += [reference] if isinstance(reference, Candidate) else []
-    winner = min(found, key=lambda candidate: candidate.order, default=None)
+    reference = _reference(request)
+    found += [reference] if isinstance(reference, Match) else []
+    winner = min(found, key=lambda match: match.order, default=None)
     return Decision(system, family, problem, backend, lowest, winner, tuple(dict.fromkeys(damaged)))
 
 
 def _best(
-    asked: Question, there: Sequence[Offer | Rejected], damaged: list[Rejected]
-) -> Candidate | None:
-    """The first candidate of one language: offers are checked until one makes it. Those that tuning has no
+    request: Request, there: Sequence[Candidate | Rejected], damaged: list[Rejected]
+) -> Match | None:
+    """The first match of one language: candidates are checked until one makes it. Those that tuning has no
     times of are all checked, since it takes the spec to compare them. What is found damaged is added."""
     damaged += [each for each in there if isinstance(each, Rejected) and each.damaged]
-    ranked = sorted((each for each in there if isinstance(each, Offer)), key=lambda o: o.rank)
-    for (*_, untimed, _), equals in groupby(ranked, key=lambda offer: offer.rank):
-        candidates = []
-        for offer in equals:
-            found = checked(asked, offer)
-            if isinstance(found, Candidate):
-                candidates.append(found)
+    ranked = sorted(
+        (each for each in there if isinstance(each, Candidate)), key=lambda each: each.rank
+    )
+    for (*_, untimed, _), equals in groupby(ranked, key=lambda candidate: candidate.rank):
+        matches = []
+        for candidate in equals:
+            found = checked(request, candidate)
+            if isinstance(found, Match):
+                matches.append(found)
                 if not untimed:
                     break
             elif found.damaged:
                 damaged.append(found)
-        if candidates:
-            return min(candidates, key=lambda candidate: candidate.order)
+        if matches:
+            return min(matches, key=lambda match: match.order)
     return None
 
 
-def _reference(asked: Question) -> Candidate | Rejected:
-    if asked.backend in ("auto", "reference"):
-        return admitted(asked, Candidate(Rung.REFERENCE))
-    return Rejected("the reference", not_asked(asked.backend))
+def _reference(request: Request) -> Match | Rejected:
+    if request.backend in ("auto", "reference"):
+        return admitted(request, Match(Tier.REFERENCE))
+    return Rejected("the reference", not_requested(request.backend))
 
 
-def _rejected(asked: Question, winner: Candidate | None) -> Iterator[Rejected]:
+def _rejected(request: Request, winner: Match | None) -> Iterator[Rejected]:
     """Everything but the winner, each checked; what would do, but is outranked, comes last."""
-    candidates, outcomes = list[Candidate](), list[Candidate | Rejected]()
+    matches, outcomes = list[Match](), list[Match | Rejected]()
     whole = dict[Rejected, None]()  # archives, which are rejected in each language
     for language in LANGUAGES:
-        for each in offers(asked, language, all_dtypes=True):
-            if isinstance(each, Offer):
-                outcomes.append(checked(asked, each))
+        for each in candidates(request, language, all_dtypes=True):
+            if isinstance(each, Candidate):
+                outcomes.append(checked(request, each))
             elif each not in whole:
                 whole[each] = None
                 outcomes.append(each)
-    for outcome in (*outcomes, _reference(asked)):
+    for outcome in (*outcomes, _reference(request)):
         if isinstance(outcome, Rejected):
             yield outcome
         elif winner is None or (outcome.key, outcome.binary) != (winner.key, winner.binary):
-            candidates.append(outcome)
-    for loser in sorted(candidates, key=lambda candidate: candidate.order):
+            matches.append(outcome)
+    for loser in sorted(matches, key=lambda match: match.order):
         assert winner is not None
         yield Rejected(loser.subject, _outranked(loser, winner))
-
-
-def _kernel(family: Family, variant: Variant) -> Kernel:
-    return family.kernel(variant.kernel, variant.language)
 
 
 # --- Words ------------------------------------------------------------------------------------
 
 
-def _outranked(loser: Candidate, winner: Candidate) -> str:
-    if loser.rung != winner.rung:
-        return f"rung {loser.rung}; the winner's is {winner.rung}"
+def _outranked(loser: Match, winner: Match) -> str:
+    if loser.tier != winner.tier:
+        return f"tier {loser.tier}; the winner's is {winner.tier}"
     assert loser.variant is not None
     assert winner.variant is not None
     if loser.variant.language != winner.variant.language:
@@ -196,7 +189,7 @@ def _outranked(loser: Candidate, winner: Candidate) -> str:
     return _less_liked(loser, winner)
 
 
-def _less_liked(loser: Candidate, winner: Candidate) -> str:
+def _less_liked(loser: Match, winner: Match) -> str:
     if winner.ms is None:
         return f"the spec prefers the winner ({winner.cost:g} against {loser.cost:g})"
     if loser.ms is None:
@@ -209,7 +202,7 @@ def _where(device: Device | None) -> str:
 
 
 def advice(decision: Decision) -> str:
-    """What would lift the decision to a higher rung, in one sentence."""
+    """What would lift the decision to a higher tier, in one sentence."""
     device = decision.system.device
     if device is None:
         return "The kernels need a CUDA device"
@@ -223,10 +216,10 @@ def remedies(decision: Decision) -> Iterator[str]:
     """Each of which would lift the decision, as far as what there is can tell."""
     system, device = decision.system, decision.system.device
     assert device is not None
-    rung = decision.winner.rung if decision.winner else len(Rung)
+    tier = decision.winner.tier if decision.winner else len(Tier)
     latest = replace(system, device=replace(device, driver=_LATEST_DRIVER))
     later = select(latest, decision.family, decision.problem, decision.backend, decision.lowest)
-    if later.winner and later.winner.rung < rung:
+    if later.winner and later.winner.tier < tier:
         needed = dotted(_driver_of(later.winner, system))
         yield f"update the GPU's driver to one that supports CUDA {needed}"
     if decision.backend != "reference":
@@ -236,17 +229,17 @@ def remedies(decision: Decision) -> Iterator[str]:
             target.capability == device.capability and not target.is_ptx for target in there
         ):
             wanted.append(f"built for {device.arch.replace('_', '')}")
-        if decision.lowest >= Rung.PTX and rung > Rung.PTX and not any(t.is_ptx for t in there):
+        if decision.lowest >= Tier.PTX and tier > Tier.PTX and not any(t.is_ptx for t in there):
             wanted.append("with PTX (ptx80)")
         if wanted:
             yield f"install a scan-registry wheel {' or '.join(wanted)}"
     if decision.winner is None:
         allowed = select(system, decision.family, decision.problem, decision.backend).winner
         if allowed is not None:
-            yield f"allow rung {allowed.rung}"
+            yield f"allow tier {allowed.tier}"
 
 
-def _driver_of(winner: Candidate, system: System) -> CudaVersion:
+def _driver_of(winner: Match, system: System) -> CudaVersion:
     """The CUDA version that a driver has to support for it."""
     if winner.binary is not None:
         return winner.binary.oldest_driver

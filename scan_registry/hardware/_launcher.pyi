@@ -19,8 +19,8 @@ class Launch:
     ) -> Launch: ...
     def run(self, stream: int, /, *pointers: int | None) -> int: ...
 
-class PlainLaunch:
-    """What a plain call does on a GPU: allocate states, and launch."""
+class FastLaunch:
+    """What a call on the fast path does on a GPU: allocate states, and launch."""
 
     def __new__(
         cls,
@@ -31,19 +31,18 @@ class PlainLaunch:
         workspace: tuple[Any, ...] | None,
         refuse: Callable[[int], object],
         elsewhere: Callable[[Any, Any], Any],
-    ) -> PlainLaunch: ...
+    ) -> FastLaunch: ...
 
 #: What is done with gates and tokens.
-PlainPlan = PlainLaunch | Callable[[Any, Any], Any]
+FastPlan = FastLaunch | Callable[[Any, Any], Any]
 
-class PlainCalls:
-    """Calls on two plain tensors. Without ``exchange`` and ``includes`` no call is one.
+class FastPath:
+    """Calls on two plain tensors, without options. Without ``exchange`` no call takes this path.
 
     types     of plain tensors
     tensor    the C type that they all are of, torch._C.TensorBase
     exchange  the tensor type's __dlpack_c_exchange_api__, or None
-    includes  address of a C function, whether a dispatch key is included in those of the thread; or 0
-    watchers  the keys that are, while somebody watches or changes what is dispatched
+    observers functions of nothing, whose results are true while something sees or changes what is dispatched
     backends  what there is to ask for
     choice    a function of nothing that plans depend on, beside the arguments
     plan      makes a plan from the arguments of the first call of its kind
@@ -57,14 +56,13 @@ class PlainCalls:
         types: tuple[type, ...],
         tensor: type,
         exchange: object,
-        includes: int,
-        watchers: tuple[int, ...],
+        observers: tuple[Callable[[], object], ...],
         backends: tuple[str, ...],
         choice: Callable[[], object],
-        plan: Callable[[Any, Any, int, Any], PlainPlan],
+        plan: Callable[[Any, Any, int, Any], FastPlan],
         tracking: Callable[[], bool],
         record: Callable[[Any, Any, tuple[Any, tuple[int, Any, Any]]], Any],
-    ) -> PlainCalls: ...
+    ) -> FastPath: ...
     def run(self, gates: object, tokens: object, dim: int, backend: object, /) -> Any: ...
 
 def bind(launch: int, memset: int, current: int, push: int, pop: int, /) -> None: ...

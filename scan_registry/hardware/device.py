@@ -22,7 +22,7 @@ class Device:
 
     name: str
     capability: Capability
-    multiprocessors: int
+    sm_count: int
     shared_memory_per_block: int
     registers_per_block: int
     threads_per_block: int
@@ -34,8 +34,8 @@ class Device:
         return "sm_{}{}".format(*self.capability)
 
 
-#: Multiprocessors of the largest GPU of each capability.
-_MULTIPROCESSORS: Mapping[Capability, int] = {
+#: SMs of the largest GPU of each capability.
+_SM_COUNTS: Mapping[Capability, int] = {
     (7, 5): 72,
     (8, 0): 108,
     (8, 6): 84,
@@ -104,7 +104,7 @@ def described(
     capability: Capability,
     *,
     driver: CudaVersion | None = None,
-    multiprocessors: int | None = None,
+    sm_count: int | None = None,
     shared_memory_per_block: int | None = None,
 ) -> Device:
     """A GPU that is not here, as far as its capability tells; a capability that is not known has the
@@ -113,7 +113,7 @@ def described(
     return Device(
         name="a GPU of compute capability {}.{}".format(*capability),
         capability=capability,
-        multiprocessors=multiprocessors or _MULTIPROCESSORS[known],
+        sm_count=sm_count or _SM_COUNTS[known],
         shared_memory_per_block=shared_memory_per_block or SHARED_MEMORY[known],
         registers_per_block=65_536,
         threads_per_block=1024,
@@ -132,7 +132,7 @@ def device(ordinal: int) -> Device:
     return Device(
         name=driver.device_name(ordinal),
         capability=(read(_CAPABILITY_MAJOR), read(_CAPABILITY_MINOR)),
-        multiprocessors=read(_MULTIPROCESSOR_COUNT),
+        sm_count=read(_MULTIPROCESSOR_COUNT),
         shared_memory_per_block=read(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         registers_per_block=read(_MAX_REGISTERS_PER_BLOCK),
         threads_per_block=read(_MAX_THREADS_PER_BLOCK),

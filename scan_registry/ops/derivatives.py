@@ -14,12 +14,12 @@ from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.plans import Wanted
-from scan_registry.ops.problems import StateRoom
+from scan_registry.ops.problems import StateLayout
 from scan_registry.ops.registration import below_autograd, record, register
 from scan_registry.ops.symbols import same_shape
 
@@ -34,6 +34,8 @@ _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # under is_gra
 dispatch_modes = torch._C._len_torch_dispatch_stack
 transforms_active = torch._C._are_functorch_transforms_active
 tracing_state = torch._C._get_tracing_state
+#: Each returns something true while modes, transforms or the tracer see, or change, what is dispatched.
+OBSERVERS = (dispatch_modes, transforms_active, tracing_state)
 _required = policy.required.get
 
 
@@ -181,7 +183,7 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 
 def first_derivative(
-    tensors: Differentiated, options: Options, wanted: Wanted, required: Rung | None
+    tensors: Differentiated, options: Options, wanted: Wanted, required: Tier | None
 ) -> Gradients:
     """The gradients that are wanted, under what ``required`` was in the forward pass; in what compiled
     autograd traces, under what it is when the graph runs."""
@@ -279,7 +281,7 @@ def _forward(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options:
 
 def _forward_fake(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any) -> Any:
     how, states = Options(*options), torch.empty_like(tokens)
-    last = StateRoom.of(tokens, how.dim, bounds).empty() if how.final else None
+    last = StateLayout.of(tokens, how.dim, bounds).empty() if how.final else None
     return states, _or_empty(last, states)
 
 
@@ -333,7 +335,7 @@ def _backward_fake(*args: Any) -> Any:
         if not same_shape(gates.shape, model.shape)
         else torch.empty_like(model, dtype=gates.dtype),
         torch.empty_like(model),
-        StateRoom.of(model, dim, bounds).empty(),
+        StateLayout.of(model, dim, bounds).empty(),
     )
     return tuple(
         each if want else model.new_empty(0) for each, want in zip(made, wanted, strict=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 
 from scan_registry.base.frozen import dataclass
-from scan_registry.dispatch.alternatives import Asked
+from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.linear_scan.problem import Layout, LinearScanProblem, Strides
 
@@ -32,15 +32,15 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Share:
-    """One kernel's share of a call: its problem, and the names of the inputs that are copied first."""
+class KernelCall:
+    """One kernel's part in an operator's call: its problem, and the names of the inputs that are copied first."""
 
     problem: LinearScanProblem
     copied: tuple[str, ...]
 
-    def asked(self, backend: Backend) -> tuple[Asked, ...]:
-        """What a kernel is asked for."""
-        return (Asked(self.problem, backend),)
+    def alternatives(self, backend: Backend) -> tuple[Alternative, ...]:
+        """The problem alone."""
+        return (Alternative(self.problem, backend),)
 
     def fused(self) -> LinearScanProblem | None:
         """The problem of a backward kernel that also sums up the gradient of gates that do not change with

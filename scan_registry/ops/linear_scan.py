@@ -11,13 +11,13 @@ from torch.autograd import forward_ad, profiler
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import scan
-from scan_registry.ops.layout import Share
-from scan_registry.ops.plain import plain_scan
-from scan_registry.ops.problems import reduction_share, share
+from scan_registry.ops.fast_path import fast_scan
+from scan_registry.ops.layout import KernelCall
+from scan_registry.ops.problems import make_kernel_call, make_reduction_call
 
 __all__ = ["BACKENDS", "describe", "linear_scan"]
 
-# What torch compiles is not to see the rest of a plain call; what it traces otherwise is told there.
+# What torch compiles is not to see the rest of the fast path; what it traces otherwise is told there.
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -92,7 +92,7 @@ def linear_scan(
         times, in both modes; the first derivative is one kernel, two where gates are broadcast. As in
         every parallel scan, products of neighbouring gates are formed: where one, or a state, exceeds
         the dtype's range, states after it may be infinite or NaN even if the recurrence is not. Gates
-        within the unit disc are always safe.
+        with ``|gate| <= 1`` are always safe.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
@@ -114,9 +114,9 @@ def linear_scan(
         and not _is_compiling()
         and not profiler._is_profiler_enabled
         and forward_ad._current_level < 0
-        and (plain := plain_scan(gates, tokens, dim, backend)) is not None
+        and (fast_states := fast_scan(gates, tokens, dim, backend)) is not None
     ):
-        return plain
+        return fast_states
     options = Options(dim, reverse, return_final_state, backend)
     states, last = scan(*normalised(gates, tokens, initial_state, cu_seqlens, options))
     return states if last is None else (states, last)
@@ -132,7 +132,7 @@ def describe(
     cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
     backend: Backend = "auto",
-) -> dict[str, Share]:
+) -> dict[str, KernelCall]:
     """The problems that a call of ``linear_scan`` with these arguments poses, by direction; those of
     derivatives only if they are asked for. Nothing is computed."""
     options = Options(dim, reverse, return_final_state, backend)
@@ -142,13 +142,13 @@ def describe(
     if tokens.numel() == 0:
         return {}
     how = bounds, options.dim, options.reverse
-    shares = {"forward": share("forward", gates, {"tokens": tokens}, *how)}
+    calls = {"forward": make_kernel_call("forward", gates, {"tokens": tokens}, *how)}
     if any(wanted):
         states = torch.empty_like(tokens, device="meta")
         both = {"states": states, "states_grad": states}
-        shares["backward"] = share("backward", gates, both, *how)
+        calls["backward"] = make_kernel_call("backward", gates, both, *how)
         if wanted[0] and gates.shape != tokens.shape:
-            reduction = reduction_share(gates, states, *how)
+            reduction = make_reduction_call(gates, states, *how)
             if reduction is not None:
-                shares["reduction"] = reduction
-    return shares
+                calls["reduction"] = reduction
+    return calls

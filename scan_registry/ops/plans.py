@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Decision, NoKernelError
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
@@ -22,8 +22,8 @@ from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.ops import _cpu
 from scan_registry.ops.arguments import Options, common_shape
 from scan_registry.ops.launching import Plan, Run, address, launcher, remember
-from scan_registry.ops.layout import Share
-from scan_registry.ops.problems import StateRoom, as_new, reduction_share, share
+from scan_registry.ops.layout import KernelCall
+from scan_registry.ops.problems import StateLayout, as_new, make_kernel_call, make_reduction_call
 from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
@@ -43,9 +43,9 @@ def runner(
     problem: LinearScanProblem,
     device: torch.device,
     backend: Any,
-    lowest: Rung | None = None,
+    lowest: Tier | None = None,
 ) -> Run | Decision:
-    """A function that runs the best kernel for the problem, on no rung below ``lowest``, if that is
+    """A function that runs the best kernel for the problem, on no tier below ``lowest``, if that is
     given; where only the reference solves it, the decision that says so."""
     names = POINTERS[problem.direction]
     if device.type == "cpu":
@@ -139,7 +139,7 @@ def _plan_forward(
     dim, reverse, final = options.dim, options.reverse, options.final
     _check(gates, [tokens], cu_seqlens)
     device = tokens.device
-    room = StateRoom.of(tokens, dim, cu_seqlens)
+    room = StateLayout.of(tokens, dim, cu_seqlens)
 
     def by_reference(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
         states, last = reference.forward(
@@ -155,8 +155,8 @@ def _plan_forward(
         return nothing
     if options.backend == "reference":
         return by_reference
-    asked = share("forward", gates, {"tokens": tokens}, cu_seqlens, dim, reverse)
-    run = runner(asked.problem, device, options.backend)
+    call = make_kernel_call("forward", gates, {"tokens": tokens}, cu_seqlens, dim, reverse)
+    run = runner(call.problem, device, options.backend)
     if not callable(run):
         decision = run
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
@@ -166,8 +166,8 @@ def _plan_forward(
         entering = room.entering(initial)
         last = room.leaving(entering) if final else None
         inputs = {"gates": gates, "tokens": tokens}
-        if asked.copied:
-            inputs = _copied({**inputs, "gates": gates.expand(tokens.shape)}, asked.copied, tokens)
+        if call.copied:
+            inputs = _copied({**inputs, "gates": gates.expand(tokens.shape)}, call.copied, tokens)
         others = {"initial_state": entering, "final_state": last, "offsets": bounds}
         run({**inputs, **others, "states": states})
         return states, last
@@ -216,7 +216,7 @@ def _plan_backward(
     device = gates.device
     for_gates, for_tokens, for_initial = wanted
     model = states_grad if states is None else states
-    room = StateRoom.of(model, dim, cu_seqlens)
+    room = StateLayout.of(model, dim, cu_seqlens)
 
     def by_reference(
         gates: Tensor, states: Any, grad: Tensor, initial: Any, last_grad: Any, bounds: Any
@@ -241,10 +241,10 @@ def _plan_backward(
     if options.backend == "reference":
         return by_reference
     others = {"states": model, "states_grad": states_grad}
-    asked = share("backward", gates, others, cu_seqlens, dim, reverse)
+    call = make_kernel_call("backward", gates, others, cu_seqlens, dim, reverse)
     broadcast = for_gates and gates.shape != model.shape
-    summing = _plan_sums(asked, device, options.backend) if broadcast else None
-    run = summing or runner(asked.problem, device, options.backend)
+    summing = _plan_sums(call, device, options.backend) if broadcast else None
+    run = summing or runner(call.problem, device, options.backend)
     if not callable(run):
         decision = run
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
@@ -265,8 +265,8 @@ def _plan_backward(
         if for_tokens or reduce is not None:
             tokens_grad = torch.empty_like(model)
         inputs = {"gates": gates, "states": model, "states_grad": grad}
-        if asked.copied:
-            inputs = _copied({**inputs, "gates": gates.expand(model.shape)}, asked.copied, model)
+        if call.copied:
+            inputs = _copied({**inputs, "gates": gates.expand(model.shape)}, call.copied, model)
         run(
             {
                 **inputs,
@@ -291,14 +291,14 @@ def _plan_backward(
     return plan
 
 
-def _plan_sums(asked: Share, device: torch.device, backend: Any) -> Run | None:
+def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | None:
     """How the backward kernel itself sums up the gradient of gates that do not change with time; None
     if no kernel that is there already does."""
-    problem = asked.fused()
+    problem = call.fused()
     if problem is None or device.type == "cpu":
         return None
     try:
-        run = runner(problem, device, backend, Rung.PTX)
+        run = runner(problem, device, backend, Tier.PTX)
     except NoKernelError:
         return None
     return run if callable(run) else None
@@ -315,10 +315,10 @@ def _plan_reduction(
 ) -> Plan | None:
     """How broadcast gates get their gradient without one for every element; None if they cannot."""
     dense = as_new(states).stride() == states.stride()
-    asked = reduction_share(gates, states, cu_seqlens, options.dim, options.reverse)
-    if asked is None or not dense:
+    call = make_reduction_call(gates, states, cu_seqlens, options.dim, options.reverse)
+    if call is None or not dense:
         return None
-    problem = asked.problem
+    problem = call.problem
     run = runner(problem, states.device, options.backend)
     if not callable(run):
         return None

@@ -16,7 +16,7 @@ from scan_registry.kernels.linear_scan.problem import (
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
 from scan_registry.ops.layout import (
     Arrangement,
-    Share,
+    KernelCall,
     arrange,
     arrange_with_copies,
     dense_strides,
@@ -38,7 +38,7 @@ def state_strides(states: Tensor, dim: int, cu_seqlens: Tensor | None) -> tuple[
 
 
 @dataclass(frozen=True)
-class StateRoom:
+class StateLayout:
     """How the states before and after a scan lie: without gaps, in the order of its states' own."""
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class StateRoom:
     packed: bool
 
     @classmethod
-    def of(cls, model: Tensor, dim: int, cu_seqlens: Tensor | None) -> StateRoom:
+    def of(cls, model: Tensor, dim: int, cu_seqlens: Tensor | None) -> StateLayout:
         """The room for a state of a scan whose states have the shape, dtype and device of ``model``, and
         lie as an output that is like it does."""
         states = as_new(model)
@@ -108,14 +108,14 @@ def _problem(
     )
 
 
-def share(
+def make_kernel_call(
     direction: Direction,
     gates: Tensor,
     others: dict[str, Tensor],
     cu_seqlens: Tensor | None,
     dim: int,
     reverse: bool,
-) -> Share:
+) -> KernelCall:
     """What one scan makes of its inputs, of which the second gives the outputs their layout."""
     model = next(iter(others.values()))
     dim %= model.dim()
@@ -131,12 +131,14 @@ def share(
     )
     kept = [tensor for tensor, copy in zip(inputs.values(), copied, strict=True) if not copy]
     problem = _problem(direction, arranged, model, gates, kept, cu_seqlens, reverse)
-    return Share(problem, tuple(name for name, copy in zip(inputs, copied, strict=True) if copy))
+    return KernelCall(
+        problem, tuple(name for name, copy in zip(inputs, copied, strict=True) if copy)
+    )
 
 
-def reduction_share(
+def make_reduction_call(
     gates: Tensor, states: Tensor, cu_seqlens: Tensor | None, dim: int, reverse: bool
-) -> Share | None:
+) -> KernelCall | None:
     """The sum that gives broadcast gates their gradient, from states and a gradient laid out alike;
     None if the dimensions do not fold."""
     dim %= states.dim()
@@ -150,4 +152,4 @@ def reduction_share(
     if arranged is None:
         return None
     problem = _problem("reduction", arranged, states, gates, [states], cu_seqlens, reverse)
-    return Share(problem, ())
+    return KernelCall(problem, ())

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from scan_registry.dispatch.alternatives import Asked
+from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.kernels.rnn.problem import Direction, Function
 from scan_registry.ops import rnn_derivatives, rnn_layout, rnn_plans
 from scan_registry.ops.rnn_arguments import (
@@ -97,13 +97,13 @@ class Pass:
     training: bool
     copied: tuple[str, ...]
 
-    def asked(self, backend: Any) -> tuple[Asked, ...]:
+    def alternatives(self, backend: Any) -> tuple[Alternative, ...]:
         """The problems that would do, as ``backend`` tries them."""
         options = self.options._replace(backend=backend)
-        return rnn_plans.asked(self.direction, options, self.tensors, self.training)
+        return rnn_plans.alternatives(self.direction, options, self.tensors, self.training)
 
     def fused(self) -> None:
-        """No kernel of this family does another's share."""
+        """No kernel of this family does what another one does, too."""
 
 
 def describe(

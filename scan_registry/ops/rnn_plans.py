@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.alternatives import Asked
+from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.dispatch.select import Decision
 from scan_registry.kernels import family
 from scan_registry.kernels.linear_scan.problem import common_alignment
@@ -89,9 +89,9 @@ def sequence_problem(
     )
 
 
-def asked(
+def alternatives(
     direction: Direction, options: Options, tensors: Mapping[str, Tensor], training: bool
-) -> tuple[Asked, ...]:
+) -> tuple[Alternative, ...]:
     """The problems that would do, in the order in which the backend tries them. ``tensors`` are the
     kernel's, padded, as far as they are there."""
     whole = sequence_problem(direction, options, tensors, training)
@@ -100,12 +100,14 @@ def asked(
         direction, options.function, whole.dtype, size, training, options.clips
     )
     return tuple(
-        Asked(whole if scope == "sequence" else step, backend)
+        Alternative(whole if scope == "sequence" else step, backend)
         for scope, backend in WAYS[options.backend]
     )
 
 
-def _prepared(posed: Sequence[Asked], device: torch.device) -> tuple[RnnProblem, Run] | Decision:
+def _prepared(
+    posed: Sequence[Alternative], device: torch.device
+) -> tuple[RnnProblem, Run] | Decision:
     """The problem that a kernel solves, and its launch; else the decision for plain torch."""
     group = family(FAMILY_NAME)
     number, ready = prepare_first(device.index, group, posed, policy.lowest())
@@ -203,7 +205,7 @@ def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
     if _in_torch(inputs, options.backend):
         return by_reference
     tensors = forward_tensors(given, function, training)
-    found = _prepared(asked("forward", options, tensors, training), inputs.device)
+    found = _prepared(alternatives("forward", options, tensors, training), inputs.device)
     if isinstance(found, Decision):
         decision = found
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
@@ -337,7 +339,7 @@ def _plan_backward(
     if _in_torch(states, options.backend):
         return by_reference
     strided = backward_tensors(states, cache, states_grad, function)
-    found = _prepared(asked("backward", options, strided, True), states.device)
+    found = _prepared(alternatives("backward", options, strided, True), states.device)
     if isinstance(found, Decision):
         decision = found
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))

@@ -17,7 +17,7 @@ from scan_registry.artifact.archive import Archive, ArchiveError, Binary
 from scan_registry.cache.store import Cache
 from scan_registry.catalog.providers import core_range
 from scan_registry.diagnostics.verify import origin
-from scan_registry.dispatch.offers import denial
+from scan_registry.dispatch.candidates import denial
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import families
 from scan_registry.packaging.package import Package

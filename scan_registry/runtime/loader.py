@@ -19,14 +19,14 @@ from scan_registry.base.frozen import dataclass
 from scan_registry.cache import tuned
 from scan_registry.cache.store import jit_cache
 from scan_registry.catalog.inventory import catalogue
-from scan_registry.dispatch.alternatives import Asked
-from scan_registry.dispatch.fit import Rung, misfit, nearest_rung
+from scan_registry.dispatch.alternatives import Alternative
+from scan_registry.dispatch.fit import Tier, misfit, nearest_tier
 from scan_registry.dispatch.policy import FallbackWarning
 from scan_registry.dispatch.select import (
     Backend,
-    Candidate,
     Decision,
     Key,
+    Match,
     NoKernelError,
     System,
     advice,
@@ -36,7 +36,8 @@ from scan_registry.dispatch.select import (
 from scan_registry.hardware import driver
 from scan_registry.hardware._launcher import Launch
 from scan_registry.hardware.device import device
-from scan_registry.kernels.model import Family, Problem, Variant
+from scan_registry.kernels.model import Family, Kernel, Problem, Variant
+from scan_registry.kernels.model import Launch as LaunchShape
 from scan_registry.runtime import jit
 
 
@@ -45,28 +46,12 @@ class UnfitError(Exception):
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """A binary that is to run what was decided. Prints as what errors call it: the kernel, its variant, the
-    launch shape and the problem."""
-
-    decision: Decision
-    binary: Binary
-
-    def __str__(self) -> str:
-        shape, binary = self.decision.launch(), self.binary
-        assert shape is not None
-        return (
-            f"{binary}, grid {shape.grid}, block {binary.block}, {binary.dynamic_shared} bytes of "
-            f"dynamic shared memory, for {self.decision.problem}"
-        )
-
-
-@dataclass(frozen=True)
 class Prepared:
-    """A decision, ready to run. ``launch`` is None where the reference has to.
+    """A decision, ready to run. ``launch`` is None where the reference has to, and until the binary is loaded.
 
     ``launch.run`` takes the stream and the kernel's pointers in the order of its parameters;
-    ``workspace`` bytes are to be allocated for each run.
+    ``workspace`` bytes are to be allocated for each run. Prints as what errors call it: the kernel, its
+    variant, the launch shape and the problem.
     """
 
     decision: Decision
@@ -74,10 +59,18 @@ class Prepared:
     launch: Launch | None = None
     workspace: int = 0
 
+    def __str__(self) -> str:
+        shape, binary = self.decision.launch(), self.binary
+        if shape is None or binary is None:
+            return f"the reference, for {self.decision.problem}"
+        return (
+            f"{binary}, grid {shape.grid}, block {binary.block}, {binary.dynamic_shared} bytes of "
+            f"dynamic shared memory, for {self.decision.problem}"
+        )
+
     def refuse(self, status: int) -> None:
         """Raise the ``DriverError`` of a launch that failed."""
-        assert self.binary is not None
-        raise driver.DriverError("the launch", status, Attempt(self.decision, self.binary))
+        raise driver.DriverError("the launch", status, self)
 
 
 _functions: dict[tuple[int, str, str], int] = {}
@@ -96,10 +89,10 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def system(ordinal: int | None, reach: Rung = Rung.JIT, pinned: Variant | None = None) -> System:
+def system(ordinal: int | None, reach: Tier = Tier.JIT, pinned: Variant | None = None) -> System:
     """What there is to choose from on device ``ordinal``, or on the CPU.
 
-    ``reach`` leaves out what can only be on a lower rung: archives, and compilers. ``pinned`` is the
+    ``reach`` leaves out what can only be on a lower tier: archives, and compilers. ``pinned`` is the
     one variant that may run, which need not be in any wheel.
     """
     if ordinal is None:
@@ -107,8 +100,8 @@ def system(ordinal: int | None, reach: Rung = Rung.JIT, pinned: Variant | None =
     found, there = catalogue(), device(ordinal)
     return System(
         device=there,
-        archives=tuple(a for a in found.archives if nearest_rung(a.arch, there) <= reach),
-        toolchains=jit.toolchains() if reach >= Rung.JIT else None,
+        archives=tuple(a for a in found.archives if nearest_tier(a.arch, there) <= reach),
+        toolchains=jit.toolchains() if reach >= Tier.JIT else None,
         denied=found.denied,
         failed=dict(_failed.get(ordinal, {})),
         tuned=tuned.archive_of(there),
@@ -121,16 +114,16 @@ def decide(
     family: Family,
     problem: Problem,
     backend: Backend,
-    lowest: Rung,
+    lowest: Tier,
     pinned: Variant | None = None,
 ) -> Decision:
-    """The decision for a problem. No more of the ladder is looked at than it takes to find the winner:
+    """The decision for a problem. No more tiers are looked at than it takes to find the winner:
     nearly always, that is one archive."""
-    for reach in (Rung.EXACT, Rung.PTX):
+    for reach in (Tier.EXACT, Tier.PTX):
         there = system(ordinal, reach, pinned)
         if there.every_archive:
             decision = select(there, family, problem, backend, lowest)
-            if decision.winner and decision.winner.rung <= reach:
+            if decision.winner and decision.winner.tier <= reach:
                 return decision
     return select(system(ordinal, pinned=pinned), family, problem, backend, lowest)
 
@@ -140,7 +133,7 @@ def prepare(
     family: Family,
     problem: Problem,
     backend: Backend,
-    lowest: Rung,
+    lowest: Tier,
     pinned: Variant | None = None,
 ) -> Prepared:
     """The best way to solve the problem that does run here, or the one that is pinned.
@@ -165,13 +158,13 @@ def prepare(
 
 
 def prepare_first(
-    ordinal: int, family: Family, asked: Sequence[Asked], lowest: Rung
+    ordinal: int, family: Family, alternatives: Sequence[Alternative], lowest: Tier
 ) -> tuple[int, Prepared]:
     """The first of several problems, any of which would do, that a kernel solves here: which one it is,
     and the launch. Else the reference, for the first; ``NoKernelError`` where that may not be."""
     left: list[tuple[int, Prepared]] = []
     refused: list[NoKernelError] = []
-    for number, each in enumerate(asked):
+    for number, each in enumerate(alternatives):
         try:
             ready = prepare(ordinal, family, each.problem, each.backend, lowest)
         except NoKernelError as error:
@@ -185,21 +178,20 @@ def prepare_first(
     return left[0]
 
 
-def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Prepared:
+def _prepare(ordinal: int, decision: Decision, winner: Match) -> Prepared:
     binary, read = _fetch(ordinal, decision, winner)
-    function = load(ordinal, binary, read, Attempt(decision, binary))
-    try:
-        launch = bind(ordinal, decision.family, decision.problem, binary, function)
-    except (OverflowError, ValueError) as error:  # an entry that asks for what no launch has
-        raise UnfitError(str(error)) from error
+    function = load(ordinal, binary, read, Prepared(decision, binary))
+    kernel = decision.family.kernel(binary.variant.kernel, binary.variant.language)
     shape = decision.launch()
     assert shape is not None
+    try:
+        launch = _bind(ordinal, kernel, binary, function, shape)
+    except (OverflowError, ValueError) as error:  # an entry that asks for what no launch has
+        raise UnfitError(str(error)) from error
     return Prepared(decision, binary, launch, shape.workspace)
 
 
-def _fetch(
-    ordinal: int, decision: Decision, winner: Candidate
-) -> tuple[Binary, Callable[[], bytes]]:
+def _fetch(ordinal: int, decision: Decision, winner: Match) -> tuple[Binary, Callable[[], bytes]]:
     """The winner's binary, compiled if need be, and how to get its bytes."""
     if winner.archive is not None and winner.binary is not None:
         archive, binary = winner.archive, winner.binary
@@ -247,7 +239,13 @@ def load(ordinal: int, binary: Binary, read: Callable[[], bytes], subject: objec
 def bind(ordinal: int, family: Family, problem: Problem, binary: Binary, function: int) -> Launch:
     """A launch of a loaded function on a problem."""
     kernel = family.kernel(binary.variant.kernel, binary.variant.language)
-    shape = kernel.launch(binary.variant, problem, device(ordinal).multiprocessors)
+    shape = kernel.launch(binary.variant, problem, device(ordinal).sm_count)
+    return _bind(ordinal, kernel, binary, function, shape)
+
+
+def _bind(
+    ordinal: int, kernel: Kernel, binary: Binary, function: int, shape: LaunchShape
+) -> Launch:
     return Launch(
         context=driver.primary_context(ordinal),
         function=function,
@@ -278,8 +276,8 @@ def _tell_compiled(decision: Decision, variant: Variant, compiled: jit.Compiled)
     ship = "ship what `scan-registry cache export` makes"
     how = "taken from the cache" if compiled.cached else f"compiled by {compiled.binary.compiler}"
     _tell(
-        (variant.kernel, variant.language, Rung.JIT),
-        f"{variant.family}.{variant.kernel} runs on rung jit on {there.name} ({there.arch}), as "
+        (variant.kernel, variant.language, Tier.JIT),
+        f"{variant.family}.{variant.kernel} runs on tier jit on {there.name} ({there.arch}), as "
         f"nothing that is installed fits: {variant} was {how} in {compiled.milliseconds:.0f} ms, "
         f"folder {jit_cache().folder}. To avoid it, {', or '.join([*remedies(decision), ship])}",
     )
@@ -289,7 +287,7 @@ def run_reference(decision: Decision, run: Callable[[], Any]) -> Any:
     """Run the reference on a GPU; the first time for a kernel, measure it and warn."""
     import torch
 
-    there, key = decision.system.device, (decision.problem.kernel, Rung.REFERENCE)
+    there, key = decision.system.device, (decision.problem.kernel, Tier.REFERENCE)
     if there is None or decision.backend == "reference" or key in _told:
         return run()
     if torch.cuda.is_current_stream_capturing():
@@ -300,7 +298,7 @@ def run_reference(decision: Decision, run: Callable[[], Any]) -> Any:
     torch.cuda.synchronize()
     _tell(
         key,
-        f"{decision.family.name}.{decision.problem.kernel} runs on rung reference on {there.name} "
+        f"{decision.family.name}.{decision.problem.kernel} runs on tier reference on {there.name} "
         f"({there.arch}), in plain torch and step by step: this call took "
         f"{1e3 * (time.perf_counter() - started):.0f} ms. {advice(decision)}; "
         "`scan-registry doctor` tells more",

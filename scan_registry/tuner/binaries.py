@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 
 from scan_registry.artifact.archive import Archive, ArchiveError, Binary
-from scan_registry.dispatch.fit import Rung, jit_target, misfit, nearest_rung
+from scan_registry.dispatch.fit import Tier, jit_target, misfit, nearest_tier
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
@@ -48,7 +48,7 @@ def _installed(device: Device, archives: Iterable[Archive], variant: Variant) ->
             continue
         try:
             for entry in archive.of(variant.family, variant.kernel):
-                exact = nearest_rung(entry.binary.target, device) == Rung.EXACT
+                exact = nearest_tier(entry.binary.target, device) == Tier.EXACT
                 if entry.text == text and exact and misfit(entry.binary, device) is None:
                     return entry.binary, archive.read(entry.binary)
         except ArchiveError:
@@ -83,10 +83,10 @@ def obtain_all(
     """The binaries of many variants, or the reason why there is none. What has to be compiled is
     compiled side by side, by processes of their own that stay for the next call; the JIT's cache keeps
     it."""
-    held, asked = tuple(archives), list(dict.fromkeys(variants))
+    held, wanted = tuple(archives), list(dict.fromkeys(variants))
     found: dict[Variant, Obtained | str] = {}
     targets: dict[Variant, Target] = {}
-    for variant in asked:
+    for variant in wanted:
         installed = _installed(device, held, variant)
         try:
             if installed is None:
@@ -98,7 +98,7 @@ def obtain_all(
     if targets:
         outcomes = _pool().map(_compiled_or_reason, targets.keys(), targets.values())
         found |= dict(zip(targets, outcomes, strict=True))
-    return {variant: _or_reason(device, variant, found[variant]) for variant in asked}
+    return {variant: _or_reason(device, variant, found[variant]) for variant in wanted}
 
 
 def _compiled_or_reason(variant: Variant, target: Target) -> Obtained | str:

@@ -1,7 +1,7 @@
 """The tuner: on each problem, times every variant that is worth it, and the closest ones again.
 
 Variants of one kernel and kind are compiled first, side by side. Then, problem by problem, all of them
-are timed in turns as CUDA graphs over the same inputs, which rotate out of the caches; few rounds tell
+are timed interleaved as CUDA graphs over the same inputs, which rotate out of the caches; few rounds tell
 who is near the fastest, and more rounds which of those it is. Before that each has to give the results
 of the variant that would run untuned, and of all but that one those that take several times as long as
 others leave.
@@ -29,7 +29,7 @@ from scan_registry.bench.timing import (
     sets_of_inputs,
 )
 from scan_registry.diagnostics import accuracy
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import select
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.driver import DriverError
@@ -49,7 +49,7 @@ _ENOUGH_MS = 2.0  # of launches in a recording
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """One problem, what was measured on it, and the label of what would have run untuned."""
 
     posed: Posed
@@ -109,7 +109,7 @@ class Tuner:
     keep: Callable[[], object] = lambda: None
     done: Callable[[], object] = lambda: None
     clock: Callable[[], float] = time.monotonic
-    tuned: list[Tuned] = field(default_factory=list)
+    tuned: list[TuningResult] = field(default_factory=list)
     refused: dict[Variant, str] = field(default_factory=dict)
     left_out: list[Posed] = field(default_factory=list)
     _binaries: dict[Variant, Obtained] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Tuner:
         shape = posed.shape.unweighted()
         found = Measured(posed.kernel.head, str(posed), shape, timings, self.run)
         shipped = None if chosen is None else posed.kernel.label(chosen)
-        self.tuned.append(Tuned(posed, found, shipped))
+        self.tuned.append(TuningResult(posed, found, shipped))
         self.tell(_words(self.tuned[-1]))
 
     def _timings(self, posed: Posed, chosen: Variant | None) -> dict[str, Timing]:
@@ -211,14 +211,14 @@ class Tuner:
         device = self.place
         traffic = posed.case.traffic(posed.direction)
         sets = [posed.tensors(device) for _ in range(sets_of_inputs(traffic, device))]
-        asked = [v for v in self._wanted(posed) if v in self._binaries]
-        if chosen in self._binaries and chosen not in asked:
-            asked.append(chosen)
-        asked.sort(key=lambda variant: variant != chosen)  # it sets the standard
+        wanted = [v for v in self._wanted(posed) if v in self._binaries]
+        if chosen in self._binaries and chosen not in wanted:
+            wanted.append(chosen)
+        wanted.sort(key=lambda variant: variant != chosen)  # it sets the standard
         expected: dict[str, Tensor] | None = None
         made: dict[str, list[Call]] = {}
         first: dict[str, float] = {}
-        for variant in asked:
+        for variant in wanted:
             try:
                 calls = self._calls(posed, variant, sets)
                 results = _results(posed, calls[0], sets[0])
@@ -262,7 +262,7 @@ class Tuner:
         binary, content = self._binaries[variant]
         function = loader.load(self.ordinal, binary, lambda: content, binary)
         launch = loader.bind(self.ordinal, posed.family, posed.problem, binary, function)
-        shape = posed.kernel.launch(variant, posed.problem, self.device.multiprocessors)
+        shape = posed.kernel.launch(variant, posed.problem, self.device.sm_count)
         return [
             partial(
                 accuracy.start,
@@ -283,7 +283,7 @@ class Tuner:
 def untuned(ordinal: int, posed: Posed) -> Variant | None:
     """What would run, were nothing tuned on this machine; None for the reference."""
     there = replace(loader.system(ordinal), tuned=None)
-    decision = select(there, posed.family, posed.problem, posed.kernel.language, Rung.JIT)
+    decision = select(there, posed.family, posed.problem, posed.kernel.language, Tier.JIT)
     return decision.winner.variant if decision.winner else None
 
 
@@ -347,7 +347,7 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=dtype).abs())
 
 
-def _words(tuned: Tuned) -> str:
+def _words(tuned: TuningResult) -> str:
     """One line for people who wait."""
     timings = tuned.measured.timings
     best = timings[tuned.best]

@@ -16,8 +16,8 @@ from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProbl
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Family, Kernel, Variant
 from scan_registry.kernels.tuning import Shape
-from scan_registry.ops.layout import Share
-from scan_registry.ops.problems import StateRoom, share
+from scan_registry.ops.layout import KernelCall
+from scan_registry.ops.problems import StateLayout, make_kernel_call
 
 #: (batch, channels, time) and options: rows of every length, channels many and few, and what has
 #: kernels of its own: odd sizes, packed sequences, gates for each channel.
@@ -111,7 +111,7 @@ class Posed:
         inputs = ("tokens",) if self.direction == "forward" else ("states", "states_grad")
         outputs = {name: torch.empty_like(first) for name in self.outputs}
         if self.problem.sums:
-            outputs["gates_grad"] = StateRoom.of(first, case.dim, bounds).leaving(None)
+            outputs["gates_grad"] = StateLayout.of(first, case.dim, bounds).leaving(None)
         return {
             "gates": case.random_gates(device),
             "offsets": bounds,
@@ -121,14 +121,14 @@ class Posed:
 
 
 def posed(
-    asked: Iterable[Case],
+    cases: Iterable[Case],
     languages: Sequence[str] = ("cuda", "triton"),
     passes: Sequence[str] = PASSES,
 ) -> Iterator[Posed]:
     """The problems of the cases, in every language; of problems of the same place the first."""
     seen = set()
-    for case, direction in product(asked, passes):
-        call = _share(case, direction)
+    for case, direction in product(cases, passes):
+        call = _kernel_call(case, direction)
         for kernel in FAMILY.kernels:
             if kernel.name != call.problem.kernel or kernel.shape is None:
                 continue
@@ -140,7 +140,7 @@ def posed(
                 yield Posed(case, problem.direction, FAMILY, kernel, problem, shape)
 
 
-def _posed_to(kernel: Kernel, call: Share) -> LinearScanProblem:
+def _posed_to(kernel: Kernel, call: KernelCall) -> LinearScanProblem:
     """A kernel that can sum up the gradient of broadcast gates is asked to."""
     fused = call.fused()
     if fused is not None and any(kernel.accepts(v, fused) is None for v in kernel.every):
@@ -148,7 +148,7 @@ def _posed_to(kernel: Kernel, call: Share) -> LinearScanProblem:
     return call.problem
 
 
-def _share(case: Case, direction: str) -> Share:
+def _kernel_call(case: Case, direction: str) -> KernelCall:
     """Without tensors: on ``meta``, all of them are aligned, as new ones are."""
     gates = torch.empty(_gates_shape(case), dtype=getattr(torch, case.dtype), device="meta")
     full = torch.empty(case.shape, dtype=gates.dtype, device="meta")
@@ -156,7 +156,7 @@ def _share(case: Case, direction: str) -> Share:
     if case.sequences:
         bounds = torch.empty(case.sequences + 1, dtype=torch.int64, device="meta")
     names = ("tokens",) if direction == "forward" else ("states", "states_grad")
-    return share(
+    return make_kernel_call(
         "forward" if direction == "forward" else "backward",
         gates,
         dict.fromkeys(names, full),

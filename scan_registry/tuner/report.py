@@ -13,7 +13,7 @@ from scan_registry.hardware.device import Device
 from scan_registry.kernels.tables import Run, Table
 from scan_registry.kernels.tuning import Tuning
 from scan_registry.runtime import jit
-from scan_registry.tuner.engine import Tuned, Tuner
+from scan_registry.tuner.engine import Tuner, TuningResult
 from scan_registry.version import __version__
 
 #: What the driver's tool calls the clocks, in MHz: as they are, and at their most.
@@ -27,7 +27,7 @@ _CLOCKS = {
 
 def run_here(ordinal: int, device: Device) -> Run:
     """Where and when this is: the GPU, and what the driver's tool tells of it, if it is installed."""
-    told = _asked(ordinal, ["driver_version", *_CLOCKS.values()])
+    told = _queried(ordinal, ["driver_version", *_CLOCKS.values()])
     clocks = {
         name: int(float(told[query])) for name, query in _CLOCKS.items() if _number(told.get(query))
     }
@@ -45,7 +45,7 @@ def run_here(ordinal: int, device: Device) -> Run:
     )
 
 
-def _asked(ordinal: int, queries: Sequence[str]) -> dict[str, str]:
+def _queried(ordinal: int, queries: Sequence[str]) -> dict[str, str]:
     """Answers of the driver's tool about a GPU; none where there is no such tool."""
     command = ["nvidia-smi", f"--id={ordinal}", f"--query-gpu={','.join(queries)}"]
     try:
@@ -80,7 +80,7 @@ class Regret:
     worst: float
 
 
-def regret(tuned: Iterable[Tuned]) -> Regret | None:
+def regret(tuned: Iterable[TuningResult]) -> Regret | None:
     """Over the problems on which what would run untuned was timed; None if there are none."""
     ratios = [each.regret for each in tuned if each.regret is not None]
     if not ratios:
@@ -89,7 +89,7 @@ def regret(tuned: Iterable[Tuned]) -> Regret | None:
     return Regret(len(ratios), mean, max(ratios))
 
 
-def tunings(device: Device, tuned: Iterable[Tuned]) -> dict[str, Tuning]:
+def tunings(device: Device, tuned: Iterable[TuningResult]) -> dict[str, Tuning]:
     """What selection needs of it, by how the kernels' variants begin."""
     families: dict[str, Table] = {}
     for each in tuned:
@@ -116,7 +116,7 @@ def document(tuner: Tuner, saved: str | None) -> dict[str, Any]:
     }
 
 
-def _problem(each: Tuned) -> dict[str, Any]:
+def _problem(each: TuningResult) -> dict[str, Any]:
     return {
         "kernel": each.posed.kernel.head,
         "problem": each.measured.problem,

@@ -46,11 +46,11 @@ print(json.dumps([arch.label for arch in jobs]))
 PREPARE = """
 from scan_registry.kernels import family
 from scan_registry.kernels.scale.spec import ScaleProblem
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.runtime import loader
 def prepared(size):
     problem = ScaleProblem("float32", size, factor=3)
-    return loader.prepare(0, family("scale"), problem, "auto", Rung.EXACT)
+    return loader.prepare(0, family("scale"), problem, "auto", Tier.EXACT)
 """
 
 
@@ -184,9 +184,9 @@ def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
 
     script = "from scan_registry.aot.plan import chosen_archs; print(*(a.label for a in chosen_archs({})))"
     assert "sm103" in run(copy, "-c", script).stdout.split()
-    asked = [sys.executable, "-m", "scan_registry", "doctor", "--for", "sm_103", "--json"]
+    requested = [sys.executable, "-m", "scan_registry", "doctor", "--for", "sm_103", "--json"]
     found = subprocess.run(
-        asked,
+        requested,
         cwd=copy,
         env={**os.environ, "PYTHONPATH": str(copy)},
         capture_output=True,

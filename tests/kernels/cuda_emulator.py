@@ -30,8 +30,8 @@ EMULATOR = Path(__file__).with_name("emulator")
 BLOCKS_AT_ONCE = 6
 #: Where all tests of a run keep the libraries that they have in common, if there is such a folder.
 shared: Path | None = None
-#: Multiprocessors of the GPU that is emulated: few, so that small problems fill it.
-MULTIPROCESSORS = 3
+#: SMs of the GPU that is emulated: few, so that small problems fill it.
+SM_COUNT = 3
 
 _MAIN = """
 #include "cuda.hpp"
@@ -69,11 +69,11 @@ class Emulated:
         problem: Any,
         tensors: Mapping[str, Tensor | None],
         seed: int,
-        multiprocessors: int = MULTIPROCESSORS,
+        sm_count: int = SM_COUNT,
     ) -> None:
         """Launch it on tensors in the CPU's memory, by parameter; workspace is zeroed, like on a GPU, or else
         holds anything, and then what the launch has left there."""
-        launch = self.kernel.launch(self.variant, problem, multiprocessors)
+        launch = self.kernel.launch(self.variant, problem, sm_count)
         scratch = (ctypes.c_uint64 * (launch.workspace // 8 + 2))()
         if not launch.zeroed:
             ctypes.memset(scratch, 0xA5, ctypes.sizeof(scratch))

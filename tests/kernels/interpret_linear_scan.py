@@ -264,7 +264,7 @@ class Run:
         outer, batch, channels, _ = setting.sizes
         if self.direction == "reduction":
             plan = self.reduction()
-            return plan.kept * plan.groups * plan.across[0] * plan.across[1], 1, 1
+            return plan.kept * plan.groups * plan.tiles[0] * plan.tiles[1], 1, 1
         if self.layout == "time_last":
             lines = ceil_div(outer * batch * channels, setting.tile[0])
         else:

@@ -57,15 +57,15 @@ class Tensors:
         torch.manual_seed(seed)
         sizes = SIZES[trial.function]  # type: ignore[index]
         states, block = len(sizes.states), (trial.heads, trial.dim)
-        across = trial.batch, trial.time
+        steps_of = trial.batch, trial.time
         self.given: dict[str, Tensor | None] = {
-            "inputs": self._spread(*across, sizes.inputs, *block),
+            "inputs": self._spread(*steps_of, sizes.inputs, *block),
             "recurrent": self._new(
                 sizes.recurrent, trial.heads, trial.dim, trial.dim, by=trial.dim**-0.5
             ),
             "bias": self._new(sizes.bias, *block).float(),
             "initial": self._new(states, trial.batch, *block) if trial.starts else None,
-            "states_grad": self._spread_states(states if trial.graded else 1, *across, *block),
+            "states_grad": self._spread_states(states if trial.graded else 1, *steps_of, *block),
             "final_grad": self._new(states, trial.batch, *block) if trial.ends else None,
         }
         if trial.steady:
@@ -104,9 +104,9 @@ class Tensors:
         )
         self.exact = {"states": out, "gates_grad": grads, "initial_grad": initial_grad}
         self.given |= {
-            "states": self._blank(self._spread_states(states, *across, *block)),
-            "cache": self._blank(self._spread(*across, max(1, len(sizes.cache)), *block)),
-            "gates_grad": self._blank(self._spread(*across, sizes.bias, *block)),
+            "states": self._blank(self._spread_states(states, *steps_of, *block)),
+            "cache": self._blank(self._spread(*steps_of, max(1, len(sizes.cache)), *block)),
+            "gates_grad": self._blank(self._spread(*steps_of, sizes.bias, *block)),
             "initial_grad": self._blank(self._new(states, trial.batch, *block)),
         }
 

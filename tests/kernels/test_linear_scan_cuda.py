@@ -215,7 +215,7 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-def test_a_walk_over_ragged_rows_writes_nowhere_else(
+def test_a_walk_over_misaligned_rows_writes_nowhere_else(
     direction: str,
     layout: str,
     tile: dict[str, int],
@@ -244,7 +244,7 @@ def test_a_walk_over_ragged_rows_writes_nowhere_else(
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("channels", "time", "multiprocessors"),
+    ("channels", "time", "sm_count"),
     [(72, 1000, 6), (8, 5000, 20), (40, 9000, 3), (64, 3, 3)],
 )
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
@@ -253,7 +253,7 @@ def test_what_is_read_at_once_writes_nowhere_else(
     dtype: str,
     channels: int,
     time: int,
-    multiprocessors: int,
+    sm_count: int,
     reverse: bool,
     cuda_emulator: ModuleType,
     tmp_path: Path,
@@ -268,7 +268,7 @@ def test_what_is_read_at_once_writes_nowhere_else(
     case = cases.draw((1, channels, time), setting, dtype, "cpu").case(kernel.name, aligned=True)
     assert kernel.accepts(variant, case.problem) is None
     untouched = surround(case.tensors, case.expected)
-    library.run(case.problem, case.tensors, 0, multiprocessors)
+    library.run(case.problem, case.tensors, 0, sm_count)
     assert case.error() <= cases.TOLERANCE[dtype]
     assert untouched()
 

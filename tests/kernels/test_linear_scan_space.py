@@ -249,14 +249,14 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
         a_problem(kernel.name, channels=2 * channels), dtype=dtype, gates_dtype=dtype, batch=3
     )
     assert kernel.accepts(variant, small) is None
-    for multiprocessors, time, ctas, run in (
+    for sm_count, time, ctas, run in (
         (12, 4096, 1, -(-4096 // (warps * steps)) * steps),
         (132, 1 << 16, 21, -(-(1 << 16) // (21 * warps * steps)) * steps),
         (132, 2 * warps * steps, 2, steps),  # no part is less than a tile for each warp
         (132, 23 * warps * steps, 12, 2 * steps),  # and none is empty
         (132, 0, 1, 0),
     ):
-        launch = kernel.launch(variant, replace(small, time=time), multiprocessors)
+        launch = kernel.launch(variant, replace(small, time=time), sm_count)
         assert launch.grid == (2, 3, 1 + ctas if ctas > 1 else 1)
         assert launch.scalars["flags"] >> 2 == run
         assert ctas * warps * run >= time

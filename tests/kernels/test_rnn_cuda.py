@@ -22,7 +22,7 @@ from scan_registry.runtime import jit
 
 #: Of the emulated GPU: as many blocks as run at once, so that some groups have to wait for others; a cluster
 #: needs more.
-MULTIPROCESSORS, OF_CLUSTER = 5, 8
+SM_COUNT, OF_CLUSTER = 5, 8
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +92,14 @@ def try_both(
         for variant in (forward, opposite(forward))
     ]
     dtype = forward.text("dtype")
-    multiprocessors = max(MULTIPROCESSORS, OF_CLUSTER * (forward.number("cluster") > 1))
+    sm_count = max(SM_COUNT, OF_CLUSTER * (forward.number("cluster") > 1))
     for number, trial in enumerate(tried):
         tensors = module.Tensors(trial, getattr(torch, dtype), seed=number)
         for library, direction in zip(libraries, ("forward", "backward"), strict=True):
             problem = tensors.problem("sequence", direction)
             assert library.kernel.accepts(library.variant, problem) is None
-            assert (
-                library.kernel.exceeds_residency(library.variant, problem, multiprocessors) is None
-            )
-            library.run(problem, tensors.given, number, multiprocessors)
+            assert library.kernel.exceeds_residency(library.variant, problem, sm_count) is None
+            library.run(problem, tensors.given, number, sm_count)
         assert tensors.error("states", "gates_grad", "initial_grad") <= module.TOLERANCE[dtype], (
             trial
         )
@@ -182,7 +180,7 @@ def test_gates_of_a_steady_slstm_are_as_exact_as_what_is_stored(
     else:
         for direction, library in libraries.items():
             problem = tensors.problem("sequence", direction)
-            library.run(problem, tensors.given, 0, MULTIPROCESSORS)
+            library.run(problem, tensors.given, 0, SM_COUNT)
     assert max(tensors.gate_errors()) <= rnn_trials.STEADY_TOLERANCE[dtype]
 
 

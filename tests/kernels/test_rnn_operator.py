@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scan_registry import rnn
-from scan_registry.dispatch.alternatives import Asked
+from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.kernels.rnn.spec import FAMILY
 from scan_registry.ops import rnn_plans
@@ -27,7 +27,7 @@ def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: P
     """Has CPU tensors taken for a GPU's, and problems of one scope given to the emulator."""
 
     def start(scope: str) -> None:
-        def prepared(posed: Sequence[Asked], device: torch.device) -> tuple[RnnProblem, Run]:
+        def prepared(posed: Sequence[Alternative], device: torch.device) -> tuple[RnnProblem, Run]:
             (problem,) = (
                 each.problem
                 for each in posed

@@ -30,13 +30,13 @@ def a_problem(kernel: Kernel, **changes: object) -> RnnProblem:
     return replace(found, **{"heads": 1, "dim": 768, **changes})  # type: ignore[arg-type]
 
 
-def taken(kernel: Kernel, problem: RnnProblem, multiprocessors: int) -> list[Variant]:
+def taken(kernel: Kernel, problem: RnnProblem, sm_count: int) -> list[Variant]:
     """The defaults that can solve a problem."""
     return [
         variant
         for variant in kernel.variants
         if kernel.accepts(variant, problem) is None
-        and kernel.exceeds_residency(variant, problem, multiprocessors) is None
+        and kernel.exceeds_residency(variant, problem, sm_count) is None
     ]
 
 
@@ -131,7 +131,7 @@ def test_more_memory_allows_more_tilings() -> None:
 def test_a_solver_finds_the_same(gates: int, item: int, backward: int) -> None:
     pytest.importorskip("ortools")
     given = {"gates": gates, "item": item, "backward": backward, **tilings.LEAST}
-    for problem in ({}, {"dim": 768, "multiprocessors": 132}, {"dim": 40}):
+    for problem in ({}, {"dim": 768, "sm_count": 132}, {"dim": 40}):
         values = {**given, **problem}
         constraints = (*tilings.TILES, *tilings.PROBLEM, *tilings.RESIDENT)
         found = solve.solve(tilings.DOMAINS, constraints, values)
@@ -152,17 +152,17 @@ def test_how_wide_a_head_may_be() -> None:
         pins = {k: v for k, v in variant.statics if isinstance(v, int)}
         item = 4 if variant.text("dtype") == "float32" else 2
         kind = variant.text("function"), item
-        for multiprocessors in (108, 132):
-            given = {"item": item, "backward": 0, "multiprocessors": multiprocessors}
+        for sm_count in (108, 132):
+            given = {"item": item, "backward": 0, "sm_count": sm_count}
             most = tilings.most_units({**pins, **given})
             problem = a_problem(kernel, dim=most, function=kind[0], dtype=variant.text("dtype"))
             larger = replace(problem, dim=most + 16)
             assert kernel.accepts(variant, problem) is None
-            assert kernel.exceeds_residency(variant, problem, multiprocessors) is None
+            assert kernel.exceeds_residency(variant, problem, sm_count) is None
             assert kernel.accepts(variant, larger) or kernel.exceeds_residency(
-                variant, larger, multiprocessors
+                variant, larger, sm_count
             )
-            if multiprocessors == 132:
+            if sm_count == 132:
                 found[kind] = max(most, found.get(kind, 0))
     assert found == {
         ("lstm", 2): 1536,
@@ -206,11 +206,11 @@ def test_more_blocks_are_taken_as_long_as_they_all_run() -> None:
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)
 def test_a_launch_never_has_more_blocks_than_run_at_once(kernel: Kernel) -> None:
     problem = a_problem(kernel, dim=768, heads=3, batch=65)
-    for multiprocessors in (48, 56, 108, 132, 148):
-        for variant in taken(kernel, problem, multiprocessors):
-            (blocks, *_), members = kernel.launch(variant, problem, multiprocessors).grid, 48
-            assert blocks <= multiprocessors
-            assert blocks == multiprocessors // members * members
+    for sm_count in (48, 56, 108, 132, 148):
+        for variant in taken(kernel, problem, sm_count):
+            (blocks, *_), members = kernel.launch(variant, problem, sm_count).grid, 48
+            assert blocks <= sm_count
+            assert blocks == sm_count // members * members
 
 
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)

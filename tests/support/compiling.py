@@ -54,7 +54,7 @@ class Toy:
             warps=lambda variant: 4,
             accepts=lambda variant, problem: None,
             cost=lambda variant, problem: 0.0,
-            launch=lambda variant, problem, multiprocessors: Launch((1, 1, 1), {}),
+            launch=lambda variant, problem, sm_count: Launch((1, 1, 1), {}),
         )
         self.write("copy.cu", COPY)
         self.write("scale.cuh", HEADER)

@@ -15,7 +15,7 @@ from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.catalog.providers import Provider
 from scan_registry.cli import main
 from scan_registry.diagnostics.doctor import Finding, coverage, lacks
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import System
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
@@ -57,18 +57,18 @@ SOLVING = [
 SOLVING_CUDA = [variant for variant in SOLVING if variant.language == "cuda"]
 
 
-def findings(there: System, lowest: Rung = Rung.REFERENCE) -> list[Finding]:
+def findings(there: System, lowest: Tier = Tier.REFERENCE) -> list[Finding]:
     return list(lacks(coverage(there, FAMILIES, lowest), there, FAMILIES, lowest))
 
 
-def only(there: System, lowest: Rung = Rung.REFERENCE, severity: str | None = None) -> Finding:
+def only(there: System, lowest: Tier = Tier.REFERENCE, severity: str | None = None) -> Finding:
     """The one finding, of a severity if that is given."""
     (found,) = [f for f in findings(there, lowest) if severity in (None, f.severity)]
     return found
 
 
-def rungs(there: System, backend: str, lowest: Rung = Rung.REFERENCE) -> set[str]:
-    return {str(a.rungs.get(backend)) for a in coverage(there, FAMILIES, lowest).answers}
+def tiers(there: System, backend: str, lowest: Tier = Tier.REFERENCE) -> set[str]:
+    return {str(a.tiers.get(backend)) for a in coverage(there, FAMILIES, lowest).answers}
 
 
 def document(capsys: Capture, *words: str, status: int = 0) -> dict[str, Any]:

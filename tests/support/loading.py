@@ -44,7 +44,7 @@ providers.installed = lambda: (
 from scan_registry.dispatch import policy
 from scan_registry.hardware import driver
 from scan_registry.runtime import jit, loader
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.kernels import tables
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
@@ -55,7 +55,7 @@ told = []
 warnings.showwarning = lambda message, *_: told.append(f"{type(message).__name__}: {message}")
 
 
-def prepare(ordinal=0, backend="auto", time=1024, lowest=Rung.REFERENCE):
+def prepare(ordinal=0, backend="auto", time=1024, lowest=Tier.REFERENCE):
     strides = (*(Strides(0, 3 * time, time, 1),) * 3, Strides(0, 3, 1, 0))
     dtypes, sizes = ("float32", "float32"), (1, 2, 3, time)
     problem = LinearScanProblem("forward", "time_last", *dtypes, *sizes, strides, 16)
@@ -65,7 +65,7 @@ def prepare(ordinal=0, backend="auto", time=1024, lowest=Rung.REFERENCE):
 def facts(prepared):
     winner = prepared.decision.winner
     return {
-        "rung": str(winner.rung),
+        "tier": str(winner.tier),
         "variant": str(winner.variant),
         "target": str(winner.target),
         "launches": prepared.launch is not None,

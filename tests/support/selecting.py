@@ -10,8 +10,8 @@ from typing import Any
 from imaginary import FAMILY
 
 from scan_registry.artifact.archive import Archive, Binary, Entry
-from scan_registry.dispatch.fit import Rung
-from scan_registry.dispatch.select import Backend, Candidate, Decision, System, select
+from scan_registry.dispatch.fit import Tier
+from scan_registry.dispatch.select import Backend, Decision, Match, System, select
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
@@ -76,20 +76,20 @@ def decide(
     archives: Iterable[Archive] = (),
     problem: LinearScanProblem | None = None,
     backend: Backend = "auto",
-    lowest: Rung = Rung.REFERENCE,
+    lowest: Tier = Tier.REFERENCE,
     **system: Any,
 ) -> Decision:
     there = System(device, tuple(archives), **system)
     return select(there, FAMILY, problem or a_problem(), backend, lowest)
 
 
-def binary_of(winner: Candidate | None) -> Binary:
+def binary_of(winner: Match | None) -> Binary:
     assert winner is not None
     assert winner.binary is not None
     return winner.binary
 
 
-def variant_of(winner: Candidate | None) -> Variant:
+def variant_of(winner: Match | None) -> Variant:
     assert winner is not None
     assert winner.variant is not None
     return winner.variant

@@ -31,7 +31,7 @@ def record(sha256: str, variant: str, target: str, error: float) -> dict[str, An
 
 @pytest.fixture
 def attested(tmp_path: Path) -> Callable[..., Path]:
-    """A folder in which all that must be proven is, but for the changes asked for."""
+    """A folder in which all that must be GPU-tested is, but for the changes asked for."""
 
     def write(gpu: str = "gpu", error: float = 1e-7, extra: str = "", skip: int = 0) -> Path:
         needed = [
@@ -51,7 +51,7 @@ def attested(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_all_proven(attest: ModuleType, attested: Callable[..., Path]) -> None:
+def test_all_gpu_tested(attest: ModuleType, attested: Callable[..., Path]) -> None:
     assert attest.check(attested()) == 0
 
 

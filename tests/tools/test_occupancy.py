@@ -1,4 +1,4 @@
-"""``tools/occupancy.py``: what a multiprocessor holds, and what is shown of installed archives."""
+"""``tools/occupancy.py``: what an SM holds, and what is shown of installed archives."""
 
 from __future__ import annotations
 

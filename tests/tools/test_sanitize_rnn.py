@@ -14,7 +14,7 @@ from scan_registry.kernels.rnn.cases import TOLERANCE, draw
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.kernels.rnn.spec import FAMILY
 
-MULTIPROCESSORS = 132
+SM_COUNT = 132
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_every_binary_runs(tool: Any, function: Any, dtype: str) -> None:
         taken = [
             shape
             for shape, problem in posed[variant.kernel]
-            if tool.takes(kernel, variant, problem, MULTIPROCESSORS)
+            if tool.takes(kernel, variant, problem, SM_COUNT)
         ]
         assert taken
         values = dict(variant.statics)

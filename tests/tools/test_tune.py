@@ -14,7 +14,7 @@ import pytest
 from scan_registry.bench.cases import Case
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.tables import EQUAL, Measured, Run, Table, Timing
-from scan_registry.tuner.engine import Tuned
+from scan_registry.tuner.engine import TuningResult
 from scan_registry.tuner.problems import posed
 
 ROOT = Path(__file__).parents[2]
@@ -31,11 +31,13 @@ def tool() -> types.ModuleType:
     return module
 
 
-def tuned(text: str, ms: float, number: int = 0, run: Run = RUN) -> Tuned:
+def tuned(text: str, ms: float, number: int = 0, run: Run = RUN) -> TuningResult:
     (each,) = posed([Case.parse(text)], ["cuda"], ["forward"])
     label = each.kernel.label(each.variants(Target((9, 0)))[number])
     timings = {label: Timing(ms, 0.1, 11)}
-    return Tuned(each, Measured(each.kernel.head, str(each), each.shape, timings, run), label)
+    return TuningResult(
+        each, Measured(each.kernel.head, str(each), each.shape, timings, run), label
+    )
 
 
 def test_tables_grow_and_measurements_are_replaced(tool: Any, tmp_path: Path) -> None:

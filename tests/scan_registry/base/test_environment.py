@@ -52,17 +52,17 @@ def test_bounds_on_a_gpu_are_checked_where_that_is_on(
 
 def taken_as_flags(source: str) -> list[int]:
     """The lines in which a variable is on if it is set to anything at all."""
-    asked: list[ast.expr] = []
+    requested: list[ast.expr] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
-            asked.append(node.test)
+            requested.append(node.test)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            asked.append(node.operand)
+            requested.append(node.operand)
         elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
-            asked += node.values
+            requested += node.values
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "bool":
-            asked += node.args
-    return [each.lineno for each in asked if _reads(each)]
+            requested += node.args
+    return [each.lineno for each in requested if _reads(each)]
 
 
 def _reads(node: ast.expr) -> bool:

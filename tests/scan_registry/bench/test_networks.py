@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scan_registry.bench import networks
-from scan_registry.bench.networks import GOALS, USUAL, Network, NetworkBench, NetworkTiming
+from scan_registry.bench.networks import TARGETS, USUAL, Network, NetworkBench, NetworkTiming
 from scan_registry.cli import bench_rnn, main
 from scan_registry.ops.rnn_arguments import BACKENDS
 
@@ -37,43 +37,43 @@ def test_a_table_of_times(function: str, capsys: Capture) -> None:
     assert "1 × 8" in rows[0]
 
 
-def test_several_heads_have_no_peer_in_torch(capsys: Capture) -> None:
+def test_several_heads_have_no_baseline_in_torch(capsys: Capture) -> None:
     assert main([*SMALL, "--case", "lstm:2,8:bfloat16", "--fwd_only", "--json"]) == 0
     (timing,) = json.loads(capsys.readouterr().out)["timings"]
     assert (timing["who"], timing["direction"]) == ("scan-registry", "forward")
-    assert timing["goal_ms"] is None
+    assert timing["target_ms"] is None
     assert timing["us_per_step"] == pytest.approx(1e3 * timing["ms"] / 4)
 
 
 def test_who_cannot_be_timed_is_named(capsys: Capture) -> None:
-    words = ["--case", "lstm:1,8:float32", "--no-peers", "--backend", "cuda_fused"]
+    words = ["--case", "lstm:1,8:float32", "--no-baselines", "--backend", "cuda_fused"]
     assert main([*SMALL, *words, "--backend", "reference"]) == 0
     out = capsys.readouterr().out
     assert "not timed: scan-registry cuda_fused, lstm:1,8:float32: backend is 'cuda_fused'" in out
     assert "scan-registry reference" in out
 
 
-def test_the_usual_networks_are_those_with_goals() -> None:
-    assert {(case.function, case.heads, case.dim) for case in USUAL} == set(GOALS)
+def test_the_usual_networks_are_those_with_targets() -> None:
+    assert {(case.function, case.heads, case.dim) for case in USUAL} == set(TARGETS)
     assert all(Network.parse(str(case)) == case for case in USUAL)
     assert bench_rnn.BACKENDS == BACKENDS
 
 
-def test_goals_are_for_gpus_and_the_usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_for_gpus_and_the_usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = NetworkBench(torch.device("cuda:0"))
     usual = Network("lstm", 1, 768)
-    assert [bench._goal(usual, direction) for direction in networks.PASSES] == [1.9, 5.8]
+    assert [bench._target(usual, direction) for direction in networks.PASSES] == [1.9, 5.8]
     for other in (
         Network("lstm", 2, 768),
         Network("lstm", 1, 768, "float32"),
         Network("lstm", 1, 768, batch=1),
     ):
-        assert bench._goal(other, "forward") is None
-    assert NetworkBench(torch.device("cpu"))._goal(usual, "forward") is None
+        assert bench._target(other, "forward") is None
+    assert NetworkBench(torch.device("cpu"))._target(usual, "forward") is None
 
 
-def test_goals_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    bench = NetworkBench(torch.device("cpu"), floor_us=0.5)
+def test_targets_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    bench = NetworkBench(torch.device("cpu"), sync_us=0.5)
     for ms in (1.0, 2.0):
         timing = NetworkTiming(Network("lstm", 1, 768), "forward", "scan-registry", ms, 0.1, 1.9)
         bench.timings.append(timing)
@@ -95,8 +95,8 @@ def test_a_picture(tmp_path: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--case", "lstm:768"], "expected function:heads,units:dtype"),
-        (["--case", "rwkv:1,8:float32"], "functions are lstm, gru, elman, slstm"),
+        (["--case", "lstm:768"], "expected cell:heads,units:dtype"),
+        (["--case", "rwkv:1,8:float32"], "cells are lstm, gru, elman, slstm"),
         (["--bs", "0"], "--bs is 0; accepted are whole numbers from 1 on"),
         (["--backend", "cudnn"], "--backend is 'cudnn'; accepted are auto"),
         (["--device", "tpu"], "--device is 'tpu'; accepted here are cpu"),

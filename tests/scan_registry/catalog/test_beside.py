@@ -114,11 +114,11 @@ def test_what_another_version_left_says_nothing_of_these_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Whether they are as they were installed is in the record of this version."""
-    asked: list[Path] = []
+    requested: list[Path] = []
     real = Distribution.at
 
     def at(folder: Any) -> Distribution:
-        asked.append(Path(folder))
+        requested.append(Path(folder))
         return real(folder)
 
     leave(tmp_path, what)
@@ -127,7 +127,7 @@ def test_what_another_version_left_says_nothing_of_these_files(
     (own, *_), problems = providers.installed()
     assert not problems
     assert verify.altered(own) == []
-    assert tmp_path / STALE not in asked
+    assert tmp_path / STALE not in requested
 
 
 def test_there_is_one_place_that_states_the_version() -> None:

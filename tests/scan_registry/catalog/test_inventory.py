@@ -1,4 +1,4 @@
-"""The catalogue: order, contents, and which binaries count as proven."""
+"""The catalogue: order, contents, and which binaries count as GPU-tested."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def test_it_prints_what_it_holds(archive_factory: Factory) -> None:
     assert repr(Catalogue(())) == "Catalogue(no archives)"
 
 
-def test_proven_means_attested_within_tolerance(
+def test_gpu_tested_means_attested_within_tolerance(
     archive_factory: Factory, a_binary: Make, kernels: Path
 ) -> None:
     good, bad, unknown = (a_binary(variant)[0] for variant in VARIANTS)
     found = Catalogue((archive_factory("sm90", variants=VARIANTS),))
     write_attestations(kernels, "a", good)
     write_attestations(kernels, "b", bad, error=2e-6)
-    assert found.proven(good)
-    assert not found.proven(bad)
-    assert not found.proven(unknown)
+    assert found.is_gpu_tested(good)
+    assert not found.is_gpu_tested(bad)
+    assert not found.is_gpu_tested(unknown)
     assert found.attestations[good.sha256] == Attestation(
         sha256=good.sha256,
         variant=str(good.variant),
@@ -115,12 +115,12 @@ def test_the_worst_of_several_gpus_stands(a_binary: Make, kernels: Path) -> None
     write_attestations(kernels, "c", binary, gpu="third", error=3e-7)
     found = Catalogue(())
     assert found.attestations[binary.sha256].gpu == "second"
-    assert not found.proven(binary)
+    assert not found.is_gpu_tested(binary)
 
 
 def test_another_digest_is_another_binary(a_binary: Make, kernels: Path) -> None:
     write_attestations(kernels, "a", a_binary(VARIANTS[0], content=b"measured")[0])
-    assert not Catalogue(()).proven(a_binary(VARIANTS[0], content=b"built again")[0])
+    assert not Catalogue(()).is_gpu_tested(a_binary(VARIANTS[0], content=b"built again")[0])
 
 
 def test_what_is_installed_is_sorted_and_unread(

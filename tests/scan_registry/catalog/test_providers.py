@@ -18,7 +18,7 @@ from scan_registry.artifact.archive import Binary
 from scan_registry.catalog import providers
 from scan_registry.catalog.inventory import Catalogue, catalogue, survey
 from scan_registry.catalog.providers import CORE, ProviderError
-from scan_registry.dispatch.fit import Rung, Toolchain
+from scan_registry.dispatch.fit import Tier, Toolchain
 from scan_registry.dispatch.select import Decision, System, select
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
@@ -128,7 +128,7 @@ def test_of_equals_the_first_provider_wins(
     decision = decide(a_device((10, 3)), catalogue())
     winner = decision.taken()
     assert winner.archive is not None
-    assert (winner.rung, winner.archive.provider) == (Rung.EXACT, "a")
+    assert (winner.tier, winner.archive.provider) == (Tier.EXACT, "a")
     assert (winner.subject, "a has it, too") in [(r.subject, r.reason) for r in decision.rejected]
 
 
@@ -392,14 +392,14 @@ def test_a_denied_variant_runs_from_nowhere(
     catalogue.cache_clear()
     provide("warning", denied=({"variant": str(first.variant), "reason": "hangs"},))
     decision = decide(device, catalogue(), toolchains=here)
-    assert decision.taken().rung == Rung.EXACT
+    assert decision.taken().tier == Tier.EXACT
     assert decision.taken().variant != first.variant
     lost = [r.reason for r in decision.rejected if r.subject == first.subject]
     reason = "denied: hangs (warning 1.2.3)"
     assert lost == [reason] * 3  # a's, b's, and the one that could be compiled
 
     compiled = decide(device, Catalogue((), catalogue().providers), toolchains=here)
-    assert compiled.taken().rung == Rung.JIT
+    assert compiled.taken().tier == Tier.JIT
     assert compiled.taken().variant != first.variant
 
 

@@ -47,7 +47,7 @@ def shell(*words: str) -> subprocess.CompletedProcess[str]:
 def installed(
     archive_factory: Factory, a_binary: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Catalogue:
-    """ptx80 and sm90 with three binaries each; of sm90's, one is proven and one has failed."""
+    """ptx80 and sm90 with three binaries each; of sm90's, one is GPU-tested and one has failed."""
     binaries = {
         arch: [
             a_binary(FORWARD, arch, dynamic_shared=512),
@@ -246,7 +246,7 @@ def test_the_json_document(installed: Catalogue, capsys: Capture) -> None:
         "dirty": True,
         "error": None,
     }
-    assert [record["proven"] for record in entry["binaries"]] == [True, False, False]
+    assert [record["gpu_tested"] for record in entry["binaries"]] == [True, False, False]
     assert entry["binaries"][0]["attestation"] == {
         "sha256": archive.binaries[0].sha256,
         "variant": str(FORWARD),

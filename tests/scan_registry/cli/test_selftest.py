@@ -45,7 +45,7 @@ def test_what_it_refuses(words: list[str], named: str, capsys: Capture) -> None:
 
 
 def test_rows_pass_or_say_why_not() -> None:
-    row = {"family": "f", "kernel": "k", "language": "cuda", "dtype": "float32", "rung": "exact"}
+    row = {"family": "f", "kernel": "k", "language": "cuda", "dtype": "float32", "tier": "exact"}
     whole = {**row, "variants": (), "cases": 1, "error": 1e-7, "tolerance": 1e-6}
     assert command.Result(**whole).passed
     assert not command.Result(**{**whole, "error": 1e-5}).passed

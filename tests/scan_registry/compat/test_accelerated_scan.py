@@ -42,7 +42,7 @@ def loop(gates: Tensor, tokens: Tensor, reverse: bool = False) -> Tensor:
 
 
 def pair(module: ModuleType, time: int, dtype: Any = None, batch: int = 2) -> list[Tensor]:
-    """Gates in the unit disc, and tokens, as the module takes them."""
+    """Gates of |gate| ≤ 1, and tokens, as the module takes them."""
     dtype = dtype or (torch.complex64 if module is complex_scan else torch.float32)
     torch.manual_seed(time)
     gates = torch.randn(batch, 3, time, dtype=torch.complex128 if dtype.is_complex else None)

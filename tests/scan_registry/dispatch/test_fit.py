@@ -1,4 +1,4 @@
-"""Whether a binary runs on a device, on which rung, and what a compiler here makes for it."""
+"""Whether a binary runs on a device, on which tier, and what a compiler here makes for it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from scan_registry.artifact.archive import Binary
 from scan_registry.dispatch.fit import (
     OLDEST,
-    Rung,
+    Tier,
     Toolchain,
     jit_driver,
     jit_target,
     misfit,
-    nearest_rung,
+    nearest_tier,
 )
 from scan_registry.hardware.device import Device, described
 from scan_registry.hardware.target import FIRST_CUDA, TEGRA, Target
@@ -29,34 +29,34 @@ NVRTC_13_0 = Toolchain("nvrtc 13.0.48", (13, 0))
 TRITON = Toolchain("triton 3.6.0", (12, 9))
 
 
-# --- Rungs ------------------------------------------------------------------------------------
+# --- Tiers ------------------------------------------------------------------------------------
 
 
-def test_rungs_are_ordered_and_print_as_words() -> None:
+def test_tiers_are_ordered_and_print_as_words() -> None:
     words = ["exact", "same-major", "ptx", "jit", "reference"]
-    assert [str(rung) for rung in sorted(Rung)] == words
+    assert [str(tier) for tier in sorted(Tier)] == words
 
 
 @pytest.mark.parametrize(
-    ("target", "capability", "rung"),
+    ("target", "capability", "tier"),
     [
-        ("sm80", (8, 0), Rung.EXACT),
-        ("sm80", (8, 6), Rung.SAME_MAJOR),
-        ("sm80", (8, 9), Rung.SAME_MAJOR),
-        ("sm90a", (9, 0), Rung.EXACT),
-        ("sm100", (10, 3), Rung.SAME_MAJOR),
-        ("sm120", (12, 1), Rung.SAME_MAJOR),
-        ("ptx80", (8, 0), Rung.PTX),
-        ("ptx80", (8, 7), Rung.PTX),
-        ("ptx80", (12, 1), Rung.PTX),
+        ("sm80", (8, 0), Tier.EXACT),
+        ("sm80", (8, 6), Tier.SAME_MAJOR),
+        ("sm80", (8, 9), Tier.SAME_MAJOR),
+        ("sm90a", (9, 0), Tier.EXACT),
+        ("sm100", (10, 3), Tier.SAME_MAJOR),
+        ("sm120", (12, 1), Tier.SAME_MAJOR),
+        ("ptx80", (8, 0), Tier.PTX),
+        ("ptx80", (8, 7), Tier.PTX),
+        ("ptx80", (12, 1), Tier.PTX),
     ],
 )
-def test_what_fits_and_its_rung(
-    a_binary: Make, a_device: Describe, target: str, capability: tuple[int, int], rung: Rung
+def test_what_fits_and_its_tier(
+    a_binary: Make, a_device: Describe, target: str, capability: tuple[int, int], tier: Tier
 ) -> None:
     (binary, _), device = a_binary(target=target), a_device(capability)
     assert misfit(binary, device) is None
-    assert nearest_rung(binary.target, device) is rung
+    assert nearest_tier(binary.target, device) is tier
 
 
 # --- Reasons ----------------------------------------------------------------------------------

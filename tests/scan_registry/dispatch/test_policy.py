@@ -1,4 +1,4 @@
-"""Policy: how far down the ladder a call may go."""
+"""Policy: how far down the tiers a call may go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.policy import (
     LEVELS,
     FallbackWarning,
@@ -35,7 +35,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 
 
 def test_everything_is_allowed_unless_something_is_required() -> None:
-    assert lowest() is Rung.REFERENCE
+    assert lowest() is Tier.REFERENCE
     assert policy.required.get() is None
 
 
@@ -43,14 +43,14 @@ def test_everything_is_allowed_unless_something_is_required() -> None:
 def test_a_level_holds_within_its_block(level: Level) -> None:
     with require(level):
         assert lowest() is LEVELS[level]
-    assert lowest() is Rung.REFERENCE
+    assert lowest() is Tier.REFERENCE
 
 
-def test_levels_are_ordered_as_rungs_are() -> None:
+def test_levels_are_ordered_as_tiers_are() -> None:
     assert list(LEVELS) == ["aot", "ptx", "jit", "reference"]
     assert list(LEVELS.values()) == sorted(LEVELS.values())
-    assert LEVELS["aot"] is Rung.SAME_MAJOR
-    assert LEVELS["reference"] is max(Rung)
+    assert LEVELS["aot"] is Tier.SAME_MAJOR
+    assert LEVELS["reference"] is max(Tier)
 
 
 @pytest.mark.parametrize("outer", LEVELS)
@@ -76,14 +76,14 @@ def test_the_environment_is_one_more_level(
 
 def test_the_environment_is_read_once(environment: pytest.MonkeyPatch) -> None:
     environment.setenv(policy.VARIABLE, "ptx")
-    assert lowest() is Rung.PTX
+    assert lowest() is Tier.PTX
     environment.setenv(policy.VARIABLE, "aot")
-    assert lowest() is Rung.PTX
+    assert lowest() is Tier.PTX
 
 
 def test_an_empty_variable_requires_nothing(environment: pytest.MonkeyPatch) -> None:
     environment.setenv(policy.VARIABLE, "")
-    assert lowest() is Rung.REFERENCE
+    assert lowest() is Tier.REFERENCE
 
 
 @pytest.mark.parametrize("value", ["AOT", "exact", "none", "aot ", "0"])
@@ -103,29 +103,29 @@ def test_an_unknown_level(value: object) -> None:
     ):
         raise AssertionError("entered")
     assert f"level is {value!r}" in str(caught.value)
-    assert lowest() is Rung.REFERENCE
+    assert lowest() is Tier.REFERENCE
 
 
 def test_an_exception_ends_the_block() -> None:
     with pytest.raises(KeyError), require("aot"):
         raise KeyError("something else")
-    assert lowest() is Rung.REFERENCE
+    assert lowest() is Tier.REFERENCE
 
 
 def test_one_object_is_a_decorator_and_no_more() -> None:
     """``contextmanager`` gives both; a decorated function requires its level at each call."""
 
     @require("ptx")
-    def inside() -> Rung:
+    def inside() -> Tier:
         return lowest()
 
-    assert [inside(), inside()] == [Rung.PTX, Rung.PTX]
-    assert lowest() is Rung.REFERENCE
+    assert [inside(), inside()] == [Tier.PTX, Tier.PTX]
+    assert lowest() is Tier.REFERENCE
 
 
 def test_threads_have_levels_of_their_own() -> None:
     """A thread starts without its parent's level, and does not touch it; autograd copies it."""
-    seen: list[Rung] = []
+    seen: list[Tier] = []
 
     def work() -> None:
         seen.append(lowest())
@@ -136,23 +136,23 @@ def test_threads_have_levels_of_their_own() -> None:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert lowest() is Rung.SAME_MAJOR
+        assert lowest() is Tier.SAME_MAJOR
         copied = contextvars.copy_context()
-    assert seen == [Rung.REFERENCE, Rung.JIT]
-    assert copied.run(lowest) is Rung.SAME_MAJOR
+    assert seen == [Tier.REFERENCE, Tier.JIT]
+    assert copied.run(lowest) is Tier.SAME_MAJOR
 
 
 def test_tasks_have_levels_of_their_own() -> None:
-    async def strict(level: Level) -> Rung:
+    async def strict(level: Level) -> Tier:
         with require(level):
             await asyncio.sleep(0.01)
             return lowest()
 
-    async def main() -> list[Rung]:
+    async def main() -> list[Tier]:
         return await asyncio.gather(*(strict(level) for level in LEVELS))
 
     assert asyncio.run(main()) == list(LEVELS.values())
-    assert lowest() is Rung.REFERENCE
+    assert lowest() is Tier.REFERENCE
 
 
 def test_a_backward_pass_keeps_to_the_level_of_its_forward_pass() -> None:
@@ -161,10 +161,10 @@ def test_a_backward_pass_keeps_to_the_level_of_its_forward_pass() -> None:
         elsewhere = policy.required.get()
     with require("jit"):
         with as_required(elsewhere):
-            assert lowest() is Rung.SAME_MAJOR
+            assert lowest() is Tier.SAME_MAJOR
         with as_required(None):
-            assert lowest() is Rung.REFERENCE
-        assert lowest() is Rung.JIT
+            assert lowest() is Tier.REFERENCE
+        assert lowest() is Tier.JIT
 
 
 def test_it_is_read_in_a_fresh_process_without_torch(tmp_path: Path) -> None:

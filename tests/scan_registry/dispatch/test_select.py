@@ -25,58 +25,58 @@ from selecting import (
 )
 
 from scan_registry.artifact.archive import Archive
-from scan_registry.dispatch.fit import Rung
-from scan_registry.dispatch.select import Candidate, NoKernelError, Rejected, System, advice, select
+from scan_registry.dispatch.fit import Tier
+from scan_registry.dispatch.select import Match, NoKernelError, Rejected, System, advice, select
 from scan_registry.kernels.model import Language, Variant
 
-# --- Rungs ------------------------------------------------------------------------------------
+# --- Tiers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("archs", "capability", "winner", "rung"),
+    ("archs", "capability", "winner", "tier"),
     [
-        (("ptx80", "sm80", "sm86", "sm90"), (8, 6), "sm_86", Rung.EXACT),
-        (("ptx80", "sm80", "sm90"), (8, 6), "sm_80", Rung.SAME_MAJOR),
-        (("sm80",), (8, 6), "sm_80", Rung.SAME_MAJOR),
-        (("ptx80", "sm80", "sm86"), (8, 9), "sm_86", Rung.SAME_MAJOR),
-        (("ptx80", "sm90"), (8, 6), "compute_80", Rung.PTX),
-        (("ptx80", "sm80", "sm90"), (9, 0), "sm_90", Rung.EXACT),
-        (("ptx80", "sm80", "sm90"), (10, 0), "compute_80", Rung.PTX),
-        (("ptx80", "ptx90"), (10, 0), "compute_90", Rung.PTX),
-        (("sm86", "sm80"), (8, 0), "sm_80", Rung.EXACT),
+        (("ptx80", "sm80", "sm86", "sm90"), (8, 6), "sm_86", Tier.EXACT),
+        (("ptx80", "sm80", "sm90"), (8, 6), "sm_80", Tier.SAME_MAJOR),
+        (("sm80",), (8, 6), "sm_80", Tier.SAME_MAJOR),
+        (("ptx80", "sm80", "sm86"), (8, 9), "sm_86", Tier.SAME_MAJOR),
+        (("ptx80", "sm90"), (8, 6), "compute_80", Tier.PTX),
+        (("ptx80", "sm80", "sm90"), (9, 0), "sm_90", Tier.EXACT),
+        (("ptx80", "sm80", "sm90"), (10, 0), "compute_80", Tier.PTX),
+        (("ptx80", "ptx90"), (10, 0), "compute_90", Tier.PTX),
+        (("sm86", "sm80"), (8, 0), "sm_80", Tier.EXACT),
         # 8.7 is a Tegra system: desktop machine code does not run there.
-        (("ptx80", "sm80", "sm86"), (8, 7), "compute_80", Rung.PTX),
-        (("sm80", "sm86"), (8, 7), "sm_87", Rung.JIT),
-        (("ptx80", "sm100", "sm90"), (10, 3), "sm_100", Rung.SAME_MAJOR),
-        (("ptx80", "sm90"), (10, 3), "compute_80", Rung.PTX),
-        (("sm90",), (10, 3), "sm_103", Rung.JIT),
-        (("ptx80", "sm120", "sm100"), (12, 1), "sm_120", Rung.SAME_MAJOR),
-        (("ptx80", "sm100"), (12, 1), "compute_80", Rung.PTX),
-        ((), (12, 1), "sm_121", Rung.JIT),
+        (("ptx80", "sm80", "sm86"), (8, 7), "compute_80", Tier.PTX),
+        (("sm80", "sm86"), (8, 7), "sm_87", Tier.JIT),
+        (("ptx80", "sm100", "sm90"), (10, 3), "sm_100", Tier.SAME_MAJOR),
+        (("ptx80", "sm90"), (10, 3), "compute_80", Tier.PTX),
+        (("sm90",), (10, 3), "sm_103", Tier.JIT),
+        (("ptx80", "sm120", "sm100"), (12, 1), "sm_120", Tier.SAME_MAJOR),
+        (("ptx80", "sm100"), (12, 1), "compute_80", Tier.PTX),
+        ((), (12, 1), "sm_121", Tier.JIT),
         # Later than what the compiler knows: PTX for the latest that it does.
-        ((), (13, 0), "compute_121", Rung.JIT),
-        (("sm80", "sm86"), (11, 0), "compute_103", Rung.JIT),
+        ((), (13, 0), "compute_121", Tier.JIT),
+        (("sm80", "sm86"), (11, 0), "compute_103", Tier.JIT),
     ],
 )
-def test_the_closest_rung_wins(
+def test_the_closest_tier_wins(
     archive_factory: Factory,
     a_device: Describe,
     archs: tuple[str, ...],
     capability: tuple[int, int],
     winner: str,
-    rung: Rung,
+    tier: Tier,
 ) -> None:
     archives = [archive_factory(arch) for arch in archs]
     for order in (archives, archives[::-1]):
         chosen = decide(a_device(capability), order, toolchains=COMPILERS).taken()
-        assert (str(chosen.target), chosen.rung) == (winner, rung)
+        assert (str(chosen.target), chosen.tier) == (winner, tier)
         assert variant_of(chosen).language == "cuda"
 
 
 def test_too_old_a_gpu_gets_the_reference(archive_factory: Factory, a_device: Describe) -> None:
     archives = [archive_factory(arch) for arch in ("ptx80", "sm80", "sm90")]
     decision = decide(a_device((7, 5)), archives, toolchains=COMPILERS)
-    assert decision.taken() == Candidate(Rung.REFERENCE)
+    assert decision.taken() == Match(Tier.REFERENCE)
     assert decision.launch() is None
     assert told(decision, "ptx80.scanreg") == "compute_80 needs 8.0 or later, not 7.5"
     for language in ("cuda", "triton"):
@@ -86,27 +86,27 @@ def test_too_old_a_gpu_gets_the_reference(archive_factory: Factory, a_device: De
 
 def test_nothing_but_the_reference_is_considered_on_the_cpu(archive_factory: Factory) -> None:
     decision = decide(None, [archive_factory("sm90")], toolchains=COMPILERS)
-    assert decision.taken() == Candidate(Rung.REFERENCE)
+    assert decision.taken() == Match(Tier.REFERENCE)
     assert decision.rejected == ()
 
 
 @pytest.mark.parametrize(
-    ("capability", "archs", "rung", "target"),
+    ("capability", "archs", "tier", "target"),
     [
         # Triton's machine code from 9.0 up runs on one capability only.
-        ((10, 3), ("sm100", "ptx80"), Rung.PTX, "compute_80"),
-        ((10, 3), ("sm100",), Rung.JIT, "sm_103"),
-        ((12, 1), ("sm120", "ptx80"), Rung.PTX, "compute_80"),
-        ((12, 1), ("sm120",), Rung.JIT, "sm_121"),
-        ((8, 6), ("sm80",), Rung.SAME_MAJOR, "sm_80"),
+        ((10, 3), ("sm100", "ptx80"), Tier.PTX, "compute_80"),
+        ((10, 3), ("sm100",), Tier.JIT, "sm_103"),
+        ((12, 1), ("sm120", "ptx80"), Tier.PTX, "compute_80"),
+        ((12, 1), ("sm120",), Tier.JIT, "sm_121"),
+        ((8, 6), ("sm80",), Tier.SAME_MAJOR, "sm_80"),
     ],
 )
-def test_the_ladder_for_triton(
+def test_the_tiers_for_triton(
     a_binary: Make,
     a_device: Describe,
     capability: tuple[int, int],
     archs: tuple[str, ...],
-    rung: Rung,
+    tier: Tier,
     target: str,
 ) -> None:
     specific = {"sm100": "sm100a", "sm120": "sm120a"}
@@ -114,18 +114,18 @@ def test_the_ladder_for_triton(
         in_memory(arch, [a_binary(TRITON[0], specific.get(arch, arch))[0]]) for arch in archs
     ]
     chosen = decide(a_device(capability), archives, backend="triton", toolchains=COMPILERS).taken()
-    assert (chosen.rung, str(chosen.target)) == (rung, target)
+    assert (chosen.tier, str(chosen.target)) == (tier, target)
 
 
-def test_losers_of_a_later_rung_are_told_so(archive_factory: Factory, a_device: Describe) -> None:
+def test_losers_of_a_later_tier_are_told_so(archive_factory: Factory, a_device: Describe) -> None:
     archives = [archive_factory("sm80", variants=CUDA), archive_factory("ptx80", variants=CUDA)]
     decision = decide(a_device((8, 6)), archives, toolchains=COMPILERS)
-    assert "rung ptx; the winner's is same-major" in told(decision, "for compute_80")
-    assert "rung jit; the winner's is same-major" in told(decision, "for sm_86")
-    assert told(decision, "the reference") == "rung reference; the winner's is same-major"
+    assert "tier ptx; the winner's is same-major" in told(decision, "for compute_80")
+    assert "tier jit; the winner's is same-major" in told(decision, "for sm_86")
+    assert told(decision, "the reference") == "tier reference; the winner's is same-major"
 
 
-def test_cuda_wins_over_triton_on_one_rung(archive_factory: Factory, a_device: Describe) -> None:
+def test_cuda_wins_over_triton_on_one_tier(archive_factory: Factory, a_device: Describe) -> None:
     archive = archive_factory("sm90", variants=[*TRITON, *CUDA])
     decision = decide(a_device(), [archive])
     assert variant_of(decision.taken()).language == "cuda"
@@ -135,7 +135,7 @@ def test_cuda_wins_over_triton_on_one_rung(archive_factory: Factory, a_device: D
     assert "cuda comes first" in told(decision, ":triton:")
 
 
-def test_of_equal_rungs_the_later_architecture_wins(
+def test_of_equal_tiers_the_later_architecture_wins(
     archive_factory: Factory, a_device: Describe
 ) -> None:
     archives = [archive_factory(arch, variants=CUDA) for arch in ("sm80", "sm86")]
@@ -169,18 +169,18 @@ def test_the_spec_decides_among_equals(archive_factory: Factory, a_device: Descr
         assert variant_of(compiled.taken()) == best
 
 
-def test_a_closer_rung_beats_the_preferred_language(
+def test_a_closer_tier_beats_the_preferred_language(
     archive_factory: Factory, a_device: Describe
 ) -> None:
     archives = [archive_factory("ptx80", variants=CUDA), archive_factory("sm90", variants=TRITON)]
     chosen = decide(a_device(), archives, toolchains=COMPILERS).taken()
-    assert (variant_of(chosen).language, chosen.rung) == ("triton", Rung.EXACT)
+    assert (variant_of(chosen).language, chosen.tier) == ("triton", Tier.EXACT)
 
 
 def test_the_launch_is_the_winners(archive_factory: Factory, a_device: Describe) -> None:
     decision = decide(a_device(), [archive_factory("sm90")])
     variant = variant_of(decision.taken())
-    launch = FAMILY.kernel(KERNEL, "cuda").launch(variant, a_problem(), a_device().multiprocessors)
+    launch = FAMILY.kernel(KERNEL, "cuda").launch(variant, a_problem(), a_device().sm_count)
     assert decision.launch() == launch
 
 
@@ -194,7 +194,7 @@ def test_architecture_specific_code_stays_on_its_architecture(
     both = [a_binary(TRITON[0], "sm90a"), a_binary(CUDA[0], "sm90")]
     archive = archive_factory("sm90", both)
     chosen = decide(a_device((9, 0)), [archive], backend="triton").taken()
-    assert (str(binary_of(chosen).target), chosen.rung) == ("sm_90a", Rung.EXACT)
+    assert (str(binary_of(chosen).target), chosen.tier) == ("sm_90a", Tier.EXACT)
     # No 9.1 exists; were there one, sm_90 code would run on it and sm_90a code would not.
     problem = a_problem(dtype=both[0][0].variant.text("dtype"))
     decision = decide(a_device((9, 1)), [archive], problem)
@@ -220,7 +220,7 @@ def test_an_archive_of_another_architecture_is_rejected_as_a_whole(
 ) -> None:
     decision = decide(a_device(capability), [archive_factory(arch)])
     assert decision.rejected == (Rejected(f"scan-registry's {arch}.scanreg", reason),)
-    assert decision.taken().rung is Rung.REFERENCE
+    assert decision.taken().tier is Tier.REFERENCE
 
 
 def test_an_archive_that_cannot_run_is_not_read(
@@ -229,14 +229,14 @@ def test_an_archive_that_cannot_run_is_not_read(
     (tmp_path / "sm80.scanreg").write_bytes(b"garbage")
     others = [Archive(tmp_path / "sm80.scanreg"), Archive(tmp_path / "missing" / "sm120.scanreg")]
     decision = decide(a_device((9, 0)), [*others, archive_factory("sm90")])
-    assert decision.taken().rung is Rung.EXACT
+    assert decision.taken().tier is Tier.EXACT
     assert [(loser.subject, loser.damaged) for loser in decision.rejected[:2]] == [
         ("scan-registry's sm80.scanreg", False),
         ("scan-registry's sm120.scanreg", False),
     ]
 
 
-def test_a_damaged_archive_is_named_and_the_next_rung_taken(
+def test_a_damaged_archive_is_named_and_the_next_tier_taken(
     archive_factory: Factory, a_device: Describe
 ) -> None:
     archives = [archive_factory("ptx80"), archive_factory("sm90")]
@@ -244,7 +244,7 @@ def test_a_damaged_archive_is_named_and_the_next_rung_taken(
     content[100] ^= 1
     archives[1].path.write_bytes(content)
     decision = decide(a_device((9, 0)), [archives[0], Archive(archives[1].path, "acme")])
-    assert decision.taken().rung is Rung.PTX
+    assert decision.taken().tier is Tier.PTX
     (loser,) = (loser for loser in decision.rejected if loser.damaged)
     assert loser.subject == "acme's sm90.scanreg"
     assert str(archives[1].path) in loser.reason
@@ -261,12 +261,12 @@ def test_an_entry_that_names_no_variant(
     document["binaries"][0]["variant"] = f"{CUDA[0].stem},bad"
     path.write_bytes(parts.together())
     decision = decide(a_device(), [Archive(path)])
-    assert decision.taken().rung is Rung.REFERENCE
+    assert decision.taken().tier is Tier.REFERENCE
     (loser,) = (loser for loser in decision.rejected if loser.damaged)
     assert str(path) in loser.reason
     assert advice(decision)
     with pytest.raises(NoKernelError, match="is not name=value"):
-        decide(a_device(), [Archive(path)], lowest=Rung.PTX).taken()
+        decide(a_device(), [Archive(path)], lowest=Tier.PTX).taken()
 
 
 def test_a_file_whose_name_is_no_architecture(a_device: Describe, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_backend_pins_the_language(archive_factory: Factory, a_device: Describe)
         assert told(decision, "the reference") == reason
         assert decide(a_device(), backend=backend).winner is None
     decision = decide(a_device(), [archive], backend="reference", toolchains=COMPILERS)
-    assert decision.taken() == Candidate(Rung.REFERENCE)
+    assert decision.taken() == Match(Tier.REFERENCE)
     assert {r.reason for r in decision.rejected} == {"backend='reference' was asked for"}
 
 
@@ -326,7 +326,7 @@ def test_a_binary_that_does_not_fit_is_rejected(
     problem = a_problem(dtype=CUDA[0].text("dtype"))
     decision = decide(a_device(**{limit: value}), [archive], problem)
     assert decision.rejected == (Rejected(f"{CUDA[0]} for sm_90", reason),)
-    assert decide(a_device(), [archive], problem).taken().rung is Rung.EXACT
+    assert decide(a_device(), [archive], problem).taken().tier is Tier.EXACT
 
 
 def test_ptx_that_the_driver_is_too_old_for(
@@ -335,7 +335,7 @@ def test_ptx_that_the_driver_is_too_old_for(
     ptx = [a_binary(v, "ptx80", format_version="8.8", oldest_driver=(12, 9)) for v in CUDA]
     archive = archive_factory("ptx80", ptx)
     decision = decide(a_device((10, 0), driver=(12, 8)), [archive], toolchains=COMPILERS)
-    assert decision.taken().rung is Rung.JIT
+    assert decision.taken().tier is Tier.JIT
     reason = "PTX ISA 8.8 for compute_80 needs a driver for CUDA 12.9; this one supports 12.8"
     assert reason in told(decision, "for compute_80")
 
@@ -360,7 +360,7 @@ def test_other_kernels_are_not_mentioned(archive_factory: Factory, a_device: Des
 def test_more_blocks_than_a_grid_holds(archive_factory: Factory, a_device: Describe) -> None:
     problem = replace(a_problem(), batch=1, channels=2**34)
     decision = decide(a_device(), [archive_factory("sm90")], problem, toolchains=COMPILERS)
-    assert decision.taken().rung is Rung.REFERENCE
+    assert decision.taken().tier is Tier.REFERENCE
     assert f"blocks; a grid holds {2**31 - 1}" in told(decision, KERNEL)
 
 

@@ -11,12 +11,12 @@ from imaginary import FAMILY
 from selecting import CUDA, KERNEL, TRITON, Describe, Make, a_problem, in_memory
 
 from scan_registry.artifact.archive import Archive, Binary, digest
-from scan_registry.dispatch import offers as offering
-from scan_registry.dispatch.fit import Rung, Toolchain
+from scan_registry.dispatch import candidates
+from scan_registry.dispatch.fit import Tier, Toolchain
 from scan_registry.dispatch.select import (
     BACKENDS,
     Backend,
-    Candidate,
+    Match,
     NoKernelError,
     System,
     select,
@@ -104,10 +104,10 @@ def fits(binary: Binary, device: Device) -> bool:
     )
 
 
-def rung(binary: Binary, device: Device) -> Rung:
+def tier(binary: Binary, device: Device) -> Tier:
     if binary.target.is_ptx:
-        return Rung.PTX
-    return Rung.EXACT if binary.target.capability == device.capability else Rung.SAME_MAJOR
+        return Tier.PTX
+    return Tier.EXACT if binary.target.capability == device.capability else Tier.SAME_MAJOR
 
 
 def compiled_for(toolchain: Toolchain, language: str, device: Device) -> Target | None:
@@ -132,12 +132,12 @@ def either_way(variant: Variant) -> str:
     return str(replace(variant, statics=statics))
 
 
-Offer = tuple[Rung, str, str]
+Possible = tuple[Tier, str, str]
 
 
-def offers(system: System, problem: LinearScanProblem, backend: Backend) -> list[Offer]:
-    """All that solves the problem, derived anew: rung, subject, and where it comes from."""
-    found: list[Offer] = []
+def possible(system: System, problem: LinearScanProblem, backend: Backend) -> list[Possible]:
+    """All that solves the problem, derived anew: tier, subject, and where it comes from."""
+    found: list[Possible] = []
     device = system.device
     assert device is not None
 
@@ -157,16 +157,16 @@ def offers(system: System, problem: LinearScanProblem, backend: Backend) -> list
                 and fits(binary, device)
                 and binary.sha256 not in system.denied
             ):
-                found.append((rung(binary, device), str(binary), str(archive.path)))
+                found.append((tier(binary, device), str(binary), str(archive.path)))
     for language, toolchain in (system.toolchains or {}).items():
         if isinstance(toolchain, Toolchain):
             target = compiled_for(toolchain, language, device)
             for variant in FAMILY.kernel(KERNEL, language).variants if target else ():
                 if usable(variant):
-                    found.append((Rung.JIT, f"{variant} for {target}", "here"))
+                    found.append((Tier.JIT, f"{variant} for {target}", "here"))
     if backend in ("auto", "reference"):
-        found.append((Rung.REFERENCE, "the reference", "here"))
-    return [offer for offer in found if offer[1:] not in system.failed]
+        found.append((Tier.REFERENCE, "the reference", "here"))
+    return [way for way in found if way[1:] not in system.failed]
 
 
 def considered(system: System) -> list[str]:
@@ -209,12 +209,12 @@ def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> 
         data.draw(st.sampled_from([4, 16])),
     )
     backend: Backend = data.draw(st.sampled_from(BACKENDS), label="backend")
-    lowest = data.draw(st.sampled_from(Rung), label="lowest")
-    able = offers(system, problem, backend)
+    lowest = data.draw(st.sampled_from(Tier), label="lowest")
+    able = possible(system, problem, backend)
     if able:
-        failures = st.sets(st.sampled_from(sorted({offer[1:] for offer in able})), max_size=2)
+        failures = st.sets(st.sampled_from(sorted({way[1:] for way in able})), max_size=2)
         system = replace(system, failed=dict.fromkeys(data.draw(failures), "it failed"))
-    allowed = [offer for offer in offers(system, problem, backend) if offer[0] <= lowest]
+    allowed = [way for way in possible(system, problem, backend) if way[0] <= lowest]
 
     decision = select(system, FAMILY, problem, backend, lowest)
 
@@ -224,26 +224,26 @@ def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> 
         with pytest.raises(NoKernelError):
             decision.taken()
     else:
-        assert (winner.rung, *winner.key) in allowed
-        assert winner.rung == min(offer[0] for offer in allowed)
+        assert (winner.tier, *winner.key) in allowed
+        assert winner.tier == min(way[0] for way in allowed)
         assert decision.taken() is winner
         if winner.binary is not None:
             assert winner.archive is not None
             assert winner.binary in winner.archive.binaries
-        assert (decision.launch() is None) == (winner.rung is Rung.REFERENCE)
+        assert (decision.launch() is None) == (winner.tier is Tier.REFERENCE)
     every = [
-        offering.checked(decision, each)
-        for language in offering.LANGUAGES
-        for each in offering.offers(decision, language, all_dtypes=True)
-        if isinstance(each, offering.Offer)
+        candidates.checked(decision, each)
+        for language in candidates.LANGUAGES
+        for each in candidates.candidates(decision, language, all_dtypes=True)
+        if isinstance(each, candidates.Candidate)
     ]
-    found = [outcome for outcome in every if isinstance(outcome, Candidate)]
-    if winner is not None and winner.rung < Rung.REFERENCE:
+    found = [outcome for outcome in every if isinstance(outcome, Match)]
+    if winner is not None and winner.tier < Tier.REFERENCE:
         assert winner == min(found, key=lambda candidate: candidate.order)
     accounted = [r.subject for r in decision.rejected] + ([winner.subject] if winner else [])
     assert sorted(accounted) == sorted(considered(system))
     assert all(loser.reason.strip() and not loser.damaged for loser in decision.rejected)
 
-    if winner is None or winner.rung < Rung.JIT:
+    if winner is None or winner.tier < Tier.JIT:
         blind = select(replace(system, toolchains=None), FAMILY, problem, backend, lowest)
         assert blind.winner == winner

@@ -24,7 +24,7 @@ from selecting import (
 )
 
 from scan_registry.artifact.archive import Archive
-from scan_registry.dispatch.fit import Rung, Toolchain
+from scan_registry.dispatch.fit import Tier, Toolchain
 from scan_registry.dispatch.policy import LEVELS, Level
 from scan_registry.dispatch.select import Backend, NoKernelError, advice
 from scan_registry.kernels.model import Language
@@ -37,12 +37,12 @@ def test_a_denied_digest(archive_factory: Factory, a_device: Describe) -> None:
     best = binary_of(decide(a_device(), archives).taken())
     decision = decide(a_device(), archives, denied={best.sha256: "denied: it is wrong"})
     chosen = decision.taken()
-    assert chosen.rung is Rung.EXACT
+    assert chosen.tier is Tier.EXACT
     assert binary_of(chosen).sha256 != best.sha256
     assert told(decision, str(best)) == "denied: it is wrong"
     # The digest is about those bytes: the same variant from PTX is not denied.
     everything = {b.sha256: "denied: all" for b in archives[0].binaries}
-    assert decide(a_device(), archives, denied=everything).taken().rung is Rung.PTX
+    assert decide(a_device(), archives, denied=everything).taken().tier is Tier.PTX
 
 
 def test_a_denied_variant(archive_factory: Factory, a_device: Describe) -> None:
@@ -75,25 +75,25 @@ def test_to_deny_a_variant_is_to_deny_it_both_ways(
 def test_a_denied_variant_is_not_compiled_either(a_device: Describe) -> None:
     denied = {str(variant): "denied: all" for variant in (*EVERY_CUDA, *TRITON)}
     decision = decide(a_device(), denied=denied, toolchains=COMPILERS)
-    assert decision.taken().rung is Rung.REFERENCE
+    assert decision.taken().tier is Tier.REFERENCE
     assert {r.reason for r in decision.rejected} == {"denied: all"}
 
 
 def test_what_failed_is_passed_over(archive_factory: Factory, a_device: Describe) -> None:
     archives = [archive_factory("sm90"), archive_factory("ptx80")]
     failed: dict[tuple[str, str], str] = {}
-    rungs = []
+    tiers = []
     for number in range(100):
         decision = decide(a_device(), archives, failed=failed, toolchains=COMPILERS)
         if decision.winner is None:
             break
-        rungs.append(decision.winner.rung)
+        tiers.append(decision.winner.tier)
         for key, reason in failed.items():
             assert reason in told(decision, key[0])
         failed[decision.winner.key] = f"failure {number}"
     assert decision.winner is None
-    assert rungs == sorted(rungs)
-    assert set(rungs) == {Rung.EXACT, Rung.PTX, Rung.JIT, Rung.REFERENCE}
+    assert tiers == sorted(tiers)
+    assert set(tiers) == {Tier.EXACT, Tier.PTX, Tier.JIT, Tier.REFERENCE}
 
 
 def test_a_failure_is_about_one_archive(a_binary: Make, a_device: Describe) -> None:
@@ -108,29 +108,29 @@ def test_a_failure_is_about_one_archive(a_binary: Make, a_device: Describe) -> N
 # --- Policy -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lowest", list(Rung))
-def test_nothing_below_the_lowest_rung_is_taken(
-    archive_factory: Factory, a_device: Describe, lowest: Rung
+@pytest.mark.parametrize("lowest", list(Tier))
+def test_nothing_below_the_lowest_tier_is_taken(
+    archive_factory: Factory, a_device: Describe, lowest: Tier
 ) -> None:
-    """On 8.6 there is sm_80, PTX, a compiler and torch; each is taken down to the lowest rung."""
+    """On 8.6 there is sm_80, PTX, a compiler and torch; each is taken down to the lowest tier."""
     archives = [archive_factory(arch) for arch in ("sm80", "ptx80")]
-    offers = [
-        (archives, COMPILERS, Rung.SAME_MAJOR),
-        (archives[1:], COMPILERS, Rung.PTX),
-        ([], COMPILERS, Rung.JIT),
-        ([], MISSING, Rung.REFERENCE),
+    ways = [
+        (archives, COMPILERS, Tier.SAME_MAJOR),
+        (archives[1:], COMPILERS, Tier.PTX),
+        ([], COMPILERS, Tier.JIT),
+        ([], MISSING, Tier.REFERENCE),
     ]
-    for there, toolchains, rung in offers:
+    for there, toolchains, tier in ways:
         decision = decide(a_device((8, 6)), there, lowest=lowest, toolchains=toolchains)
-        if rung <= lowest:
-            assert decision.taken().rung is rung
+        if tier <= lowest:
+            assert decision.taken().tier is tier
         else:
             assert decision.winner is None
         for loser in decision.rejected:
             if "the policy allows none below" in loser.reason:
                 assert loser.reason.endswith(f"none below {lowest}")
-        if lowest < Rung.REFERENCE:
-            reason = f"rung reference; the policy allows none below {lowest}"
+        if lowest < Tier.REFERENCE:
+            reason = f"tier reference; the policy allows none below {lowest}"
             assert told(decision, "the reference") == reason
 
 
@@ -138,12 +138,12 @@ def test_backend_and_policy_both_hold(archive_factory: Factory, a_device: Descri
     archive = archive_factory("sm90", variants=CUDA)
     pinned: Backend = "triton"
     decision = decide(a_device(), [archive], backend=pinned, toolchains=COMPILERS)
-    assert decision.taken().rung is Rung.JIT
+    assert decision.taken().tier is Tier.JIT
     decision = decide(
-        a_device(), [archive], backend=pinned, lowest=Rung.SAME_MAJOR, toolchains=COMPILERS
+        a_device(), [archive], backend=pinned, lowest=Tier.SAME_MAJOR, toolchains=COMPILERS
     )
     assert decision.winner is None
-    assert "rung jit; the policy allows none below same-major" in told(decision, ":triton:")
+    assert "tier jit; the policy allows none below same-major" in told(decision, ":triton:")
 
 
 # --- Compilers --------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_backend_and_policy_both_hold(archive_factory: Factory, a_device: Descri
 
 def test_missing_compilers_are_named(a_device: Describe) -> None:
     decision = decide(a_device(), toolchains=MISSING)
-    assert decision.taken().rung is Rung.REFERENCE
+    assert decision.taken().tier is Tier.REFERENCE
     assert told(decision, "cuda compiled here") == "NVRTC is not installed"
     assert told(decision, "triton compiled here") == "Triton is not installed"
 
@@ -159,7 +159,7 @@ def test_missing_compilers_are_named(a_device: Describe) -> None:
 def test_a_compiler_that_is_too_old_is_named(a_device: Describe) -> None:
     old: Mapping[Language, Toolchain | str] = {"triton": Toolchain("triton 3.2.0", (12, 4))}
     decision = decide(a_device((10, 0)), toolchains=old)
-    assert decision.taken().rung is Rung.REFERENCE
+    assert decision.taken().tier is Tier.REFERENCE
     assert told(decision, "triton compiled here") == "triton 3.2.0 (CUDA 12.4) does not know 10.0"
 
 
@@ -182,7 +182,7 @@ def test_what_the_driver_would_not_load_is_not_compiled(
 ) -> None:
     here: Mapping[Language, Toolchain | str] = {"cuda": Toolchain("nvrtc 99.1", cuda)}
     decision = decide(a_device(capability, driver=driver), toolchains=here)
-    assert decision.taken().rung is Rung.REFERENCE
+    assert decision.taken().tier is Tier.REFERENCE
     there = ".".join(map(str, driver))
     assert told(decision, "cuda compiled here") == (
         f"what nvrtc 99.1 makes for {target} needs a driver for CUDA {needs}; "
@@ -190,7 +190,7 @@ def test_what_the_driver_would_not_load_is_not_compiled(
     )
     enough = tuple(map(int, needs.split(".")))
     chosen = decide(a_device(capability, driver=enough), toolchains=here).taken()
-    assert (chosen.rung, str(chosen.target)) == (Rung.JIT, target)
+    assert (chosen.tier, str(chosen.target)) == (Tier.JIT, target)
 
 
 def test_only_variants_of_the_kernel_are_compiled(a_device: Describe) -> None:
@@ -209,7 +209,7 @@ def test_no_winner_lists_what_is_installed_and_what_to_do(
     device = a_device((7, 5), name="Tesla T4")
     archives = [archive_factory(arch) for arch in ("ptx80", "sm80", "sm90")]
     with pytest.raises(NoKernelError) as caught:
-        decide(device, archives, lowest=Rung.JIT, toolchains=MISSING).taken()
+        decide(device, archives, lowest=Tier.JIT, toolchains=MISSING).taken()
     message = str(caught.value)
     assert message.startswith("nothing runs time_last_forward on Tesla T4 (sm_75)")
     for expected in (
@@ -217,7 +217,7 @@ def test_no_winner_lists_what_is_installed_and_what_to_do(
         "sm80.scanreg: sm_80 runs on 8.0 and later 8.x; the device is 7.5",
         "sm90.scanreg: sm_90 runs on 9.0 and later 9.x; the device is 7.5",
         "NVRTC is not installed",
-        "the reference: rung reference; the policy allows none below jit",
+        "the reference: tier reference; the policy allows none below jit",
         "need compute capability 8.0",
     ):
         assert expected in message
@@ -239,7 +239,7 @@ def test_no_winner_lists_what_is_installed_and_what_to_do(
             (8, 7),
             (13, 0),
             "aot",
-            "Install {wheel} built for sm87, or allow rung reference",
+            "Install {wheel} built for sm87, or allow tier reference",
         ),
         (("sm120",), (12, 1), (12, 8), "reference", "Install {wheel} built for sm121"),
         # There is PTX, and the driver is too old for it.
@@ -252,8 +252,8 @@ def test_no_winner_lists_what_is_installed_and_what_to_do(
         ),
         (("ptx80",), (13, 0), (12, 4), "reference", "{driver} 12.9"),
         # There is PTX, and it is not allowed.
-        (("ptx80",), (8, 7), (13, 0), "aot", "Install {wheel} built for sm87, or allow rung ptx"),
-        (("ptx80",), (13, 0), (13, 0), "aot", "Allow rung ptx"),
+        (("ptx80",), (8, 7), (13, 0), "aot", "Install {wheel} built for sm87, or allow tier ptx"),
+        (("ptx80",), (13, 0), (13, 0), "aot", "Allow tier ptx"),
         # There is PTX, and nothing is closer.
         (("ptx80",), (13, 0), (13, 0), "reference", "No wheel and no driver is known to help"),
     ],
@@ -284,10 +284,10 @@ def test_advice_is_about_the_language_that_was_asked_for(
     decision = decide(a_device(), archives, backend="triton")
     assert advice(decision) == "Install a scan-registry wheel built for sm90 or with PTX (ptx80)"
     backward = [v for v in FAMILY.variants() if v.kernel != KERNEL]
-    other = decide(a_device(), [archive_factory("sm90", variants=backward)], lowest=Rung.PTX)
+    other = decide(a_device(), [archive_factory("sm90", variants=backward)], lowest=Tier.PTX)
     assert advice(other).startswith("Install a scan-registry wheel built for sm90 or with PTX")
-    pinned = decide(a_device(), archives, backend="reference", lowest=Rung.JIT)
-    assert advice(pinned) == "Allow rung reference"
+    pinned = decide(a_device(), archives, backend="reference", lowest=Tier.JIT)
+    assert advice(pinned) == "Allow tier reference"
 
 
 def test_a_driver_is_advised_for_what_could_be_compiled_here(a_device: Describe) -> None:
@@ -305,7 +305,7 @@ def test_damage_is_no_archive(archive_factory: Factory, a_device: Describe) -> N
 
 def test_no_archive_at_all(a_device: Describe) -> None:
     with pytest.raises(NoKernelError, match=r"(?s)nothing.*wheel.*sm90.*ptx80"):
-        decide(a_device(), lowest=Rung.PTX).taken()
+        decide(a_device(), lowest=Tier.PTX).taken()
 
 
 def test_a_kernel_on_the_cpu() -> None:

@@ -28,7 +28,7 @@ from selecting import (
 
 from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.dispatch import select as select_module
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import NoKernelError, System, select
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Row, Tuning
@@ -145,7 +145,9 @@ def test_those_that_rank_after_the_winner_are_looked_at_when_somebody_asks(
     seen: list[str] = []
     real = select_module.checked
     monkeypatch.setattr(
-        select_module, "checked", lambda asked, each: seen.append(each.text) or real(asked, each)
+        select_module,
+        "checked",
+        lambda requested, each: seen.append(each.text) or real(requested, each),
     )
     decision = decide(a_device(), [archive])
     assert variant_of(decision.winner) == slow
@@ -226,7 +228,7 @@ def test_what_is_compiled_here_goes_by_the_specs_tables(a_device: Describe) -> N
     family = replace(FAMILY, kernels=(changed, *(k for k in FAMILY.kernels if k is not kernel)))
     there = System(a_device(), toolchains=COMPILERS)
     decision = select(there, family, a_problem())
-    assert decision.taken().rung == Rung.JIT
+    assert decision.taken().tier == Tier.JIT
     assert variant_of(decision.winner) == SPARE
     assert decision.taken().ms == 0.5
 
@@ -235,10 +237,10 @@ def test_a_pinned_variant_runs_or_nothing_does(a_binary: Make, a_device: Describ
     slow, *_, liked = aligned()
     archive = in_memory("sm90", [a_binary(v)[0] for v in CUDA])
     decision = decide(a_device(), [archive], pinned=slow, toolchains=COMPILERS, backend="cuda")
-    assert (variant_of(decision.winner), decision.taken().rung) == (slow, Rung.EXACT)
+    assert (variant_of(decision.winner), decision.taken().tier) == (slow, Tier.EXACT)
     assert f"{slow} is pinned" in told(decision, str(liked))
     spare = decide(a_device(), [archive], pinned=SPARE, toolchains=COMPILERS, backend="cuda")
-    assert (variant_of(spare.winner), spare.taken().rung) == (SPARE, Rung.JIT)
+    assert (variant_of(spare.winner), spare.taken().tier) == (SPARE, Tier.JIT)
     with pytest.raises(NoKernelError):
         decide(a_device(), [archive], pinned=TRITON[0], backend="cuda").taken()
 
@@ -246,7 +248,7 @@ def test_a_pinned_variant_runs_or_nothing_does(a_binary: Make, a_device: Describ
 def test_blocks_that_wait_for_each_other_have_to_fit_the_gpu(
     archive_factory: Factory, a_device: Describe
 ) -> None:
-    """Which a kernel tells by the number of multiprocessors."""
+    """Which a kernel tells by the number of SMs."""
     kernels = tuple(
         replace(
             k,
@@ -256,10 +258,10 @@ def test_blocks_that_wait_for_each_other_have_to_fit_the_gpu(
     )
     family = replace(FAMILY, kernels=kernels)
     archive = archive_factory("sm90", variants=CUDA)
-    for count, rung in ((100, Rung.EXACT), (99, Rung.REFERENCE)):
-        there = System(a_device(multiprocessors=count), (archive,))
-        decision = select(there, family, a_problem(), "auto", Rung.REFERENCE)
-        assert decision.taken().rung is rung
+    for count, tier in ((100, Tier.EXACT), (99, Tier.REFERENCE)):
+        there = System(a_device(sm_count=count), (archive,))
+        decision = select(there, family, a_problem(), "auto", Tier.REFERENCE)
+        assert decision.taken().tier is tier
         assert ("99 are too few" in told(decision, KERNEL)) == (count == 99)
 
 
@@ -269,8 +271,8 @@ def test_what_is_for_other_architectures_is_not_compiled(a_device: Describe) -> 
         for k in FAMILY.kernels
     )
     family = replace(FAMILY, kernels=kernels)
-    for capability, rung in (((9, 0), Rung.JIT), ((8, 9), Rung.REFERENCE)):
+    for capability, tier in (((9, 0), Tier.JIT), ((8, 9), Tier.REFERENCE)):
         there = System(a_device(capability), toolchains=COMPILERS)
-        decision = select(there, family, a_problem(), "auto", Rung.REFERENCE)
-        assert decision.taken().rung is rung
-        assert ("it is not for sm_89" in told(decision, KERNEL)) == (rung != Rung.JIT)
+        decision = select(there, family, a_problem(), "auto", Tier.REFERENCE)
+        assert decision.taken().tier is tier
+        assert ("it is not for sm_89" in told(decision, KERNEL)) == (tier != Tier.JIT)

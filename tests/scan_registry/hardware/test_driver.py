@@ -66,7 +66,7 @@ def test_devices_of_several_architectures(stub_driver: Any) -> None:
     assert devices[1] == {
         "name": "Imaginary A10",
         "capability": [8, 6],
-        "multiprocessors": 84,
+        "sm_count": 84,
         "shared_memory_per_block": 101_376,
         "registers_per_block": 32_768,
         "threads_per_block": 512,

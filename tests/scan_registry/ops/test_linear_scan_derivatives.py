@@ -35,7 +35,7 @@ CASES = {
 
 
 def disc(*shape: int, dtype: torch.dtype = REAL) -> Tensor:
-    """Random gates within the unit disc."""
+    """Random gates of |gate| ≤ 1."""
     if dtype.is_complex:
         return torch.polar(0.9 * torch.rand(shape, dtype=REAL), 6.3 * torch.rand(shape, dtype=REAL))
     return 1.8 * torch.rand(shape, dtype=dtype) - 0.9

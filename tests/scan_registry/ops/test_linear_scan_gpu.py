@@ -30,7 +30,7 @@ def seeded():
 
 
 def gates_of(*shape, dtype):
-    """Random gates in the unit disc, a good part of them close to its rim."""
+    """Random gates of |gate| ≤ 1, many of them close to 1."""
     dtype = getattr(torch, dtype)
     gates = 1 - torch.rand(*shape, device=DEVICE, dtype=torch.float64) ** 3
     if dtype.is_complex:

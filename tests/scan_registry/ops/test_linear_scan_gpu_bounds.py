@@ -9,7 +9,7 @@ import torch
 
 import scan_registry
 from scan_registry.ops import plans
-from scan_registry.ops.problems import StateRoom, reduction_share, share
+from scan_registry.ops.problems import StateLayout, make_kernel_call, make_reduction_call
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,7 +93,7 @@ def launches(arena, backend, dim, bounds, of_gates, reverse):
     shape = (2, 48, 1000) if dim == 2 else (2, 1000, 48)
     gates = arena.holding(torch.rand(of_gates or shape, device=DEVICE))
     tokens, states, grad = (arena.holding(torch.randn(shape, device=DEVICE)) for _ in range(3))
-    room = StateRoom.of(torch.empty_like(tokens), dim, bounds)
+    room = StateLayout.of(torch.empty_like(tokens), dim, bounds)
     bounds = arena.holding(bounds)
 
     def state(output=False):
@@ -105,23 +105,23 @@ def launches(arena, backend, dim, bounds, of_gates, reverse):
 
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
     options = bounds, dim, reverse
-    asked = share("forward", gates, {"tokens": tokens}, *options)
+    call = make_kernel_call("forward", gates, {"tokens": tokens}, *options)
     given = {"gates": gates, "tokens": tokens, "initial_state": state(), "offsets": bounds}
-    yield asked, device, {**given, "states": out(tokens), "final_state": state(True)}
+    yield call, device, {**given, "states": out(tokens), "final_state": state(True)}
 
     both = {"states": states, "states_grad": grad}
-    asked = share("backward", gates, both, *options)
+    call = make_kernel_call("backward", gates, both, *options)
     given = {"gates": gates, **both, "offsets": bounds}
     given |= {"initial_state": state(), "final_state_grad": state()}
     given |= {"tokens_grad": out(grad), "initial_state_grad": state(True)}
-    yield asked, device, {**given, "gates_grad": None if of_gates else out(grad)}
+    yield call, device, {**given, "gates_grad": None if of_gates else out(grad)}
 
     if of_gates:
-        asked = reduction_share(gates, states, *options)
-        pieces = (asked.problem.reduction().pieces, *gates.shape)
+        call = make_reduction_call(gates, states, *options)
+        pieces = (call.problem.reduction().pieces, *gates.shape)
         partial_sums = torch.empty(pieces, device="meta")
         given = {"tokens_grad": grad, "states": states, "initial_state": state()}
-        yield asked, device, {**given, "gates_grad": out(partial_sums), "offsets": bounds}
+        yield call, device, {**given, "gates_grad": out(partial_sums), "offsets": bounds}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -136,9 +136,9 @@ def test_malformed_bounds_touch_nothing_else(reverse, of_gates, dim, backend):
     for values in (*MALFORMED, WELL_FORMED):
         arena = Arena(32 << 20)
         bounds = torch.tensor(values, device=DEVICE)
-        for asked, device, tensors in launches(arena, backend, dim, bounds, of_gates, reverse):
-            assert not asked.copied
-            run = plans.runner(asked.problem, device, backend)
+        for call, device, tensors in launches(arena, backend, dim, bounds, of_gates, reverse):
+            assert not call.copied
+            run = plans.runner(call.problem, device, backend)
             assert callable(run)
             before = arena.surroundings()
             run(tensors)

@@ -191,7 +191,7 @@ def calls(draw: st.DrawFn) -> Call:
 
 
 def bases(call: Call) -> list[Tensor | None]:
-    """Random tensors for the views: gates in the unit disc, some of them zero."""
+    """Random tensors for the views: gates of |gate| ≤ 1, some of them zero."""
     generator = torch.Generator().manual_seed(call.seed)
     drawn: list[Tensor | None] = []
     dtypes = (*call.dtypes, torch.promote_types(*map(compute_dtype, call.dtypes)))

@@ -25,8 +25,8 @@ class Summing:
     def __init__(self, dim: int, reverse: bool) -> None:
         self.dim, self.reverse, self.launches = dim, reverse, 0
 
-    def plan(self, asked: Any, device: torch.device, backend: Any) -> Any:
-        problem: LinearScanProblem | None = asked.fused()
+    def plan(self, requested: Any, device: torch.device, backend: Any) -> Any:
+        problem: LinearScanProblem | None = requested.fused()
         if problem is None:
             return None
         assert problem.sums

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scan_registry import nn, rnn
-from scan_registry.dispatch.alternatives import Asked
+from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.ops import rnn_plans, rnn_steps, step_buffers
@@ -128,7 +128,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     def start(scope: str) -> list[RnnProblem]:
         solved: list[RnnProblem] = []
 
-        def prepared(posed: Sequence[Asked], device: torch.device) -> tuple[RnnProblem, Run]:
+        def prepared(posed: Sequence[Alternative], device: torch.device) -> tuple[RnnProblem, Run]:
             problems = [each.problem for each in posed]
             (problem,) = (p for p in problems if isinstance(p, RnnProblem) and p.scope == scope)
             solved.append(problem)
@@ -355,5 +355,5 @@ def test_what_each_backend_tries() -> None:
     from scan_registry.ops.rnn_arguments import Options
 
     for backend, ways in WAYS.items():
-        posed = rnn_plans.asked("forward", Options("lstm", backend), tensors, True)
+        posed = rnn_plans.alternatives("forward", Options("lstm", backend), tensors, True)
         assert [(each.problem.scope, each.backend) for each in posed] == [*ways]  # type: ignore[attr-defined]

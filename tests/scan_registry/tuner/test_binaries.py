@@ -37,24 +37,24 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compiled(monkeypatch: pytest.MonkeyPatch, make: Make, **changes: Any) -> list[Any]:
     """Stands in for the compilers; notes what it is asked for."""
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     def compile(variant: Any, target: Any, *, alone: bool) -> jit.Compiled:
         assert not alone
-        asked.append((variant, str(target)))
+        requested.append((variant, str(target)))
         return jit.Compiled(*make(variant, target, **changes), 1.0, False)
 
     monkeypatch.setattr(jit, "compile", compile)
-    return asked
+    return requested
 
 
 def test_installed_ones_come_first(
     archive_factory: Factory, a_device: Describe, a_binary: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archives = [archive_factory("ptx80"), archive_factory("sm90")]
-    asked = compiled(monkeypatch, a_binary)
+    requested = compiled(monkeypatch, a_binary)
     assert obtain(a_device(), archives, HELD) == a_binary(HELD, "sm90")
-    assert asked == []
+    assert requested == []
 
 
 @needs_nvrtc
@@ -68,9 +68,9 @@ def test_others_are_compiled_for_the_device(
 ) -> None:
     """What an archive holds for other devices, or as PTX, is none for this one."""
     archives = [archive_factory("ptx80"), archive_factory("sm100")]
-    asked = compiled(monkeypatch, a_binary)
+    requested = compiled(monkeypatch, a_binary)
     obtain(a_device(capability), archives, HELD)
-    assert asked == [(HELD, f"sm_{capability[0]}{capability[1]}")]
+    assert requested == [(HELD, f"sm_{capability[0]}{capability[1]}")]
 
 
 def test_a_damaged_archive_is_passed_over(

@@ -82,11 +82,11 @@ def test_a_part_of_the_variants_is_timed_beside_what_would_run(workshop: Any) ->
     ],
 )
 def test_every_pass_of_every_language(workshop: Any, case: str) -> None:
-    asked = problems(case, languages=("cuda", "triton"), forward=False)
+    requested = problems(case, languages=("cuda", "triton"), forward=False)
     tuner = workshop.tuner()
-    tuner.tune(asked)
+    tuner.tune(requested)
     assert [each.posed for each in tuner.tuned] == sorted(
-        asked, key=lambda each: [p.place for p in asked].index(each.place)
+        requested, key=lambda each: [p.place for p in requested].index(each.place)
     )
     assert tuner.refused == {}
     assert {each.posed.kernel.language for each in tuner.tuned} == {"cuda", "triton"}
@@ -107,16 +107,16 @@ def test_what_gives_other_results_is_refused(workshop: Any) -> None:
 
 
 def test_what_is_wrong_once_is_taken_nowhere(workshop: Any) -> None:
-    asked = problems("time_last:2,8,512:float32", "time_last:2,8,1024:float32")
-    chosen = {engine.untuned(0, each) for each in asked}
-    turning = next(v for v in asked[0].variants(SM90) if v not in chosen)
+    requested = problems("time_last:2,8,512:float32", "time_last:2,8,1024:float32")
+    chosen = {engine.untuned(0, each) for each in requested}
+    turning = next(v for v in requested[0].variants(SM90) if v not in chosen)
     workshop.ms = lambda variant: 0.1 if variant == turning else 1.0
     tuner = workshop.tuner()
     tuner.done = lambda: workshop.wrong.add(turning)
-    tuner.tune(asked)
+    tuner.tune(requested)
     assert turning in tuner.refused
     for each in tuner.tuned:
-        assert asked[0].kernel.label(turning) not in each.measured.timings
+        assert requested[0].kernel.label(turning) not in each.measured.timings
         assert each.best_ms == 1.0
     assert len(tuner.tuned) == 2
 
@@ -163,13 +163,13 @@ def test_where_nothing_can_be_timed(workshop: Any) -> None:
 
 
 def test_the_budget_ends_it_between_problems(workshop: Any) -> None:
-    asked = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32", forward=False)
-    assert len(asked) == 4
+    requested = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32", forward=False)
+    assert len(requested) == 4
     times: Iterator[float] = iter([0.0, 1.0, 1.0, 1.0, 1.0, 7.0, 11.0, 12.0])
     tuner = workshop.tuner(budget=10.0, clock=lambda: next(times))
     kept: list[int] = []
     tuner.keep = lambda: kept.append(len(tuner.tuned))
-    tuner.tune(asked)
+    tuner.tune(requested)
     # Both lengths forward, which is one kind of one kernel; backward is not begun.
     assert [each.posed.direction for each in tuner.tuned] == ["forward", "forward"]
     assert [each.direction for each in tuner.left_out] == ["backward", "backward"]
@@ -177,7 +177,7 @@ def test_the_budget_ends_it_between_problems(workshop: Any) -> None:
 
 
 def test_an_interruption_keeps_what_was_measured(workshop: Any) -> None:
-    asked = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32")
+    requested = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32")
     tuner = workshop.tuner()
     count = iter(range(9))
 
@@ -186,42 +186,42 @@ def test_an_interruption_keeps_what_was_measured(workshop: Any) -> None:
             raise KeyboardInterrupt
 
     tuner.done = done
-    tuner.tune(asked)
-    assert [each.posed for each in tuner.tuned] == asked[:1]
-    assert tuner.left_out == asked[1:]
+    tuner.tune(requested)
+    assert [each.posed for each in tuner.tuned] == requested[:1]
+    assert tuner.left_out == requested[1:]
     assert "interrupted" in workshop.told[-1]
 
 
 def test_a_gpu_that_fails_ends_it(workshop: Any) -> None:
-    asked = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32")
+    requested = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32")
     tuner = workshop.tuner()
 
     def failing(*_: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access\nand more")
 
     tuner.done = lambda: setattr(engine.accuracy, "start", failing)  # the fixture restores it
-    tuner.tune(asked)
-    assert [each.posed for each in tuner.tuned] == asked[:1]
-    assert tuner.left_out == asked[1:]
+    tuner.tune(requested)
+    assert [each.posed for each in tuner.tuned] == requested[:1]
+    assert tuner.left_out == requested[1:]
     assert "the GPU failed; what was measured is kept: CUDA error: an illegal" in workshop.told[-1]
 
 
 def test_a_problem_too_large_for_the_memory_is_left_out(
     workshop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32")
+    requested = problems("time_last:2,8,512:float32", "time_last:2,8,64:float32")
     tensors = Posed.tensors
 
     def full(self: Posed, device: Any) -> Any:
-        if self == asked[0]:
+        if self == requested[0]:
             raise torch.OutOfMemoryError("out of memory")
         return tensors(self, device)
 
     monkeypatch.setattr(Posed, "tensors", full)
     tuner = workshop.tuner()
-    tuner.tune(asked)
-    assert tuner.left_out == asked[:1]
-    assert [each.posed for each in tuner.tuned] == asked[1:]
+    tuner.tune(requested)
+    assert tuner.left_out == requested[:1]
+    assert [each.posed for each in tuner.tuned] == requested[1:]
 
 
 def test_binaries_of_a_label_are_all_that_it_stands_for(workshop: Any) -> None:

@@ -43,13 +43,13 @@ def test_the_usual_cases_are_of_every_kind() -> None:
 
 
 def test_problems_of_one_place_are_posed_once() -> None:
-    asked = [Case.parse(SMALL[0])] * 2
-    found = list(posed(asked, ["cuda"]))
+    requested = [Case.parse(SMALL[0])] * 2
+    found = list(posed(requested, ["cuda"]))
     assert [(each.direction, each.kernel.language) for each in found] == [
         (direction, "cuda") for direction in PASSES
     ]
-    assert len(list(posed(asked))) == 4
-    assert [each.direction for each in posed(asked, passes=("backward",))] == ["backward"] * 2
+    assert len(list(posed(requested))) == 4
+    assert [each.direction for each in posed(requested, passes=("backward",))] == ["backward"] * 2
 
 
 def test_shapes_take_every_dtype_and_keep_their_options() -> None:
@@ -71,7 +71,7 @@ def test_the_problem_is_that_of_the_call(
     case = Case.parse(text)
     # On the CPU no kernel sums up the gradient of gates itself.
     each = next(e for e in posed([case], passes=[direction]) if not e.problem.sums)
-    asked: list[tuple[Any, Mapping[str, Any]]] = []
+    requested: list[tuple[Any, Mapping[str, Any]]] = []
     runner = plans.runner
 
     def noted(problem: Any, device: Any, backend: Any) -> Any:
@@ -79,7 +79,7 @@ def test_the_problem_is_that_of_the_call(
         assert callable(run)
 
         def running(tensors: Mapping[str, Any]) -> None:
-            asked.append((problem, tensors))
+            requested.append((problem, tensors))
             run(tensors)
 
         return running
@@ -97,7 +97,7 @@ def test_the_problem_is_that_of_the_call(
         options = plans.Options(case.dim)
         given = gates, tensors["states"], tensors["states_grad"], None, None, bounds
         plans.backward(*given, options, (True, True, False))  # type: ignore[arg-type]
-    (problem, theirs), *reductions = asked
+    (problem, theirs), *reductions = requested
     assert len(reductions) == (direction == "backward" and case.gates != "full")
     assert problem == each.problem
     run = runner(each.problem, CPU, "auto")

@@ -17,9 +17,9 @@ from scan_registry.tuner.problems import posed
 
 
 def tuned(workshop: Any, *cases: str) -> Any:
-    asked = list(posed(map(Case.parse, cases), ["cuda"], ["forward"]))
+    requested = list(posed(map(Case.parse, cases), ["cuda"], ["forward"]))
     tuner = workshop.tuner()
-    tuner.tune(asked)
+    tuner.tune(requested)
     return tuner
 
 
@@ -71,15 +71,15 @@ def test_tunings_are_the_tables(workshop: Any) -> None:
 
 
 def test_what_the_drivers_tool_tells(a_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+    requested: list[list[str]] = []
 
     def told(command: list[str], **_: Any) -> Any:
-        asked.append(command)
+        requested.append(command)
         return subprocess.CompletedProcess(command, 0, "580.105, 1980, 2619, [N/A], 3201\n")
 
     monkeypatch.setattr(subprocess, "run", told)
     run = report.run_here(3, a_device())
-    assert "--id=3" in asked[0]
+    assert "--id=3" in requested[0]
     assert run.driver == "580.105"
     assert run.clocks == {"sm": 1980, "memory": 2619, "most_memory": 3201}
     assert set(run.toolchain) == {"cuda", "triton"}

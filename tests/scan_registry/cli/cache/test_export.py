@@ -233,7 +233,7 @@ winner = decision.taken()
 winner.archive.read(winner.binary)
 print(json.dumps({
     "providers": [[p.name, p.version] for p in found.providers],
-    "rung": str(winner.rung), "variant": str(winner.variant), "from": winner.archive.provider,
+    "tier": str(winner.tier), "variant": str(winner.variant), "from": winner.archive.provider,
 }))
 """
 
@@ -268,7 +268,7 @@ def test_the_wheel_installs_offline_and_its_binaries_are_exact(
     quiet(python, "-m", "pip", "install", "--no-index", wheel)
     found = json.loads(quiet(python, "-c", SELECT))
     variant, _ = wanted()
-    assert (found["rung"], found["variant"]) == ("exact", str(variant))
+    assert (found["tier"], found["variant"]) == ("exact", str(variant))
     assert found["from"] == "scan-registry-jit-sm90-sm103"
     assert [name for name, _ in found["providers"]] == ["scan-registry", found["from"]]
     # What is installed is held against the wheel's RECORD, which pip has kept.

@@ -17,14 +17,14 @@ from diagnosing import (
     Make,
     findings,
     only,
-    rungs,
+    tiers,
 )
 from imaginary import FAMILY, MISSING, NVRTC
 
 from scan_registry.artifact.archive import Archive
 from scan_registry.diagnostics.doctor import condensed, coverage
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import System
 
 # --- What runs --------------------------------------------------------------------------------
@@ -32,18 +32,18 @@ from scan_registry.dispatch.select import System
 
 def test_every_sample_is_asked_about(archive_factory: Factory, a_device: Describe) -> None:
     there = System(a_device(), (archive_factory("sm90", variants=FAMILY.variants()),))
-    found = coverage(there, FAMILIES, Rung.REFERENCE)
+    found = coverage(there, FAMILIES, Tier.REFERENCE)
     assert {answer.kernel for answer in found.answers} == KERNELS
-    asked = [(a.family, a.kernel, a.dtype, a.access) for a in found.answers]
-    assert len(set(asked)) == len(asked) == len(FAMILY.samples)
+    requested = [(a.family, a.kernel, a.dtype, a.access) for a in found.answers]
+    assert len(set(requested)) == len(requested) == len(FAMILY.samples)
     for answer in found.answers:
-        assert answer.rungs == dict.fromkeys(("auto", "cuda", "triton"), Rung.EXACT)
+        assert answer.tiers == dict.fromkeys(("auto", "cuda", "triton"), Tier.EXACT)
     assert findings(there) == []
 
 
 def test_a_language_that_is_missing(archive_factory: Factory, a_device: Describe) -> None:
     there = System(a_device(), (archive_factory("sm90"),), MISSING)
-    assert (rungs(there, "auto"), rungs(there, "triton")) == ({"exact"}, {"None"})
+    assert (tiers(there, "auto"), tiers(there, "triton")) == ({"exact"}, {"None"})
     found = only(there)
     assert found.severity == "warning"
     assert 'with backend="triton"' in found.text
@@ -55,15 +55,15 @@ def test_a_language_that_is_missing(archive_factory: Factory, a_device: Describe
 
 def test_a_kernel_without_a_language_has_no_answer_in_it(a_device: Describe) -> None:
     family = replace(FAMILY, kernels=tuple(k for k in FAMILY.kernels if k.language == "cuda"))
-    found = coverage(System(a_device()), {"linear_scan": family}, Rung.REFERENCE)
-    assert {tuple(answer.rungs) for answer in found.answers} == {("auto", "cuda")}
+    found = coverage(System(a_device()), {"linear_scan": family}, Tier.REFERENCE)
+    assert {tuple(answer.tiers) for answer in found.answers} == {("auto", "cuda")}
 
 
 # --- What would help --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("archs", "capability", "severity", "rung", "remedies"),
+    ("archs", "capability", "severity", "tier", "remedies"),
     [
         (["sm120", "ptx80"], (12, 1), None, "same-major", []),
         (["sm90", "ptx80"], (12, 1), "note", "ptx", ["built for sm121"]),
@@ -86,12 +86,12 @@ def test_wheels(
     archs: list[str],
     capability: tuple[int, int],
     severity: str | None,
-    rung: str,
+    tier: str,
     remedies: list[str],
 ) -> None:
     archives = tuple(archive_factory(arch, variants=FAMILY.variants()) for arch in archs)
     there = System(a_device(capability), archives, MISSING)
-    assert rungs(there, "auto") == {rung}
+    assert tiers(there, "auto") == {tier}
     if severity is None:
         assert findings(there) == []
         return
@@ -105,7 +105,7 @@ def test_wheels(
 
 def test_a_driver_that_is_too_old_for_the_ptx(archive_factory: Factory, a_device: Describe) -> None:
     there = System(a_device((8, 7), driver=(12, 4)), (archive_factory("ptx80"),), MISSING)
-    assert rungs(there, "auto") == {"reference"}
+    assert tiers(there, "auto") == {"reference"}
     found = only(there, severity="error")
     assert found.remedies[0] == "install driver 575 or later, for CUDA 12.9"
     assert "falls to plain torch (reference): every kernel" in found.text
@@ -114,7 +114,7 @@ def test_a_driver_that_is_too_old_for_the_ptx(archive_factory: Factory, a_device
         "this one supports 12.4"
     ) in found.reasons
     enough = replace(there, device=a_device((8, 7), driver=(12, 9)))
-    assert rungs(enough, "auto") == {"ptx"}
+    assert tiers(enough, "auto") == {"ptx"}
     assert not any("driver" in remedy for remedy in only(enough, severity="note").remedies)
 
 
@@ -142,7 +142,7 @@ def test_a_driver_that_is_too_old_for_what_is_compiled_here(a_device: Describe) 
         "this one supports 12.4"
     ) in found.reasons
     enough = replace(there, device=a_device((12, 0), driver=(12, 8)))
-    assert rungs(enough, "auto") == {"jit"}
+    assert tiers(enough, "auto") == {"jit"}
 
 
 def test_no_driver_is_advised_that_would_not_help(
@@ -151,13 +151,13 @@ def test_no_driver_is_advised_that_would_not_help(
     """The machine code that there is runs with any driver; the PTX beside it does not matter."""
     archives = (archive_factory("ptx80"), archive_factory("sm90"))
     there = System(a_device(driver=(12, 4)), archives)
-    assert rungs(there, "auto") == {"exact"}
+    assert tiers(there, "auto") == {"exact"}
     assert [f for f in findings(there) if any("driver" in r for r in f.remedies)] == []
 
 
 def test_a_compiler_stands_in(archive_factory: Factory, a_device: Describe) -> None:
     there = System(a_device((12, 0)), (archive_factory("sm90"),), {**MISSING, "cuda": NVRTC})
-    assert rungs(there, "auto") == {"jit"}
+    assert tiers(there, "auto") == {"jit"}
     jit, triton = findings(there)
     assert (jit.severity, triton.severity) == ("warning", "warning")
     assert jit.text == "compiled here, at its first use: every kernel"
@@ -169,20 +169,20 @@ def test_a_compiler_stands_in(archive_factory: Factory, a_device: Describe) -> N
 
 
 @pytest.mark.parametrize(
-    ("level", "rung", "advice"),
-    [("aot", "None", "allow rung ptx: SCAN_REGISTRY_REQUIRE=ptx"), ("ptx", "ptx", None)],
+    ("level", "tier", "advice"),
+    [("aot", "None", "allow tier ptx: SCAN_REGISTRY_REQUIRE=ptx"), ("ptx", "ptx", None)],
 )
 def test_the_policy(
     archive_factory: Factory,
     a_device: Describe,
     level: policy.Level,
-    rung: str,
+    tier: str,
     advice: str | None,
 ) -> None:
     archives = (archive_factory("ptx80", variants=EVERY),)
     there = System(a_device((8, 7)), archives, MISSING)
     lowest = policy.LEVELS[level]
-    assert rungs(there, "auto", lowest) == {rung}
+    assert tiers(there, "auto", lowest) == {tier}
     found = only(there, lowest)
     if advice is None:
         assert found.severity == "note"
@@ -191,7 +191,7 @@ def test_the_policy(
     assert found.text == "nothing runs, the call raises NoKernelError: every kernel"
     assert found.remedies == (advice, "install a scan-registry wheel built for sm87")
     assert (
-        f"{len(SOLVING)} variants for compute_80: rung ptx; the policy allows none below same-major"
+        f"{len(SOLVING)} variants for compute_80: tier ptx; the policy allows none below same-major"
         in found.reasons
     )
 
@@ -204,14 +204,14 @@ def test_what_is_denied(archive_factory: Factory, a_device: Describe) -> None:
         if entry.variant.text("dtype") == "float16"
     }
     there = System(a_device(), (held,), MISSING, denied)
-    assert rungs(there, "auto") == {"exact", "reference"}
+    assert tiers(there, "auto") == {"exact", "reference"}
     found = only(there, severity="error")
     assert found.text.endswith(": linear_scan.time_last_forward (float16)")
     assert any("package that denies" in remedy for remedy in found.remedies)
     assert "5 variants for sm_90: denied: it races (somebody 1.0)" in found.reasons
     # Where only one is denied, others take its place.
     first = dict(list(denied.items())[:1])
-    assert rungs(replace(there, denied=first), "auto") == {"exact"}
+    assert tiers(replace(there, denied=first), "auto") == {"exact"}
 
 
 def test_reasons_are_those_of_what_would_solve_the_problem(

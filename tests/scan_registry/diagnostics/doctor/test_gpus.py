@@ -96,7 +96,7 @@ def test_a_torch_that_cannot_use_the_gpus(
         assert len(finding["remedies"]) == len(remedies)
         for given, expected in zip(finding["remedies"], remedies, strict=True):
             assert expected in given
-    assert "cuda:1, B (sm_90), 132 multiprocessors" in text(capsys, status=status)
+    assert "cuda:1, B (sm_90), 132 SMs" in text(capsys, status=status)
 
 
 def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -124,7 +124,7 @@ def test_every_gpu_of_a_machine(stub_driver: Any, tmp_path: Path) -> None:
         ("Imaginary A", "sm_90"),
         ("Imaginary B", "sm_75"),
     ]
-    assert devices[1]["multiprocessors"] == 5
+    assert devices[1]["sm_count"] == 5
     assert [f["about"] for f in found["findings"] if f["text"].startswith("falls to plain")][
         -1
     ] == ("cuda:1, Imaginary B (sm_75)")

@@ -22,7 +22,7 @@ from scan_registry.cli import doctor as command
 from scan_registry.cli import main
 from scan_registry.diagnostics.doctor import coverage
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import System
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.tuning import Row, Tuning
@@ -31,7 +31,7 @@ from scan_registry.kernels.tuning import Row, Tuning
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "rung"),
+    ("words", "status", "tier"),
     [
         (["--for", "sm_90"], 0, "exact"),
         (["--for", "SM120"], 0, "ptx"),
@@ -49,18 +49,18 @@ from scan_registry.kernels.tuning import Row, Tuning
     ],
 )
 def test_exit_status(
-    provide: Provide, capsys: Capture, words: list[str], status: int, rung: str
+    provide: Provide, capsys: Capture, words: list[str], status: int, tier: str
 ) -> None:
     provide(archs=["sm90", "ptx80"])
     found = document(capsys, *words, status=status)
     (gpu,) = found["gpus"]
-    assert {answer["rungs"]["auto"] for answer in gpu["answers"]} == {rung}
+    assert {answer["tiers"]["auto"] for answer in gpu["answers"]} == {tier}
     assert (gpu["ordinal"], gpu["device"]["arch"]) == (None, str(Target.parse(words[1])))
     assert bool(errors(found)) == bool(status)
     out = text(capsys, *words, status=status)
     assert out.splitlines()[-1] == f"{'Not every' if status else 'Every'} call runs a kernel."
     row = next(line.split() for line in out.splitlines() if "channel_last_forward" in line)
-    assert row[1] == rung
+    assert row[1] == tier
     assert ("driver 575 or later" in out) == (status == 1 and words[1] != "sm_75")
 
 
@@ -69,11 +69,11 @@ def test_arguments_describe_the_gpu(provide: Provide, capsys: Capture) -> None:
     words = ["--for", "sm_90", "--sms", "3", "--shared-memory", "50000", "--driver", "12.3"]
     (gpu,) = document(capsys, *words)["gpus"]
     device = gpu["device"]
-    assert (device["multiprocessors"], device["shared_memory_per_block"]) == (3, 50_000)
+    assert (device["sm_count"], device["shared_memory_per_block"]) == (3, 50_000)
     assert device["driver"] == "12.3"
 
 
-def test_cells_say_what_gets_which_rung(provide: Provide, capsys: Capture) -> None:
+def test_cells_say_what_gets_which_tier(provide: Provide, capsys: Capture) -> None:
     aligned = [v for v in CUDA if dict(v.statics).get("access", "aligned") == "aligned"]
     provide(archs=["sm90"], variants=aligned)
     out = text(capsys, "--for", "sm_90", status=1)
@@ -108,9 +108,9 @@ def test_a_provider_that_does_not_fit(provide: Provide, capsys: Capture) -> None
     assert found["providers"][1]["mismatch"]
     assert found["providers"][1]["archives"][0]["binaries"] is None
     # It goes on, without what does not fit.
-    assert {a["rungs"]["auto"] for a in found["gpus"][0]["answers"]} == {"exact"}
+    assert {a["tiers"]["auto"] for a in found["gpus"][0]["answers"]} == {"exact"}
     found = document(capsys, "--for", "sm_120", status=1)
-    assert {a["rungs"]["auto"] for a in found["gpus"][0]["answers"]} == {"reference"}
+    assert {a["tiers"]["auto"] for a in found["gpus"][0]["answers"]} == {"reference"}
 
 
 def test_providers_that_are_not_intact(
@@ -123,7 +123,7 @@ def test_providers_that_are_not_intact(
     found = document(capsys, "--for", "sm_120", status=1)
     assert errors(found) == [f"{error}: every call on a GPU raises it" for error in broken]
     assert [p["name"] for p in found["providers"]] == ["scan-registry", "fine-kernels"]
-    assert {a["rungs"]["auto"] for a in found["gpus"][0]["answers"]} == {"exact"}
+    assert {a["tiers"]["auto"] for a in found["gpus"][0]["answers"]} == {"exact"}
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
@@ -146,7 +146,7 @@ def test_a_damaged_archive(
     assert state["binaries"] == (len(HELD) - 1 if damage == "flipped" else 0)
     (finding,) = [f for f in found["findings"] if f["severity"] == "error"]
     assert finding["remedies"] == ["reinstall scan-registry"]
-    answers = {a["rungs"]["auto"] for a in found["gpus"][0]["answers"]}
+    answers = {a["tiers"]["auto"] for a in found["gpus"][0]["answers"]}
     assert answers == ({"exact"} if damage == "flipped" else {"ptx"})
     assert "sm90 (damaged)" in text(capsys, "--for", "sm_90", status=1)
 
@@ -158,7 +158,7 @@ def test_damaged_bytes_do_not_count_as_a_kernel(
     path = held.folder / "archives" / "sm90.scanreg"
     path.write_bytes(archive_parts.flipped(path.read_bytes()))
     found = document(capsys, "--for", "sm_90", status=1)
-    assert {a["rungs"]["cuda"] for a in found["gpus"][0]["answers"]} == {None}
+    assert {a["tiers"]["cuda"] for a in found["gpus"][0]["answers"]} == {None}
 
 
 def test_a_file_that_is_no_architectures(provide: Provide, capsys: Capture) -> None:
@@ -172,18 +172,18 @@ def test_a_file_that_is_no_architectures(provide: Provide, capsys: Capture) -> N
     assert finding["text"] == f"{path} {providers.MISNAMED}"
     assert finding["remedies"] == ["remove the file"]
     assert [a["arch"] for a in found["providers"][0]["archives"]] == ["sm_90"]
-    assert {a["rungs"]["auto"] for a in found["gpus"][0]["answers"]} == {"exact"}
+    assert {a["tiers"]["auto"] for a in found["gpus"][0]["answers"]} == {"exact"}
 
 
 def test_the_policy_in_force(
     provide: Provide, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provide(archs=["ptx80"])
-    assert document(capsys, "--for", "sm_90")["lowest_rung"] == "reference"
+    assert document(capsys, "--for", "sm_90")["lowest_tier"] == "reference"
     with policy.require("aot"):
         found = document(capsys, "--for", "sm_90", status=1)
-        assert found["lowest_rung"] == "same-major"
-        assert "down to rung same-major" in text(capsys, "--for", "sm_90", status=1)
+        assert found["lowest_tier"] == "same-major"
+        assert "down to tier same-major" in text(capsys, "--for", "sm_90", status=1)
     monkeypatch.setenv(policy.VARIABLE, "sometimes")
     policy._default.cache_clear()
     try:
@@ -268,22 +268,22 @@ def test_whatever_is_installed(capsys: Capture, arch: str) -> None:
     assert not any(archive["damage"] for p in found["providers"] for archive in p["archives"])
     capability = Target.parse(arch).capability
     fitting = [a for a in catalogue().archives if a.arch.misfit(capability) is None]
-    rungs = {answer["rungs"]["auto"] for answer in found["gpus"][0]["answers"]}
+    tiers = {answer["tiers"]["auto"] for answer in found["gpus"][0]["answers"]}
     if capability < (8, 0):
-        assert (status, rungs) == (1, {"reference"})
+        assert (status, tiers) == (1, {"reference"})
     elif any(a.arch.capability == capability and not a.arch.is_ptx for a in fitting):
-        assert (status, rungs) == (0, {"exact"})
+        assert (status, tiers) == (0, {"exact"})
     elif fitting:
         assert status == 0
-        assert rungs in ({"same-major"}, {"ptx"})
+        assert tiers in ({"same-major"}, {"ptx"})
     else:
-        assert rungs in ({"jit"}, {"reference"})
+        assert tiers in ({"jit"}, {"reference"})
 
 
 def test_the_schema_is_strict(capsys: Capture) -> None:
     main(["doctor", "--for", "sm_75", "--json"])
     found = json.loads(capsys.readouterr().out)
-    found["gpus"][0]["answers"][0]["rungs"]["hip"] = None
+    found["gpus"][0]["answers"][0]["tiers"]["hip"] = None
     assert list(Draft202012Validator(SCHEMA).iter_errors(found))
 
 
@@ -299,7 +299,7 @@ def test_it_says_whether_there_is_a_table(tmp_path: Path, a_binary: Any, a_devic
     for given, expected in (({kernel.head: [tuning]}, 1), (None, 0)):
         archive.write(path, Target.parse("sm90"), held, {}, given)
         found = coverage(
-            System(a_device(), (Archive(path),)), {FAMILY.name: FAMILY}, Rung.REFERENCE
+            System(a_device(), (Archive(path),)), {FAMILY.name: FAMILY}, Tier.REFERENCE
         )
         assert len(found.tuned) == expected
         for origin in found.tuned:

@@ -50,13 +50,13 @@ def test_whatever_is_installed_has_the_schemas_form(
     archives = [a for a in catalogue().archives if a.arch.misfit(capability) is None]
     for step in found["steps"]:
         if capability < (8, 0):
-            assert step["rung"] == "reference"
+            assert step["tier"] == "reference"
         elif archives:
-            assert step["rung"] in ("exact", "same-major", "ptx")
+            assert step["tier"] in ("exact", "same-major", "ptx")
             assert step["launch"]["block"]
             assert len(step["sha256"]) == 64
         else:
-            assert step["rung"] in ("jit", "reference")
+            assert step["tier"] in ("jit", "reference")
 
 
 def test_every_form_of_a_decision_is_in_the_schema(hopper: System, capsys: Capture) -> None:
@@ -66,8 +66,8 @@ def test_every_form_of_a_decision_is_in_the_schema(hopper: System, capsys: Captu
     systems = [hopper, compiled, replace(hopper, archives=())]
     forms = [*map(explained, systems), nothing, explained(hopper, 0)]
     forms.append(scan_registry.explain(scan_registry.linear_scan, *[torch.rand(2, 8)] * 2))
-    rungs = [{step["rung"] for step in form.to_json()["steps"]} for form in forms]
-    assert rungs == [{"exact"}, {"jit"}, {"reference"}, {None}, set(), {"reference"}]
+    tiers = [{step["tier"] for step in form.to_json()["steps"]} for form in forms]
+    assert tiers == [{"exact"}, {"jit"}, {"reference"}, {None}, set(), {"reference"}]
     start = document(capsys, "--arch", "sm_75")
     for form in forms:
         valid({**start, **form.to_json()})
@@ -76,7 +76,7 @@ def test_every_form_of_a_decision_is_in_the_schema(hopper: System, capsys: Captu
 def test_the_schema_is_strict(capsys: Capture) -> None:
     found = document(capsys, "--arch", "sm_75")
     assert list(Draft202012Validator(SCHEMA).iter_errors({**found, "more": 1}))
-    found["steps"][0]["rung"] = "fast"
+    found["steps"][0]["tier"] = "fast"
     assert list(Draft202012Validator(SCHEMA).iter_errors(found))
 
 
@@ -97,9 +97,9 @@ def installed(archive_factory: Factory, monkeypatch: pytest.MonkeyPatch) -> Cata
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["--arch", "sm_90"], 0, "forward: rung exact"),
-        (["--arch", "SM103"], 0, "backward: rung ptx"),
-        (["--arch", "sm_103", "--driver", "12.4"], 0, "forward: rung reference"),
+        (["--arch", "sm_90"], 0, "forward: tier exact"),
+        (["--arch", "SM103"], 0, "backward: tier ptx"),
+        (["--arch", "sm_103", "--driver", "12.4"], 0, "forward: tier reference"),
         (
             ["--arch", "sm_103", "--driver", "550.54.15", "--require", "jit"],
             1,
@@ -109,7 +109,7 @@ def installed(archive_factory: Factory, monkeypatch: pytest.MonkeyPatch) -> Cata
         (["--arch", "sm_90", "--backend", "triton"], 1, "forward: nothing runs"),
         (["--arch", "sm_90", "--dim", "0"], 0, "channel_last_forward"),
         (["--arch", "sm_90", "--shared-memory", "1000"], 0, "shared memory per block; the device"),
-        (["--arch", "sm_90", "--sms", "7"], 0, "forward: rung exact"),
+        (["--arch", "sm_90", "--sms", "7"], 0, "forward: tier exact"),
     ],
 )
 def test_the_command(
@@ -239,7 +239,7 @@ def test_a_gpu_of_this_machine(stub_driver: Any) -> None:
     assert found["device"] == {
         "name": "Imaginary A",
         "arch": "sm_90",
-        "multiprocessors": 132,
+        "sm_count": 132,
         "shared_memory_per_block": 232_448,
         "registers_per_block": 65_536,
         "threads_per_block": 1024,
@@ -254,13 +254,13 @@ DISPATCH = """
 import json, torch
 from scan_registry.runtime import loader
 from scan_registry.diagnostics.explanation import decision_record
-from scan_registry.dispatch.fit import Rung
+from scan_registry.dispatch.fit import Tier
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops.linear_scan import describe
 
 tensor = torch.empty(2, 8, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
-for share in describe(tensor, tensor).values():
-    decision = loader.decide(0, FAMILY, share.problem, "auto", Rung.REFERENCE)
+for call in describe(tensor, tensor).values():
+    decision = loader.decide(0, FAMILY, call.problem, "auto", Tier.REFERENCE)
     print(json.dumps(decision_record(decision)))
 """
 

@@ -45,12 +45,12 @@ def test_the_winner_is_described(hopper: System) -> None:
         winner = step.decision.taken()
         assert winner.archive is not None
         assert winner.binary is not None
-        assert f"\n{step.name}: rung exact\n" in text
+        assert f"\n{step.name}: tier exact\n" in text
         said = facts(text, step.name)
         assert said["variant"] == str(winner.variant)
         assert said["target"] == f"sm_90, from scan-registry, {winner.archive.path}"
         assert said["sha256"] == winner.binary.sha256
-        assert said["proven"].startswith("no; ")
+        assert said["GPU-tested"].startswith("no; ")
         assert said["launch"] == (
             "grid 16 × 1 × 1, block 128 × 1 × 1, shared memory 1024 + 0 bytes per block, "
             "workspace 0 bytes"
@@ -74,13 +74,13 @@ def test_what_a_gpu_has_measured(
     )
     monkeypatch.setattr(explanation, "_attestations", lambda: {binary.sha256: measured})
     found = explained(hopper)
-    assert facts(str(found), "forward")["proven"] == (
+    assert facts(str(found), "forward")["GPU-tested"] == (
         f"{words}error {error:.1e}, tolerance 8.0e-03, on Imaginary H, 2026-01-31"
     )
     forward, backward = found.to_json()["steps"]
-    assert forward["proven"] is (error < 8e-3)
+    assert forward["gpu_tested"] is (error < 8e-3)
     assert forward["attestation"]["gpu"] == "Imaginary H"
-    assert (backward["proven"], backward["attestation"]) == (False, None)
+    assert (backward["gpu_tested"], backward["attestation"]) == (False, None)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
@@ -143,7 +143,7 @@ def test_losers_are_grouped_or_listed(hopper: System) -> None:
     short, long = str(found), found.text(everything=True)
     assert "    17 variants for compute_80, sm_90: dtype float32, not bfloat16\n" in short
     assert "    5 variants for compute_80: it scans the other way\n" in short
-    assert "    the reference: rung reference; the winner's is exact" in short
+    assert "    the reference: tier reference; the winner's is exact" in short
     for step in found.steps:
         losers = step.decision.rejected
         assert losers
@@ -184,8 +184,8 @@ def test_the_reference_copies_nothing(a_device: Describe) -> None:
     assert said["runs"].startswith("plain torch")
     assert "scan-registry doctor" in said["help"]
     assert [step["copied"] for step in found.to_json()["steps"]] == [[], []]
-    asked = explain_for(System(a_device()), "linear_scan", gates, tokens, backend="reference")
-    assert "help" not in facts(str(asked), "forward")
+    requested = explain_for(System(a_device()), "linear_scan", gates, tokens, backend="reference")
+    assert "help" not in facts(str(requested), "forward")
 
 
 def test_what_is_compiled_here(a_device: Describe) -> None:
@@ -196,7 +196,7 @@ def test_what_is_compiled_here(a_device: Describe) -> None:
     assert "sha256" not in said
     assert "    triton compiled here: Triton is missing\n" in str(found)
     step = found.to_json()["steps"][0]
-    assert (step["rung"], step["proven"], step["archive"]) == ("jit", None, None)
+    assert (step["tier"], step["gpu_tested"], step["archive"]) == ("jit", None, None)
     assert step["launch"]["block"] is None
 
 
@@ -207,11 +207,11 @@ def test_where_nothing_runs(archive_factory: Factory, a_device: Describe) -> Non
     assert not found.runs
     said = facts(str(found), "backward")
     assert said["outcome"] == "the call raises NoKernelError"
-    assert "5 variants for compute_80: rung ptx; the policy allows none below same-major" in str(
+    assert "5 variants for compute_80: tier ptx; the policy allows none below same-major" in str(
         found
     )
     step = found.to_json()["steps"][1]
-    assert (step["rung"], step["launch"], step["lowest_rung"]) == (None, None, "same-major")
+    assert (step["tier"], step["launch"], step["lowest_tier"]) == (None, None, "same-major")
 
 
 def test_empty_tensors(hopper: System) -> None:
@@ -227,7 +227,7 @@ def test_empty_tensors(hopper: System) -> None:
 def test_tensors_on_the_cpu() -> None:
     tensor = torch.rand(2, 8)
     found = scan_registry.explain(scan_registry.linear_scan, tensor, tensor)
-    assert str(found).startswith("linear_scan on the CPU\n\nforward: rung reference\n")
+    assert str(found).startswith("linear_scan on the CPU\n\nforward: tier reference\n")
     assert [step.name for step in found.steps] == ["forward"]  # no derivative is asked for
     assert found.device is None
     assert "help" not in facts(str(found), "forward")
@@ -237,7 +237,7 @@ def test_what_only_the_reference_takes(hopper: System) -> None:
     """float64, on the CPU and where the reference is asked for."""
     tensor = torch.rand(2, 8, dtype=torch.float64, requires_grad=True)
     found = scan_registry.explain(scan_registry.linear_scan, tensor, tensor)
-    assert [str(step.decision.taken().rung) for step in found.steps] == ["reference"] * 2
+    assert [str(step.decision.taken().tier) for step in found.steps] == ["reference"] * 2
     for step in ("forward", "backward"):
         assert "dtype float64" in facts(str(found), step)["problem"]
     assert "float64" in json.dumps(found.to_json())

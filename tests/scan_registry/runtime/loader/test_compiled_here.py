@@ -26,10 +26,10 @@ report(ready=facts(ready), status=run(ready), compiler=mapped("libnvrtc"))
 """
     first, second = rig.run(script), rig.run(script)
     for found in (first, second):
-        assert (found["ready"]["rung"], found["ready"]["target"]) == ("jit", target)
+        assert (found["ready"]["tier"], found["ready"]["target"]) == ("jit", target)
         assert found["status"] == 0
         (warning,) = found["told"]
-        assert warning.startswith("FallbackWarning: linear_scan.time_last_forward runs on rung jit")
+        assert warning.startswith("FallbackWarning: linear_scan.time_last_forward runs on tier jit")
         for word in ("Later", str(rig.stub.folder / "cache"), found["ready"]["variant"]):
             assert word in warning
     assert "compiled by nvrtc" in first["told"][0]
@@ -63,8 +63,8 @@ with policy.require("aot"):
         script = f"it = attempt(prepare, lowest=policy.lowest())\n{NOTHING_COMPILED}"
         found = rig.run(script, SCAN_REGISTRY_REQUIRE="aot")
     assert found["it"]["error"] == "NoKernelError"
-    assert "rung ptx; the policy allows none below same-major" in found["it"]["words"]
-    assert "rung jit; the policy allows none below same-major" in found["it"]["words"]
+    assert "tier ptx; the policy allows none below same-major" in found["it"]["words"]
+    assert "tier jit; the policy allows none below same-major" in found["it"]["words"]
     assert (found["nvrtc"], found["triton"], found["cache"]) == (False, False, False)
     assert rig.loads() == []
 
@@ -74,7 +74,7 @@ def test_ptx_may_be_required_instead(rig: Rig, synthetic: Synthetic) -> None:
     rig.holds("ptx80", synthetic("ptx80"))
     script = f"it = attempt(prepare, lowest=policy.lowest())\n{NOTHING_COMPILED}"
     found = rig.run(script, SCAN_REGISTRY_REQUIRE="ptx")
-    assert found["it"]["rung"] == "ptx"
+    assert found["it"]["tier"] == "ptx"
     assert (found["nvrtc"], found["triton"], found["cache"]) == (False, False, False)
 
 
@@ -82,7 +82,7 @@ def test_nothing_is_compiled_where_something_is_installed(rig: Rig, synthetic: S
     rig.stub.gpu((12, 1))
     rig.holds("sm120", synthetic("sm120"))
     found = rig.run(f"it = facts(prepare())\n{NOTHING_COMPILED}")
-    assert found["it"]["rung"] == "same-major"
+    assert found["it"]["tier"] == "same-major"
     assert (found["nvrtc"], found["triton"], found["cache"]) == (False, False, False)
 
 
@@ -109,7 +109,7 @@ def test_what_does_not_compile_is_a_reason(rig: Rig) -> None:
     found = rig.run(f"""{BROKEN}
 report(allowed=attempt(prepare), pinned=attempt(prepare, backend="cuda"))
 """)
-    assert found["allowed"]["rung"] == "reference"
+    assert found["allowed"]["tier"] == "reference"
     reason = found["allowed"]["rejected"][f"{COMPILED} for sm_121"]
     assert f"{COMPILED} for sm_121 did not compile\nptxas fatal: this compiler is broken" in reason
     assert found["pinned"]["error"] == "NoKernelError"
@@ -123,7 +123,7 @@ def test_what_is_denied_is_not_loaded_when_it_was_compiled_here(rig: Rig) -> Non
     binary, _ = compile_variant(COMPILED, Target.parse("sm121"))
     rig.denies({"sha256": binary.sha256, "reason": "it races"})
     found = rig.run('report(ready=facts(prepare(backend="cuda")))')
-    assert (found["ready"]["rung"], found["ready"]["target"]) == ("jit", "sm_121")
+    assert (found["ready"]["tier"], found["ready"]["target"]) == ("jit", "sm_121")
     assert found["ready"]["variant"] != str(COMPILED)
     assert "denied: it races" in found["ready"]["rejected"][str(binary)]
 
@@ -132,7 +132,7 @@ def test_what_is_denied_is_not_loaded_when_it_was_compiled_here(rig: Rig) -> Non
 def test_what_was_compiled_here_and_is_refused_is_a_reason(rig: Rig) -> None:
     rig.stub.gpu((12, 1)).fail("cuModuleLoadData", NO_BINARY_FOR_GPU, times=1)
     found = rig.run('report(ready=facts(prepare(backend="cuda")))')
-    assert found["ready"]["rung"] == "jit"
+    assert found["ready"]["tier"] == "jit"
     assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in found["ready"]["rejected"][f"{COMPILED} for sm_121"]
 
 
@@ -144,7 +144,7 @@ def test_a_cache_that_cannot_be_used_costs_a_warning(rig: Rig) -> None:
 ready = [prepare(backend="cuda"), prepare(backend="cuda", time=2048)]
 report(ready=[facts(r) for r in ready])
 """)
-    assert [r["rung"] for r in found["ready"]] == ["jit", "jit"]
+    assert [r["tier"] for r in found["ready"]] == ["jit", "jit"]
     kinds = sorted(warning.partition(":")[0] for warning in found["told"])
     assert kinds == ["CacheWarning", "FallbackWarning"]
 
@@ -164,7 +164,7 @@ report(ready=[facts(r) for r in ready])
 """,
         SCAN_REGISTRY_CACHE=place,
     )
-    assert [r["rung"] for r in found["ready"]] == ["jit", "jit"]
+    assert [r["tier"] for r in found["ready"]] == ["jit", "jit"]
     kinds = sorted(warning.partition(":")[0] for warning in found["told"])
     assert kinds == ["CacheWarning", "FallbackWarning"]
 
@@ -200,7 +200,7 @@ report(before=before, tuned=facts(tuned), ms=tuned.decision.winner.ms, chosen=st
     )
     assert found["before"]["variant"] == str(BEST)
     assert found["tuned"]["variant"] == found["chosen"]
-    assert (found["tuned"]["rung"], found["ms"], found["ran"]) == ("exact", 0.5, 0)
+    assert (found["tuned"]["tier"], found["ms"], found["ran"]) == ("exact", 0.5, 0)
     assert found["where"].endswith("/cache/tuned")
 
 
@@ -220,7 +220,7 @@ file.write_bytes(b"not an archive")
 report(found=facts(prepare()))
 """
     )
-    assert (found["found"]["variant"], found["found"]["rung"]) == (str(BEST), "exact")
+    assert (found["found"]["variant"], found["found"]["tier"]) == (str(BEST), "exact")
 
 
 @needs_nvrtc
@@ -234,11 +234,11 @@ problem = prepare().decision.problem
 others = (v for v in kernel.every if "float32,access=aligned,warps=1,rows=4" in str(v) and v not in kernel.variants)
 spare = next(v for v in others if kernel.accepts(v, problem) is None)
 def pinned(variant):
-    return facts(loader.prepare(0, FAMILY, problem, "cuda", Rung.JIT, variant))
+    return facts(loader.prepare(0, FAMILY, problem, "cuda", Tier.JIT, variant))
 held = [v for v in kernel.variants if kernel.accepts(v, problem) is None][-1]
 report(spare=pinned(spare), held=pinned(held), names=[str(spare), str(held)])
 """
     )
     assert [found[name]["variant"] for name in ("spare", "held")] == found["names"]
-    assert [found[name]["rung"] for name in ("spare", "held")] == ["jit", "exact"]
-    assert not any("runs on rung jit" in word for word in found["told"])
+    assert [found[name]["tier"] for name in ("spare", "held")] == ["jit", "exact"]
+    assert not any("runs on tier jit" in word for word in found["told"])

@@ -36,7 +36,7 @@ report(first=first, second=facts(second), status=run(second))
         "grid (6, 1, 1), block (128, 1, 1), 65536 bytes of dynamic shared memory",
     ):
         assert word in found["first"]["words"]
-    assert found["second"]["rung"] == "exact"
+    assert found["second"]["tier"] == "exact"
     assert (found["status"], found["told"]) == (0, [])
 
 

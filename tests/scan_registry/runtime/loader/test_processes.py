@@ -97,8 +97,8 @@ done.set()
 thread.join()
 report(child=child, parent=attempt(prepare))
 """)
-    assert (found["child"][0]["rung"], found["child"][1]) == ("exact", 0)
-    assert found["parent"]["rung"] == "exact"
+    assert (found["child"][0]["tier"], found["child"][1]) == ("exact", 0)
+    assert found["parent"]["tier"] == "exact"
 
 
 def test_a_forked_child_is_told_that_cuda_does_not_survive_forks(
@@ -115,7 +115,7 @@ report(child=child, parent=attempt(prepare), status=run(before))
     first, second = found["child"]
     assert first["error"] == "DriverError"
     assert "CUDA_ERROR_NOT_INITIALIZED" in first["words"]
-    assert second["rung"] == "reference"
-    assert (found["parent"]["rung"], found["status"]) == ("exact", 0)
+    assert second["tier"] == "reference"
+    assert (found["parent"]["tier"], found["status"]) == ("exact", 0)
     processes = {call.process for call in rig.stub.calls("cuLaunchKernel")}
     assert len(processes) == 1

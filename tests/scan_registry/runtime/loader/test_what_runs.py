@@ -23,7 +23,7 @@ def test_two_gpus_get_different_binaries(rig: Rig, synthetic: Synthetic) -> None
 ready = [prepare(0), prepare(1), prepare(0)]
 report(ready=[facts(r) for r in ready], status=[run(r) for r in ready])
 """)
-    assert [(r["rung"], r["target"]) for r in found["ready"]] == [
+    assert [(r["tier"], r["target"]) for r in found["ready"]] == [
         ("exact", "sm_90"),
         ("exact", "sm_80"),
         ("exact", "sm_90"),
@@ -45,8 +45,8 @@ def test_binaries_of_the_real_compiler(rig: Rig) -> None:
 ready = [prepare(0), prepare(1), prepare(2)]
 report(ready=[facts(r) for r in ready], status=[run(r) for r in ready])
 """)
-    rungs = [r["rung"] for r in found["ready"]]
-    assert rungs == ["exact", "same-major", "ptx"]
+    tiers = [r["tier"] for r in found["ready"]]
+    assert tiers == ["exact", "same-major", "ptx"]
     assert rig.loads() == [(0, "sm_90", 0), (1, "sm_80", 0), (2, "compute_80", 0)]
     assert (found["status"], found["told"]) == ([0, 0, 0], [])
 
@@ -54,7 +54,7 @@ report(ready=[facts(r) for r in ready], status=[run(r) for r in ready])
 def test_the_cpu_needs_no_driver(rig: Rig, synthetic: Synthetic) -> None:
     rig.holds("sm90", synthetic("sm90"))
     found = rig.run("report(ready=facts(prepare(None)), opened=mapped('libcuda'))")
-    assert found["ready"]["rung"] == "reference"
+    assert found["ready"]["tier"] == "reference"
     assert not found["ready"]["launches"]
     assert not found["opened"]
     assert rig.stub.calls() == []
@@ -84,7 +84,7 @@ def test_much_dynamic_shared_memory_is_asked_for(rig: Rig, synthetic: Synthetic)
 # --- What does not run ------------------------------------------------------------------------
 
 
-def test_a_damaged_binary_warns_and_the_next_rung_is_taken(
+def test_a_damaged_binary_warns_and_the_next_tier_is_taken(
     rig: Rig, synthetic: Synthetic, archive_parts: Any
 ) -> None:
     rig.stub.gpu((9, 0))
@@ -97,7 +97,7 @@ ready = [prepare(), prepare(time=2048)]
 report(ready=[facts(r) for r in ready])
 """)
     for ready in found["ready"]:
-        assert ready["rung"] == "ptx"
+        assert ready["tier"] == "ptx"
         assert str(path) in ready["rejected"][str(binary)]
     assert rig.loads() == [(0, "compute_80", 0)]
     (warning,) = found["told"]
@@ -106,7 +106,7 @@ report(ready=[facts(r) for r in ready])
         assert word in warning
 
 
-def test_a_damaged_manifest_warns_and_the_next_rung_is_taken(
+def test_a_damaged_manifest_warns_and_the_next_tier_is_taken(
     rig: Rig, synthetic: Synthetic
 ) -> None:
     rig.stub.gpu((9, 0))
@@ -118,7 +118,7 @@ ready = [prepare(), prepare(time=2048)]
 report(ready=[facts(r) for r in ready])
 """)
     for ready in found["ready"]:
-        assert ready["rung"] == "ptx"
+        assert ready["tier"] == "ptx"
         assert str(path) in ready["rejected"]["acme-kernels's sm90.scanreg"]
     (warning,) = found["told"]
     assert warning.startswith("FallbackWarning")
@@ -136,7 +136,7 @@ def test_a_file_that_is_named_after_no_architecture_warns_once(
 ready = [prepare(), prepare(time=2048)]
 report(ready=[facts(r) for r in ready])
 """)
-    assert [ready["rung"] for ready in found["ready"]] == ["exact", "exact"]
+    assert [ready["tier"] for ready in found["ready"]] == ["exact", "exact"]
     (warning,) = found["told"]
     assert warning == f"FallbackWarning: {backup} {providers.MISNAMED}"
 
@@ -149,7 +149,7 @@ def test_one_damaged_binary_does_not_spoil_its_archive(
     path, best = rig.holds("sm90", first, second), first[0]
     path.write_bytes(archive_parts.flipped(path.read_bytes(), 0))
     found = rig.run("report(ready=facts(prepare()))")
-    assert (found["ready"]["rung"], found["ready"]["variant"]) == ("exact", str(SECOND))
+    assert (found["ready"]["tier"], found["ready"]["variant"]) == ("exact", str(SECOND))
     assert "SHA-256" in found["ready"]["rejected"][str(best)]
 
 
@@ -159,11 +159,11 @@ def test_an_archive_that_vanishes(rig: Rig, synthetic: Synthetic) -> None:
     path = rig.holds("sm90", synthetic("sm90"))
     rig.holds("ptx80", synthetic("ptx80"))
     found = rig.run(f"""
-decision = loader.decide(0, FAMILY, prepare(None).decision.problem, "auto", Rung.REFERENCE)
+decision = loader.decide(0, FAMILY, prepare(None).decision.problem, "auto", Tier.REFERENCE)
 os.unlink({str(path)!r})
-report(before=str(decision.winner.rung), ready=facts(prepare()))
+report(before=str(decision.winner.tier), ready=facts(prepare()))
 """)
-    assert (found["before"], found["ready"]["rung"]) == ("exact", "ptx")
+    assert (found["before"], found["ready"]["tier"]) == ("exact", "ptx")
     assert "No such file" in found["told"][0]
     assert str(path) in found["told"][0]
 
@@ -191,7 +191,7 @@ def test_what_the_driver_refuses_is_a_reason(
 ready = [prepare(0), prepare(0, time=2048), prepare(1)]
 report(ready=[facts(r) for r in ready])
 """)
-    assert [r["rung"] for r in found["ready"]] == ["ptx", "ptx", "exact"]
+    assert [r["tier"] for r in found["ready"]] == ["ptx", "ptx", "exact"]
     for ready in found["ready"][:2]:
         assert name in ready["rejected"][str(binary)]
     assert [(device, image) for device, image, _ in rig.loads()] == [
@@ -218,7 +218,7 @@ def test_nothing_runs(rig: Rig, synthetic: Synthetic) -> None:
     rig.stub.gpu((9, 0)).fail("cuModuleLoadData", NO_BINARY_FOR_GPU)
     binary, code = synthetic("sm90")
     rig.holds("sm90", (binary, code))
-    found = rig.run("report(it=attempt(prepare, lowest=Rung.PTX))")
+    found = rig.run("report(it=attempt(prepare, lowest=Tier.PTX))")
     assert found["it"]["error"] == "NoKernelError"
     assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in found["it"]["words"]
     assert str(binary) in found["it"]["words"]

@@ -1,4 +1,4 @@
-"""The floor that ``bench`` measures, and the goals."""
+"""The roofline that ``bench`` measures, and the targets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 from benching import CPU, SMALL, Capture, document, refusal, schema
 
-from scan_registry.bench import floor, goals, measure
+from scan_registry.bench import measure, roofline, targets
+from scan_registry.bench.baselines import Baseline
 from scan_registry.bench.cases import PASSES, Case
 from scan_registry.bench.measure import Bench
-from scan_registry.bench.peers import Peer
 from scan_registry.cli import bench as command
 from scan_registry.cli import main
 
@@ -25,8 +25,8 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[tuple[str, set[str], int]] = []
-        monkeypatch.setattr(floor.loader, "prepare", self.prepare)
-        monkeypatch.setattr(floor.accuracy, "start", self.start)
+        monkeypatch.setattr(roofline.loader, "prepare", self.prepare)
+        monkeypatch.setattr(roofline.accuracy, "start", self.start)
 
     def prepare(self, ordinal: int, family: Any, problem: Any, *others: Any) -> Any:
         assert family.kernels[0].accepts(others[-1], problem) is None
@@ -38,9 +38,9 @@ class Launches:
         self.started.append((launch, set(case.tensors), size))
 
 
-def test_the_floor_streams_as_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_roofline_streams_as_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch)
-    found = dict(floor.stream_calls(2, 1, 4001, 3, CPU))
+    found = dict(roofline.stream_calls(2, 1, 4001, 3, CPU))
     assert len(found) > 1
     for name, calls in found.items():
         assert len(calls) == 3
@@ -48,69 +48,73 @@ def test_the_floor_streams_as_many_tensors(monkeypatch: pytest.MonkeyPatch) -> N
         assert launches.started.pop() == (name, {"a", "b", "sum"}, 1001)
 
 
-def test_the_fastest_stream_is_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_stream_is_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Bench.on(CPU)
 
     def scripted(recordings: Any) -> Any:
         return [(10.0, 1.0), (20.0, 1.0), (8.0, 0.5), (7.0, 0.5)]
 
     monkeypatch.setattr(measure, "compete", scripted)
-    monkeypatch.setattr(Bench, "_floors", lambda *_: {"slow": None, "fast": None})
+    monkeypatch.setattr(Bench, "_rooflines", lambda *_: {"slow": None, "fast": None})
     here.passes = ("forward",)
     here.run(SMALL)
-    assert [(t.who, t.ms, t.floor_ms, t.floor) for t in here.timings] == [
+    assert [(t.who, t.ms, t.roofline_ms, t.roofline) for t in here.timings] == [
         ("scan-registry cpu", 10.0, 7.0, "fast"),
         ("torch.mul", 20.0, 7.0, "fast"),
     ]
     jsonschema.Draft202012Validator(schema()).validate(here.document())
 
 
-def test_goals_are_of_cases_that_can_be_named() -> None:
-    assert len({goal.case for goal in goals.GOALS}) == len(goals.GOALS) > 100
-    for goal in goals.GOALS:
-        assert Case.parse(str(goal.case)) == goal.case
-        assert 0.8 <= goal.ratio <= 0.95
-    ratio = {str(goal.case): goal.ratio for goal in goals.GOALS}
+def test_targets_are_of_cases_that_can_be_named() -> None:
+    assert len({target.case for target in targets.TARGETS}) == len(targets.TARGETS) > 100
+    for target in targets.TARGETS:
+        assert Case.parse(str(target.case)) == target.case
+        assert 0.8 <= target.ratio <= 0.95
+    ratio = {str(target.case): target.ratio for target in targets.TARGETS}
     assert ratio["time_last:8,1536,65536:float16"] == 0.95
     assert ratio["channel_last:8,1536,32768:bfloat16"] == 0.95
     assert ratio["channel_last:1,1024,1048576:bfloat16:sequences=64"] == 0.88
     assert ratio["channel_last:8,1024,8192:bfloat16:gates=channel"] == 0.90
 
 
-def on_cpu(monkeypatch: pytest.MonkeyPatch, *few: goals.Goal) -> None:
-    """Few goals, on a CPU that says it is a GPU; it has a floor of its own."""
-    monkeypatch.setattr(goals, "GOALS", few)
+def on_cpu(monkeypatch: pytest.MonkeyPatch, *few: targets.PerformanceTarget) -> None:
+    """Few targets, on a CPU that says it is a GPU; it has a roofline of its own."""
+    monkeypatch.setattr(targets, "TARGETS", few)
     on, device = Bench.on, types.SimpleNamespace(type="cuda")
     monkeypatch.setattr(command, "_device", lambda name: device)
     monkeypatch.setattr(Bench, "on", lambda _, backends, **options: on(CPU, backends, **options))
 
 
-def test_goals_are_met_or_missed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_met_or_missed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = Case("channel_last", 1, 8, 64, "float32", sequences=3)
-    easy, hard = goals.Goal(SMALL, 1e-9), goals.Goal(packed, 1e9)
+    easy, hard = targets.PerformanceTarget(SMALL, 1e-9), targets.PerformanceTarget(packed, 1e9)
     on_cpu(monkeypatch, easy, hard)
-    assert main(["bench", "--goals"]) == 1
+    assert main(["bench", "--targets"]) == 1
     out = capsys.readouterr().out
-    assert "2 of 4 goals met, 4 timed" in out
+    assert "2 of 4 targets met, 4 timed" in out
     assert "1, 8, 64, 3 packed sequences" in out
-    assert main(["bench", "--goals", "--only", "2,8,16", "--json"]) == 0
+    assert main(["bench", "--targets", "--only", "2,8,16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(schema()).validate(found)
-    assert [(each["direction"], each["target"], each["met"]) for each in found["goals"]] == [
+    assert [(each["direction"], each["target"], each["met"]) for each in found["targets"]] == [
         (direction, 1e-9, True) for direction in PASSES
     ]
     ours = [entry for entry in found["timings"] if entry["who"] != "torch.mul"]
-    for each, entry in zip(found["goals"], ours, strict=True):
+    for each, entry in zip(found["targets"], ours, strict=True):
         assert each["case"] == entry["case"]
-        assert each["ratio"] == entry["floor_ms"] / entry["ms"]
+        assert each["ratio"] == entry["roofline_ms"] / entry["ms"]
 
 
-def test_what_is_not_timed_is_no_goal_met(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_timed_is_no_target_met(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = replace(SMALL, time=32)
-    on_cpu(monkeypatch, goals.Goal(SMALL, 1e-9), goals.Goal(other, 1e-9))
-    assert main(["bench", "--goals", "--budget", "-1"]) == 1
+    on_cpu(
+        monkeypatch, targets.PerformanceTarget(SMALL, 1e-9), targets.PerformanceTarget(other, 1e-9)
+    )
+    assert main(["bench", "--goals", "--budget", "-1"]) == 1  # the former name
     out = capsys.readouterr().out
-    assert "0 of 4 goals met, 0 timed" in out
+    assert "0 of 4 targets met, 0 timed" in out
     assert f"not everywhere timed: {other}: not begun in time" in out
     run = Bench.run
 
@@ -120,23 +124,23 @@ def test_what_is_not_timed_is_no_goal_met(capsys: Capture, monkeypatch: pytest.M
         run(self, case)
 
     monkeypatch.setattr(Bench, "run", failing)
-    assert main(["bench", "--goals"]) == 1
+    assert main(["bench", "--targets"]) == 1
     out = capsys.readouterr().out
-    assert "2 of 4 goals met, 2 timed" in out
+    assert "2 of 4 targets met, 2 timed" in out
     assert f"not everywhere timed: {SMALL}: too large" in out
 
     def interrupted(self: Bench, case: Case) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Bench, "run", interrupted)
-    assert main(["bench", "--goals"]) == 1
+    assert main(["bench", "--targets"]) == 1
     assert "interrupted: what was timed is kept" in capsys.readouterr().err
 
 
-def test_goals_need_a_gpu_and_a_case(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--goals are for GPUs" in refusal(capsys, "--device", "cpu", "--goals")
-    on_cpu(monkeypatch, goals.Goal(SMALL, 1e-9))
-    assert "--only 'nothing' leaves no case" in refusal(capsys, "--goals", "--only", "nothing")
+def test_targets_need_a_gpu_and_a_case(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--targets are for GPUs" in refusal(capsys, "--device", "cpu", "--targets")
+    on_cpu(monkeypatch, targets.PerformanceTarget(SMALL, 1e-9))
+    assert "--only 'nothing' leaves no case" in refusal(capsys, "--targets", "--only", "nothing")
 
 
 def test_cases_by_name(capsys: Capture) -> None:
@@ -149,8 +153,10 @@ def test_cases_by_name(capsys: Capture) -> None:
     assert "--case: the case is 'x'" in refusal(capsys, "--device", "cpu", "--case", "x")
 
 
-def test_peers_take_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_take_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Bench.on(CPU)
-    here.peers = (Peer("plain", "x", "a_peer", "scan", lambda *_: pytest.fail("asked")),)
+    here.baselines = (
+        Baseline("plain", "x", "a_baseline", "scan", lambda *_: pytest.fail("asked")),
+    )
     here.run(replace(SMALL, gates="channel"))
     assert here.skipped == {"plain": "it does not take a gate per channel"}

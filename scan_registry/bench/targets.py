@@ -1,4 +1,4 @@
-"""How close to the floor the kernels are to be: cases, and the least share of the floor's speed."""
+"""How close to the roofline the kernels are to be: cases, and the least share of the roofline's speed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LONG = tuple(1 << n for n in range(10, 17))
 
 
 @dataclass(frozen=True)
-class Goal:
-    """In each pass, the floor's time over the kernel's has to be at least ``ratio``."""
+class PerformanceTarget:
+    """In each pass, the roofline's time over the kernel's has to be at least ``ratio``."""
 
     case: Case
     ratio: float
@@ -24,41 +24,41 @@ class Goal:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A goal in one pass, and what came of it."""
+    """A target in one pass, and what came of it."""
 
-    goal: Goal
+    target: PerformanceTarget
     timing: Timing
 
     @property
     def ratio(self) -> float:
-        """The floor's time over the kernel's."""
-        return self.timing.floor_ms / self.timing.ms
+        """The roofline's time over the kernel's."""
+        return self.timing.roofline_ms / self.timing.ms
 
     @property
     def met(self) -> bool:
-        return self.ratio >= self.goal.ratio
+        return self.ratio >= self.target.ratio
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "case": self.goal.case.to_json(),
+            "case": self.target.case.to_json(),
             "direction": self.timing.direction,
             "who": self.timing.who,
-            "target": self.goal.ratio,
+            "target": self.target.ratio,
             "ratio": self.ratio,
             "met": self.met,
         }
 
 
-def _goals() -> Iterator[Goal]:
+def _targets() -> Iterator[PerformanceTarget]:
     def each(
         layout: str,
         shapes: Iterable[tuple[int, int, int]],
         dtypes: Sequence[str],
         ratio: float,
         **options: Any,
-    ) -> Iterator[Goal]:
+    ) -> Iterator[PerformanceTarget]:
         for dtype, (batch, channels, time) in product(dtypes, shapes):
-            yield Goal(Case(layout, batch, channels, time, dtype, **options), ratio)
+            yield PerformanceTarget(Case(layout, batch, channels, time, dtype, **options), ratio)
 
     yield from each("time_last", [(8, 1536, t) for t in _LONG], _ALL, 0.95)
     yield from each("time_last", [(8, 1536, t) for t in (128, 256, 512)], _TWO, 0.88)
@@ -78,11 +78,11 @@ def _goals() -> Iterator[Goal]:
 
 
 #: (batch, channels, time), whatever the layout; the quickest first, of which a budget covers the most.
-GOALS = tuple(sorted(_goals(), key=lambda goal: goal.case.tensor_bytes()))
+TARGETS = tuple(sorted(_targets(), key=lambda target: target.case.tensor_bytes()))
 
 
-def outcomes(goals: Sequence[Goal], timings: Iterable[Timing]) -> list[Outcome]:
-    """Of those goals whose cases were timed, in every pass that was: by this package's fastest."""
+def outcomes(targets: Sequence[PerformanceTarget], timings: Iterable[Timing]) -> list[Outcome]:
+    """Of those targets whose cases were timed, in every pass that was: by this package's fastest."""
     best: dict[tuple[Case, str], Timing] = {}
     for timing in timings:
         key = timing.case, timing.direction
@@ -90,8 +90,8 @@ def outcomes(goals: Sequence[Goal], timings: Iterable[Timing]) -> list[Outcome]:
         if ours and (key not in best or timing.ms < best[key].ms):
             best[key] = timing
     return [
-        Outcome(goal, timing)
-        for goal in goals
+        Outcome(target, timing)
+        for target in targets
         for (case, _), timing in best.items()
-        if case == goal.case
+        if case == target.case
     ]

@@ -1,4 +1,4 @@
-"""Plain calls: which ones are, what of them a plan depends on, and what is launched for one."""
+"""The fast path: which calls take it, what a plan depends on, and what is launched for one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scan_registry import linear_scan
-from scan_registry.hardware import _launcher
-from scan_registry.hardware._launcher import PlainCalls
-from scan_registry.ops import plain
+from scan_registry.hardware._launcher import FastPath
+from scan_registry.ops import fast_path
 
 pytestmark = pytest.mark.skipif(
     not hasattr(Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no table of DLPack's"
@@ -37,21 +36,20 @@ class Anything:
 
 
 class Planner:
-    """Plain calls that return the numbers of their plans."""
+    """Calls on the fast path that return the numbers of their plans."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.requests: list[Any] = []
         self.recorded: list[Any] = []
         self.choice: object = None
-        self.calls = PlainCalls(**self.parts())
+        self.calls = FastPath(**self.parts())
 
     def parts(self) -> dict[str, Any]:
         return {
-            "types": plain.PLAIN_TYPES,
+            "types": fast_path.PLAIN_TYPES,
             "tensor": torch._C.TensorBase,
             "exchange": getattr(Tensor, "__dlpack_c_exchange_api__", None),
-            "includes": plain._INCLUDES,
-            "watchers": plain._WATCHERS,
+            "observers": fast_path.OBSERVERS,
             "backends": ("auto", "cuda"),
             "choice": lambda: self.choice,
             "plan": self.plan,
@@ -59,9 +57,9 @@ class Planner:
             "record": self.record,
         }
 
-    def plan(self, *asked: Any) -> Any:
-        number = len(self.asked)
-        self.asked.append(asked)
+    def plan(self, *request: Any) -> Any:
+        number = len(self.requests)
+        self.requests.append(request)
         return lambda gates, tokens: number
 
     def record(self, *told: Any) -> Any:
@@ -76,7 +74,7 @@ def test_a_call_is_planned_once() -> None:
     planner, gates, tokens = Planner(), memory(2, 3), memory(2, 3)
     planner.choice = object()
     assert [planner(gates, tokens, 1, "cuda") for _ in range(3)] == [0, 0, 0]
-    ((*tensors, dim, backend),) = planner.asked
+    ((*tensors, dim, backend),) = planner.requests
     assert all(one is other for one, other in zip(tensors, (gates, tokens), strict=True))
     assert (dim, backend) == (1, "cuda")
     assert not planner.recorded
@@ -96,7 +94,7 @@ def test_what_plans_keep_goes_with_them() -> None:
     choices = [Anything()]
     kept = weakref.ref(choices[0])
     parts = {"choice": lambda: choices[-1], "plan": lambda *call: lambda gates, tokens: 0}
-    calls = PlainCalls(**Planner().parts() | parts)
+    calls = FastPath(**Planner().parts() | parts)
     calls.run(PLAIN, PLAIN, -1, "auto")
     choices[:] = [Anything()]
     assert kept() is not None  # as what takes its place in memory would have its plans
@@ -125,17 +123,17 @@ def test_what_recording_and_planning_raise_is_raised() -> None:
 
     tracked = torch.nn.Parameter(memory(2, 3))
     for name, count in (("record", 3), ("plan", 4), ("choice", 0), ("tracking", 0)):
-        calls = PlainCalls(**Planner().parts() | {name: fail})
+        calls = FastPath(**Planner().parts() | {name: fail})
         with pytest.raises(LookupError, match=str(count)):
             calls.run(tracked, PLAIN, -1, "auto")
 
 
 def test_what_torch_asks_a_derivative_for_is_as_torch_has_it() -> None:
-    """``PlainScan`` repeats it only for it to be found sooner."""
+    """``FastScan`` repeats it only for it to be found sooner."""
     function = torch.autograd.Function
-    assert plain.PlainScan.setup_context is function.setup_context
+    assert fast_path.FastScan.setup_context is function.setup_context
     for name in ("clear_saved_tensors_on_access", "boxed_grads_call"):
-        assert getattr(plain.PlainScan, name) == getattr(function, name, False)
+        assert getattr(fast_path.FastScan, name) == getattr(function, name, False)
 
 
 def test_options_go_by_their_values() -> None:
@@ -153,7 +151,7 @@ def test_options_go_by_their_values() -> None:
 
 def test_what_planning_raises_is_raised() -> None:
     with pytest.raises(ValueError, match="dim is 5"):
-        plain.plain_scan(memory(2, 3), memory(2, 3), 5, "auto")
+        fast_path.fast_scan(memory(2, 3), memory(2, 3), 5, "auto")
 
 
 def test_equal_calls_have_equal_plans_and_others_have_not() -> None:
@@ -205,10 +203,10 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_plain_call(name: str) -> None:
+def test_what_does_not_take_the_fast_path(name: str) -> None:
     planner = Planner()
     assert planner(*OTHERS[name]) is None
-    assert not planner.asked
+    assert not planner.requests
 
 
 class Mode(TorchDispatchMode):
@@ -218,7 +216,7 @@ class Mode(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_nobody_may_be_watching() -> None:
+def test_dispatch_has_to_be_trivial() -> None:
     planner = Planner()
     with Mode():
         assert planner(PLAIN, PLAIN) is None
@@ -252,33 +250,41 @@ def test_scans_in_transforms_of_other_tensors(tracked: bool) -> None:
         torch.testing.assert_close(grad, wanted)
 
 
-@pytest.mark.parametrize(
-    "missing", [{"exchange": None}, {"includes": 0}, {"types": (int,), "tensor": int}]
-)
-def test_without_what_torch_is_asked_by_no_call_is_plain(missing: dict[str, Any]) -> None:
-    assert PlainCalls(**Planner().parts() | missing).run(PLAIN, PLAIN, -1, "auto") is None
+@pytest.mark.parametrize("missing", [{"exchange": None}, {"types": (int,), "tensor": int}])
+def test_without_what_torch_is_asked_by_no_call_takes_the_fast_path(
+    missing: dict[str, Any],
+) -> None:
+    assert FastPath(**Planner().parts() | missing).run(PLAIN, PLAIN, -1, "auto") is None
 
 
-def test_a_torch_without_the_function_or_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(plain._watched_for())
-    with monkeypatch.context() as patch:
-        patch.setattr(torch._C, "__file__", _launcher.__file__)
-        assert plain._watched_for() == (0, ())
-    monkeypatch.delattr(torch._C, "_dispatch_key_parse")
-    assert plain._watched_for() == (0, ())
+@pytest.mark.parametrize("observing", range(3))
+def test_every_observer_is_asked(observing: int) -> None:
+    told = [False] * 3
+    planner = Planner()
+    observers = tuple(lambda i=i: told[i] for i in range(3))
+    calls = FastPath(**planner.parts() | {"observers": observers})
+    assert calls.run(PLAIN, PLAIN, -1, "auto") == 0
+    told[observing] = True
+    assert calls.run(PLAIN, PLAIN, -1, "auto") is None
+
+
+def test_what_observers_raise_is_raised() -> None:
+    def fail() -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        FastPath(**Planner().parts() | {"observers": (fail,)}).run(PLAIN, PLAIN, -1, "auto")
 
 
 @pytest.mark.parametrize(
     ("call", "error"),
     [
         (lambda: Planner().calls.run(PLAIN), TypeError),  # type: ignore[call-arg]
-        (lambda: PlainCalls(**Planner().parts() | {"types": []}), TypeError),
-        (lambda: PlainCalls(**Planner().parts() | {"types": (int,)}), TypeError),
-        (lambda: PlainCalls(**Planner().parts() | {"exchange": 1}), ValueError),
-        (lambda: PlainCalls(**Planner().parts() | {"watchers": (-1,)}), ValueError),
-        (lambda: PlainCalls(**Planner().parts() | {"watchers": (2**16,)}), ValueError),
-        (lambda: PlainCalls(**Planner().parts() | {"watchers": (1,) * 9}), ValueError),
-        (lambda: PlainCalls(**Planner().parts() | {"backends": []}), TypeError),
+        (lambda: FastPath(**Planner().parts() | {"types": []}), TypeError),
+        (lambda: FastPath(**Planner().parts() | {"types": (int,)}), TypeError),
+        (lambda: FastPath(**Planner().parts() | {"exchange": 1}), ValueError),
+        (lambda: FastPath(**Planner().parts() | {"observers": [len]}), TypeError),
+        (lambda: FastPath(**Planner().parts() | {"backends": []}), TypeError),
     ],
 )
 def test_wrong_arguments(call: Callable[[], object], error: type[Exception]) -> None:
@@ -294,7 +300,7 @@ import ctypes, json
 from ctypes import CFUNCTYPE, POINTER, c_int, c_ubyte, c_size_t, c_uint, c_uint64, c_void_p
 import torch
 from scan_registry.hardware import _launcher
-from scan_registry.ops import plain
+from scan_registry.ops import fast_path
 
 said, status, context = [], 0, 1000
 
@@ -333,16 +339,16 @@ def plan(workspace=None, **others):
         "launch": launch, "places": (0, 2, 3), "empty": empty,
         "states": ((2, 3), (1, 2), torch.float64), "workspace": workspace,
         "refuse": lambda status: None, "elsewhere": lambda gates, tokens: "elsewhere"}
-    return made, _launcher.PlainLaunch(**{**parts, **others})
+    return made, _launcher.FastLaunch(**{**parts, **others})
 
 other = _launcher.Launch(1000, 7, (1, 1, 1), (1, 1, 1), 0, 5, (), 0, 4, 64)
 gates, tokens = torch.zeros(2, 3), torch.zeros(2, 3)
 found = {}
 
 def scan(made, launch):
-    calls = _launcher.PlainCalls(
-        types=plain.PLAIN_TYPES, tensor=torch._C.TensorBase,
-        exchange=torch.Tensor.__dlpack_c_exchange_api__, includes=plain._INCLUDES, watchers=(),
+    calls = _launcher.FastPath(
+        types=fast_path.PLAIN_TYPES, tensor=torch._C.TensorBase,
+        exchange=torch.Tensor.__dlpack_c_exchange_api__, observers=fast_path.OBSERVERS,
         backends=("auto",), choice=lambda: None, plan=lambda *call: launch,
         tracking=lambda: False, record=None)
     said.clear()

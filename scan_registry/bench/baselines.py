@@ -21,7 +21,7 @@ Kernel = Callable[[ModuleType, str, Any, Any, Any], Callable[[], Any]]
 
 
 class Case(Protocol):
-    """What a peer is to run; ``cases.Case`` is one."""
+    """What a baseline is to run; ``cases.Case`` is one."""
 
     @property
     def layout(self) -> str: ...
@@ -41,11 +41,11 @@ class Case(Protocol):
         """In words, what is not as usual; empty if nothing is."""
 
     def random_gates(self, device: Any) -> Any:
-        """The same, within the unit disc."""
+        """The same, of |gate| ≤ 1."""
 
 
 @dataclass(frozen=True)
-class Peer:
+class Baseline:
     """One implementation of x[t] = gates[t] * x[t-1] + tokens[t].
 
     distribution  what to install
@@ -70,7 +70,7 @@ class Peer:
         return distributions.version(self.distribution)
 
     def load(self) -> Scan:
-        """What users call; imports, and for some peers compiles, what it needs."""
+        """What users call; imports, and for some baselines compiles, what it needs."""
         scan: Scan = getattr(importlib.import_module(self.module), self.function)
         return scan
 
@@ -165,7 +165,7 @@ def _warp_kernel(
     return forward if direction == "forward" else backward
 
 
-SCALAR = Peer(
+SCALAR = Baseline(
     name="accelerated-scan scalar",
     distribution="accelerated-scan",
     module="accelerated_scan.scalar",
@@ -173,7 +173,7 @@ SCALAR = Peer(
     kernel=_triton_kernel,
     refuses=_contiguous_time,
 )
-WARP = Peer(
+WARP = Baseline(
     name="accelerated-scan warp",
     distribution="accelerated-scan",
     module="accelerated_scan.warp",
@@ -181,7 +181,7 @@ WARP = Peer(
     kernel=_warp_kernel,
     refuses=_warp_refuses,
 )
-COMPLEX = Peer(
+COMPLEX = Baseline(
     name="accelerated-scan complex",
     distribution="accelerated-scan",
     module="accelerated_scan.complex",
@@ -230,7 +230,7 @@ def _sequential_triton_kernel(
     return lambda: module.sequential_scan_backward(gates, states, grad)
 
 
-SEQUENTIAL_CUDA = Peer(
+SEQUENTIAL_CUDA = Baseline(
     name="sequential_scan cuda",
     distribution="sequential_scan",
     module="sequential_scan_cuda",
@@ -239,7 +239,7 @@ SEQUENTIAL_CUDA = Peer(
     refuses=_sequential_cuda_refuses,
     captured=False,  # it launches on the default stream
 )
-SEQUENTIAL_TRITON = Peer(
+SEQUENTIAL_TRITON = Baseline(
     name="sequential_scan triton",
     distribution="sequential_scan",
     module="sequential_scan.kernels",
@@ -249,14 +249,14 @@ SEQUENTIAL_TRITON = Peer(
 )
 
 #: Those whose users call them on (batch, channels, time).
-PEERS = (SCALAR, WARP)
+BASELINES = (SCALAR, WARP)
 #: Those that have kernels to time.
-TIMED = (*PEERS, COMPLEX, SEQUENTIAL_CUDA, SEQUENTIAL_TRITON)
+TIMED = (*BASELINES, COMPLEX, SEQUENTIAL_CUDA, SEQUENTIAL_TRITON)
 
-#: This project, called as its users call it; not one of the peers.
-OURS = Peer("scan-registry", "scan-registry", "scan_registry", "linear_scan")
+#: This project, called as its users call it; not one of the baselines.
+OURS = Baseline("scan-registry", "scan-registry", "scan_registry", "linear_scan")
 
 
-def installed() -> list[Peer]:
-    """The timed peers that are installed here."""
-    return [peer for peer in TIMED if peer.version is not None]
+def installed() -> list[Baseline]:
+    """The timed baselines that are installed here."""
+    return [baseline for baseline in TIMED if baseline.version is not None]

@@ -1,12 +1,11 @@
-"""Scans of two plain tensors, without options, at the least cost.
+"""The fast path: scans of two plain tensors, without options, at the least cost.
 
 Most calls are such. One goes from the tensors to the launch in C, where its plan is looked up: see
-``csrc/plain.h``. Only then is autograd told, if it is to be. All other calls go through ``derivatives.scan``.
+``csrc/fast_path.h``. Only then is autograd told, if it is to be. All other calls go through ``derivatives.scan``.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +15,15 @@ from torch.autograd import Function
 
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import BACKENDS
-from scan_registry.hardware._launcher import PlainCalls, PlainLaunch
+from scan_registry.hardware._launcher import FastLaunch, FastPath
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options, normalised
-from scan_registry.ops.derivatives import PLAIN_TYPES, first_derivative
-from scan_registry.ops.problems import as_new, share
+from scan_registry.ops.derivatives import OBSERVERS, PLAIN_TYPES, first_derivative
+from scan_registry.ops.problems import as_new, make_kernel_call
 from scan_registry.runtime.loader import prepare
 
-PlainPlan = PlainLaunch | Callable[[Tensor, Tensor], Tensor]
+FastPlan = FastLaunch | Callable[[Tensor, Tensor], Tensor]
 
 _POINTERS = plans.POINTERS["forward"]
 _PLACES = _POINTERS.index("gates"), _POINTERS.index("tokens"), _POINTERS.index("states")
@@ -32,7 +31,7 @@ _PLACES = _POINTERS.index("gates"), _POINTERS.index("tokens"), _POINTERS.index("
 _empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-class PlainScan(Function):
+class FastScan(Function):
     """Tells autograd of states that are computed already."""
 
     # What torch asks the class for at each call by a new string, and else finds last of all.
@@ -41,7 +40,7 @@ class PlainScan(Function):
 
     @staticmethod
     def forward(ctx: Any, gates: Tensor, tokens: Tensor, done: tuple[Tensor, Any]) -> Tensor:
-        states, ctx.asked = done
+        states, ctx.request = done
         # As ``set_materialize_grads`` and ``save_for_backward`` do, at half the cost.
         ctx.materialize_grads = False
         ctx.to_save = gates, states if ctx.needs_input_grad[0] else None
@@ -51,18 +50,18 @@ class PlainScan(Function):
     def backward(ctx: Any, states_grad: Tensor | None) -> Any:
         if states_grad is None:
             return None, None, None
-        (gates, states), (dim, backend, required) = ctx.saved_tensors, ctx.asked
+        (gates, states), (dim, backend, required) = ctx.saved_tensors, ctx.request
         options = Options(dim if dim < 0 else dim - states_grad.dim(), backend=backend)
         tensors = gates, states, states_grad, None, None, None
         wanted = *ctx.needs_input_grad[:2], False
         return *first_derivative(tensors, options, wanted, required)[:2], None
 
 
-#: Without the search for transforms, which a plain call is not under.
-_recorded: Callable[..., Tensor] = super(Function, PlainScan).apply
+#: Without the search for transforms, which calls on the fast path are not under.
+_recorded: Callable[..., Tensor] = super(Function, FastScan).apply
 
 
-def _plan(gates: Tensor, tokens: Tensor, dim: int, backend: Any) -> PlainPlan:
+def _plan(gates: Tensor, tokens: Tensor, dim: int, backend: Any) -> FastPlan:
     *_, options = normalised(gates, tokens, None, None, Options(dim, backend=backend))
 
     def general(gates: Tensor, tokens: Tensor) -> Tensor:
@@ -74,19 +73,19 @@ def _plan(gates: Tensor, tokens: Tensor, dim: int, backend: Any) -> PlainPlan:
 
 def _launch(
     gates: Tensor, tokens: Tensor, options: Options, elsewhere: Callable[[Tensor, Tensor], Tensor]
-) -> PlainLaunch | None:
+) -> FastLaunch | None:
     """What C does by itself; None where it cannot."""
     if _empty is None or not tokens.is_cuda or options.backend == "reference":
         return None
-    asked = share("forward", gates, {"tokens": tokens}, None, options.dim, False)
-    if asked.copied:
+    call = make_kernel_call("forward", gates, {"tokens": tokens}, None, options.dim, False)
+    if call.copied:
         return None
     backend: Any = options.backend
-    ready = prepare(tokens.device.index, FAMILY, asked.problem, backend, policy.lowest())
+    ready = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest())
     if ready.launch is None:
         return None
     states = as_new(tokens)
-    return PlainLaunch(
+    return FastLaunch(
         launch=ready.launch,
         places=_PLACES,
         empty=_empty,
@@ -97,31 +96,14 @@ def _launch(
     )
 
 
-def _watched_for() -> tuple[int, tuple[int, ...]]:
-    """The address of c10's tls_is_dispatch_key_included, whether a thread adds a key to what it dispatches;
-    and the keys of modes, transforms and the tracer. (0, ()) if this torch has one of them no longer."""
-    name = "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE"
-    try:
-        # It is looked for in what the extension is linked to, too.
-        function = getattr(ctypes.CDLL(torch._C.__file__), name)
-        parse: Any = torch._C._dispatch_key_parse
-        keys = [parse(key) for key in ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")]
-    except (OSError, AttributeError, RuntimeError):
-        return 0, ()
-    return ctypes.cast(function, ctypes.c_void_p).value or 0, tuple(map(int, keys))
-
-
-_INCLUDES, _WATCHERS = _watched_for()
-
 #: States of such a scan, from gates, tokens, ``dim`` and ``backend`` as given. None if it is no such scan, or
 #: if the dispatcher would do more than find the kernels: see ``derivatives.unobserved``. Whether anything
 #: profiles, or takes forward-mode derivatives, is left to the caller, whom it costs least to ask.
-plain_scan: Callable[[Any, Any, int, Any], Tensor | None] = PlainCalls(
+fast_scan: Callable[[Any, Any, int, Any], Tensor | None] = FastPath(
     types=PLAIN_TYPES,
     tensor=torch._C.TensorBase,
     exchange=getattr(Tensor, "__dlpack_c_exchange_api__", None),
-    includes=_INCLUDES,
-    watchers=_WATCHERS,
+    observers=OBSERVERS,
     backends=BACKENDS,
     choice=policy.required.get,
     plan=_plan,

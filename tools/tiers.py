@@ -1,8 +1,8 @@
-"""First-call time and error of every rung of the ladder, each forced by hiding what stands above it.
+"""First-call time and error of every tier, each forced by hiding what stands above it.
 
-    python tools/rungs.py [--json FILE] [--repeat N]
+    python tools/tiers.py [--json FILE] [--repeat N]
 
-Needs a GPU that an installed archive was built for. For each rung a fresh process, all of its cache
+Needs a GPU that an installed archive was built for. For each tier a fresh process, all of its cache
 folders new and empty, imports the operator and scans (8, 1536, 2048) float32, forward and backward;
 then a second process does the same with what the first has left in the caches ("warm"). Measured are
 
@@ -12,7 +12,7 @@ then a second process does the same with what the first has left in the caches (
 
 and by the first pair of processes, in every dtype, the largest relative error ‖out − ref‖ / ‖ref‖ of
 the states and of both gradients of a part of that, (2, 96, 2048), against the float64 reference. The exit
-status is 1 if a rung is not the one that was to be forced, or if an error is beyond its tolerance.
+status is 1 if a tier is not the one that was to be forced, or if an error is beyond its tolerance.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from rich.table import Table
 
 SHAPE = (8, 1536, 2048)
 
-#: Run in a fresh process with a rung, a backend, whether errors are asked for, and a shape.
+#: Run in a fresh process with a tier, a backend, whether errors are asked for, and a shape.
 CHILD = """
 import functools, json, sys, time, warnings
 import torch
 
-rung, backend, checked, *shape = sys.argv[1:]
+tier, backend, checked, *shape = sys.argv[1:]
 shape = [int(size) for size in shape]
 gates, tokens, grad = (torch.rand(shape, device="cuda") for _ in range(3))
 # The first derivative of a process makes torch import half of sympy, whoever computes it.
@@ -61,16 +61,16 @@ linear_scan, imported = milliseconds(load)
 from scan_registry.catalog import inventory
 from scan_registry.runtime import loader
 from scan_registry.hardware.device import device
-from scan_registry.dispatch.fit import Rung, nearest_rung
+from scan_registry.dispatch.fit import Tier, nearest_tier
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan import cases, reference
 
-# Hiding takes the place of a machine without: archives of nearer rungs, and the compilers.
-wanted = {str(each): each for each in Rung}[rung]
+# Hiding takes the place of a machine without: archives of closer tiers, and the compilers.
+wanted = {str(each): each for each in Tier}[tier]
 class Hidden(inventory.Catalogue):
     def __init__(self, whole):
         there = device(0)
-        kept = (a for a in whole.archives if nearest_rung(a.arch, there) >= wanted)
+        kept = (a for a in whole.archives if nearest_tier(a.arch, there) >= wanted)
         super().__init__(tuple(kept), whole.providers)
 
 @functools.cache
@@ -78,7 +78,7 @@ def catalogue():
     return Hidden(inventory.catalogue())
 
 loader.catalogue = catalogue
-if wanted == Rung.REFERENCE:
+if wanted == Tier.REFERENCE:
     loader.jit.toolchains = lambda: dict.fromkeys(("cuda", "triton"), "hidden for this measurement")
 
 for tensor in (gates, tokens):
@@ -106,7 +106,7 @@ for dtype in cases.TOLERANCE if checked == "True" else ():
 import scan_registry
 steps = scan_registry.explain(linear_scan, gates, tokens, backend=backend).steps
 print(json.dumps({
-    "rungs": sorted({str(step.decision.taken().rung) for step in steps}),
+    "tiers": sorted({str(step.decision.taken().tier) for step in steps}),
     "import_ms": imported, "forward_ms": forward, "backward_ms": backward, "again_ms": again,
     "errors": errors, "warnings": [str(each.message) for each in caught],
 }))
@@ -115,14 +115,14 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Forced:
-    """A rung to force, the backend that it is asked for with, and what it is called here."""
+    """A tier to force, the backend that it is asked for with, and what it is called here."""
 
     name: str
-    rung: str
+    tier: str
     backend: str
 
 
-RUNGS = (
+TIERS = (
     Forced("exact", "exact", "auto"),
     Forced("ptx", "ptx", "auto"),
     Forced("jit, NVRTC", "jit", "cuda"),
@@ -133,10 +133,10 @@ RUNGS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What the processes of one rung said: a cold one and a warm one per repetition."""
+    """What the processes of one tier said: a cold one and a warm one per repetition."""
 
     name: str
-    rung: str
+    tier: str
     cold: tuple[dict[str, Any], ...]
     warm: tuple[dict[str, Any], ...]
 
@@ -148,9 +148,9 @@ class Measured:
 
     def defects(self, tolerance: dict[str, float]) -> list[str]:
         """What is not as it was to be."""
-        found = {rung for run in (*self.cold, *self.warm) for rung in run["rungs"]}
+        found = {tier for run in (*self.cold, *self.warm) for tier in run["tiers"]}
         defects = (
-            [f"{self.name}: ran on {', '.join(sorted(found))}"] if found != {self.rung} else []
+            [f"{self.name}: ran on {', '.join(sorted(found))}"] if found != {self.tier} else []
         )
         for dtype, limit in tolerance.items():
             if not self.error(dtype) <= limit:
@@ -162,17 +162,17 @@ def measure(forced: Forced, repeat: int) -> Measured:
     cold: list[dict[str, Any]] = []
     warm: list[dict[str, Any]] = []
     for number in range(repeat):
-        with tempfile.TemporaryDirectory(prefix="rungs-") as folder:
+        with tempfile.TemporaryDirectory(prefix="tiers-") as folder:
             environment = empty_caches(Path(folder))
             for runs in (cold, warm):
-                arguments = [forced.rung, forced.backend, number == 0, *SHAPE]
+                arguments = [forced.tier, forced.backend, number == 0, *SHAPE]
                 runs.append(fresh_process(CHILD, arguments, environment))
-    return Measured(forced.name, forced.rung, tuple(cold), tuple(warm))
+    return Measured(forced.name, forced.tier, tuple(cold), tuple(warm))
 
 
 def table(results: Sequence[Measured], dtypes: Sequence[str]) -> Table:
-    view = Table(title=f"First calls on {SHAPE} float32, by rung (medians, ms)")
-    view.add_column("rung", no_wrap=True)
+    view = Table(title=f"First calls on {SHAPE} float32, by tier (medians, ms)")
+    view.add_column("tier", no_wrap=True)
     for heading in ("import", "forward, cold", "backward, cold", "forward, warm", "backward, warm"):
         view.add_column(heading, justify="right")
     view.add_column("again", justify="right")
@@ -204,12 +204,12 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("error: rungs measures on a GPU, and torch finds none here", file=sys.stderr)
+        print("error: tiers measures on a GPU, and torch finds none here", file=sys.stderr)
         return 2
     from scan_registry.kernels.linear_scan.cases import TOLERANCE
 
     results = []
-    for forced in RUNGS:
+    for forced in TIERS:
         print(f"forcing {forced.name}", file=sys.stderr, flush=True)
         results.append(measure(forced, options.repeat))
     console = Console(width=None if "COLUMNS" in os.environ or sys.stdout.isatty() else 140)

@@ -1,6 +1,6 @@
-"""What there is to choose from: offers, each a variant for a target, from an archive or from a compiler.
+"""What there is to choose from: candidates, each a variant for a target, from an archive or from a compiler.
 
-An offer is cheap to make and tells how good it would be; whether it is of use is found by checking it.
+A candidate is cheap to make and tells how good it would be; whether it is of use is found by checking it.
 Selection checks those that rank first, until one is; whoever asks for reasons has all of them checked.
 """
 
@@ -13,23 +13,23 @@ from typing import Literal
 from scan_registry.artifact.archive import Archive, ArchiveError, Binary, Entry
 from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch.fit import (
-    Rung,
+    Tier,
     Toolchain,
     dotted,
     jit_driver,
     jit_target,
     misfit,
-    nearest_rung,
+    nearest_tier,
 )
-from scan_registry.dispatch.rows import Tuned, nearest_row
+from scan_registry.dispatch.rows import TuningMatch, nearest_row
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.model import Family, Kernel, Language, Problem, Variant
+from scan_registry.kernels.model import Family, Kernel, Language, Launch, Problem, Variant
 
 Backend = Literal["auto", "cuda", "triton", "reference"]
 Key = tuple[str, str]
 BACKENDS: tuple[Backend, ...] = ("auto", "cuda", "triton", "reference")
-#: In order of preference on one rung.
+#: In order of preference on one tier.
 LANGUAGES: tuple[Language, ...] = ("cuda", "triton")
 MOST_BLOCKS = 2**31 - 1  # along x, on every GPU
 
@@ -63,34 +63,35 @@ class System:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What selection answers: the best way to solve ``problem``, on no rung below ``lowest``."""
+class Request:
+    """What selection answers: the best way to solve ``problem``, on no tier below ``lowest``."""
 
     system: System
     family: Family
     problem: Problem
     backend: Backend
-    lowest: Rung
+    lowest: Tier
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Match:
     """Something that solves the problem on the device.
 
     archive and binary are None where nothing has been compiled yet (jit); the variant and its
     target, too, for the reference. ``cost`` is the spec's estimate: smaller is better. It decides
     where nothing is ``tuned``, or among variants that the row does not name; ``ms`` is what the
-    variant counts as by that row, if it does: see ``Tuned.ms``.
+    variant counts as by that row, if it does: see ``TuningMatch.ms``. ``launch`` is how a kernel starts.
     """
 
-    rung: Rung
+    tier: Tier
     variant: Variant | None = None
     target: Target | None = None
     archive: Archive | None = None
     binary: Binary | None = None
     cost: float = 0.0
-    tuned: Tuned | None = None
+    tuned: TuningMatch | None = None
     ms: float | None = None
+    launch: Launch | None = None
 
     @property
     def subject(self) -> str:
@@ -103,13 +104,13 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, int, int, bool, float]:
-        """Rung first, CUDA before Triton, the latest architecture, then what tuning found to be the
+        """Tier first, CUDA before Triton, the latest architecture, then what tuning found to be the
         fastest, then the spec's preference."""
         if self.variant is None or self.target is None:
-            return self.rung, 0, 0, False, 0.0
+            return self.tier, 0, 0, False, 0.0
         other = LANGUAGES.index(self.variant.language)
         preference = self.cost if self.ms is None else self.ms
-        return self.rung, other, -self.target.number, self.ms is None, preference
+        return self.tier, other, -self.target.number, self.ms is None, preference
 
 
 @dataclass(frozen=True)
@@ -122,15 +123,15 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Offer:
+class Candidate:
     """A variant for a target; ``entry`` and ``archive`` are None where it would be compiled here. ``tuned``
-    and ``ms`` are those of a candidate. ``kernel`` is None if this version has none of its name."""
+    and ``ms`` are those of a match. ``kernel`` is None if this version has none of its name."""
 
     kernel: Kernel | None
     text: str
-    rung: Rung
+    tier: Tier
     target: Target
-    tuned: Tuned | None
+    tuned: TuningMatch | None
     ms: float | None
     made: Variant | None = None
     archive: Archive | None = None
@@ -142,35 +143,35 @@ class Offer:
 
     @property
     def rank(self) -> tuple[int, int, bool, float]:
-        """The order of candidates of one language, but for the spec's preference."""
-        return self.rung, -self.target.number, self.ms is None, self.ms or 0.0
+        """The order of matches of one language, but for the spec's preference."""
+        return self.tier, -self.target.number, self.ms is None, self.ms or 0.0
 
 
-# --- Making offers ----------------------------------------------------------------------------
+# --- Making candidates ------------------------------------------------------------------------
 
 
-def offers(
-    asked: Question, language: Language, *, all_dtypes: bool = False, installed: bool = False
-) -> Iterator[Offer | Rejected]:
-    """Everything in one language, from the top of the ladder down, and what is rejected as a whole. Of
+def candidates(
+    request: Request, language: Language, *, all_dtypes: bool = False, installed: bool = False
+) -> Iterator[Candidate | Rejected]:
+    """Everything in one language, from the closest tier down, and what is rejected as a whole. Of
     archives, what is for other dtypes than the problem's remains unread unless ``all_dtypes``; with
     ``installed``, nothing that would be compiled here."""
-    system, device = asked.system, asked.system.device
+    system, device = request.system, request.system.device
     if device is None:
         return
     try:
-        kernel = asked.family.kernel(asked.problem.kernel, language)
+        kernel = request.family.kernel(request.problem.kernel, language)
     except KeyError:
         kernel = None
-    tuned = _row(asked, device, kernel) if kernel else None
-    dtype = None if all_dtypes else asked.problem.dtype
+    tuned = _row(request, device, kernel) if kernel else None
+    dtype = None if all_dtypes else request.problem.dtype
     for archive in system.every_archive:
         label = f"{archive.provider}'s {archive.path.name}"
         try:
             if reason := archive.arch.misfit(device.capability):
                 yield Rejected(label, reason)
                 continue
-            entries = archive.of(asked.family.name, asked.problem.kernel, language, dtype)
+            entries = archive.of(request.family.name, request.problem.kernel, language, dtype)
         except ArchiveError as error:
             yield Rejected(label, str(error), damaged=True)
             continue
@@ -185,15 +186,15 @@ def offers(
     for variant in _buildable(system, kernel, dtype, target) if kernel else ():
         text = str(variant)
         ms = _ms(kernel, tuned, text)
-        yield Offer(kernel, text, Rung.JIT, target, tuned, ms, variant)
+        yield Candidate(kernel, text, Tier.JIT, target, tuned, ms, variant)
 
 
-def _row(asked: Question, device: Device, kernel: Kernel) -> Tuned | None:
+def _row(request: Request, device: Device, kernel: Kernel) -> TuningMatch | None:
     """All of one language go by the same row, wherever they come from, so that their times can be compared."""
-    system = asked.system
+    system = request.system
     fitting = [a for a in system.archives if _is_fitting(a, device)]
     spec = system.toolchains is not None
-    return nearest_row(device, system.tuned, fitting, spec, kernel, asked.problem)
+    return nearest_row(device, system.tuned, fitting, spec, kernel, request.problem)
 
 
 def _is_fitting(archive: Archive, device: Device) -> bool:
@@ -203,20 +204,20 @@ def _is_fitting(archive: Archive, device: Device) -> bool:
         return False  # it is among the reasons
 
 
-def _ms(kernel: Kernel | None, tuned: Tuned | None, text: str) -> float | None:
+def _ms(kernel: Kernel | None, tuned: TuningMatch | None, text: str) -> float | None:
     return None if kernel is None or tuned is None else tuned.ms(kernel, text)
 
 
 def _installed(
-    archive: Archive, entry: Entry, device: Device, kernel: Kernel | None, tuned: Tuned | None
-) -> Offer | Rejected:
+    archive: Archive, entry: Entry, device: Device, kernel: Kernel | None, tuned: TuningMatch | None
+) -> Candidate | Rejected:
     try:
         target = entry.target
     except ArchiveError as error:
         return Rejected(str(entry), str(error), damaged=True)
     ms = _ms(kernel, tuned, entry.text)
-    rung = nearest_rung(target, device)
-    return Offer(kernel, entry.text, rung, target, tuned, ms, None, archive, entry)
+    tier = nearest_tier(target, device)
+    return Candidate(kernel, entry.text, tier, target, tuned, ms, None, archive, entry)
 
 
 def _compiled_for(toolchain: Toolchain | str, language: Language, device: Device) -> Target | str:
@@ -248,70 +249,84 @@ def _buildable(
 # --- Checking one -----------------------------------------------------------------------------
 
 
-def checked(asked: Question, offer: Offer) -> Candidate | Rejected:
-    """The candidate that the offer makes, or why it makes none."""
+def checked(request: Request, candidate: Candidate) -> Match | Rejected:
+    """The match that the candidate makes, or why it makes none."""
     try:
-        return _checked(asked, offer)
+        return _checked(request, candidate)
     except ArchiveError as error:
-        return Rejected(offer.subject, str(error), damaged=True)
+        return Rejected(candidate.subject, str(error), damaged=True)
 
 
-def _checked(asked: Question, offer: Offer) -> Candidate | Rejected:
-    system, device, kernel, target = asked.system, asked.system.device, offer.kernel, offer.target
-    variant = offer.made or (offer.entry.variant if offer.entry else None)
+def _checked(request: Request, candidate: Candidate) -> Match | Rejected:
+    system, device, kernel, target = (
+        request.system,
+        request.system.device,
+        candidate.kernel,
+        candidate.target,
+    )
+    variant = candidate.made or (candidate.entry.variant if candidate.entry else None)
     assert device is not None
     assert variant is not None
-    if reason := _refusal(asked, device, offer, variant):
-        return Rejected(offer.subject, reason)
-    assert kernel is not None
-    binary = offer.entry.binary if offer.entry else None
-    if binary and (reason := system.denied.get(binary.sha256) or misfit(binary, device)):
-        return Rejected(offer.subject, reason)
-    cost = kernel.cost(variant, asked.problem)
-    made = Candidate(
-        offer.rung, variant, target, offer.archive, binary, cost, offer.tuned, offer.ms
-    )
-    return admitted(asked, made)
-
-
-def admitted(asked: Question, candidate: Candidate) -> Candidate | Rejected:
-    """The candidate, unless it is on too low a rung, or was tried and failed."""
-    if candidate.rung > asked.lowest:
-        reason = f"rung {candidate.rung}; the policy allows none below {asked.lowest}"
+    if reason := _refusal(request, device, candidate, variant):
         return Rejected(candidate.subject, reason)
-    if candidate.key in asked.system.failed:
-        return Rejected(candidate.subject, asked.system.failed[candidate.key])
-    return candidate
+    assert kernel is not None
+    launch = kernel.launch(variant, request.problem, device.sm_count)
+    if (blocks := launch.grid[0]) > MOST_BLOCKS:
+        return Rejected(candidate.subject, f"{blocks} blocks; a grid holds {MOST_BLOCKS}")
+    binary = candidate.entry.binary if candidate.entry else None
+    if binary and (reason := system.denied.get(binary.sha256) or misfit(binary, device)):
+        return Rejected(candidate.subject, reason)
+    cost = kernel.cost(variant, request.problem)
+    made = Match(
+        candidate.tier,
+        variant,
+        target,
+        candidate.archive,
+        binary,
+        cost,
+        candidate.tuned,
+        candidate.ms,
+        launch,
+    )
+    return admitted(request, made)
 
 
-def _refusal(asked: Question, device: Device, offer: Offer, variant: Variant) -> str | None:
+def admitted(request: Request, match: Match) -> Match | Rejected:
+    """The match, unless it is on too low a tier, or was tried and failed."""
+    if match.tier > request.lowest:
+        reason = f"tier {match.tier}; the policy allows none below {request.lowest}"
+        return Rejected(match.subject, reason)
+    if match.key in request.system.failed:
+        return Rejected(match.subject, request.system.failed[match.key])
+    return match
+
+
+def _refusal(
+    request: Request, device: Device, candidate: Candidate, variant: Variant
+) -> str | None:
     """Why the variant may not, or does not, solve the problem."""
-    if asked.backend not in ("auto", variant.language):
-        return not_asked(asked.backend)
-    if reason := denial(asked.system.denied, offer.kernel, offer.text):
+    if request.backend not in ("auto", variant.language):
+        return not_requested(request.backend)
+    if reason := denial(request.system.denied, candidate.kernel, candidate.text):
         return reason
-    if asked.system.pinned not in (None, variant):
-        return f"{asked.system.pinned} is pinned"
-    if offer.kernel is None:
+    if request.system.pinned not in (None, variant):
+        return f"{request.system.pinned} is pinned"
+    if candidate.kernel is None:
         return f"this version has no such kernel in {variant.language}"
-    return _unsolved(offer.kernel, offer, variant, asked.problem, device)
+    return _unsolved(candidate.kernel, candidate, variant, request.problem, device)
 
 
 def _unsolved(
-    kernel: Kernel, offer: Offer, variant: Variant, problem: Problem, device: Device
+    kernel: Kernel, candidate: Candidate, variant: Variant, problem: Problem, device: Device
 ) -> str | None:
-    if offer.made is None:
+    if candidate.made is None:
         if reason := kernel.mistakes(variant, problem):
             return reason
-    elif not kernel.serves(variant.statics, offer.target):
-        return f"it is not for {offer.target}"
-    count = device.multiprocessors
-    if reason := kernel.accepts(variant, problem) or kernel.exceeds_residency(
-        variant, problem, count
-    ):
-        return reason
-    blocks = kernel.launch(variant, problem, count).grid[0]
-    return f"{blocks} blocks; a grid holds {MOST_BLOCKS}" if blocks > MOST_BLOCKS else None
+    elif not kernel.serves(variant.statics, candidate.target):
+        return f"it is not for {candidate.target}"
+    return kernel.accepts(variant, problem) or kernel.exceeds_residency(
+        variant, problem, device.sm_count
+    )
 
 
 def denial(denied: Mapping[str, str], kernel: Kernel | None, text: str) -> str | None:
@@ -321,5 +336,5 @@ def denial(denied: Mapping[str, str], kernel: Kernel | None, text: str) -> str |
     return denied.get(text) or denied.get(general)
 
 
-def not_asked(backend: Backend) -> str:
+def not_requested(backend: Backend) -> str:
     return f"backend={backend!r} was asked for"

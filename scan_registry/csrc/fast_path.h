@@ -1,4 +1,4 @@
-/* Calls on two plain tensors and nothing else: from the tensors to the launch, at the least cost.
+/* The fast path, of calls on two plain tensors without options: from the tensors to the launch, at the least cost.
  *
  * What a call does is planned once for all calls alike, and found again by dtype, device, shape, strides and
  * alignment; autograd is told of its states after they are computed. Asking torch for them one by one in
@@ -23,7 +23,7 @@ static PyObject *allocate_object(PyTypeObject *type) {
     return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
-/* --- PlainLaunch: what a call does on a GPU ---------------------------------------------------- */
+/* --- FastLaunch: what a call does on a GPU ----------------------------------------------------- */
 
 typedef struct {
     PyObject_HEAD
@@ -34,16 +34,16 @@ typedef struct {
     PyObject *workspace;  /* and of these; None where there is none */
     PyObject *refuse;     /* raises the error of a status */
     PyObject *elsewhere;  /* computes the same from any context */
-} PlainLaunch;
+} FastLaunch;
 
-static PyTypeObject *plain_launch_type;
+static PyTypeObject *fast_launch_type;
 
-static PyObject *plain_launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *fast_launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"launch",    "places", "empty",     "states",
                             "workspace", "refuse", "elsewhere", NULL};
     PyObject *launch, *empty, *states, *workspace, *refuse, *elsewhere;
     int places[3];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!(iii)OO!OOO:PlainLaunch", names, launch_type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!(iii)OO!OOO:FastLaunch", names, launch_type,
                                      &launch, &places[0], &places[1], &places[2], &empty,
                                      &PyTuple_Type, &states, &workspace, &refuse, &elsewhere))
         return NULL;
@@ -54,7 +54,7 @@ static PyObject *plain_launch_new(PyTypeObject *type, PyObject *args, PyObject *
     if (PyTuple_Check(workspace) != (zeroed >= 0))
         return PyErr_Format(PyExc_ValueError, "the launch and its workspace do not go together");
     if (!get_current) return PyErr_Format(PyExc_RuntimeError, "bind has not been called");
-    PlainLaunch *self = (PlainLaunch *)allocate_object(type);
+    FastLaunch *self = (FastLaunch *)allocate_object(type);
     if (!self) return NULL;
     memcpy(self->places, places, sizeof places);
     self->launch = (Launch *)Py_NewRef(launch);
@@ -66,8 +66,8 @@ static PyObject *plain_launch_new(PyTypeObject *type, PyObject *args, PyObject *
     return (PyObject *)self;
 }
 
-static void plain_launch_dealloc(PyObject *object) {
-    PlainLaunch *self = (PlainLaunch *)object;
+static void fast_launch_dealloc(PyObject *object) {
+    FastLaunch *self = (FastLaunch *)object;
     Py_XDECREF(self->launch);
     Py_XDECREF(self->empty);
     Py_XDECREF(self->states);
@@ -86,7 +86,7 @@ static PyObject *made(const Exchange *exchange, PyObject *empty, PyObject *argum
     return object;
 }
 
-static int started(const PlainLaunch *self, uint64_t *values, void *stream) {
+static int started(const FastLaunch *self, uint64_t *values, void *stream) {
     int status;
     Py_BEGIN_ALLOW_THREADS
     status = start_here(self->launch, values, stream);
@@ -98,7 +98,7 @@ static int started(const PlainLaunch *self, uint64_t *values, void *stream) {
     return 0;
 }
 
-static PyObject *plain_launch_run(const PlainLaunch *self, const Exchange *exchange,
+static PyObject *fast_launch_run(const FastLaunch *self, const Exchange *exchange,
                                   PyObject *const *args, const Tensor *gates, const Tensor *tokens) {
     const Launch *launch = self->launch;
     void *current = NULL, *stream = NULL;
@@ -121,47 +121,46 @@ static PyObject *plain_launch_run(const PlainLaunch *self, const Exchange *excha
     return states;
 }
 
-static PyType_Slot plain_launch_slots[] = {
-    {Py_tp_new, plain_launch_new},
-    {Py_tp_dealloc, plain_launch_dealloc},
-    {Py_tp_doc, "What a plain call does on a GPU: allocate states, and launch."},
+static PyType_Slot fast_launch_slots[] = {
+    {Py_tp_new, fast_launch_new},
+    {Py_tp_dealloc, fast_launch_dealloc},
+    {Py_tp_doc, "What a call on the fast path does on a GPU: allocate states, and launch."},
     {0, NULL}};
 
-static PyType_Spec plain_launch_spec = {"scan_registry.hardware._launcher.PlainLaunch", sizeof(PlainLaunch), 0,
-                                        Py_TPFLAGS_DEFAULT, plain_launch_slots};
+static PyType_Spec fast_launch_spec = {"scan_registry.hardware._launcher.FastLaunch", sizeof(FastLaunch), 0,
+                                       Py_TPFLAGS_DEFAULT, fast_launch_slots};
 
-/* --- PlainCalls: whether a call is plain, and what it does -------------------------------------- */
+/* --- FastPath: whether a call takes it, and what the call does ---------------------------- */
 
 typedef struct {
     PyObject_HEAD
-    Torch torch; /* without an exchange no call is plain */
-    PyObject *types, *backends, *choice, *plan, *tracking, *record;
+    Torch torch; /* without an exchange no call takes this path */
+    PyObject *types, *observers, *backends, *choice, *plan, *tracking, *record;
     Plans plans;
-} PlainCalls;
+} FastPath;
 
-static PyTypeObject *plain_calls_type;
+static PyTypeObject *fast_path_type;
 
-static PyObject *plain_calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"types",  "tensor", "exchange", "includes", "watchers", "backends",
-                            "choice", "plan",   "tracking", "record",   NULL};
-    PyObject *types, *tensor, *exchange, *watchers, *backends, *choice, *plan, *tracking, *record;
-    unsigned long long includes;
+static PyObject *fast_path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"types", "tensor", "exchange", "observers", "backends", "choice",
+                            "plan",  "tracking", "record", NULL};
+    PyObject *types, *tensor, *exchange, *observers, *backends, *choice, *plan, *tracking, *record;
     Torch torch = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OKO!O!OOOO:PlainCalls", names, &PyTuple_Type,
-                                     &types, &PyType_Type, &tensor, &exchange, &includes,
-                                     &PyTuple_Type, &watchers, &PyTuple_Type, &backends, &choice,
-                                     &plan, &tracking, &record))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!O!OOOO:FastPath", names, &PyTuple_Type, &types,
+                                     &PyType_Type, &tensor, &exchange, &PyTuple_Type, &observers,
+                                     &PyTuple_Type, &backends, &choice, &plan, &tracking, &record))
         return NULL;
     for (Py_ssize_t i = 0; i < PyTuple_Size(types); i++) { /* as their entries are called without a look */
         const int status = PyObject_IsSubclass(PyTuple_GetItem(types, i), tensor);
         if (status < 0) return NULL;
         if (!status) return PyErr_Format(PyExc_TypeError, "type %zd is not one of %R", i, tensor);
     }
-    if (take_torch(&torch, (PyTypeObject *)tensor, exchange, includes, watchers)) return NULL;
-    PlainCalls *self = (PlainCalls *)allocate_object(type);
+    if (take_torch(&torch, (PyTypeObject *)tensor, exchange)) return NULL;
+    FastPath *self = (FastPath *)allocate_object(type);
     if (!self) return NULL;
     self->torch = torch;
     self->types = Py_NewRef(types);
+    self->observers = Py_NewRef(observers);
     self->backends = Py_NewRef(backends);
     self->choice = Py_NewRef(choice);
     self->plan = Py_NewRef(plan);
@@ -170,10 +169,11 @@ static PyObject *plain_calls_new(PyTypeObject *type, PyObject *args, PyObject *k
     return (PyObject *)self;
 }
 
-static void plain_calls_dealloc(PyObject *object) {
-    PlainCalls *self = (PlainCalls *)object;
+static void fast_path_dealloc(PyObject *object) {
+    FastPath *self = (FastPath *)object;
     forget_plans(&self->plans);
     Py_XDECREF(self->types);
+    Py_XDECREF(self->observers);
     Py_XDECREF(self->backends);
     Py_XDECREF(self->choice);
     Py_XDECREF(self->plan);
@@ -182,21 +182,27 @@ static void plain_calls_dealloc(PyObject *object) {
     release(object);
 }
 
-/* The results of what follows: 1 yes, 0 not what a plain call has, -1 with an exception. */
+/* The results of what follows: 1 yes, 0 not what the fast path takes, -1 with an exception. */
 
-static int has_type(const PlainCalls *self, PyObject *object) {
+static int has_type(const FastPath *self, PyObject *object) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(self->types); i++)
         if (PyTuple_GetItem(self->types, i) == (PyObject *)Py_TYPE(object)) return 1;
     return 0;
 }
 
-static int read_both(const PlainCalls *self, PyObject *const *args, Tensor *gates, Tensor *tokens) {
+/* Whether every observer says that there is nothing to observe. */
+static int dispatch_is_trivial(const FastPath *self) {
+    int status = 1;
+    for (Py_ssize_t i = 0; status == 1 && i < PyTuple_Size(self->observers); i++)
+        status = is_false(PyObject_CallNoArgs(PyTuple_GetItem(self->observers, i)));
+    return status;
+}
+
+static int read_both(const FastPath *self, PyObject *const *args, Tensor *gates, Tensor *tokens) {
     int status;
     const Torch *torch = &self->torch;
-    if (!torch->exchange || !has_type(self, args[GATES]) || !has_type(self, args[TOKENS]) ||
-        !nobody_watches(torch))
-        return 0;
-    if ((status = read_tensor(torch, args[GATES], gates)) < 1 ||
+    if (!torch->exchange || !has_type(self, args[GATES]) || !has_type(self, args[TOKENS])) return 0;
+    if ((status = dispatch_is_trivial(self)) < 1 || (status = read_tensor(torch, args[GATES], gates)) < 1 ||
         (status = read_tensor(torch, args[TOKENS], tokens)) < 1)
         return status;
     return gates->code == tokens->code && gates->bits == tokens->bits &&
@@ -205,7 +211,7 @@ static int read_both(const PlainCalls *self, PyObject *const *args, Tensor *gate
            !memcmp(gates->shape, tokens->shape, sizeof(int64_t) * (size_t)gates->dimensions);
 }
 
-static int read_options(const PlainCalls *self, PyObject *const *args, int64_t options[2]) {
+static int read_options(const FastPath *self, PyObject *const *args, int64_t options[2]) {
     int overflow;
     if (!PyLong_CheckExact(args[DIM])) return 0;
     options[0] = PyLong_AsLongLongAndOverflow(args[DIM], &overflow);
@@ -221,7 +227,7 @@ static int read_options(const PlainCalls *self, PyObject *const *args, int64_t o
 }
 
 /* Whether autograd is to be told. */
-static int is_tracked(const PlainCalls *self, PyObject *const *args) {
+static int is_tracked(const FastPath *self, PyObject *const *args) {
     int status = requires_grad(&self->torch, args[GATES]);
     if (!status) status = requires_grad(&self->torch, args[TOKENS]);
     return status == 1 ? is_true(PyObject_CallNoArgs(self->tracking)) : status;
@@ -247,17 +253,17 @@ static void fill_key(Key *key, const Tensor *gates, const Tensor *tokens, const 
 }
 
 /* Kept with what was asked for, and so with ``choice``: its identity is nothing else's meanwhile. */
-static Planned *make_plan(PlainCalls *self, const Key *key, PyObject *const *args, PyObject *choice) {
+static Planned *make_plan(FastPath *self, const Key *key, PyObject *const *args, PyObject *choice) {
     PyObject *plan = PyObject_CallFunctionObjArgs(self->plan, args[GATES], args[TOKENS], args[DIM],
                                                   args[BACKEND], NULL);
-    PyObject *asked = plan ? PyTuple_Pack(3, args[DIM], args[BACKEND], choice) : NULL;
-    Planned *kept = asked ? keep_planned(&self->plans, key, plan, asked) : NULL;
-    Py_XDECREF(asked);
+    PyObject *request = plan ? PyTuple_Pack(3, args[DIM], args[BACKEND], choice) : NULL;
+    Planned *kept = request ? keep_planned(&self->plans, key, plan, request) : NULL;
+    Py_XDECREF(request);
     Py_XDECREF(plan);
     return kept;
 }
 
-static const Planned *plan_of(PlainCalls *self, PyObject *const *args, const Tensor *gates,
+static const Planned *plan_of(FastPath *self, PyObject *const *args, const Tensor *gates,
                               const Tensor *tokens, const int64_t options[2]) {
     PyObject *choice = PyObject_CallNoArgs(self->choice);
     if (!choice) return NULL;
@@ -270,28 +276,28 @@ static const Planned *plan_of(PlainCalls *self, PyObject *const *args, const Ten
 }
 
 /* The states of a plan; from then on it may be forgotten. */
-static PyObject *states_of(const PlainCalls *self, const Planned *planned, PyObject *const *args,
+static PyObject *states_of(const FastPath *self, const Planned *planned, PyObject *const *args,
                            const Tensor *gates, const Tensor *tokens, int tracked) {
-    PyObject *plan = Py_NewRef(planned->plan), *asked = Py_NewRef(planned->asked);
+    PyObject *plan = Py_NewRef(planned->plan), *request = Py_NewRef(planned->request);
     PyObject *states =
-        Py_TYPE(plan) == plain_launch_type
-            ? plain_launch_run((const PlainLaunch *)plan, self->torch.exchange, args, gates, tokens)
+        Py_TYPE(plan) == fast_launch_type
+            ? fast_launch_run((const FastLaunch *)plan, self->torch.exchange, args, gates, tokens)
             : PyObject_CallFunctionObjArgs(plan, args[GATES], args[TOKENS], NULL);
     if (states && tracked) {
-        PyObject *done = PyTuple_Pack(2, states, asked);
+        PyObject *done = PyTuple_Pack(2, states, request);
         Py_DECREF(states);
         states = done ? PyObject_CallFunctionObjArgs(self->record, args[GATES], args[TOKENS], done,
                                                      NULL)
                       : NULL;
         Py_XDECREF(done);
     }
-    Py_DECREF(asked);
+    Py_DECREF(request);
     Py_DECREF(plan);
     return states;
 }
 
-static PyObject *plain_calls_run(PyObject *object, PyObject *const *args, Py_ssize_t count) {
-    PlainCalls *self = (PlainCalls *)object;
+static PyObject *fast_path_run(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+    FastPath *self = (FastPath *)object;
     Tensor gates, tokens;
     int64_t options[2];
     if (count != ARGUMENTS)
@@ -313,19 +319,19 @@ static PyObject *plain_calls_run(PyObject *object, PyObject *const *args, Py_ssi
     return planned ? states_of(self, planned, args, &gates, &tokens, tracked) : NULL;
 }
 
-static PyMethodDef plain_calls_methods[] = {
-    {"run", (PyCFunction)(void (*)(void))plain_calls_run, METH_FASTCALL,
+static PyMethodDef fast_path_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))fast_path_run, METH_FASTCALL,
      "run(gates, tokens, dim, backend) -> states | None\n\nDo what is planned for the call. None unless "
-     "the tensors are plain, of one real dtype and\none shape, on one device, in memory, and nobody "
-     "watches; or if there is no such backend."},
+     "the tensors are plain, of one real dtype and\none shape, on one device, in memory, and dispatch "
+     "is trivial; or if there is no such backend."},
     {NULL, NULL, 0, NULL}};
 
-static PyType_Slot plain_calls_slots[] = {
-    {Py_tp_new, plain_calls_new},
-    {Py_tp_dealloc, plain_calls_dealloc},
-    {Py_tp_methods, plain_calls_methods},
-    {Py_tp_doc, "Calls on two plain tensors."},
+static PyType_Slot fast_path_slots[] = {
+    {Py_tp_new, fast_path_new},
+    {Py_tp_dealloc, fast_path_dealloc},
+    {Py_tp_methods, fast_path_methods},
+    {Py_tp_doc, "Calls on two plain tensors, without options."},
     {0, NULL}};
 
-static PyType_Spec plain_calls_spec = {"scan_registry.hardware._launcher.PlainCalls", sizeof(PlainCalls), 0,
-                                       Py_TPFLAGS_DEFAULT, plain_calls_slots};
+static PyType_Spec fast_path_spec = {"scan_registry.hardware._launcher.FastPath", sizeof(FastPath), 0,
+                                     Py_TPFLAGS_DEFAULT, fast_path_slots};

@@ -1,7 +1,7 @@
-"""The floor of a case: the time in which as many tensors of as many bytes are read and written.
+"""The roofline of a case: the time in which as many tensors of as many bytes are read and written.
 
 It is measured, by the kernels of the roofline family, in the same run and in the same way as the kernels
-that it is the floor of. The fastest of the variants counts.
+that it is the roofline of. The fastest of the variants counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The peers that ``bench`` times."""
+"""The baselines that ``bench`` times."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import torch
 from benching import CPU, SMALL
 
 from scan_registry.bench import measure
-from scan_registry.bench.cases import PASSES, Case
-from scan_registry.bench.measure import Bench
-from scan_registry.bench.peers import (
+from scan_registry.bench.baselines import (
+    BASELINES,
     COMPLEX,
     OURS,
-    PEERS,
     SCALAR,
     SEQUENTIAL_CUDA,
     SEQUENTIAL_TRITON,
     TIMED,
     WARP,
-    Peer,
+    Baseline,
     installed,
 )
+from scan_registry.bench.cases import PASSES, Case
+from scan_registry.bench.measure import Bench
 from scan_registry.catalog import distributions
 from scan_registry.cli import bench as command
 
 
-def test_the_cpu_has_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_has_no_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "installed", lambda: pytest.fail("looked for"))
-    assert Bench.on(CPU).peers == ()
+    assert Bench.on(CPU).baselines == ()
 
 
-def test_peers_are_timed_where_they_take_the_case(
+def test_baselines_are_timed_where_they_take_the_case(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One is, one refuses one case, one does not import and one does not run, which are tried once;
     what the import prints does not get among the results."""
-    module: Any = types.ModuleType("a_peer")
+    module: Any = types.ModuleType("a_baseline")
     module.passes = []
-    monkeypatch.setitem(sys.modules, "a_peer", module)
+    monkeypatch.setitem(sys.modules, "a_baseline", module)
 
     def kernel(module: Any, direction: str, *tensors: Any) -> Any:
         assert {(*t.shape,) for t in tensors} in ({(2, 16, 8)}, {(2, 32, 8)})
@@ -50,7 +50,7 @@ def test_peers_are_timed_where_they_take_the_case(
 
     tried: list[str] = []
 
-    class Broken(Peer):
+    class Broken(Baseline):
         def kernel_call(self, *_: Any) -> Any:
             tried.append(self.name)
             print("compiling")
@@ -64,16 +64,21 @@ def test_peers_are_timed_where_they_take_the_case(
 
         return launch
 
-    peers = (
-        Peer("fits", "x", "a_peer", "scan", kernel),
-        Peer("failing", "x", "a_peer", "scan", failing),
-        Peer(
-            "picky", "x", "a_peer", "scan", kernel, lambda c: "too short" if c.time < 32 else None
+    baselines = (
+        Baseline("fits", "x", "a_baseline", "scan", kernel),
+        Baseline("failing", "x", "a_baseline", "scan", failing),
+        Baseline(
+            "picky",
+            "x",
+            "a_baseline",
+            "scan",
+            kernel,
+            lambda c: "too short" if c.time < 32 else None,
         ),
-        Broken("broken", "x", "a_peer", "scan", kernel),
+        Broken("broken", "x", "a_baseline", "scan", kernel),
     )
     here = Bench.on(CPU)
-    here.peers = peers
+    here.baselines = baselines
     longer = Case("channel_last", 2, 8, 32, "float32")
     here.run(SMALL)
     here.run(longer)
@@ -100,7 +105,7 @@ def test_peers_are_timed_where_they_take_the_case(
 
 
 @pytest.mark.parametrize(
-    ("peer", "text", "reason"),
+    ("baseline", "text", "reason"),
     [
         (SCALAR, "time_last:1,8,100:float16", None),
         (SCALAR, "time_last:1,8,100:float64", "dtype is float64"),
@@ -120,28 +125,30 @@ def test_peers_are_timed_where_they_take_the_case(
         (SEQUENTIAL_TRITON, "time_last:1,100,8:bfloat16", "layout is time_last"),
     ],
 )
-def test_what_peers_refuse(peer: Peer, text: str, reason: str | None) -> None:
-    found = peer.refuses(Case.parse(text))
+def test_what_baselines_refuse(baseline: Baseline, text: str, reason: str | None) -> None:
+    found = baseline.refuses(Case.parse(text))
     assert found is None if reason is None else reason in (found or "")
     if reason is not None:
-        assert peer.kernel_call(Case.parse(text), "forward", CPU) is None
+        assert baseline.kernel_call(Case.parse(text), "forward", CPU) is None
 
 
-def test_peers_are_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_are_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"accelerated-scan": "0.3.1"}
 
     monkeypatch.setattr(distributions, "version", versions.get)
     assert installed() == [SCALAR, WARP, COMPLEX]
     versions.clear()
     assert installed() == []
-    assert len({peer.name for peer in TIMED}) == len(TIMED)
-    assert set(PEERS) < set(TIMED)
+    assert len({baseline.name for baseline in TIMED}) == len(TIMED)
+    assert set(BASELINES) < set(TIMED)
     assert OURS not in TIMED
     assert OURS.load() is measure.linear_scan
 
 
-def test_kernels_of_peers_are_called_as_they_are_defined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On stand-ins with their signatures: every pass of every peer gets its tensors."""
+def test_kernels_of_baselines_are_called_as_they_are_defined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On stand-ins with their signatures: every pass of every baseline gets its tensors."""
     calls: list[tuple[str, list[tuple[int, ...]]]] = []
 
     def noted(name: str) -> Any:
@@ -175,7 +182,7 @@ def test_kernels_of_peers_are_called_as_they_are_defined(monkeypatch: pytest.Mon
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, name, module)
     time_last, wide = (2, 8, 32), (2, 32, 512)
-    for peer, text, forward, backward, shape in [
+    for baseline, text, forward, backward, shape in [
         (SCALAR, "time_last:2,8,32:float32", ("forward_scan", 3), ("backward_scan", 5), time_last),
         (COMPLEX, "time_last:2,8,32:complex64", ("forward_scan", 3), ("backward_scan", 5),
          (*time_last, 2)),
@@ -189,7 +196,7 @@ def test_kernels_of_peers_are_called_as_they_are_defined(monkeypatch: pytest.Mon
          ("sequential_scan_backward", 3), wide),
     ]:  # fmt: skip
         for direction, (name, count) in (("forward", forward), ("backward", backward)):
-            make = peer.kernel_call(Case.parse(text), direction, CPU)
+            make = baseline.kernel_call(Case.parse(text), direction, CPU)
             assert make is not None
             make()()
             assert calls.pop() == (name, [shape] * count)

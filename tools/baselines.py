@@ -1,0 +1,7 @@
+"""The baselines that the benchmarks compare this project with; ``scan-registry bench`` times them, too."""
+
+from __future__ import annotations
+
+from scan_registry.bench.baselines import BASELINES, OURS, Baseline, installed
+
+__all__ = ["BASELINES", "OURS", "Baseline", "installed"]
