@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from scan_registry.base.symbols import time_before_batch
 from scan_registry.kernels.rnn.problem import SIZES, Clips, Function
 
 Tensors = Sequence[Tensor]
@@ -301,7 +302,7 @@ def _by_head(through: Tensor, before: Tensor) -> Tensor:
     """Of (B, T, gates, N, D) and (B, T, N, P), the sums over B and T of their products: (gates, N, D, P).
     Products of matrices, of which those with gates are read as they lie."""
     batch, time, gates, heads, dim = through.shape
-    if through.stride(0) < through.stride(1):  # time before batch, in memory
+    if time_before_batch(through):
         through, before = through.transpose(0, 1), before.transpose(0, 1)
     rows = batch * time
     if heads == 1:

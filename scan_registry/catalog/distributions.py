@@ -62,7 +62,8 @@ def normalized(name: str) -> str:
 
 def _entries() -> tuple[tuple[str, str], ...]:
     """Every metadata folder on the path: where it is, and its name."""
-    return _listed(tuple(sys.path))
+    # The import system passes over what is no text, too.
+    return _listed(tuple(entry for entry in sys.path if isinstance(entry, str)))
 
 
 @lru_cache(maxsize=1)
@@ -106,8 +107,9 @@ def _distribution(place: str, entry: str) -> Distribution:
 
 def _entry_points(folder: str) -> bytes:
     path = f"{folder}/entry_points.txt"
-    if not os.access(path, os.R_OK):
-        return b""  # most have none, and to ask takes less time than an exception
+    # Most have none, and to ask takes less time than an exception. Who reads a pipe would wait for a writer.
+    if not os.access(path, os.R_OK) or not os.path.isfile(path):
+        return b""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

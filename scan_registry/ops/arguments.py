@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from scan_registry.base.environment import flag
+from scan_registry.base.symbols import numbers, same_shape, surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape, states_dtype
-from scan_registry.ops.symbols import same_shape, surely
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -122,6 +122,8 @@ def common_shape(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | 
     """The shape that both broadcast to, if there is one; no ``torch.Size``, which would break the graph of
     torch.compile in torch 2.6; nor ``torch.broadcast_shapes``, which makes a process import sympy. That
     takes longer than all else that a first call does."""
+    if not _is_compiling():
+        one, other = numbers(one), numbers(other)
     if _is_compiling() or not all(isinstance(size, int) for size in (*one, *other)):
         return _common_symbols(one, other)
     if one == other:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
+from scan_registry.base.symbols import same_shape
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.kernels.linear_scan.reference import compute_dtype
@@ -21,7 +22,6 @@ from scan_registry.ops.arguments import Options
 from scan_registry.ops.plans import Wanted
 from scan_registry.ops.problems import StateLayout
 from scan_registry.ops.registration import below_autograd, record, register
-from scan_registry.ops.symbols import same_shape
 
 Outputs = tuple[Tensor, Tensor | None]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

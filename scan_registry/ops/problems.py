@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.base.frozen import dataclass
+from scan_registry.base.symbols import surely_contiguous
 from scan_registry.kernels.linear_scan.problem import (
     Direction,
     LinearScanProblem,
@@ -26,7 +27,7 @@ from scan_registry.ops.layout import (
 
 def as_new(model: Tensor) -> Tensor:
     """A tensor with the shape, strides and dtype of a new one like ``model``."""
-    return model if model.is_contiguous() else torch.empty_like(model, device="meta")
+    return model if surely_contiguous(model) else torch.empty_like(model, device="meta")
 
 
 def state_strides(states: Tensor, dim: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from scan_registry.ops.symbols import perhaps, surely
+from scan_registry.base.symbols import perhaps, time_before_batch
+from scan_registry.ops.layout import dense_strides
 
 #: Kernels take heads of a multiple of as many units; others are padded with units that stay zero.
 UNITS = 16
@@ -21,10 +22,12 @@ def empty_like_inputs(inputs: Tensor, lead: tuple[int, ...], block: tuple[int, .
     """An empty tensor (*lead, B, T, *block), with time before batch in memory where ``inputs``, (B, T,
     …), have it so."""
     batch, time = inputs.shape[:2]
-    ordered = surely(inputs.stride(1) > inputs.stride(0))
-    if ordered and perhaps(batch > 1) and perhaps(time > 1):
-        return inputs.new_empty(*lead, time, batch, *block).transpose(len(lead), len(lead) + 1)
-    return inputs.new_empty(*lead, batch, time, *block)
+    if not (time_before_batch(inputs) and perhaps(batch > 1) and perhaps(time > 1)):
+        return inputs.new_empty(*lead, batch, time, *block)
+    # No view, as that of a transpose would be: autograd refuses to change views that a Function returns.
+    shape, rank = (*lead, batch, time, *block), len(lead)
+    order = [*range(rank), rank + 1, rank, *range(rank + 2, len(shape))]
+    return inputs.new_empty_strided(shape, dense_strides(shape, order))
 
 
 def blocked(tensor: Tensor, block: int) -> Tensor:

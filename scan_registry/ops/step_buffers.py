@@ -7,6 +7,7 @@ orders what the two launch. What is kept has a bound, and goes with the module w
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,11 +101,17 @@ class BufferPool:
 
     @max_size.setter
     def max_size(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"max_size is {value!r}; accepted are numbers of bytes from 0 up")
-        self._max_size = value
+        try:
+            size = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            size = -1
+        if size < 0:
+            raise ValueError(
+                f"max_size is {value!r}; accepted are whole numbers of bytes from 0 up"
+            )
+        self._max_size = size
         with self._changing():
-            self._shrink(value)
+            self._shrink(size)
 
     def clear(self) -> int:
         """Let go of all that no call uses; returns how many bytes that were."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,13 @@ def test_of_two_in_one_folder_the_one_with_a_record_counts(
     monkeypatch.syspath_prepend(tmp_path)
     assert distributions.version("made-up") == "2.0"
     assert [each.version for each in distributions.mentioning("made.up.group")] == ["2.0"]
+
+
+def test_what_is_no_file_and_no_text_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (install(tmp_path, "folder", "1.0") / "entry_points.txt").mkdir()
+    os.mkfifo(install(tmp_path, "pipe", "1.0") / "entry_points.txt")
+    install(tmp_path, "usual", "1.0", "[made.up.group]\na = b\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, bytes(tmp_path), str(tmp_path)])
+    assert [each.name for each in distributions.mentioning("made.up.group")] == ["usual"]

@@ -215,6 +215,19 @@ def test_strides_of_packed_sequences_match_torch(kind: str) -> None:
         assert [t.stride() for t in flat(found[1])] == [t.stride() for t in flat(expected[1])]
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "SLSTM"])
+@pytest.mark.parametrize("first", [False, True])
+def test_outputs_may_be_changed_in_place(kind: str, first: bool) -> None:
+    """Without a backward pass after it; with one autograd says what was changed, as for torch.nn.LSTM."""
+    module, x = getattr(nn, kind)(3, 4, batch_first=first), torch.randn(5, 2, 3)
+    out = module(x)[0]
+    expected = out.detach() * 2
+    assert torch.equal(out.mul_(2), expected)
+    out[-1].relu_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 # --- torch.jit and torch.fx -------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -269,8 +270,10 @@ def test_kept_buffers_have_a_bound(play: Play) -> None:
     pool.max_size = 0
     rnn(*draw("lstm", (2, 3, 1, 16)))
     assert pool.size == 0
+    pool.max_size = np.int64(7)  # type: ignore[assignment]
+    assert (pool.max_size, type(pool.max_size)) == (7, int)
     for wrong in (-1, 1.5, True, None):
-        with pytest.raises(ValueError, match="accepted are numbers of bytes from 0 up"):
+        with pytest.raises(ValueError, match="accepted are whole numbers of bytes from 0 up"):
             pool.max_size = wrong  # type: ignore[assignment]
 
 

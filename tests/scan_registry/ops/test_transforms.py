@@ -220,6 +220,8 @@ SIZED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "gates of one batch": lambda g, u, f: linear_scan(g[:1], chosen(u, f)),
     "gates that do not change": lambda g, u, f: linear_scan(g[0, :, :1], chosen(u, f)),
     "time": lambda g, u, f: linear_scan(g[..., f.nonzero()[:, 0]], u[..., f.nonzero()[:, 0]]),
+    "time first": lambda g, u, f: linear_scan(chosen(g, f).movedim(2, 0), chosen(u, f).movedim(2, 0), dim=0),
+    "transposed": lambda g, u, f: linear_scan(chosen(g, f).mT, chosen(u, f).mT, dim=1),
     "network": lambda g, u, f: rnn(
         chosen(u, f).mT[:, :, None, None], g[:1, None, :, :3], None, function="elman"
     )[0],
@@ -236,6 +238,76 @@ def test_compiles_with_sizes_that_depend_on_data(case: str) -> None:
         out = each(*leaves, flags)
         made.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     torch.testing.assert_close(made[1], made[0])
+
+
+MODULES = [
+    (kind, batch_first, options)
+    for kind in ("LSTM", "GRU", "RNN", "SLSTM")
+    for batch_first in (False, True)
+    for options in ({}, {"num_layers": 2, "bidirectional": True})
+    if kind != "SLSTM" or not options
+]
+
+
+@pytest.mark.parametrize("chosen_time", [False, True])
+@pytest.mark.parametrize(("kind", "batch_first", "options"), MODULES)
+def test_modules_compile_with_sizes_that_depend_on_data(
+    kind: str, batch_first: bool, options: dict[str, Any], chosen_time: bool
+) -> None:
+    """A compiled function knows only strides that the operator tells it beforehand."""
+    module = getattr(nn, kind)(3, 4, batch_first=batch_first, **options)
+    x, flags = torch.randn(4, 4, 3), torch.tensor([1, 0, 1, 1])
+
+    def function(x: Tensor, flags: Tensor) -> Tensor:
+        places = flags.nonzero().flatten()
+        first = x[places] if chosen_time != batch_first else x[:, places]
+        return module(first)[0]
+
+    made = []
+    for each in (function, compiled(function)):
+        leaf = x.clone().requires_grad_()
+        out = each(leaf, flags)
+        weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+        grads = torch.autograd.grad((out * weights).sum(), [leaf, *module.parameters()])
+        made.append((out, *grads))
+    torch.testing.assert_close(made[1], made[0])
+    assert made[1][0].stride() == made[0][0].stride()
+
+
+def test_inductor_takes_a_network_whose_batch_depends_on_data() -> None:
+    module, x, flags = nn.LSTM(3, 4), torch.randn(5, 4, 3), torch.tensor([1, 0, 1, 1])
+
+    def function(x: Tensor, flags: Tensor) -> Tensor:
+        return module(x[:, flags.nonzero().flatten()])[0]
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(function)(x, flags), function(x, flags))
+
+
+# --- torch.jit --------------------------------------------------------------------------------
+
+TRACED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "plain": linear_scan,
+    "time first": lambda g, u: linear_scan(g, u, dim=0),
+    "one gate": lambda g, u: linear_scan(g[:, :1], u),
+    "fewer dimensions": lambda g, u: linear_scan(g[0], u),
+    "states": lambda g, u: linear_scan(g, u, u[:, 0], reverse=True, return_final_state=True),
+    "packed": lambda g, u: linear_scan(g, u, cu_seqlens=torch.tensor([0, 2, 5])),
+}
+
+
+@pytest.mark.parametrize("case", TRACED)
+def test_scans_can_be_traced_by_jit(case: str) -> None:
+    function, (gates, tokens) = TRACED[case], (torch.rand(3, 5), torch.randn(3, 5))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated.*")
+        traced = torch.jit.trace(function, (gates, tokens))
+    other = torch.rand(3, 5).requires_grad_(), torch.randn(3, 5).requires_grad_()
+    found, expected = traced(*other), function(*other)
+    torch.testing.assert_close(found, expected)
+    first = [each[0] if isinstance(each, tuple) else each for each in (found, expected)]
+    grads = [torch.autograd.grad(each.square().sum(), other) for each in first]
+    torch.testing.assert_close(*grads)
 
 
 def test_compiled_scans_refuse_shapes_that_do_not_broadcast() -> None:

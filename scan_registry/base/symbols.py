@@ -1,0 +1,76 @@
+"""Conditions on sizes that torch.compile may know by symbols alone, as those of ``nonzero``.
+
+``if`` would ask for a symbol's value, which nobody has before the compiled function runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+_tracing = torch.compiler.is_dynamo_compiling
+
+
+def surely(condition: Any) -> bool:
+    """Whether it holds; False where that depends on values not known yet."""
+    if _tracing() or isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return guard_or_false(condition)
+    return bool(condition)
+
+
+def perhaps(condition: Any) -> bool:
+    """Whether it holds; True where that depends on values not known yet."""
+    if _tracing() or isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+        return guard_or_true(condition)
+    return bool(condition)
+
+
+def decided(condition: Any, otherwise: bool) -> bool:
+    """Whether it holds; ``otherwise`` where that depends on values not known yet."""
+    return surely(condition) or (otherwise and perhaps(condition))
+
+
+def time_before_batch(tensor: torch.Tensor) -> bool:
+    """Whether a tensor (B, T, …) without gaps has time before batch in memory.
+
+    Of two strides the larger one holds the size that is not known yet, as a size of 0 or 1 has no order.
+    """
+    between_batches, between_times = tensor.stride(0), tensor.stride(1)
+    return decided(between_times > between_batches, otherwise=isinstance(between_batches, int))
+
+
+def surely_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in order and without gaps; False where that depends on values not known yet."""
+    if all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
+        return tensor.is_contiguous()
+    step: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not (surely(size == 1) or surely(stride == step)):
+            return False
+        step = step * size
+    return True
+
+
+def numbers(sizes: Any) -> Any:
+    """The sizes, as ints where torch.jit.trace has tensors in their place, as it has of every shape.
+
+    They are then constants of the trace, which its warnings would say of each.
+    """
+    if not any(isinstance(size, torch.Tensor) for size in sizes):
+        return sizes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return tuple(map(int, sizes))
+
+
+def same_shape(one: Any, other: Any) -> bool:
+    """Whether two shapes are surely the same."""
+    if len(one) != len(other):
+        return False
+    return all(surely(a == b) for a, b in zip(numbers(one), numbers(other), strict=True))
