@@ -217,6 +217,7 @@ def test_metadata(release: Release) -> None:
     assert "W001" in text
 
 
+@pytest.mark.slow
 def test_a_wheel_for_any_linux(release: Release) -> None:
     for path in release.wheels("index", "pypi"):
         if "-abi3-" in path.name:

@@ -106,6 +106,7 @@ def long(dtype: str) -> tuple[cases.Trial, ...]:
     return tuple(cases.draw(*each, dtype, "cpu") for each in posed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", dict.fromkeys((*chosen(), *streamed())), ids=str)
 def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
     """With every option, in whatever order the blocks and their threads run."""

@@ -20,6 +20,7 @@ COLUMNS = [FAMILY.kernel(f"channel_last_{way}", "triton") for way in ("forward",
 SCRIPT = Path(__file__).with_name("interpret_linear_scan.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward", "reduction"])
 def test_matches_the_reference(direction: str) -> None:
     """In a process of its own, since the interpreter replaces ``triton.jit`` for all of a process."""

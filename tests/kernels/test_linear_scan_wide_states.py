@@ -80,6 +80,7 @@ def backwards() -> Iterator[Variant]:
                 yield variant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [*backwards()], ids=str)
 def test_a_kernel_multiplies_by_the_initial_state_as_it_is(
     variant: Variant, cuda_emulator: ModuleType, tmp_path: Path

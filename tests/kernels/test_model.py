@@ -31,6 +31,7 @@ def test_a_kernel_of_a_spec(kernel: Kernel) -> None:
     assert kernel.may_spill <= set(kernel.variants)
 
 
+@pytest.mark.slow
 def test_variants_differ_in_what_the_compiler_sees() -> None:
     """Two variants with equal constants, warps and promises would be one binary under two names."""
     for kernel in KERNELS:

@@ -17,6 +17,7 @@ SHAPE = (3, 4, 2, 16)
 CUDA = [kernel for kernel in FAMILY.kernels if kernel.language == "cuda"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", CUDA, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", cases.TOLERANCE)
 def test_a_kernel_passes_its_cases(

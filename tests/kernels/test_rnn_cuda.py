@@ -105,6 +105,7 @@ def try_both(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [*chosen()], ids=str)
 def test_matches_the_reference(
     variant: Variant, cuda_emulator: ModuleType, rnn_trials: ModuleType, tmp_path: Path
@@ -184,6 +185,7 @@ def test_gates_of_a_steady_slstm_are_as_exact_as_what_is_stored(
     assert max(tensors.gate_errors()) <= rnn_trials.STEADY_TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed")
 @pytest.mark.parametrize("kernel", ["sequence_forward", "sequence_backward"])
 def test_r_stays_in_registers(kernel: str) -> None:

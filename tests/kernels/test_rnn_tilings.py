@@ -80,6 +80,7 @@ def test_what_is_not_known_excludes_nothing() -> None:
 # --- Tilings ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)
 def test_defaults_meet_the_constraints_of_every_gpu_that_has_their_instructions(
     kernel: Kernel,

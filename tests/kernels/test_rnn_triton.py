@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("interpret_rnn.py")
 
 
+@pytest.mark.slow
 def test_matches_the_reference() -> None:
     """In a process of its own, since the interpreter replaces ``triton.jit`` for all of a process."""
     pytest.importorskip("triton")

@@ -237,6 +237,7 @@ def consult(path: Path, device: Device) -> list[bytes]:
     return contents
 
 
+@pytest.mark.slow
 def test_damaged_archives(
     tmp_path: Path,
     intact: bytes,
@@ -253,6 +254,7 @@ def test_damaged_archives(
     run("damaged archive", 0.35, example)
 
 
+@pytest.mark.slow
 def test_archives_that_are_sealed_and_wrong(
     tmp_path: Path, intact: bytes, archive_parts: Any, a_device: Describe
 ) -> None:

@@ -53,6 +53,7 @@ Archive.read = lambda self, binary: self.path.read_bytes()[-binary.size:]
 """
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("patch", "arguments", "violation"),

@@ -137,6 +137,7 @@ def test_names_are_normalized(provide: Provide) -> None:
     assert "my-archives" in [provider.name for provider in providers.installed()[0]]
 
 
+@pytest.mark.slow
 def test_a_providers_code_is_never_imported(
     provide: Provide, a_binary: Make, a_device: Callable[..., Device]
 ) -> None:

@@ -262,6 +262,7 @@ def test_the_json_document(installed: Catalogue, capsys: Capture) -> None:
         assert Binary.from_json(record) == binary
 
 
+@pytest.mark.slow
 def test_what_is_really_installed(capsys: Capture) -> None:
     found = document(capsys)
     real = inventory.catalogue()
@@ -394,6 +395,7 @@ def test_the_console_script_is_the_same_program() -> None:
     assert result.stdout == shell("--version").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["inspect", "--all"], ["inspect", "--json"], ["--version"]])
 def test_looking_needs_neither_torch_nor_a_compiler(words: list[str]) -> None:
     script = f"""

@@ -13,6 +13,7 @@ from scan_registry.kernels.linear_scan.cases import TOLERANCE
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_one_dtype(dtype: str, capsys: Capture) -> None:
     """Each passes on the CPU."""

@@ -83,6 +83,7 @@ def run(what: str, folder: Path, **environment: str) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["--help", COMMANDS.strip()], ids=["help", "commands"])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_every_command_prints_in_every_encoding(tmp_path: Path, encoding: str, what: str) -> None:

@@ -190,6 +190,7 @@ def considered(system: System) -> list[str]:
     return subjects
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> None:

@@ -142,6 +142,7 @@ def test_autocast_and_to() -> None:
         assert ours.to(torch.float64)(x.double())[0].dtype == torch.float64
 
 
+@pytest.mark.slow
 def test_compile_without_a_break() -> None:
     x = torch.randn(7, 3, 5)
     for kind in KINDS:

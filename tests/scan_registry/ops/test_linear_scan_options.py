@@ -258,6 +258,7 @@ def gradients(
     return torch.autograd.grad(of_outputs, inputs, of_weights, allow_unused=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(calls())
 def test_any_call(plainly: Oracle, call: Call) -> None:

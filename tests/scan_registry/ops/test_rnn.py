@@ -51,6 +51,7 @@ def test_only_the_last_state_counts(function: Function) -> None:
         assert error(got, want) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 2e-2)],
@@ -233,6 +234,7 @@ def test_large_clips_change_nothing() -> None:
 # --- Derivatives ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_derivatives_of_both_modes_and_orders(function: Function) -> None:
     inputs = draw(function, (2, 3, 2, 2))
@@ -302,6 +304,7 @@ BACKWARD = torch.ops.scan_registry.rnn_backward.default
 NO_CLIPS = (math.inf, math.inf, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)

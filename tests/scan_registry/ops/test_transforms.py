@@ -132,6 +132,7 @@ def network(function: Function) -> tuple[list[Tensor], Callable[..., Tensor]]:
     return drawn, lambda *given: rnn(*given, function=function)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["function", "compiled"])
 @pytest.mark.parametrize("program", ["grad", "jvp", "jvp of grad", "vmap of grad", "grad of grad"])
 @pytest.mark.parametrize("function", SIZES)
@@ -179,6 +180,7 @@ def test_the_states_of_a_transformed_network_are_apart() -> None:
 # --- Compiled autograd ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", ["eager", "compiled"])
 def test_compiled_autograd_without_a_break(forward: str) -> None:
     from torch._dynamo import compiled_autograd
@@ -354,6 +356,7 @@ torch.compile(nn.LSTM(3, 4), backend="aot_eager", fullgraph=True)(tokens.mT)[0].
 """
 
 
+@pytest.mark.slow
 def test_the_package_can_be_imported_again_in_one_process(tmp_path: Path) -> None:
     # Not in the sources' folder, which would be imported in place of the installed package.
     command = [sys.executable, "-c", AGAIN]

@@ -111,6 +111,7 @@ def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_every_gpu_of_a_machine(stub_driver: Any, tmp_path: Path) -> None:
     stub_driver.gpu((9, 0), name="Imaginary A").gpu((7, 5), sms=5, name="Imaginary B")
     environment = {**stub_driver.environment(), "SCAN_REGISTRY_CACHE": str(tmp_path / "cache")}

@@ -215,6 +215,7 @@ def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
     nowhere = {"SCAN_REGISTRY_LIBCUDA": str(tmp_path / "nothing.so")}
     result = shell(*CALL, **nowhere)
@@ -226,6 +227,7 @@ def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
     assert "--driver describes a GPU that is not here; it needs --arch" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_gpu_of_this_machine(stub_driver: Any) -> None:
     stub_driver.gpu((9, 0), name="Imaginary A").gpu((7, 5), name="Imaginary B")
     variables = stub_driver.environment()
@@ -265,6 +267,7 @@ for call in describe(tensor, tensor).values():
 """
 
 
+@pytest.mark.slow
 def test_what_it_says_is_what_dispatch_decides(stub_driver: Any) -> None:
     stub_driver.gpu((9, 0), name="Imaginary A")
     lines = stub_driver.run(DISPATCH).stdout.splitlines()

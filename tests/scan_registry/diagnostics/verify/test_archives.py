@@ -19,6 +19,7 @@ from scan_registry.hardware.target import Target
 # --- What is intact ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_really_installed_is_intact(capsys: Capture) -> None:
     held = inventory.catalogue().archives
     found = document(capsys, status=0 if held else 2)

@@ -194,6 +194,7 @@ def test_a_compile_that_fails_is_a_mismatch(
         assert comparison.reason == "does not compile here: no such intrinsic\non line 7"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["verify"], ["cache", "list"]])
 def test_looking_needs_neither_torch_nor_a_compiler(words: list[str]) -> None:
     script = f"""

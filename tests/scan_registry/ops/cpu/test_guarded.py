@@ -10,12 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import watched
 from torch import Tensor
 from watched import MIXES, Case, Memory, levels, using
 
 
+@pytest.mark.slow
 def test_nothing_outside_is_touched() -> None:
     folders = [str(Path(watched.__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
     shared = {**os.environ, "PYTHONPATH": ":".join(filter(None, folders))}
