@@ -1,6 +1,6 @@
-"""Conditions on sizes that torch.compile may know by symbols alone, as those of ``nonzero``.
+"""Conditions on sizes that may be symbolic under torch.compile, such as the length of ``nonzero``'s result.
 
-``if`` would ask for a symbol's value, which nobody has before the compiled function runs.
+A plain ``if`` would need a symbol's value, which is known only when the compiled function runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def decided(condition: Any, otherwise: bool) -> bool:
 def time_before_batch(tensor: torch.Tensor) -> bool:
     """Whether a tensor (B, T, …) without gaps has time before batch in memory.
 
-    Of two strides the larger one holds the size that is not known yet, as a size of 0 or 1 has no order.
+    If the comparison cannot be decided and the batch's stride is a number, the stride of time counts as the larger
+    one, since it is a multiple of the unknown batch size. That is wrong for batches of 0 and 1 only, which have
+    no order. If the batch's stride is symbolic, batch is taken to come first.
     """
     between_batches, between_times = tensor.stride(0), tensor.stride(1)
     return decided(between_times > between_batches, otherwise=isinstance(between_batches, int))
@@ -60,7 +62,7 @@ def surely_contiguous(tensor: torch.Tensor) -> bool:
 def numbers(sizes: Any) -> Any:
     """The sizes, as ints where torch.jit.trace has tensors in their place, as it has of every shape.
 
-    They are then constants of the trace, which its warnings would say of each.
+    The trace then has them as constants. torch would print a TracerWarning for each.
     """
     if not any(isinstance(size, torch.Tensor) for size in sizes):
         return sizes

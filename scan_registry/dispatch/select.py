@@ -57,7 +57,7 @@ class Decision(Request):
     """The outcome: the winner, if there is one, and everything that lost.
 
     damaged  archives that were looked at for the winner and are not intact
-    before   what was rejected before this problem was asked about
+    before   what was rejected for problems that were tried earlier (alternatives.py)
     """
 
     winner: Match | None
@@ -66,7 +66,7 @@ class Decision(Request):
 
     @cached_property
     def rejected(self) -> tuple[Rejected, ...]:
-        """Everything that lost, in the order of consideration; it is looked at now, the whole catalogue."""
+        """Everything that lost, in the order of consideration. The first access looks at the whole catalogue."""
         own = tuple(_rejected(self, self.winner))
         return tuple(dict.fromkeys((*self.before, *own))) if self.before else own
 
@@ -102,7 +102,7 @@ def select(
     backend: Backend = "auto",
     lowest: Tier = Tier.REFERENCE,
 ) -> Decision:
-    """The best way to solve ``problem``, on no tier below ``lowest``.
+    """The best way to solve ``problem``, on no worse tier than ``lowest``.
 
     An archive for an architecture that the device cannot run is rejected as a whole, unread.
     """
@@ -110,7 +110,8 @@ def select(
     found, damaged = list[Match](), list[Rejected]()
     for language in LANGUAGES:
         if backend in ("auto", language):
-            # What would be compiled comes after all of an earlier language; on the first tier everything does.
+            # Languages come in order of preference. Once one has a match, what the JIT would compile in a later one
+            # cannot win, so it is not listed; once that match is EXACT, nothing of a later one can.
             best = _best(request, [*candidates(request, language, installed=bool(found))], damaged)
             found += [best] if best else []
             if best and best.tier == Tier.EXACT:
@@ -124,8 +125,12 @@ def select(
 def _best(
     request: Request, there: Sequence[Candidate | Rejected], damaged: list[Rejected]
 ) -> Match | None:
-    """The first match of one language: candidates are checked until one makes it. Those that tuning has no
-    times of are all checked, since it takes the spec to compare them. What is found damaged is added."""
+    """The best match of one language, if there is one.
+
+    Candidates are checked in the order of their rank. Among those that tuning has timed, the first that passes wins.
+    Others of the same rank differ in the spec's cost, which is known once they are checked, so all of them are.
+    Damaged archives and binaries that are met are added to ``damaged``.
+    """
     damaged += [each for each in there if isinstance(each, Rejected) and each.damaged]
     ranked = sorted(
         (each for each in there if isinstance(each, Candidate)), key=lambda each: each.rank

@@ -1,15 +1,16 @@
 """CUDA graphs of what a function launches, recorded so that other threads do not notice.
 
-``torch.cuda.graph`` synchronises the device, and has torch's allocator and random numbers take part;
-other threads fail meanwhile. Here the driver captures a stream that nobody else uses, in the mode
-that forbids other threads nothing. Only what waits for the whole device, as ``torch.cuda.synchronize``
-does, cannot run in another thread during a capture of some milliseconds: CUDA fails it, and the
-capture with it, which is then not used.
+``torch.cuda.graph`` synchronises the device and puts torch's allocator and random number generator into
+capture mode. CUDA calls of other threads can fail during such a capture. Here the driver captures a private
+stream in CU_STREAM_CAPTURE_MODE_RELAXED, which restricts no other thread. One conflict remains: if another
+thread synchronises the whole device during our capture of some milliseconds, CUDA fails both its call and the
+capture. The capture is then discarded, and everything is launched without a graph.
 
-cuBLAS works in memory that torch keeps by thread and stream. Graphs refer to it, so it comes from a
-memory pool of its own, which torch returns to nobody. Stream and pool belong to one stream of the user's,
-which orders the launches of all graphs that share that memory. For the same reason nothing ever runs on
-the captured stream: it would run beside graphs that another thread launches, in the same memory.
+A recorded graph holds the address of cuBLAS's workspace, which torch keeps for each thread and stream. The
+workspace is therefore allocated from a private memory pool, whose memory torch never reuses. There is one
+capture stream and one pool for each stream of the user's. Graphs that share a workspace are launched on that
+user's stream only, so they never overlap. The capture stream is only captured: a kernel that really ran on it
+could overlap such a graph and corrupt the workspace.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class StepBuffers:
     tensors: dict[str, Tensor]
     steps: int
     graph: recording.Graph | None = None
-    #: The thread that has launched all steps, whose libraries are set up: they have their state by thread.
+    #: The last thread that ran all steps without a graph. cuBLAS keeps state for each thread, so only that one records.
     warm: int | None = field(default=None, repr=False)
 
     @property
@@ -52,10 +52,10 @@ class StepBuffers:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def run(self, steps: int, body: Callable[[dict[str, Tensor], int], None]) -> None:
-        """Launch ``body`` for the first ``steps`` steps; from a graph where they are all of them.
+        """Launch ``body`` for the first ``steps`` steps.
 
-        The first time that a thread runs all steps, ``body`` is launched as it is, and the second
-        time it is recorded.
+        Only a run of all steps uses a graph. A thread's first such run launches ``body`` as it is, and its
+        next one records the graph. Later runs of all steps, from any thread, replay it.
         """
         states = self.tensors["states"]
         if steps < self.steps or not rnn_buffers.max_size or not recording.possible(states):
@@ -153,7 +153,7 @@ class BufferPool:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Let go of what is unwanted. Who holds the lock meanwhile looks again when it has let go of it."""
+        """Let go of what is unwanted. If the lock is taken, its holder does so once it has released it."""
         while self._unwanted and self._lock.acquire(blocking=False):
             try:
                 unwanted = {self._unwanted.pop() for _ in range(len(self._unwanted))}

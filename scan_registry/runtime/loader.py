@@ -1,8 +1,8 @@
 """From a problem to a prepared launch: select, fetch the bytes, check them, hand them to the driver.
 
-What fits by all that is known may still not run: an archive is damaged, the driver refuses, a
-compile fails. That is remembered as a reason, selection is asked again, and the next best is tried.
-Running out of memory and the like is no such reason; it is raised.
+A binary that selection accepts may still fail: its archive is damaged, the driver rejects it, a compile
+fails. The failure is recorded for that device, and selection runs again without that candidate. Errors that
+are not the binary's fault, such as running out of memory, are raised.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A decision, ready to run. ``launch`` is None where the reference has to, and until the binary is loaded.
+    """A decision, ready to run. ``launch`` is None if the reference in torch runs, or if the binary is not loaded yet.
 
     ``launch.run`` takes the stream and the kernel's pointers in the order of its parameters;
-    ``workspace`` bytes are to be allocated for each run. Prints as what errors call it: the kernel, its
-    variant, the launch shape and the problem.
+    ``workspace`` bytes are to be allocated for each run. ``str()`` gives the description that error messages
+    use: the kernel, its variant, the launch shape and the problem.
     """
 
     decision: Decision
@@ -92,8 +92,8 @@ os.register_at_fork(after_in_child=_forget)
 def system(ordinal: int | None, reach: Tier = Tier.JIT, pinned: Variant | None = None) -> System:
     """What there is to choose from on device ``ordinal``, or on the CPU.
 
-    ``reach`` leaves out what can only be on a lower tier: archives, and compilers. ``pinned`` is the
-    one variant that may run, which need not be in any wheel.
+    ``reach`` leaves out archives and compilers whose binaries could only be on a worse tier. ``pinned`` is the one
+    variant that may run, which need not be in any wheel.
     """
     if ordinal is None:
         return System(None)
@@ -117,8 +117,10 @@ def decide(
     lowest: Tier,
     pinned: Variant | None = None,
 ) -> Decision:
-    """The decision for a problem. No more tiers are looked at than it takes to find the winner:
-    nearly always, that is one archive."""
+    """The decision for a problem: archives of the best tier first, and no further than to the first winner.
+
+    Usually that reads one archive.
+    """
     for reach in (Tier.EXACT, Tier.PTX):
         there = system(ordinal, reach, pinned)
         if there.every_archive:
@@ -214,8 +216,8 @@ def _fetch(ordinal: int, decision: Decision, winner: Match) -> tuple[Binary, Cal
 def load(ordinal: int, binary: Binary, read: Callable[[], bytes], subject: object) -> int:
     """The loaded kernel's handle on device ``ordinal``; each binary is loaded once per device.
 
-    ``subject`` prints as what errors call it. ``DriverError`` if the driver fails otherwise than by
-    ``UnfitError``, which says that the bytes are damaged or that it has no use for them.
+    ``subject`` describes the kernel in error messages. ``UnfitError`` if the bytes are damaged or the driver rejects
+    them, ``DriverError`` for any other failure of the driver.
     """
     key = (ordinal, binary.sha256, binary.entry)
     with _lock:
