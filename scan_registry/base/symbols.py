@@ -62,12 +62,12 @@ def surely_contiguous(tensor: torch.Tensor) -> bool:
 def numbers(sizes: Any) -> Any:
     """The sizes, as ints where torch.jit.trace has tensors in their place, as it has of every shape.
 
-    The trace then has them as constants. torch would print a TracerWarning for each.
+    The trace then has them as constants. torch would warn of each.
     """
     if not any(isinstance(size, torch.Tensor) for size in sizes):
         return sizes
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.filterwarnings("ignore", message="Converting a tensor to a Python")
         return tuple(map(int, sizes))
 
 
