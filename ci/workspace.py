@@ -134,9 +134,8 @@ def archs_of_this_machine() -> str:
         found = done.stdout.split() if done.returncode == 0 else []
     except (OSError, subprocess.TimeoutExpired):
         found = []
-    own = {f"sm{capability.replace('.', '')}" for capability in found}
-    wanted = sorted(arch if arch in released else "ptx80" for arch in own)
-    return ",".join(dict.fromkeys(wanted)) or "ptx80"
+    own = (f"sm{capability.replace('.', '')}" for capability in found)
+    return ",".join(sorted({arch if arch in released else "ptx80" for arch in own})) or "ptx80"
 
 
 def make_environment(folder: Path, fresh: bool) -> Environment:

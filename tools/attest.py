@@ -5,6 +5,7 @@
     python tools/attest.py --family rnn
                                       those of one family alone
     python tools/attest.py --check    needs no GPU: compare those files with what is installed
+    python tools/attest.py --prune    needs no GPU: drop from those files the records of other binaries
 
 Attestations are keyed by the digest of the binary, so they say nothing of any other binary. The
 check fails when a file names a digest that is not installed, or when an sm90 binary or an sm_80 PTX
@@ -14,6 +15,7 @@ has no attestation within tolerance. It is a gate for releases.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -53,6 +55,22 @@ def check(folder: Path) -> int:
         f"{len(stale)} stale, {len(failed)} failed"
     )
     return 1 if stale or failed or missing or not needed else 0
+
+
+def prune(folder: Path) -> int:
+    """Drop the records of binaries that are not installed, such as those of kernels that have changed."""
+    installed = {binary.sha256 for _, binary in catalogue()}
+    for path in sorted(folder.glob("*/attestations/*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        kept = [record for record in content["binaries"] if record["sha256"] in installed]
+        print(
+            f"{path.relative_to(folder)}: {len(content['binaries']) - len(kept)} of {len(content['binaries'])} dropped"
+        )
+        if kept:
+            write_records(path, {**content, "binaries": kept})
+        else:
+            path.unlink()
+    return 0
 
 
 def runnable(family: Family) -> Iterator[tuple[Archive, Binary]]:
@@ -153,6 +171,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with what is installed")
     parser.add_argument(
+        "--prune", action="store_true", help="drop the records of binaries that are not installed"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="few shapes; for trying, not for proof"
     )
     parser.add_argument(
@@ -170,6 +191,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.check:
         return check(args.folder)
+    if args.prune:
+        return prune(args.folder)
     if (args.quick or args.only) and args.folder == ROOT / "kernels":
         parser.error("that is no proof of all binaries: name another --folder for what it writes")
 

@@ -64,7 +64,7 @@ def numbers(sizes: Any) -> Any:
 
     The trace then has them as constants. torch would warn of each.
     """
-    if not any(isinstance(size, torch.Tensor) for size in sizes):
+    if _tracing() or not any(isinstance(size, torch.Tensor) for size in sizes):
         return sizes
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Converting a tensor to a Python")

@@ -64,7 +64,7 @@ class System:
 
 @dataclass(frozen=True)
 class Request:
-    """What selection answers: the best way to solve ``problem``, on no tier below ``lowest``."""
+    """What selection answers: the best way to solve ``problem``, on no worse tier than ``lowest``."""
 
     system: System
     family: Family

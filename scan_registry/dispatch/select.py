@@ -207,7 +207,7 @@ def _where(device: Device | None) -> str:
 
 
 def advice(decision: Decision) -> str:
-    """What would lift the decision to a higher tier, in one sentence."""
+    """What would lift the decision to a better tier, in one sentence."""
     device = decision.system.device
     if device is None:
         return "The kernels need a CUDA device"

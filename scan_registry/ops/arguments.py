@@ -122,8 +122,7 @@ def common_shape(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | 
     """The shape that both broadcast to, if there is one; no ``torch.Size``, which would break the graph of
     torch.compile in torch 2.6; nor ``torch.broadcast_shapes``, which makes a process import sympy. That
     takes longer than all else that a first call does."""
-    if not _is_compiling():
-        one, other = numbers(one), numbers(other)
+    one, other = numbers(one), numbers(other)
     if _is_compiling() or not all(isinstance(size, int) for size in (*one, *other)):
         return _common_symbols(one, other)
     if one == other:

@@ -45,7 +45,7 @@ def runner(
     backend: Any,
     lowest: Tier | None = None,
 ) -> Run | Decision:
-    """A function that runs the best kernel for the problem, on no tier below ``lowest``, if that is
+    """A function that runs the best kernel for the problem, on no worse tier than ``lowest``, if that is
     given; where only the reference solves it, the decision that says so."""
     names = POINTERS[problem.direction]
     if device.type == "cpu":

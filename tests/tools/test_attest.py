@@ -70,6 +70,21 @@ def test_gate(
     assert word in capsys.readouterr().out
 
 
+def test_pruning_drops_what_is_not_installed(
+    attest: ModuleType, attested: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = attested(extra="0" * 64)
+    alone = folder / "gone" / "attestations" / "gpu.json"
+    alone.parent.mkdir(parents=True)
+    content = {"gpu": "a", "date": "2026-01-01", "binaries": [record("1" * 64, "a.b", "sm_90", 0)]}
+    alone.write_text(json.dumps(content), encoding="utf-8")
+    assert attest.check(folder) == 1
+    assert attest.prune(folder) == 0
+    assert "gone/attestations/gpu.json: 1 of 1 dropped" in capsys.readouterr().out
+    assert not alone.exists()
+    assert attest.check(folder) == 0
+
+
 def test_the_worst_of_two_gpus_stands(attest: ModuleType, attested: Callable[..., Path]) -> None:
     attested(gpu="a", error=1e-5)
     assert attest.check(attested(gpu="b")) == 1
