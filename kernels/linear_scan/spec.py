@@ -133,6 +133,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
         "ALIGNED": int(statics.get("access", "generic") != "generic"),
         "VARLEN": int(statics.get("access") == "varlen"),
+        "MAY_RESET": int(statics.get("access", "generic") in ("generic", "varlen")),
         "MISALIGNED": int(statics.get("access") == "misaligned"),
         "STAGES": 0,
         "PREFIX_LEAD": 0,

@@ -209,7 +209,8 @@ def test_how_full_segments_are() -> None:
 
 
 def test_kernels_count_the_bytes_that_launches_do() -> None:
-    sources = {path.name: path.read_text(encoding="utf-8") for path in FAMILY.folder.glob("*.cuh")}
+    headers = (*FAMILY.folder.glob("*.cuh"), *FAMILY.folder.with_name("common").glob("*.cuh"))
+    sources = {path.name: path.read_text(encoding="utf-8") for path in headers}
     assert f"COUNTER = {streams.COUNTER} }};" in sources["multi_cta_column.cuh"]
     assert f"HEAD = {streams.HEAD} }};" in sources["workspace_init.cuh"]
     assert f"LINE = {streams.LINE} / sizeof(Storage)," in sources["time_stream.cuh"]

@@ -6,7 +6,7 @@
 //
 // Layout: HEAD bytes for the flag and a count of the CTAs that have seen it, then the workspace proper.
 #pragma once
-#include "ptx.cuh"
+#include "../common/ptx.cuh"
 
 struct WorkspaceInit {
     enum : int { HEAD = 128 };
