@@ -19,9 +19,9 @@
 // workspace, zeroed inside the launch (workspace_init.cuh): a descriptor (tile_status.cuh) for each channel of each part
 // but the last.
 #pragma once
+#include "column_serial.cuh"
 #include "../common/tile_status.cuh"
 #include "../common/workspace_init.cuh"
-#include "column_serial.cuh"
 
 enum : int {
     WORDS = 16 / sizeof(TileDescriptor::Word),  // descriptors in one load, of neighbouring channels
