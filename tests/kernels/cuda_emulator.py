@@ -93,8 +93,8 @@ class Emulated:
             emulate(
                 pointers,
                 (ctypes.c_uint * 3)(*launch.grid),
-                ctypes.c_uint(32 * self.kernel.warps(self.variant)),
-                ctypes.c_uint(self.kernel.shared(self.variant)),
+                ctypes.c_uint(32 * self.kernel.code.warps(self.variant)),
+                ctypes.c_uint(self.kernel.code.shared(self.variant)),
                 ctypes.c_uint(self._at_once(launch.grid)),
                 ctypes.c_uint(seed),
             )
@@ -114,7 +114,9 @@ class Emulated:
 def emulated(kernel: Kernel, variant: Variant, folder: Path) -> Emulated:
     """Compile a variant, in ``folder``."""
     texts = Nvrtc().sources(kernel)
-    library = library_of(kernel.source, kernel.entry, texts, kernel.constants(variant), folder)
+    library = library_of(
+        kernel.code.source, kernel.code.entry, texts, kernel.code.constants(variant), folder
+    )
     return Emulated(kernel, variant, library)
 
 
