@@ -96,8 +96,8 @@ class Emulated:
             emulate(
                 pointers,
                 (ctypes.c_uint * 3)(*launch.grid),
-                ctypes.c_uint(32 * self.kernel.warps(self.variant)),
-                ctypes.c_uint(self.kernel.shared(self.variant)),
+                ctypes.c_uint(32 * self.kernel.code.warps(self.variant)),
+                ctypes.c_uint(self.kernel.code.shared(self.variant)),
                 ctypes.c_uint(self._at_once(launch.grid)),
                 ctypes.c_uint(seed),
             )
@@ -116,8 +116,8 @@ class Emulated:
 
 def emulated(kernel: Kernel, variant: Variant, folder: Path, arch: int = ARCH) -> Emulated:
     """Compile a variant, in ``folder``, for an architecture."""
-    texts, constants = Nvrtc().sources(kernel), kernel.constants(variant)
-    library = library_of(kernel.source, kernel.entry, texts, constants, folder, arch)
+    texts, code = Nvrtc().sources(kernel), kernel.code
+    library = library_of(code.source, code.entry, texts, code.constants(variant), folder, arch)
     return Emulated(kernel, variant, library)
 
 
