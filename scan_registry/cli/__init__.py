@@ -1,29 +1,28 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line: one module per command.
 
 A command is a module with ``add_parser``, which declares its arguments, and ``run``, which returns
-the exit status; its name on the command line is the module's. What a user can cause (a damaged
-archive, a filter that names nothing, a device without a kernel) is one message on stderr and
-status 2; anything else is a defect of this package and keeps its traceback.
+the exit status; its name on the command line is the module's. Only the module of the command that is
+called is imported. What a user can cause (a damaged archive, a filter that names nothing, a device
+without a kernel) is one message on stderr and status 2; anything else is a defect of this package and
+keeps its traceback. Ctrl-C is status 130.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, cast
 
-from scan_registry.artifact.archive import ArchiveError
-from scan_registry.catalog.providers import ProviderError
-from scan_registry.cli import bench, cache, doctor, explain, inspect, selftest, tune, verify
-from scan_registry.cli.errors import UsageError
+from scan_registry.cli.parsing import PROGRAM, Commands, Parser
 from scan_registry.cli.streams import make_plain
-from scan_registry.dispatch.select import NoKernelError
 from scan_registry.version import __version__
 
-PROGRAM = "scan-registry"
+if TYPE_CHECKING:
+    import argparse
 
 
 class Command(Protocol):
@@ -36,48 +35,94 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace, /) -> int: ...
 
 
-COMMANDS: dict[str, Command] = {
-    "inspect": inspect,
-    "explain": explain,
-    "doctor": doctor,
-    "verify": verify,
-    "selftest": selftest,
-    "bench": bench,
-    "tune": tune,
-    "cache": cache,
+#: What each command is for, by its name.
+COMMANDS: Mapping[str, str] = {
+    "inspect": "list the installed kernels",
+    "explain": "say what a call would run, and why",
+    "doctor": "say what runs on a GPU, what does not, and what would help",
+    "verify": "check what is installed; compile it again and compare",
+    "selftest": "run every kernel here and compare it with the float64 reference",
+    "bench": "time kernels here, beside installed baselines and the memory's speed",
+    "tune": "find the fastest variants on a GPU here, and use them from then on",
+    "cache": "what was compiled and tuned here: list, clear, export",
 }
 
+INTERRUPTED = 130  # as shells report a program that Ctrl-C ended
 
-def parser() -> argparse.ArgumentParser:
-    """The program's arguments, with those of every command."""
-    program = argparse.ArgumentParser(
+
+def command(name: str) -> Command:
+    """The module of a command, imported now."""
+    return cast(Command, import_module(f"{__name__}.{name}"))
+
+
+def parser(words: Sequence[str] | None = None) -> Parser:
+    """The program's arguments, with those of every command; given the words of a call, with those of the
+    command in it alone."""
+    program = Parser(
         prog=PROGRAM,
-        description="Ahead-of-time compiled GPU kernels for scans: what is installed, and does it "
-        "work here.",
+        description="Ahead-of-time compiled GPU kernels for scans and recurrences: what is installed, "
+        "and does it work here.",
     )
     program.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = program.add_subparsers(dest="command", metavar="command", title="commands")
-    for command in COMMANDS.values():
-        command.add_parser(commands)
+    assert isinstance(commands, Commands)
+    commands.summaries = COMMANDS
+    called = None if words is None else next((word for word in words if word[:1] != "-"), "")
+    for name in COMMANDS:
+        if called in (None, name):
+            command(name).add_parser(commands)
+        else:
+            commands.add_parser(name)
     return program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names (default: of this process) and return its exit status."""
     make_plain()
-    program = parser()
-    args = program.parse_args(argv)
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone; keep the interpreter's last flush from failing as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _main(words: Sequence[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:  # which a shell sets that asks how a line may go on
+        _complete(os.environ.get("COMP_LINE", "").split()[1:])
+    program = parser(words)
+    args = program.parse_args(words)
     if args.command is None:
         program.print_help(sys.stderr)
         return 2
     # Torch's word where NumPy is not installed, which nothing here needs.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
-        return COMMANDS[args.command].run(args)
-    except (ArchiveError, ProviderError, UsageError, NoKernelError) as error:
+        return command(args.command).run(args)
+    except Exception as error:
+        if not isinstance(error, _caused_by_users()):
+            raise
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # The reader (head, less) has gone; keep the interpreter's last flush from failing as well.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+
+
+def _complete(words: Sequence[str]) -> None:
+    """Print how the line may go on, and leave, if ``argcomplete`` is installed."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(parser(words))
+
+
+def _caused_by_users() -> tuple[type[Exception], ...]:
+    # Imported when something has failed: whatever raised one of these has imported it before.
+    from scan_registry.artifact.archive import ArchiveError
+    from scan_registry.catalog.providers import ProviderError
+    from scan_registry.cli.errors import UsageError
+    from scan_registry.dispatch.select import NoKernelError
+
+    return ArchiveError, ProviderError, UsageError, NoKernelError

@@ -35,7 +35,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command's arguments."""
     parser = commands.add_parser(
         "bench",
-        help="time scans here, beside installed baselines and the memory's speed",
         description="Times the forward and the backward pass over a range of sequence lengths: on a GPU "
         "both languages of this package and the baselines that are installed (accelerated-scan, "
         "sequential_scan), as CUDA graphs of kernel launches; on the CPU the calls, beside torch.mul on "

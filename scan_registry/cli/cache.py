@@ -33,7 +33,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command's own commands and their arguments."""
     parser = commands.add_parser(
         "cache",
-        help="what was compiled and tuned here: list, clear, export",
         description="What this machine has compiled because nothing installed was built for it, and "
         "what `scan-registry tune` found on its GPUs. "
         "SCAN_REGISTRY_CACHE chooses the folder.",

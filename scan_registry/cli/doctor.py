@@ -59,7 +59,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command's arguments."""
     parser = commands.add_parser(
         "doctor",
-        help="say what runs on a GPU, what does not, and what would help",
         description="Looks at the installation and at the GPUs here, or at one that --for describes "
         "and that need not be here: which kernels would run in which form, what is wrong, and what "
         "to install. Runs and changes nothing.",
@@ -378,7 +377,7 @@ def _cache_words(cache: CacheState) -> str:
 
 
 def _print_providers(console: Console, states: Sequence[ProviderState]) -> None:
-    table = new_table("archives of", "version", "made for", "agrees", "archives~")
+    table = new_table("archives of", "version?", "made for?", "agrees", "archives!")
     for state in states:
         names = [
             f"{Path(archive.path).stem}{' [red](damaged)[/]' if archive.damage else ''}"
@@ -395,7 +394,7 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
     for answer in gpu.answers:
         kernels.setdefault(f"{answer.family}.{answer.kernel}", []).append(answer)
     backends = list(dict.fromkeys(b for answer in gpu.answers for b in answer.tiers))
-    table = new_table("kernel", *(f"{backend}~" for backend in backends))
+    table = new_table("kernel", *(f"{backend}!" for backend in backends))
     for kernel, answers in kernels.items():
         table.add_row(kernel, *(_cell(answers, backend) for backend in backends))
     device = gpu.device
@@ -424,4 +423,4 @@ def _cell(answers: Iterable[Answer], backend: Backend) -> str:
         text = f"[red]{name}[/]" if tier in (None, Tier.REFERENCE) else name
         which = condensed(pairs, every)
         lines.append(f"{text}: {which}" if which else text)
-    return "\n".join(lines) or "–"
+    return "; ".join(lines) or "–"

@@ -30,7 +30,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command's arguments."""
     parser = commands.add_parser(
         "explain",
-        help="say what a call would run, and why",
         description="Shows, for the forward and the backward pass of a call, what is chosen, how it "
         "is launched, and why nothing else was. Runs nothing, and needs no GPU.",
         epilog="Exit status: 0; 1 if the call would raise NoKernelError; 2 for arguments that cannot "

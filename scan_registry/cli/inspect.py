@@ -7,9 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.catalog.inventory import Catalogue, catalogue
@@ -18,17 +16,29 @@ from scan_registry.cli.listing import (
     add_filters,
     filters_of,
     narrow,
+    opened,
     read,
     several_providers,
     size_text,
 )
-from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
+from scan_registry.cli.tables import SHORT_DTYPES, new_table, say, screen, show
 from scan_registry.kernels.model import Static
 from scan_registry.version import __version__
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 MOST_ROWS = 60  # of the list that a filter may ask for without saying --all
+MOST_LINES = 40  # of what is printed without options
 
 Row = tuple[Archive, Binary]
+
+_LEGEND = """
+variants: on each arch; regs: registers per thread; shared: memory per block. One row per binary: --all, or \
+a filter such as --arch. Are all bytes intact? `scan-registry verify`"""
+_BINARIES_LEGEND = """
+regs, spill: registers and spilled bytes per thread; shared: bytes per block, static + dynamic; ?: the \
+driver decides. GPU-tested: the relative error measured on a GPU; !: beyond tolerance."""
 
 NOTHING = """\
 This installation of scan-registry {version} holds no archives, so no GPU kernel can run from it;
@@ -41,9 +51,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command's arguments."""
     parser = commands.add_parser(
         "inspect",
-        help="list the installed binaries",
-        description="Lists the installed archives and binaries, after checking each against its "
-        "digest. Filters may repeat; what is left matches one value of each.",
+        description="Lists the installed archives and kernels, one line each. With --all, --json or a "
+        "filter, lists their binaries, after checking each against its digest, as `scan-registry verify` "
+        "does. Filters may repeat; what is left matches one value of each.",
         epilog="Exit status: 0, or 2 if an archive is damaged or a filter names nothing installed.",
     )
     parser.add_argument("--all", action="store_true", help="one row per binary, however many")
@@ -53,19 +63,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """List what is installed; ``UsageError`` if a filter names nothing installed."""
-    found = catalogue()
-    listed = read(found)
+    found, wanted = catalogue(), filters_of(args)
+    filtered = any(wanted.values())
+    # Reading every byte takes seconds, and a list of kernels needs none of them.
+    listed = (read if args.all or args.json or filtered else opened)(found)
     for file in found.ignored:
         print(f"scan-registry: warning: {file}", file=sys.stderr)
     for entry in listed:
         if entry.damage:
             print(f"scan-registry: error: {entry.damage}", file=sys.stderr)
-    wanted = filters_of(args)
     shown = narrow(listed, wanted) if listed else []
     if args.json:
         print(json.dumps(document(shown, found), indent=2))
     else:
-        _print(shown, found, filtered=any(wanted.values()), everything=args.all)
+        _print(shown, found, filtered=filtered, everything=args.all)
     return 2 if any(entry.damage for entry in listed) else 0
 
 
@@ -118,34 +129,35 @@ def _file_size(archive: Archive) -> int | None:
 def _print(listed: Sequence[Listed], found: Catalogue, *, filtered: bool, everything: bool) -> None:
     console = screen()
     if not found.archives:
-        text = NOTHING.format(version=__version__)
-        console.print(text, markup=False, soft_wrap=True)
+        say(console, NOTHING.format(version=__version__))
         return
     rows = [(entry.archive, binary) for entry in listed for binary in entry.binaries]
-    _print_archives(console, listed, found)
+    lines = _print_archives(console, listed, found)
     if everything or (filtered and len(rows) <= MOST_ROWS):
         _print_binaries(console, rows, found, providers=several_providers(listed))
     else:
-        _print_kernels(console, rows, found)
+        _print_kernels(console, rows, found, MOST_LINES - lines)
     if filtered and not rows:
         console.print("\nNo binary matches all of these filters.")
 
 
-def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue) -> None:
+def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue) -> int:
+    """Print a line for each, and return how many lines there are."""
     console.print(f"[bold]scan-registry {__version__}[/]")
-    for folder in dict.fromkeys(archive.path.parent for archive in found.archives):
+    folders = dict.fromkeys(archive.path.parent for archive in found.archives)
+    for folder in folders:
         console.print(f"archives in {folder}", markup=False, soft_wrap=True)
     providers = several_providers(listed)
     table = new_table(
-        "arch",
-        *(["provider~"] if providers else []),
-        *("size>", "binaries>", "GPU-tested>", "on~", "toolchain~", "source"),
+        "arch!",
+        *(["provider!"] if providers else []),
+        *("size>?", "binaries>", "GPU-tested>!", "on?", "toolchain?", "source"),
     )
     for entry in listed:
         label, size = entry.archive.arch.label, size_text(_file_size(entry.archive))
         start = [label, entry.archive.provider, size] if providers else [label, size]
         if entry.damage:
-            table.add_row(*start, "", "", "", "[red]damaged[/]", "")
+            table.add_row(*start, "", "[red]damaged[/]", "", "", "")
             continue
         binaries = entry.archive.binaries
         gpus = {found.attestations[b.sha256].gpu for b in binaries if found.is_gpu_tested(b)}
@@ -158,6 +170,7 @@ def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue
             _source(entry.archive),
         )
     show(console, table)
+    return 5 + len(folders) + len(table.rows)
 
 
 def _source(archive: Archive) -> str:
@@ -168,36 +181,40 @@ def _source(archive: Archive) -> str:
     return f"{manifest.get('version', '')} {source}".strip()
 
 
-def _print_kernels(console: Console, rows: Sequence[Row], found: Catalogue) -> None:
+def _print_kernels(
+    console: Console, rows: Sequence[Row], found: Catalogue, most_lines: int
+) -> None:
+    """Print a line for each, but no more than that."""
     table = new_table(
-        *("kernel", "lang", "dtypes", "archs~", "variants>", "regs>", "shared>", "size>"),
-        "GPU-tested>",
+        *("kernel", "languages", "dtypes", "archs", "variants>", "regs>?", "shared>?", "size>?"),
+        "GPU-tested>!",
     )
-    listed = dict.fromkeys(archive.arch.label for archive, _ in rows)
-    for group in _by_kernel(rows):
+    everything = dict.fromkeys(archive.arch.label for archive, _ in rows)
+    kernels: dict[str, list[Row]] = {}
+    for archive, binary in rows:
+        variant = binary.variant
+        kernels.setdefault(f"{variant.family}.{variant.kernel}", []).append((archive, binary))
+    room = max(1, most_lines - 7)
+    for name, group in list(kernels.items())[:room]:
         binaries = [binary for _, binary in group]
-        variant = binaries[0].variant
-        dtypes = dict.fromkeys(dict(b.variant.statics).get("dtype", "") for b in binaries)
+        statics = (dict(binary.variant.statics).get("dtype", "") for binary in binaries)
         archs = dict.fromkeys(archive.arch.label for archive, _ in group)
         table.add_row(
-            f"{variant.family}.\n  {variant.kernel}",
-            variant.language,
-            "\n".join(map(str, dtypes)),
-            f"all {len(archs)}" if archs == listed and len(archs) > 1 else " ".join(archs),
+            name,
+            " ".join(dict.fromkeys(binary.variant.language for binary in binaries)),
+            " ".join(dict.fromkeys(map(_short, statics))),
+            f"all {len(archs)}" if archs == everything and len(archs) > 1 else " ".join(archs),
             str(len({binary.variant for binary in binaries})),
             _range([b.registers for b in binaries if b.registers is not None], str),
             _range([b.shared for b in binaries], size_text),
             _range([b.size for b in binaries], size_text),
             _gpu_tested(binaries, found),
         )
-        table.add_section()
     if rows:
         show(console, table)
-        console.print(
-            "\nvariants: on each arch; regs: registers per thread; shared: memory per block."
-            " One row per binary: --all, or a filter such as --arch.",
-            style="dim",
-        )
+        if len(kernels) > room:
+            console.print(f"and {len(kernels) - room} more: --family lists those of one family")
+        say(console, _LEGEND, "dim")
 
 
 def _print_binaries(
@@ -209,9 +226,12 @@ def _print_binaries(
         statics = {name: value for _, b in group for name, value in b.variant.statics}
         table = new_table(
             "arch",
-            *(["provider~"] if providers else []),
-            *(f"{name}>" if isinstance(value, int) else name for name, value in statics.items()),
-            *("regs>", "spill>", "shared>", "threads>", "size>", "GPU-tested"),
+            *(["provider!"] if providers else []),
+            *(
+                f"{name}>!" if isinstance(value, int) else f"{name}!"
+                for name, value in statics.items()
+            ),
+            *("regs>", "spill>?", "shared>?", "threads>?", "size>?", "GPU-tested"),
         )
         for archive, binary in group:
             values = dict(binary.variant.statics)
@@ -228,11 +248,7 @@ def _print_binaries(
             )
         show(console, table, f"[bold]{variant.family}.{variant.kernel}[/], {variant.language}")
     if rows:
-        console.print(
-            "\nregs, spill: registers and spilled bytes per thread; shared: bytes per block, static"
-            " + dynamic; ?: the driver decides. GPU-tested: the relative error measured on a GPU; !: beyond tolerance.",
-            style="dim",
-        )
+        say(console, _BINARIES_LEGEND, "dim")
 
 
 def _short(value: Static) -> str:
@@ -269,4 +285,4 @@ def _range(values: Sequence[int], text: Callable[[int], str]) -> str:
     if not values:
         return "?"
     low, high = text(min(values)), text(max(values))
-    return low if low == high else f"{low}\n–{high}"
+    return low if low == high else f"{low} – {high}"

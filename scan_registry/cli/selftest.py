@@ -46,7 +46,6 @@ class Result:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "selftest",
-        help="run every kernel on this machine and compare it with the float64 reference",
         description="Run every kernel of this machine on random problems and compare it with the "
         "float64 reference.",
         epilog="The exit status is 1 if an error is beyond its tolerance or nothing ran. --json prints "

@@ -1,12 +1,15 @@
-"""Tables that stay whole: on a terminal of any width, in a pipe, in a file."""
+"""Tables of one line a row, whole in a pipe or a file; on a terminal that is narrower, columns go."""
 
 from __future__ import annotations
 
-import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 #: The field's words for dtypes, where space is short.
 SHORT_DTYPES = {
@@ -16,34 +19,90 @@ SHORT_DTYPES = {
     "float64": "fp64",
     "complex64": "c64",
 }
-_PIPED_WIDTH = 120  # where there is no terminal to ask
+_UNLIMITED = 100_000  # columns, of what is no terminal
+_GAP = "  "
+
+
+def on_terminal() -> bool:
+    """Whether somebody reads along; what goes into a pipe or a file is for programs, too."""
+    return sys.stdout.isatty()
 
 
 def screen() -> Console:
     """Where a command prints. Numbers are not coloured: colour is for what went wrong."""
-    console = Console(highlight=False)
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return Console(highlight=False, width=_PIPED_WIDTH)
+    # Imported by what prints: --help needs none of it.
+    from rich.console import Console
+
+    width = shutil.get_terminal_size().columns if on_terminal() else _UNLIMITED
+    return Console(highlight=False, width=width)
+
+
+class Table:
+    """Rows of cells, which may hold rich's markup and are one line each.
+
+    ranks say which columns have their place first where there is no room for all: those of the lowest,
+    and of equals the leftmost; those of rank 0 stay whatever the room.
+    """
+
+    def __init__(self, names: Sequence[str], right: Sequence[bool], ranks: Sequence[int]) -> None:
+        self.names, self.right, self.ranks = names, right, ranks
+        self.rows: list[Sequence[str]] = []
+
+    def add_row(self, *cells: str) -> None:
+        """Add a row with a cell for each column."""
+        assert len(cells) == len(self.names), cells
+        self.rows.append(cells)
+
+    def lines(self, width: int) -> tuple[list[Text], list[str]]:
+        """The lines, no wider than that unless what has to stay is, and the columns that went for it."""
+        from rich.text import Text
+
+        rows = [[Text.from_markup(cell) for cell in row] for row in self.rows]
+        head = [Text(name) for name in self.names]
+        widths = [max(cell.cell_len for cell in column) for column in zip(head, *rows, strict=True)]
+        kept = list[int]()
+        for rank, n in sorted((rank, n) for n, rank in enumerate(self.ranks)):
+            if not rank or sum(widths[k] + len(_GAP) for k in kept) + widths[n] <= width:
+                kept.append(n)
+        kept.sort()
+
+        def line(cells: Sequence[Text]) -> Text:
+            placed = []
+            for n in kept:
+                room = " " * (widths[n] - cells[n].cell_len)
+                placed.append(Text(room) + cells[n] if self.right[n] else cells[n] + Text(room))
+            joined = Text(_GAP).join(placed)
+            joined.rstrip()
+            return joined
+
+        rule = Text("─" * (sum(widths[n] for n in kept) + len(_GAP) * (len(kept) - 1)))
+        gone = [name for n, name in enumerate(self.names) if n not in kept]
+        return [line(head), rule, *map(line, rows)], gone
 
 
 def new_table(*columns: str) -> Table:
-    """An empty table. A column marked ``>`` holds numbers; one marked ``~`` wraps first."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(
-            column.rstrip(">~"),
-            justify="right" if column.endswith(">") else "left",
-            no_wrap=not column.endswith("~"),
-            overflow="fold",
-        )
-    return table
+    """An empty table. A column marked ``>`` holds numbers; one marked ``?`` goes before others where
+    there is no room; one marked ``!`` stays, as the first does."""
+    names = [column.rstrip(">?!~") for column in columns]
+    marks = [column[len(name) :] for column, name in zip(columns, names, strict=True)]
+    ranks = [
+        0 if "!" in mark or not number else 2 if "?" in mark else 1
+        for number, mark in enumerate(marks)
+    ]
+    return Table(names, [">" in mark for mark in marks], ranks)
 
 
 def show(console: Console, table: Table, *title: str) -> None:
-    """Print a table; on a screen too narrow for it, fold its cells rather than crop any."""
-    unlimited = console.options.update(width=10_000)
-    if console.measure(table, options=unlimited).minimum > console.width:
-        for column in table.columns:
-            column.no_wrap = False
-    console.print("", *title, table, sep="\n")
+    """Print a table, and on a terminal that is too narrow for it, which columns are left out."""
+    lines, gone = table.lines(console.width)
+    console.print("", *title, sep="\n", soft_wrap=True)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    if gone:
+        text = f"(no room here for {', '.join(gone)}: widen the terminal, or pipe into a pager)"
+        say(console, text, "dim")
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print text, which a terminal's width folds between words and nothing folds in a pipe."""
+    console.print(text, markup=False, style=style)

@@ -31,7 +31,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command's arguments."""
     parser = commands.add_parser(
         "tune",
-        help="find the fastest variants on a GPU here, and use them from then on",
         description="Times every variant that the kernels' specs allow, on this GPU and problem by "
         "problem; variants that no wheel holds are compiled first. What is found goes into the cache's "
         "folder and comes before what is shipped, for problems near those that were timed; `scan-registry "

@@ -106,7 +106,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Declare the command's arguments."""
     parser = commands.add_parser(
         "verify",
-        help="check what is installed; compile it again and compare",
         description="Checks every file, manifest and binary against its digest, the binaries' "
         "origin against the shipped sources, what each binary says of itself against its entry, "
         "and what GPUs have measured. Filters may repeat; what is left matches one value of each.",

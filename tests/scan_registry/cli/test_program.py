@@ -1,0 +1,149 @@
+"""The program around the commands: Ctrl-C, suggestions, whole names of options, completion, and speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from scan_registry.cli import COMMANDS, INTERRUPTED, command, main, parser
+from scan_registry.cli import inspect as inspect_command
+
+Capture = pytest.CaptureFixture[str]
+
+
+def error(capsys: Capture, *words: str) -> str:
+    """What a call that cannot be meant prints: one line."""
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    caught = capsys.readouterr()
+    assert (left.value.code, caught.out, caught.err.count("\n")) == (2, "", 1)
+    return caught.err.removeprefix("scan-registry: error: ")
+
+
+def test_ctrl_c(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect_command, "run", interrupt)
+    assert main(["inspect"]) == INTERRUPTED == 130
+    assert capsys.readouterr().err == "scan-registry: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["inspekt"], "no command 'inspekt'; did you mean inspect? See `scan-registry --help`."),
+        (["cache", "lst"], "no action 'lst'; did you mean list?"),
+        (["cache", "shred"], "no action 'shred'; accepted are list, clear, export."),
+        (["inspect", "--kernal", "x"], "has no option --kernal; did you mean --kernel?"),
+        (["inspect", "--kernal=x"], "has no option --kernal; did you mean --kernel?"),
+        (["bench", "--bss", "4", "rnn"], "bench has no option --bss; did you mean --bs?"),
+        (["inspect", "--zzz"], "inspect has no option --zzz. See `scan-registry inspect --help`."),
+        (["inspect", "-x"], "inspect has no option -x."),
+        (["inspect", "more"], "'more' is one word too many."),
+        (["--vers"], "scan-registry has no option --vers; did you mean --version?"),
+    ],
+)
+def test_what_is_unknown_gets_a_suggestion(capsys: Capture, words: list[str], said: str) -> None:
+    assert said in error(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    "words", [["inspect", "--kern", "x"], ["inspect", "--js"], ["verify", "--re"]]
+)
+def test_no_option_is_taken_by_its_beginning(capsys: Capture, words: list[str]) -> None:
+    assert "did you mean --" in error(capsys, *words)
+
+
+def test_options_before_a_command_of_a_command_are_its_own(capsys: Capture) -> None:
+    for words in (["--bs", "4", "rnn"], ["--bs=4", "rnn"], ["rnn", "--bs", "4"]):
+        assert parser().parse_args(["bench", *words]).bs == 4
+    assert parser().parse_args(["bench", "--bs", "4", "rnn", "--bs", "3"]).bs == 3
+    assert parser().parse_args(["bench", "--bs", "4"]).bs == 4
+    assert "bench rnn has no option --d_model" in error(capsys, "bench", "--d_model", "4", "rnn")
+
+
+def test_only_the_module_of_the_command_is_imported() -> None:
+    script = """
+import json, sys
+from scan_registry.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+print(json.dumps(sorted(sys.modules)))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd="/", check=True, capture_output=True, text=True
+    )
+    loaded = set(json.loads(result.stdout.splitlines()[-1]))
+    assert not {f"scan_registry.cli.{name}" for name in COMMANDS} & loaded
+    assert not {"rich", "torch", "triton", "numpy", "argcomplete", "importlib.metadata"} & loaded
+
+
+def test_help_lists_what_each_command_is_for(capsys: Capture) -> None:
+    """The same, whether its module is imported or not."""
+    assert parser().format_help() == parser([]).format_help() == parser(["verify"]).format_help()
+    for name, summary in COMMANDS.items():
+        assert summary.split()[0] in parser([]).format_help()
+        assert hasattr(command(name), "run")
+
+
+@pytest.mark.slow
+def test_help_and_a_list_come_at_once() -> None:
+    """Three times what they take on an idle machine, of the best of five."""
+    for words, seconds in ((["--help"], 0.15), (["inspect"], 0.7)):
+        taken = []
+        for _ in range(5):
+            started = time.perf_counter()
+            subprocess.run(
+                [sys.executable, "-m", "scan_registry", *words],
+                cwd="/",
+                check=False,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            taken.append(time.perf_counter() - started)
+        assert min(taken) < seconds, (words, taken)
+
+
+@pytest.mark.skipif(find_spec("argcomplete") is None, reason="argcomplete is not installed")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("scan-registry ins", {"inspect"}),
+        ("scan-registry verify --re", {"--rebuild"}),
+        ("scan-registry cache e", {"export"}),
+    ],
+)
+def test_a_shell_completes_words(tmp_path: Path, line: str, offered: set[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "scan_registry"],
+        cwd="/",
+        check=False,
+        stdout=subprocess.DEVNULL,
+        env={
+            **os.environ,
+            "_ARGCOMPLETE": "1",
+            "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "offered"),
+            "_ARGCOMPLETE_IFS": "\n",
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+        },
+    )
+    assert result.returncode == 0
+    assert {word.strip() for word in (tmp_path / "offered").read_text().splitlines()} == offered
+
+
+def test_without_argcomplete_nothing_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
