@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +24,7 @@ from scan_registry.cache.store import Cache, jit_cache
 from scan_registry.catalog import distributions, providers
 from scan_registry.catalog.inventory import Catalogue
 from scan_registry.catalog.providers import CORE, MISNAMED
-from scan_registry.cli.gpus import add_gpu, gpu_of, visible
+from scan_registry.cli.gpus import add_gpu, assumed, gpu_of, visible
 from scan_registry.cli.listing import size_text
 from scan_registry.cli.tables import new_table, screen, show
 from scan_registry.diagnostics.doctor import (
@@ -34,6 +36,7 @@ from scan_registry.diagnostics.doctor import (
     Installation,
     ProviderState,
     Report,
+    Severity,
     condensed,
     coverage,
     findings_of,
@@ -48,6 +51,10 @@ from scan_registry.hardware.target import CudaVersion
 from scan_registry.version import __version__
 
 _TORCH_BUILDS = "https://pytorch.org/get-started/locally/"
+_OLDEST_TORCH = (2, 6)
+_KERNEL_MODULE = Path(
+    "/proc/driver/nvidia/version"
+)  # there wherever the driver's kernel part is loaded
 _LITTLE = 16 << 20  # bytes: less is too little for a kernel compiled here, and what goes with it
 
 LEGEND = """
@@ -63,16 +70,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "and that need not be here: which kernels would run in which form, what is wrong, and what "
         "to install. Runs and changes nothing.",
         epilog="Exit status: 0 if every call would run a kernel and nothing installed is damaged or "
-        "does not fit; 1 if not, or if there is no GPU; 2 for arguments that cannot be meant. The "
-        "JSON document is described by scan_registry/schemas/doctor.json.",
+        "does not fit, and on a machine without a GPU if calls on the CPU work; 1 if not; 2 for arguments "
+        "that cannot be meant. The JSON document is described by scan_registry/schemas/doctor.json.",
     )
-    add_gpu(parser, "--for")
+    add_gpu(parser)
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with status 1 on a machine without a GPU, too"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Look, and say what was seen; ``UsageError`` for arguments that cannot be meant."""
-    report = examine(gpu_of(args, "--for"))
+    elsewhere = gpu_of(args)
+    report = examine(elsewhere, strict=args.strict)
+    if elsewhere is not None:
+        (gpu,) = report.gpus
+        report = replace(report, gpus=(replace(gpu, assumed=assumed(args, elsewhere)),))
     if args.json:
         print(json.dumps(document(report), indent=2))
     else:
@@ -80,15 +94,17 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def examine(elsewhere: Device | None = None) -> Report:
+def examine(elsewhere: Device | None = None, *, strict: bool = False) -> Report:
     """This installation, on the GPUs here, or on the one that is given."""
     from scan_registry.cache import tuned
     from scan_registry.kernels import families
     from scan_registry.runtime import jit
 
     findings: list[Finding] = []
-    stock = _stock(findings)
-    gpus, driver = _gpus(elsewhere, findings)
+    stock, cpu = _stock(findings), _cpu()
+    gpus, driver = _gpus(elsewhere, findings, "error" if strict or cpu else "note")
+    if cpu and not gpus:
+        findings.append(Finding("error", "the CPU", f"calls on it fail: {cpu[0]}", (cpu[1],)))
     here = Installation(
         python=platform.python_version(),
         version=__version__,
@@ -98,6 +114,7 @@ def examine(elsewhere: Device | None = None) -> Report:
         providers=stock.states,
         cache=_cache(jit_cache()),
         lowest=_lowest(findings),
+        cpu=cpu[0] if cpu else None,
     )
     findings += findings_of(here)
     covered = []
@@ -112,7 +129,7 @@ def examine(elsewhere: Device | None = None) -> Report:
         )
         covered.append(coverage(system, families(), here.lowest, ordinal))
         findings += lacks(covered[-1], system, families(), here.lowest)
-    return Report(here, tuple(covered), tuple(findings))
+    return Report(here, tuple(covered), tuple(findings), strict)
 
 
 # --- Looking ----------------------------------------------------------------------------------
@@ -189,19 +206,26 @@ def _archive(archive: Archive, damaged: dict[Key, str], *, unread: bool) -> Arch
 
 
 def _gpus(
-    elsewhere: Device | None, findings: list[Finding]
+    elsewhere: Device | None, findings: list[Finding], without: Severity
 ) -> tuple[list[tuple[int | None, Device]], CudaVersion | None]:
-    """GPUs with their ordinals, and the CUDA version of this machine's driver if that was asked."""
+    """GPUs with their ordinals, and the CUDA version of this machine's driver if that was asked. A machine
+    without a GPU is a finding of the severity ``without``."""
     if elsewhere is not None:
         return [(None, elsewhere)], None
     from scan_registry.hardware import driver
 
-    about, remedy = "this machine", "for a GPU that is elsewhere, say which: --for sm_90"
+    about, remedy = "this machine", "for a GPU that is elsewhere, say which: --for H100"
     only = "calls run on the CPU alone, by this package's code for it"
     try:
         supported = driver.version()
     except RuntimeError as error:
-        findings.append(Finding("error", about, f"no CUDA driver, so {only}: {error}", (remedy,)))
+        text = f"no CUDA driver, so {only}: {error}"
+        if _KERNEL_MODULE.exists():
+            text += f"; {_KERNEL_MODULE} says that there is a GPU"
+            shared = "let this container see the driver: docker run --gpus all"
+            findings.append(Finding("error", about, text, (shared, remedy)))
+        else:
+            findings.append(Finding(without, about, text, (remedy,)))
         return [], None
     try:
         found = visible()
@@ -213,7 +237,7 @@ def _gpus(
         text = f"the CUDA driver sees no GPU, so {only}"
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = () if shown is None else (f"CUDA_VISIBLE_DEVICES is {shown!r}: unset it",)
-        findings.append(Finding("error", about, text, (*hidden, remedy)))
+        findings.append(Finding(without, about, text, (*hidden, remedy)))
     else:
         findings += _torch_findings(supported)
     return list(enumerate(found)), supported
@@ -246,6 +270,24 @@ def _torch() -> str | None:
         return distributions.version("torch") or version("torch")
     except PackageNotFoundError:
         return None
+
+
+def _cpu() -> tuple[str, str] | None:
+    """Why calls on the CPU fail, with what helps, or None if nothing is known to keep them from working.
+
+    Torch is not imported for it, which takes seconds.
+    """
+    found, oldest = _torch(), ".".join(map(str, _OLDEST_TORCH))
+    if find_spec("torch") is None:
+        return "torch is not installed", f"install torch: {_TORCH_BUILDS} gives the command"
+    if found and (release := re.match(r"(\d+)\.(\d+)", found)):
+        if (int(release[1]), int(release[2])) < _OLDEST_TORCH:
+            return f"torch {found} is older than {oldest}", f"`pip install 'torch>={oldest}'`"
+    try:
+        import_module("scan_registry.ops._cpu")
+    except ImportError as error:
+        return f"this package's code for the CPU does not load: {error}", "reinstall scan-registry"
+    return None
 
 
 def _lowest(findings: list[Finding]) -> Tier:
@@ -285,6 +327,8 @@ def document(report: Report) -> dict[str, Any]:
     return {
         "version": here.version,
         "passed": report.passed,
+        "strict": report.strict,
+        "cpu": {"works": here.cpu is None, "missing": here.cpu},
         "python": here.python,
         "torch": here.torch,
         "driver": dotted(here.driver) if here.driver else None,
@@ -301,12 +345,14 @@ def document(report: Report) -> dict[str, Any]:
             {
                 "ordinal": gpu.ordinal,
                 "device": device_record(gpu.device),
+                "assumed": list(gpu.assumed),
                 "answers": [_answer_record(answer) for answer in gpu.answers],
                 "tuned": [asdict(each) for each in gpu.tuned],
             }
             for gpu in report.gpus
         ],
         "findings": [_finding_record(finding) for finding in report.findings],
+        "first": _first_record(report.first),
     }
 
 
@@ -324,6 +370,10 @@ def _answer_record(answer: Answer) -> dict[str, Any]:
 def _finding_record(finding: Finding) -> dict[str, Any]:
     listed = {"remedies": list(finding.remedies), "reasons": list(finding.reasons)}
     return {**asdict(finding), **listed}
+
+
+def _first_record(finding: Finding | None) -> dict[str, Any] | None:
+    return finding and {"about": finding.about, "remedy": finding.remedies[0]}
 
 
 def _tier(tier: Tier | None) -> str | None:
@@ -367,7 +417,18 @@ def _print(report: Report) -> None:
             say(f"    {reason}")
         for remedy in finding.remedies:
             say(f"  → {remedy}")
-    say("\nEvery call runs a kernel." if report.passed else "\nNot every call runs a kernel.")
+    if first := report.first:
+        say(f"\nTo do first: {first.remedies[0]}", "bold")
+    say(f"\n{_verdict(report)}")
+
+
+def _verdict(report: Report) -> str:
+    if report.gpus:
+        return "Every call runs a kernel." if report.passed else "Not every call runs a kernel."
+    if report.installation.cpu:
+        return "No call runs."
+    broken = any(each.severity == "error" for each in report.findings)
+    return f"CPU only: calls run this package's code for the CPU{', but see the errors' if broken else ''}."
 
 
 def _cache_words(cache: CacheState) -> str:
@@ -405,6 +466,8 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
         f"[bold]{escape(gpu.name)}[/], {device.sm_count} SMs, {shared}, driver "
         f"for CUDA {dotted(device.driver)}",
     )
+    if gpu.assumed:
+        console.print(f"\nassumed: {'; '.join(gpu.assumed)}", markup=False)
     tuned = "; ".join(map(str, gpu.tuned)) or "no table for it; the specs' estimates decide"
     console.print(f"\ntuning: {tuned}", markup=False, soft_wrap=True)
 

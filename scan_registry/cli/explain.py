@@ -67,7 +67,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help=" ".join(BACKENDS) + "; of rnn also cuda_fused cuda_alternating",
     )
     parser.add_argument("--device", metavar="cuda:N", help="a GPU of this machine, else its first")
-    add_gpu(parser, "--arch")
+    add_gpu(parser)
     parser.add_argument("--require", metavar="LEVEL", help=" ".join(policy.LEVELS))
     parser.add_argument("--all", action="store_true", help="a line for each that was not taken")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
@@ -202,10 +202,10 @@ def _system(args: argparse.Namespace) -> System:
     from scan_registry.cache import tuned
     from scan_registry.runtime import jit
 
-    device = gpu_of(args, "--arch")
+    device = gpu_of(args)
     described = device is not None
     if device and args.device:
-        raise UsageError("--arch and --device both say which GPU; give one of them")
+        raise UsageError("--for and --device both say which GPU; give one of them")
     if device is None:
         try:
             gpus = visible()
@@ -216,8 +216,8 @@ def _system(args: argparse.Namespace) -> System:
         accepted = [f"cuda:{ordinal}" for ordinal in range(len(gpus))]
         if not gpus:
             raise UsageError(
-                f"no GPU is visible here{reason}; --arch describes one that need not be, "
-                "such as --arch sm_90"
+                f"no GPU is visible here{reason}; --for describes one that need not be, "
+                "such as --for H100"
             )
         name = "cuda:0" if args.device in (None, "cuda") else args.device
         _known("--device", name, accepted)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from scan_registry.cli.errors import UsageError
-from scan_registry.hardware.device import Device, cuda_of_driver, described, device
-from scan_registry.hardware.target import CudaVersion, Target
+from scan_registry.cli.parsing import suggestion
+from scan_registry.dispatch.fit import dotted
+from scan_registry.hardware.device import PRODUCTS, Device, cuda_of_driver, described, device
+from scan_registry.hardware.target import Capability, CudaVersion, Target
 
 _INVALID_DEVICE, _NO_DEVICE = 101, 100  # CUDA_ERROR_…
 
 #: What describes a GPU beside its architecture, as attributes of parsed arguments.
 _DETAILS = ("driver", "sms", "shared_memory")
+_CAPABILITY = re.compile(r"(\d{1,2})\.(\d)")
 
 
-def add_gpu(parser: argparse.ArgumentParser, option: str) -> None:
-    """Declare the arguments that describe a GPU, of which ``option`` names the architecture."""
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that describe a GPU."""
     parser.add_argument(
-        option, dest="arch", metavar="ARCH", help="a GPU that need not be here, such as sm_90"
+        *("--for", "--arch"),
+        dest="arch",
+        metavar="GPU",
+        help="a GPU that need not be here, by its name, compute capability or architecture: H100, 9.0, sm_90",
     )
     parser.add_argument(
         "--driver", metavar="X", help="its driver, or the CUDA version of it: 575, 575.57.08, 12.9"
@@ -28,34 +35,64 @@ def add_gpu(parser: argparse.ArgumentParser, option: str) -> None:
     )
 
 
-def gpu_of(args: argparse.Namespace, option: str) -> Device | None:
+def gpu_of(args: argparse.Namespace) -> Device | None:
     """The GPU that the arguments describe, or None; ``UsageError`` if they describe none."""
     given = {name: getattr(args, name) for name in _DETAILS if getattr(args, name) is not None}
     if args.arch is None:
         if given:
             name = next(iter(given)).replace("_", "-")
-            raise UsageError(f"--{name} describes a GPU that is not here; it needs {option}")
+            raise UsageError(f"--{name} describes a GPU that is not here; it needs --for")
         return None
     for name in ("sms", "shared_memory"):
         if given.get(name, 1) < 1:
             label = name.replace("_", "-")
             raise UsageError(f"--{label} is {given[name]}; accepted are positive numbers")
+    capability, name, sm_count = _named(args.arch)
     return described(
-        _architecture(args.arch, option).capability,
+        capability,
+        name=name,
         driver=_driver(given["driver"]) if "driver" in given else None,
-        sm_count=given.get("sms"),
+        sm_count=given.get("sms", sm_count),
         shared_memory_per_block=given.get("shared_memory"),
     )
 
 
-def _architecture(text: str, option: str) -> Target:
+def assumed(args: argparse.Namespace, there: Device) -> tuple[str, ...]:
+    """What was not said of the GPU that the arguments describe, with what was taken for it."""
+    if args.arch is None:
+        return ()
+    _, name, _ = _named(args.arch)
+    sms = f"{there.sm_count} SMs, as a whole {name} has" if name else f"{there.sm_count} SMs"
+    said = {
+        "driver": f"a driver for CUDA {dotted(there.driver)}, the latest that is known (--driver)",
+        "sms": f"{sms} (--sms)",
+        "shared_memory": f"{there.shared_memory_per_block} bytes of shared memory per block (--shared-memory)",
+    }
+    return tuple(text for option, text in said.items() if getattr(args, option) is None)
+
+
+def _named(text: str) -> tuple[Capability, str | None, int | None]:
+    """Capability of a GPU, with the name and the SMs where ``text`` is what it is sold as."""
+    word = text.strip().lower().removeprefix("nvidia").strip()
+    for name, (capability, sms) in PRODUCTS.items():
+        plain = name.lower()
+        if word.replace(" ", "").replace("-", "") in (
+            plain.replace(" ", ""),
+            plain.removeprefix("rtx "),
+        ):
+            return capability, name, sms
+    number = _CAPABILITY.fullmatch(word)
     try:
-        target = Target.parse(text)
+        target = Target.parse(f"sm_{number[1]}{number[2]}" if number else word)
     except ValueError:
         target = None
     if target is None or target.is_ptx or target.suffix:
-        raise UsageError(f"{option} is {text!r}; accepted is a GPU's architecture, such as sm_90")
-    return target
+        guess = suggestion(text.strip(), list(PRODUCTS)) or f"names are {', '.join(PRODUCTS)}"
+        raise UsageError(
+            f"--for is {text!r}; accepted are a GPU's name, its compute capability, such as 9.0, and its "
+            f"architecture, such as sm_90; {guess}"
+        )
+    return target.capability, None, None
 
 
 def _driver(text: str) -> CudaVersion:

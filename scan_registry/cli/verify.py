@@ -10,10 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.progress import track
+from typing import TYPE_CHECKING, Any
 
 from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import Catalogue, survey
@@ -30,6 +27,9 @@ from scan_registry.cli.listing import (
 from scan_registry.cli.tables import new_table, screen, show
 from scan_registry.diagnostics.verify import Comparison, Defect, altered, check, rebuild
 from scan_registry.version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 JOBS = "SCAN_REGISTRY_JOBS"
 OUTCOMES = ("identical", "not comparable")  # which have a column; what is different has a line
@@ -91,6 +91,12 @@ class Report:
 
     def count(self, outcome: str) -> int:
         return sum(result.count(outcome) for result in self.results)
+
+    @property
+    def install(self) -> list[str]:
+        """What pip would have to install to compare what is not comparable for want of its compiler."""
+        found = (c.install for result in self.results for c in result.comparisons if c.install)
+        return list(dict.fromkeys(found))
 
     @property
     def missing(self) -> str | None:
@@ -179,6 +185,9 @@ def _checked(entry: Listed, found: Catalogue) -> Result:
 
 def _rebuilt(results: Sequence[Result], workers: int) -> tuple[Result, ...]:
     """The results with a comparison for every binary."""
+    from rich.console import Console
+    from rich.progress import track
+
     rows = [(result.listed.archive, b) for result in results for b in result.listed.binaries]
     by_path: dict[Path, list[Comparison]] = {r.listed.archive.path: [] for r in results}
     console = Console(stderr=True)
@@ -234,6 +243,7 @@ def document(report: Report, found: Catalogue) -> dict[str, Any]:
             for c in result.comparisons
             if c.outcome == "not comparable"
         ],
+        "install": report.install,
     }
 
 
@@ -254,7 +264,7 @@ def _print(report: Report) -> None:
     providers = several_providers(result.listed for result in report.results)
     table = new_table(
         "arch",
-        *(["provider~"] if providers else []),
+        *(["provider!"] if providers else []),
         *("binaries>", "intact>"),
         *([f"{outcome}>" for outcome in OUTCOMES] if report.rebuilt else []),
         "seconds>",
@@ -276,6 +286,8 @@ def _print(report: Report) -> None:
         console.print()
     for text, times in _obstacles(report).items():
         _line(console, f"not comparable: {times} of {text}")
+    if report.install:
+        _line(console, f"to compare these, too: pip install {' '.join(report.install)}")
     for defect in report.defects:
         _line(console, f"defect: {defect}")
     console.print(_summary(report))

@@ -66,13 +66,15 @@ class Answer:
 class Coverage:
     """One GPU, by its ordinal if it is here, and what every sample of every family gets on it.
 
-    tuned  where the rows come from that samples go by; empty where the specs' estimates decide
+    tuned    where the rows come from that samples go by; empty where the specs' estimates decide
+    assumed  of a GPU that is not here, what was not said of it
     """
 
     device: Device
     ordinal: int | None
     answers: tuple[Answer, ...]
     tuned: tuple[Origin, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -125,7 +127,8 @@ class CacheState:
 
 @dataclass(frozen=True)
 class Installation:
-    """The facts, whatever the GPU. A version is None where there is no such thing."""
+    """The facts, whatever the GPU. A version is None where there is no such thing, and ``cpu`` where calls
+    on the CPU work; else it says why not."""
 
     python: str
     version: str
@@ -135,20 +138,32 @@ class Installation:
     providers: tuple[ProviderState, ...]
     cache: CacheState
     lowest: Tier
+    cpu: str | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that ``scan-registry doctor`` says."""
+    """All that ``scan-registry doctor`` says. ``strict``: a machine without a GPU does not pass."""
 
     installation: Installation
     gpus: tuple[Coverage, ...]
     findings: tuple[Finding, ...]
+    strict: bool = False
 
     @property
     def passed(self) -> bool:
-        """Whether every call gets a kernel on every GPU, of which there is one."""
-        return bool(self.gpus) and all(each.severity != "error" for each in self.findings)
+        """Whether every call gets a kernel on every GPU; without one, whether calls on the CPU work."""
+        usable = bool(self.gpus) or not (self.strict or self.installation.cpu)
+        return usable and all(each.severity != "error" for each in self.findings)
+
+    @property
+    def first(self) -> Finding | None:
+        """Of what can be helped, the finding that matters most: the first of the worst severity."""
+        for severity in ("error", "warning"):
+            for each in self.findings:
+                if each.severity == severity and each.remedies:
+                    return each
+        return None
 
 
 # --- The installation -------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import signal
 import time
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -201,13 +202,17 @@ def _of_ptx(binary: Binary, content: bytes) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A binary beside what the shipped sources give here, in ``seconds``, and why it is no other."""
+    """A binary beside what the shipped sources give here, in ``seconds``, and why it is no other.
+
+    ``install`` is what makes one comparable that is not for want of its compiler.
+    """
 
     archive: Archive
     binary: Binary
     outcome: Literal["identical", "different", "not comparable"]
     reason: str = ""
     seconds: float = 0.0
+    install: str | None = None
 
 
 def rebuild(rows: Iterable[Row], workers: int) -> Iterator[Comparison]:
@@ -219,12 +224,14 @@ def rebuild(rows: Iterable[Row], workers: int) -> Iterator[Comparison]:
     here, comparable = jit.toolchains(), []
     for archive, binary in rows:
         if reason := _obstacle(archive, binary, here):
-            yield Comparison(archive, binary, "not comparable", reason)
+            other = not _is_here(binary, here)
+            install = requirement(binary.compiler) if other else None
+            yield Comparison(archive, binary, "not comparable", reason, install=install)
         else:
             comparable.append((archive, binary))
     # Forked workers inherit how this process finds the packages, whatever that is.
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, mp_context=context)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_leave_interrupts)
     try:
         outcomes = pool.map(_again, [binary for _, binary in comparable])
         for (archive, binary), (made, seconds) in zip(comparable, outcomes, strict=True):
@@ -233,6 +240,22 @@ def rebuild(rows: Iterable[Row], workers: int) -> Iterator[Comparison]:
             yield Comparison(archive, binary, outcome, reason, seconds)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def requirement(compiler: str) -> str | None:
+    """What pip installs to have a compiler in the very version that ``compiler`` names; None for one that is
+    in no package."""
+    name, _, version = compiler.partition(" ")
+    if name == "nvrtc":
+        release, _, rest = version.partition(".")
+        package = "nvidia-cuda-nvrtc" + (f"-cu{release}" if int(release) < 13 else "")
+        return f"{package}=={version}{'' if '.' in rest else '.*'}"
+    return f"{name}=={version}" if name == "triton" else None
+
+
+def _is_here(binary: Binary, here: Mapping[Language, Toolchain | str]) -> bool:
+    toolchain = here[binary.variant.language]
+    return not isinstance(toolchain, str) and toolchain.identity == binary.compiler
 
 
 def _obstacle(
@@ -251,6 +274,11 @@ def _obstacle(
     except ArchiveError:
         return "its bytes are damaged"
     return None
+
+
+def _leave_interrupts() -> None:
+    """Leave Ctrl-C, which the terminal sends to workers, too, to the process that started them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _again(binary: Binary) -> tuple[Binary | str, float]:

@@ -11,12 +11,15 @@ from typing import Literal
 
 from scan_registry.dispatch.fit import Tier
 
-Level = Literal["aot", "ptx", "jit", "reference"]
+Level = Literal["exact", "aot", "same-major", "ptx", "jit", "reference"]
 
 VARIABLE = "SCAN_REGISTRY_REQUIRE"
-#: The lowest tier that each level allows.
+#: The lowest tier that each level allows: every tier is one, and what they have in common that is compiled
+#: ahead of time, as machine code, is ``aot``.
 LEVELS: Mapping[Level, Tier] = {
+    "exact": Tier.EXACT,
     "aot": Tier.SAME_MAJOR,
+    "same-major": Tier.SAME_MAJOR,
     "ptx": Tier.PTX,
     "jit": Tier.JIT,
     "reference": Tier.REFERENCE,
@@ -42,8 +45,8 @@ def require(level: Level) -> Iterator[None]:
     """Within the block, in this thread or task, raise ``NoKernelError`` rather than go below a level.
 
     Args:
-        level: ``"aot"`` allows only machine code that was compiled ahead of time, ``"ptx"`` also
-            what the driver compiles, ``"jit"`` also what is compiled here, and ``"reference"``
+        level: ``"exact"`` allows only machine code for this very compute capability, ``"aot"`` (or
+            ``"same-major"``) all that was compiled ahead of time, ``"ptx"`` also what the driver compiles, ``"jit"`` also what is compiled here, and ``"reference"``
             anything. Where blocks are nested, or ``SCAN_REGISTRY_REQUIRE`` is set, the strictest
             level holds. The backward pass of what is computed in the block keeps to its level.
 

@@ -16,9 +16,8 @@ import pytest
 from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.catalog import inventory
 from scan_registry.catalog.inventory import Catalogue
-from scan_registry.cli import COMMANDS, main
+from scan_registry.cli import COMMANDS, main, tables
 from scan_registry.cli import inspect as command
-from scan_registry.cli import tables
 from scan_registry.cli.tables import SHORT_DTYPES
 from scan_registry.kernels.linear_scan.spec import FAMILY
 

@@ -47,9 +47,10 @@ def test_a_level_holds_within_its_block(level: Level) -> None:
 
 
 def test_levels_are_ordered_as_tiers_are() -> None:
-    assert list(LEVELS) == ["aot", "ptx", "jit", "reference"]
+    assert list(LEVELS) == ["exact", "aot", "same-major", "ptx", "jit", "reference"]
     assert list(LEVELS.values()) == sorted(LEVELS.values())
-    assert LEVELS["aot"] is Tier.SAME_MAJOR
+    assert LEVELS["aot"] is LEVELS["same-major"] is Tier.SAME_MAJOR
+    assert {str(tier): tier for tier in Tier}.items() <= LEVELS.items()
     assert LEVELS["reference"] is max(Tier)
 
 
@@ -86,19 +87,23 @@ def test_an_empty_variable_requires_nothing(environment: pytest.MonkeyPatch) -> 
     assert lowest() is Tier.REFERENCE
 
 
-@pytest.mark.parametrize("value", ["AOT", "exact", "none", "aot ", "0"])
+@pytest.mark.parametrize("value", ["AOT", "closest", "none", "aot ", "0"])
 def test_an_unknown_level_in_the_environment(environment: pytest.MonkeyPatch, value: str) -> None:
     environment.setenv(policy.VARIABLE, value)
     for _ in range(2):  # it stays wrong
-        with pytest.raises(ValueError, match="accepted are aot, ptx, jit, reference") as caught:
+        with pytest.raises(
+            ValueError, match="accepted are exact, aot, same-major, ptx, jit, reference"
+        ) as caught:
             lowest()
         assert f"{policy.VARIABLE} is {value!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["exact", "", None, 1, ["aot"]])
+@pytest.mark.parametrize("value", ["closest", "", None, 1, ["aot"]])
 def test_an_unknown_level(value: object) -> None:
     with (
-        pytest.raises(ValueError, match="accepted are aot, ptx, jit, reference") as caught,
+        pytest.raises(
+            ValueError, match="accepted are exact, aot, same-major, ptx, jit, reference"
+        ) as caught,
         require(value),  # type: ignore[arg-type]
     ):
         raise AssertionError("entered")

@@ -18,20 +18,70 @@ from scan_registry.cli import main
 from scan_registry.hardware import driver
 
 
-def test_no_driver(provide: Provide, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> tuple[int, int]:
         raise RuntimeError("the CUDA driver libcuda.so.1 cannot be opened")
 
-    provide(archs=["sm90"])
     monkeypatch.setattr(driver, "version", refuse)
-    found = document(capsys, status=1)
-    assert found["gpus"] == []
-    assert found["driver"] is None
-    (message,) = errors(found)
-    assert message.startswith(
+    monkeypatch.setattr(command, "_KERNEL_MODULE", Path("/nowhere"))
+
+
+def test_a_machine_without_a_gpu(
+    provide: Provide, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls on the CPU work, and that is all there is to ask of it, unless one is strict."""
+    provide(archs=["sm90"])
+    no_driver(monkeypatch)
+    found = document(capsys)
+    assert (found["gpus"], found["driver"], found["strict"]) == ([], None, False)
+    assert found["cpu"] == {"works": True, "missing": None}
+    (finding,) = found["findings"]
+    assert finding["severity"] == "note"
+    assert finding["text"].startswith(
         "no CUDA driver, so calls run on the CPU alone, by this package's code for it: "
     )
-    assert "--for sm_90" in text(capsys, status=1)
+    assert found["first"] is None
+    out = text(capsys)
+    assert "--for H100" in out
+    assert out.splitlines()[-1].startswith("CPU only: ")
+    found = document(capsys, "--strict", status=1)
+    assert [f["severity"] for f in found["findings"]] == ["error"]
+    assert found["strict"]
+
+
+@pytest.mark.parametrize(
+    ("torch", "missing", "remedy"),
+    [(None, "torch is not installed", "install torch"), ("2.5.1", "torch 2.5.1 is older", "2.6")],
+)
+def test_a_machine_on_which_no_call_runs(
+    provide: Provide,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    torch: str | None,
+    missing: str,
+    remedy: str,
+) -> None:
+    provide(archs=["sm90"])
+    no_driver(monkeypatch)
+    monkeypatch.setattr(command, "find_spec", lambda _: object() if torch else None)
+    monkeypatch.setattr(command, "_torch", lambda: torch)
+    found = document(capsys, status=1)
+    assert found["cpu"]["missing"].startswith(missing)
+    assert any(missing in error for error in errors(found))
+    out = text(capsys, status=1)
+    assert out.splitlines()[-1] == "No call runs."
+    assert remedy in out
+
+
+def test_a_container_that_does_not_see_the_driver(
+    provide: Provide, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its machine has one, so it is no machine without a GPU."""
+    provide(archs=["sm90"])
+    no_driver(monkeypatch)
+    monkeypatch.setattr(command, "_KERNEL_MODULE", tmp_path)
+    found = document(capsys, status=1)
+    assert found["first"]["remedy"].endswith("docker run --gpus all")
 
 
 def test_a_described_gpu_asks_nothing_of_the_driver(
@@ -135,7 +185,9 @@ def test_every_gpu_of_a_machine(stub_driver: Any, tmp_path: Path) -> None:
 
 def test_a_driver_without_a_gpu(stub_driver: Any) -> None:
     result = shell(**stub_driver.environment(), CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 1
+    assert result.returncode == 0
+    strict = shell("--strict", **stub_driver.environment(), CUDA_VISIBLE_DEVICES="")
+    assert strict.returncode == 1
     assert "the CUDA driver sees no GPU, so calls run on the CPU alone" in result.stdout
     assert "CUDA_VISIBLE_DEVICES is ''" in result.stdout
     assert "driver     for CUDA 13.0" in result.stdout
@@ -151,7 +203,10 @@ def test_a_driver_that_fails(stub_driver: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--for", "hopper"], "--for is 'hopper'; accepted is a GPU's architecture, such as sm_90"),
+        (
+            ["--for", "hopper"],
+            "--for is 'hopper'; accepted are a GPU's name, its compute capability",
+        ),
         (["--for", "ptx80"], "--for is 'ptx80'"),
         (["--for", "sm_90", "--driver", "10"], "--driver is '10'; accepted are a driver's version"),
         (["--driver", "575"], "--driver describes a GPU that is not here; it needs --for"),
@@ -164,3 +219,47 @@ def test_wrong_arguments(capsys: Capture, words: list[str], message: str) -> Non
     caught = capsys.readouterr()
     assert caught.out == ""
     assert caught.err.startswith(f"scan-registry: error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "arch", "sms"),
+    [
+        ("H100", "H100", "sm_90", 132),
+        ("nvidia h100", "H100", "sm_90", 132),
+        ("RTX 4090", "RTX 4090", "sm_89", 128),
+        ("rtx-4090", "RTX 4090", "sm_89", 128),
+        ("4090", "RTX 4090", "sm_89", 128),
+        ("9.0", "a GPU of compute capability 9.0", "sm_90", 132),
+        ("12.1", "a GPU of compute capability 12.1", "sm_121", 48),
+    ],
+)
+def test_names_of_gpus(
+    provide: Provide, capsys: Capture, word: str, name: str, arch: str, sms: int
+) -> None:
+    provide(archs=["sm90", "ptx80"])
+    (gpu,) = document(capsys, "--for", word)["gpus"]
+    device = gpu["device"]
+    assert (device["name"], device["arch"], device["sm_count"]) == (name, arch, sms)
+    assert [fact.rpartition("(")[2] for fact in gpu["assumed"]] == [
+        "--driver)",
+        "--sms)",
+        "--shared-memory)",
+    ]
+
+
+def test_what_is_said_is_not_assumed(provide: Provide, capsys: Capture) -> None:
+    provide(archs=["sm90"])
+    (gpu,) = document(capsys, "--for", "H100", "--driver", "12.9", "--sms", "9")["gpus"]
+    (fact,) = gpu["assumed"]
+    assert fact == "232448 bytes of shared memory per block (--shared-memory)"
+    assert f"assumed: {fact}" in text(capsys, "--for", "H100", "--driver", "12.9", "--sms", "9")
+
+
+def test_what_to_do_first(provide: Provide, capsys: Capture) -> None:
+    """One remedy, of the first of the errors."""
+    provide(archs=["sm90"])
+    found = document(capsys, "--for", "RTX 5090", status=1)
+    worst = next(f for f in found["findings"] if f["severity"] == "error")
+    assert found["first"] == {"about": worst["about"], "remedy": worst["remedies"][0]}
+    out = text(capsys, "--for", "RTX 5090", status=1)
+    assert out.splitlines()[-3] == "To do first: `pip install scan-registry-sm120`"

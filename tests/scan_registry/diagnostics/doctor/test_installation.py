@@ -190,7 +190,9 @@ def test_the_policy_in_force(
         found = document(capsys, "--for", "sm_90", status=1)
     finally:
         policy._default.cache_clear()
-    assert errors(found)[0].startswith("SCAN_REGISTRY_REQUIRE is 'sometimes'; accepted are aot")
+    assert errors(found)[0].startswith(
+        "SCAN_REGISTRY_REQUIRE is 'sometimes'; accepted are exact, aot"
+    )
 
 
 # --- The command: the cache -------------------------------------------------------------------

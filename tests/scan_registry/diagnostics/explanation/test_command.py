@@ -106,6 +106,8 @@ def installed(archive_factory: Factory, monkeypatch: pytest.MonkeyPatch) -> Cata
             "needs a driver for",
         ),
         (["--arch", "sm_103", "--require", "aot"], 1, "forward: nothing runs"),
+        (["--for", "H100", "--require", "exact"], 0, "forward: tier exact"),
+        (["--for", "9.0", "--require", "aot"], 0, "forward: tier exact"),
         (["--arch", "sm_90", "--backend", "triton"], 1, "forward: nothing runs"),
         (["--arch", "sm_90", "--dim", "0"], 0, "channel_last_forward"),
         (["--arch", "sm_90", "--shared-memory", "1000"], 0, "shared memory per block; the device"),
@@ -148,7 +150,10 @@ def test_a_denied_binary_is_not_taken(installed: Catalogue, capsys: Capture) -> 
         (["scan"], "operator is 'scan'; accepted are linear_scan"),
         (["--dtype", "int8"], "--dtype is 'int8'; accepted are float32, fp32, bfloat16"),
         (["--backend", "hip"], "--backend is 'hip'; accepted are auto, cuda, triton, reference"),
-        (["--require", "fast"], "--require is 'fast'; accepted are aot, ptx, jit, reference"),
+        (
+            ["--require", "fast"],
+            "--require is 'fast'; accepted are exact, aot, same-major, ptx, jit",
+        ),
         (["--shape", "8x7"], "--shape is '8x7'; accepted are sizes such as"),
         (["--shape", "8,,7"], "--shape is '8,,7'"),
         (["--shape", "-1,7"], "--shape is '-1,7'"),
@@ -157,14 +162,17 @@ def test_a_denied_binary_is_not_taken(installed: Catalogue, capsys: Capture) -> 
         (["--sequences", str(2**70)], "accepted are numbers from 1 to 2147483647"),
         (["--shape", f"{2**70},0"], "accepted are at most 2**60 elements"),
         (["--dim", "3"], "dim is 3; tensors of 3 dimensions accept -3 to 2"),
-        (["--arch", "hopper"], "--arch is 'hopper'; accepted is a GPU's architecture, such as"),
-        (["--arch", "ptx80"], "--arch is 'ptx80'"),
-        (["--arch", "sm_90a"], "--arch is 'sm_90a'"),
+        (
+            ["--arch", "hopper"],
+            "--for is 'hopper'; accepted are a GPU's name, its compute capability",
+        ),
+        (["--arch", "ptx80"], "--for is 'ptx80'"),
+        (["--arch", "sm_90a"], "--for is 'sm_90a'"),
         (["--driver", "four"], "--driver is 'four'; accepted are a driver's version"),
         (["--driver", "12"], "--driver is '12'"),
         (["--sms", "0"], "--sms is 0; accepted are positive numbers"),
         (["--shared-memory", "-1"], "--shared-memory is -1"),
-        (["--device", "cuda:0"], "--arch and --device both say which GPU"),
+        (["--device", "cuda:0"], "--for and --device both say which GPU"),
     ],
 )
 def test_wrong_arguments(
@@ -221,10 +229,10 @@ def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
     result = shell(*CALL, **nowhere)
     assert result.returncode == 2
     assert result.stderr.startswith("scan-registry: error: no GPU is visible here (the CUDA driver")
-    assert "--arch sm_90" in result.stderr
+    assert "--for H100" in result.stderr
     result = shell(*CALL, "--driver", "575", **nowhere)
     assert result.returncode == 2
-    assert "--driver describes a GPU that is not here; it needs --arch" in result.stderr
+    assert "--driver describes a GPU that is not here; it needs --for" in result.stderr
 
 
 @pytest.mark.slow

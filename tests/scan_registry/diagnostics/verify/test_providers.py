@@ -157,6 +157,23 @@ def test_another_compiler_is_no_mismatch(
     out = shell(provided, "--rebuild", status=2)
     here = f"made by nvrtc 1.2.3; here is {second[0].compiler}"
     assert f"not comparable: 1 of sm103, {here}" in out.splitlines()
+    wanted = "nvidia-cuda-nvrtc-cu1==1.2.3"
+    assert found["install"] == [wanted]
+    assert f"to compare these, too: pip install {wanted}" in out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "wanted"),
+    [
+        ("nvrtc 12.9.86", "nvidia-cuda-nvrtc-cu12==12.9.86"),
+        ("nvrtc 13.0.88", "nvidia-cuda-nvrtc==13.0.88"),
+        ("nvrtc 12.9", "nvidia-cuda-nvrtc-cu12==12.9.*"),
+        ("triton 3.6.0", "triton==3.6.0"),
+        ("imaginary 1.0", None),
+    ],
+)
+def test_the_very_version_of_a_compiler(compiler: str, wanted: str | None) -> None:
+    assert verify.requirement(compiler) == wanted
 
 
 def compared(held: Archive) -> list[verify.Comparison]:
