@@ -184,7 +184,7 @@ class Kernel:
     source       file in the family's folder; it may include others of that folder
     entry        symbol of the entry point (CUDA) or name of the function (Triton)
     parameters   in the order of the entry point's signature; pointers come first
-    defaults     the variants that every wheel holds, whatever tuning finds
+    defaults     the variants that wheels hold of kinds for which they have no tunings
     constants    variant -> preprocessor definitions (CUDA) or constexpr values (Triton)
     warps        variant -> warps per block
     divisible    variant -> parameters that are promised to be divisible by 16 (Triton)
@@ -210,7 +210,8 @@ class Kernel:
                  what a variant prints as, sizes of a shape -> how much of what the variant then works through
                  is the problem; 1 where the padding costs nothing
     given        static parameters that the problem decides, and not tuning
-    tunings      () -> what tuning found, on each architecture that has a table
+    tunings      () -> what wheels need of what tuning found, on each architecture that has a table
+    timings      () -> all that it found, where there are tables; wheels have none
     """
 
     family: str
@@ -241,6 +242,7 @@ class Kernel:
     tile_efficiency: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0
     given: frozenset[str] = frozenset()
     tunings: Source = tuple
+    timings: Source = tuple
 
     @property
     def head(self) -> str:
