@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from scan_registry.hardware.target import RELEASED, Target
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.kernels.tuning import Tuning, few, nearest_arch
+from scan_registry.kernels.tuning import Tuning, fewest, nearest_arch
 
-#: What is close enough to the fastest on another GPU, where times are a guess, and what a further variant has to gain
-#: there, as a sum of logarithms: as much as leaves room in the wheel.
-BORROWED, WORTH = 1.8, 5.0
+#: What is close enough to the fastest on another GPU, where times are a guess: as much as leaves room in the wheel.
+BORROWED = 2.0
 
 
 @dataclass(frozen=True)
@@ -96,5 +95,5 @@ def _borrowed(kernel: Kernel, tuning: Tuning, arch: Target) -> Tuning:
         problems = [times for times in rows if times]
         has_usual = any(label.startswith(f"{kind},") for label in usual)
         if len(problems) > has_usual:
-            kept[kind] = few(problems, BORROWED, WORTH)
+            kept[kind] = set(fewest(problems, BORROWED))
     return tuning.only(kept)
