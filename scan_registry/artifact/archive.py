@@ -6,15 +6,15 @@ Layout, little-endian:
            8    8         length of the manifest
           16   32         SHA-256 of the manifest
           48   …          the manifest, UTF-8 JSON
-           …   …          chunks: binaries of kernels that are alike, compressed together or one as it is (raw LZMA2)
+           …   …          chunks: binaries of one family in one language, compressed together or one as it is (raw LZMA2)
            …   …          sections, lines of UTF-8 JSON: entries of one kernel in one language and dtype each
            …   …          tunings, UTF-8 JSON: what tuning found of one kernel in one language each
 
 The manifest lists sections and tunings, each as ``<of>: <offset> <size> <SHA-256>``, where the variants that
-it is of begin with ``<of>``. A section lists the chunks of its kernel and those like it, and an entry the chunk its binary is in,
-where it starts once that is decompressed, its size and SHA-256. Offsets in the file count from the end of
+it is of begin with ``<of>``. A section lists the chunks of its family and language, and an entry the chunk
+its binary is in, where it starts once that is decompressed, its size and SHA-256. Offsets in the file count from the end of
 the manifest. So a first call reads and checks the entries of its kernel and dtype and decompresses one
-chunk as far as its binary, however many there are. Binaries of one kernel are much alike, which is why
+chunk as far as its binary, however many there are. Binaries of one family are much alike, which is why
 they share a chunk; a chunk is small, which is what bounds the time to get at its last binary. Nothing in a
 file is believed before its digest is checked: every defect raises :class:`ArchiveError`.
 """
@@ -139,10 +139,8 @@ def _grouped(
 
 
 def _kin(pair: tuple[Binary, bytes]) -> str:
-    """What binaries have in common that share chunks: a kernel's name without its last word, such as ``forward``, as
-    its sources are much the same then, and the language."""
-    variant = pair[0].variant
-    return f"{variant.family}.{variant.kernel.rpartition('_')[0]}:{variant.language}"
+    """What binaries have in common that share chunks: family and language, whose kernels have much code in common."""
+    return f"{pair[0].variant.family}:{pair[0].variant.language}"
 
 
 def _in_chunks(

@@ -1,6 +1,6 @@
 """Chunks: neighbouring binaries of an archive, compressed together, or one as it is (raw LZMA2).
 
-Binaries of one kernel are much alike, so a chunk of them is a fraction of its parts compressed alone.
+Binaries of one family are much alike, so a chunk of them is a fraction of its parts compressed alone.
 A chunk is small, which bounds the time to get at the last binary in it.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["OFTEN", "PLAIN", "SIZE", "SMALL", "Opened", "compress", "decompress"
 SIZE, SMALL = 1 << 21, 1 << 18
 #: Bytes of a binary up to which it is stored as it is, if it is the fastest on so many tuned problems:
 #: decompressing it would take a tenth of a first call.
-PLAIN, OFTEN = 26 << 10, 4
+PLAIN, OFTEN = 26 << 10, 6
 #: Bytes of a part of a chunk that is not compressed, at most; what says so, and what says that no part follows.
 _PART, _AS_IT_IS, _END = 1 << 16, b"\x01", b"\0"
 
