@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from scan_registry.kernels.linear_scan.problem import DIMENSIONS, LinearScanProblem
-from scan_registry.kernels.model import ITEM_SIZE, Language, Pins, Space, Static, Variant, pinned
+from scan_registry.kernels.model import ITEM_SIZE, Language, Pins, Space, Static, Variant
 from scan_registry.kernels.tuning import Shape, Tuning
 
 FAMILY_NAME = "linear_scan"

@@ -189,7 +189,9 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
     accesses = (*space.ACCESSES, space.MISALIGNED)
-    defaults = scans(partial(cuda_tiles.usual, layout, direction), accesses, cuda_tiles.mixed(layout))
+    defaults = scans(
+        partial(cuda_tiles.usual, layout, direction), accesses, cuda_tiles.mixed(layout)
+    )
     return Kernel(
         family=FAMILY_NAME,
         name=name,

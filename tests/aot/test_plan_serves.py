@@ -35,7 +35,7 @@ def problems(count: int) -> Iterator[LinearScanProblem]:
         whole = channels * each if layout == "time_last" else time * each
         full = Strides(batch * whole, whole, each if unit == 1 else 1, 1 if unit == 1 else each)
         broadcast = draw.choice(BROADCAST) if dtype == gates else ()
-        strides = {name: full for name in STRIDED[direction]}
+        strides = dict.fromkeys(STRIDED[direction], full)
         for name in ("gates", "gates_grad"):
             if name in strides:
                 strides[name] = replace(full, **dict.fromkeys(broadcast, 0))
