@@ -95,8 +95,8 @@ def write(
     held, own = list(binaries), tunings or {}
     chunked = dict[str, tuple[Mapping[str, Place], list[tuple[int, int]]]]()
     for kin, group in _grouped(held, _kin):
-        inside, packed = _in_chunks(group, own, arch)
-        chunked[kin] = inside, [place(chunk) for chunk in packed]
+        found, packed = _in_chunks(group, own, arch)
+        chunked[kin] = found, [place(chunk) for chunk in packed]
     for head, group in _grouped(held, lambda pair: pair[0].variant.head):
         inside, places = chunked[_kin(group[0])]
         for stem, alike in _grouped(group, lambda pair: pair[0].variant.stem):
