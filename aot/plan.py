@@ -62,7 +62,7 @@ def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
     tuned = {kind for tuning in tunings for kind in tuning.kinds}
     borrowed = any(arch.is_ptx or tuning.capability != arch.capability for tuning in tunings)
     for variant in kernel.every if named else kernel.by_text.values():
-        if not kernel.serves(variant.statics, arch):
+        if not kernel.rules.serves(variant.statics, arch):
             continue
         label = kernel.label(variant)
         if label in named:
@@ -74,10 +74,10 @@ def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
 def tunings_for(kernel: Kernel, arch: Target) -> tuple[Tuning, ...]:
     """What tuning found of a kernel, as an archive has it: of its own GPUs; else of the nearest ones, and for PTX of
     all, with the times of few variants that are good there."""
-    own = tuple(each for each in kernel.tunings() if each.capability == arch.capability)
+    own = tuple(each for each in kernel.tunable.tunings() if each.capability == arch.capability)
     if own and not arch.is_ptx:
         return own
-    general = [each for each in kernel.timings() if not each.exclusive]
+    general = [each for each in kernel.tunable.timings() if not each.exclusive]
     nearest = nearest_arch(general, arch.capability)
     sources = general if arch.is_ptx else [nearest] if nearest else []
     borrowed = (_borrowed(kernel, each, arch) for each in sources)
@@ -87,7 +87,7 @@ def tunings_for(kernel: Kernel, arch: Target) -> tuple[Tuning, ...]:
 def _borrowed(kernel: Kernel, tuning: Tuning, arch: Target) -> Tuning:
     """What is taken over from another GPU: of the variants that there is room for, few that are near the fastest. Kinds
     with default variants do with those where only one problem was timed; others, such as packed sequences, cannot."""
-    serving = {kernel.label(v) for v in kernel.every if kernel.serves(v.statics, arch)}
+    serving = {kernel.label(v) for v in kernel.every if kernel.rules.serves(v.statics, arch)}
     usual = {kernel.label(variant) for variant in kernel.by_text.values()}
     kept = dict[str, set[str]]()
     for kind in tuning.kinds:

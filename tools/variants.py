@@ -22,8 +22,8 @@ from scan_registry.kernels.model import Kernel
 
 def losses(kernel: Kernel, arch: Target, held: set[str]) -> Iterator[tuple[str, float]]:
     """GPU and, for each row, the time of the fastest variant held over that of the fastest of all."""
-    every = {kernel.label(v) for v in kernel.every if kernel.serves(v.statics, arch)}
-    for tuning in kernel.timings():
+    every = {kernel.label(v) for v in kernel.every if kernel.rules.serves(v.statics, arch)}
+    for tuning in kernel.tunable.timings():
         if tuning.exclusive and tuning.capability != arch.capability:
             continue
         for kind in tuning.kinds:

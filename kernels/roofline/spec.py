@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Pins, Space, Variant
+from scan_registry.kernels.model import (
+    Code,
+    Family,
+    Kernel,
+    Launch,
+    Parameter,
+    Pins,
+    Rules,
+    Space,
+    Variant,
+)
 
 FAMILY_NAME = "roofline"
 KERNEL_NAME = "stream"
@@ -73,8 +83,6 @@ _KERNEL = Kernel(
     family=FAMILY_NAME,
     name=KERNEL_NAME,
     language="cuda",
-    source="stream.cu",
-    entry="stream",
     parameters=(
         *(Parameter(name, "pointer") for name in (*_INPUTS, *_OUTPUTS)),
         Parameter("count", "i64"),
@@ -85,15 +93,18 @@ _KERNEL = Kernel(
             (("warps", 8), ("unroll", unroll), ("hinted", hinted)) for unroll, hinted in _WAYS
         ),
     ),
-    constants=lambda variant: {
-        name.upper(): value for name, value in variant.statics if name != "dtype"
-    },
-    warps=lambda variant: variant.number("warps"),
-    accepts=_accepts,
+    code=Code(
+        source="stream.cu",
+        entry="stream",
+        constants=lambda variant: {
+            name.upper(): value for name, value in variant.statics if name != "dtype"
+        },
+        warps=lambda variant: variant.number("warps"),
+    ),
+    rules=Rules(_accepts, serves=_serves),
     # Which is the fastest depends on the GPU and the size: whoever wants the roofline tries them all.
     cost=lambda variant, problem: variant.number("unroll"),
     launch=_launch,
-    serves=_serves,
 )
 
 FAMILY = Family(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from changing import changed
 
 from scan_registry.aot import plan as planning
 from scan_registry.aot.plan import chosen_archs, plan
@@ -97,7 +98,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, arch: str) -> dict[
 
 def tuned(kernel: Kernel, *tunings: Tuning) -> Kernel:
     """A kernel whose wheels have room for everything that was timed."""
-    return replace(kernel, tunings=lambda: tunings, timings=lambda: tunings)
+    return changed(kernel, tunings=lambda: tunings, timings=lambda: tunings)
 
 
 def test_what_tunings_name_is_optional_on_other_architectures(
@@ -163,12 +164,12 @@ def test_what_there_is_no_room_for_is_not_taken_over(monkeypatch: pytest.MonkeyP
         return pinned(statics) != large or target.capability in ((8, 0), (10, 0))
 
     for arch, expected in (("sm80", large), ("sm89", small), ("sm100", large), ("sm120", small)):
-        found = planned(monkeypatch, replace(tuned(kernel, tuning), serves=serves), arch)
+        found = planned(monkeypatch, changed(tuned(kernel, tuning), serves=serves), arch)
         assert {label for label in found if label.startswith(f"{kind},")} == {expected}
 
 
 def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = replace(FAMILY.kernels[0], serves=lambda statics, target: target.capability >= (9, 0))
+    kernel = changed(FAMILY.kernels[0], serves=lambda statics, target: target.capability >= (9, 0))
     family = replace(FAMILY, kernels=(kernel,))
     monkeypatch.setattr(planning, "families", lambda: {family.name: family})
     for arch, there in (("sm89", False), ("ptx80", False), ("sm90", True), ("sm120", True)):

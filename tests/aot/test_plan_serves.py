@@ -62,7 +62,7 @@ PROBLEMS = tuple(problems(400))
 
 
 def solves(kernel: Kernel, variant: Variant, problem: LinearScanProblem) -> bool:
-    refused = kernel.accepts(variant, problem) or kernel.exceeds_residency(
+    refused = kernel.rules.accepts(variant, problem) or kernel.rules.exceeds_residency(
         variant, problem, SMALLEST
     )
     return refused is None
@@ -78,7 +78,7 @@ def test_every_problem_is_served_in_both_languages(arch: Target) -> None:
         for kernel in (k for k in FAMILY.kernels if k.name == problem.kernel):
             served = any(solves(kernel, v, problem) for v in held[kernel.head])
             if problem.sums and not served:
-                serving = (v for v in kernel.every if kernel.serves(v.statics, arch))
+                serving = (v for v in kernel.every if kernel.rules.serves(v.statics, arch))
                 assert not any(solves(kernel, v, problem) for v in serving), problem
             else:
                 assert served, (kernel.head, problem)
@@ -88,10 +88,10 @@ def test_the_problems_are_of_all_kinds() -> None:
     assert {problem.kernel for problem in PROBLEMS} == {k.name for k in FAMILY.kernels}
     assert sum(problem.sums for problem in PROBLEMS) > 5
     kinds = {
-        kernel.shape(problem).kind.rpartition("=")[2]
+        kernel.tunable.shape(problem).kind.rpartition("=")[2]
         for problem in PROBLEMS
         for kernel in FAMILY.kernels
-        if kernel.shape and kernel.name == problem.kernel and not problem.sums
+        if kernel.tunable.shape and kernel.name == problem.kernel and not problem.sums
     }
     assert kinds == {"aligned", "generic", "misaligned", "varlen"}
 
