@@ -155,7 +155,7 @@ def _print_tuned(tuned: Sequence[LocalTuning]) -> None:
     if not tuned:
         return
     console = screen()
-    table = new_table("tuned on~", "date", "kernels~", "binaries>", "size>", "state")
+    table = new_table("tuned on", "date?", "kernels?", "binaries>", "size>", "state!")
     for each in tuned:
         state = f"[red]{each.state}[/]" if each.damage else each.state
         kernels = ", ".join(head.partition(".")[2] for head in each.kernels)
@@ -173,7 +173,7 @@ def _print_list(cache: Cache, entries: Sequence[Cached]) -> None:
     console.print(f"folder {cache.folder}", markup=False, soft_wrap=True)
     if reason := obstacle(cache):
         console.print(f"not usable: {reason}", style="red", markup=False, soft_wrap=True)
-    table = new_table("variant~", "target", "compiler~", "size>", "age>", "state")
+    table = new_table("variant", "target!", "compiler?", "size>?", "age>?", "state!")
     for entry in entries:
         binary = entry.binary
         state = f"[red]{entry.state}[/]" if entry.damage else entry.state

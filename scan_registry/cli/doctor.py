@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -16,28 +16,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
 from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.cache.store import Cache, jit_cache
 from scan_registry.catalog import distributions, providers
 from scan_registry.catalog.inventory import Catalogue
-from scan_registry.catalog.providers import CORE, MISNAMED
+from scan_registry.catalog.providers import MISNAMED
+from scan_registry.cli.doctor_text import show_report
 from scan_registry.cli.gpus import add_gpu, assumed, gpu_of, visible
 from scan_registry.cli.listing import size_text
-from scan_registry.cli.tables import new_table, screen, show
 from scan_registry.diagnostics.doctor import (
     Answer,
     ArchiveState,
     CacheState,
-    Coverage,
     Finding,
     Installation,
     ProviderState,
     Report,
     Severity,
-    condensed,
     coverage,
     findings_of,
     lacks,
@@ -45,7 +40,7 @@ from scan_registry.diagnostics.doctor import (
 from scan_registry.diagnostics.explanation import device_record
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier, dotted
-from scan_registry.dispatch.select import Backend, Key, System
+from scan_registry.dispatch.select import Key, System
 from scan_registry.hardware.device import Device, driver_text
 from scan_registry.hardware.target import CudaVersion
 from scan_registry.version import __version__
@@ -56,10 +51,6 @@ _KERNEL_MODULE = Path(
     "/proc/driver/nvidia/version"
 )  # there wherever the driver's kernel part is loaded
 _LITTLE = 16 << 20  # bytes: less is too little for a kernel compiled here, and what goes with it
-
-LEGEND = """
-exact, same-major: machine code; ptx: compiled by the driver, at its first use; jit: compiled here, at \
-its first use; reference: plain torch; none: the call raises NoKernelError; –: no such kernel."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -90,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(document(report), indent=2))
     else:
-        _print(report)
+        show_report(report)
     return 0 if report.passed else 1
 
 
@@ -280,9 +271,9 @@ def _cpu() -> tuple[str, str] | None:
     found, oldest = _torch(), ".".join(map(str, _OLDEST_TORCH))
     if find_spec("torch") is None:
         return "torch is not installed", f"install torch: {_TORCH_BUILDS} gives the command"
-    if found and (release := re.match(r"(\d+)\.(\d+)", found)):
-        if (int(release[1]), int(release[2])) < _OLDEST_TORCH:
-            return f"torch {found} is older than {oldest}", f"`pip install 'torch>={oldest}'`"
+    release = re.match(r"(\d+)\.(\d+)", found or "")
+    if release and (int(release[1]), int(release[2])) < _OLDEST_TORCH:
+        return f"torch {found} is older than {oldest}", f"`pip install 'torch>={oldest}'`"
     try:
         import_module("scan_registry.ops._cpu")
     except ImportError as error:
@@ -378,112 +369,3 @@ def _first_record(finding: Finding | None) -> dict[str, Any] | None:
 
 def _tier(tier: Tier | None) -> str | None:
     return None if tier is None else str(tier)
-
-
-# --- Tables -----------------------------------------------------------------------------------
-
-
-def _print(report: Report) -> None:
-    console = screen()
-    here = report.installation
-
-    def say(text: str, style: str = "") -> None:
-        console.print(text, markup=False, soft_wrap=True, style=style)
-
-    console.print(f"[bold]scan-registry {here.version}[/]")
-    say(f"python     {here.python}")
-    say(f"torch      {here.torch or 'not installed'}")
-    for language, found in here.toolchains.items():
-        text = found if isinstance(found, str) else f"{found.identity} (CUDA {dotted(found.cuda)})"
-        say(f"{language:10} {text}")
-    if here.driver:
-        say(f"driver     for CUDA {dotted(here.driver)}")
-    say(f"policy     down to tier {here.lowest} ({policy.VARIABLE})")
-    say(f"cache      {_cache_words(here.cache)}")
-    _print_providers(console, here.providers)
-    for provider in here.providers:
-        for subject, reason in provider.denied.items():
-            say(f"{provider.name} {provider.version}: {subject}: {reason}")
-    for gpu in report.gpus:
-        _print_gpu(console, gpu)
-    if report.gpus:
-        say(LEGEND, "dim")
-    for finding in report.findings:
-        console.print()
-        style = "bold red" if finding.severity == "error" else "bold"
-        head = f"[{style}]{finding.severity}:[/] {escape(finding.about)}: {escape(finding.text)}"
-        console.print(head, soft_wrap=True)
-        for reason in finding.reasons:
-            say(f"    {reason}")
-        for remedy in finding.remedies:
-            say(f"  → {remedy}")
-    if first := report.first:
-        say(f"\nTo do first: {first.remedies[0]}", "bold")
-    say(f"\n{_verdict(report)}")
-
-
-def _verdict(report: Report) -> str:
-    if report.gpus:
-        return "Every call runs a kernel." if report.passed else "Not every call runs a kernel."
-    if report.installation.cpu:
-        return "No call runs."
-    broken = any(each.severity == "error" for each in report.findings)
-    return f"CPU only: calls run this package's code for the CPU{', but see the errors' if broken else ''}."
-
-
-def _cache_words(cache: CacheState) -> str:
-    count = f"{cache.entries} {'entry' if cache.entries == 1 else 'entries'}"
-    held = f"{count}, {size_text(cache.size)}; {cache.free / 1e9:.1f} GB free"
-    return f"{cache.folder}: {f'unusable, {cache.unusable}' if cache.unusable else held}"
-
-
-def _print_providers(console: Console, states: Sequence[ProviderState]) -> None:
-    table = new_table("archives of", "version?", "made for?", "agrees", "archives!")
-    for state in states:
-        names = [
-            f"{Path(archive.path).stem}{' [red](damaged)[/]' if archive.damage else ''}"
-            for archive in state.archives
-        ]
-        agrees = "[red]no[/]" if state.mismatch else "yes"
-        core = f"{CORE} {state.core}"
-        table.add_row(state.name, state.version, core, agrees, " ".join(names) or "none")
-    show(console, table)
-
-
-def _print_gpu(console: Console, gpu: Coverage) -> None:
-    kernels: dict[str, list[Answer]] = {}
-    for answer in gpu.answers:
-        kernels.setdefault(f"{answer.family}.{answer.kernel}", []).append(answer)
-    backends = list(dict.fromkeys(b for answer in gpu.answers for b in answer.tiers))
-    table = new_table("kernel", *(f"{backend}!" for backend in backends))
-    for kernel, answers in kernels.items():
-        table.add_row(kernel, *(_cell(answers, backend) for backend in backends))
-    device = gpu.device
-    shared = f"{device.shared_memory_per_block} bytes of shared memory per block"
-    show(
-        console,
-        table,
-        f"[bold]{escape(gpu.name)}[/], {device.sm_count} SMs, {shared}, driver "
-        f"for CUDA {dotted(device.driver)}",
-    )
-    if gpu.assumed:
-        console.print(f"\nassumed: {'; '.join(gpu.assumed)}", markup=False)
-    tuned = "; ".join(map(str, gpu.tuned)) or "no table for it; the specs' estimates decide"
-    console.print(f"\ntuning: {tuned}", markup=False, soft_wrap=True)
-
-
-def _cell(answers: Iterable[Answer], backend: Backend) -> str:
-    """The tier, or a line for each with what gets it."""
-    tiers: dict[Tier | None, list[tuple[str, str]]] = {}
-    every = []
-    for answer in answers:
-        if backend in answer.tiers:
-            every.append((answer.dtype, answer.access))
-            tiers.setdefault(answer.tiers[backend], []).append(every[-1])
-    lines = []
-    for tier, pairs in tiers.items():
-        name = _tier(tier) or "none"
-        text = f"[red]{name}[/]" if tier in (None, Tier.REFERENCE) else name
-        which = condensed(pairs, every)
-        lines.append(f"{text}: {which}" if which else text)
-    return "; ".join(lines) or "–"
