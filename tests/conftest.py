@@ -38,6 +38,12 @@ pytest.register_assert_rewrite(
 PROVENANCE: Mapping[str, Any] = {"version": "9.9.9", "commit": "c0ffee" * 6 + "beef", "dirty": True}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-pages", action="store_true", help="write docs/commands anew, in place of comparing"
+    )
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None:
         return

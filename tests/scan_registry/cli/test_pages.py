@@ -1,0 +1,38 @@
+"""``docs/commands`` shows what commands print. ``pytest --write-pages`` on this file writes it anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pages import FOLDER, PAGES, alike, archives, page
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("machine")
+    archives(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_show_what_commands_print(
+    machine: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    path, text = FOLDER / f"{name}.txt", page(PAGES[name], machine)
+    assert "Traceback" not in text
+    if request.config.getoption("--write-pages"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert alike(path.read_text(encoding="utf-8")) == alike(text), "write it anew: --write-pages"
+
+
+def test_every_page_is_made() -> None:
+    assert {path.stem for path in FOLDER.glob("*.txt")} == set(PAGES)
+
+
+def test_only_numbers_and_widths_may_differ() -> None:
+    assert alike("a  1.5 kB  2.0+cpu\n────") == alike("a 17 kB   2.1+cu130  \n──")
+    assert alike("1.2e-07") == alike("3e-06")
+    assert alike("passed") != alike("failed")
