@@ -97,7 +97,8 @@ def document(found: Explanation, call: dict[str, Any]) -> dict[str, Any]:
 def _check_options(operator: Operator, args: argparse.Namespace) -> None:
     """Refuse options of other operators."""
     for name, (option, takers) in _options().items():
-        if operator.name not in takers and getattr(args, name) not in (None, False):
+        given = getattr(args, name)
+        if operator.name not in takers and given is not None and given is not False:
             raise UsageError(f"{option.names[0]} is no option of {operator.name}")
 
 

@@ -107,10 +107,10 @@ def posed(
     for case, direction in product(cases, passes):
         problems, group = operator_of(case).posed(case, direction), family(case.family)
         for kernel in group.kernels:
-            asked = [each for each in problems if each.kernel == kernel.name]
-            if not asked or kernel.shape is None or kernel.language not in languages:
+            requested = [each for each in problems if each.kernel == kernel.name]
+            if not requested or kernel.shape is None or kernel.language not in languages:
                 continue
-            problem = _first_solved(kernel, asked)
+            problem = _first_solved(kernel, requested)
             shape = kernel.shape(problem)
             key = kernel.head, shape.kind, tuple(shape.sizes.items())
             if key not in seen:
