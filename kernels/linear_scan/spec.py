@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, partial
 from itertools import product
-from typing import Any
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import columns, cuda_tiles, registers, rings, space, streams
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
@@ -38,11 +38,14 @@ from scan_registry.kernels.linear_scan.space import (
 )
 from scan_registry.kernels.model import (
     ITEM_SIZE,
+    Code,
     Family,
     Kernel,
     Language,
     Launch,
     Parameter,
+    Pins,
+    Rules,
     Sample,
     Static,
     Variant,
@@ -133,6 +136,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
         "ALIGNED": int(statics.get("access", "generic") != "generic"),
         "VARLEN": int(statics.get("access") == "varlen"),
+        "MAY_RESET": int(statics.get("access", "generic") in ("generic", "varlen")),
         "MISALIGNED": int(statics.get("access") == "misaligned"),
         "STAGES": 0,
         "PREFIX_LEAD": 0,
@@ -187,39 +191,42 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
     accesses = (*space.ACCESSES, space.MISALIGNED)
-    one_way = cuda_tiles.one_way(layout)
-    defaults = scans(partial(cuda_tiles.usual, layout, direction), accesses, one_way)
+    defaults = scans(
+        partial(cuda_tiles.usual, layout, direction), accesses, cuda_tiles.mixed(layout)
+    )
     return Kernel(
         family=FAMILY_NAME,
         name=name,
         language="cuda",
-        source=f"{name}.cu",
-        entry=f"{FAMILY_NAME}_{name}",
         parameters=parameters(direction),
         defaults=defaults,
-        constants=_cuda_constants,
-        warps=lambda variant: rings.warps(dict(variant.statics)),
-        accepts=_cuda_accepts,
+        code=Code(
+            source=f"{name}.cu",
+            entry=f"{FAMILY_NAME}_{name}",
+            constants=_cuda_constants,
+            warps=lambda variant: rings.warps(dict(variant.statics)),
+            shared=partial(streams.shared, direction),
+        ),
+        rules=Rules(
+            accepts=_cuda_accepts,
+            kind_mismatch=_rejects_static,
+            exceeds_residency=streams.exceeds_residency,
+            serves=partial(cuda_tiles.serves, direction),
+        ),
         cost=_cuda_cost,
         launch=_cuda_launch,
-        exceeds_residency=streams.exceeds_residency,
-        space=scans(
-            partial(cuda_tiles.every, layout, direction),
-            accesses if time_last else (*accesses, space.VARLEN),
-            one_way,
-        ),
-        shared=partial(streams.shared, direction),
-        serves=partial(cuda_tiles.serves, layout),
-        given=frozenset({"reverse"}),
-        kind_mismatch=_rejects_static,
-        tile_efficiency=streams.tile_efficiency,
-        **space.tuned(
+        tunable=space.tunable(
             name,
             "cuda",
+            scans(
+                partial(cuda_tiles.every, layout, direction),
+                accesses if time_last else (*accesses, space.VARLEN),
+            ),
             defaults,
             _cuda_accepts,
             _cuda_times,
             lambda problem: not time_last and streams.packs(problem),
+            streams.tile_efficiency,
         ),
     )
 
@@ -230,16 +237,18 @@ def _cuda_reduction(layout: Layout) -> Kernel:
         family=FAMILY_NAME,
         name=name,
         language="cuda",
-        source="reduction.cu",
-        entry=f"{FAMILY_NAME}_reduction",
         parameters=parameters("reduction"),
         defaults=reductions({"warps": 8}),
-        constants=lambda variant: {
-            **_cuda_constants(variant),
-            "TIME_LAST": int(layout == "time_last"),
-        },
-        warps=lambda variant: variant.number("warps"),
-        accepts=_rejects_dtype,
+        code=Code(
+            source="reduction.cu",
+            entry=f"{FAMILY_NAME}_reduction",
+            constants=lambda variant: {
+                **_cuda_constants(variant),
+                "TIME_LAST": int(layout == "time_last"),
+            },
+            warps=lambda variant: variant.number("warps"),
+        ),
+        rules=Rules(_rejects_dtype),
         cost=lambda variant, problem: 0.0,
         launch=_reduction_launch,
     )
@@ -251,17 +260,23 @@ def _cuda_reduction(layout: Layout) -> Kernel:
 def _triton_tiles(
     layout: Layout, direction: Direction, dtype: str, access: str
 ) -> tuple[Tile, ...]:
-    """Of contiguous time: rows of a program, time steps of a tile, warps."""
+    """Of contiguous time: rows of a program, time steps of a tile, warps. Wide dtypes gain nothing from reading 16 bytes
+    at once."""
+    if access == "aligned" and ITEM_SIZE[dtype] == 8:
+        return ()
     if layout == "channel_last":
         return (columns.usual(direction, dtype, access),)
     times = 128 if access == "generic" else 256
-    short: Tile = {"rows": 1, "times": times, "warps": 1}
-    long: Tile = {"rows": 1, "times": 4 * times, "warps": 4}
-    tiles = (short,) if ITEM_SIZE[dtype] == 8 else (short, long)  # of wide ones, fewer fit
-    if access == "generic":
-        return tiles
-    # Which way 16 bytes are read is for the compiler to know.
-    return tuple({**tile, "reverse": way} for tile, way in product(tiles, (0, 1)))
+    if ITEM_SIZE[dtype] == 8:  # of wide ones, fewer fit
+        return ({"rows": 1, "times": times, "warps": 1},)
+    tile: Tile = {"rows": 1, "times": 2 * times, "warps": 2}
+    # Which way 16 bytes are read is for the compiler to know; scans against time are for the generic variant.
+    return (tile,) if access == "generic" else ({**tile, "reverse": 0},)
+
+
+def _triton_serves(statics: Pins, target: Target) -> bool:
+    """PTX, which is for GPUs that are not known, has variants that take everything."""
+    return not target.is_ptx or ("access", "aligned") not in statics
 
 
 #: Tiles of rows that a program has in hand. Backward loads directly, since asynchronous copies cannot move
@@ -347,47 +362,48 @@ def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
     defaults = scans(partial(_triton_tiles, layout, direction))
     tiles = space.triton_time_last if layout == "time_last" else columns.tiles
     return Kernel(
-        **_triton_source(layout, direction),
+        family=FAMILY_NAME,
+        name=name,
+        language="triton",
+        parameters=parameters(direction),
         defaults=defaults,
-        accepts=_triton_accepts,
+        code=_triton_code(layout, direction),
+        rules=Rules(_triton_accepts, _rejects_static, serves=_triton_serves),
         cost=_triton_cost,
         launch=_triton_launch,
-        space=scans(tiles),
-        given=frozenset({"reverse"}),
-        kind_mismatch=_rejects_static,
-        **space.tuned(name, "triton", defaults, _triton_accepts, _triton_times),
+        tunable=space.tunable(
+            name, "triton", scans(tiles), defaults, _triton_accepts, _triton_times
+        ),
     )
 
 
 def _triton_reduction(layout: Layout) -> Kernel:
     unit, other = REDUCTION_TILE
     return Kernel(
-        **_triton_source(layout, "reduction"),
+        family=FAMILY_NAME,
+        name=f"{layout}_reduction",
+        language="triton",
+        parameters=parameters("reduction"),
         defaults=reductions({"unit": unit, "other": other, "warps": 4}),
-        accepts=_rejects_dtype,
+        code=_triton_code(layout, "reduction"),
+        rules=Rules(_rejects_dtype),
         cost=lambda variant, problem: 0.0,
         launch=_reduction_launch,
     )
 
 
-def _triton_source(layout: Layout, direction: Direction) -> dict[str, Any]:
-    """What all Triton kernels say alike."""
-    name = f"{layout}_{direction}"
+def _triton_code(layout: Layout, direction: Direction) -> Code:
     in_columns = layout == "channel_last" and direction != "reduction"
-    return {
-        "family": FAMILY_NAME,
-        "name": name,
-        "language": "triton",
-        "source": "triton_columns.py" if in_columns else "triton_kernels.py",
-        "entry": name,
-        "parameters": parameters(direction),
-        "constants": _triton_constants,
-        "warps": lambda variant: variant.number("warps"),
-        "divisible": lambda variant: _triton_divisible(variant, layout, direction),
-        "elements": lambda variant: _triton_elements(variant, direction),
+    return Code(
+        source="triton_columns.py" if in_columns else "triton_kernels.py",
+        entry=f"{layout}_{direction}",
+        constants=_triton_constants,
+        warps=lambda variant: variant.number("warps"),
+        divisible=lambda variant: _triton_divisible(variant, layout, direction),
+        elements=lambda variant: _triton_elements(variant, direction),
         # Where rests are kept: a sum's rounding error can be had only if its terms are rounded first.
-        "fuses": lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
-    }
+        fuses=lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
+    )
 
 
 # --- The family -------------------------------------------------------------------------------

@@ -8,7 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space, Variant
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.model import (
+    Code,
+    Family,
+    Kernel,
+    Launch,
+    Parameter,
+    Pins,
+    Rules,
+    Space,
+    Variant,
+)
 
 FAMILY_NAME = "roofline"
 KERNEL_NAME = "stream"
@@ -62,12 +73,16 @@ def _launch(variant: Variant, problem: RooflineProblem, sm_count: int) -> Launch
     return Launch((max(1, -(-problem.count // block)), 1, 1), {"count": problem.count})
 
 
+def _serves(statics: Pins, target: Target) -> bool:
+    """GPUs on which nobody has compared the ways have the first alone."""
+    pins = dict(statics)
+    return target.capability == (9, 0) or (pins.get("unroll", 1), pins.get("hinted", 0)) == _WAYS[0]
+
+
 _KERNEL = Kernel(
     family=FAMILY_NAME,
     name=KERNEL_NAME,
     language="cuda",
-    source="stream.cu",
-    entry="stream",
     parameters=(
         *(Parameter(name, "pointer") for name in (*_INPUTS, *_OUTPUTS)),
         Parameter("count", "i64"),
@@ -78,11 +93,15 @@ _KERNEL = Kernel(
             (("warps", 8), ("unroll", unroll), ("hinted", hinted)) for unroll, hinted in _WAYS
         ),
     ),
-    constants=lambda variant: {
-        name.upper(): value for name, value in variant.statics if name != "dtype"
-    },
-    warps=lambda variant: variant.number("warps"),
-    accepts=_accepts,
+    code=Code(
+        source="stream.cu",
+        entry="stream",
+        constants=lambda variant: {
+            name.upper(): value for name, value in variant.statics if name != "dtype"
+        },
+        warps=lambda variant: variant.number("warps"),
+    ),
+    rules=Rules(_accepts, serves=_serves),
     # Which is the fastest depends on the GPU and the size: whoever wants the roofline tries them all.
     cost=lambda variant, problem: variant.number("unroll"),
     launch=_launch,

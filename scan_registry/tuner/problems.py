@@ -82,9 +82,9 @@ class Posed:
     def variants(self, target: Target) -> tuple[Variant, ...]:
         """Those of a target that are worth a try, or where none is, all that accept the problem."""
         kernel = self.kernel
-        made = (v for v in kernel.every if kernel.serves(v.statics, target))
-        taken = [v for v in made if kernel.accepts(v, self.problem) is None]
-        worthy = [v for v in taken if self.kernel.worth(v, self.problem)]
+        made = (v for v in kernel.every if kernel.rules.serves(v.statics, target))
+        taken = [v for v in made if kernel.rules.accepts(v, self.problem) is None]
+        worthy = [v for v in taken if self.kernel.tunable.worth(v, self.problem)]
         return tuple(worthy or taken)
 
     @property
@@ -108,10 +108,10 @@ def posed(
         problems, group = operator_of(case).posed(case, direction), family(case.family)
         for kernel in group.kernels:
             requested = [each for each in problems if each.kernel == kernel.name]
-            if not requested or kernel.shape is None or kernel.language not in languages:
+            if not requested or kernel.tunable.shape is None or kernel.language not in languages:
                 continue
             problem = _first_solved(kernel, requested)
-            shape = kernel.shape(problem)
+            shape = kernel.tunable.shape(problem)
             key = kernel.head, shape.kind, tuple(shape.sizes.items())
             if key not in seen:
                 seen.add(key)
@@ -121,5 +121,5 @@ def posed(
 def _first_solved(kernel: Kernel, problems: Sequence[Problem]) -> Problem:
     """The first that a variant accepts, else the last."""
     *preferred, last = problems
-    solved = (p for p in preferred if any(kernel.accepts(v, p) is None for v in kernel.every))
+    solved = (p for p in preferred if any(kernel.rules.accepts(v, p) is None for v in kernel.every))
     return next(solved, last)

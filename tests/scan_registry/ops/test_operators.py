@@ -28,7 +28,7 @@ FILES = {
     "kernels/scale/spec.py": """
 from dataclasses import dataclass
 from pathlib import Path
-from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space
+from scan_registry.kernels.model import Code, Family, Kernel, Launch, Parameter, Rules, Space, Tunable
 from scan_registry.kernels.tuning import Shape
 
 @dataclass(frozen=True)
@@ -38,15 +38,16 @@ class ScaleProblem:
     kernel = "scale"
 
 SCALE = Kernel(
-    family="scale", name="scale", language="cuda", source="scale.cu", entry="scale",
+    family="scale", name="scale", language="cuda",
     parameters=(Parameter("x", "pointer"), Parameter("y", "pointer"), Parameter("size", "i64")),
     defaults=Space(((("dtype", "float32"),),), lambda kind: ((("threads", 256),),)),
-    constants=lambda variant: {"THREADS": variant.number("threads")},
-    warps=lambda variant: 8,
-    accepts=lambda variant, problem: None if problem.dtype == "float32" else "its dtype",
+    code=Code("scale.cu", "scale", lambda v: {"THREADS": v.number("threads")}, lambda v: 8),
+    rules=Rules(lambda variant, problem: None if problem.dtype == "float32" else "its dtype"),
     cost=lambda variant, problem: 0.0,
     launch=lambda variant, problem, sm_count: Launch((-(-problem.size // 256), 1, 1), {"size": problem.size}),
-    shape=lambda problem: Shape(f"dtype={problem.dtype}", {"size": float(problem.size)}),
+    tunable=Tunable(
+        shape=lambda problem: Shape(f"dtype={problem.dtype}", {"size": float(problem.size)})
+    ),
 )
 FAMILY = Family(
     name="scale", summary="y = 2 · x", folder=Path(__file__).parent, kernels=(SCALE,), on_cpu=True
