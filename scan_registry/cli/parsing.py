@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         elif value not in action.choices:
             names = list(action.choices)
             guess = suggestion(value, names) or f"accepted are {', '.join(names)}"
-            raise argparse.ArgumentError(None, f"no {action.metavar} {value!r}; {guess}")
+            raise argparse.ArgumentError(None, f"{self.prog} has no command {value!r}; {guess}")
 
     def _before_command(self, words: Sequence[str]) -> tuple[int, list[str]]:
         """How many words there are before the first command, or in all, and the options among them."""
@@ -89,13 +89,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class Commands(_SubParsers):
-    """Commands by name. ``summaries`` are what a list of them says of each that says nothing itself."""
+    """Commands by name. ``summaries`` are what a list of them says of each."""
 
     summaries: Mapping[str, str] = {}
 
     def add_parser(self, name: str, **settings: Any) -> argparse.ArgumentParser:
         if name in self.summaries:
-            settings.setdefault("help", self.summaries[name])
+            settings["help"] = self.summaries[name]
         return super().add_parser(name, **settings)
 
 

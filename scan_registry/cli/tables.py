@@ -11,14 +11,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-#: The field's words for dtypes, where space is short.
-SHORT_DTYPES = {
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float64": "fp64",
-    "complex64": "c64",
-}
 _UNLIMITED = 100_000  # columns, of what is no terminal
 _GAP = "  "
 

@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from scan_registry.dispatch.alternatives import Alternative
-from scan_registry.kernels.rnn.problem import Direction, Function
+from scan_registry.kernels.rnn.problem import Direction, Function, RnnBackend
 from scan_registry.ops import rnn_derivatives, rnn_layout, rnn_plans
 from scan_registry.ops.rnn_arguments import (
     BACKENDS,
     Options,
-    RnnBackend,
     clips_of,
     normalised,
 )

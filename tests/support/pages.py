@@ -138,7 +138,9 @@ def printed(call: str, width: int | None, folder: Path) -> str:
     os.close(ours)
     lines = content.decode("utf-8").replace("\r\n", "\n").split("\n")
     # Of a progress bar's line, what it ends with.
-    return "\n".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.rpartition("\r")[2]) for line in lines)
+    return "\n".join(
+        re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.rpartition("\r")[2]) for line in lines
+    )
 
 
 def alike(text: str) -> str:

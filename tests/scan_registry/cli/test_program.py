@@ -40,8 +40,8 @@ def test_ctrl_c(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "said"),
     [
         (["inspekt"], "no command 'inspekt'; did you mean inspect? See `scan-registry --help`."),
-        (["cache", "lst"], "no action 'lst'; did you mean list?"),
-        (["cache", "shred"], "no action 'shred'; accepted are list, clear, export."),
+        (["cache", "lst"], "cache has no command 'lst'; did you mean list?"),
+        (["cache", "shred"], "cache has no command 'shred'; accepted are list, clear, export."),
         (["inspect", "--kernal", "x"], "has no option --kernal; did you mean --kernel?"),
         (["inspect", "--kernal=x"], "has no option --kernal; did you mean --kernel?"),
         (["bench", "--bss", "4", "rnn"], "bench has no option --bss; did you mean --bs?"),
