@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "explain",
         description="Shows, for the forward and the backward pass of a call, what is chosen, how it "
-        "is launched, and why nothing else was. Runs nothing, and needs no GPU.",
+        "is launched, why, and what would run in its place. Runs nothing, and needs no GPU.",
         epilog="Exit status: 0; 1 if the call would raise NoKernelError; 2 for arguments that cannot "
         "be meant. The JSON document is described by scan_registry/schemas/explain.json.",
     )
@@ -42,10 +42,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--backend", default="auto", metavar="X", help=" ".join(BACKENDS) + "".join(special)
     )
-    parser.add_argument("--device", metavar="cuda:N", help="a GPU of this machine, else its first")
+    parser.add_argument(
+        "--device", metavar="X", help="cpu, or cuda:N of this machine; default: its first GPU"
+    )
     add_gpu(parser)
     parser.add_argument("--require", metavar="LEVEL", help=" ".join(policy.LEVELS))
-    parser.add_argument("--all", action="store_true", help="a line for each that was not taken")
+    parser.add_argument(
+        "--all", action="store_true", help="every fact, and a line for each that was not taken"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
 
 
@@ -82,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
         call = {"dtype": dtype, "shape": list(shape), "backend": args.backend, **parsed.record}
         print(json.dumps(document(found, call), indent=2))
     else:
-        print(found.text(everything=args.all))
-        if not args.all and any(step.decision.rejected for step in found.steps):
-            print("\nOne line for each that was not taken: --all.")
+        print(found.text(everything=True) if args.all else found.brief())
+        if not args.all and found.steps:
+            print("Every fact, and a line for each that was not taken: --all.")
     return 0 if found.runs else 1
 
 
@@ -110,6 +114,8 @@ def _system(args: argparse.Namespace) -> System:
     described = device is not None
     if device and args.device:
         raise UsageError("--for and --device both say which GPU; give one of them")
+    if device is None and args.device == "cpu":
+        return System(None)
     if device is None:
         try:
             gpus = visible()
@@ -117,11 +123,11 @@ def _system(args: argparse.Namespace) -> System:
             gpus, reason = (), f" ({error})"
         else:
             reason = ""
-        accepted = [f"cuda:{ordinal}" for ordinal in range(len(gpus))]
+        accepted = [*(f"cuda:{ordinal}" for ordinal in range(len(gpus))), "cpu"]
         if not gpus:
             raise UsageError(
                 f"no GPU is visible here{reason}; --for describes one that need not be, "
-                "such as --for H100"
+                "such as --for H100, and --device cpu asks about calls on the CPU"
             )
         name = "cuda:0" if args.device in (None, "cuda") else args.device
         known("--device", name, accepted)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.cli.tables import new_table, say, screen, show
 from scan_registry.ops.operator import DTYPES, operators
 
 if TYPE_CHECKING:
@@ -69,26 +69,64 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--dtype is {args.dtype!r}; accepted are {', '.join(DTYPES)}")
     device = torch.device(name)
     where = CPU if device.type == CPU else torch.cuda.get_device_name(device)
-    results = list(selftest(device, DTYPES.get(args.dtype)))
+    skipped: dict[str, str] = {}
+    threads = torch.get_num_threads()
+    if device.type == CPU:
+        torch.set_num_threads(
+            1
+        )  # tensors are small: others would wait, and on a busy machine for long
+    try:
+        results = _watched(device, DTYPES.get(args.dtype), skipped)
+    finally:
+        torch.set_num_threads(threads)
     if args.json:
         passed = all(result.passed for result in results)
         listed = [asdict(result) | {"passed": result.passed} for result in results]
-        print(json.dumps({"device": where, "passed": passed, "results": listed}, indent=2))
+        left_out = [{"subject": subject, "reason": reason} for subject, reason in skipped.items()]
+        document = {"device": where, "passed": passed, "results": listed, "skipped": left_out}
+        print(json.dumps(document, indent=2))
     else:
-        _print(results, where)
+        _print(results, where, skipped)
     return 0 if results and all(result.passed for result in results) else 1
 
 
-def selftest(device: Any, dtype: str | None = None) -> Iterator[Result]:
-    """Results for every kernel, language and dtype, or that one, on a torch device."""
+def _watched(device: Any, dtype: str | None, skipped: dict[str, str]) -> list[Result]:
+    """All results; on a terminal a line on stderr says meanwhile what is being run."""
+    from rich.console import Console
+
+    console, results = Console(stderr=True, highlight=False), list[Result]()
+    if not console.is_terminal:
+        return list(selftest(device, dtype, skipped))
+    with console.status("selftest") as status:
+        for result in selftest(device, dtype, skipped, status.update):
+            results.append(result)
+    return results
+
+
+def selftest(
+    device: Any,
+    dtype: str | None = None,
+    skipped: dict[str, str] | None = None,
+    tell: Callable[[str], object] = lambda _: None,
+) -> Iterator[Result]:
+    """Results for every kernel, language and dtype, or that one, on a torch device.
+
+    What is not run goes into ``skipped``, with the reason; ``tell`` hears what is about to be run.
+    """
     from scan_registry.kernels import families
 
-    for family in families().values():
+    left_out = {} if skipped is None else skipped
+    for number, family in enumerate(families().values(), 1):
+        start = f"selftest: {family.name}, family {number} of {len(families())}, "
         if device.type == CPU:
-            if family.on_cpu:
-                yield from _on_cpu(family, dtype)
+            yield from _on_cpu(
+                family, dtype, left_out, lambda text, start=start: tell(start + text)
+            )
         else:
-            yield from _on_gpu(family, device.index or 0, dtype)
+            yield from _on_gpu(
+                *(family, device.index or 0, dtype, left_out),
+                lambda text, start=start: tell(start + text),
+            )
 
 
 @dataclass
@@ -102,7 +140,13 @@ class _Tally:
     failure: str | None = None
 
 
-def _on_gpu(family: Family, ordinal: int, only: str | None) -> Iterator[Result]:
+def _on_gpu(
+    family: Family,
+    ordinal: int,
+    only: str | None,
+    skipped: dict[str, str],
+    tell: Callable[[str], object],
+) -> Iterator[Result]:
     """Whatever selection picks for a few problems, aligned and not; all kernels run on the same."""
     from scan_registry.diagnostics.accuracy import cases_of
     from scan_registry.dispatch.select import NoKernelError
@@ -112,7 +156,9 @@ def _on_gpu(family: Family, ordinal: int, only: str | None) -> Iterator[Result]:
     dtypes = dict.fromkeys(v.text("dtype") for kernel in family.kernels for v in kernel.variants)
     for dtype in dtypes:
         if only not in (None, dtype):
+            skipped[f"{family.name} in {dtype}"] = f"only {only} was asked for"
             continue
+        tell(dtype)
         takers = [k for k in family.kernels if any(v.text("dtype") == dtype for v in k.variants)]
         tallies = [(kernel, _Tally()) for kernel in takers]
         for trial in cases.trials(dtype, cases.QUICK, f"cuda:{ordinal}"):
@@ -154,25 +200,40 @@ def _run(family: Family, kernel: Kernel, trial: Trial, ordinal: int, tally: _Tal
         tally.variants[str(ready.decision.taken().variant)] = None
 
 
-def _on_cpu(family: Family, only: str | None) -> Iterator[Result]:
-    """What CPU tensors get: this package's code for the CPU, compiled with it."""
+def _on_cpu(
+    family: Family, only: str | None, skipped: dict[str, str], tell: Callable[[str], object]
+) -> Iterator[Result]:
+    """What CPU tensors get: this package's code for the CPU, or plain torch."""
     from scan_registry.diagnostics.accuracy import cases_of
 
-    cases, operator = cases_of(family.name), operators()[family.name]
+    cases, operator = cases_of(family.name), operators().get(family.name)
+    if operator is None:
+        skipped[family.name] = "no function calls it; its kernels are for GPUs"
+        return
     for dtype, tolerance in cases.TOLERANCE.items():
         if only not in (None, dtype):
+            skipped[f"{family.name} in {dtype}"] = f"only {only} was asked for"
             continue
+        tell(dtype)
         errors: dict[str, list[float]] = {}
-        for trial in cases.trials(dtype, cases.QUICK, CPU):
+        # Plain torch takes its time, step by step, and has no tiles that a shape may fill or not.
+        shapes = cases.QUICK if family.on_cpu else cases.QUICK[:2]
+        for trial in cases.trials(dtype, shapes, CPU):
             for kernel in dict.fromkeys(kernel.name for kernel in family.kernels):
+                if f"{family.name}.{kernel}" in skipped:
+                    continue
                 case = trial.case(kernel, aligned=False)
-                operator.run_on_cpu(case.problem, case.tensors)
+                try:
+                    operator.run_on_cpu(case.problem, case.tensors)
+                except NotImplementedError as error:
+                    skipped[f"{family.name}.{kernel}"] = str(error)
+                    continue
                 errors.setdefault(kernel, []).append(case.error())
         for kernel, found in errors.items():
             yield Result(
                 family=family.name,
                 kernel=kernel,
-                language="c",
+                language="c" if family.on_cpu else "torch",
                 dtype=dtype,
                 tier=CPU,
                 variants=(),
@@ -182,10 +243,10 @@ def _on_cpu(family: Family, only: str | None) -> Iterator[Result]:
             )
 
 
-def _print(results: list[Result], where: str) -> None:
+def _print(results: list[Result], where: str, skipped: dict[str, str]) -> None:
     console = screen()
     for family in dict.fromkeys(result.family for result in results):
-        table = new_table("kernel", "language", "dtype", "tier", "error>", "limit>", "outcome")
+        table = new_table("kernel", "language", "dtype", "tier?", "error>!", "limit>", "outcome!")
         for result in results:
             if result.family == family:
                 table.add_row(
@@ -202,4 +263,15 @@ def _print(results: list[Result], where: str) -> None:
         if result.failure:
             console.print(f"{result.kernel} {result.language} {result.dtype}: {result.failure}")
     failed = sum(not result.passed for result in results)
-    console.print(f"{len(results) - failed} passed, {failed} failed")
+    console.print()
+    for reason, subjects in by_reason(skipped).items():
+        say(console, f"skipped: {', '.join(subjects)}: {reason}")
+    console.print(f"{len(results) - failed} passed, {failed} failed, {len(skipped)} skipped")
+
+
+def by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
+    """What was skipped, by why."""
+    found: dict[str, list[str]] = {}
+    for subject, reason in skipped.items():
+        found.setdefault(reason, []).append(subject)
+    return found

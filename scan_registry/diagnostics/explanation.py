@@ -23,6 +23,7 @@ from scan_registry.kernels.model import Variant
 from scan_registry.ops.operator import KernelCall, Operator, operators
 
 _LABEL = 11  # columns before the text of a line
+_EMPTY = "nothing runs: the tensors are empty"
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,53 @@ class Step:
     def __str__(self) -> str:
         return self.text()
 
+    def brief(self, most: int) -> list[str]:
+        """What wins, how it is launched, why, and what would run in its place, in so many lines, 3 or more."""
+        decision, winner, losers = self.decision, self.decision.winner, self.decision.rejected
+        if winner is None:
+            # First what would do if it were allowed.
+            found = sorted(
+                grouped(losers).items(), key=lambda each: not each[0].startswith("tier ")
+            )
+            groups = [f"  {called(group)}: {reason}" for reason, group in found]
+            if len(groups) >= most:
+                groups[most - 2 :] = ["  and more reasons: --all"]
+            return [f"{self.name}: nothing runs, the call raises NoKernelError", *groups]
+        if winner.variant is None:
+            lines = [f"{self.name}: {winner.tier}, {self._torch_or_cpu()}"]
+        else:
+            attestation = _attestations().get(winner.binary.sha256) if winner.binary else None
+            tested = "GPU-tested" if attestation and attestation.passed else "not GPU-tested"
+            lines = [f"{self.name}: {winner.tier}, {winner.subject}, {tested}"]
+            copies = f"; copies {', '.join(self.copied)} first" if self.copied else ""
+            launch = f"  {'launch':{_LABEL}}{_launch(decision)}{copies}"
+            tuning = _tuning(decision, winner)
+            lines += (
+                [launch, f"  {'tuning':{_LABEL}}{tuning}"]
+                if most > 3
+                else [f"{launch}; tuning: {tuning}"]
+            )
+        second = decision.runner_up
+        text = (
+            f"{second.subject}: {second.reason}" if second else "none: nothing else solves it here"
+        )
+        if winner.variant is not None or second:
+            lines.append(f"  {'runner-up':{_LABEL}}{text}")
+        return lines
+
+    def _torch_or_cpu(self) -> str:
+        decision = self.decision
+        if decision.family.on_cpu and not decision.system.device and decision.backend == "auto":
+            return "this package's compiled code for the CPU"
+        return "plain torch, step by step along time"
+
     def _facts(self) -> Iterator[tuple[str, str]]:
         decision, winner = self.decision, self.decision.winner
         yield "problem", _problem(decision)
         if winner is None:
             yield "outcome", "the call raises NoKernelError"
-        elif (
-            decision.family.on_cpu
-            and winner.variant is None
-            and not decision.system.device
-            and decision.backend == "auto"
-        ):
-            yield "runs", "this package's compiled code for the CPU"
         elif winner.variant is None:
-            yield "runs", "plain torch, step by step along time"
+            yield "runs", self._torch_or_cpu()
         else:
             yield "variant", str(winner.variant)
             origin = "compiled here, at its first use or taken from the cache"
@@ -106,16 +140,23 @@ class Explanation:
 
     def text(self, *, everything: bool = False) -> str:
         """As ``str``; with ``everything``, one line for each candidate that was not taken."""
+        steps = [step.text(everything=everything) for step in self.steps]
+        return "\n\n".join([self._title(), *(steps or [_EMPTY])])
+
+    def brief(self) -> str:
+        """What wins and why, in at most 12 lines for a call of up to three kernels."""
+        most = 4 if len(self.steps) <= 2 else 3
+        lines = [line for step in self.steps for line in step.brief(most)]
+        return "\n".join([self._title(), *(lines or [_EMPTY])])
+
+    def _title(self) -> str:
         there = self.device
         where = (
             f"{there.name} ({there.arch}), driver for CUDA {dotted(there.driver)}"
             if there
             else "the CPU"
         )
-        steps = [step.text(everything=everything) for step in self.steps]
-        return "\n\n".join(
-            [f"{self.operator} on {where}", *(steps or ["nothing runs: the tensors are empty"])]
-        )
+        return f"{self.operator} on {where}"
 
     def __str__(self) -> str:
         return self.text()

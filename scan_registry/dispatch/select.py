@@ -66,9 +66,21 @@ class Decision(Request):
 
     @cached_property
     def rejected(self) -> tuple[Rejected, ...]:
-        """Everything that lost, in the order of consideration. The first access looks at the whole catalogue."""
-        own = tuple(_rejected(self, self.winner))
+        """Everything that lost, in the order of consideration; what would do, but is outranked, comes last. The
+        first access looks at the whole catalogue."""
+        unfit, outranked = self._losers
+        own = (*unfit, *outranked)
         return tuple(dict.fromkeys((*self.before, *own))) if self.before else own
+
+    @property
+    def runner_up(self) -> Rejected | None:
+        """What would run if the winner were not there."""
+        _, outranked = self._losers
+        return outranked[0] if outranked else None
+
+    @cached_property
+    def _losers(self) -> tuple[list[Rejected], list[Rejected]]:
+        return _rejected(self, self.winner)
 
     @property
     def launches(self) -> bool:
@@ -156,25 +168,26 @@ def _reference(request: Request) -> Match | Rejected:
     return Rejected("the reference", not_requested(request.backend))
 
 
-def _rejected(request: Request, winner: Match | None) -> Iterator[Rejected]:
-    """Everything but the winner, each checked; what would do, but is outranked, comes last."""
-    matches, outcomes = list[Match](), list[Match | Rejected]()
-    whole = dict[Rejected, None]()  # archives, which are rejected in each language
+def _rejected(request: Request, winner: Match | None) -> tuple[list[Rejected], list[Rejected]]:
+    """Everything but the winner, each checked: what would not do, and what would, but is outranked."""
+    matches, unfit = list[Match](), list[Rejected]()
+    outcomes, whole = list[Match | Rejected](), dict[Rejected, None]()
     for language in LANGUAGES:
         for each in candidates(request, language, all_dtypes=True):
             if isinstance(each, Candidate):
                 outcomes.append(checked(request, each))
-            elif each not in whole:
+            elif each not in whole:  # an archive, which is rejected in each language
                 whole[each] = None
                 outcomes.append(each)
     for outcome in (*outcomes, _reference(request)):
         if isinstance(outcome, Rejected):
-            yield outcome
+            unfit.append(outcome)
         elif winner is None or (outcome.key, outcome.binary) != (winner.key, winner.binary):
             matches.append(outcome)
-    for loser in sorted(matches, key=lambda match: match.order):
-        assert winner is not None
-        yield Rejected(loser.subject, _outranked(loser, winner))
+    matches.sort(key=lambda match: match.order)
+    return unfit, [
+        Rejected(loser.subject, _outranked(loser, winner)) for loser in matches if winner
+    ]
 
 
 # --- Words ------------------------------------------------------------------------------------

@@ -93,8 +93,9 @@ class Operator(Protocol):
         """The call that ``explain``'s options describe; ``ValueError`` if they cannot be meant."""
 
     def run_on_cpu(self, problem: Any, tensors: Mapping[str, Tensor | None]) -> None:
-        """Run this package's code for the CPU on a kernel's tensors, where the family has such code."""
-        missing = f"{self.name} has no code for the CPU"
+        """Do on the CPU what a kernel does, on its tensors and by what runs in a call there;
+        ``NotImplementedError`` says why nothing does."""
+        missing = "its operator does not say what runs on the CPU"
         raise NotImplementedError(missing)
 
     def posed(self, case: Any, direction: str) -> tuple[Problem, ...]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, get_args
 
-from scan_registry.kernels.rnn.problem import SIZES, RnnBackend
+from scan_registry.kernels.rnn.problem import SIZES, RnnBackend, RnnProblem
 from scan_registry.ops.benchmark import Option, known
 from scan_registry.ops.operator import Operator, ParsedCall, described_tensor
 from scan_registry.ops.rnn_bench import BENCHMARK
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _USUAL = next(iter(SIZES))
 
@@ -37,6 +41,31 @@ class Rnn(Operator):
         )
         tensors = tuple(described_tensor(each, dtype) for each in shapes)
         return ParsedCall(tensors, {"function": function}, {"function": function})
+
+    def run_on_cpu(self, problem: RnnProblem, tensors: Mapping[str, Tensor | None]) -> None:
+        """What the function calls for tensors on the CPU."""
+        from scan_registry.ops import rnn_plans
+        from scan_registry.ops.rnn_arguments import Arguments, Options
+
+        if problem.scope == "step":
+            raise NotImplementedError("on the CPU no call is made of single steps")
+        options = Options(problem.function, "auto", problem.clips)
+        given = {name: t for name, t in tensors.items() if t is not None}
+        if problem.direction == "forward":
+            initial = tensors.get("initial")
+            arguments = Arguments(given["inputs"], given["recurrent"], given["bias"], initial)
+            made = rnn_plans.forward(arguments, options, True)
+            given["states"].copy_(made.states)
+            if "cache" in given:
+                given["cache"].copy_(made.cache)
+            return
+        cache = given.get("cache", given["states"].new_empty(0))
+        gradients = rnn_plans.backward(
+            *(given["recurrent"], given["states"], tensors.get("initial"), cache),
+            *(given["states_grad"], tensors.get("final_grad"), options),
+        )
+        for name, gradient in zip(("gates_grad", "initial_grad"), gradients, strict=True):
+            given[name].copy_(gradient)
 
 
 OPERATOR = Rnn()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
+import torch
 
 from scan_registry.cli import main
 from scan_registry.cli import selftest as command
+from scan_registry.kernels import families
 from scan_registry.kernels.linear_scan.cases import TOLERANCE
+from scan_registry.kernels.rnn.cases import TOLERANCE as RNN_TOLERANCE
 
 Capture = pytest.CaptureFixture[str]
 
@@ -16,14 +20,40 @@ Capture = pytest.CaptureFixture[str]
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_one_dtype(dtype: str, capsys: Capture) -> None:
-    """Each passes on the CPU."""
+    """Each passes on the CPU, in every family that has it."""
     assert main(["selftest", "--device", "cpu", "--dtype", dtype, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["passed"]
     assert {result["dtype"] for result in document["results"]} == {dtype}
-    kernels = [result["kernel"] for result in document["results"]]
-    assert len(kernels) == len(set(kernels)) == 6
+    kernels = [(result["family"], result["kernel"]) for result in document["results"]]
+    assert len(kernels) == len(set(kernels))
+    assert len([1 for family, _ in kernels if family == "linear_scan"]) == 6
     assert all(result["cases"] > 0 for result in document["results"])
+    skipped = {each["subject"]: each["reason"] for each in document["skipped"]}
+    # A family either runs or is among what was skipped.
+    ran = {family for family, _ in kernels}
+    assert ran | {subject.partition(" ")[0] for subject in skipped} >= set(families())
+    assert ("rnn" in ran) == (dtype in RNN_TOLERANCE)
+    assert skipped["roofline"] == "no function calls it; its kernels are for GPUs"
+
+
+@pytest.mark.slow
+def test_all_of_it_is_quick(capsys: Capture) -> None:
+    """Ten seconds of one core at most, of which a busy machine gives less."""
+    started = time.process_time()
+    assert main(["selftest", "--device", "cpu"]) == 0
+    assert time.process_time() - started < 10
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].endswith(" passed, 0 failed, 3 skipped")
+    assert "skipped: rnn.step_forward, rnn.step_backward: on the CPU no call" in printed
+
+
+def test_what_it_is_doing_is_told() -> None:
+    told: list[str] = []
+    cpu = torch.device("cpu")
+    for _ in command.selftest(cpu, "float64", {}, told.append):
+        break
+    assert told == [f"selftest: linear_scan, family 1 of {len(families())}, float64"]
 
 
 def test_an_error_beyond_its_tolerance(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +61,7 @@ def test_an_error_beyond_its_tolerance(capsys: Capture, monkeypatch: pytest.Monk
     assert main(["selftest", "--device", "cpu", "--dtype", "float32"]) == 1
     printed = capsys.readouterr().out
     assert "failed" in printed
-    assert "0 passed" in printed
+    assert " failed, " in printed
 
 
 @pytest.mark.parametrize(
