@@ -21,15 +21,13 @@ from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.ops import _cpu
 from scan_registry.ops.arguments import Options, common_shape
-from scan_registry.ops.launching import Plan, Run, address, launcher, remember
+from scan_registry.ops.launching import Plan, Run, address, launcher, plan_cache
 from scan_registry.ops.layout import KernelCall
 from scan_registry.ops.problems import StateLayout, as_new, make_kernel_call, make_reduction_call
 from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
 
-_plans: dict[tuple[Any, ...], Plan] = {}
-_required = policy.required.get
 POINTERS = {
     direction: [p.name for p in parameters(direction) if p.kind == "pointer"]
     for direction in ("forward", "backward", "reduction")
@@ -105,13 +103,6 @@ def _check(gates: Tensor, alike: Sequence[Tensor], cu_seqlens: Tensor | None) ->
         )
 
 
-def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What a plan depends on."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
 # --- Forward ----------------------------------------------------------------------------------
 
 
@@ -123,18 +114,13 @@ def forward(
     options: Options,
 ) -> tuple[Tensor, Tensor | None]:
     """States, and the final state if ``options`` asks for it."""
-    facts = tuple(_facts(tensor) for tensor in (gates, tokens, initial_state, cu_seqlens))
-    key = (facts, options, (gates.data_ptr() | tokens.data_ptr()) & 15, _required())
-    plan = _plans.get(key)
-    if plan is None:
-        made = _plan_forward(gates, tokens, cu_seqlens, options)
-        plan = remember(_plans, key, made)
-    outputs: tuple[Tensor, Tensor | None] = plan(gates, tokens, initial_state, cu_seqlens)
+    tensors = gates, tokens, initial_state, cu_seqlens
+    outputs: tuple[Tensor, Tensor | None] = plan_cache.run(_plan_forward, tensors, options)
     return outputs
 
 
 def _plan_forward(
-    gates: Tensor, tokens: Tensor, cu_seqlens: Tensor | None, options: Options
+    gates: Tensor, tokens: Tensor, _: Any, cu_seqlens: Tensor | None, options: Options
 ) -> Plan:
     dim, reverse, final = options.dim, options.reverse, options.final
     _check(gates, [tokens], cu_seqlens)
@@ -191,15 +177,8 @@ def backward(
     """The gradients that are wanted, of gates (in their own shape), tokens and the initial state.
     ``states`` are needed only for that of gates."""
     tensors = gates, states, states_grad, initial_state, final_state_grad, cu_seqlens
-    facts = tuple(_facts(tensor) for tensor in tensors)
-    addresses = gates.data_ptr() | states_grad.data_ptr()
-    addresses |= 0 if states is None else states.data_ptr()
-    key = (facts, options, wanted, addresses & 15, _required())
-    plan = _plans.get(key)
-    if plan is None:
-        made = _plan_backward(gates, states, states_grad, cu_seqlens, options, wanted)
-        plan = remember(_plans, key, made)
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = plan(*tensors)
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None]
+    gradients = plan_cache.run(_plan_backward, tensors, options, wanted)
     return gradients
 
 
@@ -207,6 +186,8 @@ def _plan_backward(
     gates: Tensor,
     states: Tensor | None,
     states_grad: Tensor,
+    initial_state: Any,
+    final_state_grad: Any,
     cu_seqlens: Tensor | None,
     options: Options,
     wanted: Wanted,

@@ -125,7 +125,7 @@ def describe(
     if given.inputs.numel() == 0:
         return {}
     wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states))
-    tensors = rnn_plans.forward_tensors(given, function, wanted)
+    tensors = rnn_plans.forward_tensors(given.inputs, function, wanted)
     padded = bool(given.inputs.shape[-1] % rnn_layout.UNITS)
     copied = [name for name, t in given._asdict().items() if padded and t is not None]
     if not padded and tensors["inputs"] is not given.inputs:

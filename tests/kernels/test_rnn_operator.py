@@ -16,7 +16,7 @@ from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.kernels.rnn.spec import FAMILY
 from scan_registry.ops import rnn_plans
-from scan_registry.ops.launching import Run
+from scan_registry.ops.launching import PlanCache, Run
 from scan_registry.ops.step_buffers import BufferPool
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -45,7 +45,7 @@ def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: P
 
         monkeypatch.setattr(rnn_plans, "_in_torch", lambda *_: False)
         monkeypatch.setattr(rnn_plans, "_prepared", prepared)
-        monkeypatch.setattr(rnn_plans, "_plans", {})
+        monkeypatch.setattr(rnn_plans, "plan_cache", PlanCache())
         monkeypatch.setattr(rnn_plans, "rnn_buffers", BufferPool())
 
     return start

@@ -20,7 +20,7 @@ from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.ops import rnn_plans, rnn_steps, step_buffers
-from scan_registry.ops.launching import Run
+from scan_registry.ops.launching import PlanCache, Run
 from scan_registry.ops.rnn_arguments import FUNCTIONS, WAYS
 from scan_registry.ops.step_buffers import BufferPool
 
@@ -137,7 +137,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
         monkeypatch.setattr(rnn_plans, "_in_torch", lambda *_: False)
         monkeypatch.setattr(rnn_plans, "_prepared", prepared)
-        monkeypatch.setattr(rnn_plans, "_plans", {})
+        monkeypatch.setattr(rnn_plans, "plan_cache", PlanCache())
         pool = BufferPool()
         monkeypatch.setattr(rnn_plans, "rnn_buffers", pool)
         monkeypatch.setattr(step_buffers, "rnn_buffers", pool)
