@@ -17,7 +17,7 @@ from scan_registry.catalog.inventory import Attestation, worst_attestations
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.alternatives import Alternative, select_first
 from scan_registry.dispatch.fit import Tier, dotted
-from scan_registry.dispatch.select import Decision, Match, Rejected, System
+from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
 from scan_registry.kernels.model import Variant
@@ -350,7 +350,7 @@ def _problem(decision: Decision) -> str:
     return f"{decision.problem.kernel}: {facts}"
 
 
-def _tuning(decision: Decision, winner: Match) -> str:
+def _tuning(decision: Decision, winner: Candidate) -> str:
     """The row of the nearest tuned problem, and where it comes from; or what decided without one."""
     estimate = f"the spec's estimate decided ({winner.cost:g}, smaller is better)"
     found, device = winner.tuned, decision.system.device
@@ -372,7 +372,7 @@ def _tuning(decision: Decision, winner: Match) -> str:
     return f"the row of {sizes or 'size 1'} ({origin}), {outcome}"
 
 
-def _there(decision: Decision, winner: Match) -> float | None:
+def _there(decision: Decision, winner: Candidate) -> float | None:
     """The winner's time on the tuned problem, if the row names it."""
     if winner.tuned is None or winner.variant is None:
         return None

@@ -24,9 +24,9 @@ from scan_registry.dispatch.fit import Tier, misfit, nearest_tier
 from scan_registry.dispatch.policy import FallbackWarning
 from scan_registry.dispatch.select import (
     Backend,
+    Candidate,
     Decision,
     Key,
-    Match,
     NoKernelError,
     System,
     advice,
@@ -180,7 +180,7 @@ def prepare_first(
     return left[0]
 
 
-def _prepare(ordinal: int, decision: Decision, winner: Match) -> Prepared:
+def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Prepared:
     binary, read = _fetch(ordinal, decision, winner)
     function = load(ordinal, binary, read, Prepared(decision, binary))
     kernel = decision.family.kernel(binary.variant.kernel, binary.variant.language)
@@ -193,7 +193,9 @@ def _prepare(ordinal: int, decision: Decision, winner: Match) -> Prepared:
     return Prepared(decision, binary, launch, shape.workspace)
 
 
-def _fetch(ordinal: int, decision: Decision, winner: Match) -> tuple[Binary, Callable[[], bytes]]:
+def _fetch(
+    ordinal: int, decision: Decision, winner: Candidate
+) -> tuple[Binary, Callable[[], bytes]]:
     """The winner's binary, compiled if need be, and how to get its bytes."""
     if winner.archive is not None and winner.binary is not None:
         archive, binary = winner.archive, winner.binary
