@@ -15,12 +15,12 @@ from typing import Any, Protocol, get_type_hints
 from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import Attestation, worst_attestations
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.alternatives import Alternative, select_first
+from scan_registry.dispatch.alternatives import select_first
 from scan_registry.dispatch.fit import Tier, dotted
-from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
+from scan_registry.dispatch.select import Backend, Candidate, Decision, Rejected, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
-from scan_registry.kernels.model import Variant
+from scan_registry.kernels.model import Problem, Variant
 
 
 class KernelCall(Protocol):
@@ -29,7 +29,7 @@ class KernelCall(Protocol):
     @property
     def copied(self) -> tuple[str, ...]: ...
 
-    def alternatives(self, backend: Any) -> tuple[Alternative, ...]: ...
+    def alternatives(self, backend: Any) -> tuple[tuple[Problem, Backend], ...]: ...
 
     def fused(self) -> Any:
         """The problem of a kernel that does what the next one does, too; None if there can be none."""
@@ -200,7 +200,7 @@ def decided(
     for step, call in calls.items():
         fused = call.fused() if "reduction" in calls and there.device else None
         if fused is not None:
-            one = [Alternative(fused, call.alternatives(backend)[0].backend)]
+            one = [(fused, call.alternatives(backend)[0][1])]
             decision = select_first(there, family(name), one, min(lowest, Tier.PTX))
             if decision.launch():
                 return Explanation(name, there.device, (*steps, Step(step, (), decision)))

@@ -7,7 +7,7 @@ makes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.ops import _cpu
 from scan_registry.ops.arguments import Options, common_shape
-from scan_registry.ops.launching import Plan, Run, address, launcher, plan_cache
+from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.layout import KernelCall
 from scan_registry.ops.problems import StateLayout, as_new, make_kernel_call, make_reduction_call
 from scan_registry.runtime.loader import prepare, run_reference
@@ -52,17 +52,16 @@ def runner(
         layout = (problem.layout,) if problem.direction == "reduction" else ()
 
         def run_here(tensors: Mapping[str, Tensor | None]) -> None:
-            pointers = tuple([address(tensors.get(name)) for name in names])
+            given = [tensors.get(name) for name in names]
+            pointers = tuple([None if each is None else each.data_ptr() for each in given])
             threads = torch.get_num_threads()
             kernel(problem.dtype, problem.gates_dtype, pointers, numbers, threads, *layout)
 
         return run_here
 
     allowed = policy.lowest() if lowest is None else min(lowest, policy.lowest())
-    ready = prepare(device.index, FAMILY, problem, backend, allowed)
-    if ready.launch is None:
-        return ready.decision
-    return launcher(ready, names, device)
+    plan = prepare(device.index, FAMILY, problem, backend, allowed)
+    return plan.decision if plan.launch is None else plan.run
 
 
 def _copied(tensors: dict[str, Tensor], names: Sequence[str], model: Tensor) -> dict[str, Tensor]:
@@ -121,7 +120,7 @@ def forward(
 
 def _plan_forward(
     gates: Tensor, tokens: Tensor, _: Any, cu_seqlens: Tensor | None, options: Options
-) -> Plan:
+) -> Callable[..., Any]:
     dim, reverse, final = options.dim, options.reverse, options.final
     _check(gates, [tokens], cu_seqlens)
     device = tokens.device
@@ -191,7 +190,7 @@ def _plan_backward(
     cu_seqlens: Tensor | None,
     options: Options,
     wanted: Wanted,
-) -> Plan:
+) -> Callable[..., Any]:
     dim, reverse = options.dim, options.reverse
     _check(gates, [states_grad] if states is None else [states, states_grad], cu_seqlens)
     device = gates.device
@@ -293,7 +292,7 @@ def _sum_to(gates: Tensor, sums: Tensor, dim: int, bounds: Tensor | None) -> Ten
 
 def _plan_reduction(
     gates: Tensor, states: Tensor, cu_seqlens: Tensor | None, options: Options
-) -> Plan | None:
+) -> Callable[..., Any] | None:
     """How broadcast gates get their gradient without one for every element; None if they cannot."""
     dense = as_new(states).stride() == states.stride()
     call = make_reduction_call(gates, states, cu_seqlens, options.dim, options.reverse)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from scan_registry.dispatch.alternatives import Alternative
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn.problem import Direction, Function
 from scan_registry.ops import rnn_derivatives, rnn_layout, rnn_plans
 from scan_registry.ops.rnn_arguments import (
@@ -97,8 +98,8 @@ class Pass:
     training: bool
     copied: tuple[str, ...]
 
-    def alternatives(self, backend: Any) -> tuple[Alternative, ...]:
-        """The problems that would do, as ``backend`` tries them."""
+    def alternatives(self, backend: Any) -> tuple[tuple[Problem, Backend], ...]:
+        """The problems that would do, as ``backend`` tries them, and what may solve each."""
         options = self.options._replace(backend=backend)
         return rnn_plans.alternatives(self.direction, options, self.tensors, self.training)
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.alternatives import Alternative
-from scan_registry.dispatch.select import Decision
+from scan_registry.dispatch.select import Backend, Decision
 from scan_registry.kernels import family
 from scan_registry.kernels.linear_scan.problem import common_alignment
+from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Direction, Function, RnnProblem
 from scan_registry.ops import rnn_steps
-from scan_registry.ops.launching import Plan, Run, launcher, plan_cache
+from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.recording import is_capturing
 from scan_registry.ops.rnn_arguments import COMPILED, WAYS, Arguments, Options
 from scan_registry.ops.rnn_layout import (
@@ -89,8 +89,8 @@ def sequence_problem(
 
 def alternatives(
     direction: Direction, options: Options, tensors: Mapping[str, Tensor], training: bool
-) -> tuple[Alternative, ...]:
-    """The problems that would do, in the order in which the backend tries them. ``tensors`` are the
+) -> tuple[tuple[Problem, Backend], ...]:
+    """The problems that would do, in the order in which the backend tries them, and what may solve each. ``tensors`` are the
     kernel's, padded, as far as they are there."""
     whole = sequence_problem(direction, options, tensors, training)
     size = whole.batch, whole.time, whole.heads, whole.dim
@@ -98,25 +98,19 @@ def alternatives(
         direction, options.function, whole.dtype, size, training, options.clips
     )
     return tuple(
-        Alternative(whole if scope == "sequence" else step, backend)
+        (whole if scope == "sequence" else step, backend)
         for scope, backend in WAYS[options.backend]
     )
 
 
 def _prepared(
-    posed: Sequence[Alternative], device: torch.device
+    posed: Sequence[tuple[Problem, Backend]], device: torch.device
 ) -> tuple[RnnProblem, Run] | Decision:
     """The problem that a kernel solves, and its launch; else the decision for plain torch."""
-    group = family(FAMILY_NAME)
-    number, ready = prepare_first(device.index, group, posed, policy.lowest())
-    if ready.launch is None:
-        return ready.decision
-    variant = ready.decision.taken().variant
-    assert variant is not None
-    names = group.kernel(variant.kernel, variant.language).pointers
-    problem = posed[number].problem
+    plan = prepare_first(device.index, family(FAMILY_NAME), posed, policy.lowest())
+    problem = plan.decision.problem
     assert isinstance(problem, RnnProblem)
-    return problem, launcher(ready, names, device)
+    return plan.decision if plan.launch is None else (problem, plan.run)
 
 
 @contextmanager
@@ -176,7 +170,7 @@ def _plan_forward(
     initial: Tensor | None,
     options: Options,
     training: bool,
-) -> Plan:
+) -> Callable[..., Any]:
     function = options.function
     _check(inputs, recurrent, bias, function)
 
@@ -280,7 +274,7 @@ def backward(
     return gradients
 
 
-def _run(make: Callable[..., Plan], tensors: Sequence[Tensor | None], *options: object) -> Any:
+def _run(make: Callable[..., Any], tensors: Sequence[Tensor | None], *options: object) -> Any:
     """What the plan makes; where memory is short, without what is kept for reuse."""
     try:
         return plan_cache.run(make, tensors, *options)
@@ -305,7 +299,7 @@ def _plan_backward(
     states_grad: Tensor,
     final_grad: Tensor | None,
     options: Options,
-) -> Plan:
+) -> Callable[..., Any]:
     function = options.function
 
     def nothing(

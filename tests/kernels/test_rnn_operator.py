@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from scan_registry import rnn
-from scan_registry.dispatch.alternatives import Alternative
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.kernels.rnn.spec import FAMILY
 from scan_registry.ops import rnn_plans
@@ -27,11 +28,13 @@ def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: P
     """Has CPU tensors taken for a GPU's, and problems of one scope given to the emulator."""
 
     def start(scope: str) -> None:
-        def prepared(posed: Sequence[Alternative], device: torch.device) -> tuple[RnnProblem, Run]:
+        def prepared(
+            posed: Sequence[tuple[Problem, Backend]], device: torch.device
+        ) -> tuple[RnnProblem, Run]:
             (problem,) = (
-                each.problem
-                for each in posed
-                if isinstance(each.problem, RnnProblem) and each.problem.scope == scope
+                problem
+                for problem, _ in posed
+                if isinstance(problem, RnnProblem) and problem.scope == scope
             )
             kernel = FAMILY.kernel(problem.kernel, "cuda")
             fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]

@@ -302,8 +302,6 @@ from ctypes import CFUNCTYPE, POINTER, c_int, c_ubyte, c_size_t, c_uint, c_uint6
 import torch
 from scan_registry.hardware import _launcher
 from scan_registry.ops import fast_path
-from scan_registry.ops.launching import MOST_PLANS
-from scan_registry.ops.launching import MOST_PLANS
 
 said, status, context = [], 0, 1000
 

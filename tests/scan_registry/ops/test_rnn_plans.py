@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from scan_registry import nn, rnn
-from scan_registry.dispatch.alternatives import Alternative
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.ops import rnn_plans, rnn_steps, step_buffers
@@ -129,8 +130,10 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     def start(scope: str) -> list[RnnProblem]:
         solved: list[RnnProblem] = []
 
-        def prepared(posed: Sequence[Alternative], device: torch.device) -> tuple[RnnProblem, Run]:
-            problems = [each.problem for each in posed]
+        def prepared(
+            posed: Sequence[tuple[Problem, Backend]], device: torch.device
+        ) -> tuple[RnnProblem, Run]:
+            problems = [problem for problem, _ in posed]
             (problem,) = (p for p in problems if isinstance(p, RnnProblem) and p.scope == scope)
             solved.append(problem)
             return problem, Kernel(problem)
@@ -359,4 +362,4 @@ def test_what_each_backend_tries() -> None:
 
     for backend, ways in WAYS.items():
         posed = rnn_plans.alternatives("forward", Options("lstm", backend), tensors, True)
-        assert [(each.problem.scope, each.backend) for each in posed] == [*ways]  # type: ignore[attr-defined]
+        assert [(problem.scope, tried) for problem, tried in posed] == [*ways]  # type: ignore[attr-defined]
