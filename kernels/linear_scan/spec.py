@@ -246,10 +246,8 @@ def _cuda_reduction(layout: Layout) -> Kernel:
                 **_cuda_constants(variant),
                 "TIME_LAST": int(layout == "time_last"),
             },
-            warps=lambda variant: variant.number("warps"),
         ),
         rules=Rules(_rejects_dtype),
-        cost=lambda variant, problem: 0.0,
         launch=_reduction_launch,
     )
 
@@ -387,7 +385,6 @@ def _triton_reduction(layout: Layout) -> Kernel:
         defaults=reductions({"unit": unit, "other": other, "warps": 4}),
         code=_triton_code(layout, "reduction"),
         rules=Rules(_rejects_dtype),
-        cost=lambda variant, problem: 0.0,
         launch=_reduction_launch,
     )
 
@@ -398,7 +395,6 @@ def _triton_code(layout: Layout, direction: Direction) -> Code:
         source="triton_columns.py" if in_columns else "triton_kernels.py",
         entry=f"{layout}_{direction}",
         constants=_triton_constants,
-        warps=lambda variant: variant.number("warps"),
         divisible=lambda variant: _triton_divisible(variant, layout, direction),
         elements=lambda variant: _triton_elements(variant, direction),
         # Where rests are kept: a sum's rounding error can be had only if its terms are rounded first.
