@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
+from functools import cached_property
 from typing import Literal
 
 from scan_registry.artifact.archive import Archive, ArchiveError, Binary, Entry
@@ -101,7 +102,7 @@ class Candidate:
         """What it is and where it comes from."""
         return self.subject, str(self.archive.path) if self.archive else "here"
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, int, int, bool, float]:
         """Tier first, CUDA before Triton, the latest architecture, then what tuning found to be the
         fastest, then the spec's preference, which is 0 until it is checked."""
