@@ -14,9 +14,9 @@ from typing import Any, get_type_hints
 from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import Attestation, worst_attestations
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.alternatives import Alternative, select_first
+from scan_registry.dispatch.alternatives import select_first
 from scan_registry.dispatch.fit import Tier, dotted
-from scan_registry.dispatch.select import Decision, Match, Rejected, System
+from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
 from scan_registry.kernels.model import Variant
@@ -222,7 +222,7 @@ def decided(
     for step, call in calls.items():
         fused = call.fused() if "reduction" in calls and there.device else None
         if fused is not None:
-            one = [Alternative(fused, call.alternatives(backend)[0].backend)]
+            one = [(fused, call.alternatives(backend)[0][1])]
             decision = select_first(there, family(name), one, min(lowest, Tier.PTX))
             if decision.launch():
                 return Explanation(name, there.device, (*steps, Step(step, (), decision)))
@@ -360,7 +360,7 @@ def _problem(decision: Decision) -> str:
     return f"{decision.problem.kernel}: {facts}"
 
 
-def _tuning(decision: Decision, winner: Match) -> str:
+def _tuning(decision: Decision, winner: Candidate) -> str:
     """The row of the nearest tuned problem, and where it comes from; or what decided without one."""
     estimate = f"the spec's estimate decided ({winner.cost:g}, smaller is better)"
     found, device = winner.tuned, decision.system.device
@@ -382,7 +382,7 @@ def _tuning(decision: Decision, winner: Match) -> str:
     return f"the row of {sizes or 'size 1'} ({origin}), {outcome}"
 
 
-def _there(decision: Decision, winner: Match) -> float | None:
+def _there(decision: Decision, winner: Candidate) -> float | None:
     """The winner's time on the tuned problem, if the row names it."""
     if winner.tuned is None or winner.variant is None:
         return None

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from scan_registry import ops
-from scan_registry.dispatch.alternatives import Alternative
-from scan_registry.dispatch.select import BACKENDS
+from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.kernels.model import Problem
 from scan_registry.ops.benchmark import Benchmark, Case, Option
 
@@ -42,7 +41,7 @@ class KernelCall(Protocol):
     @property
     def copied(self) -> tuple[str, ...]: ...
 
-    def alternatives(self, backend: Any) -> tuple[Alternative, ...]: ...
+    def alternatives(self, backend: Any) -> tuple[tuple[Problem, Backend], ...]: ...
 
     def fused(self) -> Any:
         """The problem of a kernel that does what the next one does, too; None if there can be none."""

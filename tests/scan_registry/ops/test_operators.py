@@ -85,7 +85,6 @@ def trials(dtype, shapes, device):
     "ops/scale.py": """
 from dataclasses import dataclass
 from torch import Tensor
-from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.kernels.scale.spec import ScaleProblem
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Call:
     problem: ScaleProblem
     copied: tuple = ()
     def alternatives(self, backend):
-        return (Alternative(self.problem, backend),)
+        return ((self.problem, backend),)
     def fused(self):
         return None
 
