@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
+from scan_registry.cli.errors import INTERRUPTED, UsageError
 from scan_registry.cli.parsing import PROGRAM, Commands, Parser
 from scan_registry.cli.streams import make_plain
 from scan_registry.version import __version__
@@ -46,8 +47,6 @@ COMMANDS: Mapping[str, str] = {
     "tune": "find the fastest variants on a GPU here, and use them from then on",
     "cache": "what was compiled and tuned here: list, clear, export",
 }
-
-INTERRUPTED = 130  # as shells report a program that Ctrl-C ended
 
 
 def command(name: str) -> Command:
@@ -122,7 +121,6 @@ def _caused_by_users() -> tuple[type[Exception], ...]:
     # Imported when something has failed: whatever raised one of these has imported it before.
     from scan_registry.artifact.archive import ArchiveError
     from scan_registry.catalog.providers import ProviderError
-    from scan_registry.cli.errors import UsageError
     from scan_registry.dispatch.select import NoKernelError
 
     return ArchiveError, ProviderError, UsageError, NoKernelError

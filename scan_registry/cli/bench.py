@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import track
 
-from scan_registry.cli.errors import UsageError
+from scan_registry.cli.errors import INTERRUPTED, UsageError
 from scan_registry.cli.tables import new_table, screen, show
 from scan_registry.dispatch.select import NoKernelError
 from scan_registry.ops.benchmark import PerformanceTarget
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
             bench.check_room(case)
     except ValueError as error:
         raise UsageError(f"{_blamed(bench, args)}: {error}") from error
-    _time(bench, cases, args)
+    interrupted = _time(bench, cases, args)
     if args.json:
         print(json.dumps(document(bench, targets), indent=2))
     elif targets:
@@ -142,18 +142,20 @@ def run(args: argparse.Namespace) -> int:
         show_table(bench)
     if plot is not None:
         _draw(bench, plot)
+    if interrupted:
+        return INTERRUPTED
     met = [outcome.met for outcome in _outcomes(bench, targets)]
     return 0 if all(met) and len(met) == len(targets) * len(bench.passes) else 1
 
 
-def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> None:
-    """Time the cases, with a progress bar, until the budget or the user ends it. Of those with targets,
-    one that cannot be timed does not keep the others from it."""
+def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> bool:
+    """Time the cases, with a progress bar, until the budget or the user ends it, and say whether it was the
+    user. Of those with targets, one that cannot be timed does not keep the others from it."""
     import torch
 
     errors, quiet = Console(stderr=True), not sys.stderr.isatty()
     started = time.monotonic()
-    done = 0
+    done, interrupted = 0, False
     try:
         for case in track(cases, "timing", console=errors, transient=True, disable=quiet):
             if args.budget is not None and time.monotonic() - started > args.budget:
@@ -169,9 +171,11 @@ def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> None
         text = f"{_blamed(bench, args)}: {bench.device} has not enough memory: {error}"
         raise UsageError(text) from error
     except KeyboardInterrupt:
+        interrupted = True
         print("interrupted: what was timed is kept", file=sys.stderr)
     for case in cases[done:]:
         bench.skipped.setdefault(str(case), "not begun in time")
+    return interrupted
 
 
 def _blamed(bench: Bench, args: argparse.Namespace) -> str:
@@ -215,7 +219,7 @@ def show_targets(bench: Bench, targets: Sequence[PerformanceTarget]) -> None:
     console, found = screen(), _outcomes(bench, targets)
     table = new_table(
         *bench.benchmark.columns,
-        *("pass", "ms>", "± ms>", "roofline>", "ratio>", "target>", ""),
+        *("pass", "ms>", "± ms>?", "roofline>", "ratio>", "target>", ""),
     )
     for outcome in found:
         timing = outcome.timing

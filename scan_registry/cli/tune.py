@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from scan_registry.cache import tuned
 from scan_registry.catalog.inventory import catalogue
-from scan_registry.cli.errors import UsageError
+from scan_registry.cli.errors import INTERRUPTED, UsageError
 from scan_registry.cli.tables import new_table, screen, show
 from scan_registry.ops.operator import DTYPES, SHORT_DTYPES
 
@@ -55,6 +55,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", action="append", metavar="X", help="such as bf16; may repeat")
     parser.add_argument(
         "--shapes",
+        "--case",
         action="append",
         metavar="X",
         help="layout:batch,channels,time, such as time_last:8,1536,4096, to which :sequences=N and "
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         show_report(tuner)
         screen().print(f"saved in {saved}" if saved else "nothing was saved", markup=False)
-    return 0
+    return INTERRUPTED if tuner.interrupted else 0
 
 
 def chosen(args: argparse.Namespace, known: Sequence[Case] | None = None) -> list[Posed]:
@@ -212,7 +213,7 @@ def show_report(tuner: Tuner) -> None:
 
     console = screen()
     table = new_table(
-        "kernel", "lang", "problem~", "best~", "ms>", "± ms>", "tried>", "shipped ms>", "regret>"
+        "kernel", "lang", "problem!", "best", "ms>", "± ms>", "tried>", "shipped ms>", "regret>"
     )
     for each in tuner.tuned:
         timings, kernel = each.measured.timings, each.posed.kernel

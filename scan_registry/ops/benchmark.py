@@ -207,6 +207,14 @@ def whole_number(name: str, value: int) -> int:
     return value
 
 
+def lengths(text: str, option: str = "--seqlens") -> list[int]:
+    """``1024,2048``, each once; ``ValueError`` for anything else."""
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(size.isdecimal() and len(size) < 100 and int(size) > 0 for size in sizes):
+        raise ValueError(f"{option} is {text!r}; accepted are lengths such as 1024,2048")
+    return list(dict.fromkeys(map(int, sizes)))
+
+
 def known(name: str, value: str, accepted: Sequence[str]) -> str:
     """The same of one of several words."""
     if value not in accepted:

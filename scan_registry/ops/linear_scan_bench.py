@@ -17,6 +17,7 @@ from scan_registry.ops.benchmark import (
     Option,
     PerformanceTarget,
     known,
+    lengths,
     whole_number,
 )
 from scan_registry.ops.linear_scan_baselines import Baseline, installed
@@ -57,7 +58,8 @@ class Case:
         """``time_last:8,1536,4096:bfloat16``, to which ``:sequences=64`` and ``:gates=channel`` may be
         added; ``ValueError`` for anything else."""
         try:
-            layout, shape, dtype, *options = text.split(":")
+            layout, shape, word, *options = text.split(":")
+            dtype = DTYPE_WORDS.get(word, word)
             batch, channels, time = map(int, shape.split(","))
             given = dict(option.split("=") for option in options)
             sequences, gates = int(given.pop("sequences", 0)), given.pop("gates", GATES[0])
@@ -262,16 +264,13 @@ class ScanBenchmark(Benchmark):
         if named:
             return named
         text = SEQLENS[kind] if given.seqlens is None else given.seqlens
-        sizes = [size.strip() for size in text.split(",")]
-        if not all(size.isdecimal() and len(size) < 100 and int(size) > 0 for size in sizes):
-            raise ValueError(f"--seqlens is {text!r}; accepted are lengths such as 1024,2048")
-        lengths = list(dict.fromkeys(map(int, sizes)))
-        if batch * channels * max(lengths) > MOST_ELEMENTS:
+        times = lengths(text)
+        if batch * channels * max(times) > MOST_ELEMENTS:
             raise ValueError(
                 f"--bs {batch} --d_model {channels} --seqlens {text} is a tensor of more than "
                 "2**60 elements"
             )
-        return [Case(layout, batch, channels, length, dtype) for length in lengths]
+        return [Case(layout, batch, channels, length, dtype) for length in times]
 
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         """The operator forward, and backward what autograd calls."""

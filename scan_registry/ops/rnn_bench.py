@@ -19,8 +19,10 @@ from scan_registry.ops.benchmark import (
     Option,
     Results,
     Timing,
+    lengths,
     whole_number,
 )
+from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +50,8 @@ class Network:
     def parse(cls, text: str, batch: int = BATCH, time: int = TIME) -> Network:
         """``lstm:1,768:bfloat16``, heads and their units; ``ValueError`` for anything else."""
         try:
-            word, sizes, dtype = text.split(":")
+            word, sizes, short = text.split(":")
+            dtype = DTYPE_WORDS.get(short, short)
             heads, dim = map(int, sizes.split(","))
             (function,) = (each for each in SIZES if each == word)
             if dtype not in DTYPES or min(heads, dim) < 1:
@@ -73,7 +76,7 @@ class Network:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        return self.function, self.sizes, self.dtype
+        return self.function, self.sizes, str(self.time), self.dtype
 
     def moves(self, direction: str) -> None:
         return None
@@ -221,14 +224,19 @@ class NetworkBenchmark(Benchmark):
         "cell:heads,units:dtype, such as lstm:1,768:bfloat16; may repeat. Default: those of the project's "
         "performance targets"
     )
-    columns = ("network", "heads × units", "dtype")
+    columns = ("network", "heads × units", "steps", "dtype")
     by = "by"
     passes = PASSES
     backends = (("auto",), ("auto",))
     streams = False
     options = (
         Option("--bs", type=int, default=BATCH, metavar="N", help=f"batch size; default: {BATCH}"),
-        Option("--seqlen", type=int, default=TIME, metavar="N", help=f"default: {TIME}"),
+        Option(
+            *("--seqlens", "--seqlen"),
+            default=str(TIME),
+            metavar="N,N,…",
+            help=f"sequence lengths; default: {TIME}",
+        ),
     )
 
     def parse(self, text: str) -> Network:
@@ -236,8 +244,9 @@ class NetworkBenchmark(Benchmark):
 
     def cases(self, given: Namespace, kind: str) -> list[Network]:
         usual = [f"{f}:{n},{d}:{t}" for f, n, d in TARGETS for t in ("bfloat16", "float16")]
-        sizes = [whole_number(name, getattr(given, name)) for name in ("bs", "seqlen")]
-        return [Network.parse(text, *sizes) for text in given.case or usual]
+        batch, times = whole_number("bs", given.bs), lengths(given.seqlens)
+        named = given.case or usual
+        return [Network.parse(text, batch, time) for time in times for text in named]
 
     def call(
         self, case: Network, direction: str, backend: RnnBackend, device: torch.device

@@ -111,6 +111,7 @@ class Tuner:
     tuned: list[TuningResult] = field(default_factory=list)
     refused: dict[Variant, str] = field(default_factory=dict)
     left_out: list[Posed] = field(default_factory=list)
+    interrupted: bool = False
     _binaries: dict[Variant, Obtained] = field(default_factory=dict)
 
     @property
@@ -140,6 +141,7 @@ class Tuner:
                     self.done()
                 self.keep()
         except KeyboardInterrupt:
+            self.interrupted = True
             self.tell("interrupted; what was measured is kept")
         except RuntimeError as error:  # after an illegal access, say, nothing runs in this process
             reason = str(error).splitlines()[0]

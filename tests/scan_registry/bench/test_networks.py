@@ -17,7 +17,7 @@ from scan_registry.ops.rnn_bench import BENCHMARK, PASSES, TARGETS, Network
 from scan_registry.ops.rnn_operator import OPERATOR
 
 Capture = pytest.CaptureFixture[str]
-SMALL = ("bench", "rnn", "--device", "cpu", "--bs", "2", "--seqlen", "4")
+SMALL = ("bench", "rnn", "--device", "cpu", "--bs", "2", "--seqlens", "4")
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +118,12 @@ def test_a_picture(tmp_path: Path, capsys: Capture) -> None:
 def test_errors(words: list[str], said: str, capsys: Capture) -> None:
     assert main(["bench", "rnn", "--device", "cpu", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_several_lengths_and_short_names_of_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL[:-2], "--seqlens", "3,4", "--fwd_only", "--no-baselines", "--json"]
+    assert main([*words, "--case", "lstm:1,16:fp32"]) == 0
+    cases = [timing["case"] for timing in json.loads(capsys.readouterr().out)["timings"]]
+    assert [(case["time"], case["dtype"]) for case in cases] == [(3, "float32"), (4, "float32")]
+    assert main([*words, "--seqlens", "3,x"]) == 2
+    assert "--seqlens is '3,x'; accepted are lengths" in capsys.readouterr().err

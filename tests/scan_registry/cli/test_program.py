@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from scan_registry.cli import COMMANDS, INTERRUPTED, command, main, parser
+from scan_registry.cli import COMMANDS, command, main, parser
 from scan_registry.cli import inspect as inspect_command
+from scan_registry.cli.errors import INTERRUPTED
 
 Capture = pytest.CaptureFixture[str]
 

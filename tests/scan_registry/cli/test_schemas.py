@@ -131,7 +131,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             *("bench", "--device", "cpu", "--bs", "1", "--d_model", "8", "--seqlens", "16")
         ),
         "bench-rnn": document(
-            *("bench", "rnn", "--device", "cpu", "--bs", "1", "--seqlen", "3"),
+            *("bench", "rnn", "--device", "cpu", "--bs", "1", "--seqlens", "3"),
             *("--case", "lstm:1,16:float32"),
         ),
         "verify": document("verify"),
