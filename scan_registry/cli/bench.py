@@ -256,7 +256,7 @@ def show_table(bench: Bench) -> None:
     """Print what has been timed, and who has not been and why."""
     console, benchmark = screen(), bench.benchmark
     measures = benchmark.measures(bench)
-    table = new_table(*benchmark.columns, "pass", benchmark.by, "ms>", "± ms>", *measures)
+    table = new_table(*benchmark.columns, "pass", benchmark.by, "ms>", "± ms>?", *measures)
     for timing in bench.timings:
         table.add_row(
             *timing.case.cells,

@@ -364,7 +364,7 @@ def _finding_record(finding: Finding) -> dict[str, Any]:
 
 
 def _first_record(finding: Finding | None) -> dict[str, Any] | None:
-    return finding and {"about": finding.about, "remedy": finding.remedies[0]}
+    return {"about": finding.about, "remedy": finding.remedies[0]} if finding else None
 
 
 def _tier(tier: Tier | None) -> str | None:

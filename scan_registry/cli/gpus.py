@@ -47,10 +47,10 @@ def gpu_of(args: argparse.Namespace) -> Device | None:
         if given.get(name, 1) < 1:
             label = name.replace("_", "-")
             raise UsageError(f"--{label} is {given[name]}; accepted are positive numbers")
-    capability, name, sm_count = _named(args.arch)
+    capability, product, sm_count = _named(args.arch)
     return described(
         capability,
-        name=name,
+        name=product,
         driver=_driver(given["driver"]) if "driver" in given else None,
         sm_count=given.get("sms", sm_count),
         shared_memory_per_block=given.get("shared_memory"),

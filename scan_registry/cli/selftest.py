@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.cli.errors import UsageError
@@ -117,16 +118,16 @@ def selftest(
 
     left_out = {} if skipped is None else skipped
     for number, family in enumerate(families().values(), 1):
-        start = f"selftest: {family.name}, family {number} of {len(families())}, "
+        start = f"selftest: {family.name}, family {number} of {len(families())}"
+        told = partial(_told, tell, start)
         if device.type == CPU:
-            yield from _on_cpu(
-                family, dtype, left_out, lambda text, start=start: tell(start + text)
-            )
+            yield from _on_cpu(family, dtype, left_out, told)
         else:
-            yield from _on_gpu(
-                *(family, device.index or 0, dtype, left_out),
-                lambda text, start=start: tell(start + text),
-            )
+            yield from _on_gpu(family, device.index or 0, dtype, left_out, told)
+
+
+def _told(tell: Callable[[str], object], start: str, dtype: str) -> None:
+    tell(f"{start}, {dtype}")
 
 
 @dataclass

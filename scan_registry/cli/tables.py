@@ -25,8 +25,10 @@ def screen() -> Console:
     # Imported by what prints: --help needs none of it.
     from rich.console import Console
 
-    width = shutil.get_terminal_size().columns if on_terminal() else _UNLIMITED
-    return Console(highlight=False, width=width)
+    size = shutil.get_terminal_size()
+    width = size.columns if on_terminal() else _UNLIMITED
+    # Without a height, rich takes terminals that know no colours for 80 columns wide.
+    return Console(highlight=False, width=width, height=size.lines)
 
 
 class Table:

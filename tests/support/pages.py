@@ -14,12 +14,18 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from scan_registry.artifact.archive import SUFFIX, digest
+from scan_registry.artifact import archive
+from scan_registry.artifact.archive import SUFFIX
 from scan_registry.hardware.target import Target
+from scan_registry.kernels import families
+from scan_registry.version import __version__
 
 FOLDER = Path(__file__).parents[2] / "docs" / "commands"
+ARCHS = ("ptx80", "sm90", "sm120")
 WIDTHS = (80, 120, None)  # None: a pipe
 
 #: The calls of each page.
@@ -32,7 +38,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "doctor": ("doctor", "doctor --for H100", "doctor --for 8.7 --driver 550"),
     "selftest": ("selftest --device cpu --dtype fp32",),
-    "bench": ("bench --device cpu --bs 1 --d_model 64 --seqlens 64,128",),
+    "bench": ("bench --device cpu --bs 1 --d_model 64 --seqlens 64,128 --no-baselines",),
     "cache": ("cache list", "cache clear"),
 }
 
@@ -55,22 +61,16 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def archives(folder: Path, archs: tuple[str, ...] = ("ptx80", "sm90", "sm120")) -> None:
+def archives(folder: Path, make_binary: Callable[..., Any]) -> None:
     """Write archives with the default variants of every kernel."""
-    from conftest import make_binary
-
-    from scan_registry.artifact import archive
-    from scan_registry.kernels import families
-    from scan_registry.version import __version__
-
     compilers = {"cuda": "nvrtc 12.9.86", "triton": "triton 3.6.0"}
-    for arch in archs:
+    for arch in ARCHS:
         target = Target.parse(arch)
         held = []
         for family in families().values():
             for kernel in family.kernels:
                 for variant in kernel.by_text.values():
-                    if kernel.serves(variant.statics, target):
+                    if kernel.rules.serves(variant.statics, target):
                         content = f"{variant}, {arch}: ".encode() * 200
                         held.append(
                             make_binary(
@@ -78,7 +78,6 @@ def archives(folder: Path, archs: tuple[str, ...] = ("ptx80", "sm90", "sm120")) 
                                 target,
                                 content,
                                 compiler=compilers[variant.language],
-                                sha256=digest(content),
                             )
                         )
         provenance = {"version": __version__, "commit": "c0ffee" * 7, "dirty": False}

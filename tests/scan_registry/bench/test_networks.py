@@ -123,7 +123,7 @@ def test_errors(words: list[str], said: str, capsys: Capture) -> None:
 def test_several_lengths_and_short_names_of_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL[:-2], "--seqlens", "3,4", "--fwd_only", "--no-baselines", "--json"]
     assert main([*words, "--case", "lstm:1,16:fp32"]) == 0
-    cases = [timing["case"] for timing in json.loads(capsys.readouterr().out)["timings"]]
+    cases = [timing["network"] for timing in json.loads(capsys.readouterr().out)["timings"]]
     assert [(case["time"], case["dtype"]) for case in cases] == [(3, "float32"), (4, "float32")]
     assert main([*words, "--seqlens", "3,x"]) == 2
     assert "--seqlens is '3,x'; accepted are lengths" in capsys.readouterr().err

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pages import FOLDER, PAGES, alike, archives, page
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def machine(tmp_path_factory: pytest.TempPathFactory, a_binary: Callable[..., Any]) -> Path:
     folder = tmp_path_factory.mktemp("machine")
-    archives(folder)
+    archives(folder, a_binary)
     return folder
 
 
