@@ -1,6 +1,6 @@
 """Time linear_scan on this GPU, beside installed baselines and the time it takes to move the bytes.
 
-    python tools/bench.py                     the table of the README
+    python tools/bench.py                     the table of the documentation
     python tools/bench.py --json FILE         the same, with every number
     python tools/bench.py --case time_last:8,1536,4096:bfloat16
 
@@ -28,7 +28,7 @@ from scan_registry.cli.bench import show_table
 
 
 def default_cases() -> list[Case]:
-    """Those of the README's table."""
+    """Those of the table in the documentation."""
     shapes = [("time_last", 8, 1536, t) for t in (128, 512, 2048, 8192, 32768)]
     shapes += [("channel_last", 8, 1024, t) for t in (1024, 8192, 32768)]
     return [Case(*shape, dtype) for shape in shapes for dtype in ("float32", "bfloat16")]

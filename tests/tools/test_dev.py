@@ -50,3 +50,29 @@ def test_linters_are_pinned_alike_everywhere() -> None:
     assert f"ruff-pre-commit\n    rev: v{pins['ruff']}\n" in hooks
     assert "tools/dev.py types" in hooks  # mypy comes from the same environment
     assert {"torch", "import-linter"} <= set(pins)
+
+
+def test_the_site_is_built_strictly_and_fails_the_checks(
+    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: dict[str, list[str]] = {}
+
+    def run(title: str, command: list[object], **_: object) -> int:
+        commands[title] = [str(word) for word in command]
+        return int(title == "the documentation")
+
+    monkeypatch.setattr(dev, "run", run)
+    monkeypatch.setattr(dev, "check_types", lambda _: 0)
+    monkeypatch.setattr(dev, "check_imports", lambda _: 0)
+    monkeypatch.setattr(dev, "report_attestations", lambda _: None)
+    program = tmp_path / "bin" / "pytest"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
+    program.chmod(0o755)
+    assert dev.check_all(dev.Environment(tmp_path), ["--version"]) == 1
+    assert commands["the documentation"][1:5] == ["-m", "mkdocs", "build", "--strict"]
+
+
+def test_what_builds_the_site_is_pinned() -> None:
+    lines = (ROOT / "docs" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert all("==" in line for line in lines if not line.startswith("#"))
