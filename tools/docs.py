@@ -75,7 +75,7 @@ def _usage(parser: argparse.ArgumentParser) -> str:
     words += ["…" for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     lines, indent = [words[0]], " " * (len(words[0]) + 1)
     for word in words[1:]:
-        if len(lines[-1]) + 1 + len(word) > 100:
+        if len(lines[-1]) + 1 + len(word) > 84:
             lines.append(indent + word)
         else:
             lines[-1] += f" {word}"

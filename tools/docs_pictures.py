@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from xml.sax.saxutils import escape
 
 import docs_results as results
@@ -136,9 +137,9 @@ def time_against_length(palette: Palette) -> Canvas:
     return canvas
 
 
-def _lengths(canvas: Canvas, left: float, found: Sequence[Mapping[str, object]], name: str) -> None:
+def _lengths(canvas: Canvas, left: float, found: Sequence[dict[str, Any]], name: str) -> None:
     palette = canvas.palette
-    lengths = sorted({each["case"]["time"] for each in found})  # type: ignore[index]
+    lengths = sorted({each["case"]["time"] for each in found})
     x = log_scale(lengths[0], lengths[-1], left + 48, left + 335)
     y = log_scale(0.004, 2.5, 350, 90)
     for tick in (0.01, 0.1, 1.0):
@@ -155,13 +156,12 @@ def _lengths(canvas: Canvas, left: float, found: Sequence[Mapping[str, object]],
     }
     labels = []
     roofline = [
-        (x(t), y(min(e["roofline_ms"] for e in found if e["case"]["time"] == t)))  # type: ignore[index, type-var]
-        for t in lengths
+        (x(t), y(min(e["roofline_ms"] for e in found if e["case"]["time"] == t))) for t in lengths
     ]
     for who, (label, color) in lines.items():
         points = []
         for length in lengths:
-            best = results.quickest([e for e in found if e["case"]["time"] == length], who)  # type: ignore[index, misc]
+            best = results.quickest([e for e in found if e["case"]["time"] == length], who)
             if best is not None:
                 points.append((x(length), y(best["ms"])))
         if points:

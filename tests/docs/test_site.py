@@ -172,3 +172,25 @@ def test_names_of_the_package_in_text_are_there(page: Path) -> None:
         for part in name.split(".")[1:]:
             assert hasattr(found, part), name
             found = getattr(found, part)
+
+
+#: Words that were given up in documents, and what is written instead.
+WORDS = {
+    r"rungs?": "tier",
+    r"(?<!Streaming )multiprocessors?": "SM",
+    r"peers?": "baseline",
+    r"(un)?proven": "(not) GPU-tested",
+    r"unit disc": "|gate| ≤ 1",
+    r"throw-away": "commit the script, or leave it out",
+    r"in turns": "interleaved",
+    r"performance goals?": "performance target",
+    r"few and long": "few channels, long sequences",
+}
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_words_that_were_given_up_are_not_used(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").replace("--no-peers", "").replace("--goals", "")
+    for word, better in WORDS.items():
+        found = re.search(rf"\b(?:{word})\b", text, re.IGNORECASE)
+        assert found is None, f"{found[0]!r}: write {better}"
