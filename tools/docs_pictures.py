@@ -263,7 +263,7 @@ def lstm_step(palette: Palette) -> Canvas:
     height = sum(12 if row is None else 26 for row in rows)
     canvas = Canvas(760, 70 + height, palette, title)
     canvas.text((20, 28), title, size=15, bold=True)
-    said = "the product of the inputs with their weights is included; shorter is better"
+    said = "beside cuDNN with the product of the inputs; shorter is better"
     canvas.text(
         (20, 48), f"{said}; {results.of_run('h200-bench-rnn')}", color=palette.faint, size=12
     )
