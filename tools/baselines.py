@@ -11,7 +11,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from scan_registry.bench.baselines import BASELINES, OURS, Baseline, installed
+from scan_registry.ops.linear_scan_baselines import BASELINES, OURS, Baseline, installed
 
 __all__ = ["ASSOCIATIVE", "BASELINES", "OURS", "Baseline", "installed"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scan_registry import linear_scan
-from scan_registry.bench.cases import Case
+from scan_registry.ops.linear_scan_bench import Case
 
 CPU = torch.device("cpu")
 
