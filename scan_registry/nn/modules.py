@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from scan_registry.kernels.rnn.problem import RnnBackend
 from scan_registry.nn import checks
 from scan_registry.nn.recurrent import Recurrent
-from scan_registry.ops.rnn_arguments import RnnBackend
 
 Device = torch.device | str | int | None
 
