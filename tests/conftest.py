@@ -40,7 +40,9 @@ PROVENANCE: Mapping[str, Any] = {"version": "9.9.9", "commit": "c0ffee" * 6 + "b
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-pages", action="store_true", help="write docs/commands anew, in place of comparing"
+        "--write-pages",
+        action="store_true",
+        help="write docs/pages/reference/output anew, in place of comparing",
     )
 
 

@@ -46,7 +46,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--device", metavar="X", help="cpu, or cuda:N of this machine; default: its first GPU"
     )
     add_gpu(parser)
-    parser.add_argument("--require", metavar="LEVEL", help=" ".join(policy.LEVELS))
+    levels = " ".join(policy.LEVELS)
+    parser.add_argument("--require", metavar="LEVEL", help=f"the lowest tier to allow: {levels}")
     parser.add_argument(
         "--all", action="store_true", help="every fact, and a line for each that was not taken"
     )

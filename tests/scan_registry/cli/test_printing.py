@@ -1,4 +1,4 @@
-"""``docs/commands`` shows what commands print. ``pytest --write-pages`` on this file writes it anew."""
+"""``docs/pages/reference/output`` shows what commands print. ``pytest --write-pages`` on this file writes it anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import FOLDER, PAGES, alike, archives, page
+from printing import FOLDER, PAGES, alike, archives, page
 
 
 @pytest.fixture(scope="module")
