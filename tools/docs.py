@@ -32,8 +32,8 @@ have to be written whole. Ctrl-C ends every command with status 130.
 Tables have one line a row. On a narrow terminal columns are left out, and named; in a pipe nothing is cut, so that
 `grep` finds rows. What commands print at 80 and 120 columns and in a pipe:
 [inspect](output/inspect.txt), [explain](output/explain.txt), [doctor](output/doctor.txt),
-[selftest](output/selftest.txt), [bench](output/bench.txt), [cache](output/cache.txt), [help and
-mistakes](output/help.txt).
+[verify](output/verify.txt), [selftest](output/selftest.txt), [bench](output/bench.txt), [tune](output/tune.txt) without
+a GPU, [cache](output/cache.txt), [help and mistakes](output/help.txt).
 
 Shells complete commands and options after `pip install 'scan-registry[complete]'` and, in `~/.bashrc`,
 `eval "$(register-python-argcomplete scan-registry)"`.

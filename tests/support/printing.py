@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from scan_registry.aot.compile import compile_variant
 from scan_registry.artifact import archive
 from scan_registry.artifact.archive import SUFFIX
 from scan_registry.hardware.target import Target
@@ -26,6 +27,7 @@ from scan_registry.version import __version__
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pages" / "reference" / "output"
 ARCHS = ("ptx80", "sm90", "sm120")
+PROVENANCE = {"version": __version__, "commit": "c0ffee" * 7, "dirty": False}
 WIDTHS = (80, 120, None)  # None: a pipe
 
 #: The calls of each page.
@@ -37,8 +39,10 @@ PAGES: dict[str, tuple[str, ...]] = {
         "explain rnn --dtype bf16 --shape 16,1024,1,768 --device cpu",
     ),
     "doctor": ("doctor", "doctor --for H100", "doctor --for 8.7 --driver 550"),
+    "verify": ("verify", "verify --rebuild"),
     "selftest": ("selftest --device cpu --dtype fp32",),
     "bench": ("bench --device cpu --bs 1 --d_model 64 --seqlens 64,128 --no-baselines",),
+    "tune": ("tune",),
     "cache": ("cache list", "cache clear"),
 }
 
@@ -80,8 +84,19 @@ def archives(folder: Path, make_binary: Callable[..., Any]) -> None:
                                 compiler=compilers[variant.language],
                             )
                         )
-        provenance = {"version": __version__, "commit": "c0ffee" * 7, "dirty": False}
-        archive.write(folder / "archives" / f"{target.label}{SUFFIX}", target, held, provenance)
+        archive.write(folder / "archives" / f"{target.label}{SUFFIX}", target, held, PROVENANCE)
+
+
+def compiled(folder: Path) -> None:
+    """Write an archive with the kernels that measure the memory's speed, as they are really compiled."""
+    target = Target.parse("sm90")
+    held = [
+        compile_variant(variant, target)
+        for kernel in families()["roofline"].kernels
+        for variant in kernel.by_text.values()
+        if kernel.rules.serves(variant.statics, target)
+    ]
+    archive.write(folder / "archives" / f"{target.label}{SUFFIX}", target, held, PROVENANCE)
 
 
 def page(calls: tuple[str, ...], folder: Path) -> str:
@@ -104,6 +119,7 @@ def printed(call: str, width: int | None, folder: Path) -> str:
         **os.environ,
         "SCAN_REGISTRY_CACHE": str(folder / "cache"),
         "SCAN_REGISTRY_LIBCUDA": "libcuda.so.1 (of which there is none)",
+        "CUDA_VISIBLE_DEVICES": "",
         "NO_COLOR": "1",
         "TERM": "dumb",
         "COLUMNS": str(width or 80),  # for argparse, which asks nothing else

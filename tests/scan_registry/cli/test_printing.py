@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from printing import FOLDER, PAGES, alike, archives, page
+from printing import FOLDER, PAGES, alike, archives, compiled, page
 
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory, a_binary: Callable[..., Any]) -> Path:
     folder = tmp_path_factory.mktemp("machine")
-    archives(folder, a_binary)
+    archives(folder / "imaginary", a_binary)
+    compiled(folder / "real")
     return folder
 
 
@@ -22,7 +23,10 @@ def machine(tmp_path_factory: pytest.TempPathFactory, a_binary: Callable[..., An
 def test_pages_show_what_commands_print(
     machine: Path, name: str, request: pytest.FixtureRequest
 ) -> None:
-    path, text = FOLDER / f"{name}.txt", page(PAGES[name], machine)
+    path, text = (
+        FOLDER / f"{name}.txt",
+        page(PAGES[name], machine / ("real" if name == "verify" else "imaginary")),
+    )
     assert "Traceback" not in text
     if request.config.getoption("--write-pages"):
         path.parent.mkdir(parents=True, exist_ok=True)
