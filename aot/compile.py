@@ -65,9 +65,9 @@ def recipe(variant: Variant, target: Target) -> Recipe:
         target=target,
         compiler=compiler.identity(),
         source_sha256=source_digest(compiler.sources(kernel)),
-        entry=kernel.entry,
+        entry=kernel.code.entry,
         options=compiler.options(kernel, variant, target),
-        warps=kernel.warps(variant),
+        warps=kernel.code.warps(variant),
     )
 
 
@@ -149,7 +149,7 @@ def refuse_spill(binary: Binary) -> None:
 
     A gate for wheels. On hardware that no wheel was built for, a spilled kernel beats none.
     """
-    if binary.spill_bytes and binary.variant not in _kernel(binary.variant).may_spill:
+    if binary.spill_bytes and binary.variant not in _kernel(binary.variant).code.may_spill:
         raise CompileError(
             f"{binary} spills {binary.spill_bytes} bytes per thread "
             f"({binary.registers} registers); shrink its tile, or list it in the spec's may_spill"

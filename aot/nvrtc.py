@@ -141,7 +141,7 @@ class Nvrtc:
     def sources(self, kernel: Kernel) -> Mapping[str, str]:
         folder = ROOT / kernel.family
         texts: dict[str, str] = {}
-        pending = [kernel.source]
+        pending = [kernel.code.source]
         while pending:
             name = pending.pop()
             if name not in texts:
@@ -150,7 +150,7 @@ class Nvrtc:
         return texts
 
     def options(self, kernel: Kernel, variant: Variant, target: Target) -> tuple[str, ...]:
-        constants = kernel.constants(variant)
+        constants = kernel.code.constants(variant)
         return (
             f"--gpu-architecture={target}",
             "--std=c++17",
@@ -167,10 +167,10 @@ class Nvrtc:
             content=content,
             target=target,
             format="ptx" if target.is_ptx else "cubin",
-            entry=kernel.entry,
-            block=(32 * kernel.warps(variant), 1, 1),
+            entry=kernel.code.entry,
+            block=(32 * kernel.code.warps(variant), 1, 1),
             cluster=(1, 1, 1),
-            dynamic_shared=kernel.shared(variant),
+            dynamic_shared=kernel.code.shared(variant),
             hidden=0,
             log=log,
         )
@@ -201,7 +201,7 @@ class Nvrtc:
         """The image for a target, and where that is machine code, also the PTX that it was made from;
         each with the log."""
         texts = dict(self.sources(kernel))
-        main = texts.pop(kernel.source)
+        main = texts.pop(kernel.code.source)
         headers = (c_char_p * len(texts))(*(text.encode() for text in texts.values()))
         names = (c_char_p * len(texts))(*(name.encode() for name in texts))
         options = [option.encode() for option in self.options(kernel, variant, target)]
@@ -212,7 +212,7 @@ class Nvrtc:
             library.nvrtcCreateProgram(
                 byref(program),
                 main.encode(),
-                kernel.source.encode(),
+                kernel.code.source.encode(),
                 len(texts),
                 headers,
                 names,

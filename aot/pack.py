@@ -68,8 +68,8 @@ def leave_tunings() -> None:
     """Leave what the JIT needs of the tables, so that no first call has to read them."""
     for family in families().values():
         for kernel in family.kernels:
-            if kernel.shape is not None:
-                leave_reduced(family.folder, kernel.head, kernel.tunings())
+            if kernel.tunable.shape is not None:
+                leave_reduced(family.folder, kernel.head, kernel.tunable.tunings())
 
 
 def tunings(arch: Target) -> dict[str, tuple[Tuning, ...]]:

@@ -65,7 +65,7 @@ def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
         else:
             borrowed |= _borrowed(kernel, tuning, arch)
     for variant in kernel.variants:
-        if not kernel.serves(variant.statics, arch):
+        if not kernel.rules.serves(variant.statics, arch):
             continue
         label = kernel.label(variant)
         if str(variant) in kernel.by_text or label in own:
@@ -80,7 +80,7 @@ def _borrowed(kernel: Kernel, tuning: Tuning, arch: Target) -> set[str]:
     only one problem asks for more, and PTX does anyway; others, such as packed sequences, have to have some."""
     usual = {kernel.label(variant) for variant in kernel.by_text.values()}
     room = math.inf if arch.is_ptx else SHARED_MEMORY.get(arch.capability, math.inf)
-    small = {kernel.label(v) for v in kernel.variants if kernel.shared(v) <= room}
+    small = {kernel.label(v) for v in kernel.variants if kernel.code.shared(v) <= room}
     found = set[str]()
     for kind in tuning.kinds:
         has_usual = any(label.startswith(f"{kind},") for label in usual)
@@ -99,7 +99,7 @@ def tunings_for(kernel: Kernel, arch: Target) -> tuple[Tuning, ...]:
     """What tuning found of a kernel that is of use in an archive: machine code runs on one kind of GPU,
     and gets what is nearest to it, and what is for single GPUs of that kind; PTX gets the rows of all tunings
     that are not for single ones."""
-    every = kernel.tunings()
+    every = kernel.tunable.tunings()
     if arch.is_ptx:
         return tuple(tuning for tuning in every if not tuning.exclusive)
     nearest = nearest_arch(every, arch.capability)

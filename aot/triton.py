@@ -89,7 +89,7 @@ class _Made:
 
 
 def _options(kernel: Kernel, variant: Variant) -> dict[str, Any]:
-    return {"num_warps": kernel.warps(variant), "enable_fp_fusion": kernel.fuses(variant)}
+    return {"num_warps": kernel.code.warps(variant), "enable_fp_fusion": kernel.code.fuses(variant)}
 
 
 def _compile(kernel: Kernel, variant: Variant, target: Target, shared: Shared) -> _Made:
@@ -156,17 +156,17 @@ def _source(kernel: Kernel, variant: Variant, shared: Shared) -> Any:
             return module
 
     module = importlib.import_module(
-        f"scan_registry.kernels.{kernel.family}.{kernel.source.removesuffix('.py')}"
+        f"scan_registry.kernels.{kernel.family}.{kernel.code.source.removesuffix('.py')}"
     )
-    constants = dict(kernel.constants(variant))
-    elements = kernel.elements(variant)
+    constants = dict(kernel.code.constants(variant))
+    elements = kernel.code.elements(variant)
     signature = {
         p.name: _POINTER[elements[p.name]] if p.kind == "pointer" else "i64"
         for p in kernel.parameters
     }
-    divisible = kernel.divisible(variant)
+    divisible = kernel.code.divisible(variant)
     return Source(
-        fn=getattr(module, kernel.entry),
+        fn=getattr(module, kernel.code.entry),
         signature=signature | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
         attrs={
@@ -193,7 +193,7 @@ class Triton:
     def sources(self, kernel: Kernel) -> Mapping[str, str]:
         folder = ROOT / kernel.family
         texts: dict[str, str] = {}
-        pending = [kernel.source]
+        pending = [kernel.code.source]
         while pending:
             name = pending.pop()
             if name not in texts:
@@ -206,13 +206,13 @@ class Triton:
         return texts
 
     def options(self, kernel: Kernel, variant: Variant, target: Target) -> tuple[str, ...]:
-        constants = kernel.constants(variant)
+        constants = kernel.code.constants(variant)
         return (
             f"target=cuda:{target.number}",
-            f"pointers={'+'.join(kernel.elements(variant).values())}",
-            f"num_warps={kernel.warps(variant)}",
-            f"enable_fp_fusion={kernel.fuses(variant)}",
-            f"divisible_by_16={'+'.join(sorted(kernel.divisible(variant)))}",
+            f"pointers={'+'.join(kernel.code.elements(variant).values())}",
+            f"num_warps={kernel.code.warps(variant)}",
+            f"enable_fp_fusion={kernel.code.fuses(variant)}",
+            f"divisible_by_16={'+'.join(sorted(kernel.code.divisible(variant)))}",
             *(f"{name}={value}" for name, value in constants.items()),
         )
 

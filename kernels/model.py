@@ -7,7 +7,6 @@ needs no compiler, no GPU and no tensor library.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
@@ -178,69 +177,96 @@ class Problem(Protocol):
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One entry point of a family in one language.
+class Code:
+    """What a kernel's source is compiled with, and the block that it is launched with.
 
-    source       file in the family's folder; it may include others of that folder
-    entry        symbol of the entry point (CUDA) or name of the function (Triton)
-    parameters   in the order of the entry point's signature; pointers come first
-    defaults     the variants that every wheel holds, whatever tuning finds
-    constants    variant -> preprocessor definitions (CUDA) or constexpr values (Triton)
-    warps        variant -> warps per block
-    divisible    variant -> parameters that are promised to be divisible by 16 (Triton)
-    elements     variant -> dtype of what each pointer points to (Triton)
-    fuses        variant -> whether products and sums may be contracted to one rounding (Triton)
-    accepts      variant, problem -> None, or the reason why the variant cannot solve the problem
-    kind_mismatch
-                 variant, problem -> None, or the reason why the variant's kind is for other problems, which is
-                 found in no time; one of the reasons of ``accepts``
-    exceeds_residency
-                 variant, problem, SMs of the GPU -> None, or why they are too few: for kernels whose CTAs
-                 wait for each other
-    serves       static parameters, target -> whether it is compiled for that, ahead of time or here; of those of a
-                 kind, whether any such variant is
-    cost         variant, problem -> smaller is better, among variants that accept
-    launch       variant, problem, SMs of the GPU -> grid, scalars, workspace
-    shared       variant -> bytes of dynamic shared memory per block (CUDA)
-    may_spill    variants that are allowed to spill registers, each an exception to justify
-    space        the variants that tuning may choose from, beside the defaults; None for no others
-    shape        problem -> where it lies among those that the kernel is tuned for; None: it never is
-    worth        variant, problem -> whether tuning should time a variant that accepts the problem
-    tile_efficiency
-                 what a variant prints as, sizes of a shape -> how much of what the variant then works through
-                 is the problem; 1 where the padding costs nothing
-    given        static parameters that the problem decides, and not tuning
-    tunings      () -> what tuning found, on each architecture that has a table
+    source     file in the family's folder; it may include others of that folder
+    entry      symbol of the entry point (CUDA) or name of the function (Triton)
+    constants  variant -> preprocessor definitions (CUDA) or constexpr values (Triton)
+    warps      variant -> warps per block
+    shared     variant -> bytes of dynamic shared memory per block (CUDA)
+    divisible  variant -> parameters that are promised to be divisible by 16 (Triton)
+    elements   variant -> dtype of what each pointer points to (Triton)
+    fuses      variant -> whether products and sums may be contracted to one rounding (Triton)
+    may_spill  variants that are allowed to spill registers, each an exception to justify
     """
 
-    family: str
-    name: str
-    language: Language
     source: str
     entry: str
-    parameters: tuple[Parameter, ...]
-    defaults: Space
     constants: Callable[[Variant], Mapping[str, Static]]
     warps: Callable[[Variant], int]
-    accepts: Callable[[Variant, Any], str | None]
-    cost: Callable[[Variant, Any], float]
-    launch: Callable[[Variant, Any, int], Launch]
+    shared: Callable[[Variant], int] = lambda variant: 0
     divisible: Callable[[Variant], frozenset[str]] = lambda variant: frozenset()
     elements: Callable[[Variant], Mapping[str, str]] = lambda variant: {}
     fuses: Callable[[Variant], bool] = lambda variant: True
+    may_spill: frozenset[Variant] = frozenset()
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which problems a variant solves, and on which GPUs.
+
+    accepts            variant, problem -> None, or the reason why the variant cannot solve the problem
+    kind_mismatch      variant, problem -> None, or the reason why the variant's kind is for other problems, which
+                       is found in no time; one of the reasons of ``accepts``
+    exceeds_residency  variant, problem, SMs of the GPU -> None, or why they are too few: for kernels whose CTAs
+                       wait for each other
+    serves             static parameters, target -> whether it is compiled for that, ahead of time or here; of those
+                       of a kind, whether any such variant is
+    """
+
+    accepts: Callable[[Variant, Any], str | None]
     kind_mismatch: Callable[[Variant, Any], str | None] = lambda variant, problem: None
-    shared: Callable[[Variant], int] = lambda variant: 0
     exceeds_residency: Callable[[Variant, Any, int], str | None] = lambda variant, problem, count: (
         None
     )
     serves: Callable[[Pins, Target], bool] = lambda statics, target: True
-    may_spill: frozenset[Variant] = field(default_factory=frozenset)
-    space: Space | None = None
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """What tuning may choose from, and what it has found.
+
+    space            the variants that there are, beside the defaults
+    shape            problem -> where it lies among those that the kernel is tuned for; None: it never is
+    worth            variant, problem -> whether tuning should time a variant that accepts the problem
+    tile_efficiency  what a variant prints as, sizes of a shape -> how much of what the variant then works through
+                     is the problem; 1 where the padding costs nothing
+    given            static parameters that the problem decides, and not tuning
+    tunings          () -> what tuning found, on each architecture that has a table
+    """
+
+    space: Space = Space((), lambda kind: ())
     shape: Callable[[Any], Shape] | None = None
     worth: Callable[[Variant, Any], bool] = lambda variant, problem: True
     tile_efficiency: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0
     given: frozenset[str] = frozenset()
     tunings: Source = tuple
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry point of a family in one language.
+
+    parameters  in the order of the entry point's signature; pointers come first
+    defaults    the variants that every wheel holds, whatever tuning finds
+    code        what is compiled
+    rules       which problems a variant solves, and on which GPUs
+    cost        variant, problem -> smaller is better, among variants that accept
+    launch      variant, problem, SMs of the GPU -> grid, scalars, workspace
+    tunable     the variants that tuning may choose from, and what it has found
+    """
+
+    family: str
+    name: str
+    language: Language
+    parameters: tuple[Parameter, ...]
+    defaults: Space
+    code: Code
+    rules: Rules
+    cost: Callable[[Variant, Any], float]
+    launch: Callable[[Variant, Any, int], Launch]
+    tunable: Tunable = Tunable()
 
     @property
     def head(self) -> str:
@@ -255,34 +281,33 @@ class Kernel:
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
         """What wheels hold: the defaults, and what a table names. Reads the tables."""
-        return self._held(self.defaults, self.space)
+        return self._held(self.defaults, self.tunable.space)
 
     def held(self, dtype: str, target: Target) -> tuple[Variant, ...]:
         """Of ``variants`` those of one dtype for one target, without a look at most of the others."""
 
         def kept(kind: Pins) -> bool:
-            return dict(kind).get("dtype", dtype) == dtype and self.serves(kind, target)
+            return dict(kind).get("dtype", dtype) == dtype and self.rules.serves(kind, target)
 
         if (dtype, target) not in self._known:
-            space = self.space and self.space.of(kept)
-            self._known[dtype, target] = self._held(self.defaults.of(kept), space)
+            spaces = self.defaults.of(kept), self.tunable.space.of(kept)
+            self._known[dtype, target] = self._held(*spaces)
         return self._known[dtype, target]
 
     @cached_property
     def _known(self) -> dict[tuple[str, Target], tuple[Variant, ...]]:
         return {}
 
-    def _held(self, defaults: Space, space: Space | None) -> tuple[Variant, ...]:
-        named = {label for tuning in self.tunings() for label in tuning.labels}
-        others = space if named and space else ()
+    def _held(self, defaults: Space, space: Space) -> tuple[Variant, ...]:
+        named = {label for tuning in self.tunable.tunings() for label in tuning.labels}
+        others = space if named else ()
         tuned = (statics for statics in others if self._label(pinned(statics)) in named)
         return self._of(dict.fromkeys((*defaults, *tuned)))
 
     @cached_property
     def every(self) -> tuple[Variant, ...]:
         """The whole space, defaults first."""
-        others = () if self.space is None else self._of(self.space)
-        return tuple(dict.fromkeys((*self._of(self.defaults), *others)))
+        return self._of(dict.fromkeys((*self.defaults, *self.tunable.space)))
 
     def allows(self, variant: Variant) -> bool:
         """Whether there can be such a variant; enumerates no more than its kind."""
@@ -292,15 +317,13 @@ class Kernel:
             self.language,
         ):
             return False
-        return variant.statics in self.defaults or (
-            self.space is not None and variant.statics in self.space
-        )
+        return variant.statics in self.defaults or variant.statics in self.tunable.space
 
     def mistakes(self, variant: Variant, problem: Any) -> str | None:
         """Why a variant that is none of the defaults, and may be another version's, is not to be asked whether it
         accepts the problem. A first call has no time to enumerate kinds that are for other problems."""
-        known = self.space is not None and self.space.kind_of(variant.statics) is not None
-        if known and (reason := self.kind_mismatch(variant, problem)):
+        known = self.tunable.space.kind_of(variant.statics) is not None
+        if known and (reason := self.rules.kind_mismatch(variant, problem)):
             return reason
         return None if self.allows(variant) else "this version's spec has no such variant"
 
@@ -313,10 +336,10 @@ class Kernel:
         return self._label(text[len(self.head) + 1 :])
 
     def _label(self, statics: str) -> str:
-        if not any(f",{name}=" in statics for name in self.given):
+        if not any(f",{name}=" in statics for name in self.tunable.given):
             return statics
         pins = statics.split(",")
-        return ",".join(pin for pin in pins if pin.partition("=")[0] not in self.given)
+        return ",".join(pin for pin in pins if pin.partition("=")[0] not in self.tunable.given)
 
     def _of(self, space: Iterable[Pins]) -> tuple[Variant, ...]:
         return tuple(Variant(self.family, self.name, self.language, statics) for statics in space)

@@ -132,7 +132,7 @@ def archive_factory(tmp_path: Path) -> Callable[..., Archive]:
                 for kernel in family.kernels
                 if family.samples and kernel.language == "cuda"
                 for variant in kernel.by_text.values()
-                if kernel.serves(variant.statics, target)
+                if kernel.rules.serves(variant.statics, target)
             )
             binaries = [make_binary(variant, target) for variant in chosen]
         path = tmp_path / f"{target.label}{archive.SUFFIX}"

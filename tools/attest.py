@@ -106,7 +106,8 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
 
     def takes(kernel: Kernel, variant: Variant, problem: Problem) -> bool:
         return not (
-            kernel.accepts(variant, problem) or kernel.exceeds_residency(variant, problem, sm_count)
+            kernel.rules.accepts(variant, problem)
+            or kernel.rules.exceeds_residency(variant, problem, sm_count)
         )
 
     present = {binary.variant.text("dtype") for _, binary in binaries}

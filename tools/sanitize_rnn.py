@@ -67,7 +67,8 @@ POSED = (
 def takes(kernel: Kernel, variant: Variant, problem: Problem, sm_count: int) -> bool:
     """Whether a variant computes a problem on such a GPU."""
     return not (
-        kernel.accepts(variant, problem) or kernel.exceeds_residency(variant, problem, sm_count)
+        kernel.rules.accepts(variant, problem)
+        or kernel.rules.exceeds_residency(variant, problem, sm_count)
     )
 
 

@@ -34,7 +34,7 @@ struct BackwardPass {
     const bool for_gates, each_gate, each_token;  // what is asked for
     Tiles<3> tiles;
     BlockPrefix block_prefix;
-    State kept[VECTOR] = {}, initial[VECTOR], sum[VECTOR] = {};  // kept: the gate, conjugated
+    State gate[VECTOR] = {}, initial[VECTOR], sum[VECTOR] = {};
 
     __device__ BackwardPass(const Backward& of, const Column& column, const States& before,
                             const States& after_grad)
@@ -52,18 +52,18 @@ struct BackwardPass {
         for (int v = 0; v < VECTOR; v++) {
             block_prefix.carried[v] = after_grad.read(v), initial[v] = before.read(v);
             if (ONE_GATE && column.has(v))
-                kept[v] = conj(column.value(of.gates, of.gates_batch, v));
+                gate[v] = column.value(of.gates, of.gates_batch, v);
         }
     }
 
     __device__ void fetch(int left) { fetch_for_map(left), fetch_for_output(left), move(CTAS_PER_COLUMN); }
     // What composing takes, and what walking does besides.
     __device__ void fetch_for_map(int left) {
-        if (!ONE_GATE) tiles.copy_in(0, gates, left, Element::ONE);
-        tiles.copy_in(1, grads, left, 0);
+        if (!ONE_GATE) tiles.copy_in(0, gates, left, BackwardStep::Padding::GATE);
+        tiles.copy_in(1, grads, left, BackwardStep::Padding::GRAD);
     }
     __device__ void fetch_for_output(int left) {
-        if (for_gates) tiles.template copy_in<1>(2, states, left, 0);
+        if (for_gates) tiles.template copy_in<1>(2, states, left, BackwardStep::Padding::STATE);
     }
     __device__ void move(int tiles) { gates.advance(tiles), grads.advance(tiles), states.advance(tiles); }
     // This lane's rows of the tile at hand; of the states, each is read when it is needed.
@@ -77,18 +77,16 @@ struct BackwardPass {
             held.grads[k] = tiles.get(1, k);
         }
     }
-    __device__ State gate(const Held& held, int left, int k, int v) const {
-        if (!ONE_GATE) return conj(held.gates[k].get(v));
-        return tiles.first_own + k < left ? kept[v] : State(1);
+    __device__ State gate_of(const Held& held, int left, int k, int v) const {
+        if (!ONE_GATE) return held.gates[k].get(v);
+        return tiles.first_own + k < left ? gate[v] : GateElement::widen(BackwardStep::Padding::GATE);
     }
     __device__ void compose_tile(const Held& held, Affine (&maps)[VECTOR], int left) const {
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) {
-                const State scale = gate(held, left, k, v);
-                maps[v] = compose(maps[v], Step{scale, scale * held.grads[k].get(v)});
-            }
+            for (int v = 0; v < VECTOR; v++)
+                maps[v] = compose(maps[v], BackwardStep::map(gate_of(held, left, k, v), held.grads[k].get(v)));
     }
     __device__ void finish(const Held& held, State (&h)[VECTOR], int left) {
 #pragma unroll
@@ -98,9 +96,9 @@ struct BackwardPass {
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
                 const State x = chosen(tiles.first_own + k + 1 == left, initial[v], earlier.get(v));
-                to_tokens[v] = held.grads[k].get(v) + h[v];
-                to_gates[v] = to_tokens[v] * conj(x);
-                h[v] = gate(held, left, k, v) * to_tokens[v];
+                const auto to =
+                    BackwardStep::gradients(gate_of(held, left, k, v), held.grads[k].get(v), x, h[v]);
+                to_gates[v] = to.gate, to_tokens[v] = to.token, h[v] = to.earlier;
                 if (ONE_GATE && tiles.first_own + k < left) sum[v] = sum[v] + to_gates[v];
             }
             // A condition less where nothing goes to memory yet.
@@ -166,13 +164,13 @@ struct BackwardTiles {
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
-        copy_in(ring, 0, gates, at, walk, Element::ONE);
-        copy_in(ring, 1, grads, at, walk, 0);
+        copy_in(ring, 0, gates, at, walk, BackwardStep::Padding::GATE);
+        copy_in(ring, 1, grads, at, walk, BackwardStep::Padding::GRAD);
         if (!gates_grad) return;
         // Of each row the state before it; that of the walk's last is not among the states.
         Position earlier = at;
         earlier.first++, earlier.rows -= has_last(at);
-        copy_in(ring, 2, states, earlier, walk, 0);
+        copy_in(ring, 2, states, earlier, walk, BackwardStep::Padding::STATE);
     }
     __device__ void compose_tile(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(scans, tile);
@@ -182,10 +180,8 @@ struct BackwardTiles {
         for (int k = 0; k < STEPS; k++) {
             const auto gates = read_piece(ring.place(0, at.own(k))), grad = read_piece(ring.place(1, at.own(k)));
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) {
-                const State gate = conj(gates.get(v));
-                rows[v] = compose(rows[v], Step{gate, gate * grad.get(v)});
-            }
+            for (int v = 0; v < VECTOR; v++)
+                rows[v] = compose(rows[v], BackwardStep::map(gates.get(v), grad.get(v)));
         }
         tile_prefix.scan(rows, at);
     }
@@ -206,9 +202,8 @@ struct BackwardTiles {
             State for_gates[VECTOR], for_tokens[VECTOR];
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) {
-                for_tokens[v] = grad.get(v) + h[v];
-                for_gates[v] = for_tokens[v] * conj(earlier.get(v));
-                h[v] = conj(gate.get(v)) * for_tokens[v];
+                const auto to = BackwardStep::gradients(gate.get(v), grad.get(v), earlier.get(v), h[v]);
+                for_gates[v] = to.gate, for_tokens[v] = to.token, h[v] = to.earlier;
             }
             if (at.own_row(k) == last) keep(ring, at.own(k), for_tokens);
             gate.set(for_gates), grad.set(for_tokens);
@@ -236,7 +231,7 @@ struct BackwardTiles {
         for (int v = 0; v < VECTOR; v++) {
             const auto kept = get_words<Element::Whole, EACH>(
                 reinterpret_cast<const unsigned*>(ring.place(v / EACH, own)));
-            for_gates[v] = kept.get(v % EACH) * conj(initial[v * state_channel]);
+            for_gates[v] = BackwardStep::gate_gradient(kept.get(v % EACH), initial[v * state_channel]);
         }
         Chunk<Element, VECTOR> chunk;
         chunk.set(for_gates);
@@ -338,11 +333,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     Chunk<Element, VECTOR> earlier[STEPS], grad[STEPS];
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
-        gate[k] = gates_rows.load(k, GateElement::ONE);
-        grad[k] = grads_rows.load(k, 0);
+        gate[k] = gates_rows.load(k, BackwardStep::Padding::GATE);
+        grad[k] = grads_rows.load(k, BackwardStep::Padding::GRAD);
         if (!gates_grad) continue;
         if (k + 1 < states_rows.count) {
-            earlier[k] = states_rows.load(k + 1, 0);
+            earlier[k] = states_rows.load(k + 1, BackwardStep::Padding::STATE);
         } else {  // the walk's last step, or past it
             State initial[VECTOR];
 #pragma unroll
@@ -372,8 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     for (int k = 0; k < STEPS; k++)
 #pragma unroll
         for (int v = 0; v < VECTOR; v++)
-            rows[v] = compose(rows[v], backward_step(conj(gate[k].get(v)), grad[k].get(v), k, marks,
-                                                  after_grad));
+            rows[v] = compose(rows[v], backward_map(gate[k].get(v), grad[k].get(v), k, marks, after_grad));
 
     State h[VECTOR];
     enter_rows(rows, h, at, walk, static_cast<u64*>(workspace), channels, final_state_grad, initial_state_grad,
@@ -388,9 +382,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
             if (sizeof(Storage) < sizeof(State) && k + 1 == states_rows.count && !walk.varlen()) x = before.read(0);
             if (marks.starts_at(k)) h[v] = after_grad.read(marks.places[k].of_first);
             if (marks.ends_at(k)) x = before.read(marks.places[k].of_last);
-            for_tokens[v] = grad[k].get(v) + h[v];
-            for_gates[v] = for_tokens[v] * conj(x);
-            h[v] = conj(gate[k].get(v)) * for_tokens[v];
+            const auto to = BackwardStep::gradients(gate[k].get(v), grad[k].get(v), x, h[v]);
+            for_gates[v] = to.gate, for_tokens[v] = to.token, h[v] = to.earlier;
             if (marks.ends_at(k) && at.channel < channels)
                 before_grad.write(marks.places[k].of_last, h[v]);
         }

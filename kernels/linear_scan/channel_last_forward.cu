@@ -46,8 +46,8 @@ struct ForwardPass {
     __device__ void fetch(int left) { fetch_for_map(left), move(CTAS_PER_COLUMN); }
     // What composing takes, and nothing else is left to fetch.
     __device__ void fetch_for_map(int left) {
-        if (!ONE_GATE) tiles.copy_in(0, gates, left, Element::ONE);
-        tiles.copy_in(1, tokens, left, 0);
+        if (!ONE_GATE) tiles.copy_in(0, gates, left, ForwardStep::Padding::GATE);
+        tiles.copy_in(1, tokens, left, ForwardStep::Padding::TOKEN);
     }
     __device__ void fetch_for_output(int) {}
     __device__ void move(int tiles) { gates.advance(tiles), tokens.advance(tiles); }
@@ -64,8 +64,9 @@ struct ForwardPass {
     }
     __device__ Step step(const Held& held, int left, int k, int v) const {
         const State token = held.tokens[k].get(v);
-        if (!ONE_GATE) return {held.gates[k].get(v), token};
-        return tiles.first_own + k < left ? Step{gate[v], token} : Step{State(1), State(0)};
+        if (!ONE_GATE) return ForwardStep::map(held.gates[k].get(v), token);
+        const bool exists = tiles.first_own + k < left;
+        return ForwardStep::map(exists ? gate[v] : GateElement::widen(ForwardStep::Padding::GATE), token);
     }
     __device__ void compose_tile(const Held& held, Affine (&maps)[VECTOR], int left) const {
 #pragma unroll
@@ -121,8 +122,8 @@ struct ForwardTiles {
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
-        copy_in(ring, 0, gates, at, walk, Element::ONE);
-        copy_in(ring, 1, tokens, at, walk, 0);
+        copy_in(ring, 0, gates, at, walk, ForwardStep::Padding::GATE);
+        copy_in(ring, 1, tokens, at, walk, ForwardStep::Padding::TOKEN);
     }
     __device__ void compose_tile(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(scans, tile);
@@ -132,7 +133,7 @@ struct ForwardTiles {
         for (int k = 0; k < STEPS; k++) {
             const auto gate = read_piece(ring.place(0, at.own(k))), token = read_piece(ring.place(1, at.own(k)));
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) rows[v] = compose(rows[v], Step{gate.get(v), token.get(v)});
+            for (int v = 0; v < VECTOR; v++) rows[v] = compose(rows[v], ForwardStep::map(gate.get(v), token.get(v)));
         }
         tile_prefix.scan(rows, at);
     }
@@ -147,7 +148,7 @@ struct ForwardTiles {
         for (int k = 0; k < STEPS; k++) {
             const auto gate = read_piece(ring.place(0, at.own(k))), token = read_piece(ring.place(1, at.own(k)));
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) x[v] = Step{gate.get(v), token.get(v)}(x[v]);
+            for (int v = 0; v < VECTOR; v++) x[v] = ForwardStep::map(gate.get(v), token.get(v))(x[v]);
             Chunk<Element, VECTOR> chunk;
             chunk.set(x);
             if (at.has_own(k)) store_global(first + k * apart, words_of(chunk));
@@ -228,8 +229,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     Chunk<Element, VECTOR> token[STEPS];
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
-        gate[k] = gates_rows.load(k, GateElement::ONE);
-        token[k] = tokens_rows.load(k, 0);
+        gate[k] = gates_rows.load(k, ForwardStep::Padding::GATE);
+        token[k] = tokens_rows.load(k, ForwardStep::Padding::TOKEN);
     }
 
     // Packed sequences come with VECTOR 1: their states are those of one channel.
@@ -246,8 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     for (int k = 0; k < STEPS; k++)
 #pragma unroll
         for (int v = 0; v < VECTOR; v++)
-            rows[v] = compose(rows[v],
-                           forward_step(gate[k].get(v), token[k].get(v), k, marks, before));
+            rows[v] = compose(rows[v], forward_map(gate[k].get(v), token[k].get(v), k, marks, before));
 
     State x[VECTOR];
     enter_rows(rows, x, at, walk, static_cast<u64*>(workspace), channels, initial_state, final_state, state_channel);
@@ -255,9 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     for (int k = 0; k < STEPS; k++) {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
-            const Step step =
-                forward_step(gate[k].get(v), token[k].get(v), k, marks, before);
-            x[v] = step(x[v]);
+            x[v] = forward_map(gate[k].get(v), token[k].get(v), k, marks, before)(x[v]);
             if (marks.ends_at(k) && at.channel < channels)
                 after.write(marks.places[k].of_last, x[v]);
         }

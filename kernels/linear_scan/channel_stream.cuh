@@ -19,9 +19,9 @@ enum : int {
     LOOKBACK_WARPS = (PREFIX_LEAD + 1) * CHANNELS * TILE_WARPS / 32,
     THREADS = 32 * (TILE_WARPS + LOOKBACK_WARPS),
 };
-#include "ring.cuh"
+#include "../common/ring.cuh"
+#include "../common/lookback.cuh"
 #include "sequences.cuh"
-#include "lookback.cuh"
 
 enum : int { TIMES = 32 / LANES * STEPS };
 enum : int { ROWS = 32 / LANES };  // that a warp copies at once

@@ -1,9 +1,9 @@
-// Many contiguous channels, aligned: a CTA owns a column of channels, and passes serially over all of time. No CTA waits
-// for another.
+// Many contiguous channels: a CTA owns a column of channels, and passes serially over all time steps. No CTA waits for
+// another. Two other designs build on this file: single_wave.cuh and multi_cta_column.cuh.
 //
 // The build pins WARPS (per CTA), LANES_ACROSS (threads along the channels), VECTOR (channels of a thread), STEPS (rows of
-// a thread), STAGES, BLOCKS (CTAs per SM), CTAS_PER_COLUMN (more than 1: multi_cta_column.cuh) and SINGLE_WAVE (1:
-// single_wave.cuh). A row is one time step of the column's channels. A tile is
+// a thread in a tile), STAGES, BLOCKS (CTAs per SM), CTAS_PER_COLUMN (above 1 in multi_cta_column.cuh) and SINGLE_WAVE (1
+// in single_wave.cuh). A row is one time step of the column's channels. A tile is
 //
 //                 channels ->    LANES_ACROSS × VECTOR
 //      time       | group 0: STEPS rows |
@@ -23,40 +23,40 @@
 //
 // VARLEN: each packed sequence is a column of its own.
 //
-// MISALIGNED: rows start and end off 16-byte boundaries, each at another offset, but at the same one in all tensors. A
-// CTA copies the 16-byte pieces that its channels lie in, one more for each row. Neighbouring threads have neighbouring
-// channels, and those of one thread are LANES_ACROSS apart; threads read single elements, and write results from
-// registers.
+// MISALIGNED: rows start and end off 16-byte boundaries. The offset differs from row to row, but is the same in all
+// tensors. A CTA copies every 16-byte piece that holds one of its channels, which is one piece more for each row. The
+// channels of neighbouring threads are neighbours, and the channels of one thread are LANES_ACROSS apart; threads read
+// single elements, and write results from registers.
 #pragma once
 enum : int { THREADS = 32 * WARPS };
-#include "affine.cuh"
+#include "step.cuh"
 
 enum : int {
-    ITEMS = 16 / sizeof(Storage),  // in 16 bytes
-    CHANNELS = LANES_ACROSS * VECTOR,
-    GROUPS = THREADS / LANES_ACROSS,
-    WARP_STEPS = STEPS * (32 / LANES_ACROSS),
-    FULL = CHANNELS / ITEMS,  // pieces that the channels of a row fill
-    PIECES = FULL + MISALIGNED,   // of a row
-    ROWS = 32 / FULL,  // that a warp copies at once
-    COPIES = (WARP_STEPS + ROWS - 1) / ROWS,  // of a lane, for each input of a tile
-    TIMES = (SINGLE_WAVE ? 1 : WARPS) * WARP_STEPS,  // of a tile
-    TO_NEXT = MISALIGNED ? LANES_ACROSS : 1,  // from a channel of a lane to its next
-    TO_LANE = MISALIGNED ? 1 : VECTOR,  // from lane to lane
+    ITEMS = 16 / sizeof(Storage),              // elements in a 16-byte piece
+    CHANNELS = LANES_ACROSS * VECTOR,          // of a column
+    GROUPS = THREADS / LANES_ACROSS,           // threads that share rows
+    WARP_STEPS = STEPS * (32 / LANES_ACROSS),  // rows of a warp in a tile
+    FULL = CHANNELS / ITEMS,                   // pieces that the channels of an aligned row fill
+    PIECES = FULL + MISALIGNED,                // pieces of a row
+    ROWS = 32 / FULL,                          // rows that a warp copies at once
+    COPIES = (WARP_STEPS + ROWS - 1) / ROWS,   // copies of a lane, for each input of a tile
+    TIMES = (SINGLE_WAVE ? 1 : WARPS) * WARP_STEPS,  // rows of a tile
+    TO_NEXT = MISALIGNED ? LANES_ACROSS : 1,   // channels between two successive channels of a lane
+    TO_LANE = MISALIGNED ? 1 : VECTOR,         // channels between the first channels of neighbouring lanes
 };
 // Pieces of padding between the rows of a warp's groups, against bank conflicts.
 enum : int { APART = LANES_ACROSS < 32 && sizeof(Storage) < 8 ? 4 : 0 };
 static_assert(FULL <= 32 && CHANNELS % ITEMS == 0);
-// Whether lanes write results themselves.
+// Whether lanes write results from registers to global memory, and not through shared memory.
 enum : bool { DIRECT = MISALIGNED || SINGLE_WAVE };
 
-// Among those that share a tile.
+// A thread's warp and group among those that share a tile. With SINGLE_WAVE each warp has tiles of its own.
 __device__ inline unsigned own_warp() { return SINGLE_WAVE ? 0 : threadIdx.x / 32; }
 __device__ inline unsigned own_group() { return (SINGLE_WAVE ? threadIdx.x % 32 : threadIdx.x) / LANES_ACROSS; }
 
-// Where a thread serves one channel of the column, channels are numbered so that neighbouring lanes scan consecutive
-// numbers: first the first channel of every lane, then the second. The number of this lane's channel v, and the channel
-// of a number.
+// In exchanges between CTAs a thread serves one channel of the column, whichever channels it scans. These threads number
+// the channels so that shared memory has no bank conflicts: first every lane's channel 0, then every lane's channel 1, and
+// so on. `number_of` gives the number of this lane's channel v, and `place_of` the channel of a number.
 __device__ inline int number_of(int v) { return v * LANES_ACROSS + threadIdx.x % LANES_ACROSS; }
 __device__ inline int place_of(int number) { return number % LANES_ACROSS * VECTOR + number / LANES_ACROSS; }
 

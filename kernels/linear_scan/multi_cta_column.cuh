@@ -22,8 +22,8 @@
 // entered turn t - AGGREGATE_LEAD, with aggregates of turn t - AGGREGATE_LEAD - 1 or later, whose publishers had entered
 // turn t - 2 AGGREGATE_LEAD - 1.
 #pragma once
+#include "../common/tile_status.cuh"
 #include "column_serial.cuh"
-#include "tile_status.cuh"
 
 enum : int {
     SLOTS = AGGREGATE_LEAD + 1,  // turns whose maps a CTA keeps

@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) linear_scan_
             if (start[row] >= 0 && inside[row] && initial_state)
                 x = initial_state[o * state_outer + b * state_batch + channel(row) * state_channel +
                                   start[row] * state_time];
-            if (inside[row]) sum[row] = sum[row] + Element::widen(grad[row]) * conj(x);
+            if (inside[row]) sum[row] = sum[row] + BackwardStep::gate_gradient(Element::widen(grad[row]), x);
         }
     }
 

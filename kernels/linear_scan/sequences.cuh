@@ -4,7 +4,8 @@
 // A walk takes time steps in order 0, 1, … time-1, forwards or backwards in time. Sequences are numbered in that
 // order, too.
 #pragma once
-#include "affine.cuh"
+#include "line.cuh"
+#include "step.cuh"
 
 // The states of one line's sequences, before or after them; null where there are none.
 struct Boundary {
@@ -94,18 +95,17 @@ struct Walk {
     }
 };
 
-// The forward scan's map of step i of a run: x -> gate * x + token. A packed sequence starts from
-// the state before it, whatever came before.
-__device__ inline Step forward_step(State gate, State token, int i, const Marks& marks,
-                                    const Boundary& before) {
-    if (marks.starts_at(i)) return {State(0), gate * before.read(marks.places[i].of_first) + token};
-    return {gate, token};
+// The affine map of step i of a run. A packed sequence starts from the state before it (forward) or the gradient after it
+// (backward), whatever the run's state is.
+__device__ inline Step forward_map(State gate, State token, int i, const Marks& marks, const Boundary& before) {
+    const Step step = ForwardStep::map(gate, token);
+    if (marks.starts_at(i)) return {State(0), step.scale * before.read(marks.places[i].of_first) + step.shift};
+    return step;
 }
-
-// The backward scan's, h -> gate * (grad + h), with the gate conjugated.
-__device__ inline Step backward_step(State gate, State grad, int i, const Marks& marks,
-                                     const Boundary& after_grad) {
-    if (marks.starts_at(i))
-        return {State(0), gate * (grad + after_grad.read(marks.places[i].of_first))};
-    return {gate, gate * grad};
+__device__ inline Step backward_map(State gate, State grad, int i, const Marks& marks, const Boundary& after_grad) {
+    if (marks.starts_at(i)) {
+        const State h = after_grad.read(marks.places[i].of_first);
+        return {State(0), BackwardStep::gradients(gate, grad, State(0), h).earlier};
+    }
+    return BackwardStep::map(gate, grad);
 }

@@ -20,8 +20,8 @@
 // but the last.
 #pragma once
 #include "column_serial.cuh"
-#include "workspace_init.cuh"
-#include "tile_status.cuh"
+#include "../common/tile_status.cuh"
+#include "../common/workspace_init.cuh"
 
 enum : int {
     WORDS = 16 / sizeof(TileDescriptor::Word),  // descriptors in one load, of neighbouring channels

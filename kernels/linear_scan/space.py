@@ -9,10 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from scan_registry.kernels.linear_scan.problem import DIMENSIONS, LinearScanProblem
-from scan_registry.kernels.model import ITEM_SIZE, Language, Pins, Space, Static, Variant, pinned
+from scan_registry.kernels.model import (
+    ITEM_SIZE,
+    Language,
+    Pins,
+    Space,
+    Static,
+    Tunable,
+    Variant,
+    pinned,
+)
 from scan_registry.kernels.tuning import Shape, Tuning
 
 FAMILY_NAME = "linear_scan"
@@ -111,14 +120,16 @@ def triton_time_last(dtype: str, access: str) -> list[Tile]:
 # --- Problems ---------------------------------------------------------------------------------
 
 
-def tuned(
+def tunable(
     name: str,
     language: Language,
+    space: Space,
     defaults: Space,
     accepts: Callable[[Variant, LinearScanProblem], str | None],
     tile: Callable[[Variant], int],
     packs: Callable[[LinearScanProblem], bool] = lambda problem: False,
-) -> dict[str, Any]:
+    tile_efficiency: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0,
+) -> Tunable:
     """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers, and ``packs``
     whether there are ``varlen`` variants for a problem."""
     closer = tuple(
@@ -139,11 +150,14 @@ def tuned(
 
         return shipped(FOLDER, f"{FAMILY_NAME}.{name}:{language}", spare, usual)
 
-    return {
-        "shape": shape_of,
-        "worth": lambda variant, problem: worth(tile, shape_of(problem), variant),
-        "tunings": tunings,
-    }
+    return Tunable(
+        space=space,
+        shape=shape_of,
+        worth=lambda variant, problem: worth(tile, shape_of(problem), variant),
+        tile_efficiency=tile_efficiency,
+        given=frozenset({"reverse"}),
+        tunings=tunings,
+    )
 
 
 def shape(

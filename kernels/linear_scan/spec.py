@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, partial
 from itertools import product
-from typing import Any
 
 from scan_registry.kernels.linear_scan import columns, cuda_tiles, registers, rings, space, streams
 from scan_registry.kernels.linear_scan.problem import (
@@ -38,11 +37,13 @@ from scan_registry.kernels.linear_scan.space import (
 )
 from scan_registry.kernels.model import (
     ITEM_SIZE,
+    Code,
     Family,
     Kernel,
     Language,
     Launch,
     Parameter,
+    Rules,
     Sample,
     Static,
     Variant,
@@ -133,6 +134,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
         "ALIGNED": int(statics.get("access", "generic") != "generic"),
         "VARLEN": int(statics.get("access") == "varlen"),
+        "MAY_RESET": int(statics.get("access", "generic") in ("generic", "varlen")),
         "MISALIGNED": int(statics.get("access") == "misaligned"),
         "STAGES": 0,
         "PREFIX_LEAD": 0,
@@ -193,33 +195,36 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         family=FAMILY_NAME,
         name=name,
         language="cuda",
-        source=f"{name}.cu",
-        entry=f"{FAMILY_NAME}_{name}",
         parameters=parameters(direction),
         defaults=defaults,
-        constants=_cuda_constants,
-        warps=lambda variant: rings.warps(dict(variant.statics)),
-        accepts=_cuda_accepts,
+        code=Code(
+            source=f"{name}.cu",
+            entry=f"{FAMILY_NAME}_{name}",
+            constants=_cuda_constants,
+            warps=lambda variant: rings.warps(dict(variant.statics)),
+            shared=partial(streams.shared, direction),
+        ),
+        rules=Rules(
+            accepts=_cuda_accepts,
+            kind_mismatch=_rejects_static,
+            exceeds_residency=streams.exceeds_residency,
+            serves=partial(cuda_tiles.serves, layout),
+        ),
         cost=_cuda_cost,
         launch=_cuda_launch,
-        exceeds_residency=streams.exceeds_residency,
-        space=scans(
-            partial(cuda_tiles.every, layout, direction),
-            accesses if time_last else (*accesses, space.VARLEN),
-            one_way,
-        ),
-        shared=partial(streams.shared, direction),
-        serves=partial(cuda_tiles.serves, layout),
-        given=frozenset({"reverse"}),
-        kind_mismatch=_rejects_static,
-        tile_efficiency=streams.tile_efficiency,
-        **space.tuned(
+        tunable=space.tunable(
             name,
             "cuda",
+            scans(
+                partial(cuda_tiles.every, layout, direction),
+                accesses if time_last else (*accesses, space.VARLEN),
+                one_way,
+            ),
             defaults,
             _cuda_accepts,
             _cuda_times,
             lambda problem: not time_last and streams.packs(problem),
+            streams.tile_efficiency,
         ),
     )
 
@@ -230,16 +235,18 @@ def _cuda_reduction(layout: Layout) -> Kernel:
         family=FAMILY_NAME,
         name=name,
         language="cuda",
-        source="reduction.cu",
-        entry=f"{FAMILY_NAME}_reduction",
         parameters=parameters("reduction"),
         defaults=reductions({"warps": 8}),
-        constants=lambda variant: {
-            **_cuda_constants(variant),
-            "TIME_LAST": int(layout == "time_last"),
-        },
-        warps=lambda variant: variant.number("warps"),
-        accepts=_rejects_dtype,
+        code=Code(
+            source="reduction.cu",
+            entry=f"{FAMILY_NAME}_reduction",
+            constants=lambda variant: {
+                **_cuda_constants(variant),
+                "TIME_LAST": int(layout == "time_last"),
+            },
+            warps=lambda variant: variant.number("warps"),
+        ),
+        rules=Rules(_rejects_dtype),
         cost=lambda variant, problem: 0.0,
         launch=_reduction_launch,
     )
@@ -347,47 +354,48 @@ def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
     defaults = scans(partial(_triton_tiles, layout, direction))
     tiles = space.triton_time_last if layout == "time_last" else columns.tiles
     return Kernel(
-        **_triton_source(layout, direction),
+        family=FAMILY_NAME,
+        name=name,
+        language="triton",
+        parameters=parameters(direction),
         defaults=defaults,
-        accepts=_triton_accepts,
+        code=_triton_code(layout, direction),
+        rules=Rules(_triton_accepts, _rejects_static),
         cost=_triton_cost,
         launch=_triton_launch,
-        space=scans(tiles),
-        given=frozenset({"reverse"}),
-        kind_mismatch=_rejects_static,
-        **space.tuned(name, "triton", defaults, _triton_accepts, _triton_times),
+        tunable=space.tunable(
+            name, "triton", scans(tiles), defaults, _triton_accepts, _triton_times
+        ),
     )
 
 
 def _triton_reduction(layout: Layout) -> Kernel:
     unit, other = REDUCTION_TILE
     return Kernel(
-        **_triton_source(layout, "reduction"),
+        family=FAMILY_NAME,
+        name=f"{layout}_reduction",
+        language="triton",
+        parameters=parameters("reduction"),
         defaults=reductions({"unit": unit, "other": other, "warps": 4}),
-        accepts=_rejects_dtype,
+        code=_triton_code(layout, "reduction"),
+        rules=Rules(_rejects_dtype),
         cost=lambda variant, problem: 0.0,
         launch=_reduction_launch,
     )
 
 
-def _triton_source(layout: Layout, direction: Direction) -> dict[str, Any]:
-    """What all Triton kernels say alike."""
-    name = f"{layout}_{direction}"
+def _triton_code(layout: Layout, direction: Direction) -> Code:
     in_columns = layout == "channel_last" and direction != "reduction"
-    return {
-        "family": FAMILY_NAME,
-        "name": name,
-        "language": "triton",
-        "source": "triton_columns.py" if in_columns else "triton_kernels.py",
-        "entry": name,
-        "parameters": parameters(direction),
-        "constants": _triton_constants,
-        "warps": lambda variant: variant.number("warps"),
-        "divisible": lambda variant: _triton_divisible(variant, layout, direction),
-        "elements": lambda variant: _triton_elements(variant, direction),
+    return Code(
+        source="triton_columns.py" if in_columns else "triton_kernels.py",
+        entry=f"{layout}_{direction}",
+        constants=_triton_constants,
+        warps=lambda variant: variant.number("warps"),
+        divisible=lambda variant: _triton_divisible(variant, layout, direction),
+        elements=lambda variant: _triton_elements(variant, direction),
         # Where rests are kept: a sum's rounding error can be had only if its terms are rounded first.
-        "fuses": lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
-    }
+        fuses=lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
+    )
 
 
 # --- The family -------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ struct BackwardTiles {
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
-        copy_in<TURNED>(ring, 1, of.grads, at, scans, [](unsigned) { return Storage(0); });
+        copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return BackwardStep::Padding::GATE; });
+        copy_in<TURNED>(ring, 1, of.grads, at, scans, [](unsigned) { return BackwardStep::Padding::GRAD; });
         if (!of.gates_grad.first) return;
-        copy_in<TURNED>(ring, 2, of.states, at, scans, [](unsigned) { return Storage(0); });
+        copy_in<TURNED>(ring, 2, of.states, at, scans, [](unsigned) { return BackwardStep::Padding::STATE; });
         if (at.lane >= SIDE) return;
         const unsigned row = at.first_row + at.lane;
         const i64 next = at.first + TIMES - scans.skip<TURNED>(at, row);
@@ -52,8 +52,8 @@ struct BackwardTiles {
         const Position at(tile, scans);
         const Tiles ring(stage);
         if constexpr (MISALIGNED) {
-            mend<TURNED>(ring, 0, at, scans, Element::ONE);
-            mend<TURNED>(ring, 1, at, scans, 0);
+            mend<TURNED>(ring, 0, at, scans, BackwardStep::Padding::GATE);
+            mend<TURNED>(ring, 1, at, scans, BackwardStep::Padding::GRAD);
             __syncwarp();  // a neighbour reads some of it
         }
         Affine map;
@@ -62,10 +62,7 @@ struct BackwardTiles {
             const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
             const Piece<TURNED> grad{read_piece(ring.place(1, at.lane * PIECES + p))};
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) {
-                const State kept = conj(gate.get(i));
-                map = compose(map, Step{kept, kept * grad.get(i)});
-            }
+            for (int i = 0; i < VECTOR; i++) map = compose(map, BackwardStep::map(gate.get(i), grad.get(i)));
         }
         tile_prefix.scan(map, at);
     }
@@ -94,9 +91,8 @@ struct BackwardTiles {
             for (int i = 0; i < VECTOR; i++) {
                 State earlier = i + 1 < VECTOR ? states.get(i + 1) : next.get(0);
                 if (MISALIGNED || i + 1 == VECTOR) earlier = chosen(p * VECTOR + i == last, initial, earlier);
-                for_tokens[i] = grad.get(i) + h;
-                for_gates[i] = for_tokens[i] * conj(earlier);
-                h = conj(gate.get(i)) * for_tokens[i];
+                const auto to = BackwardStep::gradients(gate.get(i), grad.get(i), earlier, h);
+                for_gates[i] = to.gate, for_tokens[i] = to.token, h = to.earlier;
             }
             gate.set(for_gates), grad.set(for_tokens);
             *ring.place(0, own) = words_of(gate.chunk);
@@ -126,10 +122,10 @@ struct Inputs {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const i64 order = at.order(tile, k);
-            gates[k] = gates_row.load(order, GateElement::ONE);
-            grads[k] = grads_row.load(order, 0);
+            gates[k] = gates_row.load(order, BackwardStep::Padding::GATE);
+            grads[k] = grads_row.load(order, BackwardStep::Padding::GRAD);
             if (!with_states) continue;
-            states[k] = states_row.load(order, 0);
+            states[k] = states_row.load(order, BackwardStep::Padding::STATE);
             edge[k] = initial;
             if ((!ALIGNED || at.lane == 31) && order + VECTOR < time)
                 edge[k] = states_row.get(order + VECTOR);
@@ -180,8 +176,8 @@ __device__ __forceinline__ void scan_row(
             Affine chunk;
 #pragma unroll
             for (int i = 0; i < VECTOR; i++)
-                chunk = compose(chunk, backward_step(conj(here.gates[k].get(i)), here.grads[k].get(i),
-                                                  i, marks[k], after_grad));
+                chunk = compose(chunk, backward_map(here.gates[k].get(i), here.grads[k].get(i), i, marks[k],
+                                                    after_grad));
             before_chunk[k] = compose(total, exclusive_scan(chunk, at.lane));
             total = compose(total, from_lane(chunk, 31));
         }
@@ -198,9 +194,9 @@ __device__ __forceinline__ void scan_row(
                 const Marks& mark = marks[k];
                 if (mark.starts_at(i)) h = after_grad.read(mark.places[i].of_first);
                 if (mark.ends_at(i)) earlier[i] = before.read(mark.places[i].of_last);
-                for_tokens[i] = here.grads[k].get(i) + h;
-                for_gates[i] = for_tokens[i] * conj(earlier[i]);
-                h = conj(here.gates[k].get(i)) * for_tokens[i];
+                const auto to =
+                    BackwardStep::gradients(here.gates[k].get(i), here.grads[k].get(i), earlier[i], h);
+                for_gates[i] = to.gate, for_tokens[i] = to.token, h = to.earlier;
                 if (mark.ends_at(i)) before_grad.write(mark.places[i].of_last, h);
             }
             if (with_gates) {

@@ -26,8 +26,8 @@ struct ForwardTiles {
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return Element::ONE; });
-        copy_in<TURNED>(ring, 1, of.tokens, at, scans, [](unsigned) { return Storage(0); });
+        copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return ForwardStep::Padding::GATE; });
+        copy_in<TURNED>(ring, 1, of.tokens, at, scans, [](unsigned) { return ForwardStep::Padding::TOKEN; });
     }
     // Of a row among batches × channels; null if there is none.
     template <class S>
@@ -42,8 +42,8 @@ struct ForwardTiles {
         const Position at(tile, scans);
         const Tiles ring(stage);
         if constexpr (MISALIGNED) {
-            mend<TURNED>(ring, 0, at, scans, Element::ONE);
-            mend<TURNED>(ring, 1, at, scans, 0);
+            mend<TURNED>(ring, 0, at, scans, ForwardStep::Padding::GATE);
+            mend<TURNED>(ring, 1, at, scans, ForwardStep::Padding::TOKEN);
         }
         Affine map;
 #pragma unroll
@@ -51,7 +51,7 @@ struct ForwardTiles {
             const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
             const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) map = compose(map, Step{gate.get(i), token.get(i)});
+            for (int i = 0; i < VECTOR; i++) map = compose(map, ForwardStep::map(gate.get(i), token.get(i)));
         }
         tile_prefix.scan(map, at);
     }
@@ -67,7 +67,7 @@ struct ForwardTiles {
             Piece<TURNED> piece{read_piece(place)};
             State out[VECTOR];
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) out[i] = x = Step{gate.get(i), piece.get(i)}(x);
+            for (int i = 0; i < VECTOR; i++) out[i] = x = ForwardStep::map(gate.get(i), piece.get(i))(x);
             piece.set(out);
             *place = words_of(piece.chunk);
         }
@@ -89,8 +89,8 @@ struct Inputs {
                               i64 tile) {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            gates[k] = gates_row.load(at.order(tile, k), GateElement::ONE);
-            tokens[k] = tokens_row.load(at.order(tile, k), 0);
+            gates[k] = gates_row.load(at.order(tile, k), ForwardStep::Padding::GATE);
+            tokens[k] = tokens_row.load(at.order(tile, k), ForwardStep::Padding::TOKEN);
         }
     }
 };
@@ -119,7 +119,7 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
             Affine chunk;
 #pragma unroll
             for (int i = 0; i < VECTOR; i++)
-                chunk = compose(chunk, forward_step(here.gates[k].get(i), here.tokens[k].get(i),
+                chunk = compose(chunk, forward_map(here.gates[k].get(i), here.tokens[k].get(i),
                                                  i, marks[k], before));
             before_chunk[k] = compose(total, exclusive_scan(chunk, at.lane));
             total = compose(total, from_lane(chunk, 31));
@@ -132,7 +132,7 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
             State x = before_chunk[k](entering), out[VECTOR];
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
-                const Step step = forward_step(here.gates[k].get(i), here.tokens[k].get(i), i,
+                const Step step = forward_map(here.gates[k].get(i), here.tokens[k].get(i), i,
                                                  marks[k], before);
                 out[i] = x = step(x);
                 if (marks[k].ends_at(i)) after.write(marks[k].places[i].of_last, x);

@@ -22,11 +22,11 @@ enum : int {
     LOOKBACK_WARPS = CUT ? PREFIX_LEAD + 1 : 0,
     THREADS = 32 * (TILE_WARPS + LOOKBACK_WARPS),
 };
-#include "element.cuh"
+#include "../common/state.cuh"
 enum : int { VECTOR = 16 / sizeof(Storage) };
-#include "ring.cuh"
+#include "../common/ring.cuh"
+#include "../common/lookback.cuh"
 #include "sequences.cuh"
-#include "lookback.cuh"
 
 enum : int {
     SIDE = 32 / LANES,

@@ -1,10 +1,12 @@
-// What one unit of a recurrent network does in a step, once the product with R is there, and back.
+// The cells of recurrent networks: what one hidden unit computes in a time step, after the product of the hidden state
+// with R, and the gradients of that.
 //
-// FUNCTION (lstm, gru, elman, slstm) comes from the build. The order of gates, states and kept values is
-// that of problem.py, and reference.py has the formulas. All is in float32.
+// FUNCTION (lstm, gru, elman, slstm) comes from the build. Gates, states and kept values come in the order of problem.py;
+// reference.py has the formulas. Everything is computed in float32.
 //
-// Backward needs of the states only the TRACKED ones from FIRST on, before and after the step. `grads`
-// are those of the states after the step, then those before it without what goes through R.
+// The backward functions read only TRACKED of the states, from number FIRST on, as they were before and after the step.
+// `grads` comes in as the gradient of the states after the step. It goes out as the gradient of the states before the
+// step, without the part that flows through R.
 #pragma once
 #include "element.cuh"
 
@@ -97,18 +99,19 @@ struct elman {
     }
 };
 
-// With e = exp(i − m') and k = exp(log σ(f) + m − m'), one of which is 1: kept[0] is the other one, k
-// where i decides m' and −e elsewhere, so that its sign bit tells which; kept[1] is log σ(f).
+// The states are h, c, n and m; a prime marks a state after the step. The step weighs its input by e = exp(i − m') and the
+// states before it by k = exp(log σ(f) + m − m'), with m' the larger of i and log σ(f) + m, so that e or k is 1. kept[0]
+// holds the other one: k if i is the larger, else −e, so that the sign bit tells which. kept[1] holds log σ(f).
 //
-// h depends on c, n and m by c/n alone, and not at all on m as long as n is not at its floor: the
-// gradients of a loss that only h enters obey dm = dc·c + dn·n. So what is carried backwards in m's place
-// is dm − dc·c − dn·n, which is then exactly 0 and gathers no rounding errors.
+// Gradient of m. h depends on c, n and m only through c/n, which m does not change unless n is at its lower bound of 1. So
+// if only h enters the loss, dm = dc·c + dn·n. The backward pass carries dm − dc·c − dn·n in place of dm: it is exactly 0
+// then, and collects no rounding errors.
 //
-// What i and f get is dc times differences of c/n, from step to step or from z, which may be far less than c/n is:
-// where states have 16 bits, their rounding would be most of it. But c'/n' − c/n = w·(z − c/n), with w = e/n', so
-// a step's difference is taken as that, and is off by w times as much; what is then carried for n goes with
-// the c/n of the rounded states. c/n is a mean of z, unless initial states say otherwise: if they have it at 2 or
-// more, or if n is at its floor, differences are those of the states.
+// Gradients of i and f. They are dc times a difference: of z and c/n, or of c/n before and after the step. Both may be far
+// smaller than c/n, so that the rounding of states to 16 bits would be most of them. But c'/n' − c/n = w·(z − c/n) with
+// w = e/n', and that form makes the error smaller by the factor w. The gradient carried for n then has to belong to the
+// c/n of the rounded states, too. The form holds while c/n is a weighted mean of z. It is not used if initial states put
+// |c/n| at 2 or more, or if n is at its lower bound: then the states are subtracted as they are.
 struct slstm {
     enum : int { RECURRENT = 4, INPUTS = 4, GATES = 4, STATES = 4, KEPT = 4 };
     enum : int { FIRST = 1, TRACKED = 2 };
@@ -162,8 +165,8 @@ struct slstm {
 
 using Cell = FUNCTION;
 
-// Gradients of the states after a step that come from outside are added to those that are carried; and
-// what is carried becomes that of the states before it.
+// `receive` adds the gradient of a step's output states, `given`, to the carried one. `release` turns the carried gradient
+// into the gradient of the states before the first step. Only slstm carries something else for m (see slstm).
 __device__ inline void receive(float (&grads)[Cell::STATES], const float (&given)[Cell::STATES],
                                const float (&after)[Cell::TRACKED]) {
 #pragma unroll

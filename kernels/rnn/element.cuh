@@ -3,29 +3,8 @@
 // ELEMENT (float32, bfloat16, float16) comes from the build. Neighbouring units go in pairs, which a
 // thread loads and stores at once, and in 16-byte words.
 #pragma once
+#include "../common/element.cuh"
 #include "instructions.cuh"
-
-struct bfloat16 {
-    using Storage = unsigned short;
-    using Pair = unsigned;
-    enum : bool { EXACT = false };  // narrow enough for the GPU's approximations
-    static __device__ float widen(Storage bits) { return __uint_as_float(unsigned(bits) << 16); }
-    static __device__ Pair narrow(float2 x) { return bfloat16_pair(x.x, x.y); }
-    static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) {
-        mma_bfloat16(acc, a, b);
-    }
-};
-
-struct float16 {
-    using Storage = unsigned short;
-    using Pair = unsigned;
-    enum : bool { EXACT = false };
-    static __device__ float widen(Storage bits) { return from_float16(bits); }
-    static __device__ Pair narrow(float2 x) { return float16_pair(x.x, x.y); }
-    static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) {
-        mma_float16(acc, a, b);
-    }
-};
 
 // Of a float the 11 leading bits, rounded, and the next 11.
 __device__ inline unsigned high_part(unsigned x) { return (x + 0x1000u) & 0xffffe000u; }
@@ -34,14 +13,26 @@ __device__ inline unsigned low_part(unsigned x) {
     return __float_as_uint(remainder) & 0xffffe000u;
 }
 
-struct float32 {
-    using Storage = unsigned;
+// Of each element type: two neighbours in one word or two, and acc += A·B for a warp (`instructions.cuh` says which lane
+// holds what).
+template <class E>
+struct Operand;
+template <>
+struct Operand<bfloat16> {
+    using Pair = unsigned;
+    static __device__ Pair narrow(float2 x) { return bfloat16_pair(x.x, x.y); }
+    static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) { mma_bfloat16(acc, a, b); }
+};
+template <>
+struct Operand<float16> {
+    using Pair = unsigned;
+    static __device__ Pair narrow(float2 x) { return float16_pair(x.x, x.y); }
+    static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) { mma_float16(acc, a, b); }
+};
+template <>
+struct Operand<float32> {
     using Pair = uint2;
-    enum : bool { EXACT = true };
-    static __device__ float widen(Storage bits) { return __uint_as_float(bits); }
-    static __device__ Pair narrow(float2 x) {
-        return make_uint2(__float_as_uint(x.x), __float_as_uint(x.y));
-    }
+    static __device__ Pair narrow(float2 x) { return make_uint2(__float_as_uint(x.x), __float_as_uint(x.y)); }
     // In three parts: what is left out is 2^-22 of a product. Tensor cores take 11 bits.
     static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) {
         const uint4 fresh = make_uint4(afresh(a.x), afresh(a.y), afresh(a.z), afresh(a.w));
@@ -57,7 +48,10 @@ struct float32 {
     }
 };
 
-using Element = ELEMENT;
+struct Element : ELEMENT, Operand<ELEMENT> {
+    enum : bool { EXACT = sizeof(Storage) == 4 };  // 16 bits are narrow enough for the GPU's approximations
+    using Operand<ELEMENT>::narrow;
+};
 using Storage = Element::Storage;
 using Pair = Element::Pair;
 

@@ -1,7 +1,7 @@
-// One function for each PTX instruction that the family adds to those of linear_scan. All are
+// One function for each PTX instruction that the family adds to those of common/ptx.cuh. All are
 // instructions of sm_80 and later.
 #pragma once
-#include "../linear_scan/ptx.cuh"
+#include "../common/ptx.cuh"
 
 // acc += A·B, 16 × 8, for a warp. A is 16 × 16 of 16 bits, or 16 × 8 of 32: a lane holds two words of row
 // lane / 4, x and z, and of the row that is eight further, y and w; of B's column lane / 4 it holds two.

@@ -14,14 +14,17 @@ from pathlib import Path
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import (
     ITEM_SIZE,
+    Code,
     Family,
     Kernel,
     Launch,
     Parameter,
     Pins,
+    Rules,
     Sample,
     Space,
     Static,
+    Tunable,
     Variant,
 )
 from scan_registry.kernels.rnn import tilings
@@ -222,19 +225,23 @@ def _fused_kernel(direction: Direction) -> Kernel:
         family=FAMILY_NAME,
         name=f"sequence_{direction}",
         language="cuda",
-        source=f"sequence_{direction}.cu",
-        entry=f"rnn_sequence_{direction}",
         parameters=parameters("sequence", direction),
         defaults=Space(_KINDS, lambda kind: _fused_tilings(kind, direction)),
-        space=Space(_KINDS, lambda kind: _fused_space(kind, direction)),
-        constants=_fused_constants,
-        warps=lambda variant: variant.number("rows") * variant.number("split"),
-        shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
-        accepts=partial(_fused_accepts, direction),
-        exceeds_residency=partial(_fused_exceeds_residency, direction),
-        serves=partial(_fused_serves, direction),
+        code=Code(
+            source=f"sequence_{direction}.cu",
+            entry=f"rnn_sequence_{direction}",
+            constants=_fused_constants,
+            warps=lambda variant: variant.number("rows") * variant.number("split"),
+            shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
+        ),
+        rules=Rules(
+            accepts=partial(_fused_accepts, direction),
+            exceeds_residency=partial(_fused_exceeds_residency, direction),
+            serves=partial(_fused_serves, direction),
+        ),
         cost=partial(_fused_cost, direction),
         launch=partial(_fused_launch, direction),
+        tunable=Tunable(Space(_KINDS, lambda kind: _fused_space(kind, direction))),
     )
 
 
@@ -283,26 +290,30 @@ def _triton_kernel(direction: Direction) -> Kernel:
         family=FAMILY_NAME,
         name=f"sequence_{direction}",
         language="triton",
-        source="triton_kernels.py",
-        entry=f"sequence_{direction}",
         parameters=parameters("sequence", direction),
         defaults=Space(_KINDS, _triton_tiles),
-        constants=_triton_constants,
-        warps=lambda variant: variant.number("warps"),
-        divisible=lambda variant: frozenset(
-            {*(_POINTERS["sequence", direction]), "dim", *stride_names("sequence", direction)}
-            - {"bias", "workspace"}
+        code=Code(
+            source="triton_kernels.py",
+            entry=f"sequence_{direction}",
+            constants=_triton_constants,
+            warps=lambda variant: variant.number("warps"),
+            divisible=lambda variant: frozenset(
+                {*(_POINTERS["sequence", direction]), "dim", *stride_names("sequence", direction)}
+                - {"bias", "workspace"}
+            ),
+            elements=elements,
+            # Before 9.0 the compiler stops at 128 registers, and 8 bytes of LSTM's gradients are left over.
+            may_spill=frozenset(
+                Variant(
+                    FAMILY_NAME, "sequence_backward", "triton", (*kind, *_triton_tiles(kind)[0])
+                )
+                for kind in _KINDS
+                if kind[0][1] != "float32" and kind[1][1] == "lstm" and direction == "backward"
+            ),
         ),
-        elements=elements,
-        accepts=_triton_accepts,
+        rules=Rules(_triton_accepts),
         cost=lambda variant, problem: 0.0,
         launch=launch,
-        # Before 9.0 the compiler stops at 128 registers, and 8 bytes of LSTM's gradients are left over.
-        may_spill=frozenset(
-            Variant(FAMILY_NAME, "sequence_backward", "triton", (*kind, *_triton_tiles(kind)[0]))
-            for kind in _KINDS
-            if kind[0][1] != "float32" and kind[1][1] == "lstm" and direction == "backward"
-        ),
     )
 
 
@@ -326,13 +337,15 @@ def _step_kernel(direction: Direction) -> Kernel:
         family=FAMILY_NAME,
         name=f"step_{direction}",
         language="cuda",
-        source=f"step_{direction}.cu",
-        entry=f"rnn_step_{direction}",
         parameters=parameters("step", direction),
         defaults=Space(_KINDS, lambda kind: ((("warps", _STEP_WARPS),),)),
-        constants=_fused_constants,
-        warps=lambda variant: variant.number("warps"),
-        accepts=_step_accepts,
+        code=Code(
+            source=f"step_{direction}.cu",
+            entry=f"rnn_step_{direction}",
+            constants=_fused_constants,
+            warps=lambda variant: variant.number("warps"),
+        ),
+        rules=Rules(_step_accepts),
         cost=lambda variant, problem: 0.0,
         launch=launch,
     )

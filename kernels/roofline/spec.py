@@ -8,7 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space, Variant
+from scan_registry.kernels.model import (
+    Code,
+    Family,
+    Kernel,
+    Launch,
+    Parameter,
+    Rules,
+    Space,
+    Variant,
+)
 
 FAMILY_NAME = "roofline"
 KERNEL_NAME = "stream"
@@ -66,8 +75,6 @@ _KERNEL = Kernel(
     family=FAMILY_NAME,
     name=KERNEL_NAME,
     language="cuda",
-    source="stream.cu",
-    entry="stream",
     parameters=(
         *(Parameter(name, "pointer") for name in (*_INPUTS, *_OUTPUTS)),
         Parameter("count", "i64"),
@@ -78,11 +85,15 @@ _KERNEL = Kernel(
             (("warps", 8), ("unroll", unroll), ("hinted", hinted)) for unroll, hinted in _WAYS
         ),
     ),
-    constants=lambda variant: {
-        name.upper(): value for name, value in variant.statics if name != "dtype"
-    },
-    warps=lambda variant: variant.number("warps"),
-    accepts=_accepts,
+    code=Code(
+        source="stream.cu",
+        entry="stream",
+        constants=lambda variant: {
+            name.upper(): value for name, value in variant.statics if name != "dtype"
+        },
+        warps=lambda variant: variant.number("warps"),
+    ),
+    rules=Rules(_accepts),
     # Which is the fastest depends on the GPU and the size: whoever wants the roofline tries them all.
     cost=lambda variant, problem: variant.number("unroll"),
     launch=_launch,

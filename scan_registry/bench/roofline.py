@@ -46,7 +46,7 @@ def stream_calls(
     ordinal = device.index or 0
     (kernel,) = FAMILY.kernels
     for variant in kernel.variants:
-        if kernel.accepts(variant, problem) is not None:
+        if kernel.rules.accepts(variant, problem) is not None:
             continue
         ready = loader.prepare(ordinal, FAMILY, problem, "cuda", policy.lowest(), variant)
         assert ready.launch is not None  # a language was asked for, so not the reference

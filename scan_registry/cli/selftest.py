@@ -144,7 +144,7 @@ def _run(family: Family, kernel: Kernel, trial: Any, ordinal: int, tally: _Tally
 
     for aligned in (True, False):
         case = trial.case(kernel.name, aligned=aligned)
-        if all(kernel.accepts(variant, case.problem) for variant in kernel.variants):
+        if all(kernel.rules.accepts(variant, case.problem) for variant in kernel.variants):
             continue  # no problem for this language
         ready = prepare(ordinal, family, case.problem, kernel.language, policy.lowest())
         assert ready.launch is not None  # a language was asked for, so not the reference

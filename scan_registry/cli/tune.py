@@ -144,7 +144,9 @@ def wanted(pattern: str | None, problems: Sequence[Posed]) -> Callable[[Variant]
     def only(variant: Variant) -> bool:
         return found.search(str(variant)) is not None
 
-    takers = (v for p in problems for v in p.kernel.every if p.kernel.accepts(v, p.problem) is None)
+    takers = (
+        v for p in problems for v in p.kernel.every if p.kernel.rules.accepts(v, p.problem) is None
+    )
     if pattern and not any(map(only, takers)):
         raise UsageError(f"--only is {pattern!r}, which is in no variant for these problems")
     return only

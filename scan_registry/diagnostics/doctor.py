@@ -381,7 +381,7 @@ def _concerns(loser: Rejected, family: Family, sample: Sample, backend: Backend)
         return False
     try:
         kernel = family.kernel(variant.kernel, variant.language)
-        return kernel.accepts(variant, sample.problem) is None
+        return kernel.rules.accepts(variant, sample.problem) is None
     except KeyError:  # of another version, or with other static parameters: that is the reason
         return True
 

@@ -133,7 +133,7 @@ def origin(binary: Binary) -> str | None:
         return "this version's specs have no such variant"
     compiler = COMPILERS[variant.language]
     options = compiler.options(kernel, variant, binary.target)
-    threads = 32 * kernel.warps(variant)
+    threads = 32 * kernel.code.warps(variant)
     shipped = source_digest(compiler.sources(kernel))
     for what, has, should in (
         ("sources with SHA-256", binary.source_sha256, shipped),

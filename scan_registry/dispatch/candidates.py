@@ -322,9 +322,9 @@ def _unsolved(
     if candidate.made is None:
         if reason := kernel.mistakes(variant, problem):
             return reason
-    elif not kernel.serves(variant.statics, candidate.target):
+    elif not kernel.rules.serves(variant.statics, candidate.target):
         return f"it is not for {candidate.target}"
-    return kernel.accepts(variant, problem) or kernel.exceeds_residency(
+    return kernel.rules.accepts(variant, problem) or kernel.rules.exceeds_residency(
         variant, problem, device.sm_count
     )
 

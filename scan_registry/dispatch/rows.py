@@ -50,8 +50,8 @@ class TuningMatch:
             return found
         return (
             found
-            * kernel.tile_efficiency(text, self.row.sizes)
-            / kernel.tile_efficiency(text, self.sizes)
+            * kernel.tunable.tile_efficiency(text, self.row.sizes)
+            / kernel.tunable.tile_efficiency(text, self.sizes)
         )
 
     @property
@@ -77,11 +77,11 @@ def nearest_row(
     archives  what may bring tunings; one that is not intact brings none
     spec      whether to look at the tables beside the spec where no archive brings any
     """
-    every = _tunings(local, archives, spec, kernel) if kernel.shape else ()
+    every = _tunings(local, archives, spec, kernel) if kernel.tunable.shape else ()
     tunings = [each for each in every if each[0].serves(device.name)]
-    if kernel.shape is None or not tunings:
+    if kernel.tunable.shape is None or not tunings:
         return None
-    shape, found = kernel.shape(problem), []
+    shape, found = kernel.tunable.shape(problem), []
     for tuning, is_local in tunings:
         with suppress(ValueError):  # it is intact, and yet not right: whoever wrote it is not here
             nearest = tuning.nearest(shape)
@@ -107,5 +107,5 @@ def _tunings(
                 brought = brought or archive is not local
                 yield tuning, archive is local
     if spec and not brought:
-        for tuning in kernel.tunings():
+        for tuning in kernel.tunable.tunings():
             yield tuning, False

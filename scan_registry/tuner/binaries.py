@@ -33,7 +33,7 @@ def obtain(device: Device, archives: Iterable[Archive], variant: Variant) -> Obt
 def _checked(device: Device, variant: Variant, found: Obtained) -> Obtained:
     """``CompileError`` if no wheel would hold it, or it does not fit the device."""
     binary, _ = found
-    allowed = family(variant.family).kernel(variant.kernel, variant.language).may_spill
+    allowed = family(variant.family).kernel(variant.kernel, variant.language).code.may_spill
     if binary.spill_bytes and variant not in allowed:
         raise CompileError(f"it spills {binary.spill_bytes} bytes per thread")
     if reason := misfit(binary, device):

@@ -153,7 +153,7 @@ class Tuner:
         wanted: list[Variant] = []
         for kernel in {each.posed.kernel.head: each.posed.kernel for each in self.tuned}.values():
             named = set(labels.get(kernel.head, ()))
-            made = (v for v in kernel.every if kernel.serves(v.statics, self._target))
+            made = (v for v in kernel.every if kernel.rules.serves(v.statics, self._target))
             wanted += [v for v in made if kernel.label(v) in named]
         self._obtain(wanted)
         return [self._binaries[variant] for variant in wanted if variant in self._binaries]

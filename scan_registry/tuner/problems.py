@@ -90,9 +90,9 @@ class Posed:
     def variants(self, target: Target) -> tuple[Variant, ...]:
         """Those of a target that are worth a try, or where none is, all that accept the problem."""
         kernel = self.kernel
-        made = (v for v in kernel.every if kernel.serves(v.statics, target))
-        taken = [v for v in made if kernel.accepts(v, self.problem) is None]
-        worthy = [v for v in taken if self.kernel.worth(v, self.problem)]
+        made = (v for v in kernel.every if kernel.rules.serves(v.statics, target))
+        taken = [v for v in made if kernel.rules.accepts(v, self.problem) is None]
+        worthy = [v for v in taken if self.kernel.tunable.worth(v, self.problem)]
         return tuple(worthy or taken)
 
     @property
@@ -130,10 +130,10 @@ def posed(
     for case, direction in product(cases, passes):
         call = _kernel_call(case, direction)
         for kernel in FAMILY.kernels:
-            if kernel.name != call.problem.kernel or kernel.shape is None:
+            if kernel.name != call.problem.kernel or kernel.tunable.shape is None:
                 continue
             problem = _posed_to(kernel, call)
-            shape = kernel.shape(problem)
+            shape = kernel.tunable.shape(problem)
             key = kernel.head, shape.kind, tuple(shape.sizes.items())
             if kernel.language in languages and key not in seen:
                 seen.add(key)
@@ -143,7 +143,7 @@ def posed(
 def _posed_to(kernel: Kernel, call: KernelCall) -> LinearScanProblem:
     """A kernel that can sum up the gradient of broadcast gates is asked to."""
     fused = call.fused()
-    if fused is not None and any(kernel.accepts(v, fused) is None for v in kernel.every):
+    if fused is not None and any(kernel.rules.accepts(v, fused) is None for v in kernel.every):
         return fused
     return call.problem
 

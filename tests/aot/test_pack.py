@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from changing import changed
 
 from scan_registry.aot import pack as packing
 from scan_registry.aot.pack import pack, provenance, tunings
@@ -110,8 +111,8 @@ def test_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_machine_code_gets_the_nearest_tuning_and_ptx_all(monkeypatch: pytest.MonkeyPatch) -> None:
     every = tuple(Tuning.of(arch, "x", "d", {}) for arch in ("sm_80", "sm_90"))
-    kernel = replace(FAMILY.kernels[0], tunings=lambda: every)
-    family = replace(FAMILY, kernels=(kernel, replace(FAMILY.kernels[1], tunings=tuple)))
+    kernel = changed(FAMILY.kernels[0], tunings=lambda: every)
+    family = replace(FAMILY, kernels=(kernel, changed(FAMILY.kernels[1], tunings=tuple)))
     monkeypatch.setattr(packing, "families", lambda: {family.name: family})
     for arch, expected in (
         ("sm90", ["sm_90"]),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from changing import changed
 
 from scan_registry.aot import plan as planning
 from scan_registry.aot.plan import chosen_archs, plan
@@ -97,7 +98,7 @@ def test_what_tunings_name_is_optional_on_other_architectures(
             (("sm_80", False), ("sm_90", False), ("sm_90", True)), spares, strict=True
         )
     )
-    tuned = replace(kernel, tunings=lambda: tunings)
+    tuned = changed(kernel, tunings=lambda: tunings)
     family = replace(FAMILY, kernels=(tuned,))
     monkeypatch.setattr(planning, "families", lambda: {family.name: family})
     for arch, expected in (
@@ -108,7 +109,7 @@ def test_what_tunings_name_is_optional_on_other_architectures(
     ):
         (jobs,) = plan([Target.parse(arch)]).values()
         defaults = [
-            v for v in kernel.by_text.values() if kernel.serves(v.statics, Target.parse(arch))
+            v for v in kernel.by_text.values() if kernel.rules.serves(v.statics, Target.parse(arch))
         ]
         assert [job.variant for job in jobs if not job.optional][: len(defaults)] == defaults
         others = [job for job in jobs if job.variant not in defaults]
@@ -131,7 +132,7 @@ def test_other_architectures_take_over_what_several_problems_ask_for(
     ]
     for served, expected in ((rows[:2], {a}), (rows, {a, b}), (rows[2:], set())):
         tuning = Tuning.of("sm_90", "x", "d", {kind: served})
-        tuned = replace(kernel, tunings=lambda tuning=tuning: (tuning,))
+        tuned = changed(kernel, tunings=lambda tuning=tuning: (tuning,))
         family = replace(FAMILY, kernels=(tuned,))
         monkeypatch.setattr(planning, "families", lambda family=family: {family.name: family})
         for arch, more in (("sm90", {a, b}), ("sm89", expected), ("ptx80", set())):
@@ -148,7 +149,7 @@ def test_what_there_is_no_room_for_is_not_taken_over(monkeypatch: pytest.MonkeyP
     slower = 2 * planning.BORROWED
     rows = [Row({"time": time}, {large: 1.0, small: slower}) for time in (1, 2)]
     tuning = Tuning.of("sm_90", "x", "d", {kind: rows})
-    tuned = replace(
+    tuned = changed(
         kernel,
         tunings=lambda: (tuning,),
         shared=lambda variant: 150_000 if kernel.label(variant) == large else 0,
@@ -162,7 +163,7 @@ def test_what_there_is_no_room_for_is_not_taken_over(monkeypatch: pytest.MonkeyP
 
 
 def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = replace(FAMILY.kernels[0], serves=lambda statics, target: target.capability >= (9, 0))
+    kernel = changed(FAMILY.kernels[0], serves=lambda statics, target: target.capability >= (9, 0))
     family = replace(FAMILY, kernels=(kernel,))
     monkeypatch.setattr(planning, "families", lambda: {family.name: family})
     for arch, there in (("sm89", False), ("ptx80", False), ("sm90", True), ("sm120", True)):

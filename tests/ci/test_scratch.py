@@ -165,9 +165,10 @@ def test_a_familys_folder_is_packed_into_wheels(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    for family, source in (("scale", "scale.cu"), ("linear_scan", "affine.cuh")):
+    for family, source in (("scale", "scale.cu"), ("linear_scan", "step.cuh")):
         for name in ("__init__.py", "spec.py", source):
             assert f"scan_registry/kernels/{family}/{name}" in names
+    assert "scan_registry/kernels/common/affine.cuh" in names
 
 
 # --- An architecture --------------------------------------------------------------------------

@@ -22,7 +22,7 @@ COMPLETE = (
     "scan_registry/archives/sm90.scanreg",
     "scan_registry/kernels/linear_scan/spec.py",
     "scan_registry/kernels/linear_scan/time_last_forward.cu",
-    "scan_registry/kernels/linear_scan/affine.cuh",
+    "scan_registry/kernels/common/affine.cuh",
     "scan_registry-0.1.0.dist-info/METADATA",
     "scan_registry-0.1.0.dist-info/RECORD",
 )

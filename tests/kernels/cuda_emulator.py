@@ -32,9 +32,12 @@ BLOCKS_AT_ONCE = 6
 shared: Path | None = None
 #: SMs of the GPU that is emulated: few, so that small problems fill it.
 SM_COUNT = 3
+#: The architecture that is emulated unless a test asks for another: sm_90, in the form of ``__CUDA_ARCH__``.
+ARCH = 900
 
 _MAIN = """
 #include "cuda.hpp"
+#define __CUDA_ARCH__ {arch}
 const unsigned emulator::blocks_of_cluster = {cluster};
 #include "{source}"
 extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads, unsigned shared,
@@ -93,8 +96,8 @@ class Emulated:
             emulate(
                 pointers,
                 (ctypes.c_uint * 3)(*launch.grid),
-                ctypes.c_uint(32 * self.kernel.warps(self.variant)),
-                ctypes.c_uint(self.kernel.shared(self.variant)),
+                ctypes.c_uint(32 * self.kernel.code.warps(self.variant)),
+                ctypes.c_uint(self.kernel.code.shared(self.variant)),
                 ctypes.c_uint(self._at_once(launch.grid)),
                 ctypes.c_uint(seed),
             )
@@ -111,10 +114,10 @@ class Emulated:
         return max(BLOCKS_AT_ONCE, sharing)
 
 
-def emulated(kernel: Kernel, variant: Variant, folder: Path) -> Emulated:
-    """Compile a variant, in ``folder``."""
-    texts = Nvrtc().sources(kernel)
-    library = library_of(kernel.source, kernel.entry, texts, kernel.constants(variant), folder)
+def emulated(kernel: Kernel, variant: Variant, folder: Path, arch: int = ARCH) -> Emulated:
+    """Compile a variant, in ``folder``, for an architecture."""
+    texts, code = Nvrtc().sources(kernel), kernel.code
+    library = library_of(code.source, code.entry, texts, code.constants(variant), folder, arch)
     return Emulated(kernel, variant, library)
 
 
@@ -124,20 +127,21 @@ def library_of(
     texts: Mapping[str, str],
     constants: Mapping[str, Static],
     folder: Path,
+    arch: int = ARCH,
 ) -> Path:
     """A library of the file ``source`` among ``texts``, in the shared folder or else ``folder``; compiled
-    if it is not there yet."""
+    if it is not there yet. ``arch`` is what it finds in ``__CUDA_ARCH__``."""
     folder = shared or folder
     emulator = {path.name: path.read_text(encoding="utf-8") for path in sorted(EMULATOR.iterdir())}
     held = {name: emulator.get(Path(name).name, text) for name, text in texts.items()}
     cluster = max(1, int(constants.get("CLUSTER", 1)))
-    main = _MAIN.format(source=source, entry=entry, cluster=cluster)
+    main = _MAIN.format(source=source, entry=entry, cluster=cluster, arch=arch)
     everything = json.dumps([emulator, held, main, {**constants}], sort_keys=True)
     library = folder / f"{hashlib.sha256(everything.encode()).hexdigest()}.so"
     if library.exists():
         return library
     place = Path(tempfile.mkdtemp(dir=folder))
-    sources = place / "family"  # headers may be another family's: ../linear_scan/ptx.cuh
+    sources = place / "family"  # which has its neighbour's headers: ../common/ptx.cuh
     for name, text in held.items():
         file = (sources / name).resolve()
         file.parent.mkdir(parents=True, exist_ok=True)

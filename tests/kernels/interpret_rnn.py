@@ -38,7 +38,7 @@ def launch(name: str, tensors: Tensors) -> None:
     """One kernel; those that it writes may not be read, nor the other way round."""
     kernel = FAMILY.kernel(name, "triton")
     problem = tensors.problem("sequence", name.split("_")[1])  # type: ignore[arg-type]
-    variant = next(v for v in kernel.variants if kernel.accepts(v, problem) is None)
+    variant = next(v for v in kernel.variants if kernel.rules.accepts(v, problem) is None)
     shape = kernel.launch(variant, problem, 4)
     written = ("gates_grad", "initial_grad") if "backward" in name else ("states", "cache")
     values: list[Any] = []
@@ -53,7 +53,7 @@ def launch(name: str, tensors: Tensors) -> None:
         reads=[there[n] for n in kernel.pointers if n in there and n not in written],
         writes=[there[n] for n in written],
     )
-    getattr(triton_kernels, name)[shape.grid](*values, **kernel.constants(variant))
+    getattr(triton_kernels, name)[shape.grid](*values, **kernel.code.constants(variant))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def streamed() -> Iterator[Variant]:
     for kernel in FAMILY.kernels:
         if kernel.language != "cuda":
             continue
-        found = [dict(pins) for pins in kernel.space or () if "stages" in dict(pins)]
+        found = [dict(pins) for pins in kernel.tunable.space if "stages" in dict(pins)]
         for pins in wanted[kernel.name.rpartition("_")[0]] if found else ():
             matches = [{"access": "aligned", "dtype": dtype, **pins} for dtype in dtypes]
             fits = [next((f for f in found if m.items() <= f.items()), None) for m in matches]
@@ -117,7 +117,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     cut = {"prefix_lead", "ctas_per_column", "single_wave"} & {*dict(variant.statics)}
     for trial in (*short(dtype), *(long(dtype) if cut else ())):
         for case in trial.launches(kernel.name):
-            if kernel.accepts(variant, case.problem) is None:
+            if kernel.rules.accepts(variant, case.problem) is None:
                 library.run(case.problem, case.tensors, seed=checked)
                 assert case.error() <= cases.TOLERANCE[dtype], str(trial)
                 checked += 1
@@ -144,7 +144,7 @@ def test_a_walk_sums_the_gradient_of_one_gate(
     for shape, setting in product(((2, 48, 40), (1, 16, 600)), ONE_GATE):
         trial = cases.draw(shape, setting, dtype, "cpu")
         case = trial.case(kernel.name, aligned=True, sums=True)
-        if kernel.accepts(variant, case.problem) is None:
+        if kernel.rules.accepts(variant, case.problem) is None:
             library.run(case.problem, case.tensors, seed=checked)
             assert "gates_grad" in case.expected
             assert case.error() <= cases.TOLERANCE[dtype], str(trial)
@@ -189,7 +189,7 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = replace(PACKED, reverse=reverse)
     case = cases.draw((1, 16, 300), setting, "float32", "cpu").case(name, aligned=True)
-    assert kernel.accepts(variant, case.problem) is None
+    assert kernel.rules.accepts(variant, case.problem) is None
     tensors = dict(case.tensors)
     untouched = surround(tensors, case.expected)
     offsets = tensors["offsets"]
@@ -235,7 +235,7 @@ def test_a_walk_over_misaligned_rows_writes_nowhere_else(
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
     case = cases.draw(shape, setting, dtype, "cpu").case(name, aligned=True)
-    assert kernel.accepts(variant, case.problem) is None
+    assert kernel.rules.accepts(variant, case.problem) is None
     untouched = surround(case.tensors, case.expected)
     library.run(case.problem, case.tensors, seed=0)
     assert case.error() <= cases.TOLERANCE[dtype]
@@ -267,7 +267,7 @@ def test_what_is_read_at_once_writes_nowhere_else(
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, reverse=reverse)
     case = cases.draw((1, channels, time), setting, dtype, "cpu").case(kernel.name, aligned=True)
-    assert kernel.accepts(variant, case.problem) is None
+    assert kernel.rules.accepts(variant, case.problem) is None
     untouched = surround(case.tensors, case.expected)
     library.run(case.problem, case.tensors, 0, sm_count)
     assert case.error() <= cases.TOLERANCE[dtype]

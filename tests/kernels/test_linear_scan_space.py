@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from changing import changed
 
 from scan_registry.aot.compile import compile_variant
 from scan_registry.hardware.target import SHARED_MEMORY, Target
@@ -20,7 +21,7 @@ from scan_registry.kernels.tuning import Row, Tuning
 ROOMS = [room for capability, room in SHARED_MEMORY.items() if capability >= (8, 0)]
 
 SM90 = Target((9, 0))
-TUNED = [kernel for kernel in FAMILY.kernels if kernel.space is not None]
+TUNED = [kernel for kernel in FAMILY.kernels if kernel.tunable.space.kinds]
 IDS = [kernel.head for kernel in TUNED]
 
 
@@ -66,9 +67,10 @@ def test_few_long_scans_are_cut_on_gpus_with_little_shared_memory(name: str) -> 
     small = {
         kernel.label(variant)
         for variant in kernel.every
-        if "prefix_lead" in dict(variant.statics) and kernel.shared(variant) <= 0.9 * min(ROOMS)
+        if "prefix_lead" in dict(variant.statics)
+        and kernel.code.shared(variant) <= 0.9 * min(ROOMS)
     }
-    for tuning, dtype in product(kernel.tunings(), ("float32", "bfloat16", "float16")):
+    for tuning, dtype in product(kernel.tunable.tunings(), ("float32", "bfloat16", "float16")):
         rows = tuning.rows(f"dtype={dtype},gates={dtype},access=aligned")
         long = [row for row in rows if row.sizes["time"] > 1e5 and row.sizes["sequences"] == 1]
         few = {row.sizes.get("lines", row.sizes.get("channels", 0)): row for row in long}
@@ -79,7 +81,9 @@ def test_few_long_scans_are_cut_on_gpus_with_little_shared_memory(name: str) -> 
 
 @pytest.mark.parametrize("kernel", TUNED, ids=IDS)
 def test_a_space_is_a_few_dozen_variants_of_each_kind(kernel: Kernel) -> None:
-    kinds = Counter(pinned(v.statics[:3]) for v in kernel.every if kernel.serves(v.statics, SM90))
+    kinds = Counter(
+        pinned(v.statics[:3]) for v in kernel.every if kernel.rules.serves(v.statics, SM90)
+    )
     misaligned = 3 if kernel.language == "cuda" else 0
     varlen = 5 if misaligned and kernel.name.startswith("channel_last") else 0
     assert len(kinds) == 12 + misaligned + varlen
@@ -89,12 +93,12 @@ def test_a_space_is_a_few_dozen_variants_of_each_kind(kernel: Kernel) -> None:
     for variant in kernel.every:
         assert kernel.allows(variant)
         assert Variant.parse(str(variant)) == variant
-        assert 1 <= kernel.warps(variant) <= 32
+        assert 1 <= kernel.code.warps(variant) <= 32
 
 
 @pytest.mark.parametrize("kernel", TUNED, ids=IDS)
 def test_without_tables_wheels_hold_the_defaults(kernel: Kernel) -> None:
-    untuned = replace(kernel, tunings=tuple)
+    untuned = changed(kernel, tunings=tuple)
     assert untuned.variants == tuple(untuned.by_text.values())
 
 
@@ -106,7 +110,7 @@ def test_wheels_hold_what_a_table_names() -> None:
     tuning = Tuning.of(
         "sm_90", "x", "d", {"kind": [Row({"time": 1}, {kernel.label(extra): 1.0, "gone=1": 2.0})]}
     )
-    tuned = replace(kernel, tunings=lambda: (tuning,))
+    tuned = changed(kernel, tunings=lambda: (tuning,))
     added = tuned.variants[len(kernel.by_text) :]
     assert tuned.variants[: len(kernel.by_text)] == tuple(kernel.by_text.values())
     # Both ways: which one it is, is the problem's.
@@ -123,11 +127,13 @@ def test_what_a_driver_compiles_goes_one_way_and_machine_code_both(kernel: Kerne
     ptx = Target((8, 0), "compute")
     for access, reverse in product((16, 4), (False, True)):
         problem = replace(a_problem(kernel.name, alignment=access), reverse=reverse)
-        taking = [v for v in kernel.every if not kernel.accepts(v, problem)]
-        tiles = Counter(kernel.label(v) for v in taking if kernel.serves(v.statics, ptx))
-        assert tiles == Counter(kernel.label(v) for v in taking if kernel.serves(v.statics, SM90))
+        taking = [v for v in kernel.every if not kernel.rules.accepts(v, problem)]
+        tiles = Counter(kernel.label(v) for v in taking if kernel.rules.serves(v.statics, ptx))
+        assert tiles == Counter(
+            kernel.label(v) for v in taking if kernel.rules.serves(v.statics, SM90)
+        )
         assert set(tiles.values()) == {1}
-        for variant in (v for v in taking if kernel.serves(v.statics, ptx)):
+        for variant in (v for v in taking if kernel.rules.serves(v.statics, ptx)):
             turns = kernel.name.startswith("time_last") and variant.text("access") != "generic"
             assert dict(variant.statics).get("reverse") == (reverse if turns else None)
 
@@ -161,13 +167,15 @@ def test_what_is_in_no_space_is_not_allowed() -> None:
 
 @pytest.mark.parametrize("kernel", TUNED, ids=IDS)
 def test_kinds_tell_aligned_problems_from_others(kernel: Kernel) -> None:
-    assert kernel.shape is not None
+    assert kernel.tunable.shape is not None
     aligned, odd = a_problem(kernel.name), a_problem(kernel.name, alignment=4)
-    assert "access=aligned" in kernel.shape(aligned).kind
-    assert "access=generic" in kernel.shape(odd).kind
+    assert "access=aligned" in kernel.tunable.shape(aligned).kind
+    assert "access=generic" in kernel.tunable.shape(odd).kind
     for problem, access in ((aligned, "aligned"), (odd, "generic")):
         timed = [
-            v for v in kernel.every if not kernel.accepts(v, problem) and kernel.worth(v, problem)
+            v
+            for v in kernel.every
+            if not kernel.rules.accepts(v, problem) and kernel.tunable.worth(v, problem)
         ]
         assert len(timed) > 3
         assert {v.text("access") for v in timed} == {access}
@@ -176,18 +184,18 @@ def test_kinds_tell_aligned_problems_from_others(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", TUNED, ids=IDS)
 def test_rows_that_start_anywhere_have_kernels_of_their_own(kernel: Kernel) -> None:
     """If an element lies at the same place of its 16 bytes in every tensor."""
-    assert kernel.shape is not None
+    assert kernel.tunable.shape is not None
     odd = a_problem(kernel.name, time=4099, channels=1001)
     first, *others = odd.strides
     longer = replace(odd, strides=(replace(first, batch=first.batch + 1), *others))
     assert not longer.congruent()
     taken = "misaligned" if kernel.language == "cuda" else "generic"
     for problem, access in ((odd, taken), (longer, "generic"), (a_problem(kernel.name), "aligned")):
-        assert f"access={access}" in kernel.shape(problem).kind
-        accepting = {v.text("access") for v in kernel.every if not kernel.accepts(v, problem)}
+        assert f"access={access}" in kernel.tunable.shape(problem).kind
+        accepting = {v.text("access") for v in kernel.every if not kernel.rules.accepts(v, problem)}
         assert accepting == {access, "generic"}
     for problem in (replace(odd, sequences=2), replace(odd, gates_dtype="bfloat16")):
-        taking = [v for v in kernel.every if not kernel.accepts(v, problem)]
+        taking = [v for v in kernel.every if not kernel.rules.accepts(v, problem)]
         assert all(v.text("access") == "generic" for v in taking)
 
 
@@ -198,18 +206,21 @@ def test_how_full_segments_are() -> None:
     assert isinstance(tile["warps"], int)
     segment = tile["warps"] * streams.times(cut)
     for time, full in ((segment, 1), (segment + 1, 0.5), (segment / 4, 0.25), (3 * segment, 1)):
-        assert kernel.tile_efficiency(str(cut), {"time": time}) == pytest.approx(full, rel=0.01)
+        assert kernel.tunable.tile_efficiency(str(cut), {"time": time}) == pytest.approx(
+            full, rel=0.01
+        )
     whole = next(v for v in kernel.every if "prefix_lead" not in dict(v.statics))
-    assert kernel.tile_efficiency(str(whole), {"time": segment + 1}) == 1
+    assert kernel.tunable.tile_efficiency(str(whole), {"time": segment + 1}) == 1
     # Of variants of other versions selection knows nothing yet.
     for unknown in ("lanes=0", "lanes=x", "width=2"):
         text = str(cut).replace(f"lanes={tile['lanes']}", unknown)
-        assert kernel.tile_efficiency(text, {"time": segment + 1}) == 1
-    assert kernel.tile_efficiency(f"{cut},", {"time": segment + 1}) == 1
+        assert kernel.tunable.tile_efficiency(text, {"time": segment + 1}) == 1
+    assert kernel.tunable.tile_efficiency(f"{cut},", {"time": segment + 1}) == 1
 
 
 def test_kernels_count_the_bytes_that_launches_do() -> None:
-    sources = {path.name: path.read_text(encoding="utf-8") for path in FAMILY.folder.glob("*.cuh")}
+    headers = (*FAMILY.folder.glob("*.cuh"), *FAMILY.folder.with_name("common").glob("*.cuh"))
+    sources = {path.name: path.read_text(encoding="utf-8") for path in headers}
     assert f"COUNTER = {streams.COUNTER} }};" in sources["multi_cta_column.cuh"]
     assert f"HEAD = {streams.HEAD} }};" in sources["workspace_init.cuh"]
     assert f"LINE = {streams.LINE} / sizeof(Storage)," in sources["time_stream.cuh"]
@@ -218,22 +229,24 @@ def test_kernels_count_the_bytes_that_launches_do() -> None:
 
 def test_sizes() -> None:
     kernel = FAMILY.kernel("channel_last_forward", "cuda")
-    assert kernel.shape is not None
+    assert kernel.tunable.shape is not None
     problem = a_problem("channel_last_forward")
-    plain = kernel.shape(problem).sizes
+    plain = kernel.tunable.shape(problem).sizes
     assert plain == {"lines": 128, "channels": 64, "time": 4096, "sequences": 1, "broadcast": 1}
-    varlen = kernel.shape(replace(problem, sequences=8)).sizes
+    varlen = kernel.tunable.shape(replace(problem, sequences=8)).sizes
     assert (varlen["time"], varlen["sequences"]) == (512, 8)
     gates, *others = problem.strides
     broadcast = replace(problem, strides=(replace(gates, time=0), *others))
-    assert kernel.shape(broadcast).sizes["broadcast"] > 1
-    assert kernel.shape(replace(problem, time=0)).sizes["time"] == 1
+    assert kernel.tunable.shape(broadcast).sizes["broadcast"] > 1
+    assert kernel.tunable.shape(replace(problem, time=0)).sizes["time"] == 1
 
 
 def test_tiles_much_longer_than_a_sequence_are_not_worth_a_try() -> None:
     kernel = FAMILY.kernel("time_last_forward", "cuda")
     short, long, longest = a_problem(time=64), a_problem(time=65536), a_problem(time=1 << 24)
-    timed = [sum(kernel.worth(v, each) for v in kernel.every) for each in (short, long, longest)]
+    timed = [
+        sum(kernel.tunable.worth(v, each) for v in kernel.every) for each in (short, long, longest)
+    ]
     assert 0 < timed[0] < timed[1]
     assert 0 < timed[2] < timed[1]  # some would take a million tiles
 
@@ -248,7 +261,7 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
     small = replace(
         a_problem(kernel.name, channels=2 * channels), dtype=dtype, gates_dtype=dtype, batch=3
     )
-    assert kernel.accepts(variant, small) is None
+    assert kernel.rules.accepts(variant, small) is None
     for sm_count, time, ctas, run in (
         (12, 4096, 1, -(-4096 // (warps * steps)) * steps),
         (132, 1 << 16, 21, -(-(1 << 16) // (21 * warps * steps)) * steps),
@@ -263,14 +276,18 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
         told = (8 if dtype == "bfloat16" else 16) * 6 * (ctas - 1) * channels
         assert launch.workspace == (streams.HEAD + told if ctas > 1 else 0)
         assert launch.zeroed == (ctas == 1)
-    assert kernel.exceeds_residency(variant, small, 6) is None
+    assert kernel.rules.exceeds_residency(variant, small, 6) is None
     assert "6 blocks share 6 columns, and 5 run at once" in str(
-        kernel.exceeds_residency(variant, small, 5)
+        kernel.rules.exceeds_residency(variant, small, 5)
     )
-    assert kernel.tile_efficiency(str(variant), {"time": 1e4, "channels": 2 * channels}) == 1
-    assert kernel.tile_efficiency(str(variant), {"time": 1e4, "channels": 8}) == 8 / channels
+    assert (
+        kernel.tunable.tile_efficiency(str(variant), {"time": 1e4, "channels": 2 * channels}) == 1
+    )
+    assert (
+        kernel.tunable.tile_efficiency(str(variant), {"time": 1e4, "channels": 8}) == 8 / channels
+    )
     assert "201326592 bytes to compose" in str(
-        kernel.accepts(variant, replace(small, time=1 << 17))
+        kernel.rules.accepts(variant, replace(small, time=1 << 17))
     )
 
 
@@ -282,10 +299,10 @@ def test_blocks_share_columns_where_all_of_them_run_at_once(ctas: int) -> None:
     problem = replace(
         a_problem("channel_last_forward", channels=1000), dtype=dtype, gates_dtype=dtype
     )
-    assert kernel.accepts(variant, problem) is None
+    assert kernel.rules.accepts(variant, problem) is None
     blocks = 2 * 16 * ctas
-    assert kernel.exceeds_residency(variant, problem, blocks) is None
-    crowded = kernel.exceeds_residency(variant, problem, blocks - 1)
+    assert kernel.rules.exceeds_residency(variant, problem, blocks) is None
+    crowded = kernel.rules.exceeds_residency(variant, problem, blocks - 1)
     assert crowded is not None
     assert f"{blocks} blocks share 32 columns, and {blocks - 1} run at once" in crowded
     launch = kernel.launch(variant, problem, blocks)

@@ -90,7 +90,7 @@ def test_a_kernel_multiplies_by_the_initial_state_as_it_is(
     checked = 0
     for each in trials():
         for case in each.launches(kernel.name):
-            if kernel.accepts(variant, case.problem) is None:
+            if kernel.rules.accepts(variant, case.problem) is None:
                 library.run(case.problem, case.tensors, seed=checked)
                 assert case.error() <= cases.TOLERANCE["float16"], str(each)
                 checked += 1

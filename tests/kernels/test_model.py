@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from changing import changed
 
 from scan_registry.kernels import families, family
 from scan_registry.kernels.model import Kernel, Pins, Variant
@@ -19,16 +20,16 @@ def test_a_kernel_of_a_spec(kernel: Kernel) -> None:
     kinds = [parameter.kind for parameter in kernel.parameters]
     assert kinds == sorted(kinds, key=lambda kind: kind != "pointer")  # pointers come first
     assert len(set(kernel.variants)) == len(kernel.variants) > 0
-    assert (family(kernel.family).folder / kernel.source).is_file()
+    assert (family(kernel.family).folder / kernel.code.source).is_file()
     for variant in kernel.variants:
         assert (variant.family, variant.kernel) == (kernel.family, kernel.name)
         assert variant.language == kernel.language
-        assert 1 <= kernel.warps(variant) <= 32
-        assert kernel.divisible(variant) <= set(names)
+        assert 1 <= kernel.code.warps(variant) <= 32
+        assert kernel.code.divisible(variant) <= set(names)
         if kernel.language == "triton":
-            assert tuple(kernel.elements(variant)) == kernel.pointers
+            assert tuple(kernel.code.elements(variant)) == kernel.pointers
         assert Variant.parse(str(variant)) == variant
-    assert kernel.may_spill <= set(kernel.variants)
+    assert kernel.code.may_spill <= set(kernel.variants)
 
 
 @pytest.mark.slow
@@ -37,10 +38,10 @@ def test_variants_differ_in_what_the_compiler_sees() -> None:
     for kernel in KERNELS:
         seen = {
             (
-                tuple(kernel.constants(variant).items()),
-                kernel.warps(variant),
-                kernel.divisible(variant),
-                tuple(kernel.elements(variant).items()),
+                tuple(kernel.code.constants(variant).items()),
+                kernel.code.warps(variant),
+                kernel.code.divisible(variant),
+                tuple(kernel.code.elements(variant).items()),
             )
             for variant in kernel.every
         }
@@ -79,17 +80,16 @@ def test_kinds_for_other_problems_are_told_apart_without_their_tiles() -> None:
     sample = next(
         s for s in scans.samples if s.problem.kernel == kernel.name and s.dtype == "float32"
     )
-    assert kernel.space is not None
 
     def tiles(kind: Pins) -> tuple[Pins, ...]:
         raise AssertionError(f"enumerates {kind}")
 
-    quick = replace(kernel, space=replace(kernel.space, tiles=tiles))
+    quick = changed(kernel, space=replace(kernel.tunable.space, tiles=tiles))
     tuned = [variant for variant in kernel.every if variant.statics not in kernel.defaults]
     other = next(variant for variant in tuned if variant.text("dtype") == "float64")
     reason = quick.mistakes(other, sample.problem)
     assert reason is not None
-    assert reason == kernel.accepts(other, sample.problem)
+    assert reason == kernel.rules.accepts(other, sample.problem)
     same = next(variant for variant in tuned if variant.text("dtype") == "float32")
     assert kernel.mistakes(same, sample.problem) is None
     for statics in ((*same.statics[:3], ("gone", 1)), (("gone", 1),)):

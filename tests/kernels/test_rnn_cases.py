@@ -33,7 +33,9 @@ def test_a_kernel_passes_its_cases(
         case = trial.case(kernel.name, aligned=bool(number % 2))
         assert case.error() == float("inf")  # nothing has been written
         if library is None:
-            variant = next(v for v in kernel.variants if kernel.accepts(v, case.problem) is None)
+            variant = next(
+                v for v in kernel.variants if kernel.rules.accepts(v, case.problem) is None
+            )
             library = cuda_emulator.emulated(kernel, variant, tmp_path)
         library.run(case.problem, case.tensors, number)
         assert case.error() <= cases.TOLERANCE[dtype], trial
@@ -53,5 +55,7 @@ def test_every_function_and_setting_is_drawn() -> None:
             for kernel in CUDA:
                 for aligned in (True, False):
                     case = trial.case(kernel.name, aligned=aligned)
-                    assert any(kernel.accepts(v, case.problem) is None for v in kernel.variants)
+                    assert any(
+                        kernel.rules.accepts(v, case.problem) is None for v in kernel.variants
+                    )
                     assert set(case.tensors) <= set(kernel.pointers)

@@ -97,8 +97,10 @@ def try_both(
         tensors = module.Tensors(trial, getattr(torch, dtype), seed=number)
         for library, direction in zip(libraries, ("forward", "backward"), strict=True):
             problem = tensors.problem("sequence", direction)
-            assert library.kernel.accepts(library.variant, problem) is None
-            assert library.kernel.exceeds_residency(library.variant, problem, sm_count) is None
+            assert library.kernel.rules.accepts(library.variant, problem) is None
+            assert (
+                library.kernel.rules.exceeds_residency(library.variant, problem, sm_count) is None
+            )
             library.run(problem, tensors.given, number, sm_count)
         assert tensors.error("states", "gates_grad", "initial_grad") <= module.TOLERANCE[dtype], (
             trial

@@ -34,7 +34,7 @@ def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: P
                 if isinstance(each.problem, RnnProblem) and each.problem.scope == scope
             )
             kernel = FAMILY.kernel(problem.kernel, "cuda")
-            fitting = [v for v in kernel.variants if kernel.accepts(v, problem) is None]
+            fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
             variant = min(fitting, key=lambda variant: kernel.cost(variant, problem))
             library = cuda_emulator.emulated(kernel, variant, tmp_path)
 

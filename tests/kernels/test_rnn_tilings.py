@@ -35,8 +35,8 @@ def taken(kernel: Kernel, problem: RnnProblem, sm_count: int) -> list[Variant]:
     return [
         variant
         for variant in kernel.variants
-        if kernel.accepts(variant, problem) is None
-        and kernel.exceeds_residency(variant, problem, sm_count) is None
+        if kernel.rules.accepts(variant, problem) is None
+        and kernel.rules.exceeds_residency(variant, problem, sm_count) is None
     ]
 
 
@@ -94,7 +94,7 @@ def test_defaults_meet_the_constraints_of_every_gpu_that_has_their_instructions(
             "backward": int(kernel.name.endswith("backward")),
             **tilings.LEAST,
         }
-        if not kernel.serves(variant.statics, Target((8, 0))):
+        if not kernel.rules.serves(variant.statics, Target((8, 0))):
             given |= tilings.HOPPER
         assert pins in list(tilings.enumerate_tilings(given)), str(variant)
 
@@ -158,9 +158,9 @@ def test_how_wide_a_head_may_be() -> None:
             most = tilings.most_units({**pins, **given})
             problem = a_problem(kernel, dim=most, function=kind[0], dtype=variant.text("dtype"))
             larger = replace(problem, dim=most + 16)
-            assert kernel.accepts(variant, problem) is None
-            assert kernel.exceeds_residency(variant, problem, sm_count) is None
-            assert kernel.accepts(variant, larger) or kernel.exceeds_residency(
+            assert kernel.rules.accepts(variant, problem) is None
+            assert kernel.rules.exceeds_residency(variant, problem, sm_count) is None
+            assert kernel.rules.accepts(variant, larger) or kernel.rules.exceeds_residency(
                 variant, larger, sm_count
             )
             if sm_count == 132:
@@ -220,7 +220,7 @@ def test_what_does_not_fit_says_why(kernel: Kernel) -> None:
     assert variant.number("rows") == 1
 
     def reason(**changes: object) -> str:
-        return kernel.accepts(variant, a_problem(kernel, **changes)) or ""
+        return kernel.rules.accepts(variant, a_problem(kernel, **changes)) or ""
 
     assert reason() == ""
     most = 1536 if kernel.name.endswith("forward") else 1280
@@ -229,15 +229,15 @@ def test_what_does_not_fit_says_why(kernel: Kernel) -> None:
     assert reason(dtype="float16") == "dtype bfloat16, not float16"
     assert reason(function="gru") == "function lstm, not gru"
     assert "it takes 16" in reason(alignment=8)
-    assert kernel.exceeds_residency(variant, a_problem(kernel), 48) is None
-    assert "48 > 47" in (kernel.exceeds_residency(variant, a_problem(kernel), 47) or "")
+    assert kernel.rules.exceeds_residency(variant, a_problem(kernel), 48) is None
+    assert "48 > 47" in (kernel.rules.exceeds_residency(variant, a_problem(kernel), 47) or "")
 
 
 @pytest.mark.parametrize("kernel", FAMILY.kernels, ids=[k.head for k in FAMILY.kernels])
 def test_launches_have_the_kernels_scalars(kernel: Kernel) -> None:
     names = {parameter.name for parameter in kernel.parameters if parameter.kind == "i64"}
     problem = a_problem(kernel, dim=64)
-    taken_by = [v for v in kernel.variants if kernel.accepts(v, problem) is None]
+    taken_by = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
     assert taken_by
     for variant in taken_by:
         assert kernel.launch(variant, problem, 132).scalars.keys() == names
@@ -249,9 +249,9 @@ def test_triton_takes_small_heads_in_whole_words() -> None:
         v for v in kernel.variants if (v.text("dtype"), v.text("function")) == ("bfloat16", "lstm")
     ]
     problem = a_problem(kernel, dim=64, batch=33, heads=3)
-    assert kernel.accepts(variant, problem) is None
+    assert kernel.rules.accepts(variant, problem) is None
     assert kernel.launch(variant, problem, 132).grid == (9, 1, 1)
-    assert "80 > 64" in (kernel.accepts(variant, replace(problem, dim=80)) or "")
+    assert "80 > 64" in (kernel.rules.accepts(variant, replace(problem, dim=80)) or "")
     odd = replace(problem, strides=(*problem.strides[:-1], problem.strides[-1] + 8))
-    assert "multiples of 16" in (kernel.accepts(variant, odd) or "")
-    assert "multiples of 16" in (kernel.accepts(variant, replace(problem, dim=40)) or "")
+    assert "multiples of 16" in (kernel.rules.accepts(variant, odd) or "")
+    assert "multiples of 16" in (kernel.rules.accepts(variant, replace(problem, dim=40)) or "")

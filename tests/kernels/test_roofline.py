@@ -25,19 +25,19 @@ def test_it_is_behind_no_operator() -> None:
 @pytest.mark.parametrize(("reads", "writes"), PATTERNS)
 def test_a_pattern_has_variants_of_its_own(reads: int, writes: int) -> None:
     problem = RooflineProblem(reads, writes, 4096)
-    taken = [v for v in KERNEL.variants if KERNEL.accepts(v, problem) is None]
+    taken = [v for v in KERNEL.variants if KERNEL.rules.accepts(v, problem) is None]
     assert len(taken) == len(KERNEL.variants) // len(PATTERNS) > 1
     for variant in taken:
         assert (variant.number("reads"), variant.number("writes")) == (reads, writes)
     other = next(v for v in KERNEL.variants if v not in taken)
-    assert "it reads" in (KERNEL.accepts(other, problem) or "")
+    assert "it reads" in (KERNEL.rules.accepts(other, problem) or "")
 
 
 @pytest.mark.parametrize("count", [*cases.QUICK, *cases.THOROUGH])
 def test_blocks_cover_the_tensors_and_none_is_idle(count: int) -> None:
     for variant in KERNEL.variants:
         launch = KERNEL.launch(variant, RooflineProblem(1, 1, count), 132)
-        share = 4 * 32 * KERNEL.warps(variant) * variant.number("unroll")
+        share = 4 * 32 * KERNEL.code.warps(variant) * variant.number("unroll")
         (blocks, *others), scalars = launch.grid, launch.scalars
         assert others == [1, 1]
         assert scalars == {"count": count}

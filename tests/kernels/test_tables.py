@@ -147,17 +147,17 @@ def test_what_a_build_leaves_is_read_instead_of_the_tables(tmp_path: Path) -> No
 def test_what_is_installed_for_the_jit_is_what_the_tables_reduce_to(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tuned = [kernel for kernel in FAMILY.kernels if kernel.shape is not None]
+    tuned = [kernel for kernel in FAMILY.kernels if kernel.tunable.shape is not None]
     places = [table_module._reduced_file(FAMILY.folder, kernel.head) for kernel in tuned]
     assert all(place.is_file() for place in places)
-    left = [kernel.tunings() for kernel in tuned]
+    left = [kernel.tunable.tunings() for kernel in tuned]
     assert any(left)
     monkeypatch.setattr(table_module, "_reduced_file", lambda *_: tmp_path / "none.json")
     # Wheels hold no tables.
     monkeypatch.setattr(table_module, "tables", lambda _, kernel: tables(SOURCES, kernel))
     shipped.cache_clear()
     try:
-        assert [kernel.tunings() for kernel in tuned] == left
+        assert [kernel.tunable.tunings() for kernel in tuned] == left
     finally:
         shipped.cache_clear()
 

@@ -142,8 +142,8 @@ def intact(held: list[tuple[Binary, bytes]], tmp_path: Path) -> bytes:
 def tuned(problem: LinearScanProblem, variant: Variant) -> tuple[str, list[Tuning]]:
     """What tuning might have found of a variant on a problem, and what kernel that goes by."""
     kernel = FAMILY.kernel(variant.kernel, variant.language)
-    assert kernel.shape is not None
-    shape = kernel.shape(problem)
+    assert kernel.tunable.shape is not None
+    shape = kernel.tunable.shape(problem)
     rows = [Row({**shape.sizes, "time": t}, {kernel.label(variant): 0.5}) for t in (8, 4096)]
     return kernel.head, [Tuning.of("sm_90", "Imaginary", "2026-01-31", {shape.kind: rows})]
 

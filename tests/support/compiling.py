@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from changing import changed
+
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
-from scan_registry.kernels.model import Family, Kernel, Launch, Parameter, Space, Variant
+from scan_registry.kernels.model import (
+    Code,
+    Family,
+    Kernel,
+    Launch,
+    Parameter,
+    Rules,
+    Space,
+    Variant,
+)
 
 # The module, which the package's attribute of this name may hide behind a function one day.
 compiling = importlib.import_module("scan_registry.aot.compile")
@@ -46,13 +56,15 @@ class Toy:
             family="toy",
             name="copy",
             language="cuda",
-            source="copy.cu",
-            entry="toy",
             parameters=(Parameter("x", "pointer"),),
             defaults=Space((self.variant.statics,), lambda kind: ((),)),
-            constants=lambda variant: {"SCALE": variant.number("scale")},
-            warps=lambda variant: 4,
-            accepts=lambda variant, problem: None,
+            code=Code(
+                source="copy.cu",
+                entry="toy",
+                constants=lambda variant: {"SCALE": variant.number("scale")},
+                warps=lambda variant: 4,
+            ),
+            rules=Rules(lambda variant, problem: None),
             cost=lambda variant, problem: 0.0,
             launch=lambda variant, problem, sm_count: Launch((1, 1, 1), {}),
         )
@@ -64,7 +76,7 @@ class Toy:
         (self.folder / name).write_text(text, encoding="utf-8")
 
     def change(self, **changes: Any) -> None:
-        self.kernel = replace(self.kernel, **changes)
+        self.kernel = changed(self.kernel, **changes)
 
     def family(self, name: str) -> Family:
         assert name == "toy"

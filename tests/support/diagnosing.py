@@ -36,7 +36,7 @@ EVERY = tuple(
     variant
     for kernel in FAMILY.kernels
     for variant in kernel.variants
-    if kernel.serves(variant.statics, Target((9, 0)))
+    if kernel.rules.serves(variant.statics, Target((9, 0)))
 )
 #: What a wheel holds, or would without tables.
 HELD = (
@@ -50,7 +50,9 @@ SOLVING = [
     for variant in EVERY
     if any(
         sample.problem.kernel == variant.kernel
-        and not FAMILY.kernel(variant.kernel, variant.language).accepts(variant, sample.problem)
+        and not FAMILY.kernel(variant.kernel, variant.language).rules.accepts(
+            variant, sample.problem
+        )
         for sample in FAMILY.samples
     )
 ]

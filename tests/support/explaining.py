@@ -53,9 +53,9 @@ def a_row(there: System, arch: str, named: bool = True) -> Tuning:
     """Of the forward kernel, at four times the time; names what the spec likes the least."""
     kernel = FAMILY.kernel("time_last_forward", "cuda")
     decision = explained(there).steps[0].decision
-    assert kernel.shape is not None
-    shape = kernel.shape(decision.problem)
-    taken = [v for v in kernel.variants if kernel.accepts(v, decision.problem) is None]
+    assert kernel.tunable.shape is not None
+    shape = kernel.tunable.shape(decision.problem)
+    taken = [v for v in kernel.variants if kernel.rules.accepts(v, decision.problem) is None]
     least = max(taken, key=lambda v: kernel.cost(v, decision.problem))
     times = {kernel.label(least) if named else "gone=1": 0.25}
     row = Row({**shape.sizes, "time": 4 * shape.sizes["time"]}, times)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from changing import changed
+
 from scan_registry.dispatch.fit import Toolchain
 from scan_registry.kernels.linear_scan.spec import FAMILY as SHIPPED
 from scan_registry.kernels.model import Language
 
 #: Whatever tables there are.
-FAMILY = replace(SHIPPED, kernels=tuple(replace(k, tunings=tuple) for k in SHIPPED.kernels))
+FAMILY = replace(SHIPPED, kernels=tuple(changed(k, tunings=tuple) for k in SHIPPED.kernels))
 NVRTC = Toolchain("nvrtc 12.9.86", (12, 9))
 COMPILERS: Mapping[Language, Toolchain | str] = {
     "cuda": NVRTC,

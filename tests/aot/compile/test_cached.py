@@ -173,7 +173,7 @@ def test_an_optional_variant_that_no_such_gpu_has_room_for_is_left_out(
 ) -> None:
     sm89 = Target.parse("sm89")
     kernel = family("linear_scan").kernel("channel_last_forward", "cuda")
-    large = next(each for each in kernel.every if kernel.shared(each) > 101_376)
+    large = next(each for each in kernel.every if kernel.code.shared(each) > 101_376)
     jobs = (Job(CUDA, sm89), Job(large, sm89, optional=True))
     monkeypatch.setattr(build, "plan", lambda archs: {sm89: jobs})
     (path,) = build.build_archives(tmp_path / "out", [sm89], tmp_path / "cache", {})

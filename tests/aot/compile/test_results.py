@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changing import changed
 from compiling import CUDA, LINEAR_SCAN, SM90, SPILL, TRITON, Toy, compiling
 
 from scan_registry.aot import build, elf, nvrtc, ptxas
@@ -60,7 +61,7 @@ def test_triton(arch: str, made_for: str) -> None:
     binary, content = compile_variant(TRITON, Target.parse(arch))
     assert (str(binary.target), binary.hidden) == (made_for, 2)
     kernel = LINEAR_SCAN.kernel("time_last_forward", "triton")
-    assert binary.block == (32 * kernel.warps(TRITON), 1, 1)
+    assert binary.block == (32 * kernel.code.warps(TRITON), 1, 1)
     assert binary.entry.encode() in content
     assert binary.compiler.startswith("triton ")
     # Without line information nothing of the source's place gets into the code.
@@ -101,7 +102,7 @@ LIKE_80 = [Target.parse(arch) for arch in ("sm80", "sm86", "sm89", "sm90", "ptx8
 def test_what_architectures_share_changes_no_byte(kernel: Kernel, programs: list[str]) -> None:
     """Of one variant of each kernel in CUDA C++."""
     variant = next(
-        v for v in kernel.variants if all(kernel.serves(v.statics, each) for each in LIKE_80)
+        v for v in kernel.variants if all(kernel.rules.serves(v.statics, each) for each in LIKE_80)
     )
     alone = [compile_variant(variant, target) for target in LIKE_80]
     programs.clear()
@@ -215,9 +216,11 @@ def test_an_architecture_that_the_compiler_does_not_know(toy: Toy) -> None:
 
 def test_a_triton_error_names_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = LINEAR_SCAN.kernel("time_last_forward", "triton")
-    broken = replace(kernel, constants=lambda variant: {**kernel.constants(variant), "ROWS": 3})
-    changed = replace(LINEAR_SCAN, kernels=(broken,))
-    monkeypatch.setattr(compiling, "family", lambda name: changed)
+    broken = changed(
+        kernel, constants=lambda variant: {**kernel.code.constants(variant), "ROWS": 3}
+    )
+    family = replace(LINEAR_SCAN, kernels=(broken,))
+    monkeypatch.setattr(compiling, "family", lambda name: family)
     with pytest.raises(CompileError) as caught:
         compile_variant(TRITON, SM90)
     assert str(caught.value).startswith(f"{TRITON} for sm_90 did not compile\n")

@@ -26,7 +26,6 @@
 #include <utility>
 #include <vector>
 
-#define __CUDA_ARCH__ 900  // kernels do what they do on sm_90
 #define __device__
 #define __global__
 #define __forceinline__ inline

@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-#include "../linear_scan/ptx.cuh"
+#include "../common/ptx.cuh"
 
 // Of a warp's product: the 16 values of a row or a column of which four lanes hold two words each.
 struct EmulatedWords {

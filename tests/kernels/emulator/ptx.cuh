@@ -1,4 +1,4 @@
-// What kernels/linear_scan/ptx.cuh says in PTX, for the emulator.
+// What kernels/common/ptx.cuh says in PTX, for the emulator.
 #pragma once
 #include <mutex>
 

@@ -20,7 +20,9 @@ Make = Callable[..., tuple[Binary, bytes]]
 
 SM90 = Target.parse("sm90")
 ORIGIN = {"version": "9.9.9"}
-KINDS = by_names(v for v in FAMILY.kernels[0].variants if FAMILY.kernels[0].serves(v.statics, SM90))
+KINDS = by_names(
+    v for v in FAMILY.kernels[0].variants if FAMILY.kernels[0].rules.serves(v.statics, SM90)
+)
 
 
 def test_tunings_go_by_their_kernel(tmp_path: Path, a_binary: Make) -> None:
@@ -46,7 +48,7 @@ def test_tunings_go_by_their_kernel(tmp_path: Path, a_binary: Make) -> None:
 
 def test_what_is_fastest_most_often_is_read_first(tmp_path: Path, a_binary: Make) -> None:
     kernel, size = FAMILY.kernels[0], chunks.PLAIN + 1
-    variants = [v for v in kernel.variants if kernel.serves(v.statics, SM90)][:4]
+    variants = [v for v in kernel.variants if kernel.rules.serves(v.statics, SM90)][:4]
     held = [a_binary(v, content=bytes([i]) * size) for i, v in enumerate(variants)]
     labels = [kernel.label(binary.variant) for binary, _ in held]
     rows = [
@@ -100,7 +102,7 @@ def test_what_is_fastest_often_on_this_architecture_is_stored_as_it_is_if_it_is_
     tmp_path: Path, a_binary: Make, archive_parts: Any
 ) -> None:
     kernel = FAMILY.kernels[0]
-    variants = [v for v in kernel.variants if kernel.serves(v.statics, SM90)][:4]
+    variants = [v for v in kernel.variants if kernel.rules.serves(v.statics, SM90)][:4]
     often = chunks.OFTEN
     sizes, wins = (chunks.PLAIN, chunks.PLAIN + 1, 9, 9), (often, often, often - 1, often + 1)
     held = [

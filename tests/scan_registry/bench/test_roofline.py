@@ -29,7 +29,7 @@ class Launches:
         monkeypatch.setattr(roofline.accuracy, "start", self.start)
 
     def prepare(self, ordinal: int, family: Any, problem: Any, *others: Any) -> Any:
-        assert family.kernels[0].accepts(others[-1], problem) is None
+        assert family.kernels[0].rules.accepts(others[-1], problem) is None
         return types.SimpleNamespace(launch=str(others[-1]), workspace=0)
 
     def start(self, ordinal: int, launch: Any, kernel: Any, case: Any, workspace: int) -> None:

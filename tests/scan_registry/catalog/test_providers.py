@@ -87,7 +87,7 @@ def all_cuda(a_binary: Make, label: str, word: str = "") -> list[tuple[Binary, b
         for kernel in FAMILY.kernels
         if kernel.language == "cuda"
         for variant in kernel.variants
-        if kernel.serves(variant.statics, target)
+        if kernel.rules.serves(variant.statics, target)
     ]
 
 

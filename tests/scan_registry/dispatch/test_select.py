@@ -157,7 +157,7 @@ def test_the_spec_decides_among_equals(archive_factory: Factory, a_device: Descr
     kernel = FAMILY.kernel(KERNEL, "cuda")
     for time in (1, 100, 1000, 5000, 100_000):
         problem = a_problem(time)
-        able = [v for v in CUDA if kernel.accepts(v, problem) is None]
+        able = [v for v in CUDA if kernel.rules.accepts(v, problem) is None]
         best = min(able, key=lambda v: kernel.cost(v, problem))
         for order in (CUDA, CUDA[::-1]):
             archive = archive_factory("sm90", variants=order)

@@ -147,7 +147,7 @@ def possible(system: System, problem: LinearScanProblem, backend: Backend) -> li
             variant.kernel == problem.kernel
             and backend in ("auto", variant.language)
             and not {str(variant), either_way(variant)} & system.denied.keys()
-            and kernel.accepts(variant, problem) is None
+            and kernel.rules.accepts(variant, problem) is None
         )
 
     for archive in system.archives:

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from changing import changed
 from imaginary import COMPILERS, FAMILY
 from selecting import (
     CODE,
@@ -42,8 +43,8 @@ def a_tuning(
 ) -> Tuning:
     """Of the float32 kernel on aligned problems, by time."""
     kernel = FAMILY.kernel(KERNEL, "cuda")
-    assert kernel.shape is not None
-    shape = kernel.shape(a_problem())
+    assert kernel.tunable.shape is not None
+    shape = kernel.tunable.shape(a_problem())
     made = [
         Row({**shape.sizes, "time": time}, {kernel.label(v): ms for v, ms in times.items()})
         for time, times in rows
@@ -65,7 +66,7 @@ def aligned() -> list[Variant]:
     """The float32 variants for aligned problems; the spec likes the last most where T is 1024."""
     problem = a_problem()
     kernel = FAMILY.kernel(KERNEL, "cuda")
-    found = [v for v in CUDA if plain(v) and kernel.accepts(v, problem) is None]
+    found = [v for v in CUDA if plain(v) and kernel.rules.accepts(v, problem) is None]
     return sorted(found, key=lambda v: -kernel.cost(v, problem))
 
 
@@ -224,8 +225,8 @@ def test_rows_that_are_not_right_count_as_missing(a_binary: Make, a_device: Desc
 def test_what_is_compiled_here_goes_by_the_specs_tables(a_device: Describe) -> None:
     kernel = FAMILY.kernel(KERNEL, "cuda")
     tuning = a_tuning(rows=[(1024, {SPARE: 0.5})])
-    changed = replace(kernel, tunings=lambda: (tuning,))
-    family = replace(FAMILY, kernels=(changed, *(k for k in FAMILY.kernels if k is not kernel)))
+    tuned = changed(kernel, tunings=lambda: (tuning,))
+    family = replace(FAMILY, kernels=(tuned, *(k for k in FAMILY.kernels if k is not kernel)))
     there = System(a_device(), toolchains=COMPILERS)
     decision = select(there, family, a_problem())
     assert decision.taken().tier == Tier.JIT
@@ -250,7 +251,7 @@ def test_blocks_that_wait_for_each_other_have_to_fit_the_gpu(
 ) -> None:
     """Which a kernel tells by the number of SMs."""
     kernels = tuple(
-        replace(
+        changed(
             k,
             exceeds_residency=lambda v, p, count: None if count >= 100 else f"{count} are too few",
         )
@@ -267,7 +268,7 @@ def test_blocks_that_wait_for_each_other_have_to_fit_the_gpu(
 
 def test_what_is_for_other_architectures_is_not_compiled(a_device: Describe) -> None:
     kernels = tuple(
-        replace(k, serves=lambda statics, target: target.capability >= (9, 0))
+        changed(k, serves=lambda statics, target: target.capability >= (9, 0))
         for k in FAMILY.kernels
     )
     family = replace(FAMILY, kernels=kernels)

@@ -190,14 +190,14 @@ def test_another_source_is_compiled_anew(folder: Path, monkeypatch: pytest.Monke
 def test_what_does_not_compile_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = type(COMPILERS["cuda"])
     monkeypatch.setattr(
-        compiler, "sources", lambda self, kernel: {kernel.source: "__global__ void broken( {"}
+        compiler, "sources", lambda self, kernel: {kernel.code.source: "__global__ void broken( {"}
     )
     for _ in range(2):
         with pytest.raises(CompileError) as caught:
             jit.compile(CUDA, SM90)
         words = str(caught.value)
         assert words.startswith(f"{CUDA} for sm_90 did not compile")
-        assert f"{FAMILY.kernel(KERNEL, 'cuda').source}(1): error" in words
+        assert f"{FAMILY.kernel(KERNEL, 'cuda').code.source}(1): error" in words
     assert not list(folder.rglob("*.scanreg"))
 
 

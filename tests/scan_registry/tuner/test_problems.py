@@ -29,7 +29,7 @@ SMALL = [
 
 def test_the_usual_cases_are_of_every_kind() -> None:
     found = list(posed(usual_cases()))
-    tuned = {kernel.head for kernel in FAMILY.kernels if kernel.shape is not None}
+    tuned = {kernel.head for kernel in FAMILY.kernels if kernel.tunable.shape is not None}
     assert {each.kernel.head for each in found} == tuned
     kinds = {each.shape.kind for each in found}
     for dtype in ("float32", "bfloat16", "float16"):
@@ -39,7 +39,7 @@ def test_the_usual_cases_are_of_every_kind() -> None:
         assert f"dtype={dtype},gates={dtype},access=aligned" in kinds
     for each in found:
         assert len(each.variants(SM90)) > 1
-        assert all(each.kernel.accepts(v, each.problem) is None for v in each.variants(SM90))
+        assert all(each.kernel.rules.accepts(v, each.problem) is None for v in each.variants(SM90))
 
 
 def test_problems_of_one_place_are_posed_once() -> None:
@@ -129,7 +129,7 @@ def test_kernels_that_can_sum_up_the_gradient_of_gates_are_timed_doing_so(
     for each in posed([Case.parse(text)], passes=["backward"]):
         sums = shape is not None and each.kernel.language == "cuda"
         assert each.problem.sums == sums
-        assert all(each.kernel.accepts(v, each.problem) is None for v in each.variants(SM90))
+        assert all(each.kernel.rules.accepts(v, each.problem) is None for v in each.variants(SM90))
         if sums:
             gates_grad = each.tensors(CPU)["gates_grad"]
             assert "gates_grad" in each.outputs

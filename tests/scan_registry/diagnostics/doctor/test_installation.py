@@ -290,9 +290,9 @@ def test_the_schema_is_strict(capsys: Capture) -> None:
 def test_it_says_whether_there_is_a_table(tmp_path: Path, a_binary: Any, a_device: Any) -> None:
     kernel = FAMILY.kernel("time_last_forward", "cuda")
     sample = next(s for s in FAMILY.samples if s.problem.kernel == kernel.name)
-    assert kernel.shape is not None
-    shape = kernel.shape(sample.problem)
-    taken = next(v for v in kernel.variants if kernel.accepts(v, sample.problem) is None)
+    assert kernel.tunable.shape is not None
+    shape = kernel.tunable.shape(sample.problem)
+    taken = next(v for v in kernel.variants if kernel.rules.accepts(v, sample.problem) is None)
     row = Row(shape.sizes, {kernel.label(taken): 1.0})
     tuning = Tuning.of("sm_90", "Imaginary T", "2026-02-01", {shape.kind: [row]})
     path, held = tmp_path / "sm90.scanreg", [a_binary(v, "sm90") for v in kernel.variants]

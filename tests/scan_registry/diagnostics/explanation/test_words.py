@@ -121,8 +121,8 @@ def test_what_a_time_counts_as_is_said(hopper: System, tmp_path: Path, a_binary:
         and "pieces=2,stages=3,prefix_lead=2" in str(variant)
         and "reverse" not in dict(variant.statics)
     )
-    assert kernel.shape is not None
-    shape = kernel.shape(explained(hopper).steps[0].decision.problem)
+    assert kernel.tunable.shape is not None
+    shape = kernel.tunable.shape(explained(hopper).steps[0].decision.problem)
     tuning = Tuning.of(
         "sm_90", "T", "2026-02-01", {shape.kind: [Row(shape.sizes, {kernel.label(cut): 0.25})]}
     )

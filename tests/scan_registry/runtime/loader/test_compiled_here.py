@@ -190,7 +190,7 @@ chosen = [v for v in kernel.every if "=float32,access=aligned,warps=1,rows=4,lan
 first = next(b for _, b in loader.catalogue() if b.variant.text("dtype") == "float32")
 content = loader.catalogue().archives[0].read(first)
 problem = prepare().decision.problem
-shape = kernel.shape(problem)
+shape = kernel.tunable.shape(problem)
 tuning = Tuning.of("sm_90", "x", "d", {shape.kind: [Row(shape.sizes, {kernel.label(chosen): 0.5})]})
 tuned.publish(device(0), [(replace(first, variant=chosen), content)], {kernel.head: tuning}, "d")
 tuned = prepare()
@@ -232,10 +232,10 @@ def test_a_pinned_variant_is_compiled_if_no_archive_has_it(rig: Rig, synthetic: 
 kernel = FAMILY.kernel("time_last_forward", "cuda")
 problem = prepare().decision.problem
 others = (v for v in kernel.every if "float32,access=aligned,warps=1,rows=4" in str(v) and v not in kernel.variants)
-spare = next(v for v in others if kernel.accepts(v, problem) is None)
+spare = next(v for v in others if kernel.rules.accepts(v, problem) is None)
 def pinned(variant):
     return facts(loader.prepare(0, FAMILY, problem, "cuda", Tier.JIT, variant))
-held = [v for v in kernel.variants if kernel.accepts(v, problem) is None][-1]
+held = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None][-1]
 report(spare=pinned(spare), held=pinned(held), names=[str(spare), str(held)])
 """
     )

@@ -5,7 +5,7 @@
 // zero, and travels in one atomic store and one atomic load, so no fence is needed. The host zeroes the memory before
 // the launch.
 #pragma once
-#include "affine.cuh"
+#include "../common/affine.cuh"
 
 enum : int { STATE_WORDS = sizeof(State) / 4 };
 enum : int { WORDS_IN_LINE = 3 };

@@ -1,7 +1,9 @@
-// One step of the recurrence is an affine map of the state, x -> scale * x + shift, and so is any
-// run of steps: composing maps is the associative operator that makes the scan parallel.
+// One step of a linear recurrence is an affine map of the state, x -> scale * x + shift, and so is any run of steps.
+// Composing maps is the associative operator that makes the scan parallel.
+//
+// MAY_RESET (0, 1) comes from the build: whether steps may start a new sequence.
 #pragma once
-#include "element.cuh"
+#include "../common/state.cuh"
 
 // a * b with its rounding error added to `error`.
 __device__ inline float exact_product(float a, float b, float& error) {
@@ -34,11 +36,9 @@ __device__ inline Complex exact_product(Complex a, Complex b, Complex& error) {
     return {exact_sum(re, re2, error.re), exact_sum(im, im2, error.im)};
 }
 
-// Where sequences are packed, the first step of each forgets what came before: its map has scale 0,
-// and even an infinite state has to be lost in it. Aligned variants see none.
-__device__ inline bool forgets(State scale) {
-    return (!ALIGNED || VARLEN) && scale == State(0);
-}
+// Where sequences are packed, the first step of each does not depend on the state before it. Its map has scale 0, and
+// even an infinite state has to vanish in it.
+__device__ inline bool forgets(State scale) { return MAY_RESET && scale == State(0); }
 
 // One step's map, exact.
 struct Step {

@@ -3,7 +3,7 @@
 // Map and flag travel in one atomic store and one atomic load, so no fence is needed. Zeroed memory has flag 0, which
 // stands for "not published".
 #pragma once
-#include "affine.cuh"
+#include "../common/affine.cuh"
 
 // Compensated maps: 16 bytes, of which the last 4 are the flag.
 template <bool = COMPENSATED>

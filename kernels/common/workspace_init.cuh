@@ -4,9 +4,10 @@
 // load their first tiles. The last CTA that has seen the flag takes it back, so that no later launch finds it. Whatever
 // the memory held before is taken for no flag: a flag has 128 bits, which depend on its address.
 //
-// Layout: HEAD bytes for the flag and a count of the CTAs that have seen it, then the workspace proper.
+// Layout: HEAD bytes for the flag and a count of the CTAs that have seen it, then the workspace proper. The file that
+// includes this one defines THREADS, those of a CTA.
 #pragma once
-#include "ptx.cuh"
+#include "../common/ptx.cuh"
 
 struct WorkspaceInit {
     enum : int { HEAD = 128 };

@@ -1,33 +1,35 @@
 // Schedules the tiles of scans: whole columns, or segments of columns with a decoupled look-back.
 //
 // A column is a set of SCANS scans that run side by side in a warp; its tiles along time are numbered by `level`, in the
-// order of the scan. With PREFIX_LEAD 0 there are enough columns to fill the GPU: a warp takes all tiles of a column one
-// after the other, and the running prefix stays in its registers.
+// order of the scan. PREFIX_LEAD 0 is for columns that are many enough to fill the GPU: a warp takes all tiles of a column
+// one after the other, and the running prefix stays in its registers.
 //
-// With PREFIX_LEAD > 0 columns are few. Each is cut into segments of TILE_WARPS tiles, one for each tile warp of a CTA.
-// CTAs draw segments from a counter: the first segments of all columns, then the second ones, and so on. A CTA has STAGES
-// of its segments in shared memory. For the segment that a CTA scans in its turn t:
+// PREFIX_LEAD > 0 is for few columns. Each column is cut into segments of TILE_WARPS tiles, one for each tile warp of a
+// CTA. CTAs draw segments from a counter: the first segments of all columns, then the second ones, and so on. A turn of a
+// CTA is the time in which it scans one segment; the CTA numbers its turns and its segments alike. It keeps STAGES
+// segments in shared memory. For the segment of turn t:
 //
 //     turn t - PREFIX_LEAD   tile warps compose each tile's affine maps (gate, token) into an aggregate. Then the
 //                            look-back warps of turn t publish the segment's aggregate, and combine the aggregates of
 //                            all segments of the column before it into the states that enter its tiles
-//     turn t                 tile warps compute and write the tiles' states; the stage goes to turn t + STAGES
+//     turn t                 tile warps compute and write the tiles' states; their stage is free for the segment of turn
+//                            t + STAGES
 //
-// Look-back warps do nothing else. Each of PREFIX_LEAD + 1 consecutive turns has its own, in rotation, so that a
-// look-back may take PREFIX_LEAD turns, most of which it waits for the L2. A look-back does not read every aggregate: the
-// last segment of each GROUP of a column publishes one for the whole group, too, and a look-back reads those of whole
-// groups and then those of the segments since. CTAs publish aggregates only, never prefixes, and groups are aligned with
-// the column, so the order of operations is fixed and results are the same in every run. Within a CTA, the state after
-// the last whole group passes from turn to turn.
+// Look-back warps do nothing else. The CTA has PREFIX_LEAD + 1 sets of them, which serve the turns in rotation, so that a
+// look-back may take PREFIX_LEAD turns; most of that time it waits for the L2. A look-back does not read every aggregate:
+// the last segment of each GROUP of a column also publishes the aggregate of the whole group. A look-back reads those of
+// whole groups, and then those of the segments after the last whole group. CTAs publish aggregates only, never prefixes,
+// and groups are aligned with the column, so the order of operations is fixed and results are the same in every run.
+// Within a CTA, the state after the last whole group passes from turn to turn.
 //
-// No deadlock: an aggregate is published as soon as the segment that its CTA drew PREFIX_LEAD turns earlier is scanned (a
-// group's when those of its earlier segments are there, too), and a segment waits only for segments with lower numbers.
-// The lowest number whose aggregate is missing waits for none.
+// No deadlock: a CTA composes and publishes a segment's aggregate after it has scanned the segment of PREFIX_LEAD + 1
+// turns earlier (and a group's aggregate once those of the group's earlier segments are published), and a segment waits
+// only for segments with lower numbers. The lowest number whose aggregate is missing waits for none.
 //
 // workspace, zeroed before the launch: the counter in 16 bytes, then the aggregates of all segments, then those of groups
 // (tile_state.cuh).
 #pragma once
-#include "tile_state.cuh"
+#include "../common/tile_state.cuh"
 
 struct Tile {
     unsigned level, column;
@@ -37,10 +39,11 @@ struct Grid {
     unsigned columns, levels;
 };
 
-// Named barriers between tile warps and the look-back warps of a turn. "Composed": the turn's aggregates are in shared
-// memory, for which its look-back warps wait. "Combined": the states that enter its tiles are, for which tile warps wait.
-// "Known": the state after the last whole group is, for which the look-back warps of the next turn wait. Each of
-// PREFIX_LEAD + 1 consecutive turns has three barriers of its own.
+// Named barriers between tile warps and the look-back warps of a turn. Each says that something is in shared memory:
+//   composed   the aggregates of the turn's tiles; the turn's look-back warps wait for it
+//   combined   the states that enter the turn's tiles; tile warps wait for it
+//   known      the state after the last whole group; the look-back warps of the next turn wait for it
+// Each of PREFIX_LEAD + 1 consecutive turns has three barriers of its own.
 enum : int { TURNS = PREFIX_LEAD + 1, LOOKBACK_WARPS_OF_TURN = LOOKBACK_WARPS / TURNS };
 enum : int { MEETING = 32 * (TILE_WARPS + LOOKBACK_WARPS_OF_TURN) };
 __device__ inline void tell_composed(int turn) { arrive_at<MEETING>(1 + turn % TURNS); }
@@ -99,8 +102,9 @@ struct LookbackWarp {
         PLACES = 32 / OWN,
     };
     static_assert(SCANS % LOOKBACK_WARPS_OF_TURN == 0 && 32 % OWN == 0 && PLACES >= TILE_WARPS, "a lane for each tile");
-    // In a round, 132 CTAs publish aggregates. With groups of 16 a look-back reads some 25 of them for each scan, in two
-    // dependent trips to the L2. For a single scan larger groups, read in one trip, are faster.
+    // Between two turns of a CTA, all CTAs of an H100 (132) publish aggregates. With groups of 16 a look-back reads some
+    // 25 of them for each scan, in two dependent trips to the L2. For a single scan larger groups, read in one trip, are
+    // faster.
     enum : int {
         LOOKS = SCANS > 1 ? LEAST_GROUP / PLACES : STATE_WORDS > 1 ? 4 : 8,
         GROUP = PLACES * LOOKS,

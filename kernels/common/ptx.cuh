@@ -1,5 +1,5 @@
-// What C++ has no word for: one function for each PTX instruction that the family uses. All are
-// instructions of sm_80 and later.
+// What C++ has no word for: one function for each PTX instruction that several families use. All are instructions of
+// sm_80 and later.
 #pragma once
 
 using i64 = long long;
@@ -118,14 +118,14 @@ __device__ inline char* dynamic_rows() {
 }
 
 // For lines that leave the L2 last. Where inputs do, though nobody reads them again, memory takes the results faster;
-// why is not known (notes/memory.md).
+// the reason is not known (linear_scan/notes/memory.md).
 __device__ inline u64 leaves_last() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-// Whether copies say so: not where NVRTC would give the hint a wrong register (notes/launching.md; ci/gates.py).
+// Whether copies say so: not where NVRTC would give the hint a wrong register (linear_scan/notes/launching.md; ci/gates.py).
 #if MISALIGNED && __CUDA_ARCH__ >= 1000
 enum : bool { HINTED = false };
 #else
