@@ -123,7 +123,7 @@ def backward(
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         given = [
-            t if again or t is None else t.detach().requires_grad_(w)
+            t if t is None or (again and t.requires_grad) else t.detach().requires_grad_(w)
             for t, w in zip(tensors, wanted, strict=True)
         ]
         u, delta, A, B, C, D, z, bias, initial = given

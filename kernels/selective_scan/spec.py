@@ -1,0 +1,232 @@
+"""What the selective_scan family is made of: kernels, variants, what each accepts and how it launches.
+
+``forward.cu`` and ``backward.cu`` have the algorithms; ``problem.py`` the tensors. Access ``aligned`` moves 16 bytes at
+a time along the layout's dimension; ``generic`` takes any strides.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+from scan_registry.kernels.model import (
+    ITEM_SIZE,
+    Code,
+    Family,
+    Kernel,
+    Launch,
+    Parameter,
+    Pins,
+    Rules,
+    Sample,
+    Space,
+    Static,
+    Variant,
+)
+from scan_registry.kernels.selective_scan.problem import (
+    BLOCK_STATES,
+    CTA_CHANNELS,
+    DIRECTIONS,
+    DTYPES,
+    INTERVAL,
+    LAYOUTS,
+    STRIDED,
+    WARP_CHANNELS,
+    Direction,
+    SelectiveScanProblem,
+    stride_names,
+)
+
+FAMILY_NAME = "selective_scan"
+FOLDER = Path(__file__).parent
+ACCESSES = ("aligned", "generic")
+
+_POINTERS: dict[Direction, tuple[str, ...]] = {
+    "forward": (
+        *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"),
+        *("out", "final_state", "checkpoints", "offsets"),
+    ),
+    "backward": (
+        *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "out_grad", "final_grad"),
+        *("checkpoints", "adjoints", "sizes", "offsets"),
+        *("u_grad", "delta_grad", "z_grad", "A_grad", "B_grad", "C_grad", "D_grad", "bias_grad"),
+        *("initial_grad", "carries"),
+    ),
+}
+_SIZES = ("batch", "channels", "time", "states", "group_channels", "sequences")
+
+def parameters(direction: Direction) -> tuple[Parameter, ...]:
+    """The signature of one kernel."""
+    pointers = (Parameter(name, "pointer") for name in _POINTERS[direction])
+    last = "interval" if direction == "forward" else "parts"
+    integers = (*_SIZES, last, "flags", *stride_names(direction))
+    return (*pointers, *(Parameter(name, "i64") for name in integers))
+
+
+def _ctas(variant: Variant, problem: SelectiveScanProblem) -> int:
+    if variant.kernel == "backward":
+        of_group = problem.ctas_of_group * problem.parts
+    else:
+        of_group = -(-problem.group_channels // _channels_of(variant))
+    return of_group * problem.groups * problem.batch * max(1, problem.sequences)
+
+
+def _channels_of(variant: Variant) -> int:
+    """Of a CTA of the forward pass."""
+    return 32 // variant.number("lanes") * variant.number("warps")
+
+
+def _kind_mismatch(variant: Variant, problem: SelectiveScanProblem) -> str | None:
+    if variant.text("dtype") != problem.dtype:
+        return f"dtype {variant.text('dtype')}, not {problem.dtype}"
+    if variant.text("layout") != problem.layout:
+        return f"layout {variant.text('layout')}, not {problem.layout}"
+    if variant.text("access") == "aligned" and (not problem.aligned or problem.sequences):
+        return "the sequences are packed, or do not lie in whole pieces of 16 bytes"
+    return None
+
+
+def _capacity(variant: Variant) -> int:
+    """States of a channel that there is room for; 0: any number."""
+    if variant.kernel == "forward":
+        return variant.number("lanes") * variant.number("states")
+    return BLOCK_STATES if variant.number("blocks") == 1 else 0
+
+
+def _accepts(variant: Variant, problem: SelectiveScanProblem) -> str | None:
+    if reason := _kind_mismatch(variant, problem):
+        return reason
+    room = _capacity(variant)
+    if room and problem.states > room:
+        return f"{problem.states} states; it has room for {room}"
+    if not room and problem.states <= BLOCK_STATES:
+        return f"{problem.states} states; it is for more than {BLOCK_STATES}"
+    return None
+
+
+def _launch(variant: Variant, problem: SelectiveScanProblem, sm_count: int) -> Launch:
+    known = problem.scalars()
+    wanted = [p.name for p in parameters(problem.direction) if p.kind == "i64"]
+    return Launch((_ctas(variant, problem), 1, 1), {name: known[name] for name in wanted})
+
+
+def _constants(variant: Variant) -> dict[str, Static]:
+    numbers = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
+    if variant.kernel == "backward":
+        numbers["TIMES"] = INTERVAL
+    return {
+        "ELEMENT": variant.text("dtype"),
+        "ALIGNED": int(variant.text("access") == "aligned"),
+        "CHANNEL_LAST": int(variant.text("layout") == "channel_last"),
+        **numbers,
+    }
+
+
+# --- Forward ----------------------------------------------------------------------------------
+
+
+def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
+    """Few lanes of a channel have less to sum up; many of them fill a GPU with fewer channels."""
+    narrow = ITEM_SIZE[str(dict(kind)["dtype"])] == 2
+    long, short = (64, 32) if narrow else (32, 16)
+    tiles = ((1, 4, 16), (2, 8, short), (4, 4, long), (8, 2, 2 * long), (4, 16, short), (16, 16, 16))
+    names = ("lanes", "states", "times", "warps")
+    return tuple(tuple(zip(names, (*tile, 4), strict=True)) for tile in tiles)
+
+
+def _forward_shared(variant: Variant) -> int:
+    lanes, states, times = (variant.number(name) for name in ("lanes", "states", "times"))
+    channels = _channels_of(variant)
+    return 4 * (channels * (2 * times + 4) + 2 * 2 * lanes * states * times + 2 * channels)
+
+
+def _forward_cost(variant: Variant, problem: SelectiveScanProblem) -> float:
+    """Room for states that there are not, and then whether there are warps enough for a GPU of a hundred SMs."""
+    lanes = variant.number("lanes")
+    warps = problem.batch * problem.channels * max(1, problem.sequences) * lanes / 32
+    return _capacity(variant) + (lanes if warps >= 800 else 8 - lanes) / 64
+
+
+# --- Backward ---------------------------------------------------------------------------------
+
+
+def _backward_tiles(kind: Pins) -> tuple[Pins, ...]:
+    """For one block of states, and for any number."""
+    warps = CTA_CHANNELS // WARP_CHANNELS
+    return tuple((("warps", warps), ("blocks", blocks)) for blocks in (1, 2))
+
+
+def _backward_shared(variant: Variant) -> int:
+    warps, times = variant.number("warps"), INTERVAL
+    channels = warps * WARP_CHANNELS
+    rows = channels * (4 * times + times // 2 - 4)
+    of_states, stage = 32 * warps * times, 2 * BLOCK_STATES * times
+    slabs = 2 * 2 * warps * 2 * BLOCK_STATES * 8
+    sums = 0 if variant.number("blocks") == 1 else rows
+    return 4 * (rows + of_states + stage + slabs + 2 * channels + sums)
+
+
+# --- The family -------------------------------------------------------------------------------
+
+_KINDS: tuple[Pins, ...] = tuple(
+    (("dtype", dtype), ("layout", layout), ("access", access))
+    for dtype, layout, access in product(DTYPES, LAYOUTS, ACCESSES)
+)
+
+
+def _kernel(direction: Direction) -> Kernel:
+    forward = direction == "forward"
+    return Kernel(
+        family=FAMILY_NAME,
+        name=direction,
+        language="cuda",
+        parameters=parameters(direction),
+        defaults=Space(_KINDS, _forward_tiles if forward else _backward_tiles),
+        code=Code(
+            source=f"{direction}.cu",
+            entry=f"{FAMILY_NAME}_{direction}",
+            constants=_constants,
+            warps=lambda variant: variant.number("warps"),
+            shared=_forward_shared if forward else _backward_shared,
+        ),
+        rules=Rules(_accepts, kind_mismatch=_kind_mismatch),
+        cost=_forward_cost if forward else lambda variant, problem: variant.number("blocks"),
+        launch=_launch,
+    )
+
+
+def _sample(direction: Direction, dtype: str, layout: str, access: str) -> Sample:
+    batch, channels, time, states = (4, 1536, 2048, 16) if access == "aligned" else (4, 1531, 2039, 16)
+    of_row = {"batch": channels * time, "channel": time, "time": 1}
+    if layout == "channel_last":
+        of_row |= {"channel": 1, "time": channels}
+    of_projection = {"batch": states * time, "group": states * time, "state": time, "time": 1}
+    strides = [
+        (of_projection if tensor in "BC" else of_row)[dimension]
+        for tensor, dimensions in STRIDED[direction].items()
+        for dimension in dimensions
+    ]
+    problem = SelectiveScanProblem(
+        direction=direction,
+        dtype=dtype,
+        layout=layout,  # type: ignore[arg-type]
+        batch=batch,
+        channels=channels,
+        time=time,
+        states=states,
+        groups=1,
+        strides=tuple(strides),
+        softplus=True,
+        aligned=access == "aligned",
+        whole=(access == "aligned",) * 2,
+    )
+    return Sample(problem, dtype, access)
+
+
+FAMILY = Family(
+    name=FAMILY_NAME,
+    summary="h[t] = exp(delta * A) * h[t-1] + delta * B[t] * u[t]; out = C . h, gated",
+    folder=FOLDER,
+    kernels=tuple(map(_kernel, DIRECTIONS)),
+    samples=tuple(_sample(*each) for each in product(DIRECTIONS, DTYPES, LAYOUTS, ACCESSES)),
+)
