@@ -75,7 +75,8 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Place at = place_of(channels, time, group_channels, sequences, parts, offsets);
     const bool smooth = flags & 1;
-    const i64 first = at.first + warp * CHANNELS, left = at.limit - first;
+    const i64 first = at.first + warp * CHANNELS;
+    const int left = within(at.limit - first, CHANNELS);
     const Rows<const Storage*> us(u, {u_batch, u_channel, u_time}, at.batch, first, at.begin);
     const Rows<const Storage*> deltas(delta, {delta_batch, delta_channel, delta_time}, at.batch, first, at.begin);
     const Rows<const Storage*> zs(z, {z_batch, z_channel, z_time}, at.batch, first, at.begin);
@@ -107,8 +108,8 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
     const int summed = summed_by<4, 4>();
     const i64 of_state = (at.batch * sequences + at.sequence) * channels + first + own;
     const int blocks = BLOCKS > 1 ? int((states + CAPACITY - 1) / CAPACITY) : 1;
-    const i64 slots = time / TIMES + sequences;
-    const i64 slot = at.batch * slots + at.begin / TIMES + at.sequence;
+    const i64 slots = time / INTERVAL + sequences;
+    const i64 slot = at.batch * slots + at.begin / INTERVAL + at.sequence;
     const i64 tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + parts - 1) / parts;
     const i64 first_tile = at.part * per_part < tiles ? at.part * per_part : tiles;
     const i64 end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
@@ -147,10 +148,23 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
 
     for (i64 number = end_tile - 1; number >= first_tile; number--) {
         const i64 tile = number * TIMES;
+        const int times = within(length - tile, TIMES);
+        // All that is read for the tile is on its way before any of it is needed.
+        Staged staged;
+        float h[MINE];
+        const auto fetch = [&](int block) {
+            staged.load(b, c, block * CAPACITY, int(states), tile, times);
+#pragma unroll
+            for (int s = 0; s < MINE; s++) {
+                const int n = block * CAPACITY + quarter * MINE + s;
+                h[s] = mine && n < states ? checkpoints[((slot + number) * channels + first + own) * states + n] : 0;
+            }
+        };
+        if constexpr (BLOCKS == 1) fetch(0);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
-            const int count = piece.count(left, length - tile);
+            const int count = piece.count(left, times);
             const Values u_now = us.load(piece, tile, count), delta_now = deltas.load(piece, tile, count);
             const Values z_now = zs.load(piece, tile, count), grad_now = grads.load(piece, tile, count);
             if (!piece.there) continue;
@@ -160,7 +174,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                 const int step = piece.time + (CHANNEL_LAST ? 0 : k);
                 float size = delta_now.get(k) + bias[channel], grad = grad_now.get(k);
                 if (smooth) size = softplus(size);
-                if (k >= count) size = 0;
+                if (!Piece::has(count, k)) size = 0;
                 if (z) grad *= z_now.get(k) * sigmoid(z_now.get(k));
                 store_float4(rows + element_at(channel, step), size, size * u_now.get(k), grad, 0);
             }
@@ -168,18 +182,10 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
 
         for (int block = 0; block < blocks; block++) {
             if constexpr (BLOCKS > 1) begin_block(block, false), recall(block);
-            Staged staged;
-            staged.load(b, c, block * CAPACITY, int(states), tile, length - tile);
+            if constexpr (BLOCKS > 1) fetch(block);
             __syncthreads();  // nobody reads what was staged before
             staged.store(stage);
-            float h[MINE];
-#pragma unroll
-            for (int s = 0; s < MINE; s++) {
-                const int n = block * CAPACITY + quarter * MINE + s;
-                h[s] = mine && n < states ? checkpoints[((slot + number) * channels + first + own) * states + n] : 0;
-            }
             __syncthreads();
-#pragma unroll 2
             for (int t = 0; t < TIMES; t += 4) {
                 store_floats(before + t * THREADS, h);
                 if (t + 4 == TIMES) break;
@@ -196,18 +202,21 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
 
 #pragma unroll 1
             for (int eight = TIMES - 8; eight >= 0; eight -= 8) {
+                const float* const pairs = row + element_at(0, eight);
+                const float* const ins = stage + eight * CAPACITY + quarter * MINE;
+                const float* const throughs = ins + TIMES * CAPACITY;
                 float in_acc[2][4] = {}, out_acc[2][4] = {};
 #pragma unroll
                 for (int half = 4; half >= 0; half -= 4) {
-                    const int t = eight + half;
+                    const int t = half;  // in the eight
                     float start[MINE], gate[4][MINE], state[4][MINE], y[4], product[4], size_grad[4];
-                    load_floats(start, before + t * THREADS);
+                    load_floats(start, before + (eight + t) * THREADS);
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         float pair[2], in[MINE], through[MINE];
-                        load_floats(pair, row + element_at(0, t + j));
-                        load_floats(in, stage + (t + j) * CAPACITY + quarter * MINE);
-                        load_floats(through, stage + (TIMES + t + j) * CAPACITY + quarter * MINE);
+                        load_floats(pair, pairs + 4 * (t + j));
+                        load_floats(in, ins + (t + j) * CAPACITY);
+                        load_floats(through, throughs + (t + j) * CAPACITY);
                         y[j] = 0;
 #pragma unroll
                         for (int s = 0; s < MINE; s++) {
@@ -222,9 +231,9 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
 #pragma unroll
                         for (int j = two + 1; j >= two; j--) {
                             float element[4], in[MINE], through[MINE];
-                            load_floats(element, row + element_at(0, t + j));
-                            load_floats(in, stage + (t + j) * CAPACITY + quarter * MINE);
-                            load_floats(through, stage + (TIMES + t + j) * CAPACITY + quarter * MINE);
+                            load_floats(element, pairs + 4 * (t + j));
+                            load_floats(in, ins + (t + j) * CAPACITY);
+                            load_floats(through, throughs + (t + j) * CAPACITY);
                             product[j] = size_grad[j] = 0;
 #pragma unroll
                             for (int s = 0; s < MINE; s++) {
@@ -251,7 +260,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                     }
                     const float of_y = transposed_sum<4, 4>(y), of_product = transposed_sum<4, 4>(product);
                     const float of_size = transposed_sum<4, 4>(size_grad);
-                    float* const to = sum_row + element_at(0, t + summed);
+                    float* const to = sum_row + element_at(0, eight) + 4 * (t + summed);
                     if (BLOCKS > 1 && block > 0) {
                         to[1] += of_product, to[2] += of_size, to[3] += of_y;
                     } else {
@@ -287,7 +296,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
-            const int count = piece.count(left, length - tile);
+            const int count = piece.count(left, times);
             const Values u_now = us.load(piece, tile, count), delta_now = deltas.load(piece, tile, count);
             const Values z_now = zs.load(piece, tile, count), grad_now = grads.load(piece, tile, count);
             if (!piece.there) continue;
@@ -312,7 +321,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                     const float raw = delta_now.get(k) + bias[channel];
                     if (raw <= 20) of_delta[k] *= sigmoid(raw);
                 }
-                if (k >= count) of_delta[k] = 0;
+                if (!Piece::has(count, k)) of_delta[k] = 0;
                 if constexpr (CHANNEL_LAST) {
                     store_float2(rows + element_at(channel, step), inner * wide, of_delta[k]);
                 } else {

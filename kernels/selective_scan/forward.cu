@@ -29,12 +29,12 @@ enum : int {
     SHARED_STAGE = 2 * CAPACITY * TIMES,
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 384 / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, (LANES == 4 ? 512 : 384) / THREADS)
 selective_scan_forward(const Storage* u, const Storage* delta, const float* A, const Storage* B, const Storage* C,
                        const float* D, const Storage* z, const float* delta_bias, const float* initial_state,
                        Storage* out, float* final_state, float* checkpoints, const i64* offsets, i64 batch,
-                       i64 channels, i64 time, i64 states, i64 group_channels, i64 sequences, i64 interval,
-                       i64 flags, i64 u_batch, i64 u_channel, i64 u_time, i64 delta_batch, i64 delta_channel,
+                       i64 channels, i64 time, i64 states, i64 group_channels, i64 sequences, i64 flags,
+                        i64 u_batch, i64 u_channel, i64 u_time, i64 delta_batch, i64 delta_channel,
                        i64 delta_time, i64 z_batch, i64 z_channel, i64 z_time, i64 out_batch, i64 out_channel,
                        i64 out_time, i64 B_batch, i64 B_group, i64 B_state, i64 B_time, i64 C_batch, i64 C_group,
                        i64 C_state, i64 C_time) {
@@ -47,7 +47,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
     const Place at = place_of(channels, time, group_channels, sequences, 1, offsets);
     const bool smooth = flags & 1;
     const i64 first = at.first + warp * CHANNELS;
-    const i64 left = at.limit - first;  // channels of the warp, if fewer; none, if negative
+    const int channels_left = within(at.limit - first, CHANNELS);
     const Rows<const Storage*> us(u, {u_batch, u_channel, u_time}, at.batch, first, at.begin);
     const Rows<const Storage*> deltas(delta, {delta_batch, delta_channel, delta_time}, at.batch, first, at.begin);
     const Rows<const Storage*> zs(z, {z_batch, z_channel, z_time}, at.batch, first, at.begin);
@@ -57,7 +57,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
     const i64 length = at.end - at.begin;
 
     for (int i = lane; i < CHANNELS; i += 32) {
-        const bool in = i < left;
+        const bool in = i < channels_left;
         biases[warp * CHANNELS + i] = in && delta_bias ? delta_bias[first + i] : 0;
         skips[warp * CHANNELS + i] = in && D ? D[first + i] : 0;
     }
@@ -67,7 +67,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
     float* const rows = shared + warp * CHANNELS * ROW;
 
     const int own = lane / LANES, part = lane % LANES;
-    const bool mine = own < left;
+    const bool mine = own < channels_left;
     float* const row = rows + own * ROW;
     const i64 state = ((at.batch * sequences + at.sequence) * channels + first + own) * states + part * STATES;
     float decay[STATES], h[STATES];
@@ -79,18 +79,25 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
     }
     i64 slot = 0;
     if (checkpoints) {
-        const i64 slots = time / interval + sequences;
-        slot = at.batch * slots + at.begin / interval + at.sequence;
+        const i64 slots = time / INTERVAL + sequences;
+        slot = at.batch * slots + at.begin / INTERVAL + at.sequence;
     }
 
+    float own_bias[PER_LANE], own_skip[PER_LANE];  // of each piece's channel
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        const Piece piece(i);
+        own_bias[i] = piece.there ? bias[piece.channel] : 0, own_skip[i] = piece.there ? skip[piece.channel] : 0;
+    }
     Values next_u[PER_LANE], next_delta[PER_LANE];
     Staged staged;
     const auto fetch = [&](i64 tile) {
-        staged.load(b, c, 0, int(states), tile, length - tile);
+        const int times = within(length - tile, TIMES);
+        staged.load(b, c, 0, int(states), tile, times);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
-            const int count = piece.count(left, length - tile);
+            const int count = piece.count(channels_left, times);
             next_u[i] = us.load(piece, tile, count);
             next_delta[i] = deltas.load(piece, tile, count);
         }
@@ -99,20 +106,21 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
     int side = 0;
     for (i64 tile = 0; tile < length; tile += TIMES, side ^= 1) {
         float* const stage = stages + side * SHARED_STAGE;
+        const int times = within(length - tile, TIMES);
         staged.store(stage);
         Values now_u[PER_LANE], now_z[PER_LANE];
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
-            const int count = piece.count(left, length - tile);
+            const int count = piece.count(channels_left, times);
             now_u[i] = next_u[i], now_z[i] = zs.load(piece, tile, count);
             float size[VALUES], product[VALUES];
 #pragma unroll
             for (int k = 0; k < VALUES; k++) {
                 const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
-                size[k] = next_delta[i].get(k) + (piece.there ? bias[channel] : 0);
+                size[k] = next_delta[i].get(k) + (CHANNEL_LAST ? (piece.there ? bias[channel] : 0) : own_bias[i]);
                 if (smooth) size[k] = softplus(size[k]);
-                if (k >= count) size[k] = 0;
+                if (!Piece::has(count, k)) size[k] = 0;
                 product[k] = size[k] * now_u[i].get(k);
             }
             if (piece.there) {
@@ -132,8 +140,8 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
 
 #pragma unroll 1
         for (int t = 0; t < TIMES; t += STEPS) {
-            if (checkpoints && mine && tile + t < length && (tile + t) % interval == 0) {
-                float* const to = checkpoints + ((slot + (tile + t) / interval) * channels + first + own) * states +
+            if (checkpoints && mine && tile + t < length && (tile + t) % INTERVAL == 0) {
+                float* const to = checkpoints + ((slot + (tile + t) / INTERVAL) * channels + first + own) * states +
                                   part * STATES;
                 if (STATES % 4 == 0 && states == CAPACITY) {
                     store_floats<STATES>(to, h);
@@ -170,14 +178,14 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
-            const int count = piece.count(left, length - tile);
+            const int count = piece.count(channels_left, times);
             if (!piece.there) continue;
             float y[VALUES];
 #pragma unroll
             for (int k = 0; k < VALUES; k++) {
                 const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
                 const int step = piece.time + (CHANNEL_LAST ? 0 : k);
-                y[k] = rows[channel * ROW + 2 * step] + skip[channel] * now_u[i].get(k);
+                y[k] = rows[channel * ROW + 2 * step] + (CHANNEL_LAST ? skip[channel] : own_skip[i]) * now_u[i].get(k);
                 if (z) {
                     const float gate = now_z[i].get(k);
                     y[k] *= gate * sigmoid(gate);

@@ -14,6 +14,11 @@ __device__ inline void mma_tf32(float (&acc)[4], uint4 a, uint2 b) {
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
+// Bring a line to the L2 cache; a hint.
+__device__ inline void prefetch(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 // The GPU's own approximations, right to nearly all bits.
 __device__ inline float fast_exp2(float x) {
     float y;

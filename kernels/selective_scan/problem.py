@@ -122,7 +122,6 @@ class SelectiveScanProblem:
             "states": self.states,
             "group_channels": self.group_channels,
             "sequences": max(1, self.sequences),
-            "interval": INTERVAL,
             "parts": self.parts,
             "flags": self.softplus | self.whole[0] << 1 | self.whole[1] << 2,
         }

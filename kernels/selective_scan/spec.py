@@ -58,8 +58,8 @@ _SIZES = ("batch", "channels", "time", "states", "group_channels", "sequences")
 def parameters(direction: Direction) -> tuple[Parameter, ...]:
     """The signature of one kernel."""
     pointers = (Parameter(name, "pointer") for name in _POINTERS[direction])
-    last = "interval" if direction == "forward" else "parts"
-    integers = (*_SIZES, last, "flags", *stride_names(direction))
+    parts = ("parts",) if direction == "backward" else ()
+    integers = (*_SIZES, *parts, "flags", *stride_names(direction))
     return (*pointers, *(Parameter(name, "i64") for name in integers))
 
 
@@ -115,6 +115,7 @@ def _constants(variant: Variant) -> dict[str, Static]:
     if variant.kernel == "backward":
         numbers["TIMES"] = INTERVAL
     return {
+        "INTERVAL": INTERVAL,
         "ELEMENT": variant.text("dtype"),
         "ALIGNED": int(variant.text("access") == "aligned"),
         "CHANNEL_LAST": int(variant.text("layout") == "channel_last"),

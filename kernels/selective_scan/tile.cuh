@@ -1,7 +1,8 @@
 // What the kernels share: where a CTA's channels and time steps lie, the pieces of a tile that a lane loads and stores,
 // and what is computed of one element at a time.
 //
-// ELEMENT (float32, bfloat16, float16), ALIGNED and CHANNEL_LAST (0, 1) come from the build. A file that includes this
+// ELEMENT (float32, bfloat16, float16), ALIGNED and CHANNEL_LAST (0, 1) come from the build, and INTERVAL: the steps
+// from one state that is kept to the next. A file that includes this
 // one defines WARPS, CHANNELS of a warp, TIMES of a tile and CAPACITY, the states that B and C are staged for at once.
 #pragma once
 #include "../common/element.cuh"
@@ -66,7 +67,7 @@ struct Piece {
 
     __device__ explicit Piece(int i) {
         const int number = int(threadIdx.x % 32) + 32 * i;
-        there = number < PIECES;
+        there = PIECES % 32 == 0 || number < PIECES;
         if constexpr (CHANNEL_LAST) {
             enum : int { ACROSS = CHANNELS > VALUES ? CHANNELS / VALUES : 1 };
             channel = number % ACROSS * VALUES, time = number / ACROSS;
@@ -75,13 +76,18 @@ struct Piece {
         }
     }
 
-    // Its elements that are among the first `channels` and `times` of the tile.
-    __device__ int count(i64 channels, i64 times) const {
+    // Its elements that are among the first `channels` and `times` of the tile: all or none where it is aligned.
+    __device__ int count(int channels, int times) const {
+        const int left = CHANNEL_LAST ? channels - channel : times - time;
         const bool in = there && channel < channels && time < times;
-        const i64 left = CHANNEL_LAST ? channels - channel : times - time;
-        return in ? int(left < VALUES ? left : i64(VALUES)) : 0;
+        if constexpr (ALIGNED) return in ? VALUES : 0;
+        return in ? (left < VALUES ? left : VALUES) : 0;
     }
+    static __device__ bool has(int count, int k) { return ALIGNED ? count > 0 : k < count; }
 };
+
+// As much of it as there is in a tile.
+__device__ inline int within(i64 left, int most) { return left < 0 ? 0 : left < most ? int(left) : most; }
 
 // A tensor at a warp's first channel and the first step of a sequence.
 template <class Pointer>
@@ -149,7 +155,7 @@ struct Staged {
     Chunk<Element, IN_16_BYTES> piece[STAGED_PER_THREAD];
 
     // Of states from `state` to `states`, and of `times` steps from `tile` on; zeros else.
-    __device__ void load(const Projection& b, const Projection& c, int state, int states, i64 tile, i64 times) {
+    __device__ void load(const Projection& b, const Projection& c, int state, int states, i64 tile, int times) {
 #pragma unroll
         for (int i = 0; i < STAGED_PER_THREAD; i++) {
             const int number = threadIdx.x + THREADS * i;
