@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scan_registry.dispatch.select import NoKernelError
     from scan_registry.ops.linear_scan import linear_scan
     from scan_registry.ops.rnn import rnn
+    from scan_registry.ops.selective_scan import selective_scan
     from scan_registry.ops.step_buffers import rnn_buffers
 
     __version__: str
@@ -35,6 +36,7 @@ __all__ = [
     "require",
     "rnn",
     "rnn_buffers",
+    "selective_scan",
 ]
 
 _HOMES = {
@@ -50,6 +52,7 @@ _HOMES = {
     "require": "scan_registry.dispatch.policy",
     "rnn": "scan_registry.ops.rnn",
     "rnn_buffers": "scan_registry.ops.step_buffers",
+    "selective_scan": "scan_registry.ops.selective_scan",
 }
 
 __getattr__, __dir__ = lazy.names(globals(), _HOMES)

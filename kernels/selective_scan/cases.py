@@ -294,20 +294,9 @@ def _checkpoints(given: dict[str, Tensor | None], setting: Setting) -> Tensor:
     assert B is not None
     assert C is not None
     assert initial is not None
-    time, offsets = u.shape[2], given["offsets"]
-    bounds = [0, time] if offsets is None else offsets.tolist()
-    sequences = len(bounds) - 1
-    kept = torch.zeros(u.shape[0], time // INTERVAL + sequences, *A.shape, dtype=torch.float32)
-    for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        state = initial if offsets is None else initial[:, number]
-        for place, step in enumerate(range(begin, end, INTERVAL)):
-            kept[:, begin // INTERVAL + number + place] = state
-            part = slice(step, min(end, step + INTERVAL))
-            _, state = reference.forward(
-                u[..., part], delta[..., part], A, B[..., part], C[..., part],
-                delta_bias=bias, delta_softplus=setting.softplus, initial_state=state,
-            )  # fmt: skip
-    return kept
+    return reference.checkpoints(
+        u, delta, A, B, C, bias, setting.softplus, initial, given["offsets"], INTERVAL
+    )
 
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:

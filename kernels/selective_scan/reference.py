@@ -110,6 +110,38 @@ def _at(x: Tensor, t: int) -> Tensor:
     return x[..., min(t, x.shape[-1] - 1)]
 
 
+def checkpoints(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    interval: int,
+) -> Tensor:
+    """The states before every ``interval`` steps of each sequence, (B, L // interval + S, D, N), as the forward kernel
+    leaves them. ``B`` and ``C`` change with time."""
+    time, bounds = u.shape[2], _bounds(cu_seqlens, u.shape[2])
+    of_state = (u.shape[0], *A.shape)
+    kept = u.new_zeros((u.shape[0], time // interval + len(bounds), *A.shape), dtype=torch.float32)
+    for number, (begin, end) in enumerate(bounds):
+        if initial_state is None:
+            state = A.new_zeros(of_state)
+        else:
+            state = initial_state if cu_seqlens is None else initial_state[:, number]
+        for place, step in enumerate(range(begin, end, interval)):
+            kept[:, begin // interval + number + place] = state
+            part = slice(step, min(end, step + interval))
+            _, state = forward(
+                u[..., part], delta[..., part], A, B[..., part], C[..., part],
+                delta_bias=delta_bias, delta_softplus=delta_softplus, initial_state=state,
+            )  # fmt: skip
+    return kept
+
+
 def backward(
     tensors: tuple[Tensor | None, ...],
     delta_softplus: bool,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from scan_registry.base import lazy
 
 if TYPE_CHECKING:
-    from scan_registry.ops import linear_scan, rnn
+    from scan_registry.ops import linear_scan, rnn, selective_scan
 
-__all__ = ["linear_scan", "rnn"]
+__all__ = ["linear_scan", "rnn", "selective_scan"]
 
 __getattr__, __dir__ = lazy.names(globals(), dict.fromkeys(__all__))

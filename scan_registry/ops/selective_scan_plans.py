@@ -1,0 +1,325 @@
+"""How a selective scan runs: by a kernel or in plain torch, forwards and backwards.
+
+A call with shapes, strides and dtypes seen before finds its selection in a plan. Arguments are as ``normalised``
+makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import Decision
+from scan_registry.kernels import family
+from scan_registry.kernels.selective_scan import reference
+from scan_registry.kernels.selective_scan.problem import (
+    INTERVAL,
+    STRIDED,
+    Direction,
+    Layout,
+    SelectiveScanProblem,
+)
+from scan_registry.ops.launching import Plan, Run, launcher, remember
+from scan_registry.ops.selective_scan_arguments import COMPILED, Arguments, Options
+from scan_registry.runtime.loader import prepare, run_reference
+
+FAMILY_NAME = "selective_scan"
+Gradients = tuple[Tensor | None, ...]
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+class Outputs(NamedTuple):
+    """What forward makes. ``checkpoints`` are what backward needs beside the inputs; empty where there are none."""
+
+    out: Tensor
+    last: Tensor
+    checkpoints: Tensor
+
+
+# --- Problems ---------------------------------------------------------------------------------
+
+
+def has_kernels(given: Arguments) -> bool:
+    """Whether the kernels compute it: of real numbers, with B and C that change with time."""
+    return given.u.dtype in COMPILED and not given.A.is_complex() and given.B.dim() == given.C.dim() == 4
+
+
+def _in_torch(given: Arguments, options: Options) -> bool:
+    return not given.u.is_cuda or options.backend == "reference" or not has_kernels(given)
+
+
+def with_groups(given: Arguments) -> Arguments:
+    """B and C of as many groups, without a copy where one of them has one."""
+    groups = max(given.B.shape[1], given.C.shape[1])
+
+    def spread(x: Tensor) -> Tensor:
+        if x.shape[1] == 1 and groups > 1:
+            return x.expand(-1, groups, -1, -1)
+        return x if x.shape[1] == groups else x.repeat_interleave(groups // x.shape[1], 1)
+
+    return given._replace(B=spread(given.B), C=spread(given.C))
+
+
+def _on_16_bytes(tensor: Tensor, along: int) -> bool:
+    """Whether its rows along a dimension lie without gaps and start on 16 bytes."""
+    size = tensor.element_size()
+    others = [
+        stride * size
+        for dim, stride in enumerate(tensor.stride())
+        if dim != along and tensor.shape[dim] > 1
+    ]
+    start = 0 if tensor.is_meta else tensor.data_ptr()
+    return tensor.stride(along) == 1 and not any(each % 16 for each in (start, *others))
+
+
+def make_problem(
+    direction: Direction, given: Arguments, options: Options, others: Mapping[str, Tensor]
+) -> SelectiveScanProblem:
+    """What the arguments pose; ``others`` are the tensors that have strides and are no arguments."""
+    u, bounds = given.u, given.cu_seqlens
+    batch, channels, time = u.shape
+    groups = given.B.shape[1]
+    layout: Layout = "channel_last" if u.stride(1) == 1 and u.stride(2) != 1 else "time_last"
+    along, length = (2, time) if layout == "time_last" else (1, channels // groups)
+    named = {**given._asdict(), **others}
+    sequences = [t for n, t in named.items() if n in ("u", "delta", "z", *others) and t is not None]
+    strides: list[int] = []
+    for name, dimensions in STRIDED[direction].items():
+        tensor = named.get(name)
+        strides += [0] * len(dimensions) if tensor is None else tensor.stride()
+    unit = 16 // u.element_size()
+    return SelectiveScanProblem(
+        direction=direction,
+        dtype=str(u.dtype).removeprefix("torch."),
+        layout=layout,
+        batch=batch,
+        channels=channels,
+        time=time,
+        states=given.A.shape[1],
+        groups=groups,
+        strides=tuple(strides),
+        softplus=options.softplus,
+        sequences=0 if bounds is None else bounds.shape[0] - 1,
+        aligned=bounds is None
+        and length % unit == 0
+        and all(_on_16_bytes(each, along) for each in sequences),
+        whole=(
+            bounds is None and _on_16_bytes(given.B, 3),
+            bounds is None and _on_16_bytes(given.C, 3),
+        ),
+    )
+
+
+def _prepared(problem: SelectiveScanProblem, device: torch.device, backend: Any) -> Run | Decision:
+    group = family(FAMILY_NAME)
+    ready = prepare(device.index, group, problem, backend, policy.lowest())
+    if ready.launch is None:
+        return ready.decision
+    variant = ready.decision.taken().variant
+    assert variant is not None
+    return launcher(ready, group.kernel(variant.kernel, variant.language).pointers, device)
+
+
+def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What a plan depends on."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+# --- Forward ----------------------------------------------------------------------------------
+
+
+def checkpoint_shape(given: Arguments) -> tuple[Any, ...]:
+    """Of the states that forward leaves for backward."""
+    batch, channels, time = given.u.shape
+    sequences = 1 if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
+    return batch, time // INTERVAL + sequences, channels, given.A.shape[1]
+
+
+def empty_outputs(given: Arguments, options: Options, training: bool) -> Outputs:
+    """Room for ``Outputs``."""
+    u, A = given.u, given.A
+    between = () if given.cu_seqlens is None else (given.cu_seqlens.shape[0] - 1,)
+    state = reference.state_dtype(u.dtype, A.dtype)
+    kept: tuple[Any, ...] = (0,)
+    if training and u.device.type == "cuda" and options.backend != "reference" and has_kernels(given):
+        kept = checkpoint_shape(given)
+    return Outputs(
+        torch.empty_like(u),
+        u.new_empty((u.shape[0], *between, *A.shape), dtype=state),
+        u.new_empty(kept, dtype=torch.float32),
+    )
+
+
+def forward(given: Arguments, options: Options, training: bool) -> Outputs:
+    """``Outputs``; with ``training`` what backward needs, too."""
+    key = ("forward", *map(_facts, given), options, training, policy.required.get())
+    plan = _plans.get(key)
+    if plan is None:
+        plan = remember(_plans, key, _plan_forward(given, options, training))
+    outputs: Outputs = plan(given)
+    return outputs
+
+
+def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
+    def by_reference(given: Arguments) -> Outputs:
+        made = empty_outputs(given, options, training)
+        *tensors, bounds = given
+        out, last = reference.forward(*tensors[:8], options.softplus, tensors[8], bounds)
+        made.out.copy_(out)
+        made.last.copy_(last)
+        if made.checkpoints.numel():
+            made.checkpoints.copy_(_kept_by_reference(given, options))
+        return made
+
+    if given.u.numel() == 0 or _in_torch(given, options):
+        return by_reference
+    grouped = with_groups(given)
+    out = torch.empty_like(given.u)
+    problem = make_problem("forward", grouped, options, {"out": out})
+    found = _prepared(problem, given.u.device, options.backend)
+    if isinstance(found, Decision):
+        decision = found
+        return lambda given: run_reference(decision, lambda: by_reference(given))
+    run = found
+
+    def plan(given: Arguments) -> Outputs:
+        made = empty_outputs(given, options, training)
+        run(
+            {
+                **_tensors(with_groups(given)),
+                "out": made.out,
+                "final_state": made.last,
+                "checkpoints": made.checkpoints if training else None,
+            }
+        )
+        return made
+
+    return plan
+
+
+def _tensors(given: Arguments) -> dict[str, Tensor | None]:
+    """The kernels' pointers that are arguments."""
+    names = ("u", "delta", "B", "C", "z")
+    dense = ("A", "D", "delta_bias", "initial_state")
+    every = given._asdict()
+    return {
+        **{name: every[name] for name in names},
+        **{name: _dense(every[name]) for name in dense},
+        "offsets": given.cu_seqlens,
+    }
+
+
+def _kept_by_reference(given: Arguments, options: Options) -> Tensor:
+    return reference.checkpoints(
+        given.u, given.delta, given.A, given.B, given.C, given.delta_bias, options.softplus,
+        given.initial_state, given.cu_seqlens, INTERVAL,
+    )  # fmt: skip
+
+
+# --- Backward ---------------------------------------------------------------------------------
+
+
+def backward(
+    given: Arguments,
+    checkpoints: Tensor,
+    out_grad: Tensor,
+    final_grad: Tensor | None,
+    options: Options,
+    wanted: tuple[bool, ...],
+) -> Gradients:
+    """The gradients that are wanted, of all arguments but the bounds, each in its own dtype."""
+    facts = (*map(_facts, given), _facts(checkpoints), _facts(out_grad), _facts(final_grad))
+    key = ("backward", *facts, options, wanted, policy.required.get())
+    plan = _plans.get(key)
+    if plan is None:
+        plan = remember(_plans, key, _plan_backward(given, checkpoints, out_grad, options, wanted))
+    gradients: Gradients = plan(given, checkpoints, out_grad, final_grad)
+    return gradients
+
+
+def _plan_backward(
+    given: Arguments, checkpoints: Tensor, out_grad: Tensor, options: Options, wanted: tuple[bool, ...]
+) -> Plan:
+    def by_reference(given: Arguments, checkpoints: Any, out_grad: Tensor, final_grad: Any) -> Gradients:
+        with torch.no_grad():
+            return reference.backward(
+                given.differentiable, options.softplus, given.cu_seqlens, out_grad, final_grad, wanted
+            )
+
+    if given.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(given, options):
+        return by_reference
+    grouped = with_groups(given)
+    others = {"grad": out_grad, "u_grad": torch.empty_like(given.u)}
+    problem = make_problem("backward", grouped, options, others)
+    found = _prepared(problem, given.u.device, options.backend)
+    if isinstance(found, Decision):
+        decision = found
+        return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
+    run = found
+    of_state = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
+    of_projection = problem.ctas_of_group, *grouped.B.shape
+
+    def plan(given: Arguments, checkpoints: Tensor, out_grad: Tensor, final_grad: Any) -> Gradients:
+        def new(*shape: int) -> Tensor:
+            return out_grad.new_empty(shape, dtype=torch.float32)
+
+        u_grad, delta_grad = torch.empty_like(given.u), torch.empty_like(given.u)
+        z_grad = None if given.z is None else torch.empty_like(given.u)
+        A_grad, B_grad, C_grad = new(*of_state, problem.states), new(*of_projection), new(*of_projection)
+        D_grad, bias_grad = new(*of_state), new(*of_state)
+        initial = given.initial_state
+        initial_grad = None if initial is None else new(*initial.shape)
+        run(
+            {
+                **_tensors(with_groups(given)),
+                "out_grad": out_grad,
+                "final_grad": _dense(final_grad),
+                "checkpoints": checkpoints,
+                "u_grad": u_grad,
+                "delta_grad": delta_grad,
+                "z_grad": z_grad,
+                "A_grad": A_grad,
+                "B_grad": B_grad,
+                "C_grad": C_grad,
+                "D_grad": D_grad,
+                "bias_grad": bias_grad,
+                "initial_grad": initial_grad,
+                "carries": new(problem.carried) if problem.carried else None,
+            }
+        )
+        of_parts = (0, 1, 2)
+        makers = (
+            lambda: u_grad,
+            lambda: delta_grad,
+            lambda: A_grad.sum(of_parts),
+            lambda: _of_groups(B_grad.sum(0), given.B),
+            lambda: _of_groups(C_grad.sum(0), given.C),
+            lambda: D_grad.sum(of_parts),
+            lambda: z_grad,
+            lambda: bias_grad.sum(of_parts),
+            lambda: initial_grad,
+        )
+        return tuple(
+            make() if want and t is not None else None
+            for make, want, t in zip(makers, wanted, given.differentiable, strict=True)
+        )
+
+    return plan
+
+
+def _of_groups(gradient: Tensor, of: Tensor) -> Tensor:
+    """Summed over the groups that share what it is the gradient of."""
+    if gradient.shape[1] != of.shape[1]:
+        gradient = gradient.unflatten(1, (of.shape[1], -1)).sum(2)
+    return gradient.to(of.dtype)
