@@ -52,7 +52,7 @@ __device__ inline void add_columns(float (&acc)[4], float a, float b, float c, f
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 selective_scan_backward(const Storage* u, const Storage* delta, const float* A, const Storage* B, const Storage* C,
                         const float* D, const Storage* z, const float* delta_bias, const Storage* out_grad,
                         const float* final_grad, const float* checkpoints, const float* adjoints,
@@ -161,6 +161,20 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
             }
         };
         if constexpr (BLOCKS == 1) fetch(0);
+        const i64 earlier = tile - TIMES;
+        const auto bring = [&](const Rows<const Storage*>& rows_of, const Piece& piece) {
+            if (rows_of.first) prefetch(rows_of.at(piece, earlier));
+        };
+        if (ALIGNED && number > first_tile) {
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++) {
+                const Piece piece(i);
+                if (piece.count(left, TIMES) > 0)
+                    bring(us, piece), bring(deltas, piece), bring(zs, piece), bring(grads, piece);
+            }
+            if (BLOCKS == 1 && mine)
+                prefetch(checkpoints + ((slot + number - 1) * channels + first + own) * states + quarter * MINE);
+        }
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
@@ -210,19 +224,20 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                 for (int half = 4; half >= 0; half -= 4) {
                     const int t = half;  // in the eight
                     float start[MINE], gate[4][MINE], state[4][MINE], y[4], product[4], size_grad[4];
+                    float in[4][MINE], through[4][MINE], element[4][4];
                     load_floats(start, before + (eight + t) * THREADS);
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        float pair[2], in[MINE], through[MINE];
-                        load_floats(pair, pairs + 4 * (t + j));
-                        load_floats(in, ins + (t + j) * CAPACITY);
-                        load_floats(through, throughs + (t + j) * CAPACITY);
+                        load_floats(element[j], pairs + 4 * (t + j));
+                        load_floats(in[j], ins + (t + j) * CAPACITY);
+                        load_floats(through[j], throughs + (t + j) * CAPACITY);
                         y[j] = 0;
 #pragma unroll
                         for (int s = 0; s < MINE; s++) {
-                            gate[j][s] = fast_exp2(pair[0] * decay[s]);
-                            state[j][s] = gate[j][s] * (j ? state[j ? j - 1 : 0][s] : start[s]) + pair[1] * in[s];
-                            y[j] += through[s] * state[j][s];
+                            gate[j][s] = fast_exp2(element[j][0] * decay[s]);
+                            state[j][s] =
+                                gate[j][s] * (j ? state[j ? j - 1 : 0][s] : start[s]) + element[j][1] * in[j][s];
+                            y[j] += through[j][s] * state[j][s];
                         }
                     }
 #pragma unroll
@@ -230,21 +245,22 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                         float in_term[2][MINE], out_term[2][MINE];
 #pragma unroll
                         for (int j = two + 1; j >= two; j--) {
-                            float element[4], in[MINE], through[MINE];
-                            load_floats(element, pairs + 4 * (t + j));
-                            load_floats(in, ins + (t + j) * CAPACITY);
-                            load_floats(through, throughs + (t + j) * CAPACITY);
+                            if constexpr (THREADS * CTAS > 384) {  // fewer registers than keep them
+                                load_floats(element[j], pairs + 4 * (t + j));
+                                load_floats(in[j], ins + (t + j) * CAPACITY);
+                                load_floats(through[j], throughs + (t + j) * CAPACITY);
+                            }
                             product[j] = size_grad[j] = 0;
 #pragma unroll
                             for (int s = 0; s < MINE; s++) {
-                                const float g = element[2] * through[s] + carry[s];
-                                in_term[j - two][s] = g * element[1];
-                                out_term[j - two][s] = element[2] * state[j][s];
-                                product[j] += g * in[s];
+                                const float g = element[j][2] * through[j][s] + carry[s];
+                                in_term[j - two][s] = g * element[j][1];
+                                out_term[j - two][s] = element[j][2] * state[j][s];
+                                product[j] += g * in[j][s];
                                 carry[s] = g * gate[j][s];
                                 const float q = carry[s] * (j ? state[j ? j - 1 : 0][s] : start[s]);
                                 size_grad[j] += q * decay[s];
-                                decay_grad[s] += q * element[0];
+                                decay_grad[s] += q * element[j][0];
                             }
                         }
                         const float one = 1.0f;

@@ -12,6 +12,7 @@ from torch import Tensor
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.problem import (
+    DIRECTIONS,
     INTERVAL,
     STRIDED,
     Direction,
@@ -58,6 +59,8 @@ SETTINGS = (
     Setting(gated=False, layout="channel_last", groups=2, packed=True),
 )
 
+#: Parts that sequences are cut into, where they are.
+PARTS = 3
 #: Of a quick check and of an attestation.
 QUICK: tuple[Shape, ...] = ((2, 32, 64, 16), (1, 6, 101, 4), (2, 80, 40, 17), (1, 64, 200, 16))
 THOROUGH: tuple[Shape, ...] = (
@@ -70,6 +73,7 @@ _SEQUENCES = ("u", "delta", "z", "out", "out_grad", "u_grad", "delta_grad", "z_g
 _TENSOR_OF = {"grad": "out_grad"}
 #: What each direction writes.
 OUTPUTS: dict[Direction, tuple[str, ...]] = {
+    "adjoint": ("adjoints", "sizes"),
     "forward": ("out", "final_state"),
     "backward": (
         *("u_grad", "delta_grad", "A_grad", "B_grad", "C_grad"),
@@ -132,11 +136,15 @@ class Trial:
     def launches(self, kernel: str) -> Iterator[Case]:
         """All that ``kernel`` can compute this by."""
         for aligned in (True, False):
-            yield self.case(kernel, aligned=aligned)
+            if kernel != "adjoint":
+                yield self.case(kernel, aligned=aligned)
+            if kernel != "forward":
+                yield self.case(kernel, aligned=aligned, parts=PARTS)
 
-    def case(self, kernel: str, *, aligned: bool) -> Case:
-        """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps."""
-        direction: Direction = "forward" if kernel == "forward" else "backward"
+    def case(self, kernel: str, *, aligned: bool, parts: int = 1) -> Case:
+        """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps. There are results
+        of 1 and of ``PARTS`` parts."""
+        direction: Direction = next(each for each in DIRECTIONS if each == kernel)
         batch, channels, time, states = self.shape
         narrow = getattr(torch, self.dtype)
         tensors: dict[str, Tensor | None] = {}
@@ -145,9 +153,11 @@ class Trial:
             tensors[name] = self._placed(value, aligned) if placed and value is not None else value
         expected = {n: self.expected[n] for n in OUTPUTS[direction] if n in self.expected}
         offsets = self.inputs["offsets"]
-        for name in expected:
+        for name, value in expected.items():
             if name in _SEQUENCES:
-                tensors[name] = self._placed(torch.full_like(expected[name], torch.nan, dtype=narrow), aligned)
+                tensors[name] = self._placed(
+                    torch.full_like(value, torch.nan, dtype=narrow), aligned
+                )
         of_tensor = {"u_grad": tensors.get("u_grad")}
         strides: list[int] = []
         for name, dimensions in STRIDED[direction].items():
@@ -169,18 +179,32 @@ class Trial:
             softplus=self.setting.softplus,
             sequences=0 if offsets is None else len(offsets) - 1,
             aligned=aligned and along % unit == 0,
+            parts=parts,
             whole=(aligned and time % unit == 0 and offsets is None,) * 2,
         )
         device = self.expected["out"].device
         if direction == "forward":
             slots = time // INTERVAL + max(1, problem.sequences)
             tensors["checkpoints"] = torch.zeros(batch, slots, channels, states, device=device)
-            tensors["final_state"] = torch.full_like(expected["final_state"], torch.nan, dtype=torch.float32)
+            tensors["final_state"] = torch.full_like(
+                expected["final_state"], torch.nan, dtype=torch.float32
+            )
+        elif direction == "adjoint":
+            for name, value in expected.items():
+                # Of a first part nothing is asked, and nothing is written.
+                tensors[name] = torch.full_like(value, torch.nan, dtype=torch.float32)
+                tensors[name][:, :, 0] = 0
         else:
+            for name in ("adjoints", "sizes") if parts > 1 else ():
+                tensors[name] = self.expected[name].float()
             for name in ("A_grad", "B_grad", "C_grad", "D_grad", "bias_grad"):
                 if name in expected:
-                    tensors[name] = torch.full(partial_shape(name, problem), torch.nan, device=device)
-            tensors["initial_grad"] = torch.full_like(expected["initial_grad"], torch.nan, dtype=torch.float32)
+                    tensors[name] = torch.full(
+                        partial_shape(name, problem), torch.nan, device=device
+                    )
+            tensors["initial_grad"] = torch.full_like(
+                expected["initial_grad"], torch.nan, dtype=torch.float32
+            )
             tensors["carries"] = torch.full((problem.carried,), torch.nan, device=device)
         return Case(problem, tensors, expected)
 
@@ -230,6 +254,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         "final_grad": torch.randn(of_state) if setting.starts else None,
     }
     expected = _solved(given, setting)
+    expected |= _handed_on(given, setting)
     checkpoints = _checkpoints(given, setting)
     given["checkpoints"] = checkpoints
     return Trial(
@@ -242,7 +267,17 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
 
 
 _LEAVES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
-_GRADS = ("u_grad", "delta_grad", "A_grad", "B_grad", "C_grad", "D_grad", "z_grad", "bias_grad", "initial_grad")
+_GRADS = (
+    "u_grad",
+    "delta_grad",
+    "A_grad",
+    "B_grad",
+    "C_grad",
+    "D_grad",
+    "z_grad",
+    "bias_grad",
+    "initial_grad",
+)
 
 
 def _wide(given: dict[str, Tensor | None], setting: Setting) -> list[Tensor | None]:
@@ -268,7 +303,9 @@ def _solved(given: dict[str, Tensor | None], setting: Setting) -> dict[str, Tens
     assert A is not None
     assert B is not None
     assert C is not None
-    out, final = reference.forward(u, delta, A, B, C, D, z, bias, setting.softplus, initial, offsets)
+    out, final = reference.forward(
+        u, delta, A, B, C, D, z, bias, setting.softplus, initial, offsets
+    )
     out_grad, final_grad = given["out_grad"], given["final_grad"]
     assert out_grad is not None
     if final_grad is not None:
@@ -283,6 +320,36 @@ def _solved(given: dict[str, Tensor | None], setting: Setting) -> dict[str, Tens
         for name in ("final_state", "initial_grad"):
             expected[name] = expected[name].unsqueeze(1)
     return expected
+
+
+def _handed_on(given: dict[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
+    """What each part of a sequence but its first hands on, and the sum of its step sizes."""
+    u, delta, A, _, C, _, z, bias, _ = _wide(given, setting)
+    out_grad, offsets = given["out_grad"], given["offsets"]
+    assert u is not None
+    assert delta is not None
+    assert A is not None
+    assert C is not None
+    assert out_grad is not None
+    sizes = reference.step_sizes(delta, bias, setting.softplus)
+    grad = out_grad.double() if z is None else out_grad.double() * torch.nn.functional.silu(z)
+    through = reference.per_channel(C, u.shape[1], A.dtype)
+    bounds = [0, u.shape[2]] if offsets is None else offsets.tolist()
+    of_part = u.shape[0], len(bounds) - 1, PARTS, u.shape[1]
+    handed = torch.zeros(*of_part, A.shape[1], dtype=A.dtype)
+    sums = torch.zeros(of_part, dtype=A.dtype)
+    for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        tiles = -(-(end - begin) // INTERVAL)
+        steps = -(-tiles // PARTS) * INTERVAL
+        for part in range(1, PARTS):
+            span = range(min(end, begin + part * steps), min(end, begin + (part + 1) * steps))
+            carry = torch.zeros(u.shape[0], *A.shape, dtype=A.dtype)
+            for t in reversed(span):
+                gate = torch.exp(sizes[:, :, t, None] * A)
+                carry = gate * (grad[:, :, t, None] * through[..., t] + carry)
+            handed[:, number, part] = carry
+            sums[:, number, part] = sizes[:, :, span.start : span.stop].sum(-1)
+    return {"adjoints": handed, "sizes": sums}
 
 
 def _checkpoints(given: dict[str, Tensor | None], setting: Setting) -> Tensor:

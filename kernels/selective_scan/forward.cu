@@ -1,8 +1,7 @@
 // The forward pass of a selective scan: for each batch, channel d and state n
 //     h[t] = exp(δ[t]·A)·h[t-1] + δ[t]·u[t]·B[t],  y[t] = Σ_n C[t]·h[t] + D·u[t],  out[t] = y[t]·silu(z[t])
 //
-// LANES lanes of a warp have a channel, with STATES states each in registers; a warp has CHANNELS = 32 / LANES channels
-// and a CTA WARPS warps, all of one batch and group, so B and C are read and converted once for all of them:
+// LANES lanes of a warp have HELD channels, with STATES states each in registers; a warp has CHANNELS of them and a CTA WARPS warps, all of one batch and group, so B and C are read and converted once for all of them:
 //
 //          lane 0      lane 1      …                    a warp's row of shared memory, one for each channel:
 //     d    n 0…S-1     n S…2S-1    …                    (δ, δ·u) of TIMES steps, then y in place of δ
@@ -17,7 +16,7 @@
 // cycle on an SM), and 4 multiplications or additions; besides 2 / 4 loads from shared memory, and for an element some
 // 40 instructions and four more of the exponential's unit. With 16 states that unit is the bound: 10 cycles of a
 // quarter of an SM for 32 states, where issue takes about 8.
-#define CHANNELS (32 / LANES)
+#define CHANNELS (32 / LANES * HELD)
 #define CAPACITY (LANES * STATES)
 #include "tile.cuh"
 
@@ -29,7 +28,7 @@ enum : int {
     SHARED_STAGE = 2 * CAPACITY * TIMES,
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, (LANES == 4 ? 512 : 384) / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, (LANES * HELD == 4 ? 512 : 384) / THREADS)
 selective_scan_forward(const Storage* u, const Storage* delta, const float* A, const Storage* B, const Storage* C,
                        const float* D, const Storage* z, const float* delta_bias, const float* initial_state,
                        Storage* out, float* final_state, float* checkpoints, const i64* offsets, i64 batch,
@@ -66,17 +65,21 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
     const float* const skip = skips + warp * CHANNELS;
     float* const rows = shared + warp * CHANNELS * ROW;
 
+    // The lane's channels are APART from each other.
+    enum : int { APART = 32 / LANES };
     const int own = lane / LANES, part = lane % LANES;
-    const bool mine = own < channels_left;
     float* const row = rows + own * ROW;
     const i64 state = ((at.batch * sequences + at.sequence) * channels + first + own) * states + part * STATES;
-    float decay[STATES], h[STATES];
+    float decay[HELD][STATES], h[HELD][STATES];
 #pragma unroll
-    for (int s = 0; s < STATES; s++) {
-        const bool in = mine && part * STATES + s < states;
-        decay[s] = in ? A[(first + own) * states + part * STATES + s] * LOG2_E : 0;
-        h[s] = in && initial_state ? initial_state[state + s] : 0;
-    }
+    for (int held = 0; held < HELD; held++)
+#pragma unroll
+        for (int s = 0; s < STATES; s++) {
+            const int channel = own + held * APART;
+            const bool in = channel < channels_left && part * STATES + s < states;
+            decay[held][s] = in ? A[(first + channel) * states + part * STATES + s] * LOG2_E : 0;
+            h[held][s] = in && initial_state ? initial_state[state + held * APART * states + s] : 0;
+        }
     i64 slot = 0;
     if (checkpoints) {
         const i64 slots = time / INTERVAL + sequences;
@@ -140,37 +143,49 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
 
 #pragma unroll 1
         for (int t = 0; t < TIMES; t += STEPS) {
-            if (checkpoints && mine && tile + t < length && (tile + t) % INTERVAL == 0) {
-                float* const to = checkpoints + ((slot + (tile + t) / INTERVAL) * channels + first + own) * states +
-                                  part * STATES;
-                if (STATES % 4 == 0 && states == CAPACITY) {
-                    store_floats<STATES>(to, h);
-                } else {
+            if (checkpoints && tile + t < length && (tile + t) % INTERVAL == 0) {
 #pragma unroll
-                    for (int s = 0; s < STATES; s++)
-                        if (part * STATES + s < states) to[s] = h[s];
+                for (int held = 0; held < HELD; held++) {
+                    const int channel = own + held * APART;
+                    if (channel >= channels_left) continue;
+                    float* const to = checkpoints + part * STATES +
+                                      ((slot + (tile + t) / INTERVAL) * channels + first + channel) * states;
+                    if (STATES % 4 == 0 && states == CAPACITY) {
+                        store_floats<STATES>(to, h[held]);
+                    } else {
+#pragma unroll
+                        for (int s = 0; s < STATES; s++)
+                            if (part * STATES + s < states) to[s] = h[held][s];
+                    }
                 }
             }
 #pragma unroll
             for (int group = t; group < t + STEPS; group += GROUP) {
-                float y[GROUP];
+                float y[HELD][GROUP];
 #pragma unroll
                 for (int j = 0; j < GROUP; j++) {
-                    float pair[2], in[STATES], through[STATES];
-                    load_floats(pair, row + 2 * (group + j));
+                    float in[STATES], through[STATES];
                     load_floats(in, stage + (group + j) * CAPACITY + part * STATES);
                     load_floats(through, stage + (TIMES + group + j) * CAPACITY + part * STATES);
-                    y[j] = 0;
 #pragma unroll
-                    for (int s = 0; s < STATES; s++) {
-                        h[s] = fast_exp2(pair[0] * decay[s]) * h[s] + pair[1] * in[s];
-                        y[j] += through[s] * h[s];
+                    for (int held = 0; held < HELD; held++) {
+                        float pair[2];
+                        load_floats(pair, row + held * APART * ROW + 2 * (group + j));
+                        y[held][j] = 0;
+#pragma unroll
+                        for (int s = 0; s < STATES; s++) {
+                            h[held][s] = fast_exp2(pair[0] * decay[held][s]) * h[held][s] + pair[1] * in[s];
+                            y[held][j] += through[s] * h[held][s];
+                        }
                     }
                 }
-                float sum = transposed_sum<GROUP, 1>(y);
 #pragma unroll
-                for (int bit = GROUP; bit < LANES; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-                if (part < GROUP) row[2 * (group + summed_by<GROUP, 1>())] = sum;
+                for (int held = 0; held < HELD; held++) {
+                    float sum = transposed_sum<GROUP, 1>(y[held]);
+#pragma unroll
+                    for (int bit = GROUP; bit < LANES; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+                    if (part < GROUP) row[held * APART * ROW + 2 * (group + summed_by<GROUP, 1>())] = sum;
+                }
             }
         }
         __syncwarp();
@@ -195,9 +210,12 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
         }
         __syncwarp();
     }
-    if (final_state && mine) {
+    if (final_state) {
 #pragma unroll
-        for (int s = 0; s < STATES; s++)
-            if (part * STATES + s < states) final_state[state + s] = h[s];
+        for (int held = 0; held < HELD; held++)
+#pragma unroll
+            for (int s = 0; s < STATES; s++)
+                if (own + held * APART < channels_left && part * STATES + s < states)
+                    final_state[state + held * APART * states + s] = h[held][s];
     }
 }

@@ -13,6 +13,8 @@ Tensors, S being sequences that are packed along time, or 1, and G groups of cha
                                             steps of each sequence
     A_grad, D_grad, bias_grad               (B, S, parts, D, N) and (B, S, parts, D), float32: summed over all but the
                                             channels by whoever asked for them
+    adjoints, sizes                         likewise, what each part but a sequence's first hands on: made by the
+                                            direction ``adjoint`` if there are several parts
     B_grad, C_grad                          (CTAs of a group, B, G, N, L), float32: likewise
 
 What is float32 here is in the dtype of no other tensor, and lies without gaps.
@@ -25,12 +27,12 @@ from typing import Literal
 
 from scan_registry.base.frozen import dataclass
 
-Direction = Literal["forward", "backward"]
+Direction = Literal["forward", "adjoint", "backward"]
 Layout = Literal["time_last", "channel_last"]
 
 #: The dtypes that kernels are built for.
 DTYPES = ("bfloat16", "float16", "float32")
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "adjoint", "backward")
 LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
 #: Steps from one state that is kept for the backward pass to the next, which are its tile.
 INTERVAL = 32
@@ -47,6 +49,7 @@ STRIDED: Mapping[Direction, Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("u", "delta", "z", "out"), _SEQUENCE),
         **dict.fromkeys(("B", "C"), _PROJECTION),
     },
+    "adjoint": {**dict.fromkeys(("delta", "z", "grad"), _SEQUENCE), "C": _PROJECTION},
     "backward": {
         **dict.fromkeys(("u", "delta", "z", "grad", "u_grad"), _SEQUENCE),
         **dict.fromkeys(("B", "C"), _PROJECTION),

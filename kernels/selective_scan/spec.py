@@ -1,11 +1,12 @@
 """What the selective_scan family is made of: kernels, variants, what each accepts and how it launches.
 
-``forward.cu`` and ``backward.cu`` have the algorithms; ``problem.py`` the tensors. Access ``aligned`` moves 16 bytes at
+``forward.cu``, ``backward.cu`` and ``adjoint.cu`` have the algorithms; ``problem.py`` the tensors. Access ``aligned`` moves 16 bytes at
 a time along the layout's dimension; ``generic`` takes any strides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -46,6 +47,7 @@ _POINTERS: dict[Direction, tuple[str, ...]] = {
         *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"),
         *("out", "final_state", "checkpoints", "offsets"),
     ),
+    "adjoint": ("delta", "A", "C", "z", "delta_bias", "out_grad", "offsets", "adjoints", "sizes"),
     "backward": (
         *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "out_grad", "final_grad"),
         *("checkpoints", "adjoints", "sizes", "offsets"),
@@ -55,25 +57,26 @@ _POINTERS: dict[Direction, tuple[str, ...]] = {
 }
 _SIZES = ("batch", "channels", "time", "states", "group_channels", "sequences")
 
+
 def parameters(direction: Direction) -> tuple[Parameter, ...]:
     """The signature of one kernel."""
     pointers = (Parameter(name, "pointer") for name in _POINTERS[direction])
-    parts = ("parts",) if direction == "backward" else ()
+    parts = () if direction == "forward" else ("parts",)
     integers = (*_SIZES, *parts, "flags", *stride_names(direction))
     return (*pointers, *(Parameter(name, "i64") for name in integers))
 
 
 def _ctas(variant: Variant, problem: SelectiveScanProblem) -> int:
-    if variant.kernel == "backward":
-        of_group = problem.ctas_of_group * problem.parts
-    else:
+    if variant.kernel == "forward":
         of_group = -(-problem.group_channels // _channels_of(variant))
+    else:
+        of_group = problem.ctas_of_group * (problem.parts - (variant.kernel == "adjoint"))
     return of_group * problem.groups * problem.batch * max(1, problem.sequences)
 
 
 def _channels_of(variant: Variant) -> int:
     """Of a CTA of the forward pass."""
-    return 32 // variant.number("lanes") * variant.number("warps")
+    return 32 // variant.number("lanes") * variant.number("held") * variant.number("warps")
 
 
 def _kind_mismatch(variant: Variant, problem: SelectiveScanProblem) -> str | None:
@@ -90,7 +93,7 @@ def _capacity(variant: Variant) -> int:
     """States of a channel that there is room for; 0: any number."""
     if variant.kernel == "forward":
         return variant.number("lanes") * variant.number("states")
-    return BLOCK_STATES if variant.number("blocks") == 1 else 0
+    return BLOCK_STATES if variant.kernel == "backward" and variant.number("blocks") == 1 else 0
 
 
 def _accepts(variant: Variant, problem: SelectiveScanProblem) -> str | None:
@@ -99,6 +102,8 @@ def _accepts(variant: Variant, problem: SelectiveScanProblem) -> str | None:
     room = _capacity(variant)
     if room and problem.states > room:
         return f"{problem.states} states; it has room for {room}"
+    if variant.kernel == "adjoint":
+        return None if problem.parts > 1 else "there is one part, which hands nothing on"
     if not room and problem.states <= BLOCK_STATES:
         return f"{problem.states} states; it is for more than {BLOCK_STATES}"
     return None
@@ -107,12 +112,13 @@ def _accepts(variant: Variant, problem: SelectiveScanProblem) -> str | None:
 def _launch(variant: Variant, problem: SelectiveScanProblem, sm_count: int) -> Launch:
     known = problem.scalars()
     wanted = [p.name for p in parameters(problem.direction) if p.kind == "i64"]
-    return Launch((_ctas(variant, problem), 1, 1), {name: known[name] for name in wanted})
+    blocks = -(-problem.states // BLOCK_STATES) if variant.kernel == "adjoint" else 1
+    return Launch((_ctas(variant, problem), blocks, 1), {name: known[name] for name in wanted})
 
 
 def _constants(variant: Variant) -> dict[str, Static]:
     numbers = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
-    if variant.kernel == "backward":
+    if variant.kernel != "forward":
         numbers["TIMES"] = INTERVAL
     return {
         "INTERVAL": INTERVAL,
@@ -127,11 +133,19 @@ def _constants(variant: Variant) -> dict[str, Static]:
 
 
 def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
-    """Few lanes of a channel have less to sum up; many of them fill a GPU with fewer channels."""
+    """Few lanes of a channel have less to sum up; many of them fill a GPU with fewer channels. Of many states, two
+    channels of a lane share what is read of B and C."""
     narrow = ITEM_SIZE[str(dict(kind)["dtype"])] == 2
-    long, short = (64, 32) if narrow else (32, 16)
-    tiles = ((1, 4, 16), (2, 8, short), (4, 4, long), (8, 2, 2 * long), (4, 16, short), (16, 16, 16))
-    names = ("lanes", "states", "times", "warps")
+    tiles = (
+        *(
+            (1, 4, 1, 16),
+            (2, 8, 1, 32 if narrow else 16),
+            (4, 4, 1, 32),
+            (8, 2, 1, 128 if narrow else 64),
+        ),
+        *((8, 8, 2, 16), (16, 16, 1, 16)),
+    )
+    names = ("lanes", "states", "held", "times", "warps")
     return tuple(tuple(zip(names, (*tile, 4), strict=True)) for tile in tiles)
 
 
@@ -142,10 +156,10 @@ def _forward_shared(variant: Variant) -> int:
 
 
 def _forward_cost(variant: Variant, problem: SelectiveScanProblem) -> float:
-    """Room for states that there are not, and then whether there are warps enough for a GPU of a hundred SMs."""
-    lanes = variant.number("lanes")
-    warps = problem.batch * problem.channels * max(1, problem.sequences) * lanes / 32
-    return _capacity(variant) + (lanes if warps >= 800 else 8 - lanes) / 64
+    """Room for states that there are not, and then how far the lanes are from those that fill an H100."""
+    rows = problem.batch * problem.channels * max(1, problem.sequences)
+    lanes = 2 if rows >= 12_288 else 4 if rows >= 6_144 else 8
+    return _capacity(variant) + abs(variant.number("lanes") - lanes) / 64
 
 
 # --- Backward ---------------------------------------------------------------------------------
@@ -154,7 +168,7 @@ def _forward_cost(variant: Variant, problem: SelectiveScanProblem) -> float:
 def _backward_tiles(kind: Pins) -> tuple[Pins, ...]:
     """For one block of states, and for any number."""
     warps = CTA_CHANNELS // WARP_CHANNELS
-    return tuple((("warps", warps), ("blocks", blocks)) for blocks in (1, 2))
+    return tuple((("warps", warps), ("blocks", blocks), ("ctas", 3)) for blocks in (1, 2))
 
 
 def _backward_shared(variant: Variant) -> int:
@@ -167,6 +181,15 @@ def _backward_shared(variant: Variant) -> int:
     return 4 * (rows + of_states + stage + slabs + 2 * channels + sums)
 
 
+def _adjoint_tiles(kind: Pins) -> tuple[Pins, ...]:
+    return ((("warps", CTA_CHANNELS // WARP_CHANNELS),),)
+
+
+def _adjoint_shared(variant: Variant) -> int:
+    channels = variant.number("warps") * WARP_CHANNELS
+    return 4 * (channels * (2 * INTERVAL + 4) + 2 * 2 * BLOCK_STATES * INTERVAL + channels)
+
+
 # --- The family -------------------------------------------------------------------------------
 
 _KINDS: tuple[Pins, ...] = tuple(
@@ -175,29 +198,47 @@ _KINDS: tuple[Pins, ...] = tuple(
 )
 
 
+_TILES: dict[Direction, Callable[[Pins], tuple[Pins, ...]]] = {
+    "forward": _forward_tiles,
+    "adjoint": _adjoint_tiles,
+    "backward": _backward_tiles,
+}
+_SHARED: dict[Direction, Callable[[Variant], int]] = {
+    "forward": _forward_shared,
+    "adjoint": _adjoint_shared,
+    "backward": _backward_shared,
+}
+_COST: dict[Direction, Callable[[Variant, SelectiveScanProblem], float]] = {
+    "forward": _forward_cost,
+    "adjoint": lambda variant, problem: 0.0,
+    "backward": lambda variant, problem: variant.number("blocks"),
+}
+
+
 def _kernel(direction: Direction) -> Kernel:
-    forward = direction == "forward"
     return Kernel(
         family=FAMILY_NAME,
         name=direction,
         language="cuda",
         parameters=parameters(direction),
-        defaults=Space(_KINDS, _forward_tiles if forward else _backward_tiles),
+        defaults=Space(_KINDS, _TILES[direction]),
         code=Code(
             source=f"{direction}.cu",
             entry=f"{FAMILY_NAME}_{direction}",
             constants=_constants,
             warps=lambda variant: variant.number("warps"),
-            shared=_forward_shared if forward else _backward_shared,
+            shared=_SHARED[direction],
         ),
         rules=Rules(_accepts, kind_mismatch=_kind_mismatch),
-        cost=_forward_cost if forward else lambda variant, problem: variant.number("blocks"),
+        cost=_COST[direction],
         launch=_launch,
     )
 
 
 def _sample(direction: Direction, dtype: str, layout: str, access: str) -> Sample:
-    batch, channels, time, states = (4, 1536, 2048, 16) if access == "aligned" else (4, 1531, 2039, 16)
+    batch, channels, time, states = (
+        (4, 1536, 2048, 16) if access == "aligned" else (4, 1531, 2039, 16)
+    )
     of_row = {"batch": channels * time, "channel": time, "time": 1}
     if layout == "channel_last":
         of_row |= {"channel": 1, "time": channels}
@@ -220,6 +261,7 @@ def _sample(direction: Direction, dtype: str, layout: str, access: str) -> Sampl
         softplus=True,
         aligned=access == "aligned",
         whole=(access == "aligned",) * 2,
+        parts=2 if direction == "adjoint" else 1,
     )
     return Sample(problem, dtype, access)
 

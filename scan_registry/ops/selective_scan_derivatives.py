@@ -101,7 +101,12 @@ def _backward(
     if composed or (not _is_compiling() and has_tangents(*every)):
         with torch.enable_grad():
             return reference.backward(
-                given.differentiable, options.softplus, given.cu_seqlens, out_grad, last_grad, wanted
+                given.differentiable,
+                options.softplus,
+                given.cu_seqlens,
+                out_grad,
+                last_grad,
+                wanted,
             )
     if not _is_compiling() and unobserved(*given, out_grad, last_grad):
         return plans.backward(given, checkpoints, out_grad, last_grad, options, wanted)
@@ -152,7 +157,10 @@ def _backward_impl(*args: Any) -> Any:
 
 
 def _unpacked(args: Any) -> Any:
-    given, (checkpoints, out_grad, last_grad) = Arguments(*args[:_INPUTS]), args[_INPUTS : _INPUTS + 3]
+    given, (checkpoints, out_grad, last_grad) = (
+        Arguments(*args[:_INPUTS]),
+        args[_INPUTS : _INPUTS + 3],
+    )
     softplus, backend, wanted = args[_INPUTS + 3 :]
     return given, checkpoints, out_grad, last_grad, Options(softplus, backend), tuple(wanted)
 

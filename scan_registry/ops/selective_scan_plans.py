@@ -46,7 +46,11 @@ class Outputs(NamedTuple):
 
 def has_kernels(given: Arguments) -> bool:
     """Whether the kernels compute it: of real numbers, with B and C that change with time."""
-    return given.u.dtype in COMPILED and not given.A.is_complex() and given.B.dim() == given.C.dim() == 4
+    return (
+        given.u.dtype in COMPILED
+        and not given.A.is_complex()
+        and given.B.dim() == given.C.dim() == 4
+    )
 
 
 def _in_torch(given: Arguments, options: Options) -> bool:
@@ -78,7 +82,11 @@ def _on_16_bytes(tensor: Tensor, along: int) -> bool:
 
 
 def make_problem(
-    direction: Direction, given: Arguments, options: Options, others: Mapping[str, Tensor]
+    direction: Direction,
+    given: Arguments,
+    options: Options,
+    others: Mapping[str, Tensor],
+    parts: int = 1,
 ) -> SelectiveScanProblem:
     """What the arguments pose; ``others`` are the tensors that have strides and are no arguments."""
     u, bounds = given.u, given.cu_seqlens
@@ -86,8 +94,10 @@ def make_problem(
     groups = given.B.shape[1]
     layout: Layout = "channel_last" if u.stride(1) == 1 and u.stride(2) != 1 else "time_last"
     along, length = (2, time) if layout == "time_last" else (1, channels // groups)
-    named = {**given._asdict(), **others}
-    sequences = [t for n, t in named.items() if n in ("u", "delta", "z", *others) and t is not None]
+    named: dict[str, Any] = {**given._asdict(), **others}
+    sequences = [
+        t for n, t in named.items() if n in ("u", "delta", "z", *others) and t is not None
+    ]
     strides: list[int] = []
     for name, dimensions in STRIDED[direction].items():
         tensor = named.get(name)
@@ -104,6 +114,7 @@ def make_problem(
         groups=groups,
         strides=tuple(strides),
         softplus=options.softplus,
+        parts=parts,
         sequences=0 if bounds is None else bounds.shape[0] - 1,
         aligned=bounds is None
         and length % unit == 0
@@ -152,7 +163,12 @@ def empty_outputs(given: Arguments, options: Options, training: bool) -> Outputs
     between = () if given.cu_seqlens is None else (given.cu_seqlens.shape[0] - 1,)
     state = reference.state_dtype(u.dtype, A.dtype)
     kept: tuple[Any, ...] = (0,)
-    if training and u.device.type == "cuda" and options.backend != "reference" and has_kernels(given):
+    if (
+        training
+        and u.device.type == "cuda"
+        and options.backend != "reference"
+        and has_kernels(given)
+    ):
         kept = checkpoint_shape(given)
     return Outputs(
         torch.empty_like(u),
@@ -227,6 +243,20 @@ def _kept_by_reference(given: Arguments, options: Options) -> Tensor:
     )  # fmt: skip
 
 
+def _parts(problem: SelectiveScanProblem, device: torch.device) -> int:
+    """Parts to cut sequences into for the backward pass: so many that its CTAs fill the GPU evenly, of which each SM has
+    three, though to cut costs a fifth more."""
+    ctas = problem.ctas_of_group * problem.groups * problem.batch * max(1, problem.sequences)
+    resident = 3 * torch.cuda.get_device_properties(device).multi_processor_count
+    most = max(1, min(8, problem.time // (4 * INTERVAL)))
+
+    def duration(parts: int) -> float:
+        waves = -(-ctas * parts // resident)
+        return waves / parts * (1.2 if parts > 1 else 1.0)
+
+    return min(range(1, most + 1), key=duration)
+
+
 # --- Backward ---------------------------------------------------------------------------------
 
 
@@ -249,24 +279,42 @@ def backward(
 
 
 def _plan_backward(
-    given: Arguments, checkpoints: Tensor, out_grad: Tensor, options: Options, wanted: tuple[bool, ...]
+    given: Arguments,
+    checkpoints: Tensor,
+    out_grad: Tensor,
+    options: Options,
+    wanted: tuple[bool, ...],
 ) -> Plan:
-    def by_reference(given: Arguments, checkpoints: Any, out_grad: Tensor, final_grad: Any) -> Gradients:
+    def by_reference(
+        given: Arguments, checkpoints: Any, out_grad: Tensor, final_grad: Any
+    ) -> Gradients:
         with torch.no_grad():
             return reference.backward(
-                given.differentiable, options.softplus, given.cu_seqlens, out_grad, final_grad, wanted
+                given.differentiable,
+                options.softplus,
+                given.cu_seqlens,
+                out_grad,
+                final_grad,
+                wanted,
             )
 
     if given.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(given, options):
         return by_reference
     grouped = with_groups(given)
     others = {"grad": out_grad, "u_grad": torch.empty_like(given.u)}
-    problem = make_problem("backward", grouped, options, others)
+    parts = _parts(make_problem("backward", grouped, options, others), given.u.device)
+    problem = make_problem("backward", grouped, options, others, parts)
     found = _prepared(problem, given.u.device, options.backend)
     if isinstance(found, Decision):
         decision = found
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
-    run = found
+    run, hand_on = found, None
+    if parts > 1:
+        before = make_problem("adjoint", grouped, options, {"grad": out_grad}, parts)
+        hand_on = _prepared(before, given.u.device, options.backend)
+        if isinstance(hand_on, Decision):
+            decision = hand_on
+            return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
     of_state = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
     of_projection = problem.ctas_of_group, *grouped.B.shape
 
@@ -276,14 +324,21 @@ def _plan_backward(
 
         u_grad, delta_grad = torch.empty_like(given.u), torch.empty_like(given.u)
         z_grad = None if given.z is None else torch.empty_like(given.u)
-        A_grad, B_grad, C_grad = new(*of_state, problem.states), new(*of_projection), new(*of_projection)
+        A_grad, B_grad, C_grad = (
+            new(*of_state, problem.states),
+            new(*of_projection),
+            new(*of_projection),
+        )
         D_grad, bias_grad = new(*of_state), new(*of_state)
         initial = given.initial_state
         initial_grad = None if initial is None else new(*initial.shape)
+        tensors = {**_tensors(with_groups(given)), "out_grad": out_grad}
+        if hand_on is not None:
+            tensors |= {"adjoints": new(*of_state, problem.states), "sizes": new(*of_state)}
+            hand_on(tensors)
         run(
             {
-                **_tensors(with_groups(given)),
-                "out_grad": out_grad,
+                **tensors,
                 "final_grad": _dense(final_grad),
                 "checkpoints": checkpoints,
                 "u_grad": u_grad,

@@ -47,7 +47,11 @@ def loop(
             if z is not None:
                 y *= z[b, d, t].item() / (1 + math.exp(-z[b, d, t].item()))
             out[b, d, t] = y
-        last[b, number, d] = torch.tensor(h, dtype=torch.complex128).to(dtype) if complex_numbers else torch.tensor([complex(x).real for x in h], dtype=dtype)
+        last[b, number, d] = (
+            torch.tensor(h, dtype=torch.complex128).to(dtype)
+            if complex_numbers
+            else torch.tensor([complex(x).real for x in h], dtype=dtype)
+        )
     return out, last
 
 
@@ -86,7 +90,9 @@ def test_it_is_a_loop(complex_numbers: bool, shape: str, options: bool) -> None:
 
 def test_narrow_numbers_are_computed_in_float32() -> None:
     u = torch.randn(1, 2, 4, dtype=torch.bfloat16)
-    out, last = reference.forward(u, u, -torch.ones(2, 3), u[:, :1].expand(1, 3, 4), u[:, :1].expand(1, 3, 4))
+    out, last = reference.forward(
+        u, u, -torch.ones(2, 3), u[:, :1].expand(1, 3, 4), u[:, :1].expand(1, 3, 4)
+    )
     assert (out.dtype, last.dtype) == (torch.bfloat16, torch.float32)
 
 
