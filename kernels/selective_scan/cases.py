@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, pairwise
 
 import torch
 from torch import Tensor
@@ -338,7 +338,7 @@ def _handed_on(given: dict[str, Tensor | None], setting: Setting) -> dict[str, T
     of_part = u.shape[0], len(bounds) - 1, PARTS, u.shape[1]
     handed = torch.zeros(*of_part, A.shape[1], dtype=A.dtype)
     sums = torch.zeros(of_part, dtype=A.dtype)
-    for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for number, (begin, end) in enumerate(pairwise(bounds)):
         tiles = -(-(end - begin) // INTERVAL)
         steps = -(-tiles // PARTS) * INTERVAL
         for part in range(1, PARTS):

@@ -28,7 +28,13 @@ enum : int {
     SHARED_STAGE = 2 * CAPACITY * TIMES,
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, (LANES * HELD == 4 ? 512 : 384) / THREADS)
+// Threads of an SM that registers leave room for.
+enum : int {
+    WIDE = sizeof(Storage) == 4,
+    RESIDENT = LANES * HELD == 4 && ALIGNED && !WIDE ? 512 : HELD * STATES >= 16 && (WIDE || !ALIGNED) ? 256 : 384,
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS)
 selective_scan_forward(const Storage* u, const Storage* delta, const float* A, const Storage* B, const Storage* C,
                        const float* D, const Storage* z, const float* delta_bias, const float* initial_state,
                        Storage* out, float* final_state, float* checkpoints, const i64* offsets, i64 batch,

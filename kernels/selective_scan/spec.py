@@ -136,15 +136,9 @@ def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
     """Few lanes of a channel have less to sum up; many of them fill a GPU with fewer channels. Of many states, two
     channels of a lane share what is read of B and C."""
     narrow = ITEM_SIZE[str(dict(kind)["dtype"])] == 2
-    tiles = (
-        *(
-            (1, 4, 1, 16),
-            (2, 8, 1, 32 if narrow else 16),
-            (4, 4, 1, 32),
-            (8, 2, 1, 128 if narrow else 64),
-        ),
-        *((8, 8, 2, 16), (16, 16, 1, 16)),
-    )
+    tiles = [(4, 4, 1, 32), (8, 8, 2, 16), (16, 16, 1, 16)]
+    if dict(kind)["access"] == "aligned":
+        tiles += [(2, 8, 1, 32 if narrow else 16), (8, 2, 1, 128 if narrow else 64)]
     names = ("lanes", "states", "held", "times", "warps")
     return tuple(tuple(zip(names, (*tile, 4), strict=True)) for tile in tiles)
 
@@ -215,6 +209,21 @@ _COST: dict[Direction, Callable[[Variant, SelectiveScanProblem], float]] = {
 }
 
 
+def _may_spill(direction: Direction) -> frozenset[Variant]:
+    """What a tile needs of its elements waits in local memory while it is walked, and is read again once for each
+    tile: some tens of bytes, for which more CTAs are on an SM. The adjoints' kernel, and the forward pass of the usual
+    numbers of states from aligned memory, have no such need."""
+    if direction == "adjoint":
+        return frozenset()
+    tiles = _TILES[direction]
+    return frozenset(
+        Variant(FAMILY_NAME, direction, "cuda", (*kind, *tile))
+        for kind in _KINDS
+        for tile in tiles(kind)
+        if direction == "backward" or dict(tile)["lanes"] == 16 or dict(kind)["access"] == "generic"
+    )
+
+
 def _kernel(direction: Direction) -> Kernel:
     return Kernel(
         family=FAMILY_NAME,
@@ -228,6 +237,7 @@ def _kernel(direction: Direction) -> Kernel:
             constants=_constants,
             warps=lambda variant: variant.number("warps"),
             shared=_SHARED[direction],
+            may_spill=_may_spill(direction),
         ),
         rules=Rules(_accepts, kind_mismatch=_kind_mismatch),
         cost=_COST[direction],

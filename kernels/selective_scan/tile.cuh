@@ -69,8 +69,8 @@ struct Piece {
         const int number = int(threadIdx.x % 32) + 32 * i;
         there = PIECES % 32 == 0 || number < PIECES;
         if constexpr (CHANNEL_LAST) {
-            enum : int { ACROSS = CHANNELS > VALUES ? CHANNELS / VALUES : 1 };
-            channel = number % ACROSS * VALUES, time = number / ACROSS;
+            enum : int { IN_A_STEP = CHANNELS > VALUES ? CHANNELS / VALUES : 1 };
+            channel = number % IN_A_STEP * VALUES, time = number / IN_A_STEP;
         } else {
             channel = number / (TIMES / VALUES), time = number % (TIMES / VALUES) * VALUES;
         }

@@ -95,9 +95,7 @@ def make_problem(
     layout: Layout = "channel_last" if u.stride(1) == 1 and u.stride(2) != 1 else "time_last"
     along, length = (2, time) if layout == "time_last" else (1, channels // groups)
     named: dict[str, Any] = {**given._asdict(), **others}
-    sequences = [
-        t for n, t in named.items() if n in ("u", "delta", "z", *others) and t is not None
-    ]
+    sequences = [t for n, t in named.items() if n in ("u", "delta", "z", *others) and t is not None]
     strides: list[int] = []
     for name, dimensions in STRIDED[direction].items():
         tensor = named.get(name)
