@@ -192,8 +192,9 @@ class Trial:
         elif direction == "adjoint":
             for name, value in expected.items():
                 # Of a first part nothing is asked, and nothing is written.
-                tensors[name] = torch.full_like(value, torch.nan, dtype=torch.float32)
-                tensors[name][:, :, 0] = 0
+                room = torch.full_like(value, torch.nan, dtype=torch.float32)
+                room[:, :, 0] = 0
+                tensors[name] = room
         else:
             for name in ("adjoints", "sizes") if parts > 1 else ():
                 tensors[name] = self.expected[name].float()

@@ -30,7 +30,7 @@ def scan(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """The output and the final state of ``normalised`` arguments; differentiable."""
     if not _is_compiling():
         if _transforms_active() or forward_mode():
-            return _composed(given, options)
+            return plans.composed(given, options)
         if unobserved(*given):
             if torch.is_grad_enabled() and _differentiated(*given.differentiable):
                 made = SelectiveScan.apply(*given, options, True)  # type: ignore[no-untyped-call]
@@ -46,12 +46,6 @@ def scan(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
 
 def _differentiated(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _composed(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
-    """In operators of torch, which it transforms as it likes."""
-    *tensors, bounds = given
-    return reference.forward(*tensors[:8], options.softplus, tensors[8], bounds)
 
 
 class SelectiveScan(torch.autograd.Function):
@@ -146,7 +140,7 @@ def _forward_autograd(*args: Any) -> Any:
 def _forward_composed(*args: Any) -> Any:
     *tensors, softplus, backend, _ = args
     given = Arguments(*tensors)
-    made = _composed(given, Options(softplus, backend))
+    made = plans.composed(given, Options(softplus, backend))
     return *made, given.u.new_empty(0, dtype=torch.float32)
 
 

@@ -6,7 +6,7 @@ makes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -145,6 +145,14 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
+def composed(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
+    """The output and the final state, in operators of torch."""
+    return reference.forward(
+        given.u, given.delta, given.A, given.B, given.C, given.D, given.z, given.delta_bias,
+        options.softplus, given.initial_state, given.cu_seqlens,
+    )  # fmt: skip
+
+
 # --- Forward ----------------------------------------------------------------------------------
 
 
@@ -188,8 +196,7 @@ def forward(given: Arguments, options: Options, training: bool) -> Outputs:
 def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
     def by_reference(given: Arguments) -> Outputs:
         made = empty_outputs(given, options, training)
-        *tensors, bounds = given
-        out, last = reference.forward(*tensors[:8], options.softplus, tensors[8], bounds)
+        out, last = composed(given, options)
         made.out.copy_(out)
         made.last.copy_(last)
         if made.checkpoints.numel():
@@ -306,13 +313,15 @@ def _plan_backward(
     if isinstance(found, Decision):
         decision = found
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
-    run, hand_on = found, None
+    run = found
+    hand_on: Run | None = None
     if parts > 1:
         before = make_problem("adjoint", grouped, options, {"grad": out_grad}, parts)
-        hand_on = _prepared(before, given.u.device, options.backend)
-        if isinstance(hand_on, Decision):
-            decision = hand_on
-            return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
+        prepared = _prepared(before, given.u.device, options.backend)
+        if isinstance(prepared, Decision):
+            of_part = prepared
+            return lambda *inputs: run_reference(of_part, lambda: by_reference(*inputs))
+        hand_on = prepared
     of_state = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
     of_projection = problem.ctas_of_group, *grouped.B.shape
 
@@ -352,7 +361,7 @@ def _plan_backward(
             }
         )
         of_parts = (0, 1, 2)
-        makers = (
+        makers: tuple[Callable[[], Tensor | None], ...] = (
             lambda: u_grad,
             lambda: delta_grad,
             lambda: A_grad.sum(of_parts),
