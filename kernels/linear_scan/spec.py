@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from itertools import product
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import columns, cuda_tiles, registers, rings, space, streams
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
@@ -43,6 +44,7 @@ from scan_registry.kernels.model import (
     Language,
     Launch,
     Parameter,
+    Pins,
     Rules,
     Sample,
     Static,
@@ -189,8 +191,9 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
     accesses = (*space.ACCESSES, space.MISALIGNED)
-    one_way = cuda_tiles.one_way(layout)
-    defaults = scans(partial(cuda_tiles.usual, layout, direction), accesses, one_way)
+    defaults = scans(
+        partial(cuda_tiles.usual, layout, direction), accesses, cuda_tiles.mixed(layout)
+    )
     return Kernel(
         family=FAMILY_NAME,
         name=name,
@@ -208,7 +211,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
             accepts=_cuda_accepts,
             kind_mismatch=_rejects_static,
             exceeds_residency=streams.exceeds_residency,
-            serves=partial(cuda_tiles.serves, layout),
+            serves=partial(cuda_tiles.serves, direction),
         ),
         cost=_cuda_cost,
         launch=_cuda_launch,
@@ -218,7 +221,6 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
             scans(
                 partial(cuda_tiles.every, layout, direction),
                 accesses if time_last else (*accesses, space.VARLEN),
-                one_way,
             ),
             defaults,
             _cuda_accepts,
@@ -229,26 +231,12 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     )
 
 
-def _cuda_reduction(layout: Layout) -> Kernel:
-    name = f"{layout}_reduction"
-    return Kernel(
-        family=FAMILY_NAME,
-        name=name,
-        language="cuda",
-        parameters=parameters("reduction"),
-        defaults=reductions({"warps": 8}),
-        code=Code(
-            source="reduction.cu",
-            entry=f"{FAMILY_NAME}_reduction",
-            constants=lambda variant: {
-                **_cuda_constants(variant),
-                "TIME_LAST": int(layout == "time_last"),
-            },
-            warps=lambda variant: variant.number("warps"),
-        ),
-        rules=Rules(_rejects_dtype),
-        cost=lambda variant, problem: 0.0,
-        launch=_reduction_launch,
+def _cuda_reduction_code(layout: Layout) -> Code:
+    time_last = int(layout == "time_last")
+    return Code(
+        source="reduction.cu",
+        entry=f"{FAMILY_NAME}_reduction",
+        constants=lambda variant: {**_cuda_constants(variant), "TIME_LAST": time_last},
     )
 
 
@@ -258,17 +246,23 @@ def _cuda_reduction(layout: Layout) -> Kernel:
 def _triton_tiles(
     layout: Layout, direction: Direction, dtype: str, access: str
 ) -> tuple[Tile, ...]:
-    """Of contiguous time: rows of a program, time steps of a tile, warps."""
+    """Of contiguous time: rows of a program, time steps of a tile, warps. Wide dtypes gain nothing from reading 16 bytes
+    at once."""
+    if access == "aligned" and ITEM_SIZE[dtype] == 8:
+        return ()
     if layout == "channel_last":
         return (columns.usual(direction, dtype, access),)
     times = 128 if access == "generic" else 256
-    short: Tile = {"rows": 1, "times": times, "warps": 1}
-    long: Tile = {"rows": 1, "times": 4 * times, "warps": 4}
-    tiles = (short,) if ITEM_SIZE[dtype] == 8 else (short, long)  # of wide ones, fewer fit
-    if access == "generic":
-        return tiles
-    # Which way 16 bytes are read is for the compiler to know.
-    return tuple({**tile, "reverse": way} for tile, way in product(tiles, (0, 1)))
+    if ITEM_SIZE[dtype] == 8:  # of wide ones, fewer fit
+        return ({"rows": 1, "times": times, "warps": 1},)
+    tile: Tile = {"rows": 1, "times": 2 * times, "warps": 2}
+    # Which way 16 bytes are read is for the compiler to know; scans against time are for the generic variant.
+    return (tile,) if access == "generic" else ({**tile, "reverse": 0},)
+
+
+def _triton_serves(statics: Pins, target: Target) -> bool:
+    """PTX, which is for GPUs that are not known, has variants that take everything."""
+    return not target.is_ptx or ("access", "aligned") not in statics
 
 
 #: Tiles of rows that a program has in hand. Backward loads directly, since asynchronous copies cannot move
@@ -360,27 +354,12 @@ def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
         parameters=parameters(direction),
         defaults=defaults,
         code=_triton_code(layout, direction),
-        rules=Rules(_triton_accepts, _rejects_static),
+        rules=Rules(_triton_accepts, _rejects_static, serves=_triton_serves),
         cost=_triton_cost,
         launch=_triton_launch,
         tunable=space.tunable(
             name, "triton", scans(tiles), defaults, _triton_accepts, _triton_times
         ),
-    )
-
-
-def _triton_reduction(layout: Layout) -> Kernel:
-    unit, other = REDUCTION_TILE
-    return Kernel(
-        family=FAMILY_NAME,
-        name=f"{layout}_reduction",
-        language="triton",
-        parameters=parameters("reduction"),
-        defaults=reductions({"unit": unit, "other": other, "warps": 4}),
-        code=_triton_code(layout, "reduction"),
-        rules=Rules(_rejects_dtype),
-        cost=lambda variant, problem: 0.0,
-        launch=_reduction_launch,
     )
 
 
@@ -390,7 +369,6 @@ def _triton_code(layout: Layout, direction: Direction) -> Code:
         source="triton_columns.py" if in_columns else "triton_kernels.py",
         entry=f"{layout}_{direction}",
         constants=_triton_constants,
-        warps=lambda variant: variant.number("warps"),
         divisible=lambda variant: _triton_divisible(variant, layout, direction),
         elements=lambda variant: _triton_elements(variant, direction),
         # Where rests are kept: a sum's rounding error can be had only if its terms are rounded first.
@@ -423,28 +401,35 @@ def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> Sa
     return Sample(problem, dtype, access)
 
 
-def _kernels(language: Language) -> tuple[Kernel, ...]:
-    if language == "triton":
-        return tuple(
-            _triton_reduction(layout)
-            if direction == "reduction"
-            else _triton_kernel(layout, direction)
-            for layout, direction in product(LAYOUTS, DIRECTIONS)
-        )
-    return (
-        *(
-            _cuda_kernel(layout, direction)
-            for layout, direction in product(LAYOUTS, DIRECTIONS[:2])
-        ),
-        *(_cuda_reduction(layout) for layout in LAYOUTS),
+def _reduction(layout: Layout, language: Language) -> Kernel:
+    unit, other = REDUCTION_TILE
+    cuda = language == "cuda"
+    return Kernel(
+        family=FAMILY_NAME,
+        name=f"{layout}_reduction",
+        language=language,
+        parameters=parameters("reduction"),
+        defaults=reductions({"warps": 8} if cuda else {"unit": unit, "other": other, "warps": 4}),
+        code=_cuda_reduction_code(layout) if cuda else _triton_code(layout, "reduction"),
+        rules=Rules(_rejects_dtype),
+        launch=_reduction_launch,
     )
+
+
+def _triton_kernels(layout: Layout) -> tuple[Kernel, ...]:
+    both = (_triton_kernel(layout, direction) for direction in DIRECTIONS[:2])
+    return (*both, _reduction(layout, "triton"))
 
 
 FAMILY = Family(
     name=FAMILY_NAME,
     summary="x[t] = gates[t] * x[t-1] + tokens[t]",
     folder=FOLDER,
-    kernels=(*_kernels("cuda"), *_kernels("triton")),
+    kernels=(
+        *(_cuda_kernel(*each) for each in product(LAYOUTS, DIRECTIONS[:2])),
+        *(_reduction(layout, "cuda") for layout in LAYOUTS),
+        *(kernel for layout in LAYOUTS for kernel in _triton_kernels(layout)),
+    ),
     samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
     on_cpu=True,
 )
