@@ -6,7 +6,7 @@ makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +23,15 @@ from scan_registry.kernels.selective_scan.problem import (
     Layout,
     SelectiveScanProblem,
 )
-from scan_registry.ops.launching import Plan, Run, launcher, remember
+from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.selective_scan_arguments import COMPILED, Arguments, Options
 from scan_registry.runtime.loader import prepare, run_reference
 
 FAMILY_NAME = "selective_scan"
 Gradients = tuple[Tensor | None, ...]
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+#: What a call does to its tensors.
+Plan = Callable[..., Any]
 
 
 class Outputs(NamedTuple):
@@ -69,7 +70,7 @@ def with_groups(given: Arguments) -> Arguments:
     return given._replace(B=spread(given.B), C=spread(given.C))
 
 
-def _on_16_bytes(tensor: Tensor, along: int) -> bool:
+def _on_16_bytes(tensor: Tensor, along: int, addresses: int) -> bool:
     """Whether its rows along a dimension lie without gaps and start on 16 bytes."""
     size = tensor.element_size()
     others = [
@@ -77,8 +78,7 @@ def _on_16_bytes(tensor: Tensor, along: int) -> bool:
         for dim, stride in enumerate(tensor.stride())
         if dim != along and tensor.shape[dim] > 1
     ]
-    start = 0 if tensor.is_meta else tensor.data_ptr()
-    return tensor.stride(along) == 1 and not any(each % 16 for each in (start, *others))
+    return tensor.stride(along) == 1 and not any(each % 16 for each in (addresses, *others))
 
 
 def make_problem(
@@ -86,9 +86,11 @@ def make_problem(
     given: Arguments,
     options: Options,
     others: Mapping[str, Tensor],
+    addresses: int,
     parts: int = 1,
 ) -> SelectiveScanProblem:
-    """What the arguments pose; ``others`` are the tensors that have strides and are no arguments."""
+    """What the arguments pose; ``others`` are the tensors that have strides and are no arguments.
+    ``addresses`` say how far all are aligned, up to 16 bytes."""
     u, bounds = given.u, given.cu_seqlens
     batch, channels, time = u.shape
     groups = given.B.shape[1]
@@ -116,29 +118,25 @@ def make_problem(
         sequences=0 if bounds is None else bounds.shape[0] - 1,
         aligned=bounds is None
         and length % unit == 0
-        and all(_on_16_bytes(each, along) for each in sequences),
+        and all(_on_16_bytes(each, along, addresses) for each in sequences),
         whole=(
-            bounds is None and _on_16_bytes(given.B, 3),
-            bounds is None and _on_16_bytes(given.C, 3),
+            bounds is None and _on_16_bytes(given.B, 3, addresses),
+            bounds is None and _on_16_bytes(given.C, 3, addresses),
         ),
     )
 
 
 def _prepared(problem: SelectiveScanProblem, device: torch.device, backend: Any) -> Run | Decision:
-    group = family(FAMILY_NAME)
-    ready = prepare(device.index, group, problem, backend, policy.lowest())
-    if ready.launch is None:
-        return ready.decision
-    variant = ready.decision.taken().variant
-    assert variant is not None
-    return launcher(ready, group.kernel(variant.kernel, variant.language).pointers, device)
+    plan = prepare(device.index, family(FAMILY_NAME), problem, backend, policy.lowest())
+    return plan.decision if plan.launch is None else plan.run
 
 
-def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What a plan depends on."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
+def _addresses(tensors: Sequence[Tensor | None]) -> int:
+    """How far the addresses of all tensors are aligned, as the plans' cache tells calls apart."""
+    found = 0
+    for tensor in tensors:
+        found |= 0 if tensor is None else tensor.data_ptr()
+    return found & 15
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -185,15 +183,17 @@ def empty_outputs(given: Arguments, options: Options, training: bool) -> Outputs
 
 def forward(given: Arguments, options: Options, training: bool) -> Outputs:
     """``Outputs``; with ``training`` what backward needs, too."""
-    key = ("forward", *map(_facts, given), options, training, policy.required.get())
-    plan = _plans.get(key)
-    if plan is None:
-        plan = remember(_plans, key, _plan_forward(given, options, training))
-    outputs: Outputs = plan(given)
+    outputs: Outputs = plan_cache.run(_make_forward, tuple(given), options, training)
     return outputs
 
 
-def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
+def _make_forward(*args: Any) -> Plan:
+    *tensors, options, training = args
+    plan = _plan_forward(Arguments(*tensors), options, training, _addresses(tensors))
+    return lambda *tensors: plan(Arguments(*tensors))
+
+
+def _plan_forward(given: Arguments, options: Options, training: bool, addresses: int) -> Plan:
     def by_reference(given: Arguments) -> Outputs:
         made = empty_outputs(given, options, training)
         out, last = composed(given, options)
@@ -207,7 +207,7 @@ def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
         return by_reference
     grouped = with_groups(given)
     out = torch.empty_like(given.u)
-    problem = make_problem("forward", grouped, options, {"out": out})
+    problem = make_problem("forward", grouped, options, {"out": out}, addresses)
     found = _prepared(problem, given.u.device, options.backend)
     if isinstance(found, Decision):
         decision = found
@@ -274,13 +274,17 @@ def backward(
     wanted: tuple[bool, ...],
 ) -> Gradients:
     """The gradients that are wanted, of all arguments but the bounds, each in its own dtype."""
-    facts = (*map(_facts, given), _facts(checkpoints), _facts(out_grad), _facts(final_grad))
-    key = ("backward", *facts, options, wanted, policy.required.get())
-    plan = _plans.get(key)
-    if plan is None:
-        plan = remember(_plans, key, _plan_backward(given, checkpoints, out_grad, options, wanted))
-    gradients: Gradients = plan(given, checkpoints, out_grad, final_grad)
+    tensors = *given, checkpoints, out_grad, final_grad
+    gradients: Gradients = plan_cache.run(_make_backward, tensors, options, wanted)
     return gradients
+
+
+def _make_backward(*args: Any) -> Plan:
+    *tensors, options, wanted = args
+    *every, checkpoints, out_grad, _ = tensors
+    given, addresses = Arguments(*every), _addresses(tensors)
+    plan = _plan_backward(given, checkpoints, out_grad, options, wanted, addresses)
+    return lambda *tensors: plan(Arguments(*tensors[:-3]), *tensors[-3:])
 
 
 def _plan_backward(
@@ -289,6 +293,7 @@ def _plan_backward(
     out_grad: Tensor,
     options: Options,
     wanted: tuple[bool, ...],
+    addresses: int,
 ) -> Plan:
     def by_reference(
         given: Arguments, checkpoints: Any, out_grad: Tensor, final_grad: Any
@@ -307,8 +312,8 @@ def _plan_backward(
         return by_reference
     grouped = with_groups(given)
     others = {"grad": out_grad, "u_grad": torch.empty_like(given.u)}
-    parts = _parts(make_problem("backward", grouped, options, others), given.u.device)
-    problem = make_problem("backward", grouped, options, others, parts)
+    parts = _parts(make_problem("backward", grouped, options, others, addresses), given.u.device)
+    problem = make_problem("backward", grouped, options, others, addresses, parts)
     found = _prepared(problem, given.u.device, options.backend)
     if isinstance(found, Decision):
         decision = found
@@ -316,7 +321,7 @@ def _plan_backward(
     run = found
     hand_on: Run | None = None
     if parts > 1:
-        before = make_problem("adjoint", grouped, options, {"grad": out_grad}, parts)
+        before = make_problem("adjoint", grouped, options, {"grad": out_grad}, addresses, parts)
         prepared = _prepared(before, given.u.device, options.backend)
         if isinstance(prepared, Decision):
             of_part = prepared

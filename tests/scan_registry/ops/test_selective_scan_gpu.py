@@ -12,6 +12,7 @@ import scan_registry
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops import selective_scan_plans
+from scan_registry.ops.launching import PlanCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,7 +67,7 @@ def test_results_and_gradients_and_the_same_in_every_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(selective_scan_plans, "_parts", lambda *_: parts)
-    monkeypatch.setattr(selective_scan_plans, "_plans", {})
+    monkeypatch.setattr(selective_scan_plans, "plan_cache", PlanCache())
     tensors = [t.requires_grad_() for t in drawn(sizes, dtype, turned, packed)]
     time = sizes[2]
     bounds = torch.tensor([0, time // 3, time // 3, time], device="cuda") if packed else None
