@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from scan_registry.hardware.target import RELEASED, SHARED_MEMORY, Target
+from scan_registry.hardware.target import RELEASED, Target
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.kernels.tuning import Tuning, fewest, nearest_arch
 
-#: Of the fastest's time on another GPU, what is close enough to be taken over from there: a guess, and as much as
-#: leaves room in the wheel, since nobody has timed it here.
-BORROWED = 1.8
+#: What is close enough to the fastest on another GPU, where times are a guess: as much as leaves room in the wheel.
+BORROWED = 2.0
 
 
 @dataclass(frozen=True)
@@ -58,50 +56,44 @@ def plan(archs: Iterable[Target]) -> dict[Target, tuple[Job, ...]]:
 
 
 def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
-    own, borrowed = set[str](), set[str]()
-    for tuning in tunings_for(kernel, arch):
-        if not arch.is_ptx and tuning.capability == arch.capability:
-            own.update(tuning.labels)
-        else:
-            borrowed |= _borrowed(kernel, tuning, arch)
-    for variant in kernel.variants:
+    """What the archive's tunings name; and the kernel's defaults, of kinds for which it has none."""
+    tunings = tunings_for(kernel, arch)
+    named = {label for tuning in tunings for label in tuning.labels}
+    tuned = {kind for tuning in tunings for kind in tuning.kinds}
+    borrowed = any(arch.is_ptx or tuning.capability != arch.capability for tuning in tunings)
+    for variant in kernel.every if named else kernel.by_text.values():
         if not kernel.rules.serves(variant.statics, arch):
             continue
         label = kernel.label(variant)
-        if str(variant) in kernel.by_text or label in own:
+        if label in named:
+            yield Job(variant, arch, optional=borrowed)
+        elif str(variant) in kernel.by_text and not any(label.startswith(f"{k},") for k in tuned):
             yield Job(variant, arch)
-        elif label in borrowed:
-            yield Job(variant, arch, optional=True)
-
-
-def _borrowed(kernel: Kernel, tuning: Tuning, arch: Target) -> set[str]:
-    """What is taken over from another GPU's tuning, on which times are a guess: of the variants that there is room
-    for few, near the fastest there on several problems. Kinds that have usual variants do with those where
-    only one problem asks for more, and PTX does anyway; others, such as packed sequences, have to have some."""
-    usual = {kernel.label(variant) for variant in kernel.by_text.values()}
-    room = math.inf if arch.is_ptx else SHARED_MEMORY.get(arch.capability, math.inf)
-    small = {kernel.label(v) for v in kernel.variants if kernel.code.shared(v) <= room}
-    found = set[str]()
-    for kind in tuning.kinds:
-        has_usual = any(label.startswith(f"{kind},") for label in usual)
-        if has_usual and arch.is_ptx:
-            continue
-        rows = [{k: t for k, t in row.times.items() if k in small} for row in tuning.rows(kind)]
-        problems = [times for times in rows if times]
-        for label in fewest(problems, [BORROWED] * len(problems)):
-            served = [t for t in problems if t.get(label, math.inf) <= BORROWED * min(t.values())]
-            if len(served) > 1 or not has_usual:
-                found.add(label)
-    return found
 
 
 def tunings_for(kernel: Kernel, arch: Target) -> tuple[Tuning, ...]:
-    """What tuning found of a kernel that is of use in an archive: machine code runs on one kind of GPU,
-    and gets what is nearest to it, and what is for single GPUs of that kind; PTX gets the rows of all tunings
-    that are not for single ones."""
-    every = kernel.tunable.tunings()
-    if arch.is_ptx:
-        return tuple(tuning for tuning in every if not tuning.exclusive)
-    nearest = nearest_arch(every, arch.capability)
-    own = (t for t in every if t.exclusive and t.capability == arch.capability)
-    return (*((nearest,) if nearest else ()), *own)
+    """What tuning found of a kernel, as an archive has it: of its own GPUs; else of the nearest ones, and for PTX of
+    all, with the times of few variants that are good there."""
+    own = tuple(each for each in kernel.tunable.tunings() if each.capability == arch.capability)
+    if own and not arch.is_ptx:
+        return own
+    general = [each for each in kernel.tunable.timings() if not each.exclusive]
+    nearest = nearest_arch(general, arch.capability)
+    sources = general if arch.is_ptx else [nearest] if nearest else []
+    borrowed = (_borrowed(kernel, each, arch) for each in sources)
+    return tuple(each for each in borrowed if each.labels)
+
+
+def _borrowed(kernel: Kernel, tuning: Tuning, arch: Target) -> Tuning:
+    """What is taken over from another GPU: of the variants that there is room for, few that are near the fastest. Kinds
+    with default variants do with those where only one problem was timed; others, such as packed sequences, cannot."""
+    serving = {kernel.label(v) for v in kernel.every if kernel.rules.serves(v.statics, arch)}
+    usual = {kernel.label(variant) for variant in kernel.by_text.values()}
+    kept = dict[str, set[str]]()
+    for kind in tuning.kinds:
+        rows = [{k: t for k, t in row.times.items() if k in serving} for row in tuning.rows(kind)]
+        problems = [times for times in rows if times]
+        has_usual = any(label.startswith(f"{kind},") for label in usual)
+        if len(problems) > has_usual:
+            kept[kind] = set(fewest(problems, BORROWED))
+    return tuning.only(kept)

@@ -233,7 +233,8 @@ class Tunable:
     tile_efficiency  what a variant prints as, sizes of a shape -> how much of what the variant then works through
                      is the problem; 1 where the padding costs nothing
     given            static parameters that the problem decides, and not tuning
-    tunings          () -> what tuning found, on each architecture that has a table
+    tunings          () -> what wheels need of what tuning found, on each architecture that has a table
+    timings          () -> all that it found, where there are tables; wheels have none
     """
 
     space: Space = Space((), lambda kind: ())
@@ -242,6 +243,7 @@ class Tunable:
     tile_efficiency: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0
     given: frozenset[str] = frozenset()
     tunings: Source = tuple
+    timings: Source = tuple
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ class Kernel:
     """One entry point of a family in one language.
 
     parameters  in the order of the entry point's signature; pointers come first
-    defaults    the variants that every wheel holds, whatever tuning finds
+    defaults    the variants that wheels hold of kinds for which they have no tunings
     code        what is compiled
     rules       which problems a variant solves, and on which GPUs
     cost        variant, problem -> smaller is better, among variants that accept

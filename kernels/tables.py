@@ -11,6 +11,7 @@ which builds leave.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -24,19 +25,19 @@ from scan_registry.kernels.tuning import (
     Shape,
     Tuning,
     capability_of,
-    fewest,
+    few,
     positive,
-    worthwhile,
 )
 
 SCHEMA = 1
 FOLDER = "tuning"
 _REDUCED = "reduced"
-#: A variant within this of the fastest is as good, unless something else is said: what fewer variants can serve,
+#: A variant within this of the fastest is as good for what was tuned on one machine: what fewer variants can serve,
 #: fewer do.
 EQUAL = 1.04
-#: What a variant has to gain for GPUs of one name alone to be in wheels: a percent on each of ten problems.
-WORTH = 0.1
+#: The same for wheels, which hold variants for GPUs that somebody else has timed; and what a further variant has to gain
+#: to be in them: a percent on each of forty problems.
+ENOUGH, WORTH = 1.08, 0.4
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,6 @@ class Measured:
     problem  in words, for people
     timings  by the variants' labels
     run      of the timings, the last; times of variants that it left out are an earlier one's
-    within   of the fastest's time, how many times that a variant may take and is as good
     """
 
     kernel: str
@@ -76,7 +76,6 @@ class Measured:
     shape: Shape
     timings: Mapping[str, Timing]
     run: Run
-    within: float = EQUAL
 
     @property
     def place(self) -> tuple[str, str, tuple[tuple[str, float], ...]]:
@@ -125,23 +124,16 @@ class Table:
             every[each.place] = each.over(older, timed) if older else each
         return replace(self, measured=tuple(sorted(every.values(), key=lambda m: m.place)))
 
-    def beside(self, held: Collection[str]) -> Table:
-        """The table, of one kernel, without the times of variants that are not worth a place in wheels beside those
-        ``held``, which are given by their labels."""
-        times = [each.times for each in self.measured]
-        kept = worthwhile(times, held, WORTH)
-        return replace(self, measured=tuple(each.of(kept) for each in self.measured))
-
-    def tunings(self, spare: Collection[str] = ()) -> dict[str, Tuning]:
-        """What selection needs, by how the kernels' variants begin: the times of few variants that are enough,
-        and of those with labels in ``spare``, which may be left where others do not fit."""
+    def timed(self) -> dict[str, Tuning]:
+        """All times in the form that selection needs, by how the kernels' variants begin."""
         kernels: dict[str, list[Measured]] = {}
         for each in self.measured:
             kernels.setdefault(each.kernel, []).append(each)
-        return {
-            kernel: _reduced(self.arch, found, spare, self.exclusive)
-            for kernel, found in kernels.items()
-        }
+        return {head: _tuning(self.arch, found, self.exclusive) for head, found in kernels.items()}
+
+    def tunings(self) -> dict[str, Tuning]:
+        """The same with the times of few variants that are enough."""
+        return {head: _reduced([timed], EQUAL, math.inf)[0] for head, timed in self.timed().items()}
 
     def to_json(self) -> dict[str, Any]:
         runs = list(dict.fromkeys(json.dumps(asdict(each.run)) for each in self.measured))
@@ -157,7 +149,6 @@ class Table:
                     "problem": each.problem,
                     "sizes": dict(each.shape.sizes),
                     "run": runs.index(json.dumps(asdict(each.run))),
-                    **({} if each.within == EQUAL else {"within": each.within}),
                     "ms_spread_rounds": {
                         _short(label, each.shape.kind): [timing.ms, timing.spread, timing.rounds]
                         for label, timing in each.timings.items()
@@ -222,10 +213,7 @@ def _measured(record: Mapping[str, Any], runs: Sequence[Run]) -> Measured:
     if not timings:
         raise ValueError(f"nothing was measured on {record['problem']!r}")
     shape, run = Shape(record["kind"], sizes), runs[record["run"]]
-    within = positive(record.get("within", EQUAL))
-    if within < 1:
-        raise ValueError(f"within is {within}; nothing takes less than the best time")
-    return Measured(record["kernel"], record["problem"], shape, timings, run, within)
+    return Measured(record["kernel"], record["problem"], shape, timings, run)
 
 
 def _short(label: str, kind: str) -> str:
@@ -238,46 +226,28 @@ def _long(short: str, kind: str) -> str:
     return f"{kind}{short}" if short.startswith(",") else short
 
 
-def _reduced(
-    arch: str, measured: Sequence[Measured], spare: Collection[str], exclusive: bool
-) -> Tuning:
-    kinds: dict[str, list[Measured]] = {}
+def _tuning(arch: str, measured: Sequence[Measured], exclusive: bool) -> Tuning:
+    kinds: dict[str, list[Row]] = {}
     for each in measured:
-        kinds.setdefault(each.shape.kind, []).append(each)
+        order = sorted(each.times.items(), key=lambda timed: (timed[1], timed[0]))
+        row = Row(each.shape.sizes, {label: _rounded(ms) for label, ms in order})
+        kinds.setdefault(each.shape.kind, []).append(row)
     latest = max(measured, key=lambda each: each.run.date)
-    return Tuning.of(
-        arch,
-        latest.run.gpu,
-        latest.run.date,
-        {kind: _rows(found, spare) for kind, found in sorted(kinds.items())},
-        exclusive,
-    )
+    rows = dict(sorted(kinds.items()))
+    return Tuning.of(arch, latest.run.gpu, latest.run.date, rows, exclusive)
 
 
-def _rows(measured: Sequence[Measured], spare: Collection[str]) -> tuple[Row, ...]:
-    """A row names what is chosen for its problem along with those that ask for as much or more, so problems that
-    ask for less change nothing for it."""
-    chosen, held = dict[float, set[str]](), set(spare)
-    for within in sorted({each.within for each in measured}):
-        held |= set(chosen_labels([m for m in measured if m.within <= within], held))
-        chosen[within] = set(held)
-    rows = []
-    for each in measured:
-        named = chosen[each.within]
-        times = each.of(named).times
-        order = sorted(times, key=lambda label: (times[label], label))
-        rows.append(Row(each.shape.sizes, {label: _rounded(times[label]) for label in order}))
-    return tuple(rows)
+def _reduced(timed: Sequence[Tuning], within: float, worth: float) -> list[Tuning]:
+    """Of the GPUs of one architecture, with the times of few variants that are enough for all of them."""
+    kinds = dict.fromkeys(kind for each in timed for kind in each.kinds)
+    rows = {kind: [row.times for each in timed for row in each.rows(kind)] for kind in kinds}
+    kept = {kind: few(problems, within, worth) for kind, problems in rows.items()}
+    return [each.only({kind: kept[kind] for kind in each.kinds}) for each in timed]
 
 
 def _rounded(ms: float) -> float:
     """In as many digits as choosing needs, since wheels hold thousands: a tenth of a percent is noise."""
     return float(f"{ms:.4g}")
-
-
-def chosen_labels(measured: Sequence[Measured], held: Collection[str] = ()) -> tuple[str, ...]:
-    """Few variants of which one, or one of those ``held``, is as good as the fastest on each problem."""
-    return fewest([each.times for each in measured], [each.within for each in measured], held)
 
 
 @cache
@@ -288,20 +258,22 @@ def tables(folder: Path, kernel: str | None = None) -> tuple[Table, ...]:
 
 
 @cache
-def shipped(
-    folder: Path, kernel: str, spare: tuple[str, ...] = (), usual: tuple[str, ...] = ()
-) -> tuple[Tuning, ...]:
-    """The tunings in a family's folder of one kernel, given by how its variants begin: as builds have left
-    them, which takes a tenth of the time, else out of the tables. Variants with labels in ``usual`` wheels hold
-    anyway, as they do what an architecture's table names, so those of its single GPUs may have them."""
+def timed(folder: Path, kernel: str) -> tuple[Tuning, ...]:
+    """All times in a family's folder of one kernel, given by how its variants begin; wheels have none."""
+    return tuple(table.timed()[kernel] for table in tables(folder, kernel) if table.measured)
+
+
+@cache
+def shipped(folder: Path, kernel: str) -> tuple[Tuning, ...]:
+    """The tunings in a family's folder of one kernel: as builds have left them, which takes a tenth of the time, else
+    out of the tables. The GPUs of an architecture share their variants."""
     left = _reduced_file(folder, kernel)
     if left.is_file():
         return tuple(map(Tuning.from_json, json.loads(left.read_text(encoding="utf-8"))))
-    found = [table for table in tables(folder, kernel) if table.measured]
-    general = {each.arch: each.tunings(spare)[kernel] for each in found if not each.exclusive}
-    held = {arch: {*usual, *tuning.labels} for arch, tuning in general.items()}
-    alone = (each.beside(held.get(each.arch, usual)) for each in found if each.exclusive)
-    return (*general.values(), *(each.tunings(spare)[kernel] for each in alone))
+    archs: dict[str, list[Tuning]] = {}
+    for each in timed(folder, kernel):
+        archs.setdefault(each.arch, []).append(each)
+    return tuple(each for found in archs.values() for each in _reduced(found, ENOUGH, WORTH))
 
 
 def leave_reduced(folder: Path, kernel: str, tunings: Iterable[Tuning]) -> None:
@@ -316,8 +288,8 @@ def leave_reduced(folder: Path, kernel: str, tunings: Iterable[Tuning]) -> None:
 def forget_reduced(folder: Path) -> None:
     """Remove what builds have left beside the tables of a family, before those change."""
     shutil.rmtree(folder / FOLDER / _REDUCED, ignore_errors=True)
-    tables.cache_clear()
-    shipped.cache_clear()
+    for cached in (tables, timed, shipped):
+        cached.cache_clear()
 
 
 def _reduced_file(folder: Path, kernel: str) -> Path:

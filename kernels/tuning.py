@@ -107,6 +107,19 @@ class Tuning:
         kinds = {kind: json.dumps(each, separators=(",", ":")) for kind, each in listed.items()}
         return cls(arch, gpu, date, names, labels, kinds, exclusive)
 
+    def only(self, labels: Mapping[str, Collection[str]]) -> Tuning:
+        """With the times of some variants alone, given by their labels for each kind; rows that have none of them are
+        left out, and other kinds."""
+        rows: dict[str, list[Row]] = {}
+        for kind, kept in labels.items():
+            found = (
+                Row(row.sizes, {k: t for k, t in row.times.items() if k in kept})
+                for row in self.rows(kind)
+            )
+            if named := [row for row in found if row.times]:
+                rows[kind] = named
+        return Tuning.of(self.arch, self.gpu, self.date, rows, self.exclusive)
+
     def serves(self, gpu: str) -> bool:
         """Whether it says anything about GPUs of a name, if they are of the architecture."""
         return not self.exclusive or self.gpu == gpu
@@ -190,18 +203,19 @@ class Tuning:
         return found
 
 
-def fewest(
-    problems: Sequence[Mapping[str, float]], within: Sequence[float], held: Collection[str] = ()
-) -> tuple[str, ...]:
-    """Few labels, of which, or of those ``held``, each problem, milliseconds by label, has one whose time is at
-    most as many times its least as is ``within`` for it: again and again the one that serves most of the problems
-    that are still without."""
+def few(problems: Sequence[Mapping[str, float]], within: float, worth: float) -> set[str]:
+    """The ``fewest`` labels for the problems, and what is ``worthwhile`` beside them."""
+    return worthwhile(problems, fewest(problems, within), worth)
+
+
+def fewest(problems: Sequence[Mapping[str, float]], within: float) -> tuple[str, ...]:
+    """Few labels, of which each problem, milliseconds by label, has one whose time is at most ``within`` times its
+    least: again and again the one that serves most of the problems that are still without."""
     best = [min(times.values()) for times in problems]
     fit = {
-        number: {label for label, ms in times.items() if ms <= within[number] * best[number]}
+        number: {label for label, ms in times.items() if ms <= within * best[number]}
         for number, times in enumerate(problems)
     }
-    fit = {number: labels for number, labels in fit.items() if labels.isdisjoint(held)}
     chosen: list[str] = []
     while fit:
         labels = sorted({label for labels in fit.values() for label in labels})

@@ -3,9 +3,6 @@
     python tools/tune.py                         every kernel, dtype and shape that is usual
     python tools/tune.py --language cuda --dtype bf16 --budget 400
     python tools/tune.py --shapes time_last:8,1536,4096 --kernel time_last_forward
-    python tools/tune.py --shapes channel_last:1,768,32768 --within 1.15
-                                                 of these, no other variant goes into wheels where one that
-                                                 is there anyway takes at most 1.15 times the best one's time
     python tools/tune.py --known --installed     what wheels hold, on every problem that the architecture's
                                                  table has: for another GPU of it
     python tools/tune.py --only 'prefix_lead=2'        the variants that somebody works on, beside what is chosen now;
@@ -21,7 +18,6 @@ says how far the installed choices were from the best.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -34,7 +30,7 @@ from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, wanted, watched
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Family, Variant
-from scan_registry.kernels.tables import EQUAL, FOLDER, Table, forget_reduced
+from scan_registry.kernels.tables import FOLDER, Table, forget_reduced
 from scan_registry.tuner.engine import TuningResult
 
 FAMILIES = Path(__file__).parents[1] / "kernels"
@@ -44,19 +40,15 @@ def save(
     folder: Path,
     arch: str,
     tuned: list[TuningResult],
-    within: float | None = None,
     only: Callable[[Variant], bool] = lambda _: True,
 ) -> list[Path]:
-    """Add what was measured to the families' tables in ``folder``; return the files. Rows keep their ratio
-    ``within`` unless one is given, and the times of variants that were not ``only`` to be timed, while there are
-    such variants."""
+    """Add what was measured to the families' tables in ``folder``; return the files. Rows keep the times of
+    variants that were not ``only`` to be timed, while there are such variants."""
     written = []
     families = {each.posed.family.name: each.posed.family for each in tuned}
     for name, family in families.items():
         path, table = place(folder, name, arch, tuned[0].measured.run.gpu)
-        own = (each.measured for each in tuned if each.posed.family.name == name)
-        ratios = {each.place: each.within for each in table.measured}
-        newer = [replace(each, within=within or ratios.get(each.place, EQUAL)) for each in own]
+        newer = [each.measured for each in tuned if each.posed.family.name == name]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
         table = table.with_newer(newer, lambda name: only(Variant.parse(name)))
@@ -116,13 +108,6 @@ def main() -> int:
         "--folder", type=Path, default=FAMILIES, help="where the families' tables are"
     )
     parser.add_argument(
-        "--within",
-        type=float,
-        metavar="RATIO",
-        help="of the best time, what is good enough to do without another variant; default: "
-        f"what a row has, or {EQUAL}",
-    )
-    parser.add_argument(
         "--known",
         action="store_true",
         help="in place of --shapes and --dtype: what is in the architecture's table",
@@ -134,8 +119,6 @@ def main() -> int:
     )
     args = parser.parse_args()
     try:
-        if args.within is not None and not 1 <= args.within < math.inf:
-            raise UsageError(f"--within is {args.within}; accepted are ratios from 1 on")
         if args.known and (args.shapes or args.dtype):
             raise UsageError("--known names the problems; accepted without --shapes and --dtype")
         tuner = tuner_for(args.device, args.budget)
@@ -149,7 +132,7 @@ def main() -> int:
         return 2
 
     def keep() -> list[Path]:
-        return save(args.folder, tuner.device.arch, tuner.tuned, args.within, only)
+        return save(args.folder, tuner.device.arch, tuner.tuned, only)
 
     tuner.keep = keep
     watched(tuner, problems)

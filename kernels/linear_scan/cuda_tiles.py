@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
-from scan_registry.hardware.target import Target
+from scan_registry.hardware.target import SHARED_MEMORY, Target
 from scan_registry.kernels.linear_scan import registers, rings, space
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
 from scan_registry.kernels.linear_scan.space import MISALIGNED, Tile
 from scan_registry.kernels.model import ITEM_SIZE, Pins
+
+#: The earliest capability that PTX is for.
+OLDEST = (8, 0)
 
 
 def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
@@ -16,12 +20,20 @@ def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
     if layout == "time_last":
         if access == MISALIGNED:
             return [*_misaligned_rows(direction, dtype), *_cut_rows(direction, dtype)]
-        tiles = registers.time_last_tiles()
-        return tiles if access == "generic" else [*tiles, *_cut_rows(direction, dtype)]
+        short, long = registers.time_last_tiles()
+        if access == "generic":
+            return mixed(layout) if ITEM_SIZE[dtype] == 8 else (short, long)
+        # Of wide dtypes, short rows are for the generic variants.
+        return (long,) if ITEM_SIZE[dtype] == 8 else [short, long, *_cut_rows(direction, dtype)]
     if access == "generic":  # 32 channels wide, so that many run side by side, or narrow
-        widths = (32, registers.NARROW)
-        return [{"warps": 8, "lanes": lanes, "vector": 1, "steps": 8} for lanes in widths]
+        narrow = {**registers.WIDE, "lanes": registers.NARROW}
+        return mixed(layout) if ITEM_SIZE[dtype] == 8 else [registers.WIDE, narrow]
     return list(_column_and_cut(direction, dtype, access))
+
+
+def mixed(layout: Layout) -> Sequence[Tile]:
+    """Of generic access, what mixed and wide dtypes do with: one tile for rows, or columns, of any size."""
+    return [{"warps": 4, "rows": 1, "steps": 1} if layout == "time_last" else registers.WIDE]
 
 
 def _misaligned_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -41,24 +53,23 @@ def _column_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[T
     each = ITEM_SIZE[dtype]
     warps = 8 if access == "aligned" else 4  # of misaligned rows lanes keep more in registers
     serial = {"warps": warps, "lanes_across": 32} if each < 8 else {"warps": 4, "lanes_across": 16}
-    vector = 1 if access == "aligned" else 4 // each
-    serial |= {"vector": vector, "steps": 8, "stages": 3}
+    ring = {"steps": 8, "stages": 3} if each < 8 else {"steps": 16, "stages": 2}
+    serial |= {"vector": 1 if access == "aligned" else 2, **ring}
     yield from rings.resident(direction, dtype, serial, 2, access)
-    if access == "aligned":
+    if access == "aligned" and each < 8:  # few channels of wide dtypes are for the generic variants
         cut = {"warps": 4, "lanes": max(2, each // 2), "vector": 16 // each, "steps": 4}
         yield from rings.resident(direction, dtype, cut | {"stages": 3, "prefix_lead": 1}, 1)
 
 
-def one_way(layout: Layout) -> tuple[str, ...]:
-    """Accesses that read time as it lies, and turn it in registers for scans against it: two passes in one source, of which
-    a driver is to compile one alone."""
-    return ("aligned", MISALIGNED) if layout == "time_last" else ()
-
-
-def serves(layout: Layout, statics: Pins, target: Target) -> bool:
-    """PTX has a variant for each way, and machine code one for both."""
+def serves(direction: Direction, statics: Pins, target: Target) -> bool:
+    """Whether all GPUs of an architecture have room for the variant's shared memory, and if PTX all that there are."""
+    tile = {name: value for name, value in statics if isinstance(value, int)}
+    if "stages" not in tile:
+        return True
+    known = min(SHARED_MEMORY[each] for each in SHARED_MEMORY if each >= OLDEST)
+    room = known if target.is_ptx else SHARED_MEMORY.get(target.capability, math.inf)
     pins = dict(statics)
-    return pins.get("access") not in one_way(layout) or target.is_ptx == ("reverse" in pins)
+    return rings.most_shared(direction, str(pins["dtype"]), str(pins["access"]), tile) <= room
 
 
 def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iterator[Tile]:

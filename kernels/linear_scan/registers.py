@@ -13,6 +13,8 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: Lanes side by side of a narrow tile, and how many channels at most it is for.
 NARROW, MOST_NARROW = 4, 8
+#: The usual tile of generic access: 32 channels wide, so that many run side by side.
+WIDE: Tile = {"warps": 8, "lanes": 32, "vector": 1, "steps": 8}
 
 
 def time_last_tiles() -> tuple[Tile, ...]:
@@ -56,6 +58,8 @@ def channel_last_refuses(variant: Variant, problem: LinearScanProblem) -> str | 
     """Few channels go to narrow tiles, which are the longer for it: of a wide one, most lanes would have
     nothing to do, and its rows would be few."""
     lanes = variant.number("lanes")
+    if ITEM_SIZE[problem.dtype] == 8 or problem.gates_dtype != problem.dtype:
+        return None  # there are no narrow ones
     if (problem.channels <= MOST_NARROW) != (lanes <= NARROW):
         return f"its tiles are {lanes} channels wide, and there are {problem.channels} channels"
     return None

@@ -195,6 +195,11 @@ def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     return ring * inputs * warp
 
 
+def most_shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
+    """Bytes that a CTA takes of shared memory, at most, with what some drivers keep of it."""
+    return shared(direction, dtype, access, tile) + _static_shared(dtype, tile) + 1024
+
+
 def _static_shared(dtype: str, tile: Tile) -> int:
     """Static shared memory, at most, in bytes. Of segments: in each turn a map and a state for each scan of a tile warp,
     and for each scan a state with its error term. Of several CTAs to a column: for each channel the maps of all groups

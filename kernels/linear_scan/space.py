@@ -6,7 +6,7 @@ not fit a GPU's registers or spills is found out by compiling, and is not taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TypeAlias
@@ -20,7 +20,6 @@ from scan_registry.kernels.model import (
     Static,
     Tunable,
     Variant,
-    pinned,
 )
 from scan_registry.kernels.tuning import Shape, Tuning
 
@@ -50,9 +49,11 @@ _BROADCAST = 16.0
 _COLUMNS = {"channels": 0.1, "time": 0.125}
 
 
-def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES, one_way: Collection[str] = ()) -> Space:
+def scans(
+    tiles: Tiles, accesses: Sequence[str] = ACCESSES, mixed: Sequence[Tile] | None = None
+) -> Space:
     """Variants of a forward or backward kernel, for every kind; mixed dtypes are generic, and so are wide ones
-    in misaligned rows. Of accesses ``one_way`` there are kinds for each way alone, too."""
+    in misaligned rows. Mixed dtypes have the tiles ``mixed``, or those of their tokens."""
     kinds = [
         *(
             (dtype, dtype, access)
@@ -63,13 +64,11 @@ def scans(tiles: Tiles, accesses: Sequence[str] = ACCESSES, one_way: Collection[
     ]
 
     def of(kind: Pins) -> Iterator[Pins]:
-        (_, dtype), _, (_, access), *_ = kind
-        return (tuple(tile.items()) for tile in tiles(str(dtype), str(access)))
+        (_, dtype), (_, gates), (_, access) = kind
+        own = mixed if mixed is not None and dtype != gates else tiles(str(dtype), str(access))
+        return (tuple(tile.items()) for tile in own)
 
-    pins = [(("dtype", d), ("gates", g), ("access", a)) for d, g, a in kinds]
-    turned = [kind for kind in pins if kind[-1][1] in one_way]
-    pinned_way = [(*kind, ("reverse", way)) for kind, way in product(turned, (0, 1))]
-    return Space((*pins, *pinned_way), of)
+    return Space(tuple((("dtype", d), ("gates", g), ("access", a)) for d, g, a in kinds), of)
 
 
 def reductions(tile: Tile) -> Space:
@@ -138,17 +137,20 @@ def tunable(
         if ("access", "generic") not in statics
     )
 
-    usual = tuple(pinned(v.statics) for v in closer if "reverse" not in dict(v.statics))
-    # Tuned tiles of few long scans take most of the memory of the GPU that they were tuned on.
-    spare = tuple(label for label in usual if ",prefix_lead=" in label)
-
     def shape_of(problem: LinearScanProblem) -> Shape:
         return shape(closer, accepts, packs, problem)
+
+    head = f"{FAMILY_NAME}.{name}:{language}"
 
     def tunings() -> tuple[Tuning, ...]:
         from scan_registry.kernels.tables import shipped  # most processes have no use for files
 
-        return shipped(FOLDER, f"{FAMILY_NAME}.{name}:{language}", spare, usual)
+        return shipped(FOLDER, head)
+
+    def timings() -> tuple[Tuning, ...]:
+        from scan_registry.kernels.tables import timed
+
+        return timed(FOLDER, head)
 
     return Tunable(
         space=space,
@@ -157,6 +159,7 @@ def tunable(
         tile_efficiency=tile_efficiency,
         given=frozenset({"reverse"}),
         tunings=tunings,
+        timings=timings,
     )
 
 

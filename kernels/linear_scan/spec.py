@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from itertools import product
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import columns, cuda_tiles, registers, rings, space, streams
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
@@ -43,6 +44,7 @@ from scan_registry.kernels.model import (
     Language,
     Launch,
     Parameter,
+    Pins,
     Rules,
     Sample,
     Static,
@@ -189,8 +191,9 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
     accesses = (*space.ACCESSES, space.MISALIGNED)
-    one_way = cuda_tiles.one_way(layout)
-    defaults = scans(partial(cuda_tiles.usual, layout, direction), accesses, one_way)
+    defaults = scans(
+        partial(cuda_tiles.usual, layout, direction), accesses, cuda_tiles.mixed(layout)
+    )
     return Kernel(
         family=FAMILY_NAME,
         name=name,
@@ -208,7 +211,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
             accepts=_cuda_accepts,
             kind_mismatch=_rejects_static,
             exceeds_residency=streams.exceeds_residency,
-            serves=partial(cuda_tiles.serves, layout),
+            serves=partial(cuda_tiles.serves, direction),
         ),
         cost=_cuda_cost,
         launch=_cuda_launch,
@@ -218,7 +221,6 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
             scans(
                 partial(cuda_tiles.every, layout, direction),
                 accesses if time_last else (*accesses, space.VARLEN),
-                one_way,
             ),
             defaults,
             _cuda_accepts,
@@ -258,17 +260,23 @@ def _cuda_reduction(layout: Layout) -> Kernel:
 def _triton_tiles(
     layout: Layout, direction: Direction, dtype: str, access: str
 ) -> tuple[Tile, ...]:
-    """Of contiguous time: rows of a program, time steps of a tile, warps."""
+    """Of contiguous time: rows of a program, time steps of a tile, warps. Wide dtypes gain nothing from reading 16 bytes
+    at once."""
+    if access == "aligned" and ITEM_SIZE[dtype] == 8:
+        return ()
     if layout == "channel_last":
         return (columns.usual(direction, dtype, access),)
     times = 128 if access == "generic" else 256
-    short: Tile = {"rows": 1, "times": times, "warps": 1}
-    long: Tile = {"rows": 1, "times": 4 * times, "warps": 4}
-    tiles = (short,) if ITEM_SIZE[dtype] == 8 else (short, long)  # of wide ones, fewer fit
-    if access == "generic":
-        return tiles
-    # Which way 16 bytes are read is for the compiler to know.
-    return tuple({**tile, "reverse": way} for tile, way in product(tiles, (0, 1)))
+    if ITEM_SIZE[dtype] == 8:  # of wide ones, fewer fit
+        return ({"rows": 1, "times": times, "warps": 1},)
+    tile: Tile = {"rows": 1, "times": 2 * times, "warps": 2}
+    # Which way 16 bytes are read is for the compiler to know; scans against time are for the generic variant.
+    return (tile,) if access == "generic" else ({**tile, "reverse": 0},)
+
+
+def _triton_serves(statics: Pins, target: Target) -> bool:
+    """PTX, which is for GPUs that are not known, has variants that take everything."""
+    return not target.is_ptx or ("access", "aligned") not in statics
 
 
 #: Tiles of rows that a program has in hand. Backward loads directly, since asynchronous copies cannot move
@@ -360,7 +368,7 @@ def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
         parameters=parameters(direction),
         defaults=defaults,
         code=_triton_code(layout, direction),
-        rules=Rules(_triton_accepts, _rejects_static),
+        rules=Rules(_triton_accepts, _rejects_static, serves=_triton_serves),
         cost=_triton_cost,
         launch=_triton_launch,
         tunable=space.tunable(

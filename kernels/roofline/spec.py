@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import (
     Code,
     Family,
     Kernel,
     Launch,
     Parameter,
+    Pins,
     Rules,
     Space,
     Variant,
@@ -71,6 +73,12 @@ def _launch(variant: Variant, problem: RooflineProblem, sm_count: int) -> Launch
     return Launch((max(1, -(-problem.count // block)), 1, 1), {"count": problem.count})
 
 
+def _serves(statics: Pins, target: Target) -> bool:
+    """GPUs on which nobody has compared the ways have the first alone."""
+    pins = dict(statics)
+    return target.capability == (9, 0) or (pins.get("unroll", 1), pins.get("hinted", 0)) == _WAYS[0]
+
+
 _KERNEL = Kernel(
     family=FAMILY_NAME,
     name=KERNEL_NAME,
@@ -93,7 +101,7 @@ _KERNEL = Kernel(
         },
         warps=lambda variant: variant.number("warps"),
     ),
-    rules=Rules(_accepts),
+    rules=Rules(_accepts, serves=_serves),
     # Which is the fastest depends on the GPU and the size: whoever wants the roofline tries them all.
     cost=lambda variant, problem: variant.number("unroll"),
     launch=_launch,

@@ -6,15 +6,15 @@ Layout, little-endian:
            8    8         length of the manifest
           16   32         SHA-256 of the manifest
           48   …          the manifest, UTF-8 JSON
-           …   …          chunks: binaries of one kernel in one language, compressed together or one as it is (raw LZMA2)
+           …   …          chunks: binaries of one family in one language, compressed together or one as it is (raw LZMA2)
            …   …          sections, lines of UTF-8 JSON: entries of one kernel in one language and dtype each
            …   …          tunings, UTF-8 JSON: what tuning found of one kernel in one language each
 
 The manifest lists sections and tunings, each as ``<of>: <offset> <size> <SHA-256>``, where the variants that
-it is of begin with ``<of>``. A section lists its kernel's chunks, and an entry the chunk its binary is in,
-where it starts once that is decompressed, its size and SHA-256. Offsets in the file count from the end of
+it is of begin with ``<of>``. A section lists the chunks of its family and language, and an entry the chunk
+its binary is in, where it starts once that is decompressed, its size and SHA-256. Offsets in the file count from the end of
 the manifest. So a first call reads and checks the entries of its kernel and dtype and decompresses one
-chunk as far as its binary, however many there are. Binaries of one kernel are much alike, which is why
+chunk as far as its binary, however many there are. Binaries of one family are much alike, which is why
 they share a chunk; a chunk is small, which is what bounds the time to get at its last binary. Nothing in a
 file is believed before its digest is checked: every defect raises :class:`ArchiveError`.
 """
@@ -47,7 +47,6 @@ from scan_registry.artifact.sections import (
     section_text,
 )
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.model import pinned
 from scan_registry.kernels.tuning import Tuning
 
 __all__ = [
@@ -93,16 +92,18 @@ def write(
         return end - len(part), len(part)
 
     sections, tuned = list[tuple[str, bytes]](), list[tuple[str, bytes]]()
-    for head, group in _grouped(binaries, lambda pair: pair[0].variant.head):
-        own = (tunings or {}).get(head, ())
-        records, packed = _in_chunks(group, own, arch)
-        places = [place(chunk) for chunk in packed]
-        for stem, alike in _grouped(
-            zip(group, records, strict=True), lambda each: each[0][0].variant.stem
-        ):
-            sections.append((stem, section_text([record for _, record in alike], places)))
-        if own:
-            tuned.append((head, dumped([asdict(tuning) for tuning in own])))
+    held, own = list(binaries), tunings or {}
+    chunked = dict[str, tuple[Mapping[str, Place], list[tuple[int, int]]]]()
+    for kin, group in _grouped(held, _kin):
+        found, packed = _in_chunks(group, own, arch)
+        chunked[kin] = found, [place(chunk) for chunk in packed]
+    for head, group in _grouped(held, lambda pair: pair[0].variant.head):
+        inside, places = chunked[_kin(group[0])]
+        for stem, alike in _grouped(group, lambda pair: pair[0].variant.stem):
+            records = [{**binary.to_json(), **inside[binary.sha256]} for binary, _ in alike]
+            sections.append((stem, section_text(records, places)))
+        if own.get(head):
+            tuned.append((head, dumped([asdict(tuning) for tuning in own[head]])))
     listed = dict[str, list[str]]()
     for name, texts in (("sections", sections), ("tunings", tuned)):
         listed[name] = [str(Document(of, *place(text), digest(text))) for of, text in texts]
@@ -121,6 +122,8 @@ def write(
         raise
 
 
+#: The number of the chunk that a binary is in, and the offset there, by these names.
+Place = Mapping[str, int]
 Each = TypeVar("Each")
 Said = TypeVar("Said")
 
@@ -135,10 +138,15 @@ def _grouped(
     return groups.items()
 
 
+def _kin(pair: tuple[Binary, bytes]) -> str:
+    """What binaries have in common that share chunks: family and language, whose kernels have much code in common."""
+    return f"{pair[0].variant.family}:{pair[0].variant.language}"
+
+
 def _in_chunks(
-    held: Sequence[tuple[Binary, bytes]], tunings: Sequence[Tuning], arch: Target
-) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """What sections say of each binary of a kernel, and its chunks; equal bytes are once. What is the fastest
+    held: Sequence[tuple[Binary, bytes]], tunings: Mapping[str, Sequence[Tuning]], arch: Target
+) -> tuple[dict[str, Place], list[bytes]]:
+    """Where binaries lie, by their digests, and the chunks; equal bytes are once. What is the fastest
     somewhere on GPUs of this very architecture is stored as it is if it is that often and small, and else in
     small chunks. In a chunk, whose end takes longest to read, first come those that tuning found to be the
     fastest most often; of kernels without tuning all are in order."""
@@ -146,27 +154,28 @@ def _in_chunks(
     for binary, content in distinct.values():
         if digest(content) != binary.sha256:
             raise ValueError(f"the bytes of {binary.variant} do not have the digest it states")
-    general = [tuning for tuning in tunings if not tuning.exclusive]
-    wins = sum((tuning.wins() for tuning in general), Counter[str]())
-    here = sum((each.wins() for each in general if each.arch == str(arch)), Counter[str]())
+    wins, here = Counter[str](), Counter[str]()
+    for head in {binary.variant.head for binary, _ in held}:
+        for tuning in (each for each in tunings.get(head, ()) if not each.exclusive):
+            won = Counter({f"{head}:{label}": times for label, times in tuning.wins().items()})
+            wins += won
+            here += won if tuning.arch == str(arch) else Counter()
     first, others = list[tuple[Binary, bytes]](), list[tuple[Binary, bytes]]()
-    places, packed = dict[str, dict[str, int]](), list[bytes]()
+    places, packed = dict[str, Place](), list[bytes]()
     for binary, content in reversed(distinct.values()):
-        fastest = here[pinned(binary.variant.statics)]
+        fastest = here[str(binary.variant)]
         if fastest >= chunks.OFTEN and len(content) <= chunks.PLAIN:
             places[binary.sha256] = {"chunk": len(packed), "offset": 0}
             packed.append(chunks.stored(content))
         else:
             (first if fastest else others).append((binary, content))
     for parts in (*_alike(first, chunks.SMALL), *_alike(others, chunks.SIZE)):
-        parts.sort(
-            key=lambda pair: -wins[pinned(pair[0].variant.statics)] if wins else held.index(pair)
-        )
+        parts.sort(key=lambda pair: -wins[str(pair[0].variant)] if wins else held.index(pair))
         ends = accumulate((len(content) for _, content in parts), initial=0)
         for (binary, _), offset in zip(parts, ends, strict=False):
             places[binary.sha256] = {"chunk": len(packed), "offset": offset}
         packed.append(chunks.compress(b"".join(content for _, content in parts)))
-    return [{**binary.to_json(), **places[binary.sha256]} for binary, _ in held], packed
+    return places, packed
 
 
 def _alike(

@@ -1,6 +1,6 @@
 """Chunks: neighbouring binaries of an archive, compressed together, or one as it is (raw LZMA2).
 
-Binaries of one kernel are much alike, so a chunk of them is a fraction of its parts compressed alone.
+Binaries of one family are much alike, so a chunk of them is a fraction of its parts compressed alone.
 A chunk is small, which bounds the time to get at the last binary in it.
 """
 
@@ -21,13 +21,13 @@ __all__ = ["OFTEN", "PLAIN", "SIZE", "SMALL", "Opened", "compress", "decompress"
 SIZE, SMALL = 1 << 21, 1 << 18
 #: Bytes of a binary up to which it is stored as it is, if it is the fastest on so many tuned problems:
 #: decompressing it would take a tenth of a first call.
-PLAIN, OFTEN = 26 << 10, 2
+PLAIN, OFTEN = 26 << 10, 6
 #: Bytes of a part of a chunk that is not compressed, at most; what says so, and what says that no part follows.
 _PART, _AS_IT_IS, _END = 1 << 16, b"\x01", b"\0"
 
 #: Machine code repeats itself at steps of 16 bytes, an instruction; PTX, which is text, at none. Each becomes
 #: some percent smaller so. A chunk says itself how it was compressed.
-_CODE, _TEXT = {"lc": 1, "lp": 3, "pb": 4}, {"pb": 0}
+_CODE, _TEXT = {"lc": 0, "lp": 4, "pb": 4}, {"pb": 0}
 
 _MISSING = "needs the module lzma, which this Python was built without"
 

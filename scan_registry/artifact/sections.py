@@ -2,7 +2,7 @@
 
 A section is lines of JSON: a head, and a line for each binary with what only its entry says.
 
-    {"chunks": [[offset, size], …],             where the compressed binaries of its kernel lie
+    {"chunks": [[offset, size], …],             where the compressed binaries of its family lie
      "common": {…},                             what the entries have in common
      "binaries": [[variant, target], …]}        of each entry, what selection compares; nothing else states it
     {…}

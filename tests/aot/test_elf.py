@@ -42,6 +42,7 @@ def cubin() -> bytes:
     return compile_variant(VARIANTS[0], Target.parse("sm90"))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", CUBINS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.kernel)
 def test_resources_are_what_nvidia_reads(variant: Variant, arch: str) -> None:

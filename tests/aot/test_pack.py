@@ -15,7 +15,7 @@ from scan_registry.aot.pack import pack, provenance, tunings
 from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.tuning import Tuning
+from scan_registry.kernels.tuning import Row, Tuning
 
 Make = Callable[..., tuple[Binary, bytes]]
 
@@ -110,9 +110,12 @@ def test_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_machine_code_gets_the_nearest_tuning_and_ptx_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = tuple(Tuning.of(arch, "x", "d", {}) for arch in ("sm_80", "sm_90"))
-    kernel = changed(FAMILY.kernels[0], tunings=lambda: every)
-    family = replace(FAMILY, kernels=(kernel, changed(FAMILY.kernels[1], tunings=tuple)))
+    label = FAMILY.kernels[0].label(FAMILY.kernels[0].every[0])
+    rows = {"kind": [Row({"time": 1}, {label: 1.0})]}
+    every = tuple(Tuning.of(arch, "x", "d", rows) for arch in ("sm_80", "sm_90"))
+    kernel = changed(FAMILY.kernels[0], tunings=lambda: every, timings=lambda: every)
+    untuned = changed(FAMILY.kernels[1], tunings=tuple, timings=tuple)
+    family = replace(FAMILY, kernels=(kernel, untuned))
     monkeypatch.setattr(packing, "families", lambda: {family.name: family})
     for arch, expected in (
         ("sm90", ["sm_90"]),

@@ -69,7 +69,8 @@ def test_what_is_no_architecture(text: str) -> None:
 
 def test_a_plan_is_every_variant_for_every_arch_in_order() -> None:
     archs = tuple(map(Target.parse, ("sm90", "ptx80")))
-    variants = [variant for family in families().values() for variant in family.variants()]
+    kernels = [kernel for family in families().values() for kernel in family.kernels]
+    variants = [v for k in kernels for v in (k.every if k.tunable.timings() else k.variants)]
     jobs = plan(archs)
     assert list(jobs) == list(archs)
     for arch in archs:
@@ -87,6 +88,19 @@ def spare_labels(kernel: Kernel) -> list[str]:
     return [each for each in dict.fromkeys(map(kernel.label, kernel.every)) if each not in usual]
 
 
+def planned(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, arch: str) -> dict[str, bool]:
+    """Labels of the kernel's variants, and whether they are optional."""
+    family = replace(FAMILY, kernels=(kernel,))
+    monkeypatch.setattr(planning, "families", lambda: {family.name: family})
+    (jobs,) = plan([Target.parse(arch)]).values()
+    return {kernel.label(job.variant): job.optional for job in jobs}
+
+
+def tuned(kernel: Kernel, *tunings: Tuning) -> Kernel:
+    """A kernel whose wheels have room for everything that was timed."""
+    return changed(kernel, tunings=lambda: tunings, timings=lambda: tunings)
+
+
 def test_what_tunings_name_is_optional_on_other_architectures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -98,47 +112,43 @@ def test_what_tunings_name_is_optional_on_other_architectures(
             (("sm_80", False), ("sm_90", False), ("sm_90", True)), spares, strict=True
         )
     )
-    tuned = changed(kernel, tunings=lambda: tunings)
-    family = replace(FAMILY, kernels=(tuned,))
-    monkeypatch.setattr(planning, "families", lambda: {family.name: family})
+    usual = dict.fromkeys(map(kernel.label, kernel.by_text.values()), False)
     for arch, expected in (
         ("sm90", {spares[1]: False, spares[2]: False}),
         ("sm86", {spares[0]: True}),
         ("sm120", {spares[1]: True}),
         ("ptx80", {spares[0]: True, spares[1]: True}),
     ):
-        (jobs,) = plan([Target.parse(arch)]).values()
-        defaults = [
-            v for v in kernel.by_text.values() if kernel.rules.serves(v.statics, Target.parse(arch))
-        ]
-        assert [job.variant for job in jobs if not job.optional][: len(defaults)] == defaults
-        others = [job for job in jobs if job.variant not in defaults]
-        assert {kernel.label(job.variant): job.optional for job in others} == expected
+        assert planned(monkeypatch, tuned(kernel, *tunings), arch) == usual | expected
 
 
-def test_other_architectures_take_over_what_several_problems_ask_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of kinds that have usual variants; PTX does with those."""
+def test_tuned_variants_take_the_place_of_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere, if more than one problem was timed, those that are near the fastest."""
     kernel = FAMILY.kernels[0]
-    usual = next(iter(kernel.by_text.values()))
-    kind = pinned(usual.statics[:3])
+    usual = set(map(kernel.label, kernel.by_text.values()))
+    kind = pinned(next(iter(kernel.by_text.values())).statics[:3])
+    others = {label for label in usual if not label.startswith(f"{kind},")}
     a, b = [label for label in spare_labels(kernel) if label.startswith(f"{kind},")][:2]
+    near, far = 0.9 * planning.BORROWED, 1.1 * planning.BORROWED
     rows = [
-        Row({"time": 1}, {a: 1.0, b: 2.0}),
-        Row({"time": 2}, {a: 1.05, b: 1.0}),
-        Row({"time": 4}, {b: 1.0, a: 9.0}),
-        Row({"time": 8}, {a: 1.0, b: 1.05 * planning.BORROWED}),
+        Row({"time": 1}, {a: 1.0, b: far}),
+        Row({"time": 2}, {a: near, b: 1.0}),
+        Row({"time": 4}, {b: 1.0, a: far}),
     ]
-    for served, expected in ((rows[:2], {a}), (rows, {a, b}), (rows[2:], set())):
+    for served, elsewhere in ((rows[:2], {a}), (rows, {a, b}), (rows[2:], usual - others)):
         tuning = Tuning.of("sm_90", "x", "d", {kind: served})
-        tuned = changed(kernel, tunings=lambda tuning=tuning: (tuning,))
-        family = replace(FAMILY, kernels=(tuned,))
-        monkeypatch.setattr(planning, "families", lambda family=family: {family.name: family})
-        for arch, more in (("sm90", {a, b}), ("sm89", expected), ("ptx80", set())):
-            (jobs,) = plan([Target.parse(arch)]).values()
-            others = {job.variant for job in jobs} - set(kernel.by_text.values())
-            assert {kernel.label(variant) for variant in others} == more
+        for arch, expected in (("sm90", {a, b}), ("sm89", elsewhere), ("ptx80", elsewhere)):
+            found = set(planned(monkeypatch, tuned(kernel, tuning), arch))
+            assert found == others | expected, (arch, len(served))
+
+
+def test_archives_have_the_rows_of_what_they_hold() -> None:
+    kernel = FAMILY.kernel("channel_last_forward", "cuda")
+    for arch in map(Target.parse, ("sm80", "sm90", "ptx80")):
+        held = {kernel.label(job.variant) for job in plan([arch])[arch]}
+        for tuning in planning.tunings_for(kernel, arch):
+            assert tuning.labels
+            assert set(tuning.labels) <= held
 
 
 def test_what_there_is_no_room_for_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,17 +159,13 @@ def test_what_there_is_no_room_for_is_not_taken_over(monkeypatch: pytest.MonkeyP
     slower = 2 * planning.BORROWED
     rows = [Row({"time": time}, {large: 1.0, small: slower}) for time in (1, 2)]
     tuning = Tuning.of("sm_90", "x", "d", {kind: rows})
-    tuned = changed(
-        kernel,
-        tunings=lambda: (tuning,),
-        shared=lambda variant: 150_000 if kernel.label(variant) == large else 0,
-    )
-    family = replace(FAMILY, kernels=(tuned,))
-    monkeypatch.setattr(planning, "families", lambda: {family.name: family})
+
+    def serves(statics: Any, target: Target) -> bool:
+        return pinned(statics) != large or target.capability in ((8, 0), (10, 0))
+
     for arch, expected in (("sm80", large), ("sm89", small), ("sm100", large), ("sm120", small)):
-        (jobs,) = plan([Target.parse(arch)]).values()
-        others = {job.variant for job in jobs} - set(kernel.by_text.values())
-        assert {kernel.label(variant) for variant in others} == {expected}
+        found = planned(monkeypatch, changed(tuned(kernel, tuning), serves=serves), arch)
+        assert {label for label in found if label.startswith(f"{kind},")} == {expected}
 
 
 def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

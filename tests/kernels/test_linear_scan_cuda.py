@@ -204,6 +204,7 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
         assert untouched(), bounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("layout", "tile", "shape"),
@@ -242,6 +243,7 @@ def test_a_walk_over_misaligned_rows_writes_nowhere_else(
     assert untouched()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ def test_matches_the_reference(
     try_both(variant, tried, cuda_emulator, rnn_trials, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "dim"), OTHERS, ids=str)
 def test_other_tilings(
     variant: Variant, dim: int, cuda_emulator: ModuleType, rnn_trials: ModuleType, tmp_path: Path

@@ -51,6 +51,7 @@ def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: P
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*TOLERANCE], ids=str)
 @pytest.mark.parametrize("function", SIZES)
 @pytest.mark.parametrize("scope", ["sequence", "step"])

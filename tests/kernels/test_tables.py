@@ -21,13 +21,13 @@ from scan_registry.kernels.tables import (
     Run,
     Table,
     Timing,
-    chosen_labels,
     forget_reduced,
     leave_reduced,
     shipped,
     tables,
+    timed,
 )
-from scan_registry.kernels.tuning import Row, Shape, worthwhile
+from scan_registry.kernels.tuning import Shape, few, fewest, worthwhile
 
 RUN = Run("Imaginary", "580.1", {"sm": 1980}, {"cuda": "nvrtc 12.9.86"}, "9.9.9", "2026-01-31")
 HEAD = "a_family.a_kernel:cuda"
@@ -84,30 +84,30 @@ def test_a_gpu_may_have_a_table_for_itself(tmp_path: Path) -> None:
         Table.read(written(tmp_path, mixed, "sm90-other.json"))
 
 
-def test_what_one_gpu_alone_wants_has_to_be_worth_a_place(tmp_path: Path) -> None:
-    """``own`` is a percent faster than what there is anyway, ``dear`` is 20; of no use elsewhere are both."""
-    written(tmp_path, a_table(measured(8, a=1.0, b=2.0, own=3.0, dear=3.0)))
+def test_the_gpus_of_an_architecture_share_variants(tmp_path: Path) -> None:
+    """``both`` is nowhere the fastest, and near it everywhere; ``dear`` is 40 percent faster on many problems."""
     run = replace(RUN, gpu="NVIDIA Other")
 
-    def found(*problems: Measured, usual: tuple[str, ...] = ()) -> tuple[Row, ...]:
+    def found(own: Measured, *others: Measured) -> list[dict[str, float]]:
         tables.cache_clear()
+        timed.cache_clear()
         shipped.cache_clear()
-        own = replace(a_table(*(replace(each, run=run) for each in problems)), exclusive=True)
-        written(tmp_path, own, "sm90-other.json")
-        general, alone = shipped(tmp_path / "a_family", HEAD, usual=usual)
-        assert [*general.labels] == ["a"]
-        return alone.rows("kind")
+        written(tmp_path, a_table(own))
+        alone = replace(a_table(*(replace(each, run=run) for each in others)), exclusive=True)
+        written(tmp_path, alone, "sm90-other.json")
+        tunings = sorted(shipped(tmp_path / "a_family", HEAD), key=lambda each: each.exclusive)
+        assert [tuning.exclusive for tuning in tunings] == [False, True]
+        return [row.times for tuning in tunings for row in tuning.rows("kind")]
 
-    cheap = measured(8, a=1.02, own=1.0)
-    assert [row.times for row in found(cheap)] == [{"a": 1.02}]
-    assert [row.times for row in found(cheap, usual=("own",))] == [{"own": 1.0}]
-    assert [row.times for row in found(cheap, measured(16, a=1.0, dear=0.8))] == [
-        {"a": 1.02},
-        {"dear": 0.8, "a": 1.0},
+    general = measured(8, a=1.0, both=1.05, dear=9.0)
+    assert found(general, measured(8, b=1.0, both=1.05)) == [{"both": 1.05}] * 2
+    few = measured(8, a=2.0, b=1.0, both=1.05, dear=1.0)
+    assert found(general, few) == [{"both": 1.05}] * 2
+    many = [measured(2**n, both=1.0, dear=0.93) for n in range(8)]
+    assert found(general, *many) == [
+        {"both": 1.05, "dear": 9.0},
+        *[{"dear": 0.93, "both": 1.0}] * 8,
     ]
-    many = [measured(2**n, a=1.02, own=1.0) for n in range(6)]
-    assert [row.times for row in found(*many)] == [{"own": 1.0}] * 6
-    assert [row.times for row in found(measured(8, b=1.0, own=0.99))] == [{"own": 0.99}]
 
 
 @given(
@@ -155,10 +155,12 @@ def test_what_is_installed_for_the_jit_is_what_the_tables_reduce_to(
     monkeypatch.setattr(table_module, "_reduced_file", lambda *_: tmp_path / "none.json")
     # Wheels hold no tables.
     monkeypatch.setattr(table_module, "tables", lambda _, kernel: tables(SOURCES, kernel))
+    timed.cache_clear()
     shipped.cache_clear()
     try:
         assert [kernel.tunable.tunings() for kernel in tuned] == left
     finally:
+        timed.cache_clear()
         shipped.cache_clear()
 
 
@@ -193,52 +195,22 @@ def test_rows_name_the_fastest_first() -> None:
     assert [[*row.times] for row in rows] == [["b", "a"], ["a", "b"], ["c"]]
 
 
-def test_rows_have_times_in_four_digits_and_choose_by_all_of_them() -> None:
+def test_rows_have_times_in_four_digits_and_are_in_order_by_all_of_them() -> None:
     table = a_table(measured(8, a=0.123456, b=0.123454), measured(16, a=2.0, b=1.0))
-    rows = table.tunings(spare=("a",))[HEAD].rows("kind")
+    rows = table.timed()[HEAD].rows("kind")
     assert [list(row.times.items()) for row in rows] == [
         [("b", 0.1235), ("a", 0.1235)],
         [("b", 1.0), ("a", 2.0)],
     ]
 
 
-def test_rows_name_what_is_spare_too() -> None:
-    table = a_table(measured(8, a=1.0, b=2.0, c=3.0), measured(16, a=1.0, c=2.0))
-    rows = table.tunings(("c", "unknown"))[HEAD].rows("kind")
-    assert [[*row.times] for row in rows] == [["a", "c"], ["a", "c"]]
-
-
 def test_few_variants_serve_all() -> None:
-    problems = [
-        measured(1, a=1.0, all=EQUAL),
-        measured(2, b=1.0, all=1.01),
-        measured(3, c=1.0, all=1.5),
-    ]
-    assert chosen_labels(problems) == ("all", "c")
-    assert chosen_labels([]) == ()
-    assert chosen_labels([*problems[:2], replace(problems[2], within=1.5)]) == ("all",)
-
-
-def test_problems_that_ask_for_less_change_nothing_for_others() -> None:
-    strict, rough = measured(8, a=1.0, b=1.01), replace(measured(16, a=2.0, b=1.0), within=1.5)
-    rows = a_table(strict, rough).tunings()[HEAD].rows("kind")
-    assert [[*row.times] for row in rows] == [["a"], ["b", "a"]]
-    rows = a_table(strict, replace(rough, within=EQUAL)).tunings()[HEAD].rows("kind")
-    assert [[*row.times] for row in rows] == [["b"], ["b"]]
-    served = replace(measured(16, a=1.4, b=1.0), within=1.5)
-    rows = a_table(strict, served).tunings()[HEAD].rows("kind")
-    assert [[*row.times] for row in rows] == [["a"], ["a"]]
-
-
-def test_what_is_as_good_is_kept(tmp_path: Path) -> None:
-    usual, other = measured(8, a=1.0), replace(measured(16, a=1.0), within=1.15)
-    path = written(tmp_path, a_table(usual, other))
-    assert [each.within for each in Table.read(path).measured] == [EQUAL, 1.15]
-    text = path.read_text(encoding="utf-8")
-    for wrong, said in (("-1", "-1 is not a positive number"), ("0.9", "within is 0.9; nothing")):
-        path.write_text(text.replace("1.15", wrong), encoding="utf-8")
-        with pytest.raises(ValueError, match=said):
-            Table.read(path)
+    problems = [{"a": 1.0, "all": EQUAL}, {"b": 1.0, "all": 1.01}, {"c": 1.0, "all": 1.5}]
+    assert fewest(problems, EQUAL) == ("all", "c")
+    assert fewest([], EQUAL) == ()
+    assert fewest(problems, 1.5) == ("all",)
+    assert few(problems, 1.5, 0.4) == {"all", "c"}
+    assert few(problems, 1.5, 0.5) == {"all"}
 
 
 @given(
@@ -249,13 +221,12 @@ def test_what_is_as_good_is_kept(tmp_path: Path) -> None:
 def test_each_problem_has_a_variant_that_is_as_good_as_its_best(
     times: list[dict[str, float]],
 ) -> None:
-    problems = [measured(time, **each) for time, each in enumerate(times, 1)]
-    chosen = chosen_labels(problems)
+    chosen = fewest(times, EQUAL)
     for each in times:
         taken = [each[label] for label in chosen if label in each]
         assert min(taken) <= EQUAL * min(each.values())
-    assert chosen == chosen_labels(problems)
-    assert len(set(chosen)) == len(chosen) <= len(problems)
+    assert chosen == fewest(times, EQUAL)
+    assert len(set(chosen)) == len(chosen) <= len(times)
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,7 @@ print(json.dumps(missing))
     assert fresh(script, tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "again",
     [

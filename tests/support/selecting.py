@@ -27,7 +27,6 @@ EVERY_CUDA = FAMILY.kernel(KERNEL, "cuda").variants
 #: What there is machine code of, and PTX.
 CODE = [v for v in FAMILY.kernel(KERNEL, "cuda").every if "reverse" not in dict(v.statics)]
 CUDA = tuple(v for v in EVERY_CUDA if v in CODE)
-ONE_WAY = tuple(v for v in EVERY_CUDA if "reverse" in dict(v.statics))
 TRITON = FAMILY.kernel(KERNEL, "triton").variants
 
 

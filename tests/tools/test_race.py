@@ -22,6 +22,7 @@ def test_threads_do_not_disturb_one_another(tool: Any) -> None:
     assert race.rounds
 
 
+@pytest.mark.slow
 def test_differences_are_found(tool: Any) -> None:
     race = tool.make_race(2, "cpu")
     race.expected[0][5][1] += 1

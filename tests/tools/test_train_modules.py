@@ -17,6 +17,7 @@ def tool(load_tool: Callable[[str], ModuleType]) -> Any:
     return load_tool("train_modules")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sixty_adam_steps_match_torch(tool: Any, kind: str, manner: str) -> None:

@@ -123,6 +123,7 @@ def test_a_reader_decompresses_no_chunk_twice(
         assert len(opened) == len(set(opened)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listed", [None, {}, 1, [1], [{}], [[0]], [[0, "1"]], [[0, 1]]])
 def test_chunks_that_are_none(
     spread: tuple[Path, list[tuple[Binary, bytes]]], archive_parts: Any, listed: object

@@ -251,6 +251,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen_time", [False, True])
 @pytest.mark.parametrize(("kind", "batch_first", "options"), MODULES)
 def test_modules_compile_with_sizes_that_depend_on_data(
@@ -276,6 +277,7 @@ def test_modules_compile_with_sizes_that_depend_on_data(
     assert made[1][0].stride() == made[0][0].stride()
 
 
+@pytest.mark.slow
 def test_inductor_takes_a_network_whose_batch_depends_on_data() -> None:
     module, x, flags = nn.LSTM(3, 4), torch.randn(5, 4, 3), torch.tensor([1, 0, 1, 1])
 

@@ -256,6 +256,7 @@ def test_a_cache_that_cannot_be_used(
 # --- What is really installed -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch", ["sm_75", "sm_80", "sm_86", "sm_87", "sm_90", "sm_103", "sm_121", "sm_130"]
 )

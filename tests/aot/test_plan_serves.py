@@ -1,0 +1,102 @@
+"""Whatever a wheel leaves out, each of its archives has machine code, or PTX, for every problem."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from scan_registry.aot.plan import plan
+from scan_registry.hardware.target import RELEASED, Target
+from scan_registry.kernels.linear_scan.problem import STRIDED, LinearScanProblem, Strides
+from scan_registry.kernels.linear_scan.spec import DIRECTIONS, FAMILY, LAYOUTS
+from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
+
+ARCHS = tuple(map(Target.parse, RELEASED))
+BROADCAST = ((), (), (), ("time",), ("outer", "batch", "time"), ("batch",), ("channel",))
+SMALLEST = 14  # SMs
+
+
+def problems(count: int) -> Iterator[LinearScanProblem]:
+    """Of all sizes, evenly by their logarithms, and with all options."""
+    draw = random.Random(20261127)
+    for _ in range(count):
+        layout, direction = draw.choice(LAYOUTS), draw.choice(DIRECTIONS)
+        dtype = draw.choice(list(ITEM_SIZE))
+        gates = "float32" if ITEM_SIZE[dtype] == 2 and draw.random() < 0.2 else dtype
+        time, channels, batch = (round(2 ** draw.uniform(0, most)) for most in (20, 12, 6))
+        if draw.random() < 0.6:
+            time, channels = -(-time // 16) * 16, -(-channels // 16) * 16
+        outer, pad = draw.choice((1, 1, 1, 2)), draw.choice((0, 0, 0, 3))
+        row, unit = (time, 1) if layout == "time_last" else (1, channels)
+        each = (channels if row == 1 else row) + pad
+        whole = channels * each if layout == "time_last" else time * each
+        full = Strides(batch * whole, whole, each if unit == 1 else 1, 1 if unit == 1 else each)
+        broadcast = draw.choice(BROADCAST) if dtype == gates else ()
+        strides = dict.fromkeys(STRIDED[direction], full)
+        for name in ("gates", "gates_grad"):
+            if name in strides:
+                strides[name] = replace(full, **dict.fromkeys(broadcast, 0))
+        strides["state"] = Strides(batch * channels, channels, 1, 0)
+        summed = direction == "backward" and "time" in broadcast and time > 1
+        yield LinearScanProblem(
+            direction=direction,
+            layout=layout,
+            dtype=dtype,
+            gates_dtype=gates,
+            outer=outer,
+            batch=batch,
+            channels=channels,
+            time=time,
+            strides=tuple(strides.values()),
+            alignment=draw.choice((16, 16, ITEM_SIZE[dtype])),
+            sequences=draw.choice((0, 0, 0, 1, 50)),
+            reverse=draw.random() < 0.3,
+            sums=summed and draw.random() < 0.5,
+        )
+
+
+PROBLEMS = tuple(problems(400))
+
+
+def solves(kernel: Kernel, variant: Variant, problem: LinearScanProblem) -> bool:
+    refused = kernel.rules.accepts(variant, problem) or kernel.rules.exceeds_residency(
+        variant, problem, SMALLEST
+    )
+    return refused is None
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=[arch.label for arch in ARCHS])
+def test_every_problem_is_served_in_both_languages(arch: Target) -> None:
+    """But for gradients of gates that kernels sum up if they can: those are served wherever any variant does so."""
+    held: dict[str, list[Variant]] = {}
+    for job in plan([arch])[arch]:
+        held.setdefault(job.variant.head, []).append(job.variant)
+    for problem in PROBLEMS:
+        for kernel in (k for k in FAMILY.kernels if k.name == problem.kernel):
+            served = any(solves(kernel, v, problem) for v in held[kernel.head])
+            if problem.sums and not served:
+                serving = (v for v in kernel.every if kernel.rules.serves(v.statics, arch))
+                assert not any(solves(kernel, v, problem) for v in serving), problem
+            else:
+                assert served, (kernel.head, problem)
+
+
+def test_the_problems_are_of_all_kinds() -> None:
+    assert {problem.kernel for problem in PROBLEMS} == {k.name for k in FAMILY.kernels}
+    assert sum(problem.sums for problem in PROBLEMS) > 5
+    kinds = {
+        kernel.tunable.shape(problem).kind.rpartition("=")[2]
+        for problem in PROBLEMS
+        for kernel in FAMILY.kernels
+        if kernel.tunable.shape and kernel.name == problem.kernel and not problem.sums
+    }
+    assert kinds == {"aligned", "generic", "misaligned", "varlen"}
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=[arch.label for arch in ARCHS])
+def test_nothing_is_compiled_twice(arch: Target) -> None:
+    jobs = plan([arch])[arch]
+    assert len({str(job.variant) for job in jobs}) == len(jobs)
