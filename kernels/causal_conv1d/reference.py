@@ -287,11 +287,8 @@ def update(
         steps = torch.arange(time - kept, time, device=device)
         at = (first.unsqueeze(1) + steps).remainder(length).unsqueeze(1).expand(-1, channels, -1)
         new = held.scatter(2, at, x[..., time - kept :])
-    # What is no row gets back what it had, and one that is meant is written by its own step alone.
-    spare = torch.cat([state, state[:1]]) if indices is not None else state
     if indices is None:
         state.copy_(new)
-        return y
-    target = torch.where(there, rows, rows.new_full((), state.shape[0]))
-    state.copy_(spare.index_copy(0, target, new)[:-1])
+    else:
+        state.index_copy_(0, rows[there], new[there])
     return y

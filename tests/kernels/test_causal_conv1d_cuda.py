@@ -9,8 +9,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from scan_registry.aot.compile import compile_variant
-from scan_registry.hardware.target import Target
 from scan_registry.kernels.causal_conv1d import cases, problem
 from scan_registry.kernels.causal_conv1d.spec import FAMILY
 from scan_registry.kernels.model import Variant
