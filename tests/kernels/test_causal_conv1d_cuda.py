@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from scan_registry.aot.compile import compile_variant
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.causal_conv1d import cases, problem
 from scan_registry.kernels.causal_conv1d.spec import FAMILY
 from scan_registry.kernels.model import Variant
@@ -29,6 +31,7 @@ def chosen() -> Iterator[Variant]:
             yield variant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [*chosen()], ids=str)
 def test_matches_the_reference(
     variant: Variant, cuda_emulator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -49,3 +52,69 @@ def test_matches_the_reference(
                 assert case.error() <= cases.TOLERANCE[dtype], f"{trial} {case.problem}"
                 tried += 1
     assert tried >= 10
+
+
+@pytest.mark.parametrize("kernel", ["time_last_backward", "channel_last_backward", "update"])
+def test_matches_the_reference_in_bfloat16(
+    kernel: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """One variant that solves every problem."""
+    found = FAMILY.kernel(kernel, "cuda")
+    variant = next(v for v in reversed(found.variants) if v.text("dtype") == "bfloat16")
+    library = cuda_emulator.emulated(found, variant, tmp_path)
+    for setting in cases.SETTINGS[3:8]:
+        trial = cases.draw((2, 12, 45), setting, "bfloat16", "cpu")
+        case = trial.case(kernel, aligned=False)
+        library.run(case.problem, case.tensors, 0)
+        assert case.error() <= cases.TOLERANCE["bfloat16"], trial
+
+
+@pytest.mark.parametrize("kernel", ["time_last_forward", "channel_last_forward"])
+def test_taps_beyond_the_width_are_not_read(
+    kernel: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """An input that is infinite has an end."""
+    found = FAMILY.kernel(kernel, "cuda")
+    for access, size in (("aligned", 16), ("generic", 15)):
+        variant = next(v for v in found.variants if v.text("access") == access)
+        trial = cases.draw((1, size, size), cases.Setting(width=3, silu=False), "float32", "cpu")
+        case = trial.case(kernel, aligned=True)
+        x, y = case.tensors["x"], case.tensors["y"]
+        assert x is not None
+        assert y is not None
+        x[..., 2] = torch.inf
+        cuda_emulator.emulated(found, variant, tmp_path).run(case.problem, case.tensors, 0)
+        finite = y.isfinite().all(1)[0]
+        assert finite.tolist() == [t not in (2, 3, 4) for t in range(size)]
+
+
+def test_sums_have_one_order(
+    cuda_emulator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order in which CTAs run, bit for bit."""
+    monkeypatch.setattr(problem, "_ENOUGH", 40)
+    for kernel in ("time_last_backward", "channel_last_backward"):
+        found = FAMILY.kernel(kernel, "cuda")
+        library = cuda_emulator.emulated(found, found.variants[0], tmp_path)
+        trial = cases.draw((2, 16, 512), cases.Setting(), "float32", "cpu")
+        sums = []
+        for seed in range(3):
+            case = trial.case(kernel, aligned=True)
+            library.run(case.problem, case.tensors, seed)
+            sums.append(case.tensors["partials"])
+        assert torch.equal(sums[0], sums[1])
+        assert torch.equal(sums[0], sums[2])
+        assert len(sums[0]) > 1
+
+
+@pytest.mark.slow
+@NEEDS_NVRTC
+def test_nothing_spills() -> None:
+    """Registers hold the last inputs, filters and sums of a thread."""
+    for variant in FAMILY.variants():
+        binary, _ = compile_variant(variant, Target.parse("sm90"))
+        assert not binary.spill_bytes, variant
+
+
+def test_there_are_few_binaries() -> None:
+    assert len(FAMILY.variants()) <= 40
