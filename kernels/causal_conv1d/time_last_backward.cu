@@ -12,7 +12,7 @@
 // The gradient of a state comes from the lane that has its run's first step.
 #include "time_last.cuh"
 
-enum : int { AHEAD = TAPS + VECTOR, SPAN = TAPS + AHEAD };  // places with a g; places of the window
+enum : int { REACHED = TAPS + VECTOR, SPAN = TAPS + REACHED };  // places with a g; places of the window
 
 struct Loaded {
     Stretch<TAPS> before, after, grad_after;
@@ -64,25 +64,25 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
 #pragma unroll
             for (int k = 0; k < TAPS; k++) {
                 window.x[k] = loaded.before.get(k);
-                window.x[AHEAD + k] = loaded.after.get(k);
+                window.x[REACHED + k] = loaded.after.get(k);
             }
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) window.x[TAPS + i] = loaded.own.get(i);
             window.put_state(state, width);
             window.mark(runs);
 
-            float g[AHEAD];
+            float g[REACHED];
             window.convolve<TAPS>(g, filter, width);
             if constexpr (!ALIGNED) {
                 if (runs.varlen() && initial_state) {
 #pragma unroll
-                    for (int i = 0; i < AHEAD; i++)
+                    for (int i = 0; i < REACHED; i++)
                         g[i] += window.from_states(TAPS + i, filter, runs, initial_state + piece.channel * slots,
                                                    channels * slots, width);
                 }
             }
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
+            for (int i = 0; i < REACHED; i++) {
                 const float grad = i < VECTOR ? loaded.grad.get(i) : loaded.grad_after.get(i - VECTOR);
                 const bool inside = begin + i >= 0 && begin + i < length && !window.is_padding(TAPS + i);
                 g[i] = inside ? activated_grad(g[i], grad, flags) : 0.f;
@@ -140,10 +140,10 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
                                                    (begin < TAPS || runs.varlen());
             if (with_states) {
                 // By an index that registers do not take; every thread has its own line.
-                __shared__ float shared[THREADS][AHEAD];
+                __shared__ float shared[THREADS][REACHED];
                 float* const mine = shared[threadIdx.x];
 #pragma unroll
-                for (int i = 0; i < AHEAD; i++) mine[i] = g[i];
+                for (int i = 0; i < REACHED; i++) mine[i] = g[i];
 #pragma unroll 1
                 for (int i = 0; i < VECTOR; i++) {
                     const i64 t = begin + i;
