@@ -1,9 +1,54 @@
-"""What the families' cases share: how far off a result is."""
+"""What the families' cases share: how far off a result is, and what commands read of them.
+
+A family's ``cases.py`` draws random problems, with what its float64 reference makes of them; ``selftest`` and
+``tools/attest.py`` run the kernels on these."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
+
+
+class Launched(Protocol):
+    """Tensors of one launch, by the names of the kernel's pointers; those that are not there are null."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor | None]: ...
+
+
+class Case(Launched, Protocol):
+    """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
+
+    @property
+    def problem(self) -> Any: ...
+
+    def error(self) -> float:
+        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
+
+
+class Trial(Protocol):
+    """Inputs of one problem in one dtype, and the results in float64."""
+
+    def case(self, kernel: str, *, aligned: bool) -> Case:
+        """The launch of ``kernel`` that computes this, in memory laid out as it wants."""
+
+    def launches(self, kernel: str) -> Iterator[Case]:
+        """All that ``kernel`` can compute this by."""
+
+
+class Cases(Protocol):
+    """A family's module. TOLERANCE: the largest error, by dtype, of a binary that counts as GPU-tested; QUICK and
+    THOROUGH: the shapes of a quick check and of an attestation."""
+
+    TOLERANCE: Mapping[str, float]
+    QUICK: tuple[Any, ...]
+    THOROUGH: tuple[Any, ...]
+
+    def trials(self, dtype: str, shapes: Any, device: torch.device | str) -> Iterator[Trial]:
+        """A few for each shape, between them with every option."""
 
 
 def relative_error(out: Tensor, expected: Tensor, among: Tensor | None = None) -> float:

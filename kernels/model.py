@@ -183,7 +183,7 @@ class Code:
     source     file in the family's folder; it may include others of that folder
     entry      symbol of the entry point (CUDA) or name of the function (Triton)
     constants  variant -> preprocessor definitions (CUDA) or constexpr values (Triton)
-    warps      variant -> warps per block
+    warps      variant -> warps per block; its static parameter of that name, if nothing else is said
     shared     variant -> bytes of dynamic shared memory per block (CUDA)
     divisible  variant -> parameters that are promised to be divisible by 16 (Triton)
     elements   variant -> dtype of what each pointer points to (Triton)
@@ -194,7 +194,7 @@ class Code:
     source: str
     entry: str
     constants: Callable[[Variant], Mapping[str, Static]]
-    warps: Callable[[Variant], int]
+    warps: Callable[[Variant], int] = lambda variant: variant.number("warps")
     shared: Callable[[Variant], int] = lambda variant: 0
     divisible: Callable[[Variant], frozenset[str]] = lambda variant: frozenset()
     elements: Callable[[Variant], Mapping[str, str]] = lambda variant: {}
@@ -254,8 +254,8 @@ class Kernel:
     defaults    the variants that wheels hold of kinds for which they have no tunings
     code        what is compiled
     rules       which problems a variant solves, and on which GPUs
-    cost        variant, problem -> smaller is better, among variants that accept
     launch      variant, problem, SMs of the GPU -> grid, scalars, workspace
+    cost        variant, problem -> smaller is better, among variants that accept
     tunable     the variants that tuning may choose from, and what it has found
     """
 
@@ -266,8 +266,8 @@ class Kernel:
     defaults: Space
     code: Code
     rules: Rules
-    cost: Callable[[Variant, Any], float]
     launch: Callable[[Variant, Any, int], Launch]
+    cost: Callable[[Variant, Any], float] = lambda variant, problem: 0.0
     tunable: Tunable = Tunable()
 
     @property

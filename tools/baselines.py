@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from scan_registry.bench.baselines import BASELINES, OURS, Baseline, installed
+from scan_registry.ops.linear_scan_baselines import BASELINES, OURS, Baseline, installed
 
 __all__ = ["BASELINES", "OURS", "Baseline", "installed"]

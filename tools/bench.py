@@ -22,9 +22,9 @@ from records import write_records
 from rich.console import Console
 from rich.progress import track
 
-from scan_registry.bench.cases import Case
 from scan_registry.bench.measure import Bench
 from scan_registry.cli.bench import show_table
+from scan_registry.ops.linear_scan_bench import BENCHMARK, Case
 
 
 def default_cases() -> list[Case]:
@@ -50,7 +50,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tools/bench.py needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
         return 2
-    bench = Bench.on(torch.device("cuda:0"))
+    bench = Bench.on(BENCHMARK, torch.device("cuda:0"))
     for case in track(args.case or default_cases(), "timing", console=Console(stderr=True)):
         bench.run(case)
     show_table(bench)

@@ -24,13 +24,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from scan_registry.bench.cases import Case
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tune import add_choice, chosen, show_report, tuner_for, wanted, watched
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Family, Variant
 from scan_registry.kernels.tables import FOLDER, Table, forget_reduced
+from scan_registry.ops.benchmark import Case
+from scan_registry.ops.operator import operators
 from scan_registry.tuner.engine import TuningResult
 
 FAMILIES = Path(__file__).parents[1] / "kernels"
@@ -88,10 +89,14 @@ def place(folder: Path, family: str, arch: str, gpu: str) -> tuple[Path, Table]:
 def known(folder: Path, arch: str) -> list[Case]:
     """The cases in the tables that are for all GPUs of the architecture; ``UsageError`` if there are none."""
     tables = [Table.read(path) for path in folder.glob(f"*/{FOLDER}/{general(arch)}")]
-    texts = dict.fromkeys(m.problem.rpartition(" ")[0] for t in tables for m in t.measured)
+    texts = dict.fromkeys(
+        (table.family, each.problem.rpartition(" ")[0])
+        for table in tables
+        for each in table.measured
+    )
     if not texts:
         raise UsageError(f"--known: no table in {folder} is for {arch}")
-    return [Case.parse(text) for text in texts]
+    return [operators()[name].benchmark.parse(text) for name, text in texts]
 
 
 def installed(target: Target, only: Callable[[Variant], bool]) -> Callable[[Variant], bool]:

@@ -231,26 +231,12 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     )
 
 
-def _cuda_reduction(layout: Layout) -> Kernel:
-    name = f"{layout}_reduction"
-    return Kernel(
-        family=FAMILY_NAME,
-        name=name,
-        language="cuda",
-        parameters=parameters("reduction"),
-        defaults=reductions({"warps": 8}),
-        code=Code(
-            source="reduction.cu",
-            entry=f"{FAMILY_NAME}_reduction",
-            constants=lambda variant: {
-                **_cuda_constants(variant),
-                "TIME_LAST": int(layout == "time_last"),
-            },
-            warps=lambda variant: variant.number("warps"),
-        ),
-        rules=Rules(_rejects_dtype),
-        cost=lambda variant, problem: 0.0,
-        launch=_reduction_launch,
+def _cuda_reduction_code(layout: Layout) -> Code:
+    time_last = int(layout == "time_last")
+    return Code(
+        source="reduction.cu",
+        entry=f"{FAMILY_NAME}_reduction",
+        constants=lambda variant: {**_cuda_constants(variant), "TIME_LAST": time_last},
     )
 
 
@@ -377,28 +363,12 @@ def _triton_kernel(layout: Layout, direction: Direction) -> Kernel:
     )
 
 
-def _triton_reduction(layout: Layout) -> Kernel:
-    unit, other = REDUCTION_TILE
-    return Kernel(
-        family=FAMILY_NAME,
-        name=f"{layout}_reduction",
-        language="triton",
-        parameters=parameters("reduction"),
-        defaults=reductions({"unit": unit, "other": other, "warps": 4}),
-        code=_triton_code(layout, "reduction"),
-        rules=Rules(_rejects_dtype),
-        cost=lambda variant, problem: 0.0,
-        launch=_reduction_launch,
-    )
-
-
 def _triton_code(layout: Layout, direction: Direction) -> Code:
     in_columns = layout == "channel_last" and direction != "reduction"
     return Code(
         source="triton_columns.py" if in_columns else "triton_kernels.py",
         entry=f"{layout}_{direction}",
         constants=_triton_constants,
-        warps=lambda variant: variant.number("warps"),
         divisible=lambda variant: _triton_divisible(variant, layout, direction),
         elements=lambda variant: _triton_elements(variant, direction),
         # Where rests are kept: a sum's rounding error can be had only if its terms are rounded first.
@@ -431,28 +401,35 @@ def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> Sa
     return Sample(problem, dtype, access)
 
 
-def _kernels(language: Language) -> tuple[Kernel, ...]:
-    if language == "triton":
-        return tuple(
-            _triton_reduction(layout)
-            if direction == "reduction"
-            else _triton_kernel(layout, direction)
-            for layout, direction in product(LAYOUTS, DIRECTIONS)
-        )
-    return (
-        *(
-            _cuda_kernel(layout, direction)
-            for layout, direction in product(LAYOUTS, DIRECTIONS[:2])
-        ),
-        *(_cuda_reduction(layout) for layout in LAYOUTS),
+def _reduction(layout: Layout, language: Language) -> Kernel:
+    unit, other = REDUCTION_TILE
+    cuda = language == "cuda"
+    return Kernel(
+        family=FAMILY_NAME,
+        name=f"{layout}_reduction",
+        language=language,
+        parameters=parameters("reduction"),
+        defaults=reductions({"warps": 8} if cuda else {"unit": unit, "other": other, "warps": 4}),
+        code=_cuda_reduction_code(layout) if cuda else _triton_code(layout, "reduction"),
+        rules=Rules(_rejects_dtype),
+        launch=_reduction_launch,
     )
+
+
+def _triton_kernels(layout: Layout) -> tuple[Kernel, ...]:
+    both = (_triton_kernel(layout, direction) for direction in DIRECTIONS[:2])
+    return (*both, _reduction(layout, "triton"))
 
 
 FAMILY = Family(
     name=FAMILY_NAME,
     summary="x[t] = gates[t] * x[t-1] + tokens[t]",
     folder=FOLDER,
-    kernels=(*_kernels("cuda"), *_kernels("triton")),
+    kernels=(
+        *(_cuda_kernel(*each) for each in product(LAYOUTS, DIRECTIONS[:2])),
+        *(_reduction(layout, "cuda") for layout in LAYOUTS),
+        *(kernel for layout in LAYOUTS for kernel in _triton_kernels(layout)),
+    ),
     samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
     on_cpu=True,
 )

@@ -39,6 +39,8 @@ from scan_registry.base.frozen import dataclass
 Function = Literal["lstm", "gru", "elman", "slstm"]
 Direction = Literal["forward", "backward"]
 Scope = Literal["sequence", "step"]
+#: What the public function accepts; here, as commands read it without torch.
+RnnBackend = Literal["auto", "cuda", "cuda_fused", "cuda_alternating", "triton", "reference"]
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,6 @@ def _triton_kernel(direction: Direction) -> Kernel:
             source="triton_kernels.py",
             entry=f"sequence_{direction}",
             constants=_triton_constants,
-            warps=lambda variant: variant.number("warps"),
             divisible=lambda variant: frozenset(
                 {*(_POINTERS["sequence", direction]), "dim", *stride_names("sequence", direction)}
                 - {"bias", "workspace"}
@@ -312,7 +311,6 @@ def _triton_kernel(direction: Direction) -> Kernel:
             ),
         ),
         rules=Rules(_triton_accepts),
-        cost=lambda variant, problem: 0.0,
         launch=launch,
     )
 
@@ -343,10 +341,8 @@ def _step_kernel(direction: Direction) -> Kernel:
             source=f"step_{direction}.cu",
             entry=f"rnn_step_{direction}",
             constants=_fused_constants,
-            warps=lambda variant: variant.number("warps"),
         ),
         rules=Rules(_step_accepts),
-        cost=lambda variant, problem: 0.0,
         launch=launch,
     )
 

@@ -99,7 +99,6 @@ _KERNEL = Kernel(
         constants=lambda variant: {
             name.upper(): value for name, value in variant.statics if name != "dtype"
         },
-        warps=lambda variant: variant.number("warps"),
     ),
     rules=Rules(_accepts, serves=_serves),
     # Which is the fastest depends on the GPU and the size: whoever wants the roofline tries them all.

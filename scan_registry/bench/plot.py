@@ -1,5 +1,6 @@
-"""A picture of timings over the length of the sequences: above milliseconds, below the fraction of the
-roofline's speed; a column of panels for each pass."""
+"""A picture of timings. Where the memory bounds kernels, lines over the length of the sequences: above
+milliseconds, below the fraction of the roofline's speed, and a column of panels for each pass. Else bars for each
+case: microseconds of a step, and a panel for each pass."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scan_registry.bench.measure import Timing
+from scan_registry.bench.measure import Bench
+from scan_registry.ops.benchmark import Timing
 
 FORMATS = ("pdf", "png", "svg")
 _LEGEND_INCHES = 5.0  # beside the panels, where many kinds have to be told apart
@@ -36,10 +38,44 @@ def load() -> Any:
         ) from error
 
 
-def draw(timings: Sequence[Timing], title: str, path: Path) -> None:
-    """Write the picture to ``path``, in the format that its suffix names.
+def draw(bench: Bench, path: Path) -> None:
+    """Write the picture to ``path``, in the format that its suffix names."""
+    if not bench.benchmark.streams:
+        levels = {name: value for name, value in bench.facts.items() if value is not None}
+        return draw_bars(bench.timings, bench.name, levels, path)
+    kinds = {str(_kind(timing)) for timing in bench.timings}
+    title = f"{bench.name}: {kinds.pop()}" if len(kinds) == 1 else bench.name
+    return draw_lines(bench.timings, title, path)
 
-    One line for everyone who was timed on each kind of case, cases that differ in time alone; where
+
+def draw_bars(
+    timings: Sequence[Timing], title: str, levels: Mapping[str, float], path: Path
+) -> None:
+    """Microseconds of a step: a bar for everyone, and a line across for each of ``levels``."""
+    passes = list(dict.fromkeys(timing.direction for timing in timings))
+    names = list(dict.fromkeys(str(timing.case) for timing in timings))
+    everyone = list(dict.fromkeys(timing.who for timing in timings))
+    figure: Any = load().Figure(
+        figsize=(2 + 1.2 * max(4, len(names)), 4.2 * max(1, len(passes))), layout="constrained"
+    )
+    panels = figure.subplots(max(1, len(passes)), 1, squeeze=False)[:, 0]
+    width = 0.8 / max(1, len(everyone))
+    for panel, direction in zip(panels, passes, strict=False):
+        for number, who in enumerate(everyone):
+            here = [t for t in timings if (t.direction, t.who) == (direction, who)]
+            places = [names.index(str(t.case)) + number * width for t in here]
+            panel.bar(places, [t.us_per_step for t in here], width, label=who)
+        for name, level in levels.items():
+            panel.axhline(level, linestyle="--", color="gray", label=name)
+        panel.set(title=direction, ylabel="µs per step")
+        panel.set_xticks([n + 0.4 - width / 2 for n in range(len(names))], names, rotation=20)
+        panel.legend(fontsize="x-small")
+    figure.suptitle(title)
+    figure.savefig(path)
+
+
+def draw_lines(timings: Sequence[Timing], title: str, path: Path) -> None:
+    """One line for everyone who was timed on each kind of case, cases that differ in time alone; where
     there is one kind, a dashed one for the roofline, at which the bytes stream. Of several kinds, lines
     that differ in the dtype alone have one colour.
     """
@@ -56,7 +92,7 @@ def draw(timings: Sequence[Timing], title: str, path: Path) -> None:
         _panel(above[column], here, kinds, colors, direction)
         _panel(below[column], here, kinds, colors, f"{direction}, of the roofline", fraction=True)
         if len(kinds) == 1:
-            roofline = {timing.case.time: timing.roofline_ms for timing in here}
+            roofline = {timing.case.time: timing.roofline_ms or 0.0 for timing in here}
             above[column].plot(*_points(roofline), linestyle="--", color="gray", label="streaming")
             above[column].legend()
             below[column].legend()
@@ -80,7 +116,7 @@ def _panel(
         of_kind = [timing for timing in here if _kind(timing) == kind]
         for who in dict.fromkeys(timing.who for timing in of_kind):
             line = {
-                timing.case.time: timing.roofline_ms / timing.ms if fraction else timing.ms
+                timing.case.time: (timing.roofline_ms or 0.0) / timing.ms if fraction else timing.ms
                 for timing in of_kind
                 if timing.who == who
             }
@@ -109,9 +145,7 @@ class _Kind(NamedTuple):
 
 
 def _kind(timing: Timing) -> _Kind:
-    case = timing.case
-    words = [case.layout, f"{case.batch} × {case.channels}", case.options]
-    return _Kind(", ".join(word for word in words if word), case.dtype)
+    return _Kind(timing.case.group, timing.case.dtype)
 
 
 def _points(line: dict[int, float]) -> tuple[list[int], list[float]]:

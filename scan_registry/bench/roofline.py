@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from scan_registry.bench.timing import Call
 from scan_registry.diagnostics import accuracy
 from scan_registry.dispatch import policy
 from scan_registry.kernels.roofline.spec import FAMILY, RooflineProblem
+from scan_registry.ops.benchmark import Call
 from scan_registry.runtime import loader
 
 _FLOAT = 4  # bytes of an element; what a tensor has beyond whole ones is rounded up

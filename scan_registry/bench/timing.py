@@ -10,20 +10,20 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-Call = Callable[[], Any]
+from scan_registry.ops.benchmark import Call
 
 ENOUGH_MS = 3.0  # of calls in a recording, about: a GPU takes 0.01 to begin one
 LAUNCHES = 4  # that a GPU replays at once, at least
 LAUNCH_MS = 0.05  # that a launch takes, at most: in a graph it may take far less
 WARM_UP, ROUNDS = 4, 11  # replays of each recording
 #: Inputs rotate over this many last-level caches: lines that are to leave an L2 last survive several times its size
-#: of other traffic (measured in kernels/linear_scan/notes/measuring.md).
+#: of other traffic (measured, in the notes of the scans' kernels).
 CACHES = {"cuda": 24, "cpu": 3}
 MOST_SETS = 256  # of inputs, however small they are
 LEAST_STREAMED = 1 << 22  # floats, where the cache is small

@@ -1,4 +1,4 @@
-"""``scan-registry bench``: how fast scans run here, beside installed baselines and the memory's speed."""
+"""``scan-registry bench``: how fast operators run here, beside installed baselines and the memory's speed."""
 
 from __future__ import annotations
 
@@ -6,72 +6,69 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import track
 
-from scan_registry.cli import bench_rnn
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.explain import DTYPES
-from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
-from scan_registry.dispatch.select import BACKENDS, Backend, NoKernelError
+from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.dispatch.select import NoKernelError
+from scan_registry.ops.benchmark import PerformanceTarget
+from scan_registry.ops.operator import SHORT_DTYPES, Operator, operators
 
 if TYPE_CHECKING:
     from torch import device as Device
 
-    from scan_registry.bench.cases import Case
     from scan_registry.bench.measure import Bench
-    from scan_registry.bench.targets import Outcome, PerformanceTarget
+    from scan_registry.bench.targets import Outcome
+    from scan_registry.ops.benchmark import Case
 
-LAYOUTS = ("channel_last", "time_last")
-SEQLENS = {"cuda": "128,256,1024,2048,4096,8192,16384,32768", "cpu": "128,512,2048"}
-_MOST_ELEMENTS = 2**60  # their bytes can still be counted
+_ROOFLINE = (
+    "Inputs rotate over enough sets to be out of the caches. The roofline is the time in which a kernel that only "
+    "streams reads and writes as many tensors of the same size, the fastest of several, interleaved in the same "
+    "rounds; on the CPU that in which a large torch.add moves as many bytes. "
+)
+_TARGETS = "--targets times the project's own cases, each with the least fraction of the roofline that it is to reach."
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command's arguments."""
+    """Declare the command's arguments: of the first operator, and of each other one under its name."""
+    first, *others = operators().values()
+    named = _add_operator(commands, "bench", first).add_subparsers(
+        dest="timed", metavar=" | ".join(each.name for each in others)
+    )
+    for each in others:
+        _add_operator(named, each.name, each)
+
+
+def _add_operator(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, operator: Operator
+) -> argparse.ArgumentParser:
+    benchmark, schema = operator.benchmark, "bench" if name == "bench" else f"bench-{name}"
+    targets, usual = benchmark.targets, benchmark.backends[0]
+    missed = "1 where --targets was not met; " if targets else ""
     parser = commands.add_parser(
-        "bench",
-        help="time scans here, beside installed baselines and the memory's speed",
-        description="Times the forward and the backward pass over a range of sequence lengths: on a GPU "
-        "both languages of this package and the baselines that are installed (accelerated-scan, "
-        "sequential_scan), as CUDA graphs of kernel launches; on the CPU the calls, beside torch.mul on "
-        "tensors of the same size. Inputs rotate over enough sets to be out of the caches. The roofline is "
-        "the time in which a kernel that only streams reads and writes as many tensors of the same size, "
-        "the fastest of several, interleaved in the same rounds; on the CPU that in which a large torch.add "
-        "moves as many bytes. --targets times the project's own cases, each with the least fraction of the "
-        "roofline that it is to reach.",
-        epilog="Exit status: 0; 1 where --targets was not met; 2 for arguments that cannot be meant, and "
-        "where nothing can be timed. The JSON document is described by scan_registry/schemas/bench.json.",
+        name,
+        help=f"time {benchmark.subject} here, beside installed baselines and the memory's speed"
+        if name == "bench"
+        else f"time {benchmark.subject} instead",
+        description=benchmark.description
+        + (f" {_ROOFLINE}" if benchmark.streams else "")
+        + (_TARGETS if targets else ""),
+        epilog=f"Exit status: 0; {missed}2 for arguments that cannot be meant, and where "
+        f"nothing can be timed. The JSON document is described by scan_registry/schemas/{schema}.json.",
     )
+    for option in benchmark.options:
+        parser.add_argument(*option.names, **option.settings)
     parser.add_argument(
-        "--d_model",
-        "--d-model",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="channels; default: 1024",
-    )
-    parser.add_argument("--bs", type=int, default=8, metavar="N", help="batch size; default: 8")
-    parser.add_argument(
-        "--seqlens",
-        metavar="N,N,…",
-        help=f"sequence lengths; default: {SEQLENS['cuda']}, on the CPU {SEQLENS['cpu']}",
-    )
-    parser.add_argument(
-        "--layout",
-        default=LAYOUTS[0],
+        "--backend",
+        action="append",
+        default=[],
         metavar="X",
-        help="channel_last: (batch, time, channels), the default; time_last: (batch, channels, time)",
-    )
-    parser.add_argument(
-        "--dtype", default="bfloat16", metavar="X", help=f"{' '.join(DTYPES)}; default: bfloat16"
-    )
-    parser.add_argument(
-        "--backend", metavar="X", help=f"{' '.join(BACKENDS)}; default: cuda and triton"
+        help=f"{' '.join(operator.backends)}; may repeat; default: {' and '.join(usual)}",
     )
     parser.add_argument("--device", help="cpu or cuda:N; default: the first GPU, else the CPU")
     parser.add_argument(
@@ -81,34 +78,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--no-baselines", "--no-peers", action="store_true", help="time this package alone"
     )
     parser.add_argument(
-        "--plot",
-        "--plot_name",
-        "--plot-name",
+        *("--plot", "--plot_name", "--plot-name"),
         type=Path,
         metavar="FILE",
         help="draw the times into a .png, .svg or .pdf; .png is added to a bare name. Needs matplotlib",
     )
     parser.add_argument(
-        "--case",
-        action="append",
-        default=[],
-        metavar="X",
-        help="layout:batch,channels,time:dtype, to which :sequences=N (packed along time) and "
-        ":gates=channel may be added; in place of the sizes above; may repeat",
+        "--case", action="append", default=[], metavar="X", help=benchmark.case_help
     )
-    parser.add_argument(
-        "--targets",
-        "--goals",
-        action="store_true",
-        help="time the cases with targets, and say which are met",
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="of those, the cases in whose --case form the text occurs; may repeat",
-    )
+    if targets:
+        parser.add_argument(
+            *("--targets", "--goals"),
+            action="store_true",
+            help="time the cases with targets, and say which are met",
+        )
+        parser.add_argument(
+            "--only",
+            action="append",
+            default=[],
+            metavar="TEXT",
+            help="of those, the cases in whose --case form the text occurs; may repeat",
+        )
     parser.add_argument(
         "--budget",
         type=float,
@@ -116,44 +106,35 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="begin no case after so long; what is left out is listed",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
-    bench_rnn.add_parser(parser.add_subparsers(dest="networks", metavar="rnn"))
+    parser.set_defaults(operator=operator.name, targets=False)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Time what is asked for; ``UsageError`` for arguments that cannot be meant."""
-    if args.networks is None:
-        return _run_scans(args)
-    plot = None if args.plot is None else _picture(args.plot)
-    return bench_rnn.run(args, _device(args.device), plot)
-
-
-def _run_scans(args: argparse.Namespace) -> int:
-    for name, accepted in (("layout", LAYOUTS), ("dtype", DTYPES), ("backend", BACKENDS)):
-        value = getattr(args, name)
-        if value is not None and value not in accepted:
-            raise UsageError(f"--{name} is {value!r}; accepted are {', '.join(accepted)}")
-    for name in ("d_model", "bs"):
-        if getattr(args, name) < 1:
+    operator = operators()[args.operator]
+    for backend in args.backend:
+        if backend not in operator.backends:
             raise UsageError(
-                f"--{name} is {getattr(args, name)}; accepted are whole numbers from 1 on"
+                f"--backend is {backend!r}; accepted are {', '.join(operator.backends)}"
             )
     plot = None if args.plot is None else _picture(args.plot)
     device = _device(args.device)
     if args.targets and device.type == "cpu":
         raise UsageError("--targets are for GPUs; accepted with it is --device cuda:N, of one here")
-    targets = _targets(args) if args.targets else []
-    cases = [target.case for target in targets] or _cases(args, device.type)
-    if device.type == "cpu" and args.backend in ("cuda", "triton"):
+    targets = _targets(operator, args.only) if args.targets else []
+    cases = [target.case for target in targets] or _cases(operator, args, device.type)
+    if device.type == "cpu" and args.backend and not {"auto", "reference"} & {*args.backend}:
         raise UsageError(
-            f"--backend is {args.backend!r}, which needs a GPU; accepted on the CPU are auto and "
+            f"--backend is {args.backend[0]!r}, which needs a GPU; accepted on the CPU are auto and "
             "reference"
         )
-    bench = _bench(args, device)
+    bench = _bench(operator, args, device)
     try:
         for case in () if targets else cases:
             bench.check_room(case)
     except ValueError as error:
-        raise UsageError(f"{'--case' if args.case else '--seqlens'}: {error}") from error
+        raise UsageError(f"{_blamed(bench, args)}: {error}") from error
     _time(bench, cases, args)
     if args.json:
         print(json.dumps(document(bench, targets), indent=2))
@@ -162,7 +143,7 @@ def _run_scans(args: argparse.Namespace) -> int:
     else:
         show_table(bench)
     if plot is not None:
-        _draw(bench, args, plot)
+        _draw(bench, plot)
     met = [outcome.met for outcome in _outcomes(bench, targets)]
     return 0 if all(met) and len(met) == len(targets) * len(bench.passes) else 1
 
@@ -187,32 +168,39 @@ def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> None
                 bench.skipped[str(case)] = str(error)
             done += 1
     except torch.OutOfMemoryError as error:
-        option = "--case" if args.case else "--seqlens"
-        raise UsageError(f"{option}: {bench.device} has not enough memory: {error}") from error
+        text = f"{_blamed(bench, args)}: {bench.device} has not enough memory: {error}"
+        raise UsageError(text) from error
     except KeyboardInterrupt:
         print("interrupted: what was timed is kept", file=sys.stderr)
     for case in cases[done:]:
         bench.skipped.setdefault(str(case), "not begun in time")
 
 
+def _blamed(bench: Bench, args: argparse.Namespace) -> str:
+    """The option that chose the cases."""
+    return "--case" if args.case else bench.benchmark.sizes
+
+
 def document(bench: Bench, targets: Sequence[PerformanceTarget]) -> dict[str, Any]:
-    """The stable form, as ``schemas/bench.json`` describes it: keys are only ever added."""
+    """The stable form, as the command's schema describes it: keys are only ever added."""
     found = [outcome.to_json() for outcome in _outcomes(bench, targets)]
     return {**bench.document(), **({"targets": found} if targets else {})}
 
 
-def _bench(args: argparse.Namespace, device: Device) -> Bench:
-    """What times on the device, whose bandwidth it measures first."""
+def _bench(operator: Operator, args: argparse.Namespace, device: Device) -> Bench:
+    """What times on the device, whose bandwidth it measures first. Targets are for what runs where no language is
+    asked for."""
     import torch
 
     from scan_registry.bench.measure import Bench
 
     try:
         return Bench.on(
+            operator.benchmark,
             device,
-            _backends(args),
+            args.backend or (("auto",) if args.targets else None),
             baselines=not (args.no_baselines or args.targets),
-            passes=("forward",) if args.fwd_only else ("forward", "backward"),
+            passes=operator.benchmark.passes[: 1 if args.fwd_only else None],
         )
     except torch.OutOfMemoryError as error:
         raise UsageError(f"{device} has no room to measure its bandwidth: {error}") from error
@@ -224,25 +212,17 @@ def _outcomes(bench: Bench, targets: Sequence[PerformanceTarget]) -> list[Outcom
     return outcomes(targets, bench.timings)
 
 
-def _backends(args: argparse.Namespace) -> Sequence[Backend] | None:
-    """None for the device's usual ones. Targets are for what runs where no language is asked for."""
-    if args.backend is not None:
-        return (args.backend,)
-    return ("auto",) if args.targets else None
-
-
 def show_targets(bench: Bench, targets: Sequence[PerformanceTarget]) -> None:
     """Print each target with what came of it, and what was not timed."""
     console, found = screen(), _outcomes(bench, targets)
     table = new_table(
-        "layout", "B, C, T~", "dtype", "pass", "ms>", "± ms>", "roofline>", "ratio>", "target>", ""
+        *bench.benchmark.columns,
+        *("pass", "ms>", "± ms>", "roofline>", "ratio>", "target>", ""),
     )
     for outcome in found:
-        case, timing = outcome.target.case, outcome.timing
+        timing = outcome.timing
         table.add_row(
-            case.layout,
-            _sizes(case),
-            SHORT_DTYPES[case.dtype],
+            *_short(timing.case.cells),
             timing.direction,
             f"{timing.ms:.4f}",
             f"{timing.spread:.4f}",
@@ -251,15 +231,18 @@ def show_targets(bench: Bench, targets: Sequence[PerformanceTarget]) -> None:
             f"{outcome.target.ratio:.2f}",
             "met" if outcome.met else "[red]missed[/]",
         )
-    show(console, table, f"{bench.name}; streaming {bench.bandwidth / 1e9:.2f} TB/s")
+    _show(console, table, bench)
     met = sum(outcome.met for outcome in found)
     console.print(f"{met} of {len(targets) * len(bench.passes)} targets met, {len(found)} timed")
     _show_skipped(console, bench)
 
 
-def _sizes(case: Case) -> str:
-    sizes = f"{case.batch}, {case.channels}, {case.time}"
-    return f"{sizes}, {case.options}" if case.options else sizes
+def _short(cells: Iterable[str]) -> Iterable[str]:
+    return (SHORT_DTYPES.get(cell, cell) for cell in cells)
+
+
+def _show(console: Console, table: Any, bench: Bench) -> None:
+    show(console, table, "; ".join([bench.name, *bench.benchmark.title(bench)]))
 
 
 def _show_skipped(console: Console, bench: Bench) -> None:
@@ -269,61 +252,38 @@ def _show_skipped(console: Console, bench: Bench) -> None:
 
 def show_table(bench: Bench) -> None:
     """Print what has been timed, and who has not been and why."""
-    console, on_gpu = screen(), bench.device.type == "cuda"
-    unit, scale = ("TB/s", 1e9) if on_gpu else ("GB/s", 1e6)
-    table = new_table(
-        "layout", "B, C, T", "dtype", "pass", "kernel", "ms>", "± ms>", f"{unit}>", "of roofline>"
-    )
+    console, benchmark = screen(), bench.benchmark
+    measures = benchmark.measures(bench)
+    table = new_table(*benchmark.columns, "pass", benchmark.by, "ms>", "± ms>", *measures)
     for timing in bench.timings:
-        case = timing.case
         table.add_row(
-            case.layout,
-            _sizes(case),
-            case.dtype,
+            *timing.case.cells,
             timing.direction,
             timing.who,
             f"{timing.ms:.4f}",
             f"{timing.spread:.4f}",
-            f"{case.traffic(timing.direction) / timing.ms / scale:.2f}",
-            f"{timing.roofline_ms / timing.ms:.2f}",
+            *benchmark.measured(timing, bench),
         )
-    show(console, table, f"{bench.name}; streaming {bench.bandwidth / scale:.2f} {unit}")
+    _show(console, table, bench)
     _show_skipped(console, bench)
 
 
-def _targets(args: argparse.Namespace) -> list[PerformanceTarget]:
-    from scan_registry.bench.targets import TARGETS
-
-    chosen = [target for target in TARGETS if all(text in str(target.case) for text in args.only)]
+def _targets(operator: Operator, only: Sequence[str]) -> list[PerformanceTarget]:
+    every = operator.benchmark.targets
+    chosen = [target for target in every if all(text in str(target.case) for text in only)]
     if not chosen:
         raise UsageError(
-            f"--only {' '.join(args.only)!r} leaves no case; accepted are parts of cases such as "
-            f"{TARGETS[0].case}"
+            f"--only {' '.join(only)!r} leaves no case; accepted are parts of cases such as "
+            f"{every[0].case}"
         )
     return chosen
 
 
-def _cases(args: argparse.Namespace, kind: str) -> list[Case]:
-    from scan_registry.bench.cases import Case
-
+def _cases(operator: Operator, args: argparse.Namespace, kind: str) -> list[Case]:
     try:
-        named = [Case.parse(text) for text in args.case]
+        return list(dict.fromkeys(operator.benchmark.cases(args, kind)))
     except ValueError as error:
-        raise UsageError(f"--case: {error}") from error
-    if named:
-        return list(dict.fromkeys(named))
-    text = SEQLENS[kind] if args.seqlens is None else args.seqlens
-    sizes = [size.strip() for size in text.split(",")]
-    if not all(size.isdecimal() and len(size) < 100 and int(size) > 0 for size in sizes):
-        raise UsageError(f"--seqlens is {text!r}; accepted are lengths such as 1024,2048")
-    lengths = list(dict.fromkeys(map(int, sizes)))
-    if args.bs * args.d_model * max(lengths) > _MOST_ELEMENTS:
-        raise UsageError(
-            f"--bs {args.bs} --d_model {args.d_model} --seqlens {text} is a tensor of more than "
-            "2**60 elements"
-        )
-    dtype = DTYPES[args.dtype]
-    return [Case(args.layout, args.bs, args.d_model, length, dtype) for length in lengths]
+        raise UsageError(f"--case: {error}" if args.case else str(error)) from error
 
 
 def _device(name: str | None) -> Device:
@@ -362,14 +322,11 @@ def _picture(path: Path) -> Path:
     return path
 
 
-def _draw(bench: Bench, args: argparse.Namespace, path: Path) -> None:
+def _draw(bench: Bench, path: Path) -> None:
     from scan_registry.bench.plot import draw
 
-    title = f"{bench.name}: {args.layout}, B {args.bs}, C {args.d_model}, {DTYPES[args.dtype]}"
-    if args.targets or args.case:
-        title = bench.name
     try:
-        draw(bench.timings, title, path)
+        draw(bench, path)
     except OSError as error:
         raise UsageError(f"--plot: {path} cannot be written: {error}") from error
     print(f"wrote {path}", file=sys.stderr)

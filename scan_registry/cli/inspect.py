@@ -22,8 +22,9 @@ from scan_registry.cli.listing import (
     several_providers,
     size_text,
 )
-from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
+from scan_registry.cli.tables import new_table, screen, show
 from scan_registry.kernels.model import Static
+from scan_registry.ops.operator import SHORT_DTYPES
 from scan_registry.version import __version__
 
 MOST_ROWS = 60  # of the list that a filter may ask for without saying --all

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from scan_registry.artifact.archive import Archive, ArchiveError, Binary
 from scan_registry.catalog.inventory import Catalogue
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.tables import SHORT_DTYPES
 from scan_registry.hardware.target import Target
+from scan_registry.ops.operator import SHORT_DTYPES
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ FILTERS: Mapping[str, Callable[[Archive, Binary], list[str]]] = {
     "arch": lambda archive, binary: [archive.arch.label, binary.target.label],
 }
 _EXAMPLES = {
-    "family": "such as linear_scan",
+    "family": "the name of its folder",
     "kernel": "such as time_last_forward",
     "language": "cuda or triton",
     "dtype": "such as bfloat16",

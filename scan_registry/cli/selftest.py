@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.explain import DTYPES
 from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.ops.operator import DTYPES, operators
 
 if TYPE_CHECKING:
     from scan_registry.dispatch.fit import Tier
+    from scan_registry.kernels.cases import Trial
     from scan_registry.kernels.model import Family, Kernel
 
 CPU = "cpu"
@@ -137,7 +138,7 @@ def _on_gpu(family: Family, ordinal: int, only: str | None) -> Iterator[Result]:
             )
 
 
-def _run(family: Family, kernel: Kernel, trial: Any, ordinal: int, tally: _Tally) -> None:
+def _run(family: Family, kernel: Kernel, trial: Trial, ordinal: int, tally: _Tally) -> None:
     from scan_registry.diagnostics.accuracy import start
     from scan_registry.dispatch import policy
     from scan_registry.runtime.loader import prepare
@@ -156,12 +157,9 @@ def _run(family: Family, kernel: Kernel, trial: Any, ordinal: int, tally: _Tally
 
 def _on_cpu(family: Family, only: str | None) -> Iterator[Result]:
     """What CPU tensors get: this package's code for the CPU, compiled with it."""
-    import torch
-
     from scan_registry.diagnostics.accuracy import cases_of
-    from scan_registry.ops.plans import runner
 
-    cases = cases_of(family.name)
+    cases, operator = cases_of(family.name), operators()[family.name]
     for dtype, tolerance in cases.TOLERANCE.items():
         if only not in (None, dtype):
             continue
@@ -169,9 +167,7 @@ def _on_cpu(family: Family, only: str | None) -> Iterator[Result]:
         for trial in cases.trials(dtype, cases.QUICK, CPU):
             for kernel in dict.fromkeys(kernel.name for kernel in family.kernels):
                 case = trial.case(kernel, aligned=False)
-                run_case = runner(case.problem, torch.device(CPU), "auto")
-                assert callable(run_case)  # the CPU has its own kernels
-                run_case(case.tensors)
+                operator.run_on_cpu(case.problem, case.tensors)
                 errors.setdefault(kernel, []).append(case.error())
         for kernel, found in errors.items():
             yield Result(

@@ -8,14 +8,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-#: The field's words for dtypes, where space is short.
-SHORT_DTYPES = {
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float64": "fp64",
-    "complex64": "c64",
-}
 _PIPED_WIDTH = 120  # where there is no terminal to ask
 
 

@@ -15,12 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from scan_registry.cache import tuned
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.explain import DTYPES
-from scan_registry.cli.tables import SHORT_DTYPES, new_table, screen, show
+from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.ops.operator import DTYPES, SHORT_DTYPES
 
 if TYPE_CHECKING:
-    from scan_registry.bench.cases import Case
     from scan_registry.kernels.model import Variant
+    from scan_registry.ops.benchmark import Case
     from scan_registry.tuner.engine import Tuner
     from scan_registry.tuner.problems import Posed
 
@@ -102,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
 def chosen(args: argparse.Namespace, known: Sequence[Case] | None = None) -> list[Posed]:
     """The problems that the arguments name, or of ``known`` cases those of the kernels that they name;
     ``UsageError`` if they name none."""
-    from scan_registry.tuner.problems import DTYPES as USUAL
-    from scan_registry.tuner.problems import SHAPES, cases, posed, usual_cases
+    from scan_registry.tuner.problems import cases, posed, usual_cases
 
     for word in args.dtype or ():
         if word not in DTYPES:
@@ -116,7 +115,7 @@ def chosen(args: argparse.Namespace, known: Sequence[Case] | None = None) -> lis
         if known is not None:
             wanted = list(known)
         elif args.shapes or args.dtype:
-            wanted = cases(args.shapes or SHAPES, dtypes or USUAL)
+            wanted = cases(args.shapes or (), dtypes)
         else:
             wanted = usual_cases()
     except ValueError as error:
@@ -224,7 +223,7 @@ def show_report(tuner: Tuner) -> None:
         table.add_row(
             kernel.name,
             kernel.language,
-            f"{case.batch}, {case.channels}, {case.time} {SHORT_DTYPES[case.dtype]}{options}",
+            f"{case.sizes} {SHORT_DTYPES[case.dtype]}{options}",
             tile,
             f"{each.best_ms:.4f}",
             f"{timings[each.best].spread:.4f}",

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.kernels.rnn.problem import SIZES
+from scan_registry.kernels.rnn.problem import SIZES, RnnBackend
 from scan_registry.ops.rnn import rnn
-from scan_registry.ops.rnn_arguments import RnnBackend
 
 BACKENDS: dict[str, RnnBackend] = {
     "cuda_fused": "cuda",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -16,16 +15,18 @@ from scan_registry.hardware import driver
 from scan_registry.hardware._launcher import Launch
 from scan_registry.hardware.device import device
 from scan_registry.kernels import family
+from scan_registry.kernels.cases import Case, Cases, Launched
 from scan_registry.kernels.model import Kernel
 from scan_registry.runtime import loader
 
 
-def cases_of(family_name: str) -> Any:
+def cases_of(family_name: str) -> Cases:
     """The module that draws random problems for a family."""
-    return importlib.import_module(f"scan_registry.kernels.{family_name}.cases")
+    cases: Cases = importlib.import_module(f"scan_registry.kernels.{family_name}.cases")
+    return cases
 
 
-def run(ordinal: int, binary: Binary, read: Callable[[], bytes], case: Any) -> None:
+def run(ordinal: int, binary: Binary, read: Callable[[], bytes], case: Case) -> None:
     """Launch ``binary``, of which ``read`` gets the bytes, on a case's tensors, on the current stream;
     the case holds the outputs."""
     group = family(binary.variant.family)
@@ -36,7 +37,7 @@ def run(ordinal: int, binary: Binary, read: Callable[[], bytes], case: Any) -> N
     start(ordinal, launch, kernel, case, shape.workspace)
 
 
-def start(ordinal: int, launch: Launch, kernel: Kernel, case: Any, workspace: int) -> None:
+def start(ordinal: int, launch: Launch, kernel: Kernel, case: Launched, workspace: int) -> None:
     """Run a prepared launch on a case's tensors."""
     scratch = torch.empty(workspace, dtype=torch.uint8, device=f"cuda:{ordinal}")
     tensors = {**case.tensors, "workspace": scratch if workspace else None}

@@ -5,42 +5,22 @@ Everything here is read from the :class:`Decision` that dispatch itself would ac
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from inspect import signature
-from typing import Any, Protocol, get_type_hints
+from typing import Any, get_type_hints
 
 from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import Attestation, worst_attestations
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.alternatives import Alternative, select_first
+from scan_registry.dispatch.alternatives import select_first
 from scan_registry.dispatch.fit import Tier, dotted
-from scan_registry.dispatch.select import Decision, Match, Rejected, System
+from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
 from scan_registry.kernels.model import Variant
-
-
-class KernelCall(Protocol):
-    """One kernel's part in an operator's call: inputs that are copied first, and the problems that it may pose."""
-
-    @property
-    def copied(self) -> tuple[str, ...]: ...
-
-    def alternatives(self, backend: Any) -> tuple[Alternative, ...]: ...
-
-    def fused(self) -> Any:
-        """The problem of a kernel that does what the next one does, too; None if there can be none."""
-
-
-#: Public operators by name, and the module that defines each beside ``describe``, which tells what
-#: problems a call poses, and ``BACKENDS``, the words that it accepts.
-OPERATORS: Mapping[str, str] = {
-    "linear_scan": "scan_registry.ops.linear_scan",
-    "rnn": "scan_registry.ops.rnn",
-}
+from scan_registry.ops.operator import KernelCall, Operator, operators
 
 _LABEL = 11  # columns before the text of a line
 
@@ -145,7 +125,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """The decision for ``operator(*args, **kwargs)``, which is not run.
 
     Args:
-        operator: a public operator, such as ``scan_registry.linear_scan``.
+        operator: a public operator, one of ``scan_registry.ops``.
         args, kwargs: what it would be called with. The tensors' device decides; a derivative counts
             where a tensor requires one.
 
@@ -160,10 +140,11 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """
     from scan_registry.runtime.loader import system
 
-    name = next((n for n in OPERATORS if getattr(_module(n), n) is operator), None)
-    if name is None:
-        raise TypeError(f"{operator!r} cannot be explained; accepted are {', '.join(OPERATORS)}")
-    calls, device = _described(name, args, kwargs)
+    known = operators()
+    found = next((each for each in known.values() if each.function is operator), None)
+    if found is None:
+        raise TypeError(f"{operator!r} cannot be explained; accepted are {', '.join(known)}")
+    calls, device = _described(found, args, kwargs)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the tensors are on {device}; accepted are the CPU and CUDA devices")
     ordinal = device.index if device.type == "cuda" else None
@@ -171,7 +152,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     lowest = (
         Tier.REFERENCE if ordinal is None else policy.lowest()
     )  # it is GPUs' calls that compile
-    return decided(name, calls, system(ordinal), backend, lowest)
+    return decided(found.name, calls, system(ordinal), backend, lowest)
 
 
 def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Explanation:
@@ -179,15 +160,15 @@ def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Expla
 
     ``ValueError`` if there is no operator called ``name``.
     """
-    if name not in OPERATORS:
-        raise ValueError(f"no operator {name!r}; accepted are {', '.join(OPERATORS)}")
-    backend = kwargs.pop("backend", "auto")
-    accepted = backends_of(name)
+    known = operators()
+    if name not in known:
+        raise ValueError(f"no operator {name!r}; accepted are {', '.join(known)}")
+    backend, accepted = kwargs.pop("backend", "auto"), known[name].backends
     if backend not in accepted:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(accepted)}")
     if there.device is None:
         kwargs["backend"] = backend  # on a GPU any will do, whatever the tensors are on
-    calls, _ = _described(name, args, kwargs)
+    calls, _ = _described(known[name], args, kwargs)
     lowest = Tier.REFERENCE if there.device is None else policy.lowest()
     return decided(name, calls, there, backend, lowest)
 
@@ -200,7 +181,7 @@ def decided(
     for step, call in calls.items():
         fused = call.fused() if "reduction" in calls and there.device else None
         if fused is not None:
-            one = [Alternative(fused, call.alternatives(backend)[0].backend)]
+            one = [(fused, call.alternatives(backend)[0][1])]
             decision = select_first(there, family(name), one, min(lowest, Tier.PTX))
             if decision.launch():
                 return Explanation(name, there.device, (*steps, Step(step, (), decision)))
@@ -209,26 +190,14 @@ def decided(
     return Explanation(name, there.device, tuple(steps))
 
 
-def backends_of(name: str) -> tuple[str, ...]:
-    """What the operator called ``name`` accepts for ``backend``."""
-    words: tuple[str, ...] = _module(name).BACKENDS
-    return words
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(OPERATORS[name])
-
-
-def _described(name: str, args: Any, kwargs: Any) -> tuple[dict[str, KernelCall], Any]:
+def _described(operator: Operator, args: Any, kwargs: Any) -> tuple[Mapping[str, KernelCall], Any]:
     """What the call poses, and the device of its tensors; ``TypeError`` for no such call."""
     import torch
 
-    module = _module(name)
-    operator = getattr(module, name)
-    types = get_type_hints(operator)
-    given = signature(operator).bind(*args, **kwargs).arguments
+    types = get_type_hints(operator.function)
+    given = signature(operator.function).bind(*args, **kwargs).arguments
     tensors = {each: value for each, value in given.items() if types[each] is torch.Tensor}
-    calls: dict[str, KernelCall] = module.describe(*args, **kwargs)  # which checks them
+    calls = operator.describe(*args, **kwargs)  # which checks them
     return calls, next(iter(tensors.values())).device
 
 
@@ -350,7 +319,7 @@ def _problem(decision: Decision) -> str:
     return f"{decision.problem.kernel}: {facts}"
 
 
-def _tuning(decision: Decision, winner: Match) -> str:
+def _tuning(decision: Decision, winner: Candidate) -> str:
     """The row of the nearest tuned problem, and where it comes from; or what decided without one."""
     estimate = f"the spec's estimate decided ({winner.cost:g}, smaller is better)"
     found, device = winner.tuned, decision.system.device
@@ -372,7 +341,7 @@ def _tuning(decision: Decision, winner: Match) -> str:
     return f"the row of {sizes or 'size 1'} ({origin}), {outcome}"
 
 
-def _there(decision: Decision, winner: Match) -> float | None:
+def _there(decision: Decision, winner: Candidate) -> float | None:
     """The winner's time on the tuned problem, if the row names it."""
     if winner.tuned is None or winner.variant is None:
         return None

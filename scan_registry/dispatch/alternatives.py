@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend, Decision, Rejected, System, select
 from scan_registry.kernels.model import Family, Problem
 
 
-class Alternative(NamedTuple):
-    """A problem, and what may solve it."""
-
-    problem: Problem
-    backend: Backend
-
-
 def select_first(
     system: System,
     family: Family,
-    alternatives: Iterable[Alternative],
+    alternatives: Iterable[tuple[Problem, Backend]],
     lowest: Tier = Tier.REFERENCE,
 ) -> Decision:
-    """The decision for the first of the problems that a kernel solves; what the ones before it rejected
+    """The decision for the first of the problems that a kernel solves, each with what may solve it; what the ones before it rejected
     comes first among what it rejects. Where no kernel solves any, that for the first."""
     decisions: list[Decision] = []
     rejected: dict[Rejected, None] = {}

@@ -7,7 +7,8 @@ Selection checks those that rank first, until one is; whoever asks for reasons h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
+from functools import cached_property
 from typing import Literal
 
 from scan_registry.artifact.archive import Archive, ArchiveError, Binary, Entry
@@ -63,52 +64,51 @@ class System:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What selection answers: the best way to solve ``problem``, on no worse tier than ``lowest``."""
+class Candidate:
+    """A way to solve the problem: a variant for a target, from an archive or from a compiler; or the reference,
+    which has neither. ``kernel`` is None, too, if this version has none of the variant's name.
 
-    system: System
-    family: Family
-    problem: Problem
-    backend: Backend
-    lowest: Tier
-
-
-@dataclass(frozen=True)
-class Match:
-    """Something that solves the problem on the device.
-
-    archive and binary are None where nothing has been compiled yet (jit); the variant and its
-    target, too, for the reference. ``cost`` is the spec's estimate: smaller is better. It decides
-    where nothing is ``tuned``, or among variants that the row does not name; ``ms`` is what the
-    variant counts as by that row, if it does: see ``TuningMatch.ms``. ``launch`` is how a kernel starts.
+    text      what the variant prints as
+    archive   and ``entry``: None where it would be compiled here
+    tuned     the row of tuning that all of its language go by, if there is one
+    ms        what the variant counts as by that row, if it does: see ``TuningMatch.ms``
+    variant   known once it is checked, or where it would be compiled here; so are the others below
+    binary    None where nothing is compiled yet
+    cost      the spec's estimate, smaller is better: it decides where nothing is ``tuned``, or among variants that
+              the row does not name
+    launch    how a kernel starts
     """
 
     tier: Tier
-    variant: Variant | None = None
+    text: str | None = None
+    language: Language | None = None
     target: Target | None = None
+    kernel: Kernel | None = None
     archive: Archive | None = None
-    binary: Binary | None = None
-    cost: float = 0.0
+    entry: Entry | None = None
     tuned: TuningMatch | None = None
     ms: float | None = None
+    variant: Variant | None = None
+    binary: Binary | None = None
+    cost: float = 0.0
     launch: Launch | None = None
 
     @property
     def subject(self) -> str:
-        return f"{self.variant} for {self.target}" if self.variant else "the reference"
+        return f"{self.text} for {self.target}" if self.text else "the reference"
 
     @property
     def key(self) -> Key:
         """What it is and where it comes from."""
         return self.subject, str(self.archive.path) if self.archive else "here"
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, int, int, bool, float]:
         """Tier first, CUDA before Triton, the latest architecture, then what tuning found to be the
-        fastest, then the spec's preference."""
-        if self.variant is None or self.target is None:
+        fastest, then the spec's preference, which is 0 until it is checked."""
+        if self.language is None or self.target is None:
             return self.tier, 0, 0, False, 0.0
-        other = LANGUAGES.index(self.variant.language)
+        other = LANGUAGES.index(self.language)
         preference = self.cost if self.ms is None else self.ms
         return self.tier, other, -self.target.number, self.ms is None, preference
 
@@ -122,61 +122,42 @@ class Rejected:
     damaged: bool = False
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A variant for a target; ``entry`` and ``archive`` are None where it would be compiled here. ``tuned``
-    and ``ms`` are those of a match. ``kernel`` is None if this version has none of its name."""
-
-    kernel: Kernel | None
-    text: str
-    tier: Tier
-    target: Target
-    tuned: TuningMatch | None
-    ms: float | None
-    made: Variant | None = None
-    archive: Archive | None = None
-    entry: Entry | None = None
-
-    @property
-    def subject(self) -> str:
-        return f"{self.text} for {self.target}"
-
-    @property
-    def rank(self) -> tuple[int, int, bool, float]:
-        """The order of matches of one language, but for the spec's preference."""
-        return self.tier, -self.target.number, self.ms is None, self.ms or 0.0
-
-
 # --- Making candidates ------------------------------------------------------------------------
 
 
 def candidates(
-    request: Request, language: Language, *, all_dtypes: bool = False, installed: bool = False
+    system: System,
+    family: Family,
+    problem: Problem,
+    language: Language,
+    *,
+    all_dtypes: bool = False,
+    installed: bool = False,
 ) -> Iterator[Candidate | Rejected]:
     """Everything in one language, from the closest tier down, and what is rejected as a whole. Of
     archives, what is for other dtypes than the problem's remains unread unless ``all_dtypes``; with
     ``installed``, nothing that would be compiled here."""
-    system, device = request.system, request.system.device
+    device = system.device
     if device is None:
         return
     try:
-        kernel = request.family.kernel(request.problem.kernel, language)
+        kernel = family.kernel(problem.kernel, language)
     except KeyError:
         kernel = None
-    tuned = _row(request, device, kernel) if kernel else None
-    dtype = None if all_dtypes else request.problem.dtype
+    tuned = _row(system, device, kernel, problem) if kernel else None
+    dtype = None if all_dtypes else problem.dtype
     for archive in system.every_archive:
         label = f"{archive.provider}'s {archive.path.name}"
         try:
             if reason := archive.arch.misfit(device.capability):
                 yield Rejected(label, reason)
                 continue
-            entries = archive.of(request.family.name, request.problem.kernel, language, dtype)
+            entries = archive.of(family.name, problem.kernel, language, dtype)
         except ArchiveError as error:
             yield Rejected(label, str(error), damaged=True)
             continue
         for entry in entries:
-            yield _installed(archive, entry, device, kernel, tuned)
+            yield _installed(archive, entry, language, device, kernel, tuned)
     if installed or system.toolchains is None or language not in system.toolchains:
         return
     target = _compiled_for(system.toolchains[language], language, device)
@@ -186,15 +167,15 @@ def candidates(
     for variant in _buildable(system, kernel, dtype, target) if kernel else ():
         text = str(variant)
         ms = _ms(kernel, tuned, text)
-        yield Candidate(kernel, text, Tier.JIT, target, tuned, ms, variant)
+        named = Tier.JIT, text, language, target, kernel, None, None, tuned, ms, variant
+        yield Candidate(*named, None, 0.0, None)
 
 
-def _row(request: Request, device: Device, kernel: Kernel) -> TuningMatch | None:
+def _row(system: System, device: Device, kernel: Kernel, problem: Problem) -> TuningMatch | None:
     """All of one language go by the same row, wherever they come from, so that their times can be compared."""
-    system = request.system
     fitting = [a for a in system.archives if _is_fitting(a, device)]
     spec = system.toolchains is not None
-    return nearest_row(device, system.tuned, fitting, spec, kernel, request.problem)
+    return nearest_row(device, system.tuned, fitting, spec, kernel, problem)
 
 
 def _is_fitting(archive: Archive, device: Device) -> bool:
@@ -209,7 +190,12 @@ def _ms(kernel: Kernel | None, tuned: TuningMatch | None, text: str) -> float | 
 
 
 def _installed(
-    archive: Archive, entry: Entry, device: Device, kernel: Kernel | None, tuned: TuningMatch | None
+    archive: Archive,
+    entry: Entry,
+    language: Language,
+    device: Device,
+    kernel: Kernel | None,
+    tuned: TuningMatch | None,
 ) -> Candidate | Rejected:
     try:
         target = entry.target
@@ -217,7 +203,8 @@ def _installed(
         return Rejected(str(entry), str(error), damaged=True)
     ms = _ms(kernel, tuned, entry.text)
     tier = nearest_tier(target, device)
-    return Candidate(kernel, entry.text, tier, target, tuned, ms, None, archive, entry)
+    named = tier, entry.text, language, target, kernel, archive, entry, tuned, ms
+    return Candidate(*named, None, None, 0.0, None)  # of hundreds: without a look for defaults
 
 
 def _compiled_for(toolchain: Toolchain | str, language: Language, device: Device) -> Target | str:
@@ -249,80 +236,63 @@ def _buildable(
 # --- Checking one -----------------------------------------------------------------------------
 
 
-def checked(request: Request, candidate: Candidate) -> Match | Rejected:
-    """The match that the candidate makes, or why it makes none."""
+def checked(
+    system: System, problem: Problem, candidate: Candidate, lowest: Tier
+) -> Candidate | Rejected:
+    """The candidate with all that is known of it, or why it cannot or may not solve the problem here."""
     try:
-        return _checked(request, candidate)
+        found = _filled(system, problem, candidate)
     except ArchiveError as error:
         return Rejected(candidate.subject, str(error), damaged=True)
+    if isinstance(found, str):
+        return Rejected(candidate.subject, found)
+    return admitted(system, found, lowest)
 
 
-def _checked(request: Request, candidate: Candidate) -> Match | Rejected:
-    system, device, kernel, target = (
-        request.system,
-        request.system.device,
-        candidate.kernel,
-        candidate.target,
-    )
-    variant = candidate.made or (candidate.entry.variant if candidate.entry else None)
+def admitted(system: System, candidate: Candidate, lowest: Tier) -> Candidate | Rejected:
+    """The candidate, unless it is on too low a tier, or was tried and failed."""
+    reason = system.failed.get(candidate.key)
+    if candidate.tier > lowest:
+        reason = f"tier {candidate.tier}; the policy allows none below {lowest}"
+    return candidate if reason is None else Rejected(candidate.subject, reason)
+
+
+def _filled(system: System, problem: Problem, candidate: Candidate) -> Candidate | str:
+    device, kernel, entry = system.device, candidate.kernel, candidate.entry
+    variant = candidate.variant or (entry.variant if entry else None)
     assert device is not None
     assert variant is not None
-    if reason := _refusal(request, device, candidate, variant):
-        return Rejected(candidate.subject, reason)
-    assert kernel is not None
-    launch = kernel.launch(variant, request.problem, device.sm_count)
-    if (blocks := launch.grid[0]) > MOST_BLOCKS:
-        return Rejected(candidate.subject, f"{blocks} blocks; a grid holds {MOST_BLOCKS}")
-    binary = candidate.entry.binary if candidate.entry else None
-    if binary and (reason := system.denied.get(binary.sha256) or misfit(binary, device)):
-        return Rejected(candidate.subject, reason)
-    cost = kernel.cost(variant, request.problem)
-    made = Match(
-        candidate.tier,
-        variant,
-        target,
-        candidate.archive,
-        binary,
-        cost,
-        candidate.tuned,
-        candidate.ms,
-        launch,
-    )
-    return admitted(request, made)
-
-
-def admitted(request: Request, match: Match) -> Match | Rejected:
-    """The match, unless it is on too low a tier, or was tried and failed."""
-    if match.tier > request.lowest:
-        reason = f"tier {match.tier}; the policy allows none below {request.lowest}"
-        return Rejected(match.subject, reason)
-    if match.key in request.system.failed:
-        return Rejected(match.subject, request.system.failed[match.key])
-    return match
-
-
-def _refusal(
-    request: Request, device: Device, candidate: Candidate, variant: Variant
-) -> str | None:
-    """Why the variant may not, or does not, solve the problem."""
-    if request.backend not in ("auto", variant.language):
-        return not_requested(request.backend)
-    if reason := denial(request.system.denied, candidate.kernel, candidate.text):
+    if reason := _refusal(system, candidate, variant):
         return reason
-    if request.system.pinned not in (None, variant):
-        return f"{request.system.pinned} is pinned"
-    if candidate.kernel is None:
+    if kernel is None:
         return f"this version has no such kernel in {variant.language}"
-    return _unsolved(candidate.kernel, candidate, variant, request.problem, device)
+    if reason := _unsolved(kernel, candidate, variant, problem, device):
+        return reason
+    launch = kernel.launch(variant, problem, device.sm_count)
+    if (blocks := launch.grid[0]) > MOST_BLOCKS:
+        return f"{blocks} blocks; a grid holds {MOST_BLOCKS}"
+    binary = entry.binary if entry else None
+    if binary and (reason := system.denied.get(binary.sha256) or misfit(binary, device)):
+        return reason
+    cost = kernel.cost(variant, problem)
+    return replace(candidate, variant=variant, binary=binary, cost=cost, launch=launch)
+
+
+def _refusal(system: System, candidate: Candidate, variant: Variant) -> str | None:
+    """Why the variant may not run."""
+    if reason := denial(system.denied, candidate.kernel, str(candidate.text)):
+        return reason
+    return None if system.pinned in (None, variant) else f"{system.pinned} is pinned"
 
 
 def _unsolved(
     kernel: Kernel, candidate: Candidate, variant: Variant, problem: Problem, device: Device
 ) -> str | None:
-    if candidate.made is None:
+    """Why the variant does not solve the problem there."""
+    if candidate.entry is not None:
         if reason := kernel.mistakes(variant, problem):
             return reason
-    elif not kernel.rules.serves(variant.statics, candidate.target):
+    elif candidate.target and not kernel.rules.serves(variant.statics, candidate.target):
         return f"it is not for {candidate.target}"
     return kernel.rules.accepts(variant, problem) or kernel.rules.exceeds_residency(
         variant, problem, device.sm_count

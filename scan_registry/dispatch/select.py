@@ -20,9 +20,7 @@ from scan_registry.dispatch.candidates import (
     Backend,
     Candidate,
     Key,
-    Match,
     Rejected,
-    Request,
     System,
     admitted,
     candidates,
@@ -38,9 +36,9 @@ __all__ = [
     "BACKENDS",
     "MOST_BLOCKS",
     "Backend",
+    "Candidate",
     "Decision",
     "Key",
-    "Match",
     "NoKernelError",
     "Rejected",
     "System",
@@ -53,21 +51,27 @@ _LATEST_DRIVER: CudaVersion = (999, 0)  # later than any there will be
 
 
 @dataclass(frozen=True)
-class Decision(Request):
-    """The outcome: the winner, if there is one, and everything that lost.
+class Decision:
+    """What was asked, and the outcome: the winner, if there is one, and everything that lost.
 
+    lowest   the worst tier that may run
     damaged  archives that were looked at for the winner and are not intact
     before   what was rejected for problems that were tried earlier (alternatives.py)
     """
 
-    winner: Match | None
+    system: System
+    family: Family
+    problem: Problem
+    backend: Backend
+    lowest: Tier
+    winner: Candidate | None
     damaged: tuple[Rejected, ...] = ()
     before: tuple[Rejected, ...] = ()
 
     @cached_property
     def rejected(self) -> tuple[Rejected, ...]:
         """Everything that lost, in the order of consideration. The first access looks at the whole catalogue."""
-        own = tuple(_rejected(self, self.winner))
+        own = tuple(_rejected(self))
         return tuple(dict.fromkeys((*self.before, *own))) if self.before else own
 
     @property
@@ -79,7 +83,7 @@ class Decision(Request):
         """How the winner is launched; None where there is none or torch launches."""
         return None if self.winner is None else self.winner.launch
 
-    def taken(self) -> Match:
+    def taken(self) -> Candidate:
         """The winner; ``NoKernelError`` says what was requested, what there is and what to do."""
         if self.winner is not None:
             return self.winner
@@ -106,73 +110,83 @@ def select(
 
     An archive for an architecture that the device cannot run is rejected as a whole, unread.
     """
-    request = Request(system, family, problem, backend, lowest)
-    found, damaged = list[Match](), list[Rejected]()
+    found, damaged = list[Candidate](), list[Rejected]()
     for language in LANGUAGES:
         if backend in ("auto", language):
-            # Languages come in order of preference. Once one has a match, what the JIT would compile in a later one
-            # cannot win, so it is not listed; once that match is EXACT, nothing of a later one can.
-            best = _best(request, [*candidates(request, language, installed=bool(found))], damaged)
+            # Languages come in order of preference. Once one has a winner, what the JIT would compile in a later
+            # one cannot win, so it is not listed; once that winner is EXACT, nothing of a later one can.
+            there = [*candidates(system, family, problem, language, installed=bool(found))]
+            best = _best(system, problem, there, lowest, damaged)
             found += [best] if best else []
             if best and best.tier == Tier.EXACT:
                 break
-    reference = _reference(request)
-    found += [reference] if isinstance(reference, Match) else []
-    winner = min(found, key=lambda match: match.order, default=None)
+    reference = _reference(system, backend, lowest)
+    found += [reference] if isinstance(reference, Candidate) else []
+    winner = min(found, key=lambda each: each.order, default=None)
     return Decision(system, family, problem, backend, lowest, winner, tuple(dict.fromkeys(damaged)))
 
 
 def _best(
-    request: Request, there: Sequence[Candidate | Rejected], damaged: list[Rejected]
-) -> Match | None:
-    """The best match of one language, if there is one.
+    system: System,
+    problem: Problem,
+    there: Sequence[Candidate | Rejected],
+    lowest: Tier,
+    damaged: list[Rejected],
+) -> Candidate | None:
+    """The best of one language, if there is one that does.
 
-    Candidates are checked in the order of their rank. Among those that tuning has timed, the first that passes wins.
-    Others of the same rank differ in the spec's cost, which is known once they are checked, so all of them are.
-    Damaged archives and binaries that are met are added to ``damaged``.
+    Candidates are checked in their order. Among those that tuning has timed, the first that passes wins. Others of
+    the same rank differ in the spec's cost, which is known once they are checked, so all of them are. Damaged
+    archives and binaries that are met are added to ``damaged``.
     """
     damaged += [each for each in there if isinstance(each, Rejected) and each.damaged]
     ranked = sorted(
-        (each for each in there if isinstance(each, Candidate)), key=lambda each: each.rank
+        (each for each in there if isinstance(each, Candidate)), key=lambda each: each.order
     )
-    for (*_, untimed, _), equals in groupby(ranked, key=lambda candidate: candidate.rank):
-        matches = []
+    for (*_, untimed, _), equals in groupby(ranked, key=lambda each: each.order):
+        passing = []
         for candidate in equals:
-            found = checked(request, candidate)
-            if isinstance(found, Match):
-                matches.append(found)
+            found = checked(system, problem, candidate, lowest)
+            if isinstance(found, Candidate):
+                passing.append(found)
                 if not untimed:
                     break
             elif found.damaged:
                 damaged.append(found)
-        if matches:
-            return min(matches, key=lambda match: match.order)
+        if passing:
+            return min(passing, key=lambda each: each.order)
     return None
 
 
-def _reference(request: Request) -> Match | Rejected:
-    if request.backend in ("auto", "reference"):
-        return admitted(request, Match(Tier.REFERENCE))
-    return Rejected("the reference", not_requested(request.backend))
+def _reference(system: System, backend: Backend, lowest: Tier) -> Candidate | Rejected:
+    reference = Candidate(Tier.REFERENCE)
+    if backend in ("auto", "reference"):
+        return admitted(system, reference, lowest)
+    return Rejected(reference.subject, not_requested(backend))
 
 
-def _rejected(request: Request, winner: Match | None) -> Iterator[Rejected]:
+def _rejected(decision: Decision) -> Iterator[Rejected]:
     """Everything but the winner, each checked; what would do, but is outranked, comes last."""
-    matches, outcomes = list[Match](), list[Match | Rejected]()
+    system, problem, winner = decision.system, decision.problem, decision.winner
+    outcomes, outranked = list[Candidate | Rejected](), list[Candidate]()
     whole = dict[Rejected, None]()  # archives, which are rejected in each language
     for language in LANGUAGES:
-        for each in candidates(request, language, all_dtypes=True):
-            if isinstance(each, Candidate):
-                outcomes.append(checked(request, each))
-            elif each not in whole:
-                whole[each] = None
-                outcomes.append(each)
-    for outcome in (*outcomes, _reference(request)):
+        requested = decision.backend in ("auto", language)
+        for each in candidates(system, decision.family, problem, language, all_dtypes=True):
+            if isinstance(each, Rejected):
+                if each not in whole:
+                    whole[each] = None
+                    outcomes.append(each)
+            elif requested:
+                outcomes.append(checked(system, problem, each, decision.lowest))
+            else:
+                outcomes.append(Rejected(each.subject, not_requested(decision.backend)))
+    for outcome in (*outcomes, _reference(system, decision.backend, decision.lowest)):
         if isinstance(outcome, Rejected):
             yield outcome
         elif winner is None or (outcome.key, outcome.binary) != (winner.key, winner.binary):
-            matches.append(outcome)
-    for loser in sorted(matches, key=lambda match: match.order):
+            outranked.append(outcome)
+    for loser in sorted(outranked, key=lambda each: each.order):
         assert winner is not None
         yield Rejected(loser.subject, _outranked(loser, winner))
 
@@ -180,7 +194,7 @@ def _rejected(request: Request, winner: Match | None) -> Iterator[Rejected]:
 # --- Words ------------------------------------------------------------------------------------
 
 
-def _outranked(loser: Match, winner: Match) -> str:
+def _outranked(loser: Candidate, winner: Candidate) -> str:
     if loser.tier != winner.tier:
         return f"tier {loser.tier}; the winner's is {winner.tier}"
     assert loser.variant is not None
@@ -194,7 +208,7 @@ def _outranked(loser: Match, winner: Match) -> str:
     return _less_liked(loser, winner)
 
 
-def _less_liked(loser: Match, winner: Match) -> str:
+def _less_liked(loser: Candidate, winner: Candidate) -> str:
     if winner.ms is None:
         return f"the spec prefers the winner ({winner.cost:g} against {loser.cost:g})"
     if loser.ms is None:
@@ -244,7 +258,7 @@ def remedies(decision: Decision) -> Iterator[str]:
             yield f"allow tier {allowed.tier}"
 
 
-def _driver_of(winner: Match, system: System) -> CudaVersion:
+def _driver_of(winner: Candidate, system: System) -> CudaVersion:
     """The CUDA version that a driver has to support for it."""
     if winner.binary is not None:
         return winner.binary.oldest_driver

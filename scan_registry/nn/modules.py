@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from scan_registry.kernels.rnn.problem import SIZES, Function
+from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
 from scan_registry.ops.rnn import rnn
-from scan_registry.ops.rnn_arguments import RnnBackend
 from scan_registry.ops.rnn_layout import padded
 
 States = list[Tensor]

@@ -1,4 +1,4 @@
-"""The public operators, one module each."""
+"""The public operators, one module each, and beside it what commands know of it."""
 
 from __future__ import annotations
 
@@ -10,5 +10,8 @@ if TYPE_CHECKING:
     from scan_registry.ops import causal_conv1d, linear_scan, rnn
 
 __all__ = ["causal_conv1d", "linear_scan", "rnn"]
+
+#: Families of kernels that have an operator, in the order in which commands list them; ``bench`` alone times the first.
+OPERATORS = ("linear_scan", "rnn")
 
 __getattr__, __dir__ = lazy.names(globals(), dict.fromkeys(__all__))

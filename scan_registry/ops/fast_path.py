@@ -81,17 +81,17 @@ def _launch(
     if call.copied:
         return None
     backend: Any = options.backend
-    ready = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest())
-    if ready.launch is None:
+    plan = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest())
+    if plan.launch is None:
         return None
     states = as_new(tokens)
     return FastLaunch(
-        launch=ready.launch,
+        launch=plan.launch,
         places=_PLACES,
         empty=_empty,
         states=(tuple(states.shape), states.stride(), states.dtype),
-        workspace=((ready.workspace,), (1,), torch.uint8) if ready.workspace else None,
-        refuse=ready.refuse,
+        workspace=((plan.workspace,), (1,), torch.uint8) if plan.workspace else None,
+        refuse=plan.refuse,
         elsewhere=elsewhere,
     )
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import product
 
 from scan_registry.base.frozen import dataclass
-from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.linear_scan.problem import Layout, LinearScanProblem, Strides
 
@@ -38,9 +37,9 @@ class KernelCall:
     problem: LinearScanProblem
     copied: tuple[str, ...]
 
-    def alternatives(self, backend: Backend) -> tuple[Alternative, ...]:
+    def alternatives(self, backend: Backend) -> tuple[tuple[LinearScanProblem, Backend], ...]:
         """The problem alone."""
-        return (Alternative(self.problem, backend),)
+        return ((self.problem, backend),)
 
     def fused(self) -> LinearScanProblem | None:
         """The problem of a backward kernel that also sums up the gradient of gates that do not change with

@@ -7,7 +7,7 @@ makes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,13 @@ from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.ops import _cpu
 from scan_registry.ops.arguments import Options, common_shape
-from scan_registry.ops.launching import Plan, Run, address, launcher, remember
+from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.layout import KernelCall
 from scan_registry.ops.problems import StateLayout, as_new, make_kernel_call, make_reduction_call
 from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
 
-_plans: dict[tuple[Any, ...], Plan] = {}
-_required = policy.required.get
 POINTERS = {
     direction: [p.name for p in parameters(direction) if p.kind == "pointer"]
     for direction in ("forward", "backward", "reduction")
@@ -54,17 +52,16 @@ def runner(
         layout = (problem.layout,) if problem.direction == "reduction" else ()
 
         def run_here(tensors: Mapping[str, Tensor | None]) -> None:
-            pointers = tuple([address(tensors.get(name)) for name in names])
+            given = [tensors.get(name) for name in names]
+            pointers = tuple([None if each is None else each.data_ptr() for each in given])
             threads = torch.get_num_threads()
             kernel(problem.dtype, problem.gates_dtype, pointers, numbers, threads, *layout)
 
         return run_here
 
     allowed = policy.lowest() if lowest is None else min(lowest, policy.lowest())
-    ready = prepare(device.index, FAMILY, problem, backend, allowed)
-    if ready.launch is None:
-        return ready.decision
-    return launcher(ready, names, device)
+    plan = prepare(device.index, FAMILY, problem, backend, allowed)
+    return plan.decision if plan.launch is None else plan.run
 
 
 def _copied(tensors: dict[str, Tensor], names: Sequence[str], model: Tensor) -> dict[str, Tensor]:
@@ -105,13 +102,6 @@ def _check(gates: Tensor, alike: Sequence[Tensor], cu_seqlens: Tensor | None) ->
         )
 
 
-def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What a plan depends on."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
 # --- Forward ----------------------------------------------------------------------------------
 
 
@@ -123,19 +113,14 @@ def forward(
     options: Options,
 ) -> tuple[Tensor, Tensor | None]:
     """States, and the final state if ``options`` asks for it."""
-    facts = tuple(_facts(tensor) for tensor in (gates, tokens, initial_state, cu_seqlens))
-    key = (facts, options, (gates.data_ptr() | tokens.data_ptr()) & 15, _required())
-    plan = _plans.get(key)
-    if plan is None:
-        made = _plan_forward(gates, tokens, cu_seqlens, options)
-        plan = remember(_plans, key, made)
-    outputs: tuple[Tensor, Tensor | None] = plan(gates, tokens, initial_state, cu_seqlens)
+    tensors = gates, tokens, initial_state, cu_seqlens
+    outputs: tuple[Tensor, Tensor | None] = plan_cache.run(_plan_forward, tensors, options)
     return outputs
 
 
 def _plan_forward(
-    gates: Tensor, tokens: Tensor, cu_seqlens: Tensor | None, options: Options
-) -> Plan:
+    gates: Tensor, tokens: Tensor, _: Any, cu_seqlens: Tensor | None, options: Options
+) -> Callable[..., Any]:
     dim, reverse, final = options.dim, options.reverse, options.final
     _check(gates, [tokens], cu_seqlens)
     device = tokens.device
@@ -191,15 +176,8 @@ def backward(
     """The gradients that are wanted, of gates (in their own shape), tokens and the initial state.
     ``states`` are needed only for that of gates."""
     tensors = gates, states, states_grad, initial_state, final_state_grad, cu_seqlens
-    facts = tuple(_facts(tensor) for tensor in tensors)
-    addresses = gates.data_ptr() | states_grad.data_ptr()
-    addresses |= 0 if states is None else states.data_ptr()
-    key = (facts, options, wanted, addresses & 15, _required())
-    plan = _plans.get(key)
-    if plan is None:
-        made = _plan_backward(gates, states, states_grad, cu_seqlens, options, wanted)
-        plan = remember(_plans, key, made)
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = plan(*tensors)
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None]
+    gradients = plan_cache.run(_plan_backward, tensors, options, wanted)
     return gradients
 
 
@@ -207,10 +185,12 @@ def _plan_backward(
     gates: Tensor,
     states: Tensor | None,
     states_grad: Tensor,
+    initial_state: Any,
+    final_state_grad: Any,
     cu_seqlens: Tensor | None,
     options: Options,
     wanted: Wanted,
-) -> Plan:
+) -> Callable[..., Any]:
     dim, reverse = options.dim, options.reverse
     _check(gates, [states_grad] if states is None else [states, states_grad], cu_seqlens)
     device = gates.device
@@ -312,7 +292,7 @@ def _sum_to(gates: Tensor, sums: Tensor, dim: int, bounds: Tensor | None) -> Ten
 
 def _plan_reduction(
     gates: Tensor, states: Tensor, cu_seqlens: Tensor | None, options: Options
-) -> Plan | None:
+) -> Callable[..., Any] | None:
     """How broadcast gates get their gradient without one for every element; None if they cannot."""
     dense = as_new(states).stride() == states.stride()
     call = make_reduction_call(gates, states, cu_seqlens, options.dim, options.reverse)

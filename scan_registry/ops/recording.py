@@ -48,8 +48,10 @@ class Graph:
         driver.launch_graph(self._ordinal, self._executable, stream)
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the process may be ending, and the driver with it
+        try:  # noqa: SIM105  at the end of a process, names of modules such as `suppress` are None
             driver.destroy_graph(self._ordinal, self._executable)
+        except Exception:  # the driver may have ended, too
+            pass
 
 
 @dataclass

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from scan_registry.dispatch.alternatives import Alternative
-from scan_registry.kernels.rnn.problem import Direction, Function
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import Problem
+from scan_registry.kernels.rnn.problem import Direction, Function, RnnBackend
 from scan_registry.ops import rnn_derivatives, rnn_layout, rnn_plans
 from scan_registry.ops.rnn_arguments import (
     BACKENDS,
     Options,
-    RnnBackend,
     clips_of,
     normalised,
 )
@@ -97,8 +97,8 @@ class Pass:
     training: bool
     copied: tuple[str, ...]
 
-    def alternatives(self, backend: Any) -> tuple[Alternative, ...]:
-        """The problems that would do, as ``backend`` tries them."""
+    def alternatives(self, backend: Any) -> tuple[tuple[Problem, Backend], ...]:
+        """The problems that would do, as ``backend`` tries them, and what may solve each."""
         options = self.options._replace(backend=backend)
         return rnn_plans.alternatives(self.direction, options, self.tensors, self.training)
 
@@ -125,7 +125,7 @@ def describe(
     if given.inputs.numel() == 0:
         return {}
     wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states))
-    tensors = rnn_plans.forward_tensors(given, function, wanted)
+    tensors = rnn_plans.forward_tensors(given.inputs, function, wanted)
     padded = bool(given.inputs.shape[-1] % rnn_layout.UNITS)
     copied = [name for name, t in given._asdict().items() if padded and t is not None]
     if not padded and tensors["inputs"] is not given.inputs:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, Scope
+from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, RnnBackend, Scope
 from scan_registry.ops.arguments import as_bool
 
-RnnBackend = Literal["auto", "cuda", "cuda_fused", "cuda_alternating", "triton", "reference"]
 BACKENDS: tuple[RnnBackend, ...] = get_args(RnnBackend)
 FUNCTIONS: tuple[Function, ...] = tuple(SIZES)
 

@@ -6,7 +6,7 @@ A call with shapes, strides and dtypes seen before finds its selection in a plan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.alternatives import Alternative
-from scan_registry.dispatch.select import Decision
+from scan_registry.dispatch.select import Backend, Decision
 from scan_registry.kernels import family
 from scan_registry.kernels.linear_scan.problem import common_alignment
+from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Direction, Function, RnnProblem
 from scan_registry.ops import rnn_steps
-from scan_registry.ops.launching import Plan, Run, launcher, remember
+from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.recording import is_capturing
 from scan_registry.ops.rnn_arguments import COMPILED, WAYS, Arguments, Options
 from scan_registry.ops.rnn_layout import (
@@ -35,8 +35,6 @@ from scan_registry.ops.step_buffers import Key, StepBuffers, rnn_buffers
 from scan_registry.runtime.loader import prepare_first, run_reference
 
 FAMILY_NAME = "rnn"
-
-_plans: dict[tuple[Any, ...], Plan] = {}
 
 
 class Outputs(NamedTuple):
@@ -91,8 +89,8 @@ def sequence_problem(
 
 def alternatives(
     direction: Direction, options: Options, tensors: Mapping[str, Tensor], training: bool
-) -> tuple[Alternative, ...]:
-    """The problems that would do, in the order in which the backend tries them. ``tensors`` are the
+) -> tuple[tuple[Problem, Backend], ...]:
+    """The problems that would do, in the order in which the backend tries them, and what may solve each. ``tensors`` are the
     kernel's, padded, as far as they are there."""
     whole = sequence_problem(direction, options, tensors, training)
     size = whole.batch, whole.time, whole.heads, whole.dim
@@ -100,25 +98,19 @@ def alternatives(
         direction, options.function, whole.dtype, size, training, options.clips
     )
     return tuple(
-        Alternative(whole if scope == "sequence" else step, backend)
+        (whole if scope == "sequence" else step, backend)
         for scope, backend in WAYS[options.backend]
     )
 
 
 def _prepared(
-    posed: Sequence[Alternative], device: torch.device
+    posed: Sequence[tuple[Problem, Backend]], device: torch.device
 ) -> tuple[RnnProblem, Run] | Decision:
     """The problem that a kernel solves, and its launch; else the decision for plain torch."""
-    group = family(FAMILY_NAME)
-    number, ready = prepare_first(device.index, group, posed, policy.lowest())
-    if ready.launch is None:
-        return ready.decision
-    variant = ready.decision.taken().variant
-    assert variant is not None
-    names = group.kernel(variant.kernel, variant.language).pointers
-    problem = posed[number].problem
+    plan = prepare_first(device.index, family(FAMILY_NAME), posed, policy.lowest())
+    problem = plan.decision.problem
     assert isinstance(problem, RnnProblem)
-    return problem, launcher(ready, names, device)
+    return plan.decision if plan.launch is None else (problem, plan.run)
 
 
 @contextmanager
@@ -146,13 +138,6 @@ def _step_buffers(problem: RnnProblem, like: Tensor) -> Iterator[StepBuffers]:
         yield buffers
 
 
-def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What a plan depends on."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
-
-
 def _in_torch(inputs: Tensor, backend: str) -> bool:
     """Whether only plain torch will do."""
     return not inputs.is_cuda or backend == "reference" or inputs.dtype not in COMPILED
@@ -163,13 +148,7 @@ def _in_torch(inputs: Tensor, backend: str) -> bool:
 
 def forward(given: Arguments, options: Options, training: bool) -> Outputs:
     """``Outputs``; with ``training`` the cache, too."""
-    inputs, recurrent, bias, initial = given
-    key = ("forward", *map(_facts, given), options, training, policy.required.get())
-    plan = _plans.get(key)
-    if plan is None:
-        _check(inputs, recurrent, bias, options.function)
-        plan = remember(_plans, key, _plan_forward(given, options, training))
-    outputs: Outputs = _with_memory(plan, inputs, recurrent, bias, initial)
+    outputs: Outputs = _run(_plan_forward, given, options, training)
     return outputs
 
 
@@ -184,8 +163,16 @@ def empty_outputs(inputs: Tensor, function: Function, training: bool) -> Outputs
     )
 
 
-def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
-    inputs, function = given.inputs, options.function
+def _plan_forward(
+    inputs: Tensor,
+    recurrent: Tensor,
+    bias: Tensor,
+    initial: Tensor | None,
+    options: Options,
+    training: bool,
+) -> Callable[..., Any]:
+    function = options.function
+    _check(inputs, recurrent, bias, function)
 
     def nothing(inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any) -> Outputs:
         made = empty_outputs(inputs, function, training)
@@ -204,7 +191,7 @@ def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
         return nothing
     if _in_torch(inputs, options.backend):
         return by_reference
-    tensors = forward_tensors(given, function, training)
+    tensors = forward_tensors(inputs, function, training)
     found = _prepared(alternatives("forward", options, tensors, training), inputs.device)
     if isinstance(found, Decision):
         decision = found
@@ -237,10 +224,10 @@ def _plan_forward(given: Arguments, options: Options, training: bool) -> Plan:
     return plan
 
 
-def forward_tensors(given: Arguments, function: Function, training: bool) -> dict[str, Tensor]:
+def forward_tensors(inputs: Tensor, function: Function, training: bool) -> dict[str, Tensor]:
     """The tensors of a forward pass that have strides, as a kernel takes them; of those that it writes
     no more is there than how they lie."""
-    inputs = widened(blocked(given.inputs, 3))
+    inputs = widened(blocked(inputs, 3))
     made = empty_outputs(_shadow(inputs), function, training)
     cache = made.cache if made.cache.numel() else made.states[0].unsqueeze(2)
     return {"inputs": inputs, "states": made.states, "cache": cache}
@@ -283,22 +270,18 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """gates_grad (B, T, bias, N, D) and initial_grad (states, B, N, D)."""
     tensors = recurrent, states, initial, cache, states_grad, final_grad
-    key = ("backward", *map(_facts, tensors), options, policy.required.get())
-    plan = _plans.get(key)
-    if plan is None:
-        plan = remember(_plans, key, _plan_backward(*tensors, options))
-    gradients: tuple[Tensor, Tensor] = _with_memory(plan, *tensors)
+    gradients: tuple[Tensor, Tensor] = _run(_plan_backward, tensors, options)
     return gradients
 
 
-def _with_memory(plan: Plan, *tensors: Tensor | None) -> Any:
+def _run(make: Callable[..., Any], tensors: Sequence[Tensor | None], *options: object) -> Any:
     """What the plan makes; where memory is short, without what is kept for reuse."""
     try:
-        return plan(*tensors)
+        return plan_cache.run(make, tensors, *options)
     except torch.OutOfMemoryError:
         if not rnn_buffers.clear():
             raise
-    return plan(*tensors)
+    return plan_cache.run(make, tensors, *options)
 
 
 def empty_gradients(states: Tensor, function: Function) -> tuple[Tensor, Tensor]:
@@ -316,7 +299,7 @@ def _plan_backward(
     states_grad: Tensor,
     final_grad: Tensor | None,
     options: Options,
-) -> Plan:
+) -> Callable[..., Any]:
     function = options.function
 
     def nothing(

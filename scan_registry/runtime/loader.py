@@ -1,4 +1,4 @@
-"""From a problem to a prepared launch: select, fetch the bytes, check them, hand them to the driver.
+"""From a problem to a plan that can be launched: select, fetch the bytes, check them, hand them to the driver.
 
 A binary that selection accepts may still fail: its archive is damaged, the driver rejects it, a compile
 fails. The failure is recorded for that device, and selection runs again without that candidate. Errors that
@@ -11,7 +11,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from scan_registry.artifact.archive import ArchiveError, Binary
@@ -19,14 +20,13 @@ from scan_registry.base.frozen import dataclass
 from scan_registry.cache import tuned
 from scan_registry.cache.store import jit_cache
 from scan_registry.catalog.inventory import catalogue
-from scan_registry.dispatch.alternatives import Alternative
 from scan_registry.dispatch.fit import Tier, misfit, nearest_tier
 from scan_registry.dispatch.policy import FallbackWarning
 from scan_registry.dispatch.select import (
     Backend,
+    Candidate,
     Decision,
     Key,
-    Match,
     NoKernelError,
     System,
     advice,
@@ -46,8 +46,9 @@ class UnfitError(Exception):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A decision, ready to run. ``launch`` is None if the reference in torch runs, or if the binary is not loaded yet.
+class Plan:
+    """How a problem is solved on device ``ordinal``: a decision, ready to run. ``launch`` is None if the reference in
+    torch runs, or if the binary is not loaded yet.
 
     ``launch.run`` takes the stream and the kernel's pointers in the order of its parameters;
     ``workspace`` bytes are to be allocated for each run. ``str()`` gives the description that error messages
@@ -55,9 +56,37 @@ class Prepared:
     """
 
     decision: Decision
+    ordinal: int | None = None
     binary: Binary | None = None
     launch: Launch | None = None
     workspace: int = 0
+
+    @cached_property
+    def run(self) -> Callable[[Mapping[str, Any]], None]:
+        """Launches, on the current stream, on tensors by the names of the kernel's pointers; those that are not
+        there are null."""
+        import torch
+
+        launch, workspace, ordinal = self.launch, self.workspace, self.ordinal
+        assert launch is not None
+        assert ordinal is not None
+        variant = self.decision.taken().variant
+        assert variant is not None
+        names = self.decision.family.kernel(variant.kernel, variant.language).pointers
+        place = names.index("workspace") if workspace else -1
+        start, stream = launch.run, torch._C._cuda_getCurrentRawStream
+        device = torch.device("cuda", ordinal)
+
+        def run(tensors: Mapping[str, Any]) -> None:
+            given = [tensors.get(name) for name in names]
+            pointers = [None if tensor is None else tensor.data_ptr() for tensor in given]
+            if workspace:  # which whoever gets its memory next uses after the kernel
+                scratch = torch.empty(workspace, dtype=torch.uint8, device=device)
+                pointers[place] = scratch.data_ptr()
+            if status := start(stream(ordinal), *pointers):
+                self.refuse(status)
+
+        return run
 
     def __str__(self) -> str:
         shape, binary = self.decision.launch(), self.binary
@@ -137,7 +166,7 @@ def prepare(
     backend: Backend,
     lowest: Tier,
     pinned: Variant | None = None,
-) -> Prepared:
+) -> Plan:
     """The best way to solve the problem that does run here, or the one that is pinned.
 
     ``NoKernelError`` if the policy or ``backend`` leaves none, ``DriverError`` if the driver fails
@@ -152,7 +181,7 @@ def prepare(
                 _tell(loser.reason, f"{loser.subject} is not used: {loser.reason}")
             winner = decision.taken()
             if ordinal is None or winner.variant is None:
-                return Prepared(decision)
+                return Plan(decision, ordinal)
             try:
                 return _prepare(ordinal, decision, winner)
             except UnfitError as error:
@@ -160,29 +189,29 @@ def prepare(
 
 
 def prepare_first(
-    ordinal: int, family: Family, alternatives: Sequence[Alternative], lowest: Tier
-) -> tuple[int, Prepared]:
-    """The first of several problems, any of which would do, that a kernel solves here: which one it is,
-    and the launch. Else the reference, for the first; ``NoKernelError`` where that may not be."""
-    left: list[tuple[int, Prepared]] = []
+    ordinal: int, family: Family, alternatives: Sequence[tuple[Problem, Backend]], lowest: Tier
+) -> Plan:
+    """The plan for the first of several problems, any of which would do, that a kernel solves here. Else the
+    reference, for the first; ``NoKernelError`` where that may not be."""
+    left: list[Plan] = []
     refused: list[NoKernelError] = []
-    for number, each in enumerate(alternatives):
+    for problem, backend in alternatives:
         try:
-            ready = prepare(ordinal, family, each.problem, each.backend, lowest)
+            plan = prepare(ordinal, family, problem, backend, lowest)
         except NoKernelError as error:
             refused.append(error)
             continue
-        if ready.launch is not None:
-            return number, ready
-        left.append((number, ready))
+        if plan.launch is not None:
+            return plan
+        left.append(plan)
     if not left:
         raise refused[0]
     return left[0]
 
 
-def _prepare(ordinal: int, decision: Decision, winner: Match) -> Prepared:
+def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Plan:
     binary, read = _fetch(ordinal, decision, winner)
-    function = load(ordinal, binary, read, Prepared(decision, binary))
+    function = load(ordinal, binary, read, Plan(decision, ordinal, binary))
     kernel = decision.family.kernel(binary.variant.kernel, binary.variant.language)
     shape = decision.launch()
     assert shape is not None
@@ -190,10 +219,12 @@ def _prepare(ordinal: int, decision: Decision, winner: Match) -> Prepared:
         launch = _bind(ordinal, kernel, binary, function, shape)
     except (OverflowError, ValueError) as error:  # an entry that asks for what no launch has
         raise UnfitError(str(error)) from error
-    return Prepared(decision, binary, launch, shape.workspace)
+    return Plan(decision, ordinal, binary, launch, shape.workspace)
 
 
-def _fetch(ordinal: int, decision: Decision, winner: Match) -> tuple[Binary, Callable[[], bytes]]:
+def _fetch(
+    ordinal: int, decision: Decision, winner: Candidate
+) -> tuple[Binary, Callable[[], bytes]]:
     """The winner's binary, compiled if need be, and how to get its bytes."""
     if winner.archive is not None and winner.binary is not None:
         archive, binary = winner.archive, winner.binary

@@ -21,7 +21,6 @@ from torch import Tensor
 from scan_registry.artifact.archive import Archive
 from scan_registry.bench.timing import (
     LAUNCH_MS,
-    Call,
     Recording,
     compete,
     once,
@@ -34,9 +33,9 @@ from scan_registry.dispatch.select import select
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.driver import DriverError
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.linear_scan.cases import TOLERANCE
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import Measured, Run, Timing
+from scan_registry.ops.benchmark import Call
 from scan_registry.runtime import loader
 from scan_registry.tuner.binaries import Obtained, obtain_all
 from scan_registry.tuner.problems import Posed
@@ -210,6 +209,7 @@ class Tuner:
         """Of every variant that runs and agrees with what would run untuned, by label."""
         device = self.place
         traffic = posed.case.traffic(posed.direction)
+        tolerance = accuracy.cases_of(posed.family.name).TOLERANCE[posed.case.dtype]
         sets = [posed.tensors(device) for _ in range(sets_of_inputs(traffic, device))]
         wanted = [v for v in self._wanted(posed) if v in self._binaries]
         if chosen in self._binaries and chosen not in wanted:
@@ -224,7 +224,7 @@ class Tuner:
                 results = _results(posed, calls[0], sets[0])
                 if expected is None:
                     expected = results
-                elif reason := _difference(results, expected, posed.case.dtype):
+                elif reason := _difference(results, expected, tolerance):
                     self._distrust(variant, posed, reason)
                     continue
                 label = posed.kernel.label(variant)
@@ -331,12 +331,12 @@ def _there(tensors: Mapping[str, Tensor | None], name: str) -> Tensor:
 
 
 def _difference(
-    results: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: str
+    results: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
 ) -> str | None:
     """What is wrong with results that should be alike: two right ones are each within tolerance."""
     for name, out in results.items():
         error = _norm(out - expected[name]) / max(_norm(expected[name]), 1e-30)
-        if not error <= 2 * TOLERANCE[dtype]:
+        if not error <= 2 * tolerance:
             return f"its {name} differ from the shipped variant's by {error:.1e}"
     return None
 

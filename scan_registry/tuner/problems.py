@@ -5,67 +5,59 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from scan_registry.bench.cases import PASSES, Case
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.linear_scan.cases import OUTPUTS
-from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem
-from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.model import Family, Kernel, Variant
+from scan_registry.kernels import family
+from scan_registry.kernels.model import Family, Kernel, Problem, Variant
 from scan_registry.kernels.tuning import Shape
-from scan_registry.ops.layout import KernelCall
-from scan_registry.ops.problems import StateLayout, make_kernel_call
-
-#: (batch, channels, time) and options: rows of every length, channels many and few, and what has
-#: kernels of its own: odd sizes, packed sequences, gates for each channel.
-SHAPES = (
-    *(f"time_last:8,1536,{time}" for time in (2048, 8192, 512, 65536, 128)),
-    *(f"channel_last:8,1024,{time}" for time in (8192, 1024, 32768)),
-    "channel_last:8,1536,8192",
-    "channel_last:16,512,4096",
-    "channel_last:4,2048,4096",
-    "channel_last:1,2048,8192",
-    "channel_last:2,1024,4096",
-    "time_last:1,1,16777216",
-    "time_last:1,64,1048576",
-    "channel_last:1,16,1048576",
-    "channel_last:1,64,131072",
-    "time_last:4096,512,64",
-    "time_last:65536,64,16",
-    "time_last:3,1537,4099",
-    "time_last:1,1,16777213",
-    "channel_last:8,1001,4099",
-    "channel_last:1,1024,1048576:sequences=64",
-    "channel_last:8,1024,8192:gates=channel",
-)
-DTYPES = ("bfloat16", "float32", "float16")
-#: Of the wide dtypes, one problem of each layout.
-WIDE = (
-    "time_last:8,512,8192:float64",
-    "time_last:8,512,8192:complex64",
-    "channel_last:8,512,8192:float64",
-    "channel_last:8,512,8192:complex64",
-)
+from scan_registry.ops.benchmark import PASSES, Case
+from scan_registry.ops.operator import Operator, operator_of, operators
 
 
-def cases(shapes: Iterable[str], dtypes: Iterable[str]) -> list[Case]:
-    """Every shape in every dtype; ``ValueError`` names a text that is none.
+def cases(shapes: Iterable[str] = (), dtypes: Iterable[str] = ()) -> list[Case]:
+    """Every shape in every dtype, or where none are given those of each operator; ``ValueError`` names a text that
+    is none.
 
-    A shape is ``layout:batch,channels,time``, with options as ``Case.parse`` takes them.
+    A shape is a case without its dtype, such as ``time_last:8,1536,4096``.
     """
-    found = []
-    for text, dtype in product(shapes, dtypes):
-        words = text.split(":")
-        found.append(Case.parse(":".join([*words[:2], dtype, *words[2:]])))
-    return found
+    shapes, dtypes = list(shapes), list(dtypes)
+    tuned = [each for each in operators().values() if each.tuned_shapes]
+    if not shapes:
+        return [
+            each.benchmark.parse(_with_dtype(text, dtype))
+            for each in tuned
+            for text, dtype in product(each.tuned_shapes, dtypes or each.tuned_dtypes)
+        ]
+    return [case for text in shapes for case in _cases(tuned, text, dtypes)]
 
 
 def usual_cases() -> list[Case]:
     """What is tuned unless something else is asked for, the most important first."""
-    return [*cases(SHAPES, DTYPES), *map(Case.parse, WIDE)]
+    others = [
+        each.benchmark.parse(text) for each in operators().values() for text in each.tuned_cases
+    ]
+    return [*cases(), *others]
+
+
+def _cases(tuned: Sequence[Operator], text: str, dtypes: Sequence[str]) -> list[Case]:
+    """Of the operator that knows the shape."""
+    mistakes = []
+    for each in tuned:
+        texts = [_with_dtype(text, dtype) for dtype in dtypes or each.tuned_dtypes]
+        try:
+            return [each.benchmark.parse(text) for text in texts]
+        except ValueError as error:
+            mistakes.append(str(error))
+    raise ValueError("; or ".join(mistakes))
+
+
+def _with_dtype(shape: str, dtype: str) -> str:
+    words = shape.split(":")
+    return ":".join([*words[:2], dtype, *words[2:]])
 
 
 @dataclass(frozen=True)
@@ -73,10 +65,10 @@ class Posed:
     """One pass of a case, as a problem of one kernel in one language."""
 
     case: Case
-    direction: Direction
+    direction: str
     family: Family
     kernel: Kernel
-    problem: LinearScanProblem
+    problem: Any
     shape: Shape
 
     def __str__(self) -> str:
@@ -98,26 +90,11 @@ class Posed:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of what the kernel writes, of what ``tensors`` gives."""
-        written = {"gates_grad", "tokens_grad", "states"}
-        if self.case.gates != "full" and not self.problem.sums:
-            written.remove("gates_grad")  # it is summed up by another kernel
-        return tuple(name for name in OUTPUTS[self.direction] if name in written)
+        return operator_of(self.case).outputs(self.case, self.problem)
 
     def tensors(self, device: torch.device | str) -> dict[str, Tensor | None]:
-        """New ones, by the names of the kernel's pointers; those that are not there are null. Results
-        are not to be believed: the backward pass gets states that no scan has made."""
-        case = self.case
-        first, second, bounds = case.sequence(device), case.sequence(device), case.bounds(device)
-        inputs = ("tokens",) if self.direction == "forward" else ("states", "states_grad")
-        outputs = {name: torch.empty_like(first) for name in self.outputs}
-        if self.problem.sums:
-            outputs["gates_grad"] = StateLayout.of(first, case.dim, bounds).leaving(None)
-        return {
-            "gates": case.random_gates(device),
-            "offsets": bounds,
-            **dict(zip(inputs, (first, second), strict=False)),
-            **outputs,
-        }
+        """New ones, by the names of the kernel's pointers; those that are not there are null."""
+        return operator_of(self.case).tensors(self.case, self.problem, device)
 
 
 def posed(
@@ -128,45 +105,21 @@ def posed(
     """The problems of the cases, in every language; of problems of the same place the first."""
     seen = set()
     for case, direction in product(cases, passes):
-        call = _kernel_call(case, direction)
-        for kernel in FAMILY.kernels:
-            if kernel.name != call.problem.kernel or kernel.tunable.shape is None:
+        problems, group = operator_of(case).posed(case, direction), family(case.family)
+        for kernel in group.kernels:
+            requested = [each for each in problems if each.kernel == kernel.name]
+            if not requested or kernel.tunable.shape is None or kernel.language not in languages:
                 continue
-            problem = _posed_to(kernel, call)
+            problem = _first_solved(kernel, requested)
             shape = kernel.tunable.shape(problem)
             key = kernel.head, shape.kind, tuple(shape.sizes.items())
-            if kernel.language in languages and key not in seen:
+            if key not in seen:
                 seen.add(key)
-                yield Posed(case, problem.direction, FAMILY, kernel, problem, shape)
+                yield Posed(case, direction, group, kernel, problem, shape)
 
 
-def _posed_to(kernel: Kernel, call: KernelCall) -> LinearScanProblem:
-    """A kernel that can sum up the gradient of broadcast gates is asked to."""
-    fused = call.fused()
-    if fused is not None and any(kernel.rules.accepts(v, fused) is None for v in kernel.every):
-        return fused
-    return call.problem
-
-
-def _kernel_call(case: Case, direction: str) -> KernelCall:
-    """Without tensors: on ``meta``, all of them are aligned, as new ones are."""
-    gates = torch.empty(_gates_shape(case), dtype=getattr(torch, case.dtype), device="meta")
-    full = torch.empty(case.shape, dtype=gates.dtype, device="meta")
-    bounds = None
-    if case.sequences:
-        bounds = torch.empty(case.sequences + 1, dtype=torch.int64, device="meta")
-    names = ("tokens",) if direction == "forward" else ("states", "states_grad")
-    return make_kernel_call(
-        "forward" if direction == "forward" else "backward",
-        gates,
-        dict.fromkeys(names, full),
-        bounds,
-        case.dim,
-        False,
-    )
-
-
-def _gates_shape(case: Case) -> tuple[int, ...]:
-    if case.gates == "full":
-        return case.shape
-    return (case.channels, 1) if case.dim == -1 else (case.channels,)
+def _first_solved(kernel: Kernel, problems: Sequence[Problem]) -> Problem:
+    """The first that a variant accepts, else the last."""
+    *preferred, last = problems
+    solved = (p for p in preferred if any(kernel.rules.accepts(v, p) is None for v in kernel.every))
+    return next(solved, last)

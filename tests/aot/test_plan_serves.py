@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from scan_registry.aot.plan import plan
+from scan_registry.catalog.inventory import catalogue
 from scan_registry.hardware.target import RELEASED, Target
 from scan_registry.kernels.linear_scan.problem import STRIDED, LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import DIRECTIONS, FAMILY, LAYOUTS
@@ -72,8 +73,11 @@ def solves(kernel: Kernel, variant: Variant, problem: LinearScanProblem) -> bool
 def test_every_problem_is_served_in_both_languages(arch: Target) -> None:
     """But for gradients of gates that kernels sum up if they can: those are served wherever any variant does so."""
     held: dict[str, list[Variant]] = {}
-    for job in plan([arch])[arch]:
-        held.setdefault(job.variant.head, []).append(job.variant)
+    for archive, binary in catalogue():
+        if archive.arch == arch:
+            held.setdefault(binary.variant.head, []).append(binary.variant)
+    if not held:
+        pytest.skip(f"no archive for {arch.label} is installed")
     for problem in PROBLEMS:
         for kernel in (k for k in FAMILY.kernels if k.name == problem.kernel):
             served = any(solves(kernel, v, problem) for v in held[kernel.head])

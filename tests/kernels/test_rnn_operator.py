@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from scan_registry import rnn
-from scan_registry.dispatch.alternatives import Alternative
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.kernels.rnn.spec import FAMILY
 from scan_registry.ops import rnn_plans
-from scan_registry.ops.launching import Run
+from scan_registry.ops.launching import PlanCache, Run
 from scan_registry.ops.step_buffers import BufferPool
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -27,11 +28,13 @@ def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: P
     """Has CPU tensors taken for a GPU's, and problems of one scope given to the emulator."""
 
     def start(scope: str) -> None:
-        def prepared(posed: Sequence[Alternative], device: torch.device) -> tuple[RnnProblem, Run]:
+        def prepared(
+            posed: Sequence[tuple[Problem, Backend]], device: torch.device
+        ) -> tuple[RnnProblem, Run]:
             (problem,) = (
-                each.problem
-                for each in posed
-                if isinstance(each.problem, RnnProblem) and each.problem.scope == scope
+                problem
+                for problem, _ in posed
+                if isinstance(problem, RnnProblem) and problem.scope == scope
             )
             kernel = FAMILY.kernel(problem.kernel, "cuda")
             fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
@@ -45,7 +48,7 @@ def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: P
 
         monkeypatch.setattr(rnn_plans, "_in_torch", lambda *_: False)
         monkeypatch.setattr(rnn_plans, "_prepared", prepared)
-        monkeypatch.setattr(rnn_plans, "_plans", {})
+        monkeypatch.setattr(rnn_plans, "plan_cache", PlanCache())
         monkeypatch.setattr(rnn_plans, "rnn_buffers", BufferPool())
 
     return start

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from scan_registry.aot.compile import compile_variant
-from scan_registry.diagnostics.explanation import OPERATORS
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.roofline import cases, reference
 from scan_registry.kernels.roofline.spec import FAMILY, PATTERNS, RooflineProblem
+from scan_registry.ops import OPERATORS
 from scan_registry.runtime import jit
 
 (KERNEL,) = FAMILY.kernels

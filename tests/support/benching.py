@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 import torch
 
-from scan_registry.bench.cases import Case
 from scan_registry.cli import main
+from scan_registry.ops.linear_scan_bench import Case
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]

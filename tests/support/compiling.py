@@ -65,7 +65,6 @@ class Toy:
                 warps=lambda variant: 4,
             ),
             rules=Rules(lambda variant, problem: None),
-            cost=lambda variant, problem: 0.0,
             launch=lambda variant, problem, sm_count: Launch((1, 1, 1), {}),
         )
         self.write("copy.cu", COPY)

@@ -11,7 +11,7 @@ from imaginary import FAMILY
 
 from scan_registry.artifact.archive import Archive, Binary, Entry
 from scan_registry.dispatch.fit import Tier
-from scan_registry.dispatch.select import Backend, Decision, Match, System, select
+from scan_registry.dispatch.select import Backend, Candidate, Decision, System, select
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
@@ -82,13 +82,13 @@ def decide(
     return select(there, FAMILY, problem or a_problem(), backend, lowest)
 
 
-def binary_of(winner: Match | None) -> Binary:
+def binary_of(winner: Candidate | None) -> Binary:
     assert winner is not None
     assert winner.binary is not None
     return winner.binary
 
 
-def variant_of(winner: Match | None) -> Variant:
+def variant_of(winner: Candidate | None) -> Variant:
     assert winner is not None
     assert winner.variant is not None
     return winner.variant

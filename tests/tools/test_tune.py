@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from scan_registry.bench.cases import Case
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.tables import Measured, Run, Table, Timing
+from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.tuner.engine import TuningResult
 from scan_registry.tuner.problems import posed
 

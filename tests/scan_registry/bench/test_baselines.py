@@ -11,8 +11,13 @@ import pytest
 import torch
 from benching import CPU, SMALL
 
-from scan_registry.bench import measure
-from scan_registry.bench.baselines import (
+from scan_registry.bench.measure import Bench
+from scan_registry.catalog import distributions
+from scan_registry.cli import bench as command
+from scan_registry.ops import linear_scan_bench
+from scan_registry.ops.benchmark import PASSES
+from scan_registry.ops.linear_scan import linear_scan
+from scan_registry.ops.linear_scan_baselines import (
     BASELINES,
     COMPLEX,
     OURS,
@@ -24,21 +29,18 @@ from scan_registry.bench.baselines import (
     Baseline,
     installed,
 )
-from scan_registry.bench.cases import PASSES, Case
-from scan_registry.bench.measure import Bench
-from scan_registry.catalog import distributions
-from scan_registry.cli import bench as command
+from scan_registry.ops.linear_scan_bench import BENCHMARK, Case
 
 
 def test_the_cpu_has_no_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "installed", lambda: pytest.fail("looked for"))
-    assert Bench.on(CPU).baselines == ()
+    monkeypatch.setattr(linear_scan_bench, "installed", lambda: pytest.fail("looked for"))
+    assert Bench.on(BENCHMARK, CPU).baselines == ()
 
 
 def test_baselines_are_timed_where_they_take_the_case(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One is, one refuses one case, one does not import and one does not run, which are tried once;
+    """One is, one refuses one case, one does not import, which is tried once, and one does not run;
     what the import prints does not get among the results."""
     module: Any = types.ModuleType("a_baseline")
     module.passes = []
@@ -77,7 +79,7 @@ def test_baselines_are_timed_where_they_take_the_case(
         ),
         Broken("broken", "x", "a_baseline", "scan", kernel),
     )
-    here = Bench.on(CPU)
+    here = Bench.on(BENCHMARK, CPU)
     here.baselines = baselines
     longer = Case("channel_last", 2, 8, 32, "float32")
     here.run(SMALL)
@@ -87,12 +89,13 @@ def test_baselines_are_timed_where_they_take_the_case(
     assert {(32, direction, "picky") for direction in PASSES} <= who
     assert (16, "forward", "picky") not in who
     assert set(module.passes) == set(PASSES)
-    assert sorted(tried) == ["broken", "failing"]
+    assert sorted(tried) == ["broken", *["failing"] * 4]
     assert here.document()["skipped"] == here.skipped
     assert here.skipped == {
         "picky": "too short",
         "broken": "OSError: no compiler",
-        "failing": "RuntimeError: no such instruction",
+        f"failing, {SMALL}": "RuntimeError: no such instruction",
+        f"failing, {longer}": "RuntimeError: no such instruction",
     }
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -142,7 +145,7 @@ def test_baselines_are_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> No
     assert len({baseline.name for baseline in TIMED}) == len(TIMED)
     assert set(BASELINES) < set(TIMED)
     assert OURS not in TIMED
-    assert OURS.load() is measure.linear_scan
+    assert OURS.load() is linear_scan
 
 
 def test_kernels_of_baselines_are_called_as_they_are_defined(

@@ -17,10 +17,12 @@ import torch
 from benching import CPU, ROOT, SMALL, TINY, Capture, bench, document, refusal, schema
 
 from scan_registry.bench import plot
-from scan_registry.bench.cases import PASSES, Case
-from scan_registry.bench.measure import Bench, Timing
-from scan_registry.cli import bench as command
+from scan_registry.bench.measure import Bench
 from scan_registry.cli import main
+from scan_registry.ops import linear_scan_bench
+from scan_registry.ops.benchmark import PASSES, Timing
+from scan_registry.ops.linear_scan_bench import Case
+from scan_registry.ops.operator import DTYPES
 
 # --- The command ------------------------------------------------------------------------------
 
@@ -79,7 +81,7 @@ def test_the_forward_pass_alone(spelling: str, capsys: Capture) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "float64", "complex64"])
 def test_every_dtype(dtype: str, capsys: Capture) -> None:
     found = document(capsys, "--seqlens", "16", "--dtype", dtype)
-    assert {t["case"]["dtype"] for t in found["timings"]} == {command.DTYPES[dtype]}
+    assert {t["case"]["dtype"] for t in found["timings"]} == {DTYPES[dtype]}
     assert len(found["timings"]) == 3
 
 
@@ -89,7 +91,9 @@ def test_the_reference(capsys: Capture) -> None:
 
 
 def test_the_lengths_that_are_usual_depend_on_the_device() -> None:
-    lengths = {kind: [*map(int, text.split(","))] for kind, text in command.SEQLENS.items()}
+    lengths = {
+        kind: [*map(int, text.split(","))] for kind, text in linear_scan_bench.SEQLENS.items()
+    }
     assert lengths["cuda"] == [128, 256, 1024, 2048, 4096, 8192, 16384, 32768]
     assert max(lengths["cpu"]) < max(lengths["cuda"])
 
@@ -208,7 +212,7 @@ def test_a_line_for_everyone_and_the_roofline(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", drawing)
     found = document(capsys, "--seqlens", "32,16", "--plot_name", str(tmp_path / "out"))
     drawn = json.loads((tmp_path / "out.png").read_text(encoding="utf-8"))
-    assert drawn["title"].endswith("threads: channel_last, B 2, C 8, bfloat16")
+    assert drawn["title"].endswith("threads: channel_last, 2 × 8, bfloat16")
     assert {name: [*lines] for name, lines in drawn["panels"].items()} == {
         "forward": ["scan-registry cpu", "torch.mul", "streaming"],
         "backward": ["scan-registry cpu", "streaming"],
@@ -233,7 +237,7 @@ def test_cases_of_several_kinds_have_lines_of_their_own(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", drawing)
     cases = [SMALL, replace(SMALL, time=32), replace(SMALL, gates="channel")]
     timings = [Timing(case, "forward", "us", 2.0, 0.1, 1.0) for case in cases]
-    plot.draw(timings, "all", tmp_path / "out.png")
+    plot.draw_lines(timings, "all", tmp_path / "out.png")
     drawn = json.loads((tmp_path / "out.png").read_text(encoding="utf-8"))
     assert drawn["panels"]["forward, of the roofline"] == {
         "channel_last, 2 × 8, float32, us": [[16, 32], [0.5, 0.5]],
@@ -292,7 +296,7 @@ def test_the_tool_writes_the_document(
     path = tmp_path / "out.json"
     on = Bench.on
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tool.Bench, "on", lambda device: on(CPU))
+    monkeypatch.setattr(tool.Bench, "on", lambda benchmark, device: on(benchmark, CPU))
     monkeypatch.setattr(
         sys, "argv", ["bench", "--case", "time_last:1,8,16:float32", "--json", str(path)]
     )

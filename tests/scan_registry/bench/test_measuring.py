@@ -11,9 +11,10 @@ import torch
 from benching import CPU, SMALL
 
 from scan_registry.bench import measure, timing
-from scan_registry.bench.cases import Case
-from scan_registry.bench.measure import Bench, our_call
+from scan_registry.bench.measure import Bench
 from scan_registry.dispatch.select import NoKernelError
+from scan_registry.ops.linear_scan import linear_scan
+from scan_registry.ops.linear_scan_bench import BENCHMARK, Case, ScanBenchmark
 
 
 def test_recordings_take_turns() -> None:
@@ -142,7 +143,7 @@ def test_inputs_fill_a_gpus_cache_24_times(traffic: int, sets: int) -> None:
 def test_room_is_for_the_inputs_of_every_turn(
     passes: tuple[str, ...], needed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(CPU, ("auto", "reference"), passes=passes)
+    bench = Bench(BENCHMARK, CPU, ("auto", "reference"), (), passes)
     case = Case.parse("time_last:1,1,1024:float32")
     needed = 3 * (needed + (6 << 12))  # with what the CPU is measured by
     monkeypatch.setattr(measure, "free_bytes", lambda device: needed)
@@ -206,10 +207,10 @@ def test_what_is_timed_is_the_scan(
     gates, tokens = case.random_gates(CPU).requires_grad_(), case.sequence(CPU).requires_grad_()
     monkeypatch.setattr(Case, "random_gates", lambda self, device: gates.detach())
     monkeypatch.setattr(Case, "sequence", lambda self, device: tokens.detach())
-    states = measure.linear_scan(gates, tokens, dim=case.dim, cu_seqlens=case.bounds(CPU))
-    torch.testing.assert_close(our_call(case, "forward", "auto", CPU)(), states.detach())
+    states = linear_scan(gates, tokens, dim=case.dim, cu_seqlens=case.bounds(CPU))
+    torch.testing.assert_close(BENCHMARK.call(case, "forward", "auto", CPU)(), states.detach())
     expected = torch.autograd.grad(states, (gates, tokens), tokens.detach())
-    for_gates, for_tokens, for_initial = our_call(case, "backward", "auto", CPU)()
+    for_gates, for_tokens, for_initial = BENCHMARK.call(case, "backward", "auto", CPU)()
     torch.testing.assert_close((for_gates, for_tokens), expected)
     assert for_initial is None
 
@@ -218,19 +219,19 @@ def test_no_kernel_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> Any:
         raise NoKernelError("nothing fits")
 
-    monkeypatch.setattr(measure, "our_call", none)
+    monkeypatch.setattr(ScanBenchmark, "call", none)
     with pytest.raises(NoKernelError, match="nothing fits"):
-        Bench.on(CPU).run(SMALL)
+        Bench.on(BENCHMARK, CPU).run(SMALL)
 
 
 def test_one_language_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def some(case: Case, direction: str, backend: str, device: Any) -> Any:
+    def some(_: Any, case: Case, direction: str, backend: str, device: Any) -> Any:
         if backend == "auto":
             raise NoKernelError("nothing fits")
         return lambda: None
 
-    monkeypatch.setattr(measure, "our_call", some)
-    here = Bench.on(CPU, ("auto", "reference"))
+    monkeypatch.setattr(ScanBenchmark, "call", some)
+    here = Bench.on(BENCHMARK, CPU, ("auto", "reference"))
     here.run(SMALL)
     assert {t.who for t in here.timings} == {"scan-registry reference", "torch.mul"}
-    assert here.skipped == {"scan-registry cpu": "nothing fits"}
+    assert here.skipped == {f"scan-registry cpu, {SMALL}": "nothing fits"}

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from scan_registry.bench import networks
-from scan_registry.bench.networks import TARGETS, USUAL, Network, NetworkBench, NetworkTiming
-from scan_registry.cli import bench_rnn, main
+from scan_registry.bench.measure import Bench
+from scan_registry.cli import bench as command
+from scan_registry.cli import main, parser
+from scan_registry.ops.benchmark import Timing
 from scan_registry.ops.rnn_arguments import BACKENDS
+from scan_registry.ops.rnn_bench import BENCHMARK, PASSES, TARGETS, Network
+from scan_registry.ops.rnn_operator import OPERATOR
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("bench", "rnn", "--device", "cpu", "--bs", "2", "--seqlen", "4")
@@ -26,7 +29,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_of_times(function: str, capsys: Capture) -> None:
     assert main([*SMALL, "--case", f"{function}:1,8:float32"]) == 0
     out = capsys.readouterr().out
-    assert "cpu; batch 2, 4 steps" in out
+    assert "threads; batch 2, 4 steps" in out
     rows = [line for line in out.splitlines() if line.startswith(function)]
     torchs = {"lstm": "torch.nn.LSTM", "gru": "torch.nn.GRU", "elman": "torch.nn.RNN"}
     expected = {"scan-registry"}
@@ -49,37 +52,46 @@ def test_who_cannot_be_timed_is_named(capsys: Capture) -> None:
     words = ["--case", "lstm:1,8:float32", "--no-baselines", "--backend", "cuda_fused"]
     assert main([*SMALL, *words, "--backend", "reference"]) == 0
     out = capsys.readouterr().out
-    assert "not timed: scan-registry cuda_fused, lstm:1,8:float32: backend is 'cuda_fused'" in out
+    assert (
+        "not everywhere timed: scan-registry cuda_fused, lstm:1,8:float32: backend is 'cuda_fused'"
+        in out
+    )
     assert "scan-registry reference" in out
 
 
 def test_the_usual_networks_are_those_with_targets() -> None:
-    assert {(case.function, case.heads, case.dim) for case in USUAL} == set(TARGETS)
-    assert all(Network.parse(str(case)) == case for case in USUAL)
-    assert bench_rnn.BACKENDS == BACKENDS
+    usual = BENCHMARK.cases(parser().parse_args(["bench", "rnn"]), "cpu")
+    assert {(case.function, case.heads, case.dim) for case in usual} == set(TARGETS)
+    assert all(Network.parse(str(case)) == case for case in usual)
+    assert OPERATOR.backends == BACKENDS
 
 
-def test_targets_are_for_gpus_and_the_usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = NetworkBench(torch.device("cuda:0"))
+def test_targets_are_for_gpus_and_the_usual_sizes() -> None:
+    def target_ms(case: Network, direction: str = "forward", kind: str = "cuda") -> float | None:
+        return BENCHMARK.target_ms(Timing(case, direction, "scan-registry", 1.0, 0.1), kind)
+
     usual = Network("lstm", 1, 768)
-    assert [bench._target(usual, direction) for direction in networks.PASSES] == [1.9, 5.8]
+    assert [target_ms(usual, direction) for direction in PASSES] == [1.9, 5.8]
     for other in (
         Network("lstm", 2, 768),
         Network("lstm", 1, 768, "float32"),
         Network("lstm", 1, 768, batch=1),
     ):
-        assert bench._target(other, "forward") is None
-    assert NetworkBench(torch.device("cpu"))._target(usual, "forward") is None
+        assert target_ms(other) is None
+    assert target_ms(usual, kind="cpu") is None
+    theirs = Timing(usual, "forward", "torch.nn.LSTM", 1.0, 0.1)
+    assert BENCHMARK.target_ms(theirs, "cuda") is None
 
 
 def test_targets_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    bench = NetworkBench(torch.device("cpu"), sync_us=0.5)
+    bench = Bench(BENCHMARK, torch.device("cuda:0"), ("auto",), (), PASSES)
+    bench.facts["sync_us"] = 0.5
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary")
     for ms in (1.0, 2.0):
-        timing = NetworkTiming(Network("lstm", 1, 768), "forward", "scan-registry", ms, 0.1, 1.9)
-        bench.timings.append(timing)
-    bench_rnn.show_table(bench)
+        bench.timings.append(Timing(Network("lstm", 1, 768), "forward", "scan-registry", ms, 0.1))
+    command.show_table(bench)
     out = capsys.readouterr().out
-    assert "one synchronisation 0.50 µs" in out
+    assert "Imaginary; batch 16, 1024 steps; one synchronisation 0.50 µs" in out
     assert "1.9 met" in out
     assert "1.9 missed" in out
 

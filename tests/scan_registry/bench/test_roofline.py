@@ -12,12 +12,13 @@ import pytest
 import torch
 from benching import CPU, SMALL, Capture, document, refusal, schema
 
-from scan_registry.bench import measure, roofline, targets
-from scan_registry.bench.baselines import Baseline
-from scan_registry.bench.cases import PASSES, Case
+from scan_registry.bench import measure, roofline
 from scan_registry.bench.measure import Bench
 from scan_registry.cli import bench as command
 from scan_registry.cli import main
+from scan_registry.ops.benchmark import PASSES, PerformanceTarget
+from scan_registry.ops.linear_scan_baselines import Baseline
+from scan_registry.ops.linear_scan_bench import BENCHMARK, TARGETS, Case, ScanBenchmark
 
 
 class Launches:
@@ -49,7 +50,7 @@ def test_the_roofline_streams_as_many_tensors(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_fastest_stream_is_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Bench.on(CPU)
+    here = Bench.on(BENCHMARK, CPU)
 
     def scripted(recordings: Any) -> Any:
         return [(10.0, 1.0), (20.0, 1.0), (8.0, 0.5), (7.0, 0.5)]
@@ -66,28 +67,30 @@ def test_the_fastest_stream_is_the_roofline(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_targets_are_of_cases_that_can_be_named() -> None:
-    assert len({target.case for target in targets.TARGETS}) == len(targets.TARGETS) > 100
-    for target in targets.TARGETS:
+    assert len({target.case for target in TARGETS}) == len(TARGETS) > 100
+    for target in TARGETS:
         assert Case.parse(str(target.case)) == target.case
         assert 0.8 <= target.ratio <= 0.95
-    ratio = {str(target.case): target.ratio for target in targets.TARGETS}
+    ratio = {str(target.case): target.ratio for target in TARGETS}
     assert ratio["time_last:8,1536,65536:float16"] == 0.95
     assert ratio["channel_last:8,1536,32768:bfloat16"] == 0.95
     assert ratio["channel_last:1,1024,1048576:bfloat16:sequences=64"] == 0.88
     assert ratio["channel_last:8,1024,8192:bfloat16:gates=channel"] == 0.90
 
 
-def on_cpu(monkeypatch: pytest.MonkeyPatch, *few: targets.PerformanceTarget) -> None:
+def on_cpu(monkeypatch: pytest.MonkeyPatch, *few: PerformanceTarget) -> None:
     """Few targets, on a CPU that says it is a GPU; it has a roofline of its own."""
-    monkeypatch.setattr(targets, "TARGETS", few)
+    monkeypatch.setattr(ScanBenchmark, "targets", few)
     on, device = Bench.on, types.SimpleNamespace(type="cuda")
     monkeypatch.setattr(command, "_device", lambda name: device)
-    monkeypatch.setattr(Bench, "on", lambda _, backends, **options: on(CPU, backends, **options))
+    monkeypatch.setattr(
+        Bench, "on", lambda benchmark, _, *others, **options: on(benchmark, CPU, *others, **options)
+    )
 
 
 def test_targets_are_met_or_missed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = Case("channel_last", 1, 8, 64, "float32", sequences=3)
-    easy, hard = targets.PerformanceTarget(SMALL, 1e-9), targets.PerformanceTarget(packed, 1e9)
+    easy, hard = PerformanceTarget(SMALL, 1e-9), PerformanceTarget(packed, 1e9)
     on_cpu(monkeypatch, easy, hard)
     assert main(["bench", "--targets"]) == 1
     out = capsys.readouterr().out
@@ -109,9 +112,7 @@ def test_what_is_not_timed_is_no_target_met(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = replace(SMALL, time=32)
-    on_cpu(
-        monkeypatch, targets.PerformanceTarget(SMALL, 1e-9), targets.PerformanceTarget(other, 1e-9)
-    )
+    on_cpu(monkeypatch, PerformanceTarget(SMALL, 1e-9), PerformanceTarget(other, 1e-9))
     assert main(["bench", "--goals", "--budget", "-1"]) == 1  # the former name
     out = capsys.readouterr().out
     assert "0 of 4 targets met, 0 timed" in out
@@ -139,7 +140,7 @@ def test_what_is_not_timed_is_no_target_met(
 
 def test_targets_need_a_gpu_and_a_case(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--targets are for GPUs" in refusal(capsys, "--device", "cpu", "--targets")
-    on_cpu(monkeypatch, targets.PerformanceTarget(SMALL, 1e-9))
+    on_cpu(monkeypatch, PerformanceTarget(SMALL, 1e-9))
     assert "--only 'nothing' leaves no case" in refusal(capsys, "--targets", "--only", "nothing")
 
 
@@ -154,7 +155,7 @@ def test_cases_by_name(capsys: Capture) -> None:
 
 
 def test_baselines_take_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Bench.on(CPU)
+    here = Bench.on(BENCHMARK, CPU)
     here.baselines = (
         Baseline("plain", "x", "a_baseline", "scan", lambda *_: pytest.fail("asked")),
     )

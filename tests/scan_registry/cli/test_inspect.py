@@ -18,8 +18,8 @@ from scan_registry.catalog import inventory
 from scan_registry.catalog.inventory import Catalogue
 from scan_registry.cli import COMMANDS, main
 from scan_registry.cli import inspect as command
-from scan_registry.cli.tables import SHORT_DTYPES
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.ops.operator import SHORT_DTYPES
 
 Factory = Callable[..., Archive]
 Make = Callable[..., tuple[Binary, bytes]]

@@ -26,7 +26,7 @@ from selecting import (
 
 from scan_registry.artifact.archive import Archive
 from scan_registry.dispatch.fit import Tier
-from scan_registry.dispatch.select import Match, NoKernelError, Rejected, System, advice, select
+from scan_registry.dispatch.select import Candidate, NoKernelError, Rejected, System, advice, select
 from scan_registry.kernels.model import Language, Variant
 
 # --- Tiers ------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_the_closest_tier_wins(
 def test_too_old_a_gpu_gets_the_reference(archive_factory: Factory, a_device: Describe) -> None:
     archives = [archive_factory(arch) for arch in ("ptx80", "sm80", "sm90")]
     decision = decide(a_device((7, 5)), archives, toolchains=COMPILERS)
-    assert decision.taken() == Match(Tier.REFERENCE)
+    assert decision.taken() == Candidate(Tier.REFERENCE)
     assert decision.launch() is None
     assert told(decision, "ptx80.scanreg") == "compute_80 needs 8.0 or later, not 7.5"
     for language in ("cuda", "triton"):
@@ -86,7 +86,7 @@ def test_too_old_a_gpu_gets_the_reference(archive_factory: Factory, a_device: De
 
 def test_nothing_but_the_reference_is_considered_on_the_cpu(archive_factory: Factory) -> None:
     decision = decide(None, [archive_factory("sm90")], toolchains=COMPILERS)
-    assert decision.taken() == Match(Tier.REFERENCE)
+    assert decision.taken() == Candidate(Tier.REFERENCE)
     assert decision.rejected == ()
 
 
@@ -290,7 +290,7 @@ def test_backend_pins_the_language(archive_factory: Factory, a_device: Describe)
         assert told(decision, "the reference") == reason
         assert decide(a_device(), backend=backend).winner is None
     decision = decide(a_device(), [archive], backend="reference", toolchains=COMPILERS)
-    assert decision.taken() == Match(Tier.REFERENCE)
+    assert decision.taken() == Candidate(Tier.REFERENCE)
     assert {r.reason for r in decision.rejected} == {"backend='reference' was asked for"}
 
 

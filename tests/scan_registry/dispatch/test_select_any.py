@@ -16,7 +16,7 @@ from scan_registry.dispatch.fit import Tier, Toolchain
 from scan_registry.dispatch.select import (
     BACKENDS,
     Backend,
-    Match,
+    Candidate,
     NoKernelError,
     System,
     select,
@@ -233,12 +233,13 @@ def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> 
             assert winner.binary in winner.archive.binaries
         assert (decision.launch() is None) == (winner.tier is Tier.REFERENCE)
     every = [
-        candidates.checked(decision, each)
+        candidates.checked(system, problem, each, lowest)
         for language in candidates.LANGUAGES
-        for each in candidates.candidates(decision, language, all_dtypes=True)
-        if isinstance(each, candidates.Candidate)
+        if backend in ("auto", language)
+        for each in candidates.candidates(system, FAMILY, problem, language, all_dtypes=True)
+        if isinstance(each, Candidate)
     ]
-    found = [outcome for outcome in every if isinstance(outcome, Match)]
+    found = [outcome for outcome in every if isinstance(outcome, Candidate)]
     if winner is not None and winner.tier < Tier.REFERENCE:
         assert winner == min(found, key=lambda candidate: candidate.order)
     accounted = [r.subject for r in decision.rejected] + ([winner.subject] if winner else [])

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scan_registry import linear_scan
 from scan_registry.hardware._launcher import FastPath
 from scan_registry.ops import fast_path
+from scan_registry.ops.launching import MOST_PLANS
 
 pytestmark = pytest.mark.skipif(
     not hasattr(Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no table of DLPack's"
@@ -81,7 +82,7 @@ def test_a_call_is_planned_once() -> None:
 
 
 def test_plans_that_are_too_many_are_forgotten() -> None:
-    planner, most = Planner(), 4096
+    planner, most = Planner(), MOST_PLANS
     tensors = [(torch.zeros(size + 1), torch.zeros(size + 1)) for size in range(most)]
     for _ in range(2):
         assert [planner(*each) for each in tensors] == list(range(most))

@@ -14,6 +14,7 @@ from scan_registry import linear_scan
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.ops import plans
+from scan_registry.ops.launching import PlanCache
 
 Tensors = Mapping[str, Tensor | None]
 BOUNDS = (0, 0, 4, 9, 9, 13)
@@ -102,7 +103,7 @@ def test_gradients_are_those_of_the_other_road(
 
     expected = gradients()
     summing = Summing(place, reverse)
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "plan_cache", PlanCache())
     monkeypatch.setattr(plans, "_plan_sums", summing.plan)
     for found, other in zip(gradients(), expected, strict=True):
         assert (found is None) == (other is None)
@@ -116,7 +117,7 @@ def test_gates_that_change_with_time_are_not_summed(
     gates: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summing = Summing(1, False)
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "plan_cache", PlanCache())
     monkeypatch.setattr(plans, "_plan_sums", summing.plan)
     leaf = torch.rand(gates, requires_grad=True)
     linear_scan(leaf, torch.randn(3, 13, 8), dim=1).sum().backward()

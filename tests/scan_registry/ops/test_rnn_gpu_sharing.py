@@ -184,11 +184,11 @@ def test_memory_goes_with_the_module() -> None:
     torch.nn.Linear(8, 8, device="cuda")(torch.randn(8, 8, device="cuda")).sum().backward()
     gc.collect()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before, kept = torch.cuda.memory_allocated(), scan_registry.rnn_buffers.size
     use()
     gc.collect()
     assert torch.cuda.memory_allocated() - before <= WORKSPACES
-    assert scan_registry.rnn_buffers.size == 0
+    assert scan_registry.rnn_buffers.size <= kept
 
 
 def test_kept_memory_has_a_bound_that_users_set() -> None:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from scan_registry import nn, rnn
-from scan_registry.dispatch.alternatives import Alternative
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.ops import rnn_plans, rnn_steps, step_buffers
-from scan_registry.ops.launching import Run
+from scan_registry.ops.launching import PlanCache, Run
 from scan_registry.ops.rnn_arguments import FUNCTIONS, WAYS
 from scan_registry.ops.step_buffers import BufferPool
 
@@ -129,15 +130,17 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     def start(scope: str) -> list[RnnProblem]:
         solved: list[RnnProblem] = []
 
-        def prepared(posed: Sequence[Alternative], device: torch.device) -> tuple[RnnProblem, Run]:
-            problems = [each.problem for each in posed]
+        def prepared(
+            posed: Sequence[tuple[Problem, Backend]], device: torch.device
+        ) -> tuple[RnnProblem, Run]:
+            problems = [problem for problem, _ in posed]
             (problem,) = (p for p in problems if isinstance(p, RnnProblem) and p.scope == scope)
             solved.append(problem)
             return problem, Kernel(problem)
 
         monkeypatch.setattr(rnn_plans, "_in_torch", lambda *_: False)
         monkeypatch.setattr(rnn_plans, "_prepared", prepared)
-        monkeypatch.setattr(rnn_plans, "_plans", {})
+        monkeypatch.setattr(rnn_plans, "plan_cache", PlanCache())
         pool = BufferPool()
         monkeypatch.setattr(rnn_plans, "rnn_buffers", pool)
         monkeypatch.setattr(step_buffers, "rnn_buffers", pool)
@@ -360,4 +363,4 @@ def test_what_each_backend_tries() -> None:
 
     for backend, ways in WAYS.items():
         posed = rnn_plans.alternatives("forward", Options("lstm", backend), tensors, True)
-        assert [(each.problem.scope, each.backend) for each in posed] == [*ways]  # type: ignore[attr-defined]
+        assert [(problem.scope, tried) for problem, tried in posed] == [*ways]  # type: ignore[attr-defined]

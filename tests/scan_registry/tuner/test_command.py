@@ -16,8 +16,8 @@ from scan_registry.cli import main
 from scan_registry.cli import tune as command
 from scan_registry.dispatch.select import System, select
 from scan_registry.hardware.target import Target
+from scan_registry.ops.linear_scan_operator import OPERATOR
 from scan_registry.tuner import engine
-from scan_registry.tuner.problems import SHAPES
 
 Capture = pytest.CaptureFixture[str]
 
@@ -158,7 +158,7 @@ def test_the_usual_choice_can_be_narrowed() -> None:
         return command.chosen(parser().parse_args(["tune", *words]))
 
     every, narrow = chosen(), chosen("--dtype", "bf16", "--language", "cuda")
-    assert len(every) > len(narrow) > len(SHAPES)
+    assert len(every) > len(narrow) > len(OPERATOR.tuned_shapes)
     assert {each.case.dtype for each in narrow} == {"bfloat16"}
     assert {each.kernel.language for each in narrow} == {"cuda"}
     assert engine.NEAR > 1

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from scan_registry.bench.cases import PASSES, Case
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops import plans
+from scan_registry.ops.benchmark import PASSES
+from scan_registry.ops.launching import PlanCache
 from scan_registry.ops.linear_scan import linear_scan
+from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.tuner.problems import cases, posed, usual_cases
 
 CPU = torch.device("cpu")
@@ -85,7 +87,7 @@ def test_the_problem_is_that_of_the_call(
         return running
 
     monkeypatch.setattr(plans, "runner", noted)
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "plan_cache", PlanCache())
     tensors = each.tensors(CPU)
     gates, bounds = tensors["gates"], tensors["offsets"]
     assert gates is not None

@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from scan_registry.bench.cases import Case
 from scan_registry.hardware.target import Target
+from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.tuner import engine, report
 from scan_registry.tuner.problems import posed
 

@@ -23,6 +23,7 @@ from scan_registry.cli import explain as command
 from scan_registry.cli import main
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import System
+from scan_registry.ops.operator import DTYPES
 
 # --- JSON -------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ def test_the_command(
     document(capsys, *words, status=status)
 
 
-@pytest.mark.parametrize(("name", "dtype"), command.DTYPES.items())
+@pytest.mark.parametrize(("name", "dtype"), DTYPES.items())
 def test_names_of_dtypes(installed: Catalogue, capsys: Capture, name: str, dtype: str) -> None:
     words = ["explain", "linear_scan", "--dtype", name, "--shape", "7", "--arch", "sm_90", "--json"]
     assert main(words) == 0

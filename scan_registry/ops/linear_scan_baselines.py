@@ -1,4 +1,4 @@
-"""The packages that the benchmarks compare this project with, and how their users call them.
+"""The packages that the benchmarks compare scans with, and how their users call them.
 
 To have them: ``pip install accelerated-scan==0.3.1``, of which ``warp`` also needs a CUDA toolkit and a
 C++ compiler, since it compiles when it is imported; and ``sequential_scan``, built from its sources.
@@ -10,38 +10,17 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from scan_registry.catalog import distributions
+
+if TYPE_CHECKING:
+    from scan_registry.ops.linear_scan_bench import Case
 
 #: Gates and tokens, (batch, channels, time) and contiguous, to states.
 Scan = Callable[[Any, Any], Any]
 #: A module, a direction, gates and two further sequences, to a call of the bare kernel.
 Kernel = Callable[[ModuleType, str, Any, Any, Any], Callable[[], Any]]
-
-
-class Case(Protocol):
-    """What a baseline is to run; ``cases.Case`` is one."""
-
-    @property
-    def layout(self) -> str: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def channels(self) -> int: ...
-    @property
-    def time(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    def sequence(self, device: Any) -> Any:
-        """A new random tensor of the case's shape and dtype."""
-
-    @property
-    def options(self) -> str:
-        """In words, what is not as usual; empty if nothing is."""
-
-    def random_gates(self, device: Any) -> Any:
-        """The same, of |gate| ≤ 1."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +52,10 @@ class Baseline:
         """What users call; imports, and for some baselines compiles, what it needs."""
         scan: Scan = getattr(importlib.import_module(self.module), self.function)
         return scan
+
+    def refusal(self, case: Case) -> str | None:
+        """Why it does not take the case, or None: none of them takes options."""
+        return f"it does not take {case.options}" if case.options else self.refuses(case)
 
     def kernel_call(
         self, case: Case, direction: str, device: Any

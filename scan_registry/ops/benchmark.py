@@ -1,0 +1,214 @@
+"""What ``bench`` times of an operator: cases, their bytes, baselines and targets.
+
+``bench`` brings the rest: it measures the bandwidth roofline, interleaves who is timed, prints and draws.
+Defaults are for kernels that the memory bounds, whose times stand beside the roofline's.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import device as Device
+
+Call = Callable[[], Any]
+PASSES = ("forward", "backward")
+OURS = "scan-registry"  # how the names of what this package runs begin
+
+
+class Option:
+    """An option of a command, as argparse declares it."""
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.names, self.settings = names, settings
+
+    @property
+    def dest(self) -> str:
+        """Under which name its value is found."""
+        return self.names[0].lstrip("-").replace("-", "_")
+
+
+class Case(Protocol):
+    """One call to time: hashable, and prints as ``kind:sizes:dtype``, perhaps with options, as ``--case`` takes it.
+
+    family   the operator's
+    time     length of the sequences
+    sizes    in words
+    options  in words, what is not as usual; empty if nothing is
+    group    in words, what cases share whose dtype and ``time`` alone differ
+    cells    of a table, under the columns of the benchmark
+    """
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def time(self) -> int: ...
+    @property
+    def sizes(self) -> str: ...
+    @property
+    def options(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def cells(self) -> tuple[str, ...]: ...
+
+    def moves(self, direction: str) -> tuple[int, int] | None:
+        """How many tensors of one size the roofline is to read and write; None where memory is no bound."""
+
+    def traffic(self, direction: str) -> int:
+        """Bytes that must move, which those tensors share; 0 where memory is no bound."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+class Baseline(Protocol):
+    """Somebody to compare with. ``captured``: whether a CUDA graph can record the launches."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def captured(self) -> bool: ...
+
+    def refusal(self, case: Any) -> str | None:
+        """Why it cannot run the case, if that is worth a word."""
+
+    def kernel_call(
+        self, case: Any, direction: str, device: Any
+    ) -> Callable[[], Callable[[], Any]] | None:
+        """A function that makes a call with inputs of its own; None where there is nothing to call."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and spread (largest minus smallest) of a call, in ms, by who made it; and in how many ms
+    its bytes stream. ``roofline`` is the stream kernel's variant that measured that, on a GPU."""
+
+    case: Any
+    direction: str
+    who: str
+    ms: float
+    spread: float
+    roofline_ms: float | None = None
+    roofline: str | None = None
+
+    @property
+    def us_per_step(self) -> float:
+        """Microseconds of a step of the sequence."""
+        return 1e3 * self.ms / float(self.case.time)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, of which those of the roofline only where there is one."""
+        record = {**vars(self), "case": self.case.to_json()}
+        return {name: value for name, value in record.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class PerformanceTarget:
+    """In each pass, the roofline's time over the kernel's has to be at least ``ratio``."""
+
+    case: Any
+    ratio: float
+
+
+class Results(Protocol):
+    """What was timed on a device, which streams ``bandwidth`` bytes per ms, and ``facts`` measured before."""
+
+    device: Device
+    bandwidth: float
+    facts: dict[str, float | None]
+    timings: list[Timing]
+
+
+class Benchmark(Protocol):
+    """What is timed of one operator.
+
+    subject      what it times, in a word
+    description  how, in the command's help
+    case_help    what ``--case`` takes
+    options      of the command, which choose cases
+    sizes        the option to blame for a case that is too large, unless ``--case`` named it
+    columns      heads of the case's cells in tables
+    by           head of who was timed
+    measures     heads of what ``measured`` says of a timing
+    backends     of this package, if none is asked for: on a GPU and on the CPU
+    targets      cases, the quickest first, with the share of the roofline that they are to reach
+    streams      whether the memory bounds its kernels: then times stand beside the roofline's, and a picture has
+                 lines over the length of sequences; else it has bars for each case
+    """
+
+    subject: str
+    description: str
+    case_help: str
+    columns: tuple[str, ...]
+    options: tuple[Option, ...] = ()
+    sizes: str = "--case"
+    by: str = "kernel"
+    passes: tuple[str, ...] = PASSES
+    backends: tuple[tuple[str, ...], tuple[str, ...]] = (("cuda", "triton"), ("auto",))
+    targets: tuple[PerformanceTarget, ...] = ()
+    streams: bool = True
+
+    def parse(self, text: str) -> Case:
+        """The case that prints as ``text``; ``ValueError`` for anything else."""
+
+    def cases(self, given: Namespace, kind: str) -> list[Any]:
+        """Those that ``--case`` names, or else the options choose, on a ``cuda`` or ``cpu`` device;
+        ``ValueError`` for what cannot be meant."""
+
+    def call(self, case: Any, direction: str, backend: Any, device: Device) -> Call:
+        """One of this package, with inputs of its own."""
+
+    def baselines(self, device: Device) -> Sequence[Baseline]:
+        """Those that are installed here."""
+        return ()
+
+    def who(self, backend: str, kind: str) -> str:
+        """What times of this package are called."""
+        return f"{OURS} {'cpu' if (kind, backend) == ('cpu', 'auto') else backend}"
+
+    def calibrate(
+        self, ms: Callable[[Call], float], device: Device
+    ) -> Iterator[tuple[str, float | None]]:
+        """Facts to measure once, before the cases."""
+        return iter(())
+
+    def title(self, results: Results) -> Iterator[str]:
+        """What a table says of the device and the cases."""
+        unit, scale = _unit(results)
+        yield f"streaming {results.bandwidth / scale:.2f} {unit}"
+
+    def measures(self, results: Results) -> tuple[str, ...]:
+        return f"{_unit(results)[0]}>", "of roofline>"
+
+    def measured(self, timing: Timing, results: Results) -> tuple[str, ...]:
+        traffic, roofline_ms = timing.case.traffic(timing.direction), timing.roofline_ms or 0.0
+        speed = traffic / timing.ms / _unit(results)[1]
+        return f"{speed:.2f}", f"{roofline_ms / timing.ms:.2f}"
+
+    def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
+        """As JSON."""
+        return timing.to_json()
+
+
+def _unit(results: Results) -> tuple[str, float]:
+    """Of speeds, and bytes per ms in one."""
+    return ("TB/s", 1e9) if results.device.type == "cuda" else ("GB/s", 1e6)
+
+
+def whole_number(name: str, value: int) -> int:
+    """An option's value; ``ValueError`` if it is none."""
+    if value < 1:
+        raise ValueError(f"--{name} is {value}; accepted are whole numbers from 1 on")
+    return value
+
+
+def known(name: str, value: str, accepted: Sequence[str]) -> str:
+    """The same of one of several words."""
+    if value not in accepted:
+        raise ValueError(f"{name} is {value!r}; accepted are {', '.join(accepted)}")
+    return value

@@ -1,0 +1,162 @@
+"""``linear_scan`` as commands know it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from scan_registry.ops.benchmark import Option, known
+from scan_registry.ops.linear_scan_bench import BENCHMARK, Case
+from scan_registry.ops.operator import (
+    DTYPES,
+    Operator,
+    ParsedCall,
+    described_tensor,
+    parse_shape,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from scan_registry.kernels.linear_scan.problem import LinearScanProblem
+
+_MOST_SEQUENCES = 2**31 - 1
+
+
+class LinearScan(Operator):
+    """Its tuned shapes: rows of every length, channels many and few, and what has kernels of its own: odd sizes,
+    packed sequences, gates for each channel. Of the wide dtypes, one problem of each layout."""
+
+    name = "linear_scan"
+    shape = "of each tensor, such as 8,1536,4096"
+    benchmark = BENCHMARK
+    options = (
+        Option("--dim", type=int, help="the time dimension; default: the last"),
+        Option("--gates-dtype", metavar="X", help="where it differs"),
+        Option("--gates-shape", metavar="N,N,…", help="where they are broadcast"),
+        Option("--reverse", action="store_true", help="scan from the end"),
+        Option(
+            "--sequences",
+            type=int,
+            metavar="N",
+            help="how many are packed along the time dimension",
+        ),
+    )
+    tuned_shapes = (
+        *(f"time_last:8,1536,{time}" for time in (2048, 8192, 512, 65536, 128)),
+        *(f"channel_last:8,1024,{time}" for time in (8192, 1024, 32768)),
+        "channel_last:8,1536,8192",
+        "channel_last:16,512,4096",
+        "channel_last:4,2048,4096",
+        "channel_last:1,2048,8192",
+        "channel_last:2,1024,4096",
+        "time_last:1,1,16777216",
+        "time_last:1,64,1048576",
+        "channel_last:1,16,1048576",
+        "channel_last:1,64,131072",
+        "time_last:4096,512,64",
+        "time_last:65536,64,16",
+        "time_last:3,1537,4099",
+        "time_last:1,1,16777213",
+        "channel_last:8,1001,4099",
+        "channel_last:1,1024,1048576:sequences=64",
+        "channel_last:8,1024,8192:gates=channel",
+    )
+    tuned_dtypes = ("bfloat16", "float32", "float16")
+    tuned_cases = (
+        "time_last:8,512,8192:float64",
+        "time_last:8,512,8192:complex64",
+        "channel_last:8,512,8192:float64",
+        "channel_last:8,512,8192:complex64",
+    )
+
+    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+        gates_dtype, gates_shape, bounds = dtype, shape, None
+        if given.gates_dtype is not None:
+            gates_dtype = DTYPES[known("--gates-dtype", given.gates_dtype, [*DTYPES])]
+        if given.gates_shape is not None:
+            gates_shape = parse_shape("--gates-shape", given.gates_shape)
+        if given.sequences is not None:
+            if not 1 <= given.sequences <= _MOST_SEQUENCES:
+                raise ValueError(
+                    f"--sequences is {given.sequences}; accepted are numbers from 1 to {_MOST_SEQUENCES}"
+                )
+            import torch
+
+            bounds = torch.empty(given.sequences + 1, dtype=torch.int64, device="meta")
+        tensors = described_tensor(gates_shape, gates_dtype), described_tensor(shape, dtype)
+        how = {"dim": -1 if given.dim is None else given.dim, "reverse": given.reverse}
+        of_gates = {"gates_dtype": gates_dtype, "gates_shape": list(gates_shape)}
+        record = {**how, **of_gates, "sequences": given.sequences}
+        return ParsedCall(tensors, {**how, "cu_seqlens": bounds}, record)
+
+    def run_on_cpu(self, problem: LinearScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
+        import torch
+
+        from scan_registry.ops.plans import runner
+
+        run = runner(problem, torch.device("cpu"), "auto")
+        assert callable(run)  # the CPU has its own kernels
+        run(tensors)
+
+    def posed(self, case: Case, direction: str) -> tuple[LinearScanProblem, ...]:
+        """A kernel that can sum up the gradient of broadcast gates is asked to."""
+        import torch
+
+        from scan_registry.ops.problems import make_kernel_call
+
+        gates = torch.empty(_gates_shape(case), dtype=getattr(torch, case.dtype), device="meta")
+        full = torch.empty(case.shape, dtype=gates.dtype, device="meta")
+        bounds = None
+        if case.sequences:
+            bounds = torch.empty(case.sequences + 1, dtype=torch.int64, device="meta")
+        others = dict.fromkeys(_inputs(direction), full)
+        # Tensors on meta count as aligned, as new ones are.
+        call = make_kernel_call(
+            "forward" if direction == "forward" else "backward",
+            *(gates, others, bounds, case.dim, False),
+        )
+        fused = call.fused()
+        return (call.problem,) if fused is None else (fused, call.problem)
+
+    def tensors(
+        self, case: Case, problem: LinearScanProblem, device: torch.device | str
+    ) -> dict[str, Tensor | None]:
+        """Results are not to be believed: the backward pass gets states that no scan has made."""
+        import torch
+
+        from scan_registry.ops.problems import StateLayout
+
+        first, second, bounds = case.sequence(device), case.sequence(device), case.bounds(device)
+        outputs = {name: torch.empty_like(first) for name in self.outputs(case, problem)}
+        if problem.sums:
+            outputs["gates_grad"] = StateLayout.of(first, case.dim, bounds).leaving(None)
+        return {
+            "gates": case.random_gates(device),
+            "offsets": bounds,
+            **dict(zip(_inputs(problem.direction), (first, second), strict=False)),
+            **outputs,
+        }
+
+    def outputs(self, case: Case, problem: LinearScanProblem) -> tuple[str, ...]:
+        if problem.direction == "forward":
+            return ("states",)
+        if case.gates != "full" and not problem.sums:
+            return ("tokens_grad",)  # another kernel sums up the gates' gradient
+        return ("gates_grad", "tokens_grad")
+
+
+def _inputs(direction: str) -> tuple[str, ...]:
+    """Names of the sequences that a pass reads beside the gates."""
+    return ("tokens",) if direction == "forward" else ("states", "states_grad")
+
+
+def _gates_shape(case: Case) -> tuple[int, ...]:
+    if case.gates == "full":
+        return case.shape
+    return (case.channels, 1) if case.dim == -1 else (case.channels,)
+
+
+OPERATOR = LinearScan()

@@ -1,0 +1,145 @@
+"""What commands know of an operator: its options, the problems that a call poses, what is timed and tuned.
+
+A family of kernels that a public function calls has a module ``<family>_operator.py`` here, which defines
+``OPERATOR``, beside the function's own, ``<family>.py``; ``ops.OPERATORS`` lists these families. Commands read
+that and name no family. Importing an operator's module imports no torch. What is drawn at random, and how far
+results may be off, is a family's own, whether an operator calls it or not: ``kernels/<family>/cases.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from scan_registry import ops
+from scan_registry.dispatch.select import BACKENDS, Backend
+from scan_registry.kernels.model import Problem
+from scan_registry.ops.benchmark import Benchmark, Case, Option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: The field's words for dtypes, where space is short.
+SHORT_DTYPES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float64": "fp64",
+    "complex64": "c64",
+}
+#: By what each may be called.
+DTYPES = {word: name for name, short in SHORT_DTYPES.items() for word in (name, short)}
+MOST_ELEMENTS = 2**60  # their bytes can still be counted
+
+
+class KernelCall(Protocol):
+    """One kernel's part in an operator's call: inputs that are copied first, and the problems that it may pose."""
+
+    @property
+    def copied(self) -> tuple[str, ...]: ...
+
+    def alternatives(self, backend: Any) -> tuple[tuple[Problem, Backend], ...]: ...
+
+    def fused(self) -> Any:
+        """The problem of a kernel that does what the next one does, too; None if there can be none."""
+
+
+class ParsedCall(NamedTuple):
+    """Arguments of the function, of tensors on meta, and the options that a document names."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    record: dict[str, Any]
+
+
+class Operator(Protocol):
+    """One public function and its family of kernels, which have one name.
+
+    shape         what ``--shape`` means, in words
+    options       of ``explain``, beside dtype, shape and backend
+    backends      that the function accepts
+    benchmark     what ``bench`` times; its cases are what ``tune`` takes, too
+    tuned_shapes  cases without their dtype, the most important first, to tune in all of ``tuned_dtypes``; none
+                  where the kernels are never tuned
+    tuned_cases   others, whose dtypes are rarer
+    """
+
+    name: str
+    shape: str
+    benchmark: Benchmark
+    options: tuple[Option, ...] = ()
+    backends: tuple[str, ...] = BACKENDS
+    tuned_shapes: tuple[str, ...] = ()
+    tuned_dtypes: tuple[str, ...] = ()
+    tuned_cases: tuple[str, ...] = ()
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What users call."""
+        found: Callable[..., Any] = getattr(self._module, self.name)
+        return found
+
+    def describe(self, *args: Any, **kwargs: Any) -> Mapping[str, KernelCall]:
+        """The kernels' parts in a call of the function, by what each is called; those of derivatives only where
+        a tensor requires one. Nothing is computed; it raises what the call would."""
+        calls: Mapping[str, KernelCall] = self._module.describe(*args, **kwargs)
+        return calls
+
+    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+        """The call that ``explain``'s options describe; ``ValueError`` if they cannot be meant."""
+
+    def run_on_cpu(self, problem: Any, tensors: Mapping[str, Tensor | None]) -> None:
+        """Run this package's code for the CPU on a kernel's tensors, where the family has such code."""
+        missing = f"{self.name} has no code for the CPU"
+        raise NotImplementedError(missing)
+
+    def posed(self, case: Any, direction: str) -> tuple[Problem, ...]:
+        """The problems of kernels that one pass of a case may pose, the one to prefer first. A kernel is tuned
+        for the first that it solves."""
+        return ()
+
+    def tensors(self, case: Any, problem: Any, device: Any) -> dict[str, Tensor | None]:
+        """New ones to time a kernel on, by the names of its pointers; those that are not there are null."""
+        return {}
+
+    def outputs(self, case: Any, problem: Any) -> tuple[str, ...]:
+        """Names of what the kernel writes, among those."""
+        return ()
+
+    @property
+    def _module(self) -> Any:
+        return importlib.import_module(f"{ops.__name__}.{self.name}")
+
+
+def operators() -> dict[str, Operator]:
+    """All operators by name."""
+    return {
+        name: importlib.import_module(f"{ops.__name__}.{name}_operator").OPERATOR
+        for name in ops.OPERATORS
+    }
+
+
+def operator_of(case: Case) -> Operator:
+    """The one that a case is of."""
+    return operators()[case.family]
+
+
+def parse_shape(option: str, text: str) -> tuple[int, ...]:
+    """``8,1536,4096``; ``ValueError`` for anything else."""
+    sizes = text.split(",")
+    if not all(size.strip().isdecimal() and len(size) < 100 for size in sizes):
+        raise ValueError(f"{option} is {text!r}; accepted are sizes such as 8,1536,4096")
+    shape = tuple(map(int, sizes))
+    if math.prod(max(size, 1) for size in shape) > MOST_ELEMENTS:
+        raise ValueError(f"{option} is {text!r}; accepted are at most 2**60 elements")
+    return shape
+
+
+def described_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
+    """A tensor that is nowhere, contiguous and aligned, with derivatives asked for."""
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=True)

@@ -1,0 +1,84 @@
+"""A family of kernels is one folder and its operator: what else there is names none.
+
+Identifiers and strings are read; comments and docstrings may give examples.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scan_registry.ops import OPERATORS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Where the parts of families are. ``csrc`` holds C, some of it their code for the CPU.
+HOMES = tuple(ROOT / "scan_registry" / name for name in ("ops", "nn", "compat", "csrc"))
+#: Tools that work on every family; others are programs for people who work on one.
+TOOLS = ("attest.py", "tune.py", "dev.py", "compare.py", "records.py")
+#: What names families all the same, and why.
+ALLOWED = {
+    "scan_registry/__init__.py": "the public names, which readers and type checkers look for there",
+    "ci/environments.py": "calls public functions of an installed release, as its users do",
+}
+
+
+def modules() -> Iterator[Path]:
+    """Every module that is to name no family."""
+    for folder in ("scan_registry", "aot", "ci"):
+        yield from (ROOT / folder).rglob("*.py")
+    yield from (ROOT / "kernels").glob("*.py")
+    yield from (ROOT / "tools" / name for name in TOOLS)
+
+
+def words(source: str) -> Iterator[str]:
+    """Its identifiers and strings."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in docstrings:
+            yield str(node.value)
+        for field in ("id", "attr", "name", "asname", "arg", "module"):
+            yield str(getattr(node, field, ""))
+
+
+def named(source: str) -> set[str]:
+    """Families that it names, however they are spelt: ``LinearScanProblem`` names linear_scan."""
+    plain = [word.lower().replace("_", "") for word in words(source)]
+    return {name for name in OPERATORS if any(name.replace("_", "") in word for word in plain)}
+
+
+def test_no_module_names_a_family_but_its_own() -> None:
+    found = {
+        str(path.relative_to(ROOT)): families
+        for path in modules()
+        if not any(home in path.parents for home in HOMES)
+        if (families := named(path.read_text(encoding="utf-8")))
+    }
+    assert found.keys() - ALLOWED.keys() == set(), found
+    assert found.keys() == ALLOWED.keys()  # no exception outlives its reason
+
+
+@pytest.mark.parametrize(
+    ("source", "families"),
+    [
+        ("import scan_registry.kernels.rnn.spec", {"rnn"}),
+        ("from scan_registry.ops import linear_scan as scan", {"linear_scan"}),
+        ("class LinearScanProblem: ...", {"linear_scan"}),
+        ("def _of_rnn(): ...", {"rnn"}),
+        ("f(kind='rnn')", {"rnn"}),
+        ('"""Such as rnn."""', set()),
+        ('def f():\n    """Such as rnn."""\n    return 1  # of rnn', set()),
+    ],
+)
+def test_what_names_a_family(source: str, families: set[str]) -> None:
+    assert named(source) == families
