@@ -6,7 +6,7 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.alternatives import Alternative
-from scan_registry.dispatch.select import Decision
+from scan_registry.dispatch.select import Backend, Decision
 from scan_registry.kernels.causal_conv1d import reference
 from scan_registry.kernels.causal_conv1d.problem import (
     ConvProblem,
@@ -26,39 +25,18 @@ from scan_registry.kernels.causal_conv1d.problem import (
     UpdateProblem,
 )
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
-from scan_registry.kernels.model import Variant
+from scan_registry.kernels.model import Problem, Variant
 from scan_registry.ops.causal_conv1d_arguments import (
     COMPILED,
     Arguments,
     Options,
     UpdateArguments,
 )
-from scan_registry.ops.launching import Plan, Run, launcher, remember
+from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias and the initial state
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-_plans: dict[tuple[Any, ...], Plan] = {}
-_required = policy.required.get
-
-
-def _planned(make: Any, tensors: Sequence[Tensor | None], *options: object) -> Any:
-    """What the plan makes of the tensors. ``make`` plans the first call of a kind, from both."""
-    facts: list[Any] = []
-    addresses = 0
-    for tensor in tensors:
-        if tensor is None:
-            facts.append(None)
-        else:
-            facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-            addresses |= tensor.data_ptr()
-    key = (make, addresses & 15, _required(), options, *facts)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = remember(_plans, key, make(*tensors, *options))
-    return plan(*tensors)
-
 
 # --- Problems ---------------------------------------------------------------------------------
 
@@ -70,9 +48,9 @@ class KernelCall:
     problem: ConvProblem | ReductionProblem | UpdateProblem
     copied: tuple[str, ...] = ()
 
-    def alternatives(self, backend: Any) -> tuple[Alternative, ...]:
+    def alternatives(self, backend: Backend) -> tuple[tuple[Problem, Backend], ...]:
         """The problem alone."""
-        return (Alternative(self.problem, backend),)
+        return ((self.problem, backend),)
 
     def fused(self) -> None:
         """No kernel of this family does what another one does, too."""
@@ -174,12 +152,12 @@ def _runner(
 ) -> tuple[Run, Variant] | Decision:
     """A function that runs the best kernel for the problem; where only plain torch solves it, the decision that says
     so."""
-    ready = prepare(device.index, FAMILY, call.problem, options.backend, policy.lowest())  # type: ignore[arg-type]
-    variant = ready.decision.taken().variant
-    if ready.launch is None or variant is None:
-        return ready.decision
-    names = FAMILY.kernel(variant.kernel, variant.language).pointers
-    return launcher(ready, names, device), variant
+    backend: Any = options.backend
+    plan = prepare(device.index, FAMILY, call.problem, backend, policy.lowest())
+    variant = plan.decision.taken().variant
+    if plan.launch is None or variant is None:
+        return plan.decision
+    return plan.run, variant
 
 
 def _is_plain(x: Tensor, options: Options) -> bool:
@@ -238,7 +216,7 @@ def _check(given: Arguments) -> None:
 
 def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """y, and the final state if ``options`` asks for it."""
-    outputs: tuple[Tensor, Tensor | None] = _planned(_plan_forward, given, options)
+    outputs: tuple[Tensor, Tensor | None] = plan_cache.run(_plan_forward, given, options)
     return outputs
 
 
@@ -257,7 +235,7 @@ def _new_state(shape: Sequence[int], x: Tensor, packed: bool, entering: Tensor |
     return state
 
 
-def _plan_forward(*arguments: Any) -> Plan:
+def _plan_forward(*arguments: Any) -> Callable[..., Any]:
     *tensors, options = arguments
     given = Arguments(*tensors)
     _check(given)
@@ -306,7 +284,7 @@ def backward(
     given: Arguments, y_grad: Tensor, final_grad: Tensor | None, options: Options, wanted: Wanted
 ) -> Gradients:
     """The gradients that are wanted, in the dtypes of what they are of."""
-    found: Gradients = _planned(_plan_backward, (*given, y_grad, final_grad), options, wanted)
+    found: Gradients = plan_cache.run(_plan_backward, (*given, y_grad, final_grad), options, wanted)
     return found
 
 
@@ -321,7 +299,7 @@ def narrowed(given: Arguments, found: reference.Gradients, wanted: Wanted) -> Gr
     return of_x, of_weight, of_bias, of_state
 
 
-def _plan_backward(*arguments: Any) -> Plan:
+def _plan_backward(*arguments: Any) -> Callable[..., Any]:
     *tensors, y_grad, final_grad, options, wanted = arguments
     given = Arguments(*tensors)
     _check(given)
@@ -415,11 +393,11 @@ def _plan_backward(*arguments: Any) -> Plan:
 
 def update(given: UpdateArguments, options: Options) -> Tensor:
     """y; the state is changed in place."""
-    y: Tensor = _planned(_plan_update, given, options)
+    y: Tensor = plan_cache.run(_plan_update, given, options)
     return y
 
 
-def _plan_update(*arguments: Any) -> Plan:
+def _plan_update(*arguments: Any) -> Callable[..., Any]:
     *tensors, options = arguments
     given = UpdateArguments(*tensors)
 

@@ -15,7 +15,7 @@ from scan_registry import causal_conv1d, causal_conv1d_update
 from scan_registry.kernels.causal_conv1d.spec import FAMILY
 from scan_registry.kernels.model import Variant
 from scan_registry.ops import causal_conv1d_plans as plans
-from scan_registry.ops.launching import Run
+from scan_registry.ops.launching import PlanCache, Run
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
@@ -47,7 +47,7 @@ def play(
 
         monkeypatch.setattr(plans, "_is_plain", lambda x, options: x.numel() == 0)
         monkeypatch.setattr(plans, "_runner", runner)
-        monkeypatch.setattr(plans, "_plans", {})
+        monkeypatch.setattr(plans, "plan_cache", PlanCache())
         return used
 
     return start
