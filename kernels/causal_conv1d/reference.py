@@ -235,8 +235,7 @@ def _packed_back(
             (steps < length.unsqueeze(1)).unsqueeze(1), early, torch.zeros_like(early)
         )
         columns = []
-        for slot in range(count):
-            q = count - slot  # steps before the sequence
+        for q in range(count, 0, -1):  # steps before the sequence
             parts = [weight[:, count - j] * early[..., j - q] for j in range(q, width)]
             columns.append(torch.stack(parts).sum(0))
         state_grad = torch.stack(columns, -1)

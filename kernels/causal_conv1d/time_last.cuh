@@ -132,17 +132,18 @@ struct Window {
         return several && padding[k];
     }
 
-    // What the states of packed sequences add up to at place k. `states` is the channel's line of the first one.
-    __device__ float from_states(int k, const Filter& filter, const Runs& runs, const Storage* states, i64 to_next,
-                                 i64 width) const {
+    // What the states of packed sequences add up to at place k. `states` is the channel's line of the first one. Few
+    // steps come here, so weights are read again, which keeps the code short.
+    __device__ float from_states(int k, const void* weight, i64 channel, const Runs& runs, const Storage* states,
+                                 i64 to_next, i64 width, i64 flags) const {
         const i64 t = begin - TAPS + k;
         float sum = 0;
         if (reach[k] >= width - 1 || t < 0 || t >= runs.time) return sum;
         const Storage* const state = states + runs.number(t) * to_next;
-#pragma unroll
-        for (int j = 1; j < TAPS; j++)
-            if (j > reach[k] && j < width)
-                sum = __fmaf_rn(filter.tap[j], Element::widen(state[width - 1 + reach[k] - j]), sum);
+#pragma unroll 1
+        for (i64 slot = reach[k]; slot < width - 1; slot++)
+            sum = __fmaf_rn(read_weight(weight, channel * width + slot - reach[k], flags & WIDE_WEIGHTS),
+                            Element::widen(state[slot]), sum);
         return sum;
     }
 

@@ -77,8 +77,9 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
                 if (runs.varlen() && initial_state) {
 #pragma unroll
                     for (int i = 0; i < REACHED; i++)
-                        g[i] += window.from_states(TAPS + i, filter, runs, initial_state + piece.channel * slots,
-                                                   channels * slots, width);
+                        g[i] += window.from_states(TAPS + i, weight, piece.channel, runs,
+                                                   initial_state + piece.channel * slots, channels * slots, width,
+                                                   flags);
                 }
             }
 #pragma unroll

@@ -52,9 +52,9 @@ causal_conv1d_time_last_forward(const Storage* x, const void* weight, const void
                 if (runs.varlen() && initial_state) {
 #pragma unroll
                     for (int i = 0; i < VECTOR; i++)
-                        sum[i] += window.from_states(TAPS + i, filter, runs,
+                        sum[i] += window.from_states(TAPS + i, weight, piece.channel, runs,
                                                      initial_state + piece.channel * (width - 1),
-                                                     channels * (width - 1), width);
+                                                     channels * (width - 1), width, flags);
                 }
             }
 #pragma unroll
