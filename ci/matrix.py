@@ -22,7 +22,7 @@ HOST = "x86_64"  # where archives are compiled; they are the same for every plat
 class Arch:
     """A GPU architecture that releases hold an archive for.
 
-    capability, gpus  in words, as the README's table has them
+    capability, gpus  in words, as the documentation's table has them
     budget            bytes that its archive may take
     attested          whether a release needs every binary GPU-tested
     """

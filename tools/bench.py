@@ -1,8 +1,9 @@
 """Time linear_scan on this GPU, beside installed baselines and the time it takes to move the bytes.
 
-    python tools/bench.py                     the table of the README
+    python tools/bench.py                     the table of the documentation
     python tools/bench.py --json FILE         the same, with every number
     python tools/bench.py --case time_last:8,1536,4096:bfloat16
+    python tools/bench.py --associative       beside torch's associative_scan, too, compiled; forward only
 
 The measuring is that of ``scan-registry bench``, in ``scan_registry/bench``: each timing is a CUDA
 graph of launches over several sets of inputs, more of them than the L2 cache holds. All graphs of a
@@ -18,6 +19,7 @@ import sys
 from pathlib import Path
 
 import torch
+from baselines import ASSOCIATIVE
 from records import write_records
 from rich.console import Console
 from rich.progress import track
@@ -28,7 +30,7 @@ from scan_registry.ops.linear_scan_bench import BENCHMARK, Case
 
 
 def default_cases() -> list[Case]:
-    """Those of the README's table."""
+    """Those of the table in the documentation."""
     shapes = [("time_last", 8, 1536, t) for t in (128, 512, 2048, 8192, 32768)]
     shapes += [("channel_last", 8, 1024, t) for t in (1024, 8192, 32768)]
     return [Case(*shape, dtype) for shape in shapes for dtype in ("float32", "bfloat16")]
@@ -46,11 +48,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", action="append", type=one_case, help="layout:B,C,T:dtype")
     parser.add_argument("--json", type=Path, help="write every number to this file")
+    parser.add_argument(
+        "--associative", action="store_true", help="time torch's associative_scan, too; it compiles"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("tools/bench.py needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
         return 2
     bench = Bench.on(BENCHMARK, torch.device("cuda:0"))
+    if args.associative:
+        bench.baselines = (*bench.baselines, ASSOCIATIVE)
     for case in track(args.case or default_cases(), "timing", console=Console(stderr=True)):
         bench.run(case)
     show_table(bench)

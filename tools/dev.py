@@ -1,8 +1,9 @@
-"""The two commands of a working copy: see the package work, and test it.
+"""The commands of a working copy: see the package work, and test it; and build the documentation.
 
     python3 tools/dev.py demo [--archs all]   build a wheel, install it, look inside, run its self-test
-    python3 tools/dev.py test [ARG …]         build the wheel, then ruff, mypy, import contracts,
+    python3 tools/dev.py test [ARG …]         build the wheel, then ruff, mypy, import contracts, the site,
                                               attestations and pytest
+    python3 tools/dev.py site                 build the documentation into build/site, and no wheel
 
 ``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none; ``test`` for all.
 
@@ -20,6 +21,7 @@ GPU, usually an index of CPU builds) is up to pip's own configuration.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -50,6 +52,9 @@ from ci.workspace import (
 )
 
 WORK = ROOT / "build" / "dev"
+#: What the site is built from, and the pinned programs that build it.
+SITE = ROOT / "docs" / "mkdocs.yml"
+SITE_REQUIREMENTS = ROOT / "docs" / "requirements.txt"
 
 
 # --- The wheel --------------------------------------------------------------------------------
@@ -67,7 +72,8 @@ def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
     require("remove the last build", remove)
     require("install the wheel", environment.pip("install", "-q", *pinned, f"{wheel.path}{extra}"))
     if extra:
-        require("install the tools", environment.pip("install", "-q", *pinned, "-r", REQUIREMENTS))
+        needed = ("-r", REQUIREMENTS, "-r", SITE_REQUIREMENTS)
+        require("install the tools", environment.pip("install", "-q", *pinned, *needed))
     # From a folder without the sources, as the tests are to see it.
     where = f"import {PACKAGE}, pathlib; print(pathlib.Path({PACKAGE}.__file__).parent)"
     result = subprocess.run(
@@ -114,6 +120,16 @@ def check_imports(environment: Environment) -> int:
     return run("import contracts", command, cwd=stage_sources())
 
 
+def build_site(environment: Environment) -> int:
+    """The documentation, strictly: a link or an anchor that leads nowhere fails. It reads the sources only.
+
+    Not quietly: what mkdocs does not print it does not count, and lets pass.
+    """
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # the theme's advertisement
+    command = [environment.python, "-m", "mkdocs", "build", "--strict", "-f", SITE]
+    return run("the documentation", command)
+
+
 def report_attestations(environment: Environment) -> None:
     """Say how many binaries a GPU has tested; a gate for releases, which a change need not pass."""
     command = [environment.python, ROOT / "tools" / "attest.py", "--check"]
@@ -151,6 +167,7 @@ def check_all(environment: Environment, arguments: Sequence[str]) -> int:
             ("ruff format", run("ruff format", [ruff, "format", "--check", "."])),
             ("mypy", check_types(environment)),
             ("import contracts", check_imports(environment)),
+            ("the documentation", build_site(environment)),
         )
         if status
     ]
@@ -182,6 +199,15 @@ def test(fresh: bool, arguments: Sequence[str]) -> int:
     return check_all(environment, arguments)
 
 
+def site() -> int:
+    """The documentation alone, in an environment of its own."""
+    check_machine()
+    environment = make_environment(WORK / "site", fresh=False)
+    command = environment.pip("install", "-q", "-r", SITE_REQUIREMENTS)
+    require("install what builds the site", command)
+    return build_site(environment)
+
+
 def types() -> int:
     """mypy alone, in the environment of the last test: for the hook that runs before a commit."""
     environment = Environment(WORK / "venv")
@@ -211,6 +237,7 @@ def main() -> int:
                 help="the architectures to compile for, `all` for all; default: this machine's GPUs, or ptx80",
             )
     commands.add_parser("types", help="mypy alone, in the environment that is there")
+    commands.add_parser("site", help="the documentation, into build/site")
     options, rest = parser.parse_known_args()
     if rest and options.command != "test":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -219,6 +246,8 @@ def main() -> int:
     try:
         if options.command == "types":
             return types()
+        if options.command == "site":
+            return site()
         if options.command == "test":
             return test(options.fresh, rest)
         demo(options.fresh, options.archs)

@@ -72,7 +72,7 @@ class PlainSLSTM(nn.SLSTM):
             for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         )
         batch, time, _ = x.shape
-        heads, dim = self.heads, self.hidden_size // self.heads
+        heads, dim = self.num_heads, self.hidden_size // self.num_heads
         # By step and head: (T, N, B, gates · D) and (N, previous, gates · new).
         given = linear(x, of_inputs, b_inputs + b_h).view(batch, time, 4, heads, dim)
         given = given.permute(1, 3, 0, 2, 4).reshape(time, heads, batch, 4 * dim)

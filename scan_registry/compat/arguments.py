@@ -1,12 +1,24 @@
-"""What the stand-ins check in the names of their arguments; ``linear_scan`` checks the rest in its own."""
+"""What the stand-ins check, in the names of their arguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
+from scan_registry.ops.arguments import refuse_layout
+
+_WIDE = (torch.float64, torch.complex128)
+
+
+def check_dense(name: str, value: Any) -> None:
+    """Refuse what is no dense tensor; ``TypeError`` names the argument."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        refuse_layout(name, value)
 
 
 def check_pair(layout: str, **given: Any) -> None:
@@ -14,8 +26,7 @@ def check_pair(layout: str, **given: Any) -> None:
     on one device; ``TypeError`` or ``ValueError`` names the argument. ``layout`` names the dimensions.
     """
     for name, value in given.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+        check_dense(name, value)
         if not (value.is_floating_point() or value.is_complex()):
             raise TypeError(
                 f"{name} has dtype {value.dtype}; accepted are floating-point and complex numbers"
@@ -27,6 +38,11 @@ def check_pair(layout: str, **given: Any) -> None:
         raise ValueError(
             f"{one} has shape {tuple(first.shape)}, {other} {tuple(second.shape)}; "
             f"both must be {layout} of the same sizes"
+        )
+    if (first.dtype in _WIDE) != (second.dtype in _WIDE):
+        raise TypeError(
+            f"{one} has dtype {first.dtype}, {other} {second.dtype}; float64 does not mix with narrower "
+            "dtypes"
         )
     if first.device != second.device:
         raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.compat.arguments import check_dense
 from scan_registry.kernels.rnn.problem import SIZES, RnnBackend
 from scan_registry.ops.rnn import rnn
 
@@ -197,9 +198,17 @@ def flashrnn(
         TypeError, ValueError: the arguments are not as described.
         NoKernelError: the backend has no kernel that runs on this GPU.
     """
-    for name, tensor in {"Wx": Wx, "R": R, "b": b}.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    given = (
+        {"Wx": Wx, "R": R, "b": b}
+        if states is None
+        else {"Wx": Wx, "R": R, "b": b, "states": states}
+    )
+    for name, tensor in given.items():
+        check_dense(name, tensor)
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted are {', '.join(DTYPES)}")
+    if config is not None and not isinstance(config, FlashRNNConfig):
+        raise TypeError(f"config must be a FlashRNNConfig, not {type(config).__name__}")
     if config is None:
         own = [str(tensor.dtype).removeprefix("torch.") for tensor in (Wx, R, b)]
         config = FlashRNNConfig(

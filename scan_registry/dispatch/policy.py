@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from scan_registry.dispatch.fit import Tier
+
+if TYPE_CHECKING:
+    from contextlib import _GeneratorContextManager  # a decorator, too
 
 Level = Literal["aot", "ptx", "jit", "reference"]
 
@@ -37,8 +40,7 @@ def lowest() -> Tier:
     return outer if inner is None else min(inner, outer)
 
 
-@contextmanager
-def require(level: Level) -> Iterator[None]:
+def require(level: Level) -> _GeneratorContextManager[None]:
     """Within the block, in this thread or task, raise ``NoKernelError`` rather than go below a level.
 
     Args:
@@ -50,12 +52,14 @@ def require(level: Level) -> Iterator[None]:
     Raises:
         ValueError: there is no such level.
     """
-    before, wanted = required.get(), _tier(level, "level")
-    token = required.set(wanted if before is None else min(before, wanted))
-    try:
+    return _at_least(_tier(level, "level"))
+
+
+@contextmanager
+def _at_least(wanted: Tier) -> Iterator[None]:
+    before = required.get()
+    with as_required(wanted if before is None else min(before, wanted)):
         yield
-    finally:
-        required.reset(token)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -51,13 +51,28 @@ def check_tensors(gates: Any, tokens: Any, initial_state: Any, cu_seqlens: Any) 
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
         if value.layout != torch.strided or value.is_nested:
-            raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
+            values = f"{name}.values() with dim=0 and cu_seqlens={name}.offsets()"
+            refuse_layout(name, value, of_jagged=values)
     for name, value in given.items():
         if value.device != tokens.device:
             raise ValueError(
                 f"{name} is on {value.device}, tokens on {tokens.device}; "
                 "they must be on one device"
             )
+
+
+def refuse_layout(name: str, tensor: Tensor, of_jagged: str | None = None) -> NoReturn:
+    """Raise ``TypeError`` for a tensor that is not dense. The message says what to pass instead, which
+    ``of_jagged`` says of a jagged one."""
+    if tensor.layout == torch.jagged:
+        kind, instead = "jagged", of_jagged or f"{name}.to_padded_tensor(0.0)"
+    elif tensor.is_nested:
+        kind, instead = "nested", f"{name}.to_padded_tensor(0.0)"
+    elif tensor.is_mkldnn:
+        kind, instead = "in oneDNN's layout", f"{name}.to_dense()"
+    else:
+        kind, instead = "sparse", f"{name}.to_dense()"
+    raise TypeError(f"{name} is {kind}; accepted are dense tensors, so pass {instead}")
 
 
 def as_bool(name: str, value: Any) -> bool:

@@ -17,7 +17,7 @@ from scan_registry.base.symbols import same_shape
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.kernels.linear_scan.reference import compute_dtype
-from scan_registry.ops import plans
+from scan_registry.ops import flops, plans
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.plans import Wanted
 from scan_registry.ops.problems import StateLayout
@@ -95,6 +95,8 @@ def scan(
         if torch.is_grad_enabled() and _differentiated(*tensors[:3]):
             return LinearScan.apply(*tensors, options, True)  # type: ignore[no-any-return, no-untyped-call]
         return plans.forward(*tensors, options)
+    if not _is_compiling():
+        flops.announce()
     states, last = _op(*tensors, *options)
     return states, last if options.final else None
 
@@ -199,6 +201,8 @@ def _first_derivative(tensors: Differentiated, options: Options, wanted: Wanted)
         return differentiable_backward(*tensors, options, wanted)
     if not _is_compiling() and unobserved(*tensors):
         return plans.backward(*tensors, options, wanted)
+    if not _is_compiling():
+        flops.announce()
     return _dispatched_backward(*tensors, options, wanted)
 
 
@@ -383,3 +387,5 @@ _backward_op = register(
         "FuncTorchBatchedDecomposition": "_backward_composed",
     },
 )
+# For graphs of torch.compile, which call the operators by themselves.
+flops.announce()

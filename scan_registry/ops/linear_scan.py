@@ -49,6 +49,20 @@ def linear_scan(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def linear_scan(
+    gates: Tensor,
+    tokens: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    dim: int = -1,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def linear_scan(
     gates: Tensor,
     tokens: Tensor,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, RnnBackend, Scope
-from scan_registry.ops.arguments import as_bool
+from scan_registry.ops.arguments import as_bool, refuse_layout
 
 BACKENDS: tuple[RnnBackend, ...] = get_args(RnnBackend)
 FUNCTIONS: tuple[Function, ...] = tuple(SIZES)
@@ -131,7 +131,7 @@ def _check_tensors(Wx: Any, R: Any, b: Any, states: Any) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
         if value.layout != torch.strided or value.is_nested:
-            raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
+            refuse_layout(name, value)
         if value.dtype not in ACCEPTED:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCEPTED)
             raise TypeError(f"{name} has dtype {value.dtype}; accepted are {names}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from scan_registry.dispatch import policy
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Clips
-from scan_registry.ops import rnn_plans
+from scan_registry.ops import flops, rnn_plans
 from scan_registry.ops.derivatives import forward_mode, has_tangents, tracing_state, unobserved
 from scan_registry.ops.registration import register
 from scan_registry.ops.rnn_arguments import Arguments, Options
@@ -37,6 +37,7 @@ def rnn(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
             else:
                 made = rnn_plans.forward(given, options, False)
             return made[0], made[1]
+        flops.announce()
     # A trace holds for calls with and without gradients, so nothing in it may depend on which is traced.
     tracing = not _is_compiling() and tracing_state() is not None
     training = not tracing and torch.is_grad_enabled() and _differentiated(*given)
@@ -151,6 +152,8 @@ def _backward(
         )  # fmt: skip
     if not _is_compiling() and unobserved(*tensors):
         return rnn_plans.backward(*tensors, options)
+    if not _is_compiling():
+        flops.announce()
     gates_grad, initial_grad = _backward_op(*tensors, *options.flat())
     return gates_grad, initial_grad
 
@@ -236,3 +239,5 @@ _backward_op = register(
         "FuncTorchBatchedDecomposition": "_backward_composed",
     },
 )
+# For graphs of torch.compile, which call the operators by themselves.
+flops.announce()

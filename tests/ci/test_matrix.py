@@ -26,6 +26,7 @@ else:
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GPUS = (ROOT / "docs" / "pages" / "guides" / "gpus.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 WORKFLOW = (ROOT / ".github" / "workflows" / "wheels.yml").read_text(encoding="utf-8")
 MATRIX = load()
@@ -70,9 +71,9 @@ def test_capabilities_are_those_of_the_architectures() -> None:
             assert first <= tuple(map(int, MATRIX.cuda.split(".")))
 
 
-def test_the_readme_has_the_same_rows() -> None:
+def test_the_page_on_gpus_has_the_same_rows() -> None:
     table = re.search(
-        r"\| archive \| compute capability \| such as \|\n\| --- .*\n((\|.*\n)+)", README
+        r"\| archive \| compute capability \| such as \|\n\| --- .*\n((\|.*\n)+)", GPUS
     )
     assert table is not None
     rows = [tuple(map(str.strip, row.split("|")[1:-1])) for row in table[1].splitlines()]

@@ -1,4 +1,4 @@
-"""The README's two examples, done in a scratch copy: a new kernel family, a new architecture."""
+"""The documentation's two examples, done in a scratch copy: a new kernel family, a new architecture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from scan_registry.hardware.target import RELEASED
 from scan_registry.runtime import jit
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DEVELOPERS = ROOT / "docs" / "pages" / "developers"
+FAMILY = (DEVELOPERS / "family.md").read_text(encoding="utf-8")
+ARCHITECTURE = (DEVELOPERS / "architecture.md").read_text(encoding="utf-8")
 
 needs_nvrtc = pytest.mark.skipif(
     isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed"
@@ -55,9 +57,9 @@ def prepared(size):
 
 
 def block(name: str) -> str:
-    """The README's text of a file: the indented or fenced block below its name."""
-    match = re.search(rf"`{re.escape(name)}`[^`]*:\n\n```\w+\n(.*?)```\n", README, re.DOTALL)
-    assert match is not None, f"README.md has no {name}"
+    """The page's text of a file: the fenced block below its name."""
+    match = re.search(rf"`{re.escape(name)}`[^`]*:\n[^`]*\n```\w+\n(.*?)```\n", FAMILY, re.DOTALL)
+    assert match is not None, f"family.md has no {name}"
     return match[1]
 
 
@@ -84,7 +86,7 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def with_family(copy: Path) -> Path:
-    """The copy with the README's family in a folder of its own, and nothing else changed."""
+    """The copy with the page's family in a folder of its own, and nothing else changed."""
     folder = copy / "scan_registry" / "kernels" / "scale"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -175,9 +177,9 @@ def test_a_familys_folder_is_packed_into_wheels(tmp_path: Path) -> None:
 
 
 def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
-    """One in the matrix, one in the package, one in the README's table, as the README says."""
+    """One in the matrix, one in the package, one in the table of GPUs, as the page says."""
     for line in ('"sm103": {"capability": "10.3"', "RELEASED = (", "| sm103 | 10.3 | B300 |"):
-        assert line in README
+        assert line in ARCHITECTURE
     target = copy / "scan_registry" / "hardware" / "target.py"
     text = target.read_text(encoding="utf-8")
     assert text.count('"sm100", ') == 1
@@ -201,7 +203,7 @@ def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
     matrix = tmp_path / "ci" / "matrix.json"
     document = json.loads(matrix.read_text(encoding="utf-8"))
-    (entry,) = re.findall(r'^\s*("sm103": \{.*\})', README, re.MULTILINE)
+    (entry,) = re.findall(r'^\s*("sm103": \{.*\})', ARCHITECTURE, re.MULTILINE)
     document["archs"] |= json.loads(f"{{{entry}}}")
     matrix.write_text(json.dumps(document), encoding="utf-8")
     jobs = run(tmp_path, str(tmp_path / "ci" / "matrix.py")).stdout

@@ -23,8 +23,8 @@ def steps(name: str) -> list[dict[str, Any]]:
     return [step for job in WORKFLOWS[name]["jobs"].values() for step in job["steps"]]
 
 
-def test_the_workflows_are_the_release_and_the_checks() -> None:
-    assert set(WORKFLOWS) == {"wheels", "checks"}
+def test_the_workflows_are_the_release_the_checks_and_the_site() -> None:
+    assert set(WORKFLOWS) == {"wheels", "checks", "site"}
 
 
 @every_workflow
@@ -54,6 +54,7 @@ def test_only_jobs_that_publish_have_more_rights() -> None:
     assert {name: job["permissions"] for name, job in jobs.items() if "permissions" in job} == {
         "publish": {"id-token": "write"},
         "notes": {"contents": "write"},
+        "pages": {"pages": "write", "id-token": "write"},
     }
 
 
@@ -77,6 +78,19 @@ def test_only_a_tag_publishes_and_only_what_was_tried() -> None:
     assert JOBS["notes"]["needs"] == "publish"
     (upload,) = (s for s in publish["steps"] if "gh-action-pypi-publish" in s.get("uses", ""))
     assert upload["with"] == {"packages-dir": "dist/pypi", "attestations": True}
+
+
+def test_the_site_is_published_from_main_as_it_was_checked() -> None:
+    triggers = WORKFLOWS["site"][ON]
+    assert triggers["push"] == {"branches": ["main"]}
+    assert "pull_request" not in triggers
+    build, pages = (WORKFLOWS["site"]["jobs"][name] for name in ("build", "pages"))
+    assert [step["run"] for step in build["steps"] if "run" in step] == [
+        "python3 tools/dev.py site"
+    ]
+    (upload,) = (s for s in build["steps"] if "upload-pages-artifact" in s.get("uses", ""))
+    assert upload["with"] == {"path": "build/site"}
+    assert pages["needs"] == "build"
 
 
 def test_it_runs_every_night() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -50,3 +52,50 @@ def test_linters_are_pinned_alike_everywhere() -> None:
     assert f"ruff-pre-commit\n    rev: v{pins['ruff']}\n" in hooks
     assert "tools/dev.py types" in hooks  # mypy comes from the same environment
     assert {"torch", "import-linter"} <= set(pins)
+
+
+def test_the_site_is_built_strictly_and_fails_the_checks(
+    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: dict[str, list[str]] = {}
+
+    def run(title: str, command: list[object], **_: object) -> int:
+        commands[title] = [str(word) for word in command]
+        return int(title == "the documentation")
+
+    monkeypatch.setattr(dev, "run", run)
+    monkeypatch.setattr(dev, "check_types", lambda _: 0)
+    monkeypatch.setattr(dev, "check_imports", lambda _: 0)
+    monkeypatch.setattr(dev, "report_attestations", lambda _: None)
+    program = tmp_path / "bin" / "pytest"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
+    program.chmod(0o755)
+    assert dev.check_all(dev.Environment(tmp_path), ["--version"]) == 1
+    words = commands["the documentation"][1:]
+    assert words == ["-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "docs" / "mkdocs.yml")]
+
+
+def test_the_site_fails_on_a_link_that_leads_nowhere(
+    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By mkdocs itself, as strictly as the site's settings are, on pages of the test's own."""
+    pytest.importorskip("mkdocs")
+    settings = (ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8")
+    validation = re.search(r"^validation:\n(?:  .*\n)+", settings, re.MULTILINE)
+    assert validation is not None
+    environment = dev.Environment(Path(sys.executable).parents[1])
+    for link, status in (("index.md#there", 0), ("index.md#nowhere", 1), ("none.md", 1)):
+        folder = tmp_path / link
+        (folder / "pages").mkdir(parents=True)
+        text = f"# There\n\n[a link]({link})\n"
+        (folder / "pages" / "index.md").write_text(text, encoding="utf-8")
+        text = f"site_name: x\ndocs_dir: pages\n{validation[0]}"
+        (folder / "mkdocs.yml").write_text(text, encoding="utf-8")
+        monkeypatch.setattr(dev, "SITE", folder / "mkdocs.yml")
+        assert dev.build_site(environment) == status, link
+
+
+def test_what_builds_the_site_is_pinned() -> None:
+    lines = (ROOT / "docs" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert all("==" in line for line in lines if not line.startswith("#"))

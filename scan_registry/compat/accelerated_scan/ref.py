@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.compat.arguments import check_dense
 from scan_registry.ops.linear_scan import linear_scan
 
 Combine = Callable[[Tensor, Tensor], Tensor]
@@ -54,8 +55,7 @@ def scan(
         ValueError: the tensors do not have three dimensions or differ in length.
     """
     for name, value in (("gates", gates), ("tokens", tokens)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+        check_dense(name, value)
         if value.dim() != 3:
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be (B, C, T)")
     if gates.shape[-1] != tokens.shape[-1]:

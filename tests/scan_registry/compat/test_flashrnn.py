@@ -174,3 +174,11 @@ def test_tensors_that_are_refused() -> None:
         flashrnn(wx, r, b, config=FlashRNNConfig(num_heads=2, head_dim=4))
     with pytest.raises(ValueError, match="states has shape"):
         flashrnn(wx, r, b, states[:1])
+    with pytest.raises(TypeError, match=r"states must be a torch\.Tensor, not list"):
+        flashrnn(wx, r, b, [states])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Wx is in oneDNN's layout; .* pass Wx.to_dense\(\)"):
+        flashrnn(wx.detach().float().to_mkldnn(), r, b)
+    with pytest.raises(TypeError, match=r"Wx has dtype torch\.int32; accepted are bfloat16"):
+        flashrnn(wx.int(), r, b)
+    with pytest.raises(TypeError, match="config must be a FlashRNNConfig, not dict"):
+        flashrnn(wx, r, b, config={"function": "lstm"})  # type: ignore[arg-type]

@@ -97,11 +97,9 @@ def test_an_unknown_level_in_the_environment(environment: pytest.MonkeyPatch, va
 
 @pytest.mark.parametrize("value", ["exact", "", None, 1, ["aot"]])
 def test_an_unknown_level(value: object) -> None:
-    with (
-        pytest.raises(ValueError, match="accepted are aot, ptx, jit, reference") as caught,
-        require(value),  # type: ignore[arg-type]
-    ):
-        raise AssertionError("entered")
+    """It is refused before any block is entered, as a ``with`` may have been forgotten."""
+    with pytest.raises(ValueError, match="accepted are aot, ptx, jit, reference") as caught:
+        require(value)  # type: ignore[arg-type]
     assert f"level is {value!r}" in str(caught.value)
     assert lowest() is Tier.REFERENCE
 

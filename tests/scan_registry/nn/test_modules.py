@@ -313,24 +313,3 @@ def test_slstms_parameters() -> None:
     assert all(parameter.abs().max() <= bound for parameter in module.parameters())
     out, ends = module.double()(torch.randn(4, 2, 5).double())
     assert (out.shape, len(ends), ends[3].shape) == ((4, 2, 12), 4, (2, 2, 6))
-
-
-# --- What they refuse -------------------------------------------------------------------------
-
-
-def test_errors() -> None:
-    with pytest.raises(ValueError, match="proj_size is 2"):
-        nn.LSTM(5, 6, proj_size=2)
-    with pytest.raises(ValueError, match="nonlinearity is 'relu'"):
-        nn.RNN(5, 6, nonlinearity="relu")
-    with pytest.raises(ValueError, match="num_heads is 4; it must divide hidden_size, 6"):
-        nn.SLSTM(5, 6, num_heads=4)
-    module = nn.LSTM(5, 6)
-    with pytest.raises(ValueError, match="input has 4 features; this module was made for 5"):
-        module(torch.randn(7, 3, 4))
-    with pytest.raises(ValueError, match="accepted are tensors of 2 and 3 dimensions"):
-        module(torch.randn(5))
-    with pytest.raises(ValueError, match=r"h, c must be \(1, 3, 6\) each"):
-        module(torch.randn(7, 3, 5), torch.zeros(1, 3, 6))
-    with pytest.raises(ValueError, match="accepted are auto"):
-        nn.LSTM(5, 6, backend="cudnn")(torch.randn(7, 3, 5))

@@ -251,7 +251,7 @@ def test_options_of_the_wrong_type(options: Any, words: list[str]) -> None:
         (torch.zeros(2, 3), {"dim": 0}, ValueError, r"shape \(2, 3\); .* \(3, 4\)"),
         (torch.zeros(2, 3), {"cu_seqlens": torch.tensor([0, 1, 2, 3, 4])}, ValueError, r"\(2, 3\); .* \(2, 3, 4\)"),
         (torch.zeros(2, 3, device="meta"), {}, ValueError, "initial_state is on meta, tokens on cpu"),
-        (torch.zeros(2, 3).to_sparse(), {}, TypeError, "initial_state is sparse or nested"),
+        (torch.zeros(2, 3).to_sparse(), {}, TypeError, "initial_state is sparse; accepted are dense"),
     ],
 )  # fmt: skip
 def test_initial_states_that_are_refused(
@@ -262,16 +262,31 @@ def test_initial_states_that_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_sparse_and_nested_tensors_are_refused() -> None:
+def test_tensors_that_are_not_dense_are_refused_with_what_to_pass_instead() -> None:
     dense = torch.eye(3)
     nested = torch.nested.nested_tensor([torch.rand(2), torch.rand(3)])
     for options in ({}, {"reverse": True}):
-        with pytest.raises(TypeError, match="gates is sparse or nested; accepted are dense"):
-            linear_scan(dense.to_sparse(), dense, **options)
-        with pytest.raises(TypeError, match="tokens is sparse or nested; accepted are dense"):
-            linear_scan(dense, dense.to_sparse(), **options)
-        with pytest.raises(TypeError, match="gates is sparse or nested; accepted are dense"):
-            linear_scan(nested, nested, **options)
+        for other, kind in (
+            (dense.to_sparse(), "sparse; accepted are dense tensors, so pass {}.to_dense()"),
+            (dense.to_mkldnn(), "in oneDNN's layout; .* so pass {}.to_dense()"),
+            (nested, r"nested; .* so pass {}.to_padded_tensor\(0.0\)"),
+        ):
+            with pytest.raises(TypeError, match=f"gates is {kind.format('gates')}"):
+                linear_scan(other, dense, **options)
+            with pytest.raises(TypeError, match=f"tokens is {kind.format('tokens')}"):
+                linear_scan(dense, other, **options)
+
+
+def test_what_is_said_of_jagged_tensors_computes_their_scan() -> None:
+    parts = [torch.rand(4, 3), torch.rand(0, 3), torch.rand(5, 3)]
+    gates = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    tokens = torch.nested.nested_tensor([part + 1 for part in parts], layout=torch.jagged)
+    with pytest.raises(TypeError, match="gates is jagged; accepted are dense tensors") as caught:
+        linear_scan(gates, tokens)
+    assert "pass gates.values() with dim=0 and cu_seqlens=gates.offsets()" in str(caught.value)
+    states = linear_scan(gates.values(), tokens.values(), dim=0, cu_seqlens=gates.offsets())
+    for part, found in zip(parts, states.split([4, 0, 5]), strict=True):
+        torch.testing.assert_close(found, linear_scan(part, part + 1, dim=0))
 
 
 # --- Bounds -----------------------------------------------------------------------------------
@@ -320,7 +335,7 @@ def test_values_of_bounds(bounds: list[int], words: str, grad: bool, direct: boo
         (torch.tensor(9), ValueError, r"cu_seqlens has shape \(\)"),
         (torch.tensor([[0, 9]]), ValueError, r"cu_seqlens has shape \(1, 2\)"),
         (torch.tensor([0, 9], device="meta"), ValueError, "cu_seqlens is on meta, tokens on cpu"),
-        (torch.tensor([0, 9]).to_sparse(), TypeError, "cu_seqlens is sparse or nested"),
+        (torch.tensor([0, 9]).to_sparse(), TypeError, "cu_seqlens is sparse; accepted are dense"),
     ],
 )  # fmt: skip
 def test_bounds_that_are_none(bounds: Any, error: type[Exception], words: str) -> None:

@@ -398,7 +398,11 @@ def _with(**changes: Any) -> dict[str, Any]:
         ({"R": None}, TypeError, "R must be a torch.Tensor, not NoneType"),
         ({"b": torch.zeros(4, 2, 4, dtype=torch.int64)}, TypeError, "b has dtype torch.int64"),
         ({"R": torch.zeros(4, 2, 4, 4).double()}, TypeError, "float64 does not mix"),
-        ({"Wx": torch.zeros(3, 5, 4, 2, 4).to_sparse()}, TypeError, "Wx is sparse or nested"),
+        (
+            {"Wx": torch.zeros(3, 5, 4, 2, 4).to_sparse()},
+            TypeError,
+            r"Wx is sparse; .* so pass Wx.to_dense\(\)",
+        ),
         ({"Wx": torch.zeros(3, 5, 3, 2, 4)}, ValueError, r"\(batch, time, 4, heads, units\)"),
         ({"R": torch.zeros(3, 2, 4, 4)}, ValueError, r"R has shape \(3, 2, 4, 4\)"),
         ({"b": torch.zeros(4, 2, 5)}, ValueError, r"must be \(4, 2, 4\)"),

@@ -33,7 +33,7 @@ report(first=first, second=facts(second), status=run(second))
         f"{call} failed with CUDA_ERROR_OUT_OF_MEMORY (out of memory)",
         "linear_scan.time_last_forward",
         str(binary),
-        "grid (6, 1, 1), block (128, 1, 1), 65536 bytes of dynamic shared memory",
+        "grid (2, 1, 1), block (128, 1, 1), 65536 bytes of dynamic shared memory",
     ):
         assert word in found["first"]["words"]
     assert found["second"]["tier"] == "exact"
@@ -51,7 +51,7 @@ report(status=status, it=attempt(ready.refuse, status[0]))
 """)
     assert found["status"] == [LAUNCH_OUT_OF_RESOURCES, 0]
     assert found["it"]["error"] == "DriverError"
-    for word in ("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", str(binary), "grid (6, 1, 1)"):
+    for word in ("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", str(binary), "grid (2, 1, 1)"):
         assert word in found["it"]["words"]
 
 

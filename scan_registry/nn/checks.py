@@ -1,0 +1,156 @@
+"""What the recurrent modules refuse, in torch.nn's style: the same types of exceptions, and the sizes that
+were expected and given. Nothing here is computed with, so a wrong call ends before any kernel runs."""
+
+from __future__ import annotations
+
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.rnn.problem import SIZES
+from scan_registry.ops.arguments import refuse_layout
+from scan_registry.ops.rnn_arguments import ACCEPTED, BACKENDS
+
+if TYPE_CHECKING:
+    from scan_registry.nn.recurrent import Recurrent
+
+_DTYPES = ", ".join(map(str, ACCEPTED))
+
+
+# --- Constructors -----------------------------------------------------------------------------
+
+
+def check_constructor(num_layers: Any, dropout: Any, dtype: Any, backend: Any) -> None:
+    """Refuse what torch.nn.RNNBase does not, or only with a message about something else."""
+    if not isinstance(num_layers, int):
+        raise TypeError(f"num_layers should be of type int, got: {type(num_layers).__name__}")
+    if not isinstance(dropout, numbers.Number):
+        raise ValueError(f"dropout should be a number in range [0, 1], got: {dropout!r}")
+    if dtype is not None and dtype not in ACCEPTED:
+        raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
+
+
+def check_heads(num_heads: Any, hidden_size: int) -> None:
+    """Refuse heads that do not share ``hidden_size`` equally."""
+    if not isinstance(num_heads, int) or isinstance(num_heads, bool):
+        raise TypeError(f"num_heads should be of type int, got: {type(num_heads).__name__}")
+    if num_heads <= 0:
+        raise ValueError("num_heads must be greater than zero")
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size ({hidden_size}) must be divisible by num_heads ({num_heads})"
+        )
+
+
+def check_projection(proj_size: Any) -> None:
+    """Refuse projections, which no kernel has."""
+    if not isinstance(proj_size, int):
+        raise TypeError(f"proj_size should be of type int, got: {type(proj_size).__name__}")
+    if proj_size:
+        raise ValueError(
+            f"proj_size should be 0, got: {proj_size}; for projections use torch.nn.LSTM"
+        )
+
+
+def check_nonlinearity(nonlinearity: Any) -> None:
+    """Refuse what is not tanh."""
+    if nonlinearity == "relu":
+        raise ValueError("nonlinearity should be 'tanh', got: 'relu'; for that use torch.nn.RNN")
+    if nonlinearity != "tanh":
+        raise ValueError(f"Unknown nonlinearity {nonlinearity!r}. It should be 'tanh'")
+
+
+# --- Calls ------------------------------------------------------------------------------------
+
+
+def check_input(module: Recurrent[Any], x: Any, packed: bool = False) -> None:
+    """Refuse an input that does not go with the module's parameters; that of a PackedSequence if ``packed``."""
+    name, what = type(module).__name__, "input.data" if packed else "input"
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name}: Expected input to be a Tensor or a PackedSequence, got {type(x).__name__}"
+        )
+    if x.layout != torch.strided or x.is_nested:
+        packing = "torch.nn.utils.rnn.pack_sequence([*input.unbind()], enforce_sorted=False)"
+        refuse_layout(what, x, of_jagged=packing)
+    if packed and x.dim() != 2:
+        raise RuntimeError(f"{name}: Expected input.data to be 2D, got {x.dim()}D instead")
+    if x.dim() not in (2, 3):
+        raise ValueError(f"{name}: Expected input to be 2D or 3D, got {x.dim()}D instead")
+    weight: Any = module.weight_ih_l0
+    if not _go_together(x, weight):
+        module_too = f", or the module: module.to({x.dtype})" if x.dtype in ACCEPTED else ""
+        raise ValueError(
+            f"{name}: Expected {what} of dtype {weight.dtype}, as the parameters are, got {x.dtype}. "
+            f"Convert the input: input.to({weight.dtype}){module_too}"
+        )
+    if weight.dtype not in ACCEPTED:
+        raise TypeError(f"{name}: Expected parameters of {_DTYPES}, got {weight.dtype}")
+    if x.device != weight.device:
+        raise RuntimeError(
+            f"{name}: Expected {what} and parameters on one device, got input on {x.device} and "
+            f"parameters on {weight.device}"
+        )
+    if x.shape[-1] != module.input_size:
+        raise RuntimeError(
+            f"{name}: Expected {what}.size(-1) to be input_size, {module.input_size}, got {x.shape[-1]}"
+        )
+
+
+def _go_together(one: Tensor, other: Tensor) -> bool:
+    """Whether the dtypes are the same, or will be: autocast converts floating-point ones but float64."""
+    if one.dtype == other.dtype:
+        return True
+    kind = one.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return False
+    return all(t.is_floating_point() and t.dtype != torch.float64 for t in (one, other))
+
+
+def states_of(module: Recurrent[Any], hx: Any, x: Tensor, batch: int | None) -> list[Tensor] | None:
+    """The states before the first step, checked; ``batch`` is None where ``input`` has none."""
+    if hx is None:
+        return None
+    name, states = type(module).__name__, SIZES[module.function].states
+    rows = module.num_layers * (2 if module.bidirectional else 1)
+    size = (rows, module.hidden_size) if batch is None else (rows, batch, module.hidden_size)
+    if len(states) == 1:
+        given, names = [hx], ["hx"]
+        expected = "a Tensor"
+    else:
+        given = [*hx] if isinstance(hx, (tuple, list)) else [hx]
+        names = [f"hx[{k}] ({state})" for k, state in enumerate(states)]
+        expected = f"a tuple of {len(states)} Tensors, ({', '.join(states)})"
+    if len(given) != len(states) or not all(isinstance(state, Tensor) for state in given):
+        raise TypeError(f"{name}: Expected hx to be {expected}, got {_kind(hx)}")
+    for what, state in zip(names, given, strict=True):
+        if state.layout != torch.strided or state.is_nested:
+            refuse_layout(what, state)
+        if state.dim() != len(size):
+            raise RuntimeError(
+                f"{name}: For {'unbatched 2-D' if batch is None else 'batched'} input, expected {what} "
+                f"to be {len(size)}-D, {size}, got {state.dim()}-D, {tuple(state.shape)}"
+            )
+        if tuple(state.shape) != size:
+            raise RuntimeError(f"{name}: Expected {what} of size {size}, got {tuple(state.shape)}")
+        if not _go_together(state, x):
+            raise RuntimeError(
+                f"{name}: Expected {what} of the input's dtype, {x.dtype}, got {state.dtype}"
+            )
+        if state.device != x.device:
+            raise RuntimeError(
+                f"{name}: Expected {what} on the input's device, {x.device}, got {state.device}"
+            )
+    return given
+
+
+def _kind(hx: Any) -> str:
+    if isinstance(hx, (tuple, list)):
+        return (
+            f"{type(hx).__name__} of {', '.join(type(each).__name__ for each in hx) or 'nothing'}"
+        )
+    return type(hx).__name__

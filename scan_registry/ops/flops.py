@@ -1,0 +1,81 @@
+"""What ``torch.utils.flop_counter.FlopCounterMode`` counts for the operators.
+
+As in torch, a network counts its products of matrices only, two operations for each multiplication and
+addition. A scan has none, so it counts its multiplications and additions one by one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Formula = Callable[..., int]
+
+
+def _linear_scan(gates: Tensor, tokens: Tensor, *_: Any, **__: Any) -> int:
+    """A product and a sum for each element."""
+    product, total = _costs(tokens)
+    return (product + total) * tokens.numel()
+
+
+def _linear_scan_backward(
+    gates: Tensor, states: Tensor | None, states_grad: Tensor, *rest: Any, **_: Any
+) -> int:
+    """A product and a sum for each element of the gradient that runs against the scan; a product more for the
+    gates' own, and sums where gates are broadcast."""
+    product, total = _costs(states_grad)
+    count = states_grad.numel()
+    operations = (product + total) * count
+    if rest[-1][0]:
+        operations += product * count + total * (count - gates.numel())
+    return operations
+
+
+def _costs(tensor: Tensor) -> tuple[int, int]:
+    """The operations of a multiplication, and of an addition."""
+    return (6, 2) if tensor.is_complex() else (1, 1)
+
+
+def _rnn(inputs: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
+    """The recurrent matrices with h, at every step."""
+    return 2 * inputs.shape[0] * inputs.shape[1] * recurrent.numel()
+
+
+def _rnn_backward(
+    recurrent: Tensor, states: Tensor, initial: Tensor | None, *_: Any, **__: Any
+) -> int:
+    """Their transposes with the gates' gradients, at every step that has one before it. The gradients of
+    parameters are torch's products, which it counts itself."""
+    batch, time = states.shape[1], states.shape[2]
+    steps = time if initial is not None else max(time - 1, 0)
+    return 2 * batch * steps * recurrent.numel()
+
+
+FORMULAS: dict[str, Formula] = {
+    "linear_scan": _linear_scan,
+    "linear_scan_backward": _linear_scan_backward,
+    "rnn": _rnn,
+    "rnn_backward": _rnn_backward,
+}
+
+
+def announce() -> None:
+    """Tell torch's counter of the formulas if it is there: all that are made from now on, and those that count
+    now. To import it takes longer than a first call, so whoever counts has to have done so."""
+    module: Any = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    kind = getattr(module, "_FlopCounterMode", None)
+    registries = [module.flop_registry]
+    if kind is not None and torch._C._len_torch_dispatch_stack():
+        modes: Any = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        registries += [mode.counter.flop_registry for mode in modes if isinstance(mode, kind)]
+    for registry in registries:
+        for name, formula in FORMULAS.items():
+            packet = getattr(torch.ops.scan_registry, name, None)
+            if packet is not None:
+                registry.setdefault(packet, formula)

@@ -1,0 +1,112 @@
+"""What the README and the documentation show as code runs, as it stands there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pages import ROOT, RUN, SHOWN, Block, blocks, commands, documents
+
+BLOCKS = [block for page in documents() for block in blocks(page)]
+PROGRAM = "scan-registry"
+
+
+def of_language(language: str) -> list[Block]:
+    return [b for b in BLOCKS if b.language == language and b.skip is None]
+
+
+def pages_with_python() -> list[Path]:
+    return list(dict.fromkeys(block.page for block in of_language("python")))
+
+
+def run_page(page: Path, *, gpu: bool) -> None:
+    """Its Python blocks in their order, in one namespace, as a reader would type them."""
+    names: dict[str, Any] = {"__name__": "__page__"}
+    for block in of_language("python"):
+        if block.page == page and (gpu or block.gpu is None):
+            # As many empty lines as stand before it, so that a traceback names the page's line.
+            code = compile("\n" * block.line + block.text, str(page), "exec", dont_inherit=True)
+            exec(code, names)
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def slow(page: Path) -> list[pytest.MarkDecorator]:
+    held = [b for b in of_language("python") if b.page == page and b.gpu is None]
+    return [pytest.mark.slow] if any(block.slow for block in held) else []
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=named(p), marks=slow(p)) for p in pages_with_python()]
+)
+def test_python_runs_on_the_cpu(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_page(page, gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [pytest.param(p, id=named(p)) for p in pages_with_python()])
+def test_python_runs_on_a_gpu(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(page, gpu=True)
+
+
+def marks_of(block: Block) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.gpu] if block.gpu is not None else []
+    return [*marks, pytest.mark.slow] if block.slow else marks
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(b, id=b.name, marks=marks_of(b)) for b in of_language("shell")]
+)
+def test_commands_run(block: Block, tmp_path: Path) -> None:
+    """They end with the status that the page states, or with 0."""
+    for command in commands(block):
+        words = shlex.split(command, comments=True)
+        assert words[0] == PROGRAM, f"{block.name}: only {PROGRAM} runs; say `skip` and why"
+        done = subprocess.run(
+            [sys.executable, "-m", "scan_registry", *words[1:]],
+            cwd=tmp_path,
+            env={**os.environ, "SCAN_REGISTRY_CACHE": str(tmp_path / "cache")},
+            check=False,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=500,
+        )
+        assert done.returncode in block.exits, f"{command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_a_block_runs_or_says_why_not(block: Block) -> None:
+    assert block.language in (*RUN, *SHOWN), f"{block.name}: {block.language!r}"
+    assert block.skip != "", f"{block.name}: skip needs a reason"
+    assert block.gpu != "", f"{block.name}: gpu needs a reason"
+
+
+def test_code_is_in_fences(tmp_path: Path) -> None:
+    """Indented code would not be found, and so not run."""
+    for page in documents():
+        lines = page.read_text(encoding="utf-8").splitlines()
+        fenced = False
+        for number, line in enumerate(lines):
+            if line.startswith("```"):
+                fenced = not fenced
+            starts = line.startswith("    ") and number > 1 and not lines[number - 1].strip()
+            within = any(  # an item of a list, or an admonition
+                before.lstrip().startswith(("-", "1.", "2.", "3.", "4.", "5.", "!!!", "???", ":"))
+                for before in lines[max(0, number - 12) : number]
+                if before.strip()
+            )
+            assert fenced or not starts or within, f"{page}:{number + 1}: {line}"

@@ -1,0 +1,159 @@
+"""What torch's FlopCounterMode counts, against counts by hand and against torch.nn."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from scan_registry import linear_scan, nn, rnn
+
+OPERATORS = torch.ops.scan_registry
+
+
+def counted(function: Callable[[], Any], **options: Any) -> tuple[dict[Any, int], Any]:
+    """Operations by operator, and the result."""
+    with FlopCounterMode(display=False, **options) as counter:
+        result = function()
+    return dict(counter.get_flop_counts()["Global"]), result
+
+
+@pytest.mark.parametrize(
+    ("gates", "dtype", "forward", "backward"),
+    [
+        # 2 · 3 · 8 = 48 elements. Forward: a product and a sum each. Backward: the same, and the gates' product.
+        ((2, 3, 8), torch.float32, 48 * 2, 48 * 3),
+        # One gate for 8 steps: 48 - 6 additions more.
+        ((2, 3, 1), torch.float32, 48 * 2, 48 * 3 + 42),
+        # Complex: 6 for a product, 2 for a sum.
+        ((2, 3, 8), torch.complex64, 48 * 8, 48 * 14),
+    ],
+)
+def test_scans(gates: tuple[int, ...], dtype: torch.dtype, forward: int, backward: int) -> None:
+    a = torch.rand(gates, dtype=dtype, requires_grad=True)
+    x = torch.rand(2, 3, 8, dtype=dtype, requires_grad=True)
+    counts, states = counted(lambda: linear_scan(a, x))
+    assert counts == {OPERATORS.linear_scan: forward}
+    grad = torch.ones_like(states)
+    assert counted(lambda: states.backward(grad))[0] == {OPERATORS.linear_scan_backward: backward}
+
+
+def test_scans_whose_gates_need_no_gradient() -> None:
+    a, x = torch.rand(2, 3, 8), torch.rand(2, 3, 8, requires_grad=True)
+    states = linear_scan(a, x, reverse=True)
+    counts, _ = counted(lambda: states.sum().backward())
+    assert counts == {OPERATORS.linear_scan_backward: 48 * 2}
+
+
+@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize(
+    ("function", "given", "gates", "count"),
+    [("lstm", 4, 4, 2), ("gru", 3, 3, 1), ("elman", 1, 1, 1), ("slstm", 4, 4, 4)],
+)
+def test_networks(function: Any, given: int, gates: int, count: int, initial: bool) -> None:
+    batch, time, heads, dim = 2, 5, 3, 4
+    wx = torch.randn(batch, time, given, heads, dim, requires_grad=True)
+    r = torch.randn(gates, heads, dim, dim)
+    states = torch.zeros(count, batch, 1, heads, dim) if initial else None
+    counts, made = counted(lambda: rnn(wx, r, None, states, function=function))
+    step = 2 * batch * gates * heads * dim * dim
+    assert counts == {OPERATORS.rnn: time * step}
+    counts, _ = counted(lambda: made[0].sum().backward())
+    # No gradient has to pass R at the first step, unless there is a state before it.
+    assert counts == {OPERATORS.rnn_backward: (time if initial else time - 1) * step}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}], ids=str)
+@pytest.mark.parametrize("kind", ["GRU", "RNN"])  # torch does not count its LSTM on the CPU
+def test_modules_count_as_torchs_do(kind: str, options: dict[str, Any]) -> None:
+    found = []
+    for home in (torch.nn, nn):
+        module, x = getattr(home, kind)(5, 6, **options), torch.randn(7, 3, 5)
+        forward, result = counted(lambda module=module, x=x: module(x)[0])
+        backward, _ = counted(lambda result=result: result.sum().backward())
+        found.append((sum(forward.values()), sum(backward.values())))
+    assert found[0] == found[1]
+    assert all(found[1])
+
+
+def test_lstm_by_hand() -> None:
+    module, x = nn.LSTM(5, 6), torch.randn(7, 3, 5)
+    counts, _ = counted(lambda: module(x))
+    assert sum(counts.values()) == 2 * 7 * 3 * 24 * (5 + 6)
+
+
+def test_what_a_user_maps_comes_first() -> None:
+    a = torch.rand(3, 8)
+    counts, _ = counted(
+        lambda: linear_scan(a, a),
+        custom_mapping={OPERATORS.linear_scan: lambda *_, out_shape, **__: 7},
+    )
+    assert counts == {OPERATORS.linear_scan: 7}
+
+
+_COUNT = "print(counter.get_total_flops())"
+_SCAN = "scan_registry.linear_scan(a, a)"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # The operator is imported after the counter was made, or before it was imported.
+        f"{{counter}}; import scan_registry\nwith counter: {_SCAN}",
+        f"import scan_registry; {_SCAN}; {{counter}}\nwith counter: {_SCAN}",
+        f"import scan_registry; {{counter}}\nwith counter: {_SCAN}",
+    ],
+)
+def test_it_does_not_matter_what_is_imported_first(program: str) -> None:
+    counter = "from torch.utils.flop_counter import FlopCounterMode; counter = FlopCounterMode(display=False)"
+    code = f"import torch; a = torch.rand(3, 8); {program.format(counter=counter)}\n{_COUNT}"
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        text=True,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
+    )
+    assert made.stdout.split() == ["48"]
+
+
+def test_nothing_imports_the_counter() -> None:
+    code = (
+        "import sys, torch; from scan_registry import linear_scan, nn; nn.LSTM(3, 4)(torch.rand(5, 2, 3));"
+        "linear_scan(torch.rand(3), torch.rand(3)); print('torch.utils.flop_counter' in sys.modules)"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        text=True,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
+    )
+    assert made.stdout.split() == ["False"]
+
+
+@pytest.mark.slow
+def test_backward_passes_that_are_compiled_count() -> None:
+    """Torch compiles nothing while it counts, but what is compiled already may be run."""
+    code = (
+        "import torch; from torch.utils.flop_counter import FlopCounterMode\n"
+        "from scan_registry import linear_scan\n"
+        "a = torch.rand(2, 3, 8, requires_grad=True)\n"
+        "make = lambda a: linear_scan(a, a + 1)\n"
+        "states = torch.compile(make, backend='aot_eager', fullgraph=True)(a)\n"
+        "with FlopCounterMode(display=False) as counter: states.sum().backward()\n"
+        "print(counter.get_total_flops())\n"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        text=True,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
+    )
+    assert made.stdout.split() == ["144"]

@@ -1,0 +1,102 @@
+"""A user's program that uses every public name. A test has it type-checked, and runs it on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from typing_extensions import assert_type
+
+import scan_registry
+from scan_registry import compat, nn, ops
+from scan_registry.compat import accelerated_scan, flashrnn, sequential_scan
+from scan_registry.compat.flashrnn import FlashRNNConfig
+
+
+def scans(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
+    """Every overload of ``linear_scan``."""
+    states = scan_registry.linear_scan(gates, tokens)
+    assert_type(states, Tensor)
+    both = scan_registry.linear_scan(gates, tokens, dim=1, return_final_state=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    either = scan_registry.linear_scan(gates, tokens, reverse=True, return_final_state=final)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    bounds = torch.tensor([0, 3, gates.shape[-1]])
+    packed = ops.linear_scan.linear_scan(gates, tokens, cu_seqlens=bounds, backend="reference")
+    return states + both[0] + packed
+
+
+def networks() -> Tensor:
+    """``rnn``, and what it keeps."""
+    wx, r = torch.randn(2, 5, 4, 3, 8), torch.randn(4, 3, 8, 8)
+    every, last = scan_registry.rnn(wx, r, None, function="lstm", backend="auto")
+    again, _ = ops.rnn.rnn(wx, r, torch.zeros(4, 3, 8), last, forward_clipval=1.0)
+    assert_type(scan_registry.rnn_buffers.size, int)
+    scan_registry.rnn_buffers.max_size = 1 << 20
+    assert_type(scan_registry.rnn_buffers.clear(), int)
+    return every + again
+
+
+def modules(x: Tensor) -> Tensor:
+    """Each module with a tensor, a packed sequence and states."""
+    lstm = nn.LSTM(5, 6, num_layers=2, batch_first=True, device="cpu", dtype=torch.float32)
+    out, (h, c) = lstm(x)
+    assert_type(out, Tensor)
+    out, states = lstm(x, (h, c))
+    assert_type(states, tuple[Tensor, Tensor])
+    packed, _ = lstm(pack_sequence([x[0], x[1]]))
+    assert_type(packed, PackedSequence)
+    gru = nn.GRU(5, 6, bidirectional=True)
+    assert_type(gru(x), tuple[Tensor, Tensor])
+    elman = nn.RNN(5, 6, nonlinearity="tanh", backend="reference")
+    assert_type(elman(x, None)[1], Tensor)
+    slstm = nn.SLSTM(5, 6, num_heads=2)
+    _, (h, c, n, m) = slstm(x)
+    assert_type(slstm.forward(x)[1], tuple[Tensor, Tensor, Tensor, Tensor])
+    return out + h.sum() + c.sum() + n.sum() + m.sum()
+
+
+def replacements(gates: Tensor, tokens: Tensor) -> Tensor:
+    """The functions of the packages that ``compat`` replaces."""
+    total = accelerated_scan.warp.scan(gates, tokens)
+    total = total + accelerated_scan.warp.scan_forward(gates, tokens, reverse=True)
+    total = total + accelerated_scan.scalar.scan(gates, tokens)
+    total = total + accelerated_scan.triton.scan(gates, tokens)
+    total = total + accelerated_scan.ref.scan(gates, tokens, mul=torch.mul, add=torch.add)
+    total = total + accelerated_scan.complex.scan(gates.to(torch.complex64), tokens).real
+    total = total + compat.sequential_scan.scan_cu(gates, tokens)
+    total = total + sequential_scan.scan_cu_single(gates, tokens)
+    total = total + sequential_scan.scan_tr(gates, tokens)
+    config = FlashRNNConfig(function="gru", backend="vanilla", dtype="float32")
+    wx, r, b = torch.randn(2, 5, 3, 1, 8), torch.randn(3, 1, 8, 8), torch.zeros(4, 1, 8)
+    every, last = flashrnn.flashrnn(wx, r, b, config=config)
+    return total + every.sum() + last.sum()
+
+
+def inspection(gates: Tensor, tokens: Tensor) -> str:
+    """What is installed, what would run, and what is allowed to."""
+    explanation = scan_registry.explain(scan_registry.linear_scan, gates, tokens)
+    lines = [str(explanation), str(scan_registry.catalogue()), scan_registry.__version__]
+    warnings.simplefilter("error", scan_registry.FallbackWarning)
+    try:
+        with scan_registry.require("reference"):
+            scan_registry.linear_scan(gates, tokens)
+    except scan_registry.NoKernelError as error:
+        lines.append(str(error))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Each of them once."""
+    gates, tokens = torch.rand(2, 3, 8), torch.randn(2, 3, 8)
+    assert scans(gates, tokens, final=True).shape == tokens.shape
+    assert networks().dim() == 5
+    assert modules(torch.randn(2, 7, 5)).shape == (2, 7, 6)
+    assert replacements(gates, tokens).shape == tokens.shape
+    assert "linear_scan" in inspection(gates, tokens)
+
+
+if __name__ == "__main__":
+    main()

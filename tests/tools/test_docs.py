@@ -1,0 +1,104 @@
+"""tools/docs.py: what is made of the documentation is current, and made of what it says."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "pages"
+
+
+@pytest.fixture(scope="module")
+def docs(load_tool: Callable[[str], ModuleType]) -> ModuleType:
+    return load_tool("docs")
+
+
+def test_what_is_made_is_current(docs: ModuleType) -> None:
+    found = [str(path.relative_to(ROOT)) for path in docs.stale()]
+    assert not found, f"{', '.join(found)}: run `python tools/docs.py`"
+
+
+def test_every_command_and_option_is_on_its_page(docs: ModuleType) -> None:
+    """As argparse itself knows them, by the text of ``--help``."""
+    page = (PAGES / "reference" / "command-line.md").read_text(encoding="utf-8")
+    for name, parser in docs._commands(docs.cli.parser()):
+        assert re.search(rf"^##+ {name}$", page, re.MULTILINE), name
+        options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help())) - {"--help"}
+        start = page.index(f"# {name}\n")
+        assert not [option for option in options if option not in page[start:]], name
+
+
+def test_a_page_changes_with_its_parser(docs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser(prog="scan-registry")
+    command = parser.add_subparsers().add_parser("wait", description="Waits <long> for `x`.")
+    command.add_argument("--seconds", metavar="N", required=True, help="how long|short; see --all")
+    monkeypatch.setattr(docs.cli, "parser", lambda: parser)
+    page = docs.command_line()
+    assert "## wait\n\nWaits &lt;long> for `x`.\n" in page
+    assert "```text\nscan-registry wait --seconds N\n```" in page
+    assert "| `--seconds N` | how long\\|short; see `--all` |" in page
+
+
+def test_pictures_are_whole_and_have_both_palettes(docs: ModuleType) -> None:
+    files = docs.docs_pictures.files()
+    names = {name.rpartition("-")[0] for name in files}
+    assert len(files) == 2 * len(names)
+    for name, text in files.items():
+        root = ElementTree.fromstring(text)
+        width, height = (float(root.attrib[key]) for key in ("width", "height"))
+        for element in root.iter("{http://www.w3.org/2000/svg}text"):
+            x, y = float(element.attrib["x"]), float(element.attrib["y"])
+            assert 0 <= x <= width, (name, element.text)
+            assert 0 <= y <= height, (name, element.text)
+    palettes = docs.docs_pictures.PALETTES
+    assert palettes["light"].paper in files["selection-light.svg"]
+    assert palettes["dark"].paper in files["selection-dark.svg"]
+
+
+def test_groups_hold_every_case_once(docs: ModuleType) -> None:
+    results = docs.docs_pictures.results
+    for gpu in ("h200", "h100"):
+        cases = [each["case"] for each in results.document(f"{gpu}-targets")["timings"]]
+        for case in cases:
+            assert sum(group.matches(case) for group in results.GROUPS) == 1, case
+
+
+def test_a_baseline_is_drawn_where_it_was_measured(
+    docs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = docs.docs_pictures
+    network, timings = pictures.results.network, pictures.results.timings
+    palette = pictures.PALETTES["light"]
+
+    def with_flashrnn(who: str, **wanted: object) -> dict[str, float]:
+        return {"forward": 2.95} if who == "flashrnn" else network(who, **wanted)
+
+    def with_torch(name: str, **case: object) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = timings(name, **case)
+        more = {**found[0], "who": "torch associative_scan", "ms": 0.02}
+        return [*found, more]
+
+    assert "FlashRNN" not in pictures.lstm_step(palette).svg()
+    assert "torch associative_scan" not in pictures.time_against_length(palette).svg()
+    monkeypatch.setattr(pictures.results, "network", with_flashrnn)
+    monkeypatch.setattr(pictures.results, "timings", with_torch)
+    assert "2.88 µs FlashRNN" in pictures.lstm_step(palette).svg()
+    assert "torch associative_scan" in pictures.time_against_length(palette).svg()
+
+
+def test_tables_are_filled_where_they_are_named(docs: ModuleType) -> None:
+    text = "a\n<!-- made: targets -->\n\nold\n\n<!-- end -->\nb\n"
+    with_tables = docs.docs_tables.with_tables(text)
+    assert "old" not in with_tables
+    assert with_tables.startswith("a\n<!-- made: targets -->\n\n| run |")
+    assert with_tables.endswith("|\n\n<!-- end -->\nb\n")
+    assert docs.docs_tables.with_tables(with_tables) == with_tables
+    empty = "<!-- made: targets -->\n<!-- end -->\nkept\n<!-- made: targets -->\n<!-- end -->\n"
+    assert "kept" in docs.docs_tables.with_tables(empty)

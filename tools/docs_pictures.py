@@ -1,0 +1,363 @@
+"""The pictures of the documentation, drawn as SVG from tools/results: each tells one thing.
+
+Written out by hand, so that the same results give the same bytes wherever they are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from xml.sax.saxutils import escape
+
+import docs_results as results
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours by what they are for."""
+
+    paper: str
+    ink: str
+    faint: str
+    grid: str
+    ours: str
+    others: tuple[str, ...]
+
+
+PALETTES = {
+    "light": Palette("#ffffff", "#1f2933", "#5b6770", "#dde3e8", "#00796b", ("#c2410c", "#7c3aed")),
+    "dark": Palette("#1e2129", "#e5e7eb", "#a3adb8", "#3a404c", "#4db6ac", ("#fb923c", "#a78bfa")),
+}
+
+
+@dataclass
+class Canvas:
+    """Elements of an SVG, in pixels."""
+
+    width: float
+    height: float
+    palette: Palette
+    title: str
+    elements: list[str] = field(default_factory=list)
+
+    def text(
+        self, at: Point, words: str, *, anchor: str = "start", size: int = 13, color: str = "",
+        bold: bool = False,
+    ) -> None:  # fmt: skip
+        weight = ' font-weight="600"' if bold else ""
+        self.elements.append(
+            f'<text x="{at[0]:.1f}" y="{at[1]:.1f}" text-anchor="{anchor}" font-size="{size}"{weight} '
+            f'fill="{color or self.palette.ink}">{escape(words)}</text>'
+        )
+
+    def line(
+        self, points: Sequence[Point], color: str, *, width: float = 1, dashed: bool = False
+    ) -> None:
+        dash = ' stroke-dasharray="6 4"' if dashed else ""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.elements.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width:g}"{dash}/>'
+        )
+
+    def dots(self, points: Iterable[Point], color: str) -> None:
+        self.elements += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points
+        ]
+
+    def box(self, at: Point, size: Point, color: str, *, border: str = "") -> None:
+        edge = f' stroke="{border}" rx="6"' if border else ""
+        self.elements.append(
+            f'<rect x="{at[0]:.1f}" y="{at[1]:.1f}" width="{size[0]:.1f}" height="{size[1]:.1f}" '
+            f'fill="{color}"{edge}/>'
+        )
+
+    def arrow(self, start: Point, end: Point) -> None:
+        """A line with a head at its end."""
+        angle = math.atan2(end[1] - start[1], end[0] - start[0])
+        head = [
+            (end[0] - 8 * math.cos(angle + turn), end[1] - 8 * math.sin(angle + turn))
+            for turn in (0.4, -0.4)
+        ]
+        self.line([start, end], self.palette.faint, width=1.5)
+        self.line([head[0], end, head[1]], self.palette.faint, width=1.5)
+
+    def svg(self) -> str:
+        """The whole document."""
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
+            f'viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
+            'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">'
+        )
+        paper = f'<rect width="100%" height="100%" fill="{self.palette.paper}"/>'
+        body = [head, f"<title>{escape(self.title)}</title>", paper, *self.elements, "</svg>"]
+        return "\n".join(body) + "\n"
+
+
+def log_scale(least: float, most: float, start: float, end: float) -> Callable[[float], float]:
+    """A function from values to pixels, by their logarithms."""
+    low, high = math.log(least), math.log(most)
+    return lambda value: start + (math.log(value) - low) / (high - low) * (end - start)
+
+
+def ticks(least: float, most: float) -> list[float]:
+    """The powers of ten between two numbers."""
+    first, last = math.ceil(math.log10(least) - 1e-9), math.floor(math.log10(most) + 1e-9)
+    return [10.0**power for power in range(first, last + 1)]
+
+
+def short(value: float) -> str:
+    """A number as an axis shows it."""
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+
+# --- Time against length ----------------------------------------------------------------------
+
+
+def time_against_length(palette: Palette) -> Canvas:
+    """One layout: ours, what else was measured, and the bandwidth roofline."""
+    title = "Scan of (8, 1536, T) bfloat16, time contiguous: milliseconds against length"
+    canvas = Canvas(760, 410, palette, title)
+    canvas.text((20, 28), title, size=15, bold=True)
+    canvas.text(
+        (20, 48), f"both axes logarithmic; {results.of_run('h200-bench')}", color=palette.faint
+    )
+    for number, direction in enumerate(("forward", "backward")):
+        found = [
+            each
+            for each in results.timings(
+                "h200-bench", layout="time_last", batch=8, channels=1536, dtype="bfloat16"
+            )
+            if each["direction"] == direction
+        ]
+        _lengths(canvas, 20 + 370 * number, found, direction)
+    return canvas
+
+
+def _lengths(canvas: Canvas, left: float, found: Sequence[dict[str, Any]], name: str) -> None:
+    palette = canvas.palette
+    lengths = sorted({each["case"]["time"] for each in found})
+    x = log_scale(lengths[0], lengths[-1], left + 48, left + 335)
+    y = log_scale(0.004, 2.5, 350, 90)
+    for tick in (0.01, 0.1, 1.0):
+        canvas.line([(left + 48, y(tick)), (left + 335, y(tick))], palette.grid)
+        canvas.text((left + 42, y(tick) + 4), short(tick), anchor="end", color=palette.faint)
+    for length in lengths:
+        canvas.text((x(length), 370), f"{length:,}", anchor="middle", size=12, color=palette.faint)
+    canvas.text((left + 48, 80), name, bold=True)
+    canvas.text((left + 190, 392), "length T", anchor="middle", size=12, color=palette.faint)
+    lines = {
+        "scan-registry": ("scan-registry", palette.ours),
+        "accelerated-scan": ("accelerated-scan", palette.others[0]),
+        "torch associative_scan": ("torch associative_scan", palette.others[1]),
+    }
+    labels = []
+    roofline = [
+        (x(t), y(min(e["roofline_ms"] for e in found if e["case"]["time"] == t))) for t in lengths
+    ]
+    for who, (label, color) in lines.items():
+        points = []
+        for length in lengths:
+            best = results.quickest([e for e in found if e["case"]["time"] == length], who)
+            if best is not None:
+                points.append((x(length), y(best["ms"])))
+        if points:
+            canvas.line(points, color, width=2.5)
+            canvas.dots(points, color)
+            labels.append((label, color))
+    canvas.line(roofline, palette.ink, width=1.5, dashed=True)
+    labels.append(("bandwidth roofline (dashed)", palette.ink))
+    for number, (label, color) in enumerate(labels):
+        canvas.text((left + 64, 112 + 18 * number), label, color=color, bold=color != palette.ink)
+
+
+# --- Bars -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar: its label, how long it is, what stands at its end, and its colour's place."""
+
+    label: str
+    value: float
+    note: str
+    ours: bool = True
+
+
+def bars(
+    canvas: Canvas,
+    rows: Sequence[Bar | None],
+    scale: Callable[[float], float],
+    left: float,
+    notes: float | None = None,
+) -> None:
+    """Horizontal bars below each other; None leaves a gap. Notes stand behind the bars, or all at ``notes``."""
+    at = 70.0
+    for row in rows:
+        if row is None:
+            at += 12
+            continue
+        color = canvas.palette.ours if row.ours else canvas.palette.others[0]
+        canvas.text((left - 10, at + 14), row.label, anchor="end")
+        canvas.box((left, at), (max(scale(row.value) - left, 1), 19), color)
+        canvas.text((notes or scale(row.value) + 8, at + 14), row.note, color=canvas.palette.faint)
+        at += 26
+
+
+def roofline_share(palette: Palette) -> Canvas:
+    """How near the bandwidth roofline the kernels come, by group of cases."""
+    rows = [
+        Bar(group.name, results.mean_share(group, "h200"), _range(results.shares(group, "h200")))
+        for group in results.GROUPS
+    ]
+    title = "Share of the bandwidth roofline, by group of shapes"
+    canvas = Canvas(760, 80 + 26 * len(rows) + 40, palette, title)
+    left, right = 345.0, 630.0
+    canvas.text((20, 28), title, size=15, bold=True)
+    said = "mean, and least to most; both passes"
+    canvas.text((20, 48), f"{said}; {results.of_run('h200-targets')}", color=palette.faint, size=12)
+    bottom = 72 + 26 * len(rows)
+    for share in (0.25, 0.5, 0.75, 1.0):
+        at = left + share * (right - left)
+        canvas.line(
+            [(at, 66), (at, bottom)], palette.grid if share < 1 else palette.ink, dashed=share == 1
+        )
+        canvas.text(
+            (at, bottom + 18), f"{share:.0%}", anchor="middle", size=12, color=palette.faint
+        )
+    bars(canvas, rows, lambda value: left + value * (right - left), left, right + 14)
+    return canvas
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.2f}", f"{max(values):.2f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def lstm_step(palette: Palette) -> Canvas:
+    """Microseconds of one LSTM step, beside cuDNN, and beside FlashRNN where it was measured."""
+    rows: list[Bar | None] = []
+    contests = [
+        ((1, 768), "float16", "scan_registry.nn.LSTM", "torch.nn.LSTM", "cuDNN"),
+        ((1, 1024), "float16", "scan_registry.nn.LSTM", "torch.nn.LSTM", "cuDNN"),
+        *(
+            (size, "bfloat16", "scan-registry", "flashrnn", "FlashRNN")
+            for size in ((12, 64), (3, 256), (1, 768))
+        ),
+    ]
+    for (heads, dim), dtype, ours, theirs, name in contests:
+        sizes = {"function": "lstm", "heads": heads, "dim": dim, "dtype": dtype}
+        pair = results.network(ours, **sizes), results.network(theirs, **sizes)
+        for direction in pair[1]:
+            steps = [each[direction] / 1024 * 1e3 for each in pair]
+            label = f"{heads} × {dim} {results.SHORT[dtype]}, {direction}"
+            rows += [
+                Bar(label, steps[0], f"{steps[0]:.2f} µs scan-registry"),
+                Bar("", steps[1], f"{steps[1]:.2f} µs {name}", ours=False),
+                None,
+            ]
+    title = "Time per step of an LSTM, batch 16, 1024 steps"
+    height = sum(12 if row is None else 26 for row in rows)
+    canvas = Canvas(760, 70 + height, palette, title)
+    canvas.text((20, 28), title, size=15, bold=True)
+    said = "beside cuDNN with the product of the inputs; shorter is better"
+    canvas.text(
+        (20, 48), f"{said}; {results.of_run('h200-bench-rnn')}", color=palette.faint, size=12
+    )
+    most = max(row.value for row in rows if row)
+    bars(canvas, rows, lambda value: 260 + value / most * 300, 260)
+    return canvas
+
+
+def first_call(palette: Palette) -> Canvas:
+    """From import to the first result in a fresh process, on a logarithmic scale."""
+    rows = [
+        Bar(name, value, f"{value:,.0f} ms", name.startswith("scan-registry"))
+        for name, value in results.first_calls()
+    ]
+    title = "From import to the first scan, in a fresh process with empty caches"
+    canvas = Canvas(760, 80 + 26 * len(rows) + 34, palette, title)
+    canvas.text((20, 28), title, size=15, bold=True)
+    said = (
+        f"logarithmic; {results.of_run('h200-tiers')}; accelerated-scan: another host, 2026-11-21"
+    )
+    canvas.text((20, 48), said, color=palette.faint, size=12)
+    scale = log_scale(5, 60_000, 240, 640)
+    bottom = 72 + 26 * len(rows)
+    for tick in ticks(10, 10_000):
+        canvas.line([(scale(tick), 66), (scale(tick), bottom)], palette.grid)
+        canvas.text(
+            (scale(tick), bottom + 18),
+            f"{short(tick)} ms",
+            anchor="middle",
+            size=12,
+            color=palette.faint,
+        )
+    bars(canvas, rows, scale, 240)
+    return canvas
+
+
+# --- How a kernel is chosen -------------------------------------------------------------------
+
+#: Boxes from the top down: a heading, and what is decided there.
+STAGES = (
+    ("Your call", "tensors, options and backend, checked before anything runs"),
+    ("Problem", "sizes, strides, dtype, direction: what a kernel has to solve"),
+    (
+        "Does it fit the GPU?",
+        "architecture, driver, registers, shared memory, digests that are denied",
+    ),
+    ("Does it accept the problem?", "dtype, layout, alignment, packed sequences"),
+    ("Closest tier", "exact, same-major, ptx, jit, reference; never below what require allows"),
+    ("Fastest variant", "CUDA before Triton; then the row of the nearest tuned problem"),
+    ("Decision", "the winner, and a reason for everything that lost"),
+    ("Load and launch", "bytes checked against their SHA-256, then the driver"),
+)
+
+
+def selection(palette: Palette) -> Canvas:
+    """The stages that a call passes, and who reads the decision."""
+    canvas = Canvas(760, 30 + 66 * len(STAGES), palette, "How a kernel is chosen")
+    for number, (heading, words) in enumerate(STAGES):
+        top = 20 + 66 * number
+        decided = heading == "Decision"
+        border = palette.ours if decided else palette.grid
+        canvas.box((20, top), (500, 46), palette.paper, border=border)
+        canvas.text((36, top + 20), heading, bold=True, color=palette.ours if decided else "")
+        canvas.text((36, top + 37), words, size=12, color=palette.faint)
+        if number:
+            canvas.arrow((270, top - 20), (270, top))
+        if decided:
+            canvas.arrow((520, top + 23), (566, top + 23))
+            canvas.text((574, top + 18), "explain and doctor", bold=True)
+            canvas.text((574, top + 36), "print this same object", size=12, color=palette.faint)
+    losers = 20 + 66 * 2 + 23
+    for number in range(2, 6):
+        canvas.line(
+            [(520, losers + 66 * (number - 2)), (552, losers + 66 * (number - 2))], palette.grid
+        )
+    canvas.line([(552, losers), (552, losers + 66 * 3)], palette.grid)
+    canvas.text((560, losers + 100), "whatever drops out", size=12, color=palette.faint)
+    canvas.text((560, losers + 117), "keeps its reason", size=12, color=palette.faint)
+    return canvas
+
+
+PICTURES: Mapping[str, Callable[[Palette], Canvas]] = {
+    "time-against-length": time_against_length,
+    "roofline-share": roofline_share,
+    "lstm-step": lstm_step,
+    "first-call": first_call,
+    "selection": selection,
+}
+
+
+def files() -> dict[str, str]:
+    """Every picture in both palettes, by the name of its file."""
+    return {
+        f"{name}-{shade}.svg": draw(palette).svg()
+        for name, draw in PICTURES.items()
+        for shade, palette in PALETTES.items()
+    }

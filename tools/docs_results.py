@@ -1,0 +1,144 @@
+"""What tools/results holds, as the pictures and tables of the documentation need it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+#: How the narrow tables call dtypes.
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@cache
+def document(name: str) -> dict[str, Any]:
+    """The results of one run, such as ``h200-targets``."""
+    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def of_run(name: str) -> str:
+    """When and where it was measured: ``2026-11-26, NVIDIA H200, torch 2.11.0+cu130``."""
+    held = document(name)
+    gpu = held.get("gpu", held.get("device"))
+    return f"{str(held['date'])[:10]}, {gpu}, torch {held['torch']}"
+
+
+# --- Scans ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that are alike: ``matches`` tells which ones, from a case's record."""
+
+    name: str
+    layout: str
+    shapes: tuple[tuple[int, int], ...]
+    lengths: tuple[int, int] = (0, 1 << 40)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    options: bool = False
+
+    def matches(self, case: dict[str, Any]) -> bool:
+        return (
+            case["layout"] == self.layout
+            and (case["batch"], case["channels"]) in self.shapes
+            and self.lengths[0] <= case["time"] <= self.lengths[1]
+            and case["dtype"] in self.dtypes
+            and bool(case.get("sequences") or case.get("gates")) is self.options
+        )
+
+
+#: The cases of ``scan-registry bench --targets``, in the order of the tables.
+GROUPS = (
+    Group("time-last (8, 1536, T), T ≥ 1024", "time_last", ((8, 1536),), (1024, 1 << 40)),
+    Group("time-last (8, 1536, T), T ≤ 512", "time_last", ((8, 1536),), (0, 512)),
+    Group(
+        "channel-last, 8192 channels in all, T ≥ 1024",
+        "channel_last",
+        ((8, 1024), (4, 2048), (16, 512)),
+        (1024, 1 << 40),
+        ("float32", "bfloat16", "float16"),
+    ),
+    Group("channel-last (8, T, 1536)", "channel_last", ((8, 1536),)),
+    Group(
+        "channel-last (1, 8192, 2048), (2, 4096, 1024)", "channel_last", ((1, 2048), (2, 1024))
+    ),
+    Group("one long sequence, time-last", "time_last", ((1, 1),)),
+    Group("16 long sequences, time-last", "time_last", ((1, 16),)),
+    Group("64 long sequences, time-last", "time_last", ((1, 64),)),
+    Group("16 and 64 long sequences, channel-last", "channel_last", ((1, 16), (1, 64))),
+    Group("many short sequences", "time_last", ((4096, 512), (65536, 64))),
+    Group("misaligned rows, time-last (3, 1537, 4099)", "time_last", ((3, 1537),)),
+    Group("misaligned rows, channel-last (8, 4099, 1001)", "channel_last", ((8, 1001),)),
+    Group(
+        "complex64 and float64 (8, 512, 8192)",
+        "time_last",
+        ((8, 512),),
+        dtypes=("complex64", "float64"),
+    ),
+    Group("64 packed sequences, 2²⁰ steps, 1024 channels", "channel_last", ((1, 1024),), options=True),
+    Group("one gate per channel, (8, 8192, 1024)", "channel_last", ((8, 1024),), options=True),
+)  # fmt: skip
+
+
+def shares(group: Group, gpu: str, direction: str | None = None) -> list[float]:
+    """The roofline's time over the kernel's, for each case of a group."""
+    return [
+        each["roofline_ms"] / each["ms"]
+        for each in document(f"{gpu}-targets")["timings"]
+        if group.matches(each["case"]) and direction in (None, each["direction"])
+    ]
+
+
+def mean_share(group: Group, gpu: str) -> float:
+    """The geometric mean of ``shares``."""
+    return geometric_mean(shares(group, gpu))
+
+
+def timings(name: str, **case: Any) -> list[dict[str, Any]]:
+    """The timings of a run whose cases have these values, and no options that are not named."""
+    return [
+        each
+        for each in document(name)["timings"]
+        if all(each["case"].get(key) == value for key, value in case.items())
+        and not ({"sequences", "gates"} & each["case"].keys() - case.keys())
+    ]
+
+
+def quickest(found: Iterable[dict[str, Any]], who: str) -> dict[str, Any] | None:
+    """Of the timings of those whose names begin with ``who``, the shortest."""
+    own = [each for each in found if each["who"].startswith(who)]
+    return min(own, key=lambda each: each["ms"], default=None)
+
+
+# --- Networks and first calls -----------------------------------------------------------------
+
+
+def network(who: str, **wanted: Any) -> dict[str, float]:
+    """Milliseconds by pass, of one network by one implementation; empty if it was not measured."""
+    return {
+        each["direction"]: each["ms"]
+        for each in document("h200-bench-rnn")["timings"]
+        if each["who"] == who and all(each["network"][key] == v for key, v in wanted.items())
+    }
+
+
+def first_calls() -> Iterator[tuple[str, float]]:
+    """From importing the operator to the first result, in ms, in a fresh process with empty caches."""
+
+    def median(values: list[float]) -> float:
+        return sorted(values)[len(values) // 2]
+
+    for each in document("h200-tiers")["results"]:
+        runs = [run["import_ms"] + run["forward_ms"] for run in each["cold"]]
+        yield f"scan-registry, {each['name']}", median(runs)
+    for each in document("h200-coldstart-baselines")["results"]:
+        if each["cold"] and each["name"] != "scan-registry":
+            runs = [run["import_ms"] + run["first_ms"] for run in each["cold"]]
+            yield f"{each['name']} {each['version']}", median(runs)

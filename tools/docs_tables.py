@@ -1,0 +1,176 @@
+"""The tables of the README and of the page on performance, made from tools/results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import docs_results as results
+from docs_results import SHORT
+
+_MADE = re.compile(r"(<!-- made: ([\w-]+) -->\n)(?:(?!<!-- ).)*(<!-- end -->)", re.DOTALL)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def milliseconds(value: float) -> str:
+    """With as many digits as were measured well."""
+    return f"{value:.4f}" if value < 1 else f"{value:.3f}"
+
+
+# --- Scans ------------------------------------------------------------------------------------
+
+
+def _scan(layout: str, batch: int, channels: int, time: int, dtype: str) -> list[str]:
+    """A row: forward and backward, each with our time, share of the roofline and the best baseline."""
+    case = {"layout": layout, "batch": batch, "channels": channels, "time": time, "dtype": dtype}
+    shape = (batch, channels, time) if layout == "time_last" else (batch, time, channels)
+    row = [f"{layout.replace('_', '-')} {shape}", SHORT[dtype]]
+    for direction in ("forward", "backward"):
+        ours, theirs = (
+            results.quickest(
+                (e for e in results.timings(name, **case) if e["direction"] == direction), who
+            )
+            for name, who in (("h200-targets", "scan-registry"), ("h200-bench", "accelerated-scan"))
+        )
+        assert ours is not None
+        share = ours["roofline_ms"] / ours["ms"]
+        other = milliseconds(theirs["ms"]) if theirs else "–"
+        row += [milliseconds(ours["ms"]), f"{share:.2f}", other]
+    return row
+
+
+_SCANS = ("layout, shape", "dtype", "forward, ms", "of roofline", "accelerated-scan",
+          "backward, ms", "of roofline", "accelerated-scan")  # fmt: skip
+
+
+def scans() -> str:
+    """The shapes of ``tools/bench.py`` that are targets, too."""
+    shapes = [("time_last", 8, 1536, t) for t in (128, 512, 2048, 8192, 32768)]
+    shapes += [("channel_last", 8, 1024, t) for t in (1024, 8192, 32768)]
+    return table(_SCANS, [_scan(*s, dtype) for s in shapes for dtype in ("float32", "bfloat16")])
+
+
+def scans_short() -> str:
+    """Few of them, for the README."""
+    shapes = [("time_last", 8, 1536, 512), ("time_last", 8, 1536, 8192), ("channel_last", 8, 1024, 8192)]  # fmt: skip
+    return table(_SCANS, [_scan(*shape, "bfloat16") for shape in shapes])
+
+
+def groups() -> str:
+    """The share of the roofline by group, on both GPUs."""
+
+    def span(values: Sequence[float]) -> str:
+        least, most = f"{min(values):.2f}", f"{max(values):.2f}"
+        return least if least == most else f"{least} to {most}"
+
+    rows = [
+        [group.name]
+        + [span(results.shares(group, gpu, way)) for gpu in ("h200", "h100") for way in ("forward", "backward")]
+        for group in results.GROUPS
+    ]  # fmt: skip
+    head = ("group", "H200 forward", "H200 backward", "H100 forward", "H100 backward")
+    return table(head, rows)
+
+
+def targets() -> str:
+    """How many targets are met, and how many are missed by a hair."""
+    rows = []
+    for gpu in ("h200", "h100"):
+        held = results.document(f"{gpu}-targets")["targets"]
+        met = sum(each["met"] for each in held)
+        close = sum(not each["met"] and each["target"] - each["ratio"] <= 0.01 for each in held)
+        rows.append([results.of_run(f"{gpu}-targets"), f"{met} of {len(held)}", str(close)])
+    return table(("run", "targets met", "missed by at most 0.01"), rows)
+
+
+# --- Networks ---------------------------------------------------------------------------------
+
+
+def _pair(found: Mapping[str, float]) -> str:
+    ways = ("forward", "forward+backward")
+    return " / ".join(f"{found[way]:.2f}" for way in ways) if found else "–"
+
+
+def networks() -> str:
+    """Recurrent networks, forward / forward + backward."""
+    modules = {"lstm": "LSTM", "gru": "GRU", "elman": "RNN", "slstm": "SLSTM"}
+    sizes = [("lstm", 12, 64), ("lstm", 3, 256), ("lstm", 1, 768), ("lstm", 1, 1024)]
+    sizes += [("slstm", 1, 768), ("gru", 1, 768), ("elman", 1, 768)]
+    rows = []
+    for cell, heads, dim in sizes:
+        size = {"function": cell, "heads": heads, "dim": dim}
+        own = results.network("scan-registry", dtype="bfloat16", **size)
+        halves = [
+            results.network(f"{package}.{modules[cell]}", dtype="float16", **size)
+            for package in ("scan_registry.nn", "torch.nn")
+        ]
+        step = f"{own['forward'] / 1024 * 1e3:.2f}"
+        rows.append([f"{cell} {heads} × {dim}", _pair(own), step, *map(_pair, halves)])
+    head = ("cell, heads × units", "`rnn`, bf16", "µs per step, forward", "`scan_registry.nn`, fp16",
+            "`torch.nn` (cuDNN), fp16")  # fmt: skip
+    return table(head, rows)
+
+
+# --- First calls ------------------------------------------------------------------------------
+
+
+def _median(runs: Sequence[Mapping[str, Any]], key: str) -> str:
+    values = sorted(run[key] for run in runs)
+    middle = values[len(values) // 2]
+    return f"{middle:,.0f}" if middle >= 1000 else f"{middle:.3g}"
+
+
+def tiers() -> str:
+    """First calls by tier, in ms, and the largest errors."""
+    dtypes = ("float32", "float16", "bfloat16", "float64", "complex64")
+    rows = []
+    for each in results.document("h200-tiers")["results"]:
+        cold, warm = each["cold"], each["warm"]
+        errors = next(run["errors"] for run in cold if run["errors"])
+        rows.append(
+            [f"`{each['tier']}`" + each["name"].replace(each["tier"], "")]
+            + [_median(runs, key) for key in ("forward_ms", "backward_ms") for runs in (cold, warm)]
+            + [f"{errors[dtype]:.1e}" for dtype in dtypes]
+        )
+    head = ("tier", "forward: first", "second process", "backward: first", "second process")
+    return table((*head, *(f"error: {SHORT.get(dtype, dtype)}" for dtype in dtypes)), rows)
+
+
+def cold_start() -> str:
+    """Import, first scan and cost per call, of everyone who was measured."""
+    rows = []
+    for name, host in (("h200-coldstart", "H200"), ("h100-coldstart", "H100"), ("h200-coldstart-baselines", "H200, another host")):  # fmt: skip
+        held = {each["name"]: each for each in results.document(name)["results"]}
+        scale = _median([{"us": us} for us in held["torch.mul"]["plain_us"]], "us")
+        for who, each in held.items():
+            if each["cold"]:
+                calls = [
+                    _median([{"us": us} for us in each[key]], "us")
+                    for key in ("plain_us", "tracked_us")
+                ]
+                first = [_median(each["cold"], key) for key in ("import_ms", "first_ms")]
+                rows.append([f"{who}, {host}", *first, *calls, scale])
+    head = ("", "import, ms", "first scan, ms", "µs per call", "with gradients", "`torch.mul`, µs")
+    return table(head, rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "scans": scans,
+    "scans-short": scans_short,
+    "groups": groups,
+    "targets": targets,
+    "networks": networks,
+    "tiers": tiers,
+    "cold-start": cold_start,
+}
+
+
+def with_tables(text: str) -> str:
+    """A page with its tables made anew: what stands between ``<!-- made: NAME -->`` and ``<!-- end -->``."""
+    return _MADE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
