@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from scan_registry.diagnostics.explanation import explain
     from scan_registry.dispatch.policy import FallbackWarning, require
     from scan_registry.dispatch.select import NoKernelError
+    from scan_registry.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
     from scan_registry.ops.linear_scan import linear_scan
     from scan_registry.ops.rnn import rnn
     from scan_registry.ops.selective_scan import selective_scan
@@ -28,6 +29,8 @@ __all__ = [
     "NoKernelError",
     "__version__",
     "catalogue",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "compat",
     "explain",
     "linear_scan",
@@ -44,6 +47,8 @@ _HOMES = {
     "NoKernelError": "scan_registry.dispatch.select",
     "__version__": "scan_registry.version",
     "catalogue": "scan_registry.catalog.inventory",
+    "causal_conv1d": "scan_registry.ops.causal_conv1d",
+    "causal_conv1d_update": "scan_registry.ops.causal_conv1d",
     "compat": None,
     "explain": "scan_registry.diagnostics.explanation",
     "linear_scan": "scan_registry.ops.linear_scan",
