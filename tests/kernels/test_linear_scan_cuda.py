@@ -56,7 +56,6 @@ def streamed() -> Iterator[Variant]:
             {"rows": 18},
             {"lanes": 4, "access": "misaligned"},
             {"prefix_lead": 2, "access": "misaligned"},
-            {"lanes": 4, "reverse": 1, "access": "misaligned"},
         ],
         "channel_last": [
             {"prefix_lead": 1},

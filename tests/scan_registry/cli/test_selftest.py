@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
@@ -32,7 +33,7 @@ def test_one_dtype(dtype: str, capsys: Capture) -> None:
     skipped = {each["subject"]: each["reason"] for each in document["skipped"]}
     # A family either runs or is among what was skipped.
     ran = {family for family, _ in kernels}
-    assert ran | {subject.partition(" ")[0] for subject in skipped} >= set(families())
+    assert ran | {re.split("[ .]", subject)[0] for subject in skipped} >= set(families())
     assert ("rnn" in ran) == (dtype in RNN_TOLERANCE)
     assert skipped["roofline"] == "no function calls it; its kernels are for GPUs"
 
@@ -44,7 +45,7 @@ def test_all_of_it_is_quick(capsys: Capture) -> None:
     assert main(["selftest", "--device", "cpu"]) == 0
     assert time.process_time() - started < 10
     printed = capsys.readouterr().out
-    assert printed.splitlines()[-1].endswith(" passed, 0 failed, 3 skipped")
+    assert re.fullmatch(r"\d+ passed, 0 failed, \d+ skipped", printed.splitlines()[-1])
     assert "skipped: rnn.step_forward, rnn.step_backward: on the CPU no call" in printed
 
 
@@ -53,7 +54,8 @@ def test_what_it_is_doing_is_told() -> None:
     cpu = torch.device("cpu")
     for _ in command.selftest(cpu, "float64", {}, told.append):
         break
-    assert told == [f"selftest: linear_scan, family 1 of {len(families())}, float64"]
+    place = 1 + list(families()).index("linear_scan")
+    assert told[-1] == f"selftest: linear_scan, family {place} of {len(families())}, float64"
 
 
 def test_an_error_beyond_its_tolerance(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

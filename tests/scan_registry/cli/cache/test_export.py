@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from caching import Capture, add, document, only, paths, refused, run, wanted
+from caching import Capture, add, document, only, paths, refused, run
 
 from scan_registry.artifact.archive import Archive
 from scan_registry.cache.store import Cache
@@ -267,8 +267,8 @@ def test_the_wheel_installs_offline_and_its_binaries_are_exact(
     python = place / "bin" / "python"
     quiet(python, "-m", "pip", "install", "--no-index", wheel)
     found = json.loads(quiet(python, "-c", SELECT))
-    variant, _ = wanted()
-    assert (found["tier"], found["variant"]) == ("exact", str(variant))
+    assert found["tier"] == "exact"
+    assert found["variant"] in {str(only(path)[0].variant) for path in paths(folder)}
     assert found["from"] == "scan-registry-jit-sm90-sm103"
     assert [name for name, _ in found["providers"]] == ["scan-registry", found["from"]]
     # What is installed is held against the wheel's RECORD, which pip has kept.
