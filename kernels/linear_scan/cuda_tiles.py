@@ -69,7 +69,10 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
     known = min(SHARED_MEMORY[each] for each in SHARED_MEMORY if each >= OLDEST)
     room = known if target.is_ptx else SHARED_MEMORY.get(target.capability, math.inf)
     pins = dict(statics)
-    return rings.most_shared(direction, str(pins["dtype"]), str(pins["access"]), tile) <= room
+    dtype, access = str(pins["dtype"]), str(pins["access"])
+    # PTX runs where nothing closer does, which is no GPU with the least room.
+    columns = 0 if target.is_ptx else rings.column_shared(dtype, tile)
+    return rings.most_shared(direction, dtype, access, tile) + columns <= room
 
 
 def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iterator[Tile]:

@@ -220,6 +220,14 @@ def _static_shared(dtype: str, tile: Tile) -> int:
     return turns * numbers * max(4, ITEM_SIZE[dtype])
 
 
+def column_shared(dtype: str, tile: Tile) -> int:
+    """Static shared memory of a CTA with a column of its own, in bytes: for each channel of a thread two maps and a sum."""
+    if "lanes_across" not in tile:
+        return 0
+    held, state = 32 * int(tile["warps"]) * int(tile["vector"]), max(4, ITEM_SIZE[dtype])
+    return held * (2 * (8 if ITEM_SIZE[dtype] < 4 else 3 * state) + state)
+
+
 def tile_warps(tile: Tile) -> int:
     """Warps of a CTA that own tiles."""
     return int(tile["warps"]) * int(tile.get("rows", 1))

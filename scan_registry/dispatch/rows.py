@@ -77,7 +77,11 @@ def nearest_row(
     archives  what may bring tunings; one that is not intact brings none
     spec      whether to look at the tables beside the spec where no archive brings any
     """
-    every = _tunings(local, archives, spec, kernel) if kernel.tunable.shape else ()
+    # Archives hold one GPU's rows in different selections, each for the variants that are in it.
+    closest = sorted(
+        archives, key=lambda each: (each.arch.capability != device.capability, each.arch.is_ptx)
+    )
+    every = _tunings(local, closest, spec, kernel) if kernel.tunable.shape else ()
     tunings = [each for each in every if each[0].serves(device.name)]
     if kernel.tunable.shape is None or not tunings:
         return None

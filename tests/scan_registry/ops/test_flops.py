@@ -118,6 +118,7 @@ def test_it_does_not_matter_what_is_imported_first(program: str) -> None:
         text=True,
         encoding="utf-8",
         stdout=subprocess.PIPE,
+        cwd="/",
     )
     assert made.stdout.split() == ["48"]
 
@@ -133,6 +134,7 @@ def test_nothing_imports_the_counter() -> None:
         text=True,
         encoding="utf-8",
         stdout=subprocess.PIPE,
+        cwd="/",
     )
     assert made.stdout.split() == ["False"]
 
@@ -155,5 +157,6 @@ def test_backward_passes_that_are_compiled_count() -> None:
         text=True,
         encoding="utf-8",
         stdout=subprocess.PIPE,
+        cwd="/",
     )
     assert made.stdout.split() == ["144"]

@@ -267,7 +267,12 @@ def test_options_and_help_need_no_torch() -> None:
         "import sys; from scan_registry.cli import parser; parser(); print('torch' in sys.modules)"
     )
     found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd="/"
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
+        cwd="/",
     )
     assert found.stdout == "False\n"
 

@@ -17,6 +17,11 @@ del graph
 
 def test_a_graph_that_outlives_its_module_says_nothing() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, encoding="utf-8", check=True
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
+        cwd="/",
     )
     assert done.stderr == ""
