@@ -85,7 +85,9 @@ class Candidate:
     target: Target | None = None
     kernel: Kernel | None = None
     archive: Archive | None = None
-    entry: Entry | None = None
+    entry: Entry | None = field(
+        default=None, compare=False
+    )  # the archive and the text say the same
     tuned: TuningMatch | None = None
     ms: float | None = None
     variant: Variant | None = None
