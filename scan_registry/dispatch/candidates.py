@@ -85,9 +85,7 @@ class Candidate:
     target: Target | None = None
     kernel: Kernel | None = None
     archive: Archive | None = None
-    entry: Entry | None = field(
-        default=None, compare=False
-    )  # the archive and the text say the same
+    entry: Entry | None = None
     tuned: TuningMatch | None = None
     ms: float | None = None
     variant: Variant | None = None
