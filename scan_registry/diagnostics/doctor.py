@@ -52,8 +52,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one sample gets, by backend; None where nothing runs. Languages without such a kernel are
-    left out."""
+    """What one sample gets, by backend; None where nothing runs. Languages without a kernel are left out."""
 
     family: str
     kernel: str
@@ -127,8 +126,7 @@ class CacheState:
 
 @dataclass(frozen=True)
 class Installation:
-    """The facts, whatever the GPU. A version is None where there is no such thing, and ``cpu`` where calls
-    on the CPU work; else it says why not."""
+    """The facts, whatever the GPU. A version that is missing is None. ``cpu`` says why calls on the CPU fail, or None."""
 
     python: str
     version: str

@@ -82,7 +82,12 @@ except SystemExit:
 print(json.dumps(sorted(sys.modules)))
 """
     result = subprocess.run(
-        [sys.executable, "-c", script], cwd="/", check=True, capture_output=True, text=True
+        [sys.executable, "-c", script],
+        cwd="/",
+        check=True,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     loaded = set(json.loads(result.stdout.splitlines()[-1]))
     assert not {f"scan_registry.cli.{name}" for name in COMMANDS} & loaded
@@ -140,7 +145,9 @@ def test_a_shell_completes_words(tmp_path: Path, line: str, offered: set[str]) -
         },
     )
     assert result.returncode == 0
-    assert {word.strip() for word in (tmp_path / "offered").read_text().splitlines()} == offered
+    assert {
+        word.strip() for word in (tmp_path / "offered").read_text(encoding="utf-8").splitlines()
+    } == offered
 
 
 def test_without_argcomplete_nothing_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:

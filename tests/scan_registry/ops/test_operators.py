@@ -279,5 +279,5 @@ def test_options_and_help_need_no_torch() -> None:
 
 def test_code_for_the_cpu_that_is_missing() -> None:
     problem = types.SimpleNamespace()
-    with pytest.raises(NotImplementedError, match="rnn has no code for the CPU"):
-        operators()["rnn"].run_on_cpu(problem, {})
+    with pytest.raises(NotImplementedError, match="does not say what runs on the CPU"):
+        Operator.run_on_cpu(operators()["rnn"], problem, {})
