@@ -18,7 +18,7 @@ from scan_registry import kernels, ops
 from scan_registry.catalog.inventory import Catalogue
 from scan_registry.cli import explain as explain_command
 from scan_registry.cli import main
-from scan_registry.ops.operator import operators
+from scan_registry.ops.operator import Operator, operators
 from scan_registry.tuner.problems import cases, posed, usual_cases
 
 Capture = pytest.CaptureFixture[str]
