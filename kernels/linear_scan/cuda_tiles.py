@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from scan_registry.hardware.target import SHARED_MEMORY, Target
+from scan_registry.hardware.target import OLDEST, SHARED_MEMORY, Target
 from scan_registry.kernels.linear_scan import registers, rings, space
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
 from scan_registry.kernels.linear_scan.space import MISALIGNED, Tile
 from scan_registry.kernels.model import ITEM_SIZE, Pins
-
-#: The earliest capability that PTX is for.
-OLDEST = (8, 0)
 
 
 def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
@@ -62,7 +59,7 @@ def _column_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[T
 
 
 def serves(direction: Direction, statics: Pins, target: Target) -> bool:
-    """Whether all GPUs of an architecture have room for the variant's shared memory, and if PTX all that there are."""
+    """Whether an architecture's GPUs have room for the variant's shared memory. PTX is held to the GPUs with the least."""
     tile = {name: value for name, value in statics if isinstance(value, int)}
     if "stages" not in tile:
         return True
@@ -70,7 +67,7 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
     room = known if target.is_ptx else SHARED_MEMORY.get(target.capability, math.inf)
     pins = dict(statics)
     dtype, access = str(pins["dtype"]), str(pins["access"])
-    # PTX runs where nothing closer does, which is no GPU with the least room.
+    # Archives have machine code for every GPU with the least shared memory, so PTX runs on none of these GPUs.
     columns = 0 if target.is_ptx else rings.column_shared(dtype, tile)
     return rings.most_shared(direction, dtype, access, tile) + columns <= room
 

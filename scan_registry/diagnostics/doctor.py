@@ -13,11 +13,11 @@ from typing import Literal
 from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.diagnostics.explanation import called, grouped
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import OLDEST, Tier, Toolchain, dotted
+from scan_registry.dispatch.fit import Tier, Toolchain, dotted
 from scan_registry.dispatch.rows import Origin
 from scan_registry.dispatch.select import Backend, Decision, Rejected, System, select
 from scan_registry.hardware.device import SUPPORTED, Device, driver_text
-from scan_registry.hardware.target import FIRST_CUDA, RELEASED, CudaVersion, Target
+from scan_registry.hardware.target import FIRST_CUDA, OLDEST, RELEASED, CudaVersion, Target
 from scan_registry.kernels.model import Family, Language, Sample, Variant
 
 Severity = Literal["error", "warning", "note"]

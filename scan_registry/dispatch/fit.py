@@ -7,10 +7,8 @@ from enum import IntEnum
 from scan_registry.artifact.archive import Binary
 from scan_registry.base.frozen import dataclass
 from scan_registry.hardware.device import Device
-from scan_registry.hardware.target import FIRST_CUDA, TEGRA, Capability, CudaVersion, Target
+from scan_registry.hardware.target import FIRST_CUDA, OLDEST, TEGRA, Capability, CudaVersion, Target
 
-#: What the kernels' instructions need.
-OLDEST: Capability = (8, 0)
 _REGISTER_UNIT = 8  # per thread: they are allocated to warps in multiples of 256
 
 

@@ -48,8 +48,8 @@ def require(level: Level) -> _GeneratorContextManager[None]:
 
     Args:
         level: ``"exact"`` allows only machine code for this very compute capability, ``"aot"`` (or
-            ``"same-major"``) all that was compiled ahead of time, ``"ptx"`` also what the driver compiles, ``"jit"`` also what is compiled here, and ``"reference"``
-            anything. Where blocks are nested, or ``SCAN_REGISTRY_REQUIRE`` is set, the strictest
+            ``"same-major"``) all that was compiled ahead of time, ``"ptx"`` also what the driver
+            compiles, ``"jit"`` also what is compiled here, and ``"reference"`` anything. Where blocks are nested, or ``SCAN_REGISTRY_REQUIRE`` is set, the strictest
             level holds. The backward pass of what is computed in the block keeps to its level.
 
     Raises:

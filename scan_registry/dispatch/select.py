@@ -27,9 +27,9 @@ from scan_registry.dispatch.candidates import (
     checked,
     not_requested,
 )
-from scan_registry.dispatch.fit import OLDEST, Tier, Toolchain, dotted, jit_driver
+from scan_registry.dispatch.fit import Tier, Toolchain, dotted, jit_driver
 from scan_registry.hardware.device import Device
-from scan_registry.hardware.target import FIRST_CUDA, CudaVersion, Target
+from scan_registry.hardware.target import FIRST_CUDA, OLDEST, CudaVersion, Target
 from scan_registry.kernels.model import Family, Launch, Problem
 
 __all__ = [

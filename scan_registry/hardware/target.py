@@ -11,6 +11,8 @@ from scan_registry.base.frozen import dataclass
 Capability = tuple[int, int]
 CudaVersion = tuple[int, int]
 
+#: The earliest compute capability whose instructions the kernels need.
+OLDEST: Capability = (8, 0)
 #: Capabilities of Tegra systems: machine code does not cross over between them and other GPUs.
 TEGRA: frozenset[Capability] = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0)})
 

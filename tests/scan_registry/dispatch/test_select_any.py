@@ -192,7 +192,7 @@ def considered(system: System) -> list[str]:
 
 def identity(candidate: Candidate | None) -> object:
     """What it is and where it comes from, however often it was read from there."""
-    return candidate and (candidate.key, candidate.binary)
+    return candidate and (candidate.key, candidate.binary, candidate.launch, candidate.order)
 
 
 @pytest.mark.slow

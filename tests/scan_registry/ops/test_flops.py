@@ -100,6 +100,15 @@ _COUNT = "print(counter.get_total_flops())"
 _SCAN = "scan_registry.linear_scan(a, a)"
 
 
+def printed(code: str) -> list[str]:
+    """The words that a fresh process prints, away from the sources."""
+    command = [sys.executable, "-c", code]
+    made = subprocess.run(
+        command, check=True, text=True, encoding="utf-8", stdout=subprocess.PIPE, cwd="/"
+    )
+    return made.stdout.split()
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -112,15 +121,7 @@ _SCAN = "scan_registry.linear_scan(a, a)"
 def test_it_does_not_matter_what_is_imported_first(program: str) -> None:
     counter = "from torch.utils.flop_counter import FlopCounterMode; counter = FlopCounterMode(display=False)"
     code = f"import torch; a = torch.rand(3, 8); {program.format(counter=counter)}\n{_COUNT}"
-    made = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        text=True,
-        encoding="utf-8",
-        stdout=subprocess.PIPE,
-        cwd="/",
-    )
-    assert made.stdout.split() == ["48"]
+    assert printed(code) == ["48"]
 
 
 def test_nothing_imports_the_counter() -> None:
@@ -128,15 +129,7 @@ def test_nothing_imports_the_counter() -> None:
         "import sys, torch; from scan_registry import linear_scan, nn; nn.LSTM(3, 4)(torch.rand(5, 2, 3));"
         "linear_scan(torch.rand(3), torch.rand(3)); print('torch.utils.flop_counter' in sys.modules)"
     )
-    made = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        text=True,
-        encoding="utf-8",
-        stdout=subprocess.PIPE,
-        cwd="/",
-    )
-    assert made.stdout.split() == ["False"]
+    assert printed(code) == ["False"]
 
 
 @pytest.mark.slow
@@ -151,12 +144,4 @@ def test_backward_passes_that_are_compiled_count() -> None:
         "with FlopCounterMode(display=False) as counter: states.sum().backward()\n"
         "print(counter.get_total_flops())\n"
     )
-    made = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        text=True,
-        encoding="utf-8",
-        stdout=subprocess.PIPE,
-        cwd="/",
-    )
-    assert made.stdout.split() == ["144"]
+    assert printed(code) == ["144"]
