@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from scan_registry.diagnostics.explanation import explain
     from scan_registry.dispatch.policy import FallbackWarning, require
     from scan_registry.dispatch.select import NoKernelError
+    from scan_registry.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
     from scan_registry.ops.linear_scan import linear_scan
     from scan_registry.ops.rnn import rnn
+    from scan_registry.ops.selective_scan import selective_scan
     from scan_registry.ops.step_buffers import rnn_buffers
 
     __version__: str
@@ -27,6 +29,8 @@ __all__ = [
     "NoKernelError",
     "__version__",
     "catalogue",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "compat",
     "explain",
     "linear_scan",
@@ -35,6 +39,7 @@ __all__ = [
     "require",
     "rnn",
     "rnn_buffers",
+    "selective_scan",
 ]
 
 _HOMES = {
@@ -42,6 +47,8 @@ _HOMES = {
     "NoKernelError": "scan_registry.dispatch.select",
     "__version__": "scan_registry.version",
     "catalogue": "scan_registry.catalog.inventory",
+    "causal_conv1d": "scan_registry.ops.causal_conv1d",
+    "causal_conv1d_update": "scan_registry.ops.causal_conv1d",
     "compat": None,
     "explain": "scan_registry.diagnostics.explanation",
     "linear_scan": "scan_registry.ops.linear_scan",
@@ -50,6 +57,7 @@ _HOMES = {
     "require": "scan_registry.dispatch.policy",
     "rnn": "scan_registry.ops.rnn",
     "rnn_buffers": "scan_registry.ops.step_buffers",
+    "selective_scan": "scan_registry.ops.selective_scan",
 }
 
 __getattr__, __dir__ = lazy.names(globals(), _HOMES)

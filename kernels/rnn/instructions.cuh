@@ -1,6 +1,7 @@
 // One function for each PTX instruction that the family adds to those of common/ptx.cuh. All are
 // instructions of sm_80 and later.
 #pragma once
+#include "../common/approximations.cuh"
 #include "../common/ptx.cuh"
 
 // acc += A·B, 16 × 8, for a warp. A is 16 × 16 of 16 bits, or 16 × 8 of 32: a lane holds two words of row
@@ -56,28 +57,12 @@ __device__ inline void prefetch(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// The GPU's own approximations: of tanh to 11 bits, of the others to nearly all.
+// The GPU's own approximation, to 11 bits.
 __device__ inline float fast_tanh(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ inline float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ inline float fast_log2(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ inline float fast_reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // The same word, of which the compiler does not know that it has seen it before: what is computed of it
 // is not kept in registers beside it.
 __device__ inline unsigned afresh(unsigned word) {

@@ -67,7 +67,9 @@ def test_a_variant_that_parses() -> None:
 
 
 def test_names_that_do_not_exist() -> None:
-    with pytest.raises(KeyError, match="no kernel family 'attention'; there are: linear_scan"):
+    with pytest.raises(
+        KeyError, match="no kernel family 'attention'; there are: causal_conv1d, linear_scan"
+    ):
         family("attention")
     with pytest.raises(KeyError, match="has no triton kernel 'x'"):
         family("linear_scan").kernel("x", "triton")

@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 
+#include "../common/approximations.cuh"
 #include "../common/ptx.cuh"
 
 // Of a warp's product: the 16 values of a row or a column of which four lanes hold two words each.
@@ -65,7 +66,4 @@ inline void fence() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 inline void prefetch(const void*) {}
 
 inline float fast_tanh(float x) { return std::tanh(x); }
-inline float fast_exp2(float x) { return std::exp2(x); }
-inline float fast_log2(float x) { return std::log2(x); }
-inline float fast_reciprocal(float x) { return 1 / x; }
 inline unsigned afresh(unsigned word) { return word; }

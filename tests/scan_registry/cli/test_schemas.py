@@ -134,6 +134,9 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             *("bench", "rnn", "--device", "cpu", "--bs", "1", "--seqlens", "3"),
             *("--case", "lstm:1,16:float32"),
         ),
+        "bench-causal_conv1d": document(
+            *("bench", "causal_conv1d", "--device", "cpu", "--case", "time_last:1,4,9:float32")
+        ),
         "verify": document("verify"),
         "cache-list": document("cache", "list"),
         "cache-export": document("cache", "export", str(folder / "package"), "--wheel"),
@@ -146,6 +149,7 @@ NAMES = [
     "selftest",
     "bench",
     "bench-rnn",
+    "bench-causal_conv1d",
     "verify",
     "cache-list",
     "cache-export",

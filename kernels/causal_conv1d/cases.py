@@ -1,0 +1,364 @@
+"""Random problems for the causal_conv1d kernels, with what the float64 reference makes of them.
+
+``selftest`` and ``tools/attest.py`` run binaries on these one by one, so that every pointer parameter and every option of
+every kernel is covered, whether or not a public function passes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels.causal_conv1d import reference
+from scan_registry.kernels.causal_conv1d.problem import (
+    STRIDED,
+    ConvProblem,
+    Direction,
+    Layout,
+    ReductionProblem,
+    Strides,
+    UpdateProblem,
+)
+from scan_registry.kernels.causal_conv1d.spec import DIRECTIONS, FAMILY, LAYOUTS, pieces
+
+#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
+
+Shape = tuple[int, int, int]
+
+#: (batch, channels, time): less than a filter, few and many chunks, and sizes that are a multiple of nothing.
+QUICK: tuple[Shape, ...] = ((2, 24, 40), (2, 33, 130), (1, 136, 1032))
+THOROUGH: tuple[Shape, ...] = (
+    (2, 8, 1),
+    (1, 1, 3),
+    (3, 40, 8),
+    (2, 17, 31),
+    (2, 264, 520),
+    (1, 129, 4099),
+    (4, 768, 1024),
+    (1, 8, 20_000),
+    (33, 64, 196),
+)
+_GAP = 16  # elements between rows that have gaps
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The options of a problem.
+
+    starts     whether there is an initial state
+    ends       whether the final state is wanted, and has a gradient
+    sequences  how many are packed along time, in one batch; empty ones among them
+    indexed    whether sequences are marked by their numbers, padding among them
+    """
+
+    width: int = 4
+    silu: bool = True
+    bias: bool = True
+    wide: bool = True
+    starts: bool = False
+    ends: bool = False
+    sequences: int = 0
+    indexed: bool = False
+
+
+SETTINGS = (
+    Setting(),
+    Setting(width=3, wide=False, starts=True, ends=True),
+    Setting(width=4, bias=False, silu=False, starts=True),
+    Setting(width=7, starts=True, ends=True),
+    Setting(width=2, ends=True, wide=False, silu=False),
+    Setting(width=8, starts=True, ends=True, silu=False),
+    Setting(sequences=5, starts=True, ends=True),
+    Setting(width=4, indexed=True),
+    Setting(width=8, sequences=9),
+    Setting(width=6, indexed=True, starts=True, ends=True, wide=False),
+    Setting(width=2, sequences=3, ends=True, starts=True, silu=False),
+)
+
+#: What each kernel writes.
+OUTPUTS: dict[Direction, tuple[str, ...]] = {
+    "forward": ("y", "final_state"),
+    "backward": ("x_grad", "initial_state_grad"),
+}
+_KERNELS: dict[str, tuple[Layout, Direction]] = {
+    f"{layout}_{direction}": (layout, direction) for layout in LAYOUTS for direction in DIRECTIONS
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect. ``sums`` is what
+    ``partials`` are to add up to."""
+
+    problem: ConvProblem | ReductionProblem | UpdateProblem
+    tensors: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
+
+    def error(self) -> float:
+        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
+        worst = 0.0
+        for name, expected in self.expected.items():
+            out = self.tensors[name]
+            assert out is not None
+            if name == "partials":
+                out = out.double().sum(0)
+            # Gradients of filters are sums of many terms, which may cancel.
+            worst = max(worst, relative_error(out, expected) if expected.numel() else 0.0)
+        return worst
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Inputs of one problem in one dtype, and the results in float64."""
+
+    shape: Shape
+    setting: Setting
+    dtype: str
+    inputs: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.setting}"
+
+    def launches(self, kernel: str) -> Iterator[Case]:
+        """All that ``kernel`` can compute this by."""
+        return (self.case(kernel, aligned=aligned) for aligned in (True, False))
+
+    def case(self, kernel: str, *, aligned: bool) -> Case:
+        """The launch of ``kernel`` that computes this, in memory of its own; unless ``aligned``, with gaps between rows
+        and off the boundaries of 16 bytes."""
+        if kernel == "reduction":
+            return self._reduction(aligned)
+        if kernel == "update":
+            return self._update(aligned)
+        layout, direction = _KERNELS[kernel]
+        tensors: dict[str, Tensor | None] = {}
+        for name in ("weight", "bias", "initial_state", "seq_idx", "offsets"):
+            tensors[name] = _copy(self.inputs[name])
+        if direction == "backward":
+            tensors["final_state_grad"] = _copy(self.inputs["final_state_grad"])
+        for name in STRIDED[direction]:
+            given = self.inputs.get(name)
+            blank = torch.full_like(_there(self.inputs["x"]), torch.nan)
+            tensors[name] = _placed(blank if given is None else given, layout, aligned)
+        narrow = getattr(torch, self.dtype)
+        expected = {
+            name: self.expected[name] for name in OUTPUTS[direction] if name in self.expected
+        }
+        for name, value in expected.items():
+            if name not in tensors:
+                tensors[name] = torch.full_like(value, torch.nan, dtype=narrow)
+        if direction == "forward" and "final_state" in expected and self.setting.sequences:
+            # Kernels write none for sequences without steps.
+            start = self.inputs["initial_state"]
+            _there(tensors["final_state"]).copy_(torch.zeros(()) if start is None else start)
+        if direction == "backward" and "initial_state_grad" in expected and self.setting.sequences:
+            ends = self.inputs["final_state_grad"]
+            _there(tensors["initial_state_grad"]).copy_(torch.zeros(()) if ends is None else ends)
+        problem = self._problem(layout, direction, tensors)
+        if direction == "backward":
+            # As many as any variant writes; what one does not write is zero.
+            kernels = FAMILY.kernel(kernel, "cuda")
+            most = max(
+                pieces(v, problem)
+                for v in kernels.variants
+                if not kernels.rules.accepts(v, problem)
+            )
+            of = self.expected["partials"]
+            tensors["partials"] = torch.zeros(most, *of.shape, device=of.device)
+            expected["partials"] = of
+        return Case(problem, tensors, expected)
+
+    def _problem(
+        self, layout: Layout, direction: Direction, tensors: dict[str, Tensor | None]
+    ) -> ConvProblem:
+        placed = [_there(tensors[name]) for name in STRIDED[direction]]
+        batch, channels, time = self.shape
+        return ConvProblem(
+            direction=direction,
+            layout=layout,
+            dtype=self.dtype,
+            batch=batch,
+            channels=channels,
+            time=time,
+            width=self.setting.width,
+            strides=tuple(Strides(*each.stride()) for each in placed),
+            alignment=min(16, *(each.data_ptr() & -each.data_ptr() for each in placed)),
+            sequences=self.setting.sequences,
+            indexed=self.setting.indexed,
+            silu=self.setting.silu,
+            wide_weights=self.setting.wide and self.dtype != "float32",
+        )
+
+    def _reduction(self, aligned: bool) -> Case:
+        """Of pieces that are drawn; the gradients in float32, or in the trial's dtype."""
+        batch, channels, _ = self.shape
+        width = self.setting.width
+        output = "float32" if aligned else self.dtype
+        device = _there(self.inputs["x"]).device
+        partials = torch.randn(37 * batch, width + 1, channels).to(device)
+        sums = partials.double().sum(0)
+        expected = {"weight_grad": sums[:width].flip(0).T.contiguous(), "bias_grad": sums[width]}
+        if output != "float32":
+            # The binary is judged as one of float32.
+            expected = {n: t.to(getattr(torch, output)).double() for n, t in expected.items()}
+            output = "float32"
+        tensors: dict[str, Tensor | None] = {
+            name: torch.full_like(value, torch.nan, dtype=getattr(torch, output))
+            for name, value in expected.items()
+        }
+        tensors["partials"] = partials
+        expected = {"weight_grad": sums[:width].flip(0).T.contiguous(), "bias_grad": sums[width]}
+        return Case(ReductionProblem(output, 37 * batch, channels, width), tensors, expected)
+
+    def _update(self, aligned: bool) -> Case:
+        """Of the first steps of the trial; with a ring and rows by number unless ``aligned``."""
+        batch, channels, time = self.shape
+        setting = self.setting
+        x = _there(self.inputs["x"])[..., : 1 if aligned else min(3, time)]
+        x = _placed(x, "time_last", aligned)
+        steps, slots, device = x.shape[2], batch + 2, x.device
+        length = setting.width - 1 if aligned else setting.width + 2
+        rows = batch if aligned else slots
+        state = torch.randn(rows, channels, length).to(x.dtype).to(device)
+        if not aligned:
+            state = state.transpose(1, 2).contiguous().transpose(1, 2)
+        positions = indices = None
+        if not aligned:
+            positions = torch.randint(0, 50, (batch,), dtype=torch.int32).to(device)
+            order = torch.randperm(slots)[:batch]
+            order[0] = -1
+            indices = order.to(torch.int32).to(device)
+        weight, bias = self.inputs["weight"], self.inputs["bias"]
+        after = state.double()
+        y = reference.update(
+            x.double(),
+            after,
+            _there(weight).double(),
+            None if bias is None else bias.double(),
+            positions,
+            indices,
+            setting.silu,
+        )
+        out = _placed(torch.full_like(x, torch.nan), "time_last", True)
+        tensors = {
+            "x": x,
+            "state": state.clone(),
+            "weight": _copy(weight),
+            "bias": _copy(bias),
+            "positions": positions,
+            "indices": indices,
+            "y": out,
+        }
+        problem = UpdateProblem(
+            dtype=self.dtype,
+            batch=batch,
+            channels=channels,
+            time=steps,
+            width=setting.width,
+            slots=rows,
+            length=length,
+            strides=(
+                Strides(*x.stride()),
+                Strides(*_there(tensors["state"]).stride()),
+                Strides(*out.stride()),
+            ),
+            silu=setting.silu,
+            wide_weights=setting.wide and self.dtype != "float32",
+        )
+        return Case(problem, tensors, {"y": y, "state": after})
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _placed(tensor: Tensor, layout: Layout, aligned: bool) -> Tensor:
+    """A copy whose time, or whose channels, are contiguous."""
+    ordered = tensor if layout == "time_last" else tensor.transpose(1, 2)
+    if aligned:
+        placed = ordered.clone(memory_format=torch.contiguous_format)
+    else:
+        room = ordered.new_full((*ordered.shape[:2], ordered.shape[2] + _GAP + 1), torch.nan)
+        placed = room[..., 1 : 1 + ordered.shape[2]].copy_(ordered)
+    return placed if layout == "time_last" else placed.transpose(1, 2)
+
+
+def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
+    """Fresh random inputs. Drawn, and solved in float64, on the CPU: only the kernels under test run on ``device``."""
+    narrow, width = getattr(torch, dtype), setting.width
+    batch, channels, time = shape
+    if setting.sequences:
+        batch, shape = 1, (1, channels, time)
+
+    def new(*size: int) -> Tensor:
+        return torch.randn(size).to(narrow)
+
+    of_state = setting.sequences or batch, channels, width - 1
+    weights = torch.float32 if setting.wide else narrow
+    given: dict[str, Tensor | None] = {
+        "x": new(*shape),
+        "weight": (torch.randn(channels, width) * width**-0.5).to(weights),
+        "bias": torch.randn(channels).to(weights) if setting.bias else None,
+        "initial_state": new(*of_state) if setting.starts else None,
+        "seq_idx": _numbered(batch, time) if setting.indexed else None,
+        "offsets": _bounds(setting.sequences, time) if setting.sequences else None,
+        "y_grad": new(*shape),
+        "final_state_grad": new(*of_state) if setting.ends else None,
+    }
+    wide = {
+        name: t.double() if t is not None and t.is_floating_point() else t
+        for name, t in given.items()
+    }
+    runs = reference.Runs(wide["seq_idx"], wide["offsets"])
+    filters = _there(wide["weight"]), wide["bias"], wide["initial_state"]
+    x = _there(wide["x"])
+    y, final = reference.forward(x, *filters, runs, setting.silu, setting.ends)
+    grads = reference.backward(
+        x, *filters, _there(wide["y_grad"]), wide["final_state_grad"], runs, setting.silu
+    )
+    expected = {"y": y, "x_grad": grads.x}
+    expected["partials"] = torch.cat([grads.weight.flip(1).T, grads.bias.unsqueeze(0)])
+    if final is not None:
+        expected["final_state"] = final
+    if setting.starts:
+        expected["initial_state_grad"] = grads.state
+    return Trial(
+        shape,
+        setting,
+        dtype,
+        {name: None if t is None else t.to(device) for name, t in given.items()},
+        {name: t.contiguous().to(device) for name, t in expected.items()},
+    )
+
+
+def _bounds(sequences: int, time: int) -> Tensor:
+    inner = torch.randint(0, time + 1, (sequences - 1,)).sort().values
+    return torch.cat([torch.tensor([0]), inner, torch.tensor([time])])
+
+
+def _numbered(batch: int, time: int) -> Tensor:
+    """Runs of a few steps and of many, and padding at the end."""
+    changes = (torch.rand(batch, time) < min(0.2, 20 / time)).cumsum(1)
+    padding = torch.arange(time) >= time - time // 5
+    return torch.where(padding, torch.tensor(-1), changes).to(torch.int32)
+
+
+def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
+    """Four settings for each shape, all in turn."""
+    settings = cycle(SETTINGS)
+    for shape in shapes:
+        for _ in range(4):
+            setting = next(settings)
+            yield draw(shape, replace(setting), dtype, device)

@@ -1,0 +1,236 @@
+"""A causal convolution as numbers: what selection and launching need to know, and no tensor.
+
+Tensors, with W the width of the filter:
+
+    x, y                (B, D, L)      y[t] = act(bias + Σ weight[W-1-j] · x[t-j])
+    weight, bias        (D, W), (D,)   of the dtype of x, or float32
+    initial_state       (B, D, W-1)    the inputs before the first step; with packed sequences (S, D, W-1)
+    final_state         likewise       the last W-1 inputs, those of the initial state among them
+    seq_idx             (B, L) int32   where it changes along time, a sequence ends; below zero is padding
+    offsets             (S+1,) int64   between which sequences are packed along time; B is 1 then
+    partials            (pieces, W+1, D) float32, sums of a backward kernel for the gradients of weight and bias
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from scan_registry.base.frozen import dataclass
+from scan_registry.kernels.model import ITEM_SIZE
+
+Direction = Literal["forward", "backward"]
+Layout = Literal["time_last", "channel_last"]
+
+#: The dtypes that kernels are built for.
+DTYPES = ("float32", "bfloat16", "float16")
+#: The widths of filters.
+WIDTHS = range(2, 9)
+#: The tensors that have strides of their own, in the kernels' order.
+STRIDED: dict[Direction, tuple[str, ...]] = {
+    "forward": ("x", "y"),
+    "backward": ("x", "y_grad", "x_grad"),
+}
+#: Warps of a CTA.
+WARPS = 4
+_THREADS = 32 * WARPS
+#: Threads that are worth more than longer work for each: what fills the larger GPUs twice.
+_ENOUGH = 160_000
+#: Most chunks of a row, and least and most steps, that a thread takes. Where sums of a thread's work are written for
+#: every piece, pieces are longer.
+_MOST_CHUNKS: dict[Direction, int] = {"forward": 4, "backward": 8}
+_STEPS = (16, 64)
+
+
+@dataclass(frozen=True)
+class Strides:
+    """Distance between neighbours along each dimension, in elements."""
+
+    batch: int
+    channel: int
+    time: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a problem is cut into work for threads; see ``time_last.cuh`` and ``channel_last.cuh``.
+
+    lane_bits  2 to this power are the lanes that share a piece of time
+    steps      chunks or steps of each lane
+    pieces     of time, for each batch
+    ctas       of the grid
+    """
+
+    lane_bits: int
+    steps: int
+    pieces: int
+    ctas: int
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def _lane_bits(count: int) -> int:
+    """The fewest lanes, of a warp, that hold ``count`` each one."""
+    return min(5, max(0, (count - 1).bit_length()))
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """One direction of one convolution.
+
+    layout        which dimension has unit stride: time, or channels
+    dtype         of every tensor but weight and bias
+    strides       of the tensors that ``STRIDED`` names, in that order
+    alignment     bytes, at most 16, that divide the address of each of these
+    sequences     how many are packed along time; 0 if none
+    indexed       whether there is a ``seq_idx``
+    silu          whether the activation is x·σ(x), and not none
+    wide_weights  whether weight and bias are float32 though the others are narrower
+    """
+
+    direction: Direction
+    layout: Layout
+    dtype: str
+    batch: int
+    channels: int
+    time: int
+    width: int
+    strides: tuple[Strides, ...]
+    alignment: int
+    sequences: int = 0
+    indexed: bool = False
+    silu: bool = False
+    wide_weights: bool = False
+
+    @property
+    def kernel(self) -> str:
+        return f"{self.layout}_{self.direction}"
+
+    @property
+    def has_one_run(self) -> bool:
+        """Whether all steps of a batch belong together."""
+        return not (self.sequences or self.indexed)
+
+    def whole_chunks(self, elements: int) -> bool:
+        """Whether every row starts at, and consists of, whole chunks of ``elements``."""
+        row, outside = (
+            (self.time, "channel") if self.layout == "time_last" else (self.channels, "time")
+        )
+        sizes = {"batch": self.batch, "channel": self.channels, "time": self.time}
+        return (
+            row % elements == 0
+            and self.alignment >= elements * ITEM_SIZE[self.dtype]
+            and all(
+                sizes[dimension] == 1 or getattr(strides, dimension) % elements == 0
+                for strides in self.strides
+                for dimension in ("batch", outside)
+            )
+        )
+
+    def cut(self, vector: int, whole: bool) -> Cut:
+        """For threads that hold ``vector`` elements; ``whole`` is whether rows start on their boundaries."""
+        if self.layout == "channel_last":
+            return self._cut_columns(vector)
+        chunks = ceil_div(self.time, vector) if whole else (self.time + 2 * vector - 2) // vector
+        rows, bits = self.batch * self.channels, _lane_bits(chunks)
+        each = ceil_div(chunks, 1 << bits)
+        wanted = max(1, min(_MOST_CHUNKS[self.direction], (rows * each << bits) // _ENOUGH))
+        pieces = ceil_div(each, wanted)
+        steps = ceil_div(each, pieces)
+        return Cut(bits, steps, pieces, ceil_div(rows * pieces << bits, _THREADS))
+
+    def _cut_columns(self, vector: int) -> Cut:
+        bits = _lane_bits(ceil_div(self.channels, vector))
+        across = ceil_div(self.channels, vector << bits)
+        threads = self.batch * across << bits
+        least, most = _STEPS
+        wanted = max(least, min(most, self.time * threads // _ENOUGH // 8 * 8))
+        groups = _THREADS >> bits
+        pieces = ceil_div(self.time, wanted * groups)
+        steps = ceil_div(ceil_div(self.time, pieces * groups), 8) * 8
+        return Cut(bits, steps, pieces, self.batch * pieces * across)
+
+    def scalars(self, cut: Cut, flags: int = 0) -> dict[str, int]:
+        """Every integer parameter of the kernels, by name."""
+        values = {
+            "batches": self.batch,
+            "channels": self.channels,
+            "time": self.time,
+            "width": self.width,
+            "sequences": self.sequences,
+            "lane_bits": cut.lane_bits,
+            "steps": cut.steps,
+            "pieces": cut.pieces,
+            "flags": flags + int(self.silu) + 2 * int(self.wide_weights),
+        }
+        for name, strides in zip(STRIDED[self.direction], self.strides, strict=True):
+            for dimension, stride in vars(strides).items():
+                values[f"{name}_{dimension}"] = stride
+        return values
+
+
+@dataclass(frozen=True)
+class ReductionProblem:
+    """The sum over a backward kernel's pieces.
+
+    output  dtype of the gradients of weight and bias
+    """
+
+    output: str
+    pieces: int
+    channels: int
+    width: int
+
+    @property
+    def kernel(self) -> str:
+        return "reduction"
+
+    @property
+    def dtype(self) -> str:
+        """That of the sums."""
+        return "float32"
+
+
+@dataclass(frozen=True)
+class UpdateProblem:
+    """A few steps of each sequence, with a state that is changed in place.
+
+    slots    rows of the state
+    length   inputs that the state has of each channel
+    strides  of x, the state (whose batch is the slot) and y
+    """
+
+    dtype: str
+    batch: int
+    channels: int
+    time: int
+    width: int
+    slots: int
+    length: int
+    strides: tuple[Strides, ...]
+    silu: bool = False
+    wide_weights: bool = False
+
+    @property
+    def kernel(self) -> str:
+        return "update"
+
+    def scalars(self) -> dict[str, int]:
+        """Every integer parameter of the kernel, by name."""
+        values = {
+            "batches": self.batch,
+            "channels": self.channels,
+            "time": self.time,
+            "width": self.width,
+            "slots": self.slots,
+            "length": self.length,
+            "flags": int(self.silu) + 2 * int(self.wide_weights),
+        }
+        for name, first, strides in zip(
+            ("x", "state", "y"), ("batch", "slot", "batch"), self.strides, strict=True
+        ):
+            values[f"{name}_{first}"] = strides.batch
+            values |= {f"{name}_channel": strides.channel, f"{name}_time": strides.time}
+        return values

@@ -1,0 +1,307 @@
+"""What the causal_conv1d family is made of: kernels, variants, what each accepts and how it launches.
+
+Access ``aligned`` takes rows of whole chunks on their boundaries, and one sequence for each batch; ``generic`` takes all.
+Filters have room for 4 or for 8 taps, of which the width, a run-time argument, says how many there are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from scan_registry.kernels.causal_conv1d.problem import (
+    DTYPES,
+    STRIDED,
+    WARPS,
+    WIDTHS,
+    ConvProblem,
+    Cut,
+    Direction,
+    Layout,
+    ReductionProblem,
+    Strides,
+    UpdateProblem,
+    ceil_div,
+)
+from scan_registry.kernels.model import (
+    ITEM_SIZE,
+    Code,
+    Family,
+    Kernel,
+    Launch,
+    Parameter,
+    Pins,
+    Problem,
+    Rules,
+    Sample,
+    Space,
+    Static,
+    Variant,
+)
+
+FAMILY_NAME = "causal_conv1d"
+FOLDER = Path(__file__).parent
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
+
+_INPUTS = ("x", "weight", "bias", "initial_state", "seq_idx", "offsets")
+_POINTERS: dict[Direction, tuple[str, ...]] = {
+    "forward": (*_INPUTS, "y", "final_state"),
+    "backward": (
+        *_INPUTS,
+        "y_grad",
+        "final_state_grad",
+        "x_grad",
+        "initial_state_grad",
+        "partials",
+    ),
+}
+_DIMENSIONS = ("batch", "channel", "time")
+#: Where a row is made of whole chunks, though the variant is generic.
+_WHOLE_CHUNKS = 4
+_REDUCTION_WARPS = 8
+_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+def _signature(pointers: tuple[str, ...], integers: tuple[str, ...]) -> tuple[Parameter, ...]:
+    return (
+        *(Parameter(name, "pointer") for name in pointers),
+        *(Parameter(name, "i64") for name in integers),
+    )
+
+
+def parameters(direction: Direction) -> tuple[Parameter, ...]:
+    """The signature of both kernels of one direction."""
+    strides = tuple(f"{name}_{each}" for name, each in product(STRIDED[direction], _DIMENSIONS))
+    sizes = ("batches", "channels", "time", "width", "sequences")
+    return _signature(
+        _POINTERS[direction], (*sizes, *strides, "lane_bits", "steps", "pieces", "flags")
+    )
+
+
+# --- The convolution --------------------------------------------------------------------------
+
+
+def _vector(variant: Variant, layout: Layout) -> int:
+    """Elements that a thread holds side by side: 16 bytes of time; of channels as many as registers allow, since each
+    has a filter of its own."""
+    item, taps = ITEM_SIZE[variant.text("dtype")], variant.number("taps")
+    if layout == "time_last":
+        return 16 // item
+    if variant.kernel.endswith("backward"):
+        return 2 if item == 4 and taps == 8 else 4
+    return 4 if taps == 8 else 16 // item
+
+
+def cut(variant: Variant, problem: ConvProblem) -> Cut:
+    """How the variant's launch cuts the problem; a backward kernel writes sums for each of its pieces."""
+    vector = _vector(variant, problem.layout)
+    return problem.cut(vector, variant.text("access") == "aligned")
+
+
+def pieces(variant: Variant, problem: ConvProblem) -> int:
+    """Rows of ``partials``."""
+    return problem.batch * cut(variant, problem).pieces
+
+
+def _constants(layout: Layout, variant: Variant) -> dict[str, Static]:
+    defined: dict[str, Static] = {
+        "ELEMENT": variant.text("dtype"),
+        "TAPS": variant.number("taps"),
+        "ALIGNED": int(variant.text("access") == "aligned"),
+        "WARPS": WARPS,
+    }
+    if layout == "channel_last":
+        defined["VECTOR"] = _vector(variant, layout)
+        # Of one tensor that is read, or of each of two; where registers are moved from row to row, fewer.
+        one = variant.kernel.endswith("forward") and variant.text("access") == "aligned"
+        defined["DEPTH"] = 8 if one else 4
+    return defined
+
+
+def _kind_mismatch(variant: Variant, problem: ConvProblem) -> str | None:
+    if variant.text("dtype") != problem.dtype:
+        return f"dtype {variant.text('dtype')}, not {problem.dtype}"
+    if variant.text("access") == "aligned" and not problem.has_one_run:
+        return "a batch has several sequences"
+    if problem.width > variant.number("taps"):
+        return f"room for {variant.number('taps')} taps, not {problem.width}"
+    return None
+
+
+def _accepts(layout: Layout, variant: Variant, problem: ConvProblem) -> str | None:
+    if reason := _kind_mismatch(variant, problem):
+        return reason
+    vector = _vector(variant, layout)
+    if variant.text("access") == "aligned" and not problem.whole_chunks(vector):
+        return f"rows are not made of whole chunks of {vector} {problem.dtype} in aligned memory"
+    return None
+
+
+def _cost(variant: Variant, problem: ConvProblem) -> float:
+    return variant.number("taps") + 16 * (variant.text("access") == "generic")
+
+
+def _launch(layout: Layout, variant: Variant, problem: ConvProblem, sm_count: int) -> Launch:
+    found = cut(variant, problem)
+    whole = layout == "channel_last" and problem.whole_chunks(_vector(variant, layout))
+    return Launch((found.ctas, 1, 1), problem.scalars(found, _WHOLE_CHUNKS * whole))
+
+
+#: Room for 4 taps where that speeds things up, which is where memory is read at its rate.
+_KINDS: tuple[Pins, ...] = tuple(
+    (("dtype", dtype), ("access", access), ("taps", taps))
+    for dtype, (access, taps) in product(DTYPES, (("aligned", 4), ("aligned", 8), ("generic", 8)))
+)
+
+
+def _kernel(layout: Layout, direction: Direction) -> Kernel:
+    name = f"{layout}_{direction}"
+    return Kernel(
+        family=FAMILY_NAME,
+        name=name,
+        language="cuda",
+        parameters=parameters(direction),
+        defaults=Space(_KINDS, lambda kind: ((),)),
+        code=Code(
+            source=f"{name}.cu",
+            entry=f"{FAMILY_NAME}_{name}",
+            constants=partial(_constants, layout),
+            warps=lambda variant: WARPS,
+        ),
+        rules=Rules(accepts=partial(_accepts, layout), kind_mismatch=_kind_mismatch),
+        cost=_cost,
+        launch=partial(_launch, layout),
+    )
+
+
+# --- Sums of the backward kernels -------------------------------------------------------------
+
+
+def _reduction_launch(variant: Variant, problem: ReductionProblem, sm_count: int) -> Launch:
+    scalars = {
+        "pieces": problem.pieces,
+        "channels": problem.channels,
+        "width": problem.width,
+        "format": _FORMATS[problem.output],
+    }
+    return Launch((ceil_div((problem.width + 1) * problem.channels, 32), 1, 1), scalars)
+
+
+_REDUCTION = Kernel(
+    family=FAMILY_NAME,
+    name="reduction",
+    language="cuda",
+    parameters=_signature(
+        ("partials", "weight_grad", "bias_grad"), ("pieces", "channels", "width", "format")
+    ),
+    defaults=Space(((("dtype", "float32"),),), lambda kind: ((("warps", _REDUCTION_WARPS),),)),
+    code=Code(
+        source="reduction.cu",
+        entry=f"{FAMILY_NAME}_reduction",
+        constants=lambda variant: {"WARPS": variant.number("warps")},
+        warps=lambda variant: variant.number("warps"),
+    ),
+    rules=Rules(lambda variant, problem: None),
+    cost=lambda variant, problem: 0.0,
+    launch=_reduction_launch,
+)
+
+
+# --- One step ---------------------------------------------------------------------------------
+
+
+def _update_accepts(variant: Variant, problem: UpdateProblem) -> str | None:
+    if variant.text("dtype") != problem.dtype:
+        return f"dtype {variant.text('dtype')}, not {problem.dtype}"
+    return None
+
+
+def _update_launch(variant: Variant, problem: UpdateProblem, sm_count: int) -> Launch:
+    ctas = ceil_div(problem.batch * problem.channels, 32 * variant.number("warps"))
+    return Launch((ctas, 1, 1), problem.scalars())
+
+
+_UPDATE = Kernel(
+    family=FAMILY_NAME,
+    name="update",
+    language="cuda",
+    parameters=_signature(
+        ("x", "state", "weight", "bias", "positions", "indices", "y"),
+        (
+            *("batches", "channels", "time", "width", "slots", "length"),
+            *("x_batch", "x_channel", "x_time"),
+            *("state_slot", "state_channel", "state_time"),
+            *("y_batch", "y_channel", "y_time"),
+            "flags",
+        ),
+    ),
+    defaults=Space(
+        tuple((("dtype", dtype),) for dtype in DTYPES), lambda kind: ((("warps", WARPS),),)
+    ),
+    code=Code(
+        source="update.cu",
+        entry=f"{FAMILY_NAME}_update",
+        constants=lambda variant: {
+            "ELEMENT": variant.text("dtype"),
+            "TAPS": WIDTHS[-1],
+            "ALIGNED": 0,
+            "WARPS": variant.number("warps"),
+        },
+        warps=lambda variant: variant.number("warps"),
+    ),
+    rules=Rules(_update_accepts),
+    cost=lambda variant, problem: 0.0,
+    launch=_update_launch,
+)
+
+
+# --- The family -------------------------------------------------------------------------------
+
+
+def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> Sample:
+    batch, channels, time = (8, 2048, 2048) if access == "aligned" else (8, 2047, 2039)
+    strides = (
+        Strides(channels * time, time, 1)
+        if layout == "time_last"
+        else Strides(channels * time, 1, channels)
+    )
+    problem = ConvProblem(
+        direction=direction,
+        layout=layout,
+        dtype=dtype,
+        batch=batch,
+        channels=channels,
+        time=time,
+        width=4,
+        strides=(strides,) * len(STRIDED[direction]),
+        alignment=16 if access == "aligned" else ITEM_SIZE[dtype],
+    )
+    return Sample(problem, dtype, access)
+
+
+def _other_samples() -> tuple[Sample, ...]:
+    reduction: Problem = ReductionProblem("float32", 64, 2048, 4)
+    strides = Strides(2048, 1, 2048), Strides(3 * 2048, 3, 1), Strides(2048, 1, 2048)
+    updates = (UpdateProblem(dtype, 64, 2048, 1, 4, 64, 3, strides) for dtype in DTYPES)
+    return (
+        Sample(reduction, "float32", "aligned"),
+        *(Sample(problem, problem.dtype, "aligned") for problem in updates),
+    )
+
+
+FAMILY = Family(
+    name=FAMILY_NAME,
+    summary="y[t] = act(bias + sum of weight[W-1-j] * x[t-j])",
+    folder=FOLDER,
+    kernels=(
+        *(_kernel(layout, direction) for layout, direction in product(LAYOUTS, DIRECTIONS)),
+        _REDUCTION,
+        _UPDATE,
+    ),
+    samples=(
+        *(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ("aligned", "generic"))),
+        *_other_samples(),
+    ),
+)

@@ -1,0 +1,375 @@
+"""Random problems for the selective_scan kernels; ``selftest`` and ``tools/attest.py`` run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle, pairwise
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels.selective_scan import reference
+from scan_registry.kernels.selective_scan.problem import (
+    DIRECTIONS,
+    INTERVAL,
+    STRIDED,
+    Direction,
+    Layout,
+    SelectiveScanProblem,
+)
+
+#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
+
+#: (batch, channels, time, states).
+Shape = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The options of a problem.
+
+    gated     whether there are z, D and delta_bias
+    softplus  of the step sizes
+    starts    whether there is a state before the scan, and a gradient of the last one
+    groups    of channels that have B and C of their own, if the channels can be cut so
+    packed    whether sequences are packed along time, one of them empty
+    layout    along which dimension the sequences lie without gaps
+    """
+
+    gated: bool = True
+    softplus: bool = True
+    starts: bool = False
+    groups: int = 1
+    packed: bool = False
+    layout: Layout = "time_last"
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
+
+
+SETTINGS = (
+    Setting(),
+    Setting(gated=False, starts=True),
+    Setting(layout="channel_last", starts=True),
+    Setting(softplus=False, groups=2, starts=True),
+    Setting(packed=True, starts=True),
+    Setting(gated=False, layout="channel_last", groups=2, packed=True),
+)
+
+#: Parts that sequences are cut into, where they are.
+PARTS = 3
+#: Of a quick check and of an attestation.
+QUICK: tuple[Shape, ...] = ((2, 32, 64, 16), (1, 6, 101, 4), (2, 80, 40, 17), (1, 64, 200, 16))
+THOROUGH: tuple[Shape, ...] = (
+    *((1, 1, 1, 1), (2, 3, 5, 2), (3, 48, 127, 16), (2, 96, 512, 16), (1, 64, 2053, 16)),
+    *((4, 200, 96, 64), (1, 10, 333, 256), (8, 1024, 64, 16), (1, 16, 4096, 8), (1, 130, 77, 40)),
+)
+
+_SEQUENCES = ("u", "delta", "z", "out", "out_grad", "u_grad", "delta_grad", "z_grad")
+#: Names of strides whose tensor has another name.
+_TENSOR_OF = {"grad": "out_grad"}
+#: What each direction writes.
+OUTPUTS: dict[Direction, tuple[str, ...]] = {
+    "adjoint": ("adjoints", "sizes"),
+    "forward": ("out", "final_state"),
+    "backward": (
+        *("u_grad", "delta_grad", "A_grad", "B_grad", "C_grad"),
+        *("D_grad", "z_grad", "bias_grad", "initial_grad"),
+    ),
+}
+
+
+def partial_shape(name: str, problem: SelectiveScanProblem) -> tuple[int, ...]:
+    """Of a gradient that comes as partial sums, of which those of its dimensions before the last ones are summed."""
+    state = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
+    if name in ("B_grad", "C_grad"):
+        of_projection = problem.batch, problem.groups, problem.states, problem.time
+        return (problem.ctas_of_group, *of_projection)
+    return (*state, problem.states) if name == "A_grad" else state
+
+
+def summed(name: str, partial: Tensor) -> Tensor:
+    """The gradient that partial sums are of."""
+    if name in ("B_grad", "C_grad"):
+        return partial.sum(0)
+    return partial.sum((0, 1, 2)) if name in ("A_grad", "D_grad", "bias_grad") else partial
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
+
+    problem: SelectiveScanProblem
+    tensors: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
+
+    def error(self) -> float:
+        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
+        return max(self.errors().values())
+
+    def errors(self) -> dict[str, float]:
+        """Of each output."""
+        found = {}
+        for name, expected in self.expected.items():
+            out = self.tensors[name]
+            assert out is not None
+            found[name] = relative_error(summed(name, out.double()), expected)
+        return found
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Inputs of one problem in one dtype, and the results in float64."""
+
+    shape: Shape
+    setting: Setting
+    dtype: str
+    inputs: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.setting}"
+
+    def launches(self, kernel: str) -> Iterator[Case]:
+        """All that ``kernel`` can compute this by."""
+        for aligned in (True, False):
+            if kernel != "adjoint":
+                yield self.case(kernel, aligned=aligned)
+            if kernel != "forward":
+                yield self.case(kernel, aligned=aligned, parts=PARTS)
+
+    def case(self, kernel: str, *, aligned: bool, parts: int = 1) -> Case:
+        """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps. There are results
+        of 1 and of ``PARTS`` parts."""
+        direction: Direction = next(each for each in DIRECTIONS if each == kernel)
+        batch, channels, time, states = self.shape
+        narrow = getattr(torch, self.dtype)
+        tensors: dict[str, Tensor | None] = {}
+        for name, value in self.inputs.items():
+            placed = value is not None and name in _SEQUENCES
+            tensors[name] = self._placed(value, aligned) if placed and value is not None else value
+        expected = {n: self.expected[n] for n in OUTPUTS[direction] if n in self.expected}
+        offsets = self.inputs["offsets"]
+        for name, value in expected.items():
+            if name in _SEQUENCES:
+                tensors[name] = self._placed(
+                    torch.full_like(value, torch.nan, dtype=narrow), aligned
+                )
+        of_tensor = {"u_grad": tensors.get("u_grad")}
+        strides: list[int] = []
+        for name, dimensions in STRIDED[direction].items():
+            tensor = of_tensor.get(name, tensors.get(_TENSOR_OF.get(name, name)))
+            strides += [0] * len(dimensions) if tensor is None else tensor.stride()
+        unit = 16 // narrow.itemsize
+        channels_of_group = channels // self._groups
+        along = time if self.setting.layout == "time_last" else channels_of_group
+        problem = SelectiveScanProblem(
+            direction=direction,
+            dtype=self.dtype,
+            layout=self.setting.layout,
+            batch=batch,
+            channels=channels,
+            time=time,
+            states=states,
+            groups=self._groups,
+            strides=tuple(strides),
+            softplus=self.setting.softplus,
+            sequences=0 if offsets is None else len(offsets) - 1,
+            aligned=aligned and along % unit == 0,
+            parts=parts,
+            whole=(aligned and time % unit == 0 and offsets is None,) * 2,
+        )
+        device = self.expected["out"].device
+        if direction == "forward":
+            slots = time // INTERVAL + max(1, problem.sequences)
+            tensors["checkpoints"] = torch.zeros(batch, slots, channels, states, device=device)
+            tensors["final_state"] = torch.full_like(
+                expected["final_state"], torch.nan, dtype=torch.float32
+            )
+        elif direction == "adjoint":
+            for name, value in expected.items():
+                # Of a first part nothing is asked, and nothing is written.
+                room = torch.full_like(value, torch.nan, dtype=torch.float32)
+                room[:, :, 0] = 0
+                tensors[name] = room
+        else:
+            for name in ("adjoints", "sizes") if parts > 1 else ():
+                tensors[name] = self.expected[name].float()
+            for name in ("A_grad", "B_grad", "C_grad", "D_grad", "bias_grad"):
+                if name in expected:
+                    tensors[name] = torch.full(
+                        partial_shape(name, problem), torch.nan, device=device
+                    )
+            tensors["initial_grad"] = torch.full_like(
+                expected["initial_grad"], torch.nan, dtype=torch.float32
+            )
+            tensors["carries"] = torch.full((problem.carried,), torch.nan, device=device)
+        return Case(problem, tensors, expected)
+
+    @property
+    def _groups(self) -> int:
+        return self.setting.groups if self.shape[1] % self.setting.groups == 0 else 1
+
+    def _placed(self, tensor: Tensor, aligned: bool) -> Tensor:
+        """A copy that lies along the layout's dimension, with gaps after its rows unless ``aligned``."""
+        turned = self.setting.layout == "channel_last"
+        moved = tensor.transpose(1, 2) if turned else tensor
+        *rows, length = moved.shape
+        room = moved.new_empty(*rows, length + (0 if aligned else 3))[..., :length].copy_(moved)
+        return room.transpose(1, 2) if turned else room
+
+
+def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
+    """Fresh random inputs, drawn and solved in float64 on the CPU: step sizes from a thousandth to some tenths, so that
+    states last for few steps and for many."""
+    batch, channels, time, states = shape
+    narrow = getattr(torch, dtype)
+    groups = setting.groups if channels % setting.groups == 0 else 1
+    offsets = None
+    if setting.packed:
+        cut = sorted(torch.randint(0, time + 1, (2,)).tolist())
+        offsets = torch.tensor([0, 0, *cut, time])
+    sequences = 1 if offsets is None else len(offsets) - 1
+
+    def new(*size: int) -> Tensor:
+        return torch.randn(size).to(narrow)
+
+    steps = torch.randn(batch, channels, time) - 3
+    delta = steps if setting.softplus else steps.exp()
+    of_state = batch, sequences, channels, states
+    given: dict[str, Tensor | None] = {
+        "u": new(batch, channels, time),
+        "delta": delta.to(narrow),
+        "A": -torch.rand(channels, states) * 8 - 0.02,
+        "B": new(batch, groups, states, time),
+        "C": new(batch, groups, states, time),
+        "D": torch.randn(channels) if setting.gated else None,
+        "z": new(batch, channels, time) if setting.gated else None,
+        "delta_bias": torch.rand(channels) * 0.5 if setting.gated else None,
+        "initial_state": torch.randn(of_state) if setting.starts else None,
+        "offsets": offsets,
+        "out_grad": new(batch, channels, time),
+        "final_grad": torch.randn(of_state) if setting.starts else None,
+    }
+    expected = _solved(given, setting)
+    expected |= _handed_on(given, setting)
+    checkpoints = _checkpoints(given, setting)
+    given["checkpoints"] = checkpoints
+    return Trial(
+        shape,
+        setting,
+        dtype,
+        {name: None if t is None else t.to(device) for name, t in given.items()},
+        {name: t.to(device) for name, t in expected.items()},
+    )
+
+
+_LEAVES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
+_GRADS = (
+    "u_grad",
+    "delta_grad",
+    "A_grad",
+    "B_grad",
+    "C_grad",
+    "D_grad",
+    "z_grad",
+    "bias_grad",
+    "initial_grad",
+)
+
+
+def _wide(given: dict[str, Tensor | None], setting: Setting) -> list[Tensor | None]:
+    found = [given[name] for name in _LEAVES]
+    wide = [None if t is None else t.double() for t in found]
+    u, states = given["u"], given["A"]
+    assert u is not None
+    assert states is not None
+    if wide[-1] is None:
+        offsets = given["offsets"]
+        sequences = 1 if offsets is None else len(offsets) - 1
+        wide[-1] = torch.zeros(u.shape[0], sequences, *states.shape, dtype=torch.float64)
+    if given["offsets"] is None and wide[-1] is not None:
+        wide[-1] = wide[-1].squeeze(1)
+    return wide
+
+
+def _solved(given: dict[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
+    wide, offsets = _wide(given, setting), given["offsets"]
+    u, delta, A, B, C, D, z, bias, initial = wide
+    assert u is not None
+    assert delta is not None
+    assert A is not None
+    assert B is not None
+    assert C is not None
+    out, final = reference.forward(
+        u, delta, A, B, C, D, z, bias, setting.softplus, initial, offsets
+    )
+    out_grad, final_grad = given["out_grad"], given["final_grad"]
+    assert out_grad is not None
+    if final_grad is not None:
+        final_grad = final_grad.double() if offsets is not None else final_grad.double().squeeze(1)
+    wanted = tuple(t is not None for t in wide)
+    grads = reference.backward(
+        tuple(wide), setting.softplus, offsets, out_grad.double(), final_grad, wanted
+    )
+    expected = {n: g for n, g in zip(_GRADS, grads, strict=True) if g is not None}
+    expected |= {"out": out, "final_state": final}
+    if offsets is None:
+        for name in ("final_state", "initial_grad"):
+            expected[name] = expected[name].unsqueeze(1)
+    return expected
+
+
+def _handed_on(given: dict[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
+    """What each part of a sequence but its first hands on, and the sum of its step sizes."""
+    u, delta, A, _, C, _, z, bias, _ = _wide(given, setting)
+    out_grad, offsets = given["out_grad"], given["offsets"]
+    assert u is not None
+    assert delta is not None
+    assert A is not None
+    assert C is not None
+    assert out_grad is not None
+    sizes = reference.step_sizes(delta, bias, setting.softplus)
+    grad = out_grad.double() if z is None else out_grad.double() * torch.nn.functional.silu(z)
+    through = reference.per_channel(C, u.shape[1], A.dtype)
+    bounds = [0, u.shape[2]] if offsets is None else offsets.tolist()
+    of_part = u.shape[0], len(bounds) - 1, PARTS, u.shape[1]
+    handed = torch.zeros(*of_part, A.shape[1], dtype=A.dtype)
+    sums = torch.zeros(of_part, dtype=A.dtype)
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        tiles = -(-(end - begin) // INTERVAL)
+        steps = -(-tiles // PARTS) * INTERVAL
+        for part in range(1, PARTS):
+            span = range(min(end, begin + part * steps), min(end, begin + (part + 1) * steps))
+            carry = torch.zeros(u.shape[0], *A.shape, dtype=A.dtype)
+            for t in reversed(span):
+                gate = torch.exp(sizes[:, :, t, None] * A)
+                carry = gate * (grad[:, :, t, None] * through[..., t] + carry)
+            handed[:, number, part] = carry
+            sums[:, number, part] = sizes[:, :, span.start : span.stop].sum(-1)
+    return {"adjoints": handed, "sizes": sums}
+
+
+def _checkpoints(given: dict[str, Tensor | None], setting: Setting) -> Tensor:
+    """The states before every INTERVAL steps of each sequence, as the forward kernel leaves them."""
+    u, delta, A, B, C, _, _, bias, initial = _wide(given, setting)
+    assert u is not None
+    assert delta is not None
+    assert A is not None
+    assert B is not None
+    assert C is not None
+    assert initial is not None
+    return reference.checkpoints(
+        u, delta, A, B, C, bias, setting.softplus, initial, given["offsets"], INTERVAL
+    )
+
+
+def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
+    """Two settings for each shape, all in turn."""
+    settings = cycle(SETTINGS)
+    for shape in shapes:
+        for _ in range(2):
+            yield draw(shape, next(settings), dtype, device)

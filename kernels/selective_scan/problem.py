@@ -1,0 +1,131 @@
+"""A selective scan as numbers: what selection and launching need to know, and no tensor.
+
+Tensors, S being sequences that are packed along time, or 1, and G groups of channels:
+
+    u, delta, z, out, out_grad              (B, D, L), any strides
+    u_grad, delta_grad, z_grad              (B, D, L), of one layout
+    A                                       (D, N), float32
+    B, C                                    (B, G, N, L), any strides
+    D, delta_bias                           (D,), float32; null: zeros
+    initial_state, final_state, final_grad, initial_grad
+                                            (B, S, D, N), float32; null: zeros
+    checkpoints                             (B, L // INTERVAL + S, D, N), float32: the states before every INTERVAL
+                                            steps of each sequence
+    A_grad, D_grad, bias_grad               (B, S, parts, D, N) and (B, S, parts, D), float32: summed over all but the
+                                            channels by whoever asked for them
+    adjoints, sizes                         likewise, what each part but a sequence's first hands on: made by the
+                                            direction ``adjoint`` if there are several parts
+    B_grad, C_grad                          (CTAs of a group, B, G, N, L), float32: likewise
+
+What is float32 here is in the dtype of no other tensor, and lies without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from scan_registry.base.frozen import dataclass
+
+Direction = Literal["forward", "adjoint", "backward"]
+Layout = Literal["time_last", "channel_last"]
+
+#: The dtypes that kernels are built for.
+DTYPES = ("bfloat16", "float16", "float32")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "adjoint", "backward")
+LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
+#: Steps from one state that is kept for the backward pass to the next, which are its tile.
+INTERVAL = 32
+#: The most states of a channel.
+MOST_STATES = 256
+#: Channels of a CTA of the backward pass, of which a warp has 8, and states that it works on at a time.
+CTA_CHANNELS, WARP_CHANNELS, BLOCK_STATES = 32, 8, 16
+
+#: The tensors that have strides of their own, with those strides' names; the kernels' order.
+_SEQUENCE = ("batch", "channel", "time")
+_PROJECTION = ("batch", "group", "state", "time")
+STRIDED: Mapping[Direction, Mapping[str, tuple[str, ...]]] = {
+    "forward": {
+        **dict.fromkeys(("u", "delta", "z", "out"), _SEQUENCE),
+        **dict.fromkeys(("B", "C"), _PROJECTION),
+    },
+    "adjoint": {**dict.fromkeys(("delta", "z", "grad"), _SEQUENCE), "C": _PROJECTION},
+    "backward": {
+        **dict.fromkeys(("u", "delta", "z", "grad", "u_grad"), _SEQUENCE),
+        **dict.fromkeys(("B", "C"), _PROJECTION),
+    },
+}
+
+
+def stride_names(direction: Direction) -> tuple[str, ...]:
+    """``u_batch`` and so on, in the kernels' order."""
+    return tuple(
+        f"{tensor}_{dimension}"
+        for tensor, dimensions in STRIDED[direction].items()
+        for dimension in dimensions
+    )
+
+
+@dataclass(frozen=True)
+class SelectiveScanProblem:
+    """One direction of one selective scan.
+
+    dtype      of u, delta, z, B, C, the output and its gradient
+    layout     along which dimension lanes go
+    sequences  that are packed along time; 0: they are not
+    strides    in elements, of the tensors that ``STRIDED`` names; 0 for one that is not there
+    aligned    whether the sequences of ``layout`` lie along it without gaps and start on 16 bytes everywhere, and
+               consist of whole pieces of 16 bytes
+    whole      the same of B and of C, along time
+    parts      that a sequence is cut into along time, in the backward pass
+    """
+
+    direction: Direction
+    dtype: str
+    layout: Layout
+    batch: int
+    channels: int
+    time: int
+    states: int
+    groups: int
+    strides: tuple[int, ...]
+    softplus: bool = False
+    sequences: int = 0
+    aligned: bool = True
+    whole: tuple[bool, bool] = (True, True)
+    parts: int = 1
+
+    @property
+    def kernel(self) -> str:
+        return self.direction
+
+    @property
+    def group_channels(self) -> int:
+        """Channels that share B and C."""
+        return self.channels // self.groups
+
+    @property
+    def ctas_of_group(self) -> int:
+        """CTAs of the backward pass that share a batch and a group, and a sequence's part."""
+        return -(-self.group_channels // CTA_CHANNELS)
+
+    @property
+    def carried(self) -> int:
+        """Floats of ``carries``, which a backward pass of more states than a block needs."""
+        blocks = -(-self.states // BLOCK_STATES)
+        ctas = self.ctas_of_group * self.groups * self.batch * max(1, self.sequences) * self.parts
+        return 0 if blocks <= 1 else ctas * blocks * CTA_CHANNELS // WARP_CHANNELS * 32 * 8
+
+    def scalars(self) -> dict[str, int]:
+        """Every integer parameter of the kernels, by name."""
+        values = {
+            "batch": self.batch,
+            "channels": self.channels,
+            "time": self.time,
+            "states": self.states,
+            "group_channels": self.group_channels,
+            "sequences": max(1, self.sequences),
+            "parts": self.parts,
+            "flags": self.softplus | self.whole[0] << 1 | self.whole[1] << 2,
+        }
+        return values | dict(zip(stride_names(self.direction), self.strides, strict=True))

@@ -1,0 +1,285 @@
+"""What the selective_scan family is made of: kernels, variants, what each accepts and how it launches.
+
+``forward.cu``, ``backward.cu`` and ``adjoint.cu`` have the algorithms; ``problem.py`` the tensors. Access ``aligned`` moves 16 bytes at
+a time along the layout's dimension; ``generic`` takes any strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+from scan_registry.kernels.model import (
+    ITEM_SIZE,
+    Code,
+    Family,
+    Kernel,
+    Launch,
+    Parameter,
+    Pins,
+    Rules,
+    Sample,
+    Space,
+    Static,
+    Variant,
+)
+from scan_registry.kernels.selective_scan.problem import (
+    BLOCK_STATES,
+    CTA_CHANNELS,
+    DIRECTIONS,
+    DTYPES,
+    INTERVAL,
+    LAYOUTS,
+    STRIDED,
+    WARP_CHANNELS,
+    Direction,
+    SelectiveScanProblem,
+    stride_names,
+)
+
+FAMILY_NAME = "selective_scan"
+FOLDER = Path(__file__).parent
+ACCESSES = ("aligned", "generic")
+
+_POINTERS: dict[Direction, tuple[str, ...]] = {
+    "forward": (
+        *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"),
+        *("out", "final_state", "checkpoints", "offsets"),
+    ),
+    "adjoint": ("delta", "A", "C", "z", "delta_bias", "out_grad", "offsets", "adjoints", "sizes"),
+    "backward": (
+        *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "out_grad", "final_grad"),
+        *("checkpoints", "adjoints", "sizes", "offsets"),
+        *("u_grad", "delta_grad", "z_grad", "A_grad", "B_grad", "C_grad", "D_grad", "bias_grad"),
+        *("initial_grad", "carries"),
+    ),
+}
+_SIZES = ("batch", "channels", "time", "states", "group_channels", "sequences")
+
+
+def parameters(direction: Direction) -> tuple[Parameter, ...]:
+    """The signature of one kernel."""
+    pointers = (Parameter(name, "pointer") for name in _POINTERS[direction])
+    parts = () if direction == "forward" else ("parts",)
+    integers = (*_SIZES, *parts, "flags", *stride_names(direction))
+    return (*pointers, *(Parameter(name, "i64") for name in integers))
+
+
+def _ctas(variant: Variant, problem: SelectiveScanProblem) -> int:
+    if variant.kernel == "forward":
+        of_group = -(-problem.group_channels // _channels_of(variant))
+    else:
+        of_group = problem.ctas_of_group * (problem.parts - (variant.kernel == "adjoint"))
+    return of_group * problem.groups * problem.batch * max(1, problem.sequences)
+
+
+def _channels_of(variant: Variant) -> int:
+    """Of a CTA of the forward pass."""
+    return 32 // variant.number("lanes") * variant.number("held") * variant.number("warps")
+
+
+def _kind_mismatch(variant: Variant, problem: SelectiveScanProblem) -> str | None:
+    if variant.text("dtype") != problem.dtype:
+        return f"dtype {variant.text('dtype')}, not {problem.dtype}"
+    if variant.text("layout") != problem.layout:
+        return f"layout {variant.text('layout')}, not {problem.layout}"
+    if variant.text("access") == "aligned" and (not problem.aligned or problem.sequences):
+        return "the sequences are packed, or do not lie in whole pieces of 16 bytes"
+    return None
+
+
+def _capacity(variant: Variant) -> int:
+    """States of a channel that there is room for; 0: any number."""
+    if variant.kernel == "forward":
+        return variant.number("lanes") * variant.number("states")
+    return BLOCK_STATES if variant.kernel == "backward" and variant.number("blocks") == 1 else 0
+
+
+def _accepts(variant: Variant, problem: SelectiveScanProblem) -> str | None:
+    if reason := _kind_mismatch(variant, problem):
+        return reason
+    room = _capacity(variant)
+    if room and problem.states > room:
+        return f"{problem.states} states; it has room for {room}"
+    if variant.kernel == "adjoint":
+        return None if problem.parts > 1 else "there is one part, which hands nothing on"
+    if not room and problem.states <= BLOCK_STATES:
+        return f"{problem.states} states; it is for more than {BLOCK_STATES}"
+    return None
+
+
+def _launch(variant: Variant, problem: SelectiveScanProblem, sm_count: int) -> Launch:
+    known = problem.scalars()
+    wanted = [p.name for p in parameters(problem.direction) if p.kind == "i64"]
+    blocks = -(-problem.states // BLOCK_STATES) if variant.kernel == "adjoint" else 1
+    return Launch((_ctas(variant, problem), blocks, 1), {name: known[name] for name in wanted})
+
+
+def _constants(variant: Variant) -> dict[str, Static]:
+    numbers = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
+    if variant.kernel != "forward":
+        numbers["TIMES"] = INTERVAL
+    return {
+        "INTERVAL": INTERVAL,
+        "ELEMENT": variant.text("dtype"),
+        "ALIGNED": int(variant.text("access") == "aligned"),
+        "CHANNEL_LAST": int(variant.text("layout") == "channel_last"),
+        **numbers,
+    }
+
+
+# --- Forward ----------------------------------------------------------------------------------
+
+
+def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
+    """Few lanes of a channel have less to sum up; many of them fill a GPU with fewer channels. Of many states, two
+    channels of a lane share what is read of B and C."""
+    narrow = ITEM_SIZE[str(dict(kind)["dtype"])] == 2
+    tiles = [(4, 4, 1, 32), (8, 8, 2, 16), (16, 16, 1, 16)]
+    if dict(kind)["access"] == "aligned":
+        tiles += [(2, 8, 1, 32 if narrow else 16), (8, 2, 1, 128 if narrow else 64)]
+    names = ("lanes", "states", "held", "times", "warps")
+    return tuple(tuple(zip(names, (*tile, 4), strict=True)) for tile in tiles)
+
+
+def _forward_shared(variant: Variant) -> int:
+    lanes, states, times = (variant.number(name) for name in ("lanes", "states", "times"))
+    channels = _channels_of(variant)
+    return 4 * (channels * (2 * times + 4) + 2 * 2 * lanes * states * times + 2 * channels)
+
+
+def _forward_cost(variant: Variant, problem: SelectiveScanProblem) -> float:
+    """Room for states that there are not, and then how far the lanes are from those that fill an H100."""
+    rows = problem.batch * problem.channels * max(1, problem.sequences)
+    lanes = 2 if rows >= 12_288 else 4 if rows >= 6_144 else 8
+    return _capacity(variant) + abs(variant.number("lanes") - lanes) / 64
+
+
+# --- Backward ---------------------------------------------------------------------------------
+
+
+def _backward_tiles(kind: Pins) -> tuple[Pins, ...]:
+    """For one block of states, and for any number."""
+    warps = CTA_CHANNELS // WARP_CHANNELS
+    return tuple((("warps", warps), ("blocks", blocks), ("ctas", 3)) for blocks in (1, 2))
+
+
+def _backward_shared(variant: Variant) -> int:
+    warps, times = variant.number("warps"), INTERVAL
+    channels = warps * WARP_CHANNELS
+    rows = channels * (4 * times + times // 2 - 4)
+    of_states, stage = 32 * warps * times, 2 * BLOCK_STATES * times
+    slabs = 2 * 2 * warps * 2 * BLOCK_STATES * 8
+    sums = 0 if variant.number("blocks") == 1 else rows
+    return 4 * (rows + of_states + stage + slabs + 2 * channels + sums)
+
+
+def _adjoint_tiles(kind: Pins) -> tuple[Pins, ...]:
+    return ((("warps", CTA_CHANNELS // WARP_CHANNELS),),)
+
+
+def _adjoint_shared(variant: Variant) -> int:
+    channels = variant.number("warps") * WARP_CHANNELS
+    return 4 * (channels * (2 * INTERVAL + 4) + 2 * 2 * BLOCK_STATES * INTERVAL + channels)
+
+
+# --- The family -------------------------------------------------------------------------------
+
+_KINDS: tuple[Pins, ...] = tuple(
+    (("dtype", dtype), ("layout", layout), ("access", access))
+    for dtype, layout, access in product(DTYPES, LAYOUTS, ACCESSES)
+)
+
+
+_TILES: dict[Direction, Callable[[Pins], tuple[Pins, ...]]] = {
+    "forward": _forward_tiles,
+    "adjoint": _adjoint_tiles,
+    "backward": _backward_tiles,
+}
+_SHARED: dict[Direction, Callable[[Variant], int]] = {
+    "forward": _forward_shared,
+    "adjoint": _adjoint_shared,
+    "backward": _backward_shared,
+}
+_COST: dict[Direction, Callable[[Variant, SelectiveScanProblem], float]] = {
+    "forward": _forward_cost,
+    "adjoint": lambda variant, problem: 0.0,
+    "backward": lambda variant, problem: variant.number("blocks"),
+}
+
+
+def _may_spill(direction: Direction) -> frozenset[Variant]:
+    """What a tile needs of its elements waits in local memory while it is walked, and is read again once for each
+    tile: some tens of bytes, for which more CTAs are on an SM. The adjoints' kernel, and the forward pass of the usual
+    numbers of states from aligned memory, have no such need."""
+    if direction == "adjoint":
+        return frozenset()
+    tiles = _TILES[direction]
+    return frozenset(
+        Variant(FAMILY_NAME, direction, "cuda", (*kind, *tile))
+        for kind in _KINDS
+        for tile in tiles(kind)
+        if direction == "backward" or dict(tile)["lanes"] == 16 or dict(kind)["access"] == "generic"
+    )
+
+
+def _kernel(direction: Direction) -> Kernel:
+    return Kernel(
+        family=FAMILY_NAME,
+        name=direction,
+        language="cuda",
+        parameters=parameters(direction),
+        defaults=Space(_KINDS, _TILES[direction]),
+        code=Code(
+            source=f"{direction}.cu",
+            entry=f"{FAMILY_NAME}_{direction}",
+            constants=_constants,
+            warps=lambda variant: variant.number("warps"),
+            shared=_SHARED[direction],
+            may_spill=_may_spill(direction),
+        ),
+        rules=Rules(_accepts, kind_mismatch=_kind_mismatch),
+        cost=_COST[direction],
+        launch=_launch,
+    )
+
+
+def _sample(direction: Direction, dtype: str, layout: str, access: str) -> Sample:
+    batch, channels, time, states = (
+        (4, 1536, 2048, 16) if access == "aligned" else (4, 1531, 2039, 16)
+    )
+    of_row = {"batch": channels * time, "channel": time, "time": 1}
+    if layout == "channel_last":
+        of_row |= {"channel": 1, "time": channels}
+    of_projection = {"batch": states * time, "group": states * time, "state": time, "time": 1}
+    strides = [
+        (of_projection if tensor in "BC" else of_row)[dimension]
+        for tensor, dimensions in STRIDED[direction].items()
+        for dimension in dimensions
+    ]
+    problem = SelectiveScanProblem(
+        direction=direction,
+        dtype=dtype,
+        layout=layout,  # type: ignore[arg-type]
+        batch=batch,
+        channels=channels,
+        time=time,
+        states=states,
+        groups=1,
+        strides=tuple(strides),
+        softplus=True,
+        aligned=access == "aligned",
+        whole=(access == "aligned",) * 2,
+        parts=2 if direction == "adjoint" else 1,
+    )
+    return Sample(problem, dtype, access)
+
+
+FAMILY = Family(
+    name=FAMILY_NAME,
+    summary="h[t] = exp(delta * A) * h[t-1] + delta * B[t] * u[t]; out = C . h, gated",
+    folder=FOLDER,
+    kernels=tuple(map(_kernel, DIRECTIONS)),
+    samples=tuple(_sample(*each) for each in product(DIRECTIONS, DTYPES, LAYOUTS, ACCESSES)),
+)

@@ -1,0 +1,269 @@
+// What the kernels share: where a CTA's channels and time steps lie, the pieces of a tile that a lane loads and stores,
+// and what is computed of one element at a time.
+//
+// ELEMENT (float32, bfloat16, float16), ALIGNED and CHANNEL_LAST (0, 1) come from the build, and INTERVAL: the steps
+// from one state that is kept to the next. A file that includes this
+// one defines WARPS, CHANNELS of a warp, TIMES of a tile and CAPACITY, the states that B and C are staged for at once.
+#pragma once
+#include "../common/element.cuh"
+#include "instructions.cuh"
+
+using Element = ELEMENT;
+using Storage = Element::Storage;
+
+// Pieces are 16 bytes, along time or along the channels of a warp, if there are as many.
+enum : int {
+    THREADS = 32 * WARPS,
+    IN_16_BYTES = 16 / int(sizeof(Storage)),
+    VALUES = CHANNEL_LAST && CHANNELS < IN_16_BYTES ? CHANNELS : IN_16_BYTES,
+    PIECES = CHANNELS * TIMES / VALUES,
+    PER_LANE = (PIECES + 31) / 32,
+};
+static_assert(TIMES % 8 == 0);
+
+using Values = Chunk<Element, VALUES>;
+
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
+
+struct Strides3 {
+    i64 batch, channel, time;
+};
+struct Strides4 {
+    i64 batch, group, state, time;
+};
+
+// A CTA's share: channels [first, limit) of batch `batch` that are in group `group`, and steps [begin, end).
+struct Place {
+    i64 batch, group, block, blocks, sequence, part;
+    i64 first, limit, begin, end;
+};
+
+__device__ inline Place place_of(i64 channels, i64 time, i64 group_channels, i64 sequences, i64 parts,
+                                 const i64* offsets) {
+    Place at;
+    const unsigned per = WARPS * CHANNELS;
+    const unsigned blocks = unsigned((group_channels + per - 1) / per), groups = unsigned(channels / group_channels);
+    unsigned rest = blockIdx.x;
+    at.blocks = blocks, at.block = rest % blocks, rest /= blocks;
+    at.group = rest % groups, rest /= groups;
+    at.part = rest % unsigned(parts), rest /= unsigned(parts);
+    at.sequence = rest % unsigned(sequences), at.batch = rest / unsigned(sequences);
+    at.first = at.group * group_channels + at.block * per;
+    at.limit = (at.group + 1) * group_channels;
+    at.begin = 0, at.end = time;
+    if (offsets) {  // which may be anything
+        const i64 begin = offsets[at.sequence], end = offsets[at.sequence + 1];
+        at.begin = begin < 0 ? 0 : begin > time ? time : begin;
+        at.end = end < at.begin ? at.begin : end > time ? time : end;
+    }
+    return at;
+}
+
+// Of a warp's tile, which starts at its first channel and at a step: the piece that is this lane's number `i`.
+struct Piece {
+    int channel, time;
+    bool there;
+
+    __device__ explicit Piece(int i) {
+        const int number = int(threadIdx.x % 32) + 32 * i;
+        there = PIECES % 32 == 0 || number < PIECES;
+        if constexpr (CHANNEL_LAST) {
+            enum : int { IN_A_STEP = CHANNELS > VALUES ? CHANNELS / VALUES : 1 };
+            channel = number % IN_A_STEP * VALUES, time = number / IN_A_STEP;
+        } else {
+            channel = number / (TIMES / VALUES), time = number % (TIMES / VALUES) * VALUES;
+        }
+    }
+
+    // Its elements that are among the first `channels` and `times` of the tile: all or none where it is aligned.
+    __device__ int count(int channels, int times) const {
+        const int left = CHANNEL_LAST ? channels - channel : times - time;
+        const bool in = there && channel < channels && time < times;
+        if constexpr (ALIGNED) return in ? VALUES : 0;
+        return in ? (left < VALUES ? left : VALUES) : 0;
+    }
+    static __device__ bool has(int count, int k) { return ALIGNED ? count > 0 : k < count; }
+};
+
+// As much of it as there is in a tile.
+__device__ inline int within(i64 left, int most) { return left < 0 ? 0 : left < most ? int(left) : most; }
+
+// A tensor at a warp's first channel and the first step of a sequence.
+template <class Pointer>
+struct Rows {
+    Pointer first;
+    Strides3 strides;
+
+    __device__ Rows(Pointer start, Strides3 strides, i64 batch, i64 channel, i64 time)
+        : first(start ? start + batch * strides.batch + channel * strides.channel + time * strides.time : nullptr),
+          strides(strides) {}
+
+    __device__ Pointer at(const Piece& piece, i64 tile) const {
+        return first + piece.channel * strides.channel + (tile + piece.time) * strides.time;
+    }
+    __device__ i64 along() const { return CHANNEL_LAST ? strides.channel : strides.time; }
+
+    // Zeros where there is nothing.
+    __device__ Values load(const Piece& piece, i64 tile, int count) const {
+        Values values;
+#pragma unroll
+        for (int i = 0; i < Values::WORDS; i++) values.word[i] = 0;
+        if (first == nullptr || count <= 0) return values;
+        const Pointer from = at(piece, tile);
+        if constexpr (ALIGNED) {
+            values = get_words<Element, VALUES>(reinterpret_cast<const unsigned*>(from));
+        } else {
+#pragma unroll
+            for (int i = 0; i < VALUES; i++)
+                if (i < count) values.put(i, from[i * along()]);
+        }
+        return values;
+    }
+    __device__ void store(const Piece& piece, i64 tile, int count, const float (&x)[VALUES]) const {
+        if (first == nullptr || count <= 0) return;
+        Values values;
+        values.set(x);
+        const Pointer to = at(piece, tile);
+        if constexpr (ALIGNED) {
+            put_words(to, values);
+        } else {
+#pragma unroll
+            for (int i = 0; i < VALUES; i++)
+                if (i < count) to[i * along()] = values.bits(i);
+        }
+    }
+};
+
+// B and C of a tile: pieces along time, which become floats [step][state] in shared memory.
+struct Projection {
+    const Storage* first;  // of the batch, the group and the sequence
+    i64 state, time;
+    bool whole;  // pieces lie in one and on 16 bytes
+
+    __device__ Projection(const Storage* start, Strides4 strides, const Place& at, bool whole)
+        : first(start + at.batch * strides.batch + at.group * strides.group + at.begin * strides.time),
+          state(strides.state), time(strides.time), whole(whole) {}
+};
+
+enum : int {
+    STAGED = 2 * CAPACITY * TIMES / IN_16_BYTES,
+    STAGED_PER_THREAD = (STAGED + THREADS - 1) / THREADS,
+};
+
+struct Staged {
+    Chunk<Element, IN_16_BYTES> piece[STAGED_PER_THREAD];
+
+    // Of states from `state` to `states`, and of `times` steps from `tile` on; zeros else.
+    __device__ void load(const Projection& b, const Projection& c, int state, int states, i64 tile, int times) {
+#pragma unroll
+        for (int i = 0; i < STAGED_PER_THREAD; i++) {
+            const int number = threadIdx.x + THREADS * i;
+            const int n = state + number % CAPACITY, t = number / CAPACITY % (TIMES / IN_16_BYTES) * IN_16_BYTES;
+            const bool inward = number < STAGED / 2;
+            const i64 along = inward ? b.time : c.time;
+            const bool whole = inward ? b.whole : c.whole;
+#pragma unroll
+            for (int word = 0; word < 4; word++) piece[i].word[word] = 0;
+            if (number >= STAGED || n >= states || t >= times) continue;
+            const Storage* const from =
+                (inward ? b.first : c.first) + n * (inward ? b.state : c.state) + (tile + t) * along;
+            if (whole && t + IN_16_BYTES <= times) {
+                piece[i] = get_words<Element, IN_16_BYTES>(reinterpret_cast<const unsigned*>(from));
+            } else {
+#pragma unroll
+                for (int k = 0; k < IN_16_BYTES; k++)
+                    if (t + k < times) piece[i].put(k, from[k * along]);
+            }
+        }
+    }
+
+    // To [B, C][step][state].
+    __device__ void store(float* to) const {
+#pragma unroll
+        for (int i = 0; i < STAGED_PER_THREAD; i++) {
+            const int number = threadIdx.x + THREADS * i;
+            if (number >= STAGED) continue;
+            const int n = number % CAPACITY, t = number / CAPACITY * IN_16_BYTES;
+#pragma unroll
+            for (int k = 0; k < IN_16_BYTES; k++) to[(t + k) * CAPACITY + n] = piece[i].get(k);
+        }
+    }
+};
+
+// N floats that lie together, on a boundary of their size or of 16 bytes.
+template <int N>
+__device__ inline void load_floats(float (&x)[N], const float* from) {
+    constexpr int WIDTH = N < 4 ? N : 4;
+#pragma unroll
+    for (int i = 0; i < N; i += WIDTH) {
+        const auto words = get_words<float32, WIDTH>(reinterpret_cast<const unsigned*>(from + i));
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) x[i + k] = words.get(k);
+    }
+}
+__device__ inline void store_float4(float* to, float a, float b, float c, float d) {
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
+}
+__device__ inline void store_float2(float* to, float a, float b) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(__float_as_uint(a), __float_as_uint(b));
+}
+template <int N>
+__device__ inline void store_floats(float* to, const float (&x)[N]) {
+    constexpr int WIDTH = N < 4 ? N : 4;
+#pragma unroll
+    for (int i = 0; i < N; i += WIDTH) {
+        Chunk<float32, WIDTH> words;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) words.put(k, __float_as_uint(x[i + k]));
+        put_words(to + i, words);
+    }
+}
+
+// Of N values that each of N lanes has, whose numbers differ in the bits from FIRST on, the sum over the lanes of one
+// value: of that whose number `summed_by` gives.
+template <int N, int FIRST>
+__device__ inline float transposed_sum(float (&v)[N]) {
+    const int lane = threadIdx.x % 32;
+    int bit = FIRST;
+#pragma unroll
+    for (int width = N / 2; width >= 1; width /= 2, bit *= 2) {
+        const bool high = lane & bit;
+#pragma unroll
+        for (int i = 0; i < width; i++) {
+            const float kept = high ? v[i + width] : v[i], sent = high ? v[i] : v[i + width];
+            v[i] = kept + __shfl_xor_sync(~0u, sent, bit);
+        }
+    }
+    return v[0];
+}
+template <int N, int FIRST>
+__device__ inline int summed_by() {
+    const int lane = threadIdx.x % 32;
+    int index = 0, bit = FIRST;
+#pragma unroll
+    for (int width = N / 2; width >= 1; width /= 2, bit *= 2)
+        if (lane & bit) index += width;
+    return index;
+}
+
+__device__ inline float sigmoid(float x) { return fast_reciprocal(1 + fast_exp2(-LOG2_E * x)); }
+
+// log(1 + e) for e up to 1, where the GPU's logarithm is wrong for small ones: e times a polynomial, to 3e-8.
+__device__ inline float log1p_of(float e) {
+    float p = 0.005253457929939032f;
+    p = p * e - 0.02958850748836994f;
+    p = p * e + 0.07836166769266129f;
+    p = p * e - 0.13674770295619965f;
+    p = p * e + 0.19111430644989014f;
+    p = p * e - 0.24844369292259216f;
+    p = p * e + 0.33319270610809326f;
+    p = p * e - 0.49999502301216125f;
+    p = p * e + 1.0f;
+    return p * e;
+}
+__device__ inline float softplus(float x) {
+    const float above = (x > 0 ? x : 0.0f) + log1p_of(fast_exp2(-LOG2_E * (x > 0 ? x : -x)));
+    return x > 20 ? x : above;
+}

@@ -1,0 +1,131 @@
+"""Stands in for ``causal_conv1d``: short causal convolutions of each channel along time.
+
+What the functions do differently from those that they replace: widths from 2 to 8; tensors of any strides and any number
+of channels; ``seq_idx`` and states in both layouts, and together; a deterministic backward pass; CPU tensors, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.ops.causal_conv1d import causal_conv1d
+from scan_registry.ops.causal_conv1d import causal_conv1d_update as _update
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y[t] = act(bias + Σ weight[width-1-j] · x[t-j]), for each channel by itself.
+
+    As ``causal_conv1d.causal_conv1d_fn``, except that steps of ``seq_idx`` see no further back than to where the number
+    changes, the initial states precede the first of its sequences, and final states are those of its last one.
+
+    Args:
+        x: (batch, channels, time).
+        weight: (channels, width).
+        bias: (channels,).
+        seq_idx: (batch, time) integers; below zero for padding, for which y is zero.
+        initial_states: (batch, channels, width-1).
+        return_final_states: return the last width-1 inputs, too.
+        final_states_out: (batch, channels, width-1), to write them to; only where they are returned.
+        activation: None, ``"silu"`` or ``"swish"``.
+
+    Returns:
+        y in the shape of x, and the final states if they are asked for.
+
+    Raises:
+        TypeError, ValueError: the arguments are not as described.
+    """
+    options: dict[str, Any] = {
+        "initial_state": initial_states,
+        "seq_idx": seq_idx,
+        "activation": activation,
+    }
+    if not return_final_states:
+        if final_states_out is not None:
+            raise ValueError("final_states_out is given, but return_final_states is not True")
+        y: Tensor = causal_conv1d(x, weight, bias, **options)
+        return y
+    y, last = causal_conv1d(x, weight, bias, return_final_state=True, **options)
+    if final_states_out is None:
+        return y, last
+    if final_states_out.shape != last.shape:
+        raise ValueError(
+            f"final_states_out has shape {tuple(final_states_out.shape)}; it must be "
+            f"(batch, channels, width - 1), here {tuple(last.shape)}"
+        )
+    return y, final_states_out.copy_(last)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """One step, or a few, of sequences whose last inputs are in ``conv_state``, which is changed in place.
+
+    As ``causal_conv1d.causal_conv1d_update``. Where ``conv_state_indices`` are below zero, y is zero and no state changes.
+
+    Args:
+        x: (batch, channels) or (batch, channels, steps).
+        conv_state: (batch, channels, inputs), with at least width-1 inputs.
+        weight: (channels, width).
+        bias: (channels,).
+        activation: None, ``"silu"`` or ``"swish"``.
+        cache_seqlens: (batch,) int32, how many inputs came before; the state is a ring then.
+        conv_state_indices: (batch,) int32, which row of the state belongs to each batch.
+
+    Returns:
+        y in the shape of x.
+
+    Raises:
+        TypeError, ValueError: the arguments are not as described.
+    """
+    return _update(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
+
+
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """The last ``state_len`` inputs of sequences that are packed along time, zeros before those of shorter ones.
+
+    As ``causal_conv1d.causal_conv1d_varlen_states``, in plain torch and without waiting for a GPU.
+
+    Args:
+        x: (total time, channels).
+        cu_seqlens: (sequences + 1,), where each begins and the last one ends.
+        state_len: how many inputs.
+
+    Returns:
+        (sequences, channels, state_len), whose channels have stride 1.
+
+    Raises:
+        ValueError: a shape is not as described.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be (total time, channels)")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,)"
+        )
+    begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    steps = ends.unsqueeze(1) + torch.arange(-state_len, 0, device=x.device)
+    inside = (steps >= begins.unsqueeze(1)).unsqueeze(-1)
+    if x.shape[0] == 0:
+        return x.new_zeros(len(ends), state_len, x.shape[1]).transpose(1, 2)
+    found = x[steps.clamp(0, x.shape[0] - 1)]
+    return torch.where(inside, found, torch.zeros_like(found)).transpose(1, 2)

@@ -1,0 +1,228 @@
+"""What ``causal_conv1d`` and its update accept, and how their arguments become what the kernels take.
+
+Conversions are torch's own operators, so gradients flow back through them to the dtype that was given.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scan_registry.base.symbols import numbers, same_shape, surely
+from scan_registry.dispatch.select import BACKENDS
+from scan_registry.kernels.causal_conv1d.problem import WIDTHS
+from scan_registry.ops.arguments import as_bool, check_cu_seqlens
+
+COMPILED = (torch.float32, torch.bfloat16, torch.float16)
+#: float64 has no kernels; it is there for checks of derivatives.
+ACCEPTED = (*COMPILED, torch.float64)
+ACTIVATIONS = (None, "silu", "swish")
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class Options(NamedTuple):
+    """The arguments that are no tensors."""
+
+    silu: bool = False
+    final: bool = False
+    backend: str = "auto"
+
+
+class Arguments(NamedTuple):
+    """Tensors as the operator takes them. Bias is of the weight's dtype, which is that of x or float32; the state is
+    contiguous and of the dtype of x; seq_idx is int32 and cu_seqlens int64, both contiguous."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    initial_state: Tensor | None
+    seq_idx: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...], x: Any) -> None:
+    """Refuse what is no dense tensor of one of the dtypes, on the device of x."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
+    if value.dtype not in dtypes:
+        names = ", ".join(map(_name, dtypes))
+        raise TypeError(f"{name} has dtype {_name(value.dtype)}; accepted are {names}")
+    if value.device != x.device:
+        raise ValueError(
+            f"{name} is on {value.device}, x on {x.device}; they must be on one device"
+        )
+
+
+def check_shape(name: str, value: Tensor, expected: tuple[Any, ...], meaning: str) -> None:
+    """Refuse a tensor of another shape; ``meaning`` says what the sizes are."""
+    if not same_shape(value.shape, expected):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; it must be {meaning}, here {tuple(expected)}"
+        )
+
+
+def as_silu(activation: Any) -> bool:
+    """Whether the activation is that, and not none."""
+    if activation is not None and (
+        not isinstance(activation, str) or activation not in ACTIVATIONS
+    ):
+        raise ValueError(f"activation is {activation!r}; accepted are None, 'silu' and 'swish'")
+    return activation is not None
+
+
+def _check_backend(backend: Any, x: Tensor) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+    if x.device.type == "cpu" and backend not in ("auto", "reference"):
+        raise ValueError(f"backend is {backend!r}, which needs a CUDA device; x is on {x.device}")
+    if x.dtype == torch.float64 and backend not in ("auto", "reference"):
+        names = ", ".join(map(_name, COMPILED))
+        raise TypeError(f"x has dtype float64; backend {backend!r} accepts {names}")
+
+
+def _filters(x: Tensor, channels: Any, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias, checked, and converted to a dtype that goes with that of x."""
+    check_tensor("weight", weight, ACCEPTED, x)
+    if weight.dim() != 2 or surely(weight.shape[0] != channels):
+        hint = "; squeeze(1) makes it of a Conv1d's weight" if weight.dim() == 3 else ""
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; it must be (channels, width), and x has {channels} "
+            f"channels{hint}"
+        )
+    width = numbers(weight.shape)[1]
+    if width not in WIDTHS:
+        raise ValueError(
+            f"weight has width {width}; accepted are {WIDTHS[0]} to {WIDTHS[-1]} (weight is of shape "
+            "(channels, width))"
+        )
+    tensors = [("weight", weight)]
+    if bias is not None:
+        check_tensor("bias", bias, ACCEPTED, x)
+        check_shape("bias", bias, (channels,), "(channels,)")
+        tensors.append(("bias", bias))
+    for name, tensor in tensors:
+        if (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
+            raise TypeError(
+                f"x has dtype {_name(x.dtype)}, {name} {_name(tensor.dtype)}; float64 does not mix with "
+                "narrower dtypes"
+            )
+    dtype = weight.dtype
+    if dtype not in (x.dtype, torch.float32):
+        dtype = torch.promote_types(torch.float32, x.dtype)
+    elif dtype != x.dtype and x.dtype == torch.float32:
+        dtype = x.dtype
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def normalised(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    initial_state: Any,
+    seq_idx: Any,
+    cu_seqlens: Any,
+    return_final_state: Any,
+    activation: Any,
+    backend: Any,
+) -> tuple[Arguments, Options]:
+    """The checked arguments, converted; an exception names what is not accepted."""
+    silu, final = as_silu(activation), as_bool("return_final_state", return_final_state)
+    check_tensor("x", x, ACCEPTED, x)
+    if x.dim() != 3:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be (batch, channels, time)")
+    _check_backend(backend, x)
+    batch, channels, time = numbers(x.shape)
+    weight, bias = _filters(x, channels, weight, bias)
+    rows, meaning = batch, "(batch, channels, width - 1)"
+    if seq_idx is not None:
+        if cu_seqlens is not None:
+            raise ValueError("seq_idx and cu_seqlens are both given; accepted is one of them")
+        check_tensor("seq_idx", seq_idx, _INTEGERS, x)
+        check_shape("seq_idx", seq_idx, (batch, time), "(batch, time)")
+        seq_idx = seq_idx.to(torch.int32).contiguous()
+    if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens, _INTEGERS, x)
+        check_cu_seqlens(cu_seqlens, time)
+        if surely(batch != 1):
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; with cu_seqlens, it must be (1, channels, time)"
+            )
+        cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
+        rows, meaning = cu_seqlens.shape[0] - 1, "(sequences, channels, width - 1)"
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, ACCEPTED, x)
+        check_shape("initial_state", initial_state, (rows, channels, weight.shape[1] - 1), meaning)
+        initial_state = initial_state.to(x.dtype).contiguous()
+    given = Arguments(x, weight, bias, initial_state, seq_idx, cu_seqlens)
+    return given, Options(silu, final, backend)
+
+
+class UpdateArguments(NamedTuple):
+    """Tensors as the update's operator takes them; x is (B, D, T)."""
+
+    x: Tensor
+    state: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    positions: Tensor | None
+    indices: Tensor | None
+
+
+def update_arguments(
+    x: Any,
+    conv_state: Any,
+    weight: Any,
+    bias: Any,
+    activation: Any,
+    cache_seqlens: Any,
+    conv_state_indices: Any,
+    backend: Any,
+) -> tuple[UpdateArguments, Options]:
+    """Those of the update, likewise."""
+    silu = as_silu(activation)
+    check_tensor("x", x, ACCEPTED, x)
+    if x.dim() not in (2, 3):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; it must be (batch, channels) or (batch, channels, steps)"
+        )
+    _check_backend(backend, x)
+    batch, channels = numbers(x.shape)[:2]
+    weight, bias = _filters(x, channels, weight, bias)
+    check_tensor("conv_state", conv_state, ACCEPTED, x)
+    if conv_state.dtype != x.dtype:
+        raise TypeError(
+            f"conv_state has dtype {_name(conv_state.dtype)}, x {_name(x.dtype)}; it is changed in place, so "
+            "both must be of one dtype"
+        )
+    least = weight.shape[1] - 1
+    if (
+        conv_state.dim() != 3
+        or surely(conv_state.shape[1] != channels)
+        or surely(conv_state.shape[2] < least)
+        or (conv_state_indices is None and surely(conv_state.shape[0] != batch))
+    ):
+        first = "batch" if conv_state_indices is None else "slots"
+        raise ValueError(
+            f"conv_state has shape {tuple(conv_state.shape)}; it must be ({first}, channels, inputs), with "
+            f"{least} inputs at least, and x is of shape {tuple(x.shape)}"
+        )
+    numbered = {"cache_seqlens": cache_seqlens, "conv_state_indices": conv_state_indices}
+    found: list[Tensor | None] = []
+    for name, value in numbered.items():
+        if value is None:
+            found.append(None)
+            continue
+        check_tensor(name, value, _INTEGERS, x)
+        check_shape(name, value, (batch,), "(batch,)")
+        found.append(value.to(torch.int32).contiguous())
+    steps = x if x.dim() == 3 else x.unsqueeze(-1)
+    given = UpdateArguments(steps, conv_state, weight.contiguous(), bias, *found)
+    return given, Options(silu, False, backend)

@@ -1,0 +1,75 @@
+"""``selective_scan``: the state space model of Mamba, whose step sizes, inputs and outputs depend on time."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from scan_registry.dispatch.select import Backend
+from scan_registry.ops import selective_scan_derivatives
+from scan_registry.ops.selective_scan_arguments import BACKENDS, Options, normalised
+
+__all__ = ["BACKENDS", "selective_scan"]
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The output of a selective scan; with ``return_final_state`` also the state after the last step.
+
+    With δ = delta + delta_bias, or its softplus (the identity above 20), for each of Dm channels and N states:
+
+        h[t] = exp(δ[t]·A)·h[t-1] + δ[t]·B[t]·u[t]
+        y[t] = Σ_n C[t]·h[t] + D·u[t]               (of complex numbers twice the sum's real part)
+        out  = y, or y·silu(z)
+
+    Args:
+        u: (batch, Dm, L), of any strides. Where channels or time lie without gaps, on 16 bytes, the kernels are the
+            fastest. float32, bfloat16 or float16; float64 in plain torch.
+        delta: like ``u``.
+        A: (Dm, N), float32, or complex64 in plain torch; N up to 256. An entry need not be negative, but then states
+            grow and may be infinite.
+        B: (batch, G, N, L), where group g has Dm / G channels from g·Dm / G on, or (batch, N, L), or (Dm, N), which is
+            in plain torch. If ``A`` is complex, (batch, G, N, 2·L), pairs of real and imaginary parts, or complex64
+            (Dm, N).
+        C: likewise.
+        D: (Dm,), or None for zeros.
+        z: like ``u``, or None for no gate.
+        delta_bias: (Dm,), or None for zeros.
+        delta_softplus: whether step sizes are the softplus of ``delta + delta_bias``.
+        initial_state: (batch, Dm, N), or None for zeros; with ``cu_seqlens`` (batch, sequences, Dm, N).
+        cu_seqlens: (sequences + 1,), bounds of sequences that are packed along time, from 0 to L; each starts anew.
+        return_final_state: whether to return the state after the last step, or after each sequence, too.
+        backend: ``"auto"`` takes the best that this GPU has; ``"cuda"`` a kernel; ``"reference"`` is plain torch.
+
+    Returns:
+        The output, (batch, Dm, L), in the dtype of ``u``; and the final state, in the shape of ``initial_state`` and
+        in float32 or complex64. Differentiable in all tensors; the first derivative is a kernel, further ones and
+        ``torch.func`` are plain torch. Results are the same in every run.
+
+    Raises:
+        TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
+        ValueError: a shape is not as described, or devices differ.
+        NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
+            on this GPU; the message lists what there is.
+        DriverError: the driver failed; the message names the kernel, its variant and the launch.
+
+    Warns:
+        FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
+    """
+    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
+    given = normalised(*tensors, cu_seqlens, delta_softplus, backend)
+    out, last = selective_scan_derivatives.scan(given, Options(bool(delta_softplus), backend))
+    return (out, last) if return_final_state else out

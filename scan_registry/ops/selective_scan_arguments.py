@@ -1,0 +1,155 @@
+"""What ``selective_scan`` accepts, and how its arguments become what the kernels take.
+
+Conversions are torch's own operators, so gradients flow back through them to the dtype that was given.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.selective_scan import reference
+from scan_registry.kernels.selective_scan.problem import MOST_STATES
+from scan_registry.ops.arguments import as_bool, check_cu_seqlens
+
+BACKENDS = ("auto", "cuda", "triton", "reference")
+COMPILED = (torch.float32, torch.bfloat16, torch.float16)
+#: float64 has no kernels; it is there for checks of derivatives.
+ACCEPTED = (*COMPILED, torch.float64)
+
+
+class Options(NamedTuple):
+    """The arguments that are no tensors."""
+
+    softplus: bool = False
+    backend: str = "auto"
+
+
+class Arguments(NamedTuple):
+    """Tensors as the operator takes them: ``u``, ``delta``, ``z``, and ``B`` and ``C`` if they change with time, in one
+    dtype; the others in that of the computation. ``B`` and ``C`` that change with time have a dimension of groups."""
+
+    u: Tensor
+    delta: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    z: Tensor | None
+    delta_bias: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """All but the bounds."""
+        return tuple(self)[:9]
+
+
+def normalised(
+    u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, z: Any, delta_bias: Any, initial_state: Any,
+    cu_seqlens: Any, softplus: Any, backend: Any,
+) -> Arguments:  # fmt: skip
+    """The checked arguments, converted; an exception names what is not accepted."""
+    as_bool("delta_softplus", softplus)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+    required = {"u": u, "delta": delta, "A": A, "B": B, "C": C}
+    optional = {"D": D, "z": z, "delta_bias": delta_bias, "initial_state": initial_state}
+    present = required | {name: t for name, t in optional.items() if t is not None}
+    _check_tensors(present, cu_seqlens)
+    _check_shapes(present, cu_seqlens)
+    if not u.is_cuda and u.device.type in ("cpu", "cuda") and backend in ("cuda", "triton"):
+        raise ValueError(f"backend is {backend!r}, which needs a CUDA device; u is on {u.device}")
+    dtype, state = u.dtype, reference.state_dtype(u.dtype, A.dtype)
+    real = reference.compute_dtype(dtype)
+
+    def to(tensor: Any, wanted: torch.dtype) -> Any:
+        return None if tensor is None else tensor.to(wanted)
+
+    def projection(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 2:
+            return tensor.to(state)
+        return (tensor.unsqueeze(1) if tensor.dim() == 3 else tensor).to(dtype)
+
+    bounds = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
+    return Arguments(
+        u, delta.to(dtype), A.to(state), projection(B), projection(C), to(D, real), to(z, dtype),
+        to(delta_bias, real), to(initial_state, state), bounds,
+    )  # fmt: skip
+
+
+def _check_tensors(present: dict[str, Any], cu_seqlens: Any) -> None:
+    named = present if cu_seqlens is None else present | {"cu_seqlens": cu_seqlens}
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+        if value.layout != torch.strided or value.is_nested:
+            raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
+        if value.device != named["u"].device:
+            raise ValueError(
+                f"{name} is on {value.device}, u on {named['u'].device}; they must be on one device"
+            )
+    complex_numbers = present["A"].is_complex()
+    for name, value in present.items():
+        may_be_complex = name == "A" or (
+            complex_numbers and (name == "initial_state" or (name in "BC" and value.dim() == 2))
+        )
+        if value.is_complex() and may_be_complex:
+            continue
+        if value.dtype not in ACCEPTED:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCEPTED)
+            beside = " and, of A, complex64" if name == "A" else ""
+            raise TypeError(f"{name} has dtype {value.dtype}; accepted are {names}{beside}")
+        if value.dtype == torch.float64 and present["u"].dtype != torch.float64:
+            raise TypeError(
+                f"{name} has dtype {value.dtype}, u {present['u'].dtype}; float64 does not mix with "
+                "narrower dtypes"
+            )
+
+
+def _check_shapes(present: dict[str, Tensor], cu_seqlens: Tensor | None) -> None:
+    u, A = present["u"], present["A"]
+    if u.dim() != 3:
+        raise ValueError(f"u has shape {tuple(u.shape)}; it must be (batch, channels, time)")
+    batch, channels, time = u.shape
+    if A.dim() != 2 or A.shape[0] != channels:
+        raise ValueError(
+            f"A has shape {tuple(A.shape)}; for u of shape {tuple(u.shape)} it must be ({channels}, states)"
+        )
+    states = A.shape[1]
+    if not 1 <= states <= MOST_STATES:
+        raise ValueError(f"A has {states} states; accepted are 1 to {MOST_STATES}")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, time)
+    between = () if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
+    expected = {
+        "delta": (batch, channels, time),
+        "D": (channels,),
+        "z": (batch, channels, time),
+        "delta_bias": (channels,),
+        "initial_state": (batch, *between, channels, states),
+    }
+    for name, shape in expected.items():
+        if name in present and tuple(present[name].shape) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(present[name].shape)}; for u of shape {tuple(u.shape)} and "
+                f"{states} states it must be {shape}"
+            )
+    length = 2 * time if A.is_complex() else time
+    for name in "BC":
+        given = tuple(present[name].shape)
+        fits = given in ((channels, states), (batch, states, length)) or (
+            len(given) == 4
+            and (given[0], *given[2:]) == (batch, states, length)
+            and given[1] > 0
+            and channels % given[1] == 0
+        )
+        if not fits:
+            raise ValueError(
+                f"{name} has shape {given}; for u of shape {tuple(u.shape)} and {states} states it must be "
+                f"{(channels, states)}, {(batch, states, length)} or ({batch}, groups, {states}, {length}) with "
+                f"groups that divide {channels}"
+            )

@@ -1,0 +1,120 @@
+"""The CUDA kernels of causal_conv1d on the CPU, in an emulator of the GPU, against the float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from scan_registry.aot.compile import compile_variant
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.causal_conv1d import cases, problem
+from scan_registry.kernels.causal_conv1d.spec import FAMILY
+from scan_registry.kernels.model import Variant
+from scan_registry.runtime import jit
+
+#: (batch, channels, time): one step, less than a filter, whole chunks, rows cut into pieces, and primes.
+SHAPES = ((1, 8, 1), (2, 16, 8), (3, 5, 3), (1, 264, 96), (2, 7, 613), (1, 8, 1040))
+NEEDS_NVRTC = pytest.mark.skipif(
+    isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed"
+)
+
+
+def chosen() -> Iterator[Variant]:
+    """All but those of float16, of which two."""
+    for variant in FAMILY.variants():
+        wide = variant.text("dtype") != "float16"
+        if wide or "access=generic" in str(variant) or variant.kernel == "update":
+            yield variant
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [*chosen()], ids=str)
+def test_matches_the_reference(
+    variant: Variant, cuda_emulator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every option, in whatever order the CTAs run, for launches of one chunk a thread and of more."""
+    kernel, dtype = FAMILY.kernel(variant.kernel, "cuda"), variant.text("dtype")
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    torch.manual_seed(0)
+    tried = 0
+    for number, shape in enumerate(SHAPES):
+        monkeypatch.setattr(problem, "_ENOUGH", (160_000, 40)[number % 2])
+        for setting in cases.SETTINGS:
+            trial = cases.draw(shape, setting, dtype, "cpu")
+            for case in trial.launches(kernel.name):
+                if kernel.rules.accepts(variant, case.problem):
+                    continue
+                library.run(case.problem, case.tensors, number)
+                assert case.error() <= cases.TOLERANCE[dtype], f"{trial} {case.problem}"
+                tried += 1
+    assert tried >= 10
+
+
+@pytest.mark.parametrize("kernel", ["time_last_backward", "channel_last_backward", "update"])
+def test_matches_the_reference_in_bfloat16(
+    kernel: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """One variant that solves every problem."""
+    found = FAMILY.kernel(kernel, "cuda")
+    variant = next(v for v in reversed(found.variants) if v.text("dtype") == "bfloat16")
+    library = cuda_emulator.emulated(found, variant, tmp_path)
+    for setting in cases.SETTINGS[3:8]:
+        trial = cases.draw((2, 12, 45), setting, "bfloat16", "cpu")
+        case = trial.case(kernel, aligned=False)
+        library.run(case.problem, case.tensors, 0)
+        assert case.error() <= cases.TOLERANCE["bfloat16"], trial
+
+
+@pytest.mark.parametrize("kernel", ["time_last_forward", "channel_last_forward"])
+def test_taps_beyond_the_width_are_not_read(
+    kernel: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """An input that is infinite has an end."""
+    found = FAMILY.kernel(kernel, "cuda")
+    for access, size in (("aligned", 16), ("generic", 15)):
+        variant = next(v for v in found.variants if v.text("access") == access)
+        trial = cases.draw((1, size, size), cases.Setting(width=3, silu=False), "float32", "cpu")
+        case = trial.case(kernel, aligned=True)
+        x, y = case.tensors["x"], case.tensors["y"]
+        assert x is not None
+        assert y is not None
+        x[..., 2] = torch.inf
+        cuda_emulator.emulated(found, variant, tmp_path).run(case.problem, case.tensors, 0)
+        finite = y.isfinite().all(1)[0]
+        assert finite.tolist() == [t not in (2, 3, 4) for t in range(size)]
+
+
+def test_sums_have_one_order(
+    cuda_emulator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order in which CTAs run, bit for bit."""
+    monkeypatch.setattr(problem, "_ENOUGH", 40)
+    for kernel in ("time_last_backward", "channel_last_backward"):
+        found = FAMILY.kernel(kernel, "cuda")
+        library = cuda_emulator.emulated(found, found.variants[0], tmp_path)
+        trial = cases.draw((2, 16, 512), cases.Setting(), "float32", "cpu")
+        sums = []
+        for seed in range(3):
+            case = trial.case(kernel, aligned=True)
+            library.run(case.problem, case.tensors, seed)
+            sums.append(case.tensors["partials"])
+        assert torch.equal(sums[0], sums[1])
+        assert torch.equal(sums[0], sums[2])
+        assert len(sums[0]) > 1
+
+
+@pytest.mark.slow
+@NEEDS_NVRTC
+def test_nothing_spills() -> None:
+    """Registers hold the last inputs, filters and sums of a thread."""
+    for variant in FAMILY.variants():
+        binary, _ = compile_variant(variant, Target.parse("sm90"))
+        assert not binary.spill_bytes, variant
+
+
+def test_there_are_few_binaries() -> None:
+    assert len(FAMILY.variants()) <= 40

@@ -1,0 +1,56 @@
+"""The CUDA kernels of selective_scan on the CPU, in an emulator of the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from scan_registry.kernels.model import Variant
+from scan_registry.kernels.selective_scan import cases
+from scan_registry.kernels.selective_scan.spec import FAMILY
+
+#: One step, tiles that are not full, several tiles, states of several blocks, and groups of odd sizes.
+SHAPES = ((1, 8, 1, 3), (2, 16, 24, 3), (2, 40, 72, 16), (1, 70, 101, 4), (1, 16, 136, 50))
+
+
+def chosen() -> Iterator[Variant]:
+    """Every tile in bfloat16, and one of each kind in float32."""
+    seen = set()
+    for variant in FAMILY.variants():
+        dtype = variant.text("dtype")
+        kind = variant.kernel, dtype, variant.text("layout"), variant.text("access")
+        if dtype == "bfloat16" or (dtype == "float32" and kind not in seen):
+            seen.add(kind)
+            yield variant
+
+
+@cache
+def posed(dtype: str) -> tuple[cases.Trial, ...]:
+    """Every shape with every setting, solved once."""
+    torch.manual_seed(0)
+    return tuple(
+        cases.draw(shape, setting, dtype, "cpu") for shape in SHAPES for setting in cases.SETTINGS
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [*chosen()], ids=str)
+def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
+    """With every option, in whatever order the CTAs and their threads run."""
+    kernel = FAMILY.kernel(variant.kernel, "cuda")
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    dtype = variant.text("dtype")
+    checked = 0
+    for trial in posed(dtype):
+        for case in trial.launches(kernel.name):
+            if kernel.rules.accepts(variant, case.problem) is None:
+                library.run(case.problem, case.tensors, seed=checked)
+                errors = case.errors()
+                assert max(errors.values()) <= cases.TOLERANCE[dtype], f"{trial} {errors}"
+                checked += 1
+    assert checked

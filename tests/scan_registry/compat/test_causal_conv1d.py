@@ -1,0 +1,88 @@
+"""The stand-ins for ``causal_conv1d``: its signatures, and what torch's own convolution gives."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.nn import functional
+
+from scan_registry.compat import causal_conv1d as compat
+
+SIGNATURES = {
+    "causal_conv1d_fn": "x weight bias=None seq_idx=None initial_states=None return_final_states=False "
+    "final_states_out=None activation=None",
+    "causal_conv1d_update": "x conv_state weight bias=None activation=None cache_seqlens=None "
+    "conv_state_indices=None",
+    "causal_conv1d_varlen_states": "x cu_seqlens state_len",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_name_for_name(name: str) -> None:
+    parameters = inspect.signature(getattr(compat, name)).parameters.values()
+    found = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert found == SIGNATURES[name].split()
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "swish"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_a_convolution(dtype: torch.dtype, activation: str | None) -> None:
+    x, weight, bias = torch.randn(2, 6, 20).to(dtype), torch.randn(6, 4), torch.randn(6)
+    expected = functional.conv1d(
+        x.double(), weight.double().unsqueeze(1), bias.double(), padding=3, groups=6
+    )
+    expected = expected[..., :20]
+    if activation:
+        expected = functional.silu(expected)
+    found = compat.causal_conv1d_fn(x, weight, bias, activation=activation)
+    assert isinstance(found, torch.Tensor)
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_final_states_go_where_they_are_wanted() -> None:
+    x, weight = torch.randn(2, 6, 20), torch.randn(6, 4)
+    start = torch.randn(2, 6, 3)
+    y, last = compat.causal_conv1d_fn(x, weight, initial_states=start, return_final_states=True)
+    assert torch.equal(last, x[..., -3:])
+    out = torch.empty(2, 3, 6).transpose(1, 2)
+    again, written = compat.causal_conv1d_fn(
+        x, weight, initial_states=start, return_final_states=True, final_states_out=out
+    )
+    assert written is out
+    assert torch.equal(out, last)
+    assert torch.equal(y, again)
+    with pytest.raises(ValueError, match="return_final_states is not True"):
+        compat.causal_conv1d_fn(x, weight, final_states_out=out)
+    with pytest.raises(ValueError, match="final_states_out has shape"):
+        compat.causal_conv1d_fn(x, weight, None, None, None, True, out[:1])
+
+
+def test_steps_go_on_from_packed_sequences() -> None:
+    """What serving does: a prompt of packed sequences, then a step of each."""
+    bounds, weight = torch.tensor([0, 2, 2, 9]), torch.randn(5, 4)
+    x = torch.randn(9, 5)
+    states = compat.causal_conv1d_varlen_states(x, bounds, 4)
+    assert states.shape == (3, 5, 4)
+    assert torch.equal(states[2], x[5:].T)
+    assert torch.equal(states[0, :, 2:], x[:2].T)
+    assert (states[0, :, :2] == 0).all()
+    assert (states[1] == 0).all()
+    step = torch.randn(3, 5)
+    found = compat.causal_conv1d_update(step, states, weight)
+    whole = torch.cat([x[2:], step[2:]]).T.unsqueeze(0)
+    expected = compat.causal_conv1d_fn(whole, weight)
+    assert isinstance(expected, torch.Tensor)
+    torch.testing.assert_close(found[2], expected[0, :, -1])
+    assert torch.equal(states[..., -1], step)
+
+
+def test_packed_states_of_nothing() -> None:
+    states = compat.causal_conv1d_varlen_states(torch.empty(0, 3), torch.tensor([0, 0]), 2)
+    assert states.shape == (1, 3, 2)
+    assert (states == 0).all()
+    with pytest.raises(ValueError, match="total time, channels"):
+        compat.causal_conv1d_varlen_states(torch.empty(1, 2, 3), torch.tensor([0, 0]), 2)
