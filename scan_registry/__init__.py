@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scan_registry.ops.linear_scan_step import linear_scan_step
     from scan_registry.ops.rnn import rnn
     from scan_registry.ops.selective_scan import selective_scan
-    from scan_registry.ops.selective_scan_step import selective_state_update
+    from scan_registry.ops.selective_state_update import selective_state_update
     from scan_registry.ops.step_buffers import rnn_buffers
 
     __version__: str
@@ -63,7 +63,7 @@ _HOMES = {
     "rnn": "scan_registry.ops.rnn",
     "rnn_buffers": "scan_registry.ops.step_buffers",
     "selective_scan": "scan_registry.ops.selective_scan",
-    "selective_state_update": "scan_registry.ops.selective_scan_step",
+    "selective_state_update": "scan_registry.ops.selective_state_update",
 }
 
 __getattr__, __dir__ = lazy.names(globals(), _HOMES)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.ops import selective_scan_step_plans as plans
+from scan_registry.ops import selective_state_update_plans as plans
 from scan_registry.ops.derivatives import has_tangents, unobserved
 from scan_registry.ops.registration import register
-from scan_registry.ops.selective_scan_step_arguments import BACKENDS, Arguments, check
+from scan_registry.ops.selective_state_update_arguments import BACKENDS, Arguments, check
 
 __all__ = ["BACKENDS", "selective_state_update"]
 

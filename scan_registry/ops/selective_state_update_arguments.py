@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.base.symbols import same_shape, surely
-from scan_registry.kernels.selective_scan.problem import MOST_STATES
+from scan_registry.kernels.selective_state_update.problem import MOST_STATES
 from scan_registry.ops.arguments import as_bool
 
 BACKENDS = ("auto", "cuda", "triton", "reference")

@@ -1,0 +1,148 @@
+"""How one step of a selective scan runs: by a kernel or in plain torch.
+
+A call of shapes, strides and dtypes seen before finds its checks and its selection in a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.base.frozen import dataclass
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import Problem
+from scan_registry.kernels.selective_state_update import reference
+from scan_registry.kernels.selective_state_update.problem import DIMENSIONS, FORMATTED, StepProblem
+from scan_registry.kernels.selective_state_update.spec import FAMILY
+from scan_registry.ops.launching import plan_cache
+from scan_registry.ops.selective_state_update_arguments import COMPILED, Arguments, check
+from scan_registry.runtime.loader import prepare, run_reference
+
+Plan = Callable[..., Tensor]
+
+#: Tensors that are read in chunks by the aligned kernel.
+_CHUNKED = ("state", "A", "B", "C")
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """The kernel's part in a call: its problem. It copies nothing."""
+
+    problem: StepProblem
+    copied: tuple[str, ...] = ()
+
+    def alternatives(self, backend: Backend) -> tuple[tuple[Problem, Backend], ...]:
+        """The problem alone."""
+        return ((self.problem, backend),)
+
+    def fused(self) -> None:
+        """No kernel of this family does what another one does, too."""
+
+
+def _strides(name: str, tensor: Tensor | None, state: Tensor) -> Sequence[int]:
+    """By the kernel's dimensions."""
+    dimensions = DIMENSIONS[name]
+    if tensor is None:
+        return (0,) * len(dimensions)
+    strides = list(tensor.stride())
+    if name in "BC":
+        if tensor.dim() == 2:
+            strides.insert(1, 0)
+    elif state.dim() == 3:
+        strides.insert(dimensions.index("head"), 0)
+    return strides
+
+
+def _in_chunks(tensor: Tensor, count: int) -> bool:
+    """Whether ``count`` states can be read from it at once, wherever a chunk of them starts. Of what is one number for
+    all states, they can."""
+    *others, along = tensor.stride()
+    if along == 0:
+        return True
+    size = tensor.element_size()
+    least = min(16, count * size)
+    sizes = zip(others, tensor.shape[:-1], strict=True)
+    return along == 1 and all(n == 1 or stride * size % least == 0 for stride, n in sizes)
+
+
+def make_kernel_call(given: Arguments, softplus: bool, addresses: int) -> KernelCall:
+    """What a step poses; ``addresses`` say how far all tensors are aligned, up to 16 bytes."""
+    state, x = given.state, given.x
+    named: dict[str, Any] = {**given._asdict(), "bias": given.dt_bias, "out": torch.empty_like(x, device="meta")}
+    heads = state.shape[1] if state.dim() == 4 else 1
+    unit = 16 // state.element_size()
+    formatted = (named[name] for name in FORMATTED)
+    problem = StepProblem(
+        dtype=_name(state.dtype),
+        batch=x.shape[0],
+        heads=heads,
+        channels=state.shape[-2],
+        states=state.shape[-1],
+        groups=given.B.shape[1] if given.B.dim() == 3 else 1,
+        slots=state.shape[0],
+        dtypes=tuple("float32" if t is None else _name(t.dtype) for t in formatted),
+        strides=tuple(
+            stride for name in DIMENSIONS for stride in _strides(name, named[name], state)
+        ),
+        softplus=bool(softplus),
+        aligned=addresses % 16 == 0
+        and state.shape[-1] % unit == 0
+        and all(_in_chunks(named[name], unit) for name in _CHUNKED),
+        wide_indices=given.indices is not None and given.indices.dtype == torch.int64,
+    )
+    return KernelCall(problem)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- Running ----------------------------------------------------------------------------------
+
+
+def step(tensors: tuple[Tensor | None, ...], softplus: bool, backend: str) -> Tensor:
+    """The output; the state is changed in place. Arguments are checked by the first call of their kind."""
+    out: Tensor = plan_cache.run(_plan, tensors, softplus, backend)
+    return out
+
+
+def _plan(*arguments: Any) -> Plan:
+    *tensors, softplus, backend = arguments
+    given = check(tuple(tensors), softplus, backend)
+
+    def by_reference(*tensors: Any) -> Tensor:
+        given = Arguments(*tensors)
+        out = torch.empty_like(given.x)
+        return out.copy_(
+            reference.step(*given[:-1], dt_softplus=softplus, indices=given.indices)
+        )
+
+    if not given.state.is_cuda or backend == "reference" or given.state.dtype not in COMPILED:
+        return by_reference
+    if given.x.numel() == 0:
+        return by_reference
+    addresses = 0
+    for tensor in given:
+        addresses |= 0 if tensor is None else tensor.data_ptr()
+    call = make_kernel_call(given, softplus, addresses)
+    ordinal = given.state.device.index
+    ready = prepare(ordinal, FAMILY, call.problem, backend, policy.lowest())
+    if ready.launch is None:
+        decision = ready.decision
+        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+    start, stream, refuse = ready.launch.run, torch._C._cuda_getCurrentRawStream, ready.refuse
+    empty_like = torch.empty_like
+
+    def launch(*tensors: Any) -> Tensor:
+        # In the order of the kernel's pointers, the output last.
+        out = empty_like(tensors[1])
+        pointers = [None if each is None else each.data_ptr() for each in tensors]
+        if status := start(stream(ordinal), *pointers, out.data_ptr()):
+            refuse(status)
+        return out
+
+    return launch
