@@ -11,7 +11,7 @@ from typing_extensions import assert_type
 
 import scan_registry
 from scan_registry import compat, nn, ops
-from scan_registry.compat import accelerated_scan, flashrnn, sequential_scan
+from scan_registry.compat import accelerated_scan, flashrnn, mamba_ssm, sequential_scan
 from scan_registry.compat.flashrnn import FlashRNNConfig
 
 
@@ -70,6 +70,46 @@ def modules(x: Tensor) -> Tensor:
     return out + h.sum() + c.sum() + n.sum() + m.sum()
 
 
+def mamba(x: Tensor) -> Tensor:
+    """The module: a sequence, and one step after the other; and what transformers calls."""
+    model = nn.Mamba(x.shape[-1], d_state=8, dt_rank="auto", bias=True, backend="auto")
+    whole = model(x)
+    assert_type(whole, Tensor)
+    states = model.allocate_inference_cache(x.shape[0], x.shape[1])
+    assert_type(states, tuple[Tensor, Tensor])
+    start = model(x[:, :-1], states=states)
+    last, conv_state, ssm_state = model.step(x[:, -1:], *states)
+    assert conv_state.shape[1] == ssm_state.shape[1]
+    a = -model.A_log.exp()
+    inner = mamba_ssm.ops.selective_scan_interface.mamba_inner_fn(
+        *(model.in_proj(x).mT, model.conv1d.weight, model.conv1d.bias, model.x_proj.weight),
+        *(model.dt_proj.weight, model.out_proj.weight, model.out_proj.bias, a),
+        D=model.D,
+        delta_bias=model.dt_proj.bias,
+    )
+    assert_type(inner, Tensor)
+    compat.install("mamba_ssm", "causal_conv1d")
+    compat.uninstall()
+    return whole + inner + torch.cat([start, last], 1)
+
+
+def mambas_parts(x: Tensor) -> Tensor:
+    """The operators beneath it: whole sequences, and one step after them."""
+    filters, rates = torch.randn(x.shape[1], 4), -torch.rand(x.shape[1], 8)
+    convolved = scan_registry.causal_conv1d(x, filters, activation="silu")
+    inputs = torch.randn(x.shape[0], 8, x.shape[2])
+    scanned = scan_registry.selective_scan(convolved, x, rates, inputs, inputs, delta_softplus=True)
+    total = scanned if isinstance(scanned, Tensor) else scanned[0]
+    state, inputs = torch.zeros(x.shape[0], *rates.shape), inputs[..., 0]
+    one = scan_registry.causal_conv1d_update(x[..., 0], torch.zeros(*x.shape[:2], 4), filters)
+    one = scan_registry.selective_state_update(state, one, x[..., 0], rates, inputs, inputs)
+    assert_type(one, Tensor)
+    assert compat.causal_conv1d.__doc__
+    assert ops.causal_conv1d.__doc__
+    assert ops.selective_scan.__doc__
+    return total + one.unsqueeze(-1)
+
+
 def replacements(gates: Tensor, tokens: Tensor) -> Tensor:
     """The functions of the packages that ``compat`` replaces."""
     total = accelerated_scan.warp.scan(gates, tokens)
@@ -107,6 +147,8 @@ def main() -> None:
     assert steps().shape == (2, 3)
     assert networks().dim() == 5
     assert modules(torch.randn(2, 7, 5)).shape == (2, 7, 6)
+    assert mamba(torch.randn(2, 7, 5)).shape == (2, 7, 5)
+    assert mambas_parts(tokens).shape == tokens.shape
     assert replacements(gates, tokens).shape == tokens.shape
     assert "linear_scan" in inspection(gates, tokens)
 
