@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad, profiler
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.ops import selective_state_update_plans as plans
@@ -16,6 +17,8 @@ from scan_registry.ops.selective_state_update_arguments import BACKENDS, Argumen
 __all__ = ["BACKENDS", "selective_state_update"]
 
 _is_compiling = torch.compiler.is_compiling
+# What torch compiles is not to see the fast path; what it traces otherwise is told there.
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _COUNT = len(Arguments._fields)
 
 
@@ -84,6 +87,15 @@ def selective_state_update(
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
     tensors = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices
+    if (
+        backend == "auto"
+        and not _is_dynamo_compiling()
+        and not profiler._is_profiler_enabled
+        and forward_ad._current_level < 0
+        and (fast := plans.fast_step(dt_softplus, *tensors)) is not None
+    ):
+        torch.autograd.graph.increment_version(state)
+        return fast
     if not _is_compiling() and _are_tensors(tensors) and unobserved(*tensors):
         _refuse_derivatives(tensors)
         out = plans.step(tensors, dt_softplus, backend)

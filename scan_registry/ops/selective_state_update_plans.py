@@ -5,7 +5,7 @@ A call of shapes, strides and dtypes seen before finds its checks and its select
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,15 @@ from torch import Tensor
 from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
+from scan_registry.hardware._launcher import FastLaunch, TensorPath
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.selective_state_update import reference
 from scan_registry.kernels.selective_state_update.problem import DIMENSIONS, FORMATTED, StepProblem
 from scan_registry.kernels.selective_state_update.spec import FAMILY
+from scan_registry.ops.derivatives import OBSERVERS, PLAIN_TYPES
 from scan_registry.ops.launching import plan_cache
 from scan_registry.ops.selective_state_update_arguments import COMPILED, Arguments, check
+from scan_registry.runtime.loader import Plan as Prepared
 from scan_registry.runtime.loader import prepare, run_reference
 
 Plan = Callable[..., Tensor]
@@ -103,6 +106,9 @@ def _name(dtype: torch.dtype) -> str:
 
 # --- Running ----------------------------------------------------------------------------------
 
+#: What torch's own compiler allocates with, past the dispatcher; None if this torch has it no longer.
+_empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
 
 def step(tensors: tuple[Tensor | None, ...], softplus: bool, backend: str) -> Tensor:
     """The output; the state is changed in place. Arguments are checked by the first call of their kind."""
@@ -110,30 +116,57 @@ def step(tensors: tuple[Tensor | None, ...], softplus: bool, backend: str) -> Te
     return out
 
 
+def _addresses(tensors: Iterable[Tensor | None]) -> int:
+    """How far all are aligned, up to 16 bytes."""
+    found = 0
+    for tensor in tensors:
+        found |= 0 if tensor is None else tensor.data_ptr()
+    return found & 15
+
+
 def _plan(*arguments: Any) -> Plan:
     *tensors, softplus, backend = arguments
-    given = check(tuple(tensors), softplus, backend)
+    return _made(check(tuple(tensors), softplus, backend), softplus, backend, _addresses(tensors))[0]
+
+
+def _plan_fast(softplus: bool, *tensors: Any) -> FastLaunch | Plan:
+    """Of a call in C, which tells calls apart by the alignment of the ``_CHUNKED`` tensors alone."""
+    given = check(tensors, softplus, "auto")
+    plan, ready = _made(given, softplus, "auto", _addresses(getattr(given, n) for n in _CHUNKED))
+    if ready is None or ready.launch is None or _empty is None:
+        return plan
+    out = torch.empty_like(given.x)
+    return FastLaunch(
+        launch=ready.launch,
+        places=tuple(range(len(given) + 1)),
+        empty=_empty,
+        states=(tuple(out.shape), out.stride(), out.dtype),
+        workspace=None,
+        refuse=ready.refuse,
+        elsewhere=plan,
+    )
+
+
+def _made(
+    given: Arguments, softplus: bool, backend: Any, addresses: int
+) -> tuple[Plan, Prepared | None]:
+    """The plan of a call, and what it launches, if it does."""
 
     def by_reference(*tensors: Any) -> Tensor:
         given = Arguments(*tensors)
         out = torch.empty_like(given.x)
-        return out.copy_(
-            reference.step(*given[:-1], dt_softplus=softplus, indices=given.indices)
-        )
+        return out.copy_(reference.step(*given[:-1], dt_softplus=softplus, indices=given.indices))
 
-    if not given.state.is_cuda or backend == "reference" or given.state.dtype not in COMPILED:
-        return by_reference
-    if given.x.numel() == 0:
-        return by_reference
-    addresses = 0
-    for tensor in given:
-        addresses |= 0 if tensor is None else tensor.data_ptr()
+    state = given.state
+    in_torch = backend == "reference" or state.dtype not in COMPILED or given.x.numel() == 0
+    if in_torch or not state.is_cuda:
+        return by_reference, None
+    ordinal = state.device.index
     call = make_kernel_call(given, softplus, addresses)
-    ordinal = given.state.device.index
     ready = prepare(ordinal, FAMILY, call.problem, backend, policy.lowest())
     if ready.launch is None:
         decision = ready.decision
-        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors)), None
     start, stream, refuse = ready.launch.run, torch._C._cuda_getCurrentRawStream, ready.refuse
     empty_like = torch.empty_like
 
@@ -145,4 +178,20 @@ def _plan(*arguments: Any) -> Plan:
             refuse(status)
         return out
 
-    return launch
+    return launch, ready
+
+
+#: The output of a call of plain tensors without derivatives, from ``dt_softplus`` and all tensors. None if it is no such
+#: call, or if the dispatcher would do more than find the kernels. Whether anything profiles, or takes forward-mode
+#: derivatives, is left to the caller, whom it costs least to ask.
+fast_step: Callable[..., Tensor | None] = TensorPath(
+    types=PLAIN_TYPES,
+    tensor=torch._C.TensorBase,
+    exchange=getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    observers=OBSERVERS,
+    choice=policy.required.get,
+    plan=_plan_fast,
+    tracking=torch.is_grad_enabled,
+    count=len(Arguments._fields),
+    aligned=sum(1 << Arguments._fields.index(name) for name in _CHUNKED),
+).run
