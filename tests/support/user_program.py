@@ -88,6 +88,17 @@ def mamba(x: Tensor) -> Tensor:
         delta_bias=model.dt_proj.bias,
     )
     assert_type(inner, Tensor)
+    scans = mamba_ssm.ops.selective_scan_interface
+    u, b = torch.randn(2, model.d_inner, 4), torch.randn(2, model.d_state, 4)
+    scanned = scans.selective_scan_fn(u, u, a, b, b, delta_softplus=True)
+    assert_type(scanned, Tensor)
+    scanned, state = scans.selective_scan_ref(u, u, a, b, b, return_last_state=True)
+    one = mamba_ssm.ops.triton.selective_state_update.selective_state_update(
+        *(state, u[..., 0], u[..., 0], a, b[..., 0], b[..., 0])
+    )
+    assert_type(one, Tensor)
+    assert [mamba_ssm.Mamba, mamba_ssm.mamba_inner_fn, mamba_ssm.selective_scan_fn]
+    assert [scans.mamba_inner_ref, mamba_ssm.modules]
     compat.install("mamba_ssm", "causal_conv1d")
     compat.uninstall()
     return whole + inner + torch.cat([start, last], 1)

@@ -308,3 +308,65 @@ def test_it_compiles_to_one_graph() -> None:
 def test_keywords_of_our_own_come_last() -> None:
     parameters = [*inspect.signature(nn.Mamba).parameters.values()]
     assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["backend"]
+
+
+# --- On a GPU ---------------------------------------------------------------------------------
+
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
+]
+
+
+class TestOnAGpu:
+    pytestmark = on_a_gpu
+
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"),
+        [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)],
+        ids=str,
+    )
+    def test_it_is_the_block(
+        self, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        torch.manual_seed(0)
+        m = nn.Mamba(64, bias=True, device="cuda", dtype=dtype)
+        exact = copy.deepcopy(m).double().cpu()
+        hidden = torch.randn(3, 50, 64, device="cuda").to(dtype).requires_grad_()
+        wide_hidden = hidden.detach().double().cpu().requires_grad_()
+        found, expected = m(hidden), block(exact, wide_hidden)
+        weight = torch.randn_like(expected)
+        ours = torch.autograd.grad((found * weight.to(found)).sum(), [hidden, *m.parameters()])
+        theirs = torch.autograd.grad((expected * weight).sum(), [wide_hidden, *exact.parameters()])
+        for one, other in zip((found, *ours), (expected, *theirs), strict=True):
+            assert float((one.double().cpu() - other).norm() / other.norm()) <= tolerance
+
+    def test_steps_in_a_graph(self) -> None:
+        m = nn.Mamba(64, device="cuda")
+        hidden = torch.randn(4, LENGTH, 64, device="cuda")
+        with torch.no_grad():
+            expected = m(hidden)
+            states, now = m.allocate_inference_cache(4, LENGTH), hidden[:, :1].clone()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                m.step(now, *states)  # which loads what a graph cannot
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out, *_ = m.step(now, *states)
+            for state in states:
+                state.zero_()
+            outputs = []
+            for x in hidden.split(1, 1):
+                now.copy_(x)
+                graph.replay()
+                outputs.append(out.clone())
+        torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-4, atol=1e-5)
+
+    def test_gradients_are_the_same_in_every_run(self) -> None:
+        m, hidden = nn.Mamba(64, device="cuda"), torch.randn(4, 300, 64, device="cuda")
+        runs = [torch.autograd.grad(m(hidden).square().sum(), [*m.parameters()]) for _ in range(3)]
+        for run in runs[1:]:
+            for one, other in zip(run, runs[0], strict=True):
+                assert torch.equal(one, other)
