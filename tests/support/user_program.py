@@ -99,26 +99,12 @@ def mamba(x: Tensor) -> Tensor:
     assert_type(one, Tensor)
     assert [mamba_ssm.Mamba, mamba_ssm.mamba_inner_fn, mamba_ssm.selective_scan_fn]
     assert [scans.mamba_inner_ref, mamba_ssm.modules]
+    assert [compat.causal_conv1d, ops.causal_conv1d, ops.selective_scan]
+    assert [scan_registry.causal_conv1d, scan_registry.causal_conv1d_update]
+    assert scan_registry.selective_scan.__doc__
     compat.install("mamba_ssm", "causal_conv1d")
     compat.uninstall()
     return whole + inner + torch.cat([start, last], 1)
-
-
-def mambas_parts(x: Tensor) -> Tensor:
-    """The operators beneath it: whole sequences, and one step after them."""
-    filters, rates = torch.randn(x.shape[1], 4), -torch.rand(x.shape[1], 8)
-    convolved = scan_registry.causal_conv1d(x, filters, activation="silu")
-    inputs = torch.randn(x.shape[0], 8, x.shape[2])
-    scanned = scan_registry.selective_scan(convolved, x, rates, inputs, inputs, delta_softplus=True)
-    total = scanned if isinstance(scanned, Tensor) else scanned[0]
-    state, inputs = torch.zeros(x.shape[0], *rates.shape), inputs[..., 0]
-    one = scan_registry.causal_conv1d_update(x[..., 0], torch.zeros(*x.shape[:2], 4), filters)
-    one = scan_registry.selective_state_update(state, one, x[..., 0], rates, inputs, inputs)
-    assert_type(one, Tensor)
-    assert compat.causal_conv1d.__doc__
-    assert ops.causal_conv1d.__doc__
-    assert ops.selective_scan.__doc__
-    return total + one.unsqueeze(-1)
 
 
 def replacements(gates: Tensor, tokens: Tensor) -> Tensor:
@@ -159,7 +145,6 @@ def main() -> None:
     assert networks().dim() == 5
     assert modules(torch.randn(2, 7, 5)).shape == (2, 7, 6)
     assert mamba(torch.randn(2, 7, 5)).shape == (2, 7, 5)
-    assert mambas_parts(tokens).shape == tokens.shape
     assert replacements(gates, tokens).shape == tokens.shape
     assert "linear_scan" in inspection(gates, tokens)
 
