@@ -63,6 +63,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: What the stand-ins are found by, and where they are.
 FUNCTIONS: list[tuple[Any, str]] = [
+    (mamba_ssm, "selective_scan_fn"),
+    (mamba_ssm, "mamba_inner_fn"),
     (mamba_ssm.ops.selective_scan_interface, "selective_scan_fn"),
     (mamba_ssm.ops.selective_scan_interface, "mamba_inner_fn"),
     (mamba_ssm.ops.triton.selective_state_update, "selective_state_update"),
