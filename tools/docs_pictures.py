@@ -241,10 +241,16 @@ def lstm_step(palette: Palette) -> Canvas:
     """Microseconds of one LSTM step, beside cuDNN, and beside FlashRNN where it was measured."""
     rows: list[Bar | None] = []
     cudnn = "h100-bench-rnn", "float16", "scan_registry.nn.LSTM", "torch.nn.LSTM", "cuDNN"
-    peer = "h100-bench-rnn-flashrnn", "bfloat16", "scan-registry", "flashrnn cuda_fused", "FlashRNN"
+    flashrnn = (
+        "h100-bench-rnn-flashrnn",
+        "bfloat16",
+        "scan-registry",
+        "flashrnn cuda_fused",
+        "FlashRNN",
+    )
     contests = [
         *((size, *cudnn) for size in ((1, 768), (1, 1024))),
-        *((size, *peer) for size in ((12, 64), (3, 256), (1, 768))),
+        *((size, *flashrnn) for size in ((12, 64), (3, 256), (1, 768))),
     ]
     for (heads, dim), run, dtype, ours, theirs, name in contests:
         sizes = {"function": "lstm", "heads": heads, "dim": dim, "dtype": dtype}
