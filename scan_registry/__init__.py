@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from scan_registry.dispatch.policy import FallbackWarning, require
     from scan_registry.dispatch.select import NoKernelError
     from scan_registry.ops.linear_scan import linear_scan
+    from scan_registry.ops.linear_scan_summary import linear_scan_summary
     from scan_registry.ops.rnn import rnn
     from scan_registry.ops.step_buffers import rnn_buffers
 
@@ -30,6 +31,7 @@ __all__ = [
     "compat",
     "explain",
     "linear_scan",
+    "linear_scan_summary",
     "nn",
     "ops",
     "require",
@@ -45,6 +47,7 @@ _HOMES = {
     "compat": None,
     "explain": "scan_registry.diagnostics.explanation",
     "linear_scan": "scan_registry.ops.linear_scan",
+    "linear_scan_summary": "scan_registry.ops.linear_scan_summary",
     "nn": None,
     "ops": None,
     "require": "scan_registry.dispatch.policy",
