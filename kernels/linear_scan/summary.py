@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import ceil
 
 from scan_registry.kernels.linear_scan.problem import (
     Layout,
@@ -29,13 +30,20 @@ from scan_registry.kernels.model import (
 )
 
 WARPS = 8
-#: CTAs worth having for each SM. Of rows, whose segments have fewer bytes in flight, there may be more.
-_CTAS = {"time_last": 32, "channel_last": 4}
-_MOST_LINES = 2**31
-#: CTAs that an SM has registers for.
+#: CTAs for each SM: rows have as many warps each as it takes for the first number, and are cut into segments for the
+#: second.
+_WARPS_FOR, _SEGMENTS_FOR = 16, 32
+#: CTAs that an SM has registers for, at least.
 _LEAST_CTAS: dict[Layout, int] = {"time_last": 3, "channel_last": 2}
-#: Lanes across the channels at least, where there are as many channels: their 16 bytes are a 128-byte line.
-_NARROWEST = 8
+#: CTAs over contiguous channels that do run on an SM at once.
+_RESIDENT = {"aligned": 2, "generic": 4}
+#: Part of the GPU's CTAs that keeps its memory busy, and part of the last wave that has to be there.
+_ENOUGH, _FULL = 0.45, 0.9
+#: Lanes across the channels at least, where there are as many channels.
+_NARROWEST = 16
+#: Waves at most.
+_MOST_WAVES = 4
+_MOST_LINES = 2**31
 
 
 def _tiles(layout: Layout, dtype: str, access: str) -> tuple[Tile, ...]:
@@ -90,16 +98,16 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
 
 def _launch_rows(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     rows = problem.outer * problem.batch * problem.channels
-    chunk, wanted = _chunk(variant), _CTAS["time_last"] * sm_count
+    chunk = _chunk(variant)
     step = 32 * chunk * variant.number("steps")
     aligned = variant.text("access") == "aligned"
     # Rows may start anywhere in their first chunk.
     length = problem.time + (chunk - 1 if aligned and not problem.whole_chunks(chunk) else 0)
     tiles = ceil_div(length, step)
-    shares = min(WARPS, _power(tiles), _power(max(1, WARPS * wanted // rows)))
+    shares = min(WARPS, _power(tiles), _power(max(1, WARPS * _WARPS_FOR * sm_count // rows)))
     segments = 1
     if shares == WARPS:
-        segments = max(1, min(ceil_div(wanted, rows), tiles // WARPS))
+        segments = max(1, min(ceil_div(_SEGMENTS_FOR * sm_count, rows), tiles // WARPS))
     share = ceil_div(tiles, segments * shares) * step
     cut = {"share": share, "shares": shares, "segments": ceil_div(length, share * shares)}
     return _cut(problem, ceil_div(rows * shares, WARPS), cut, rows)
@@ -111,22 +119,26 @@ def _launch_columns(variant: Variant, problem: LinearScanProblem, sm_count: int)
     across = min(32, 2 * _power(needed - 1) if needed > 1 else 1)
     while across > _NARROWEST and batches * ceil_div(needed, across) < sm_count:
         across //= 2
-    columns = batches * ceil_div(needed, across)
-    wanted = _CTAS["channel_last"] * sm_count
-    segments = max(1, round(wanted / columns))
-    return columns_launch(variant, problem, across, segments)
-
-
-def columns_launch(
-    variant: Variant, problem: LinearScanProblem, across: int, segments: int
-) -> Launch:
-    """With columns that are ``across`` lanes wide, cut into at most so many segments."""
-    chunk, rows = _chunk(variant), variant.number("rows")
-    columns = problem.outer * problem.batch * ceil_div(problem.channels, across * chunk)
-    shares = 32 * WARPS // across
-    share = ceil_div(problem.time, segments * shares * rows) * rows
+    columns, shares = batches * ceil_div(needed, across), 32 * WARPS // across
+    rows = variant.number("rows")
+    most = ceil_div(problem.time, shares * rows)
+    wave = _RESIDENT[variant.text("access")] * sm_count
+    share = ceil_div(problem.time, _segments(columns / wave, most) * shares * rows) * rows
     cut = {"share": share, "shares": shares, "segments": ceil_div(problem.time, share * shares)}
     return _cut(problem, columns, cut, columns, across * chunk)
+
+
+def _segments(waves: float, most: int) -> int:
+    """The fewest that fill the GPU, where each takes so many waves of CTAs, or those whose last wave is the fullest."""
+
+    def filled(segments: int) -> float:
+        total = segments * waves
+        return 1.0 if _ENOUGH <= total <= 1 else total / ceil(total)
+
+    fewest = min(most, max(1, int(_ENOUGH / waves)))
+    candidates = range(fewest, min(most, max(fewest, int(_MOST_WAVES / waves))) + 1)
+    enough = (segments for segments in candidates if filled(segments) >= _FULL)
+    return next(enough, 0) or max(candidates, key=filled)
 
 
 def _cut(
