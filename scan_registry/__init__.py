@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scan_registry.dispatch.select import NoKernelError
     from scan_registry.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
     from scan_registry.ops.linear_scan import linear_scan
+    from scan_registry.ops.linear_scan_summary import linear_scan_summary
     from scan_registry.ops.rnn import rnn
     from scan_registry.ops.selective_scan import selective_scan
     from scan_registry.ops.step_buffers import rnn_buffers
@@ -34,6 +35,7 @@ __all__ = [
     "compat",
     "explain",
     "linear_scan",
+    "linear_scan_summary",
     "nn",
     "ops",
     "require",
@@ -52,6 +54,7 @@ _HOMES = {
     "compat": None,
     "explain": "scan_registry.diagnostics.explanation",
     "linear_scan": "scan_registry.ops.linear_scan",
+    "linear_scan_summary": "scan_registry.ops.linear_scan_summary",
     "nn": None,
     "ops": None,
     "require": "scan_registry.dispatch.policy",

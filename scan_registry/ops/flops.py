@@ -22,6 +22,12 @@ def _linear_scan(gates: Tensor, tokens: Tensor, *_: Any, **__: Any) -> int:
     return (product + total) * tokens.numel()
 
 
+def _linear_scan_summary(gates: Tensor, tokens: Tensor, *_: Any, **__: Any) -> int:
+    """Beside the scan, the product of the gates."""
+    product, total = _costs(tokens)
+    return (2 * product + total) * tokens.numel()
+
+
 def _linear_scan_backward(
     gates: Tensor, states: Tensor | None, states_grad: Tensor, *rest: Any, **_: Any
 ) -> int:
@@ -58,6 +64,7 @@ def _rnn_backward(
 FORMULAS: dict[str, Formula] = {
     "linear_scan": _linear_scan,
     "linear_scan_backward": _linear_scan_backward,
+    "linear_scan_summary": _linear_scan_summary,
     "rnn": _rnn,
     "rnn_backward": _rnn_backward,
 }

@@ -25,7 +25,9 @@ def scans(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     assert_type(either, Tensor | tuple[Tensor, Tensor])
     bounds = torch.tensor([0, 3, gates.shape[-1]])
     packed = ops.linear_scan.linear_scan(gates, tokens, cu_seqlens=bounds, backend="reference")
-    return states + both[0] + packed
+    summary = scan_registry.linear_scan_summary(gates, tokens, dim=-1, reverse=True)
+    assert_type(summary, tuple[Tensor, Tensor])
+    return states + both[0] + packed + summary[1].unsqueeze(-1)
 
 
 def networks() -> Tensor:

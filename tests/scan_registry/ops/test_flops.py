@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from scan_registry import linear_scan, nn, rnn
+from scan_registry import linear_scan, linear_scan_summary, nn, rnn
 
 OPERATORS = torch.ops.scan_registry
 
@@ -41,6 +41,17 @@ def test_scans(gates: tuple[int, ...], dtype: torch.dtype, forward: int, backwar
     assert counts == {OPERATORS.linear_scan: forward}
     grad = torch.ones_like(states)
     assert counted(lambda: states.backward(grad))[0] == {OPERATORS.linear_scan_backward: backward}
+
+
+@pytest.mark.parametrize(("dtype", "forward"), [(torch.float32, 3), (torch.complex64, 14)])
+def test_summaries(dtype: torch.dtype, forward: int) -> None:
+    """A product beside those of the scan. The derivatives are scans."""
+    a, x = (torch.rand(2, 3, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    counts, (final_gate, _) = counted(lambda: linear_scan_summary(a, x))
+    assert counts == {OPERATORS.linear_scan_summary: 48 * forward}
+    grad = torch.ones_like(final_gate)
+    counts, _ = counted(lambda: final_gate.backward(grad))
+    assert counts.keys() == {OPERATORS.linear_scan, OPERATORS.linear_scan_backward}
 
 
 def test_scans_whose_gates_need_no_gradient() -> None:
