@@ -30,6 +30,18 @@ def scans(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     return states + both[0] + packed + summary[1].unsqueeze(-1)
 
 
+def steps() -> Tensor:
+    """Operators of one step, in place of a state."""
+    state = torch.zeros(2, 3)
+    assert_type(scan_registry.linear_scan_step(state, torch.rand(3), torch.ones(2, 3)), Tensor)
+    wide, x, B = torch.zeros(2, 3, 4), torch.randn(2, 3), torch.randn(2, 4)
+    out = scan_registry.selective_state_update(
+        wide, x, x, -torch.ones(3, 4), B, B, dt_softplus=True
+    )
+    assert_type(out, Tensor)
+    return out + state
+
+
 def networks() -> Tensor:
     """``rnn``, and what it keeps."""
     wx, r = torch.randn(2, 5, 4, 3, 8), torch.randn(4, 3, 8, 8)
@@ -94,6 +106,7 @@ def main() -> None:
     """Each of them once."""
     gates, tokens = torch.rand(2, 3, 8), torch.randn(2, 3, 8)
     assert scans(gates, tokens, final=True).shape == tokens.shape
+    assert steps().shape == (2, 3)
     assert networks().dim() == 5
     assert modules(torch.randn(2, 7, 5)).shape == (2, 7, 6)
     assert replacements(gates, tokens).shape == tokens.shape
