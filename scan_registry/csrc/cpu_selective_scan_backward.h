@@ -222,14 +222,18 @@ TARGET static void LEVEL(down)(const Scan *scan, const Run *run, Together *w, in
         const Projection c = LEVEL(projection)(scan, C, run, t, steps, w->c_room);
         memset(w->b_sums, 0, (size_t)(N * steps) * VECTOR);
         memset(w->c_sums, 0, (size_t)(N * steps) * VECTOR);
-        for (int64_t d = w->low; d < w->high; d += LANES) {
-            const int64_t lanes = smaller(LANES, w->high - d), at = (d - w->low) * N;
+        /* The last block first: what its other lanes have added is no channel's, and may be NaN. */
+        for (int64_t at = size - N * LANES; at >= 0; at -= N * LANES) {
+            const int64_t d = w->low + at / N, lanes = smaller(LANES, w->high - d);
             LEVEL(fetch_piece)(scan, run->batch, d, lanes, t, steps, &w->panels, w->room);
             LEVEL(back_block)(scan, w->rates + at, w->kept + piece * size + at, w->adjoints + at,
                               w->A_sums + at, steps, &w->panels, b, c, w->b_sums, w->c_sums,
                               w->gates, w->products);
             LEVEL(put_piece)(scan, run->batch, d, lanes, t, steps, &w->panels,
                              w->other_sums + 2 * (d - w->low), w->room);
+            for (int64_t i = 0; lanes < LANES && i < N * steps * LANES; i += LANES)
+                for (int64_t lane = lanes; lane < LANES; lane++)
+                    w->b_sums[i + lane] = w->c_sums[i + lane] = 0;
         }
         const int64_t of_sums = of_run * N * scan->time;
         LEVEL(put_sums)(scan, scan->B_sums + of_sums, t, steps, first, w->b_sums, w->room);
