@@ -15,6 +15,7 @@
  */
 #include "cpu_arguments.h"
 #include "cpu_selective_scan.h"
+#include "cpu_sum.h"
 
 #define LEVEL_BODY "cpu_selective_scan_level.h"
 #include "cpu_levels.h"
@@ -63,12 +64,6 @@ static int run_forward(Scan *scan, int64_t threads) {
     return run_all(&work);
 }
 
-/* What is summed, and where the sums go to; null if nobody wants them. */
-typedef struct {
-    Sum sum;
-    float **at;
-} Gradient;
-
 static int run_backward(Scan *scan, int64_t threads, char *const *to) {
     const int64_t of_group = scan->channels / scan->groups, groups = scan->batch * scan->groups;
     const int64_t N = scan->states, of_projection = N * scan->time;
@@ -85,28 +80,10 @@ static int run_backward(Scan *scan, int64_t threads, char *const *to) {
           of_projection}, &scan->C_sums},
     };
     enum { GRADIENTS = sizeof gradients / sizeof *gradients };
-    int status = 0;
-    for (int i = 0; i < GRADIENTS; i++) {
-        const Sum *sum = &gradients[i].sum;
-        *gradients[i].at = malloc((size_t)(sum->outer * sum->count * sum->inner) * sizeof(float));
-        if (!*gradients[i].at) status = -1;
-    }
     Work work = {.problem = scan, .run = backward_tasks[level_in_use], .threads = threads};
     work.tasks = groups * scan->runs;
     work.scratch_bytes = backward_scratch(scan);
-    if (!status) status = run_all(&work);
-    for (int i = 0; i < GRADIENTS; i++) {
-        Sum sum = gradients[i].sum;
-        sum.from = *gradients[i].at;
-        if (!status && sum.to) {
-            Work adding = {.problem = &sum, .run = sum_tasks[level_in_use]};
-            adding.tasks = sum.outer * ceil_div(sum.inner, SUMMED_portable);
-            adding.threads = sum.inner * sum.outer * sum.count < THREAD_WORK ? 1 : threads;
-            status = run_all(&adding);
-        }
-        free(*gradients[i].at);
-    }
-    return status;
+    return run_and_sum(&work, gradients, GRADIENTS, sum_tasks[level_in_use]);
 }
 
 /* --- Arguments -------------------------------------------------------------------------------- */

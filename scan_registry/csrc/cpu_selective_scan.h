@@ -45,21 +45,6 @@ static inline Run run_of(const Scan *scan, int64_t task) {
     return run;
 }
 
-/* What is summed over count: (outer, count, inner) to (outer, inner), of the type. */
-typedef struct {
-    const float *from;
-    char *to;
-    int type;
-    int64_t outer, count, inner;
-} Sum;
-
-/* What the next so many floats of scratch memory are for. */
-static inline float *take(char **scratch, int64_t floats) {
-    float *taken = (float *)*scratch;
-    *scratch += ceil_div(floats * 4, LINE) * LINE;
-    return taken;
-}
-
 /* Bytes of scratch memory, no less than the tasks take. A panel is a block's; rows count panels
  * of any width, LANES at most 8. */
 static inline int64_t forward_scratch(const Scan *scan) {

@@ -287,23 +287,3 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
         }
     }
 }
-
-/* Elements of a task below. */
-enum { LEVEL(SUMMED) = 512 };
-
-/* Sum over what tasks have left. */
-TARGET static void LEVEL(sum_task)(const void *problem, int64_t task, char *scratch) {
-    const Sum *const sum = problem;
-    const int64_t of_outer = ceil_div(sum->inner, LEVEL(SUMMED));
-    const int64_t outer = task / of_outer, first = task % of_outer * LEVEL(SUMMED);
-    const int64_t n = smaller(LEVEL(SUMMED), sum->inner - first);
-    const float *from = sum->from + outer * sum->count * sum->inner + first;
-    double total[LEVEL(SUMMED)] = {0};
-    float row[LEVEL(SUMMED)];
-    (void)scratch;
-    for (int64_t i = 0; i < sum->count; i++, from += sum->inner)
-        for (int64_t k = 0; k < n; k++) total[k] += (double)from[k];
-    for (int64_t k = 0; k < n; k++) row[k] = (float)total[k];
-    LEVEL(narrow)(sum->type, sum->to + (outer * sum->inner + first) * types[sum->type].bytes, row,
-                  n);
-}

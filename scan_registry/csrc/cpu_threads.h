@@ -1,4 +1,7 @@
 /* The threads that run the tasks of one call, for which they live. */
+#ifndef CPU_THREADS_H
+#define CPU_THREADS_H
+
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -58,3 +61,12 @@ static int run_all(Work *work) {
     free(memory);
     return 0;
 }
+
+/* What the next so many floats of scratch memory are for. */
+UNUSED static float *take(char **scratch, int64_t floats) {
+    float *taken = (float *)*scratch;
+    *scratch += ceil_div(floats * 4, LINE) * LINE;
+    return taken;
+}
+
+#endif
