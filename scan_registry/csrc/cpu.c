@@ -256,6 +256,7 @@ static PyObject *instructions(PyObject *module, PyObject *args) {
 /* Those of other families, in files of their own. */
 typedef PyObject *Function(PyObject *module, PyObject *const *args, Py_ssize_t count);
 extern Function selective_scan_forward, selective_scan_backward;
+extern Function causal_conv1d_forward, causal_conv1d_backward, causal_conv1d_update;
 
 static PyMethodDef functions[] = {
     {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
@@ -277,6 +278,16 @@ static PyMethodDef functions[] = {
     {"selective_scan_backward", (PyCFunction)(void (*)(void))selective_scan_backward, METH_FASTCALL,
      "selective_scan_backward(dtype, pointers, scalars, threads)\n\n"
      "The gradients of a selective scan. As selective_scan_forward."},
+    {"causal_conv1d_forward", (PyCFunction)(void (*)(void))causal_conv1d_forward, METH_FASTCALL,
+     "causal_conv1d_forward(dtype, weight_dtype, pointers, scalars, threads)\n\n"
+     "The output and the final state of a causal convolution. Pointers and scalars are those\n"
+     "that scan_registry.ops.causal_conv1d_cpu names. Raises as forward."},
+    {"causal_conv1d_backward", (PyCFunction)(void (*)(void))causal_conv1d_backward, METH_FASTCALL,
+     "causal_conv1d_backward(dtype, weight_dtype, pointers, scalars, threads)\n\n"
+     "The gradients of a causal convolution. As causal_conv1d_forward."},
+    {"causal_conv1d_update", (PyCFunction)(void (*)(void))causal_conv1d_update, METH_FASTCALL,
+     "causal_conv1d_update(dtype, weight_dtype, pointers, scalars, threads)\n\n"
+     "The output of some steps, and the new states, in place. As causal_conv1d_forward."},
     {"instructions", instructions, METH_VARARGS,
      "instructions(name=None) -> str\n\n"
      "The vector instructions in use: \"avx2\" or \"portable\". Given a name, use those instead."},

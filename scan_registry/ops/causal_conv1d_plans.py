@@ -26,6 +26,7 @@ from scan_registry.kernels.causal_conv1d.problem import (
 )
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
 from scan_registry.kernels.model import Problem, Variant
+from scan_registry.ops import causal_conv1d_cpu
 from scan_registry.ops.causal_conv1d_arguments import (
     COMPILED,
     Arguments,
@@ -247,6 +248,8 @@ def _plan_forward(*arguments: Any) -> Callable[..., Any]:
         return _like(x, y), None if last is None else last.contiguous()
 
     if _is_plain(given.x, options):
+        if causal_conv1d_cpu.takes(given.x, options):
+            return lambda *tensors: causal_conv1d_cpu.forward(Arguments(*tensors), options)
         return by_reference
     call = make_kernel_call("forward", given, options)
     found = _runner(call, given.x.device, options)
@@ -323,6 +326,10 @@ def _plan_backward(*arguments: Any) -> Callable[..., Any]:
         )
 
     if _is_plain(given.x, options):
+        if causal_conv1d_cpu.takes(given.x, options):
+            return lambda *tensors: causal_conv1d_cpu.backward(
+                Arguments(*tensors[:6]), *tensors[6:], options, wanted
+            )
         return by_reference
     call = make_kernel_call("backward", given, options, y_grad, [final_grad])
     found = _runner(call, given.x.device, options)
@@ -407,6 +414,8 @@ def _plan_update(*arguments: Any) -> Callable[..., Any]:
         return _like(x, y)
 
     if _is_plain(given.x, options):
+        if causal_conv1d_cpu.takes(given.x, options):
+            return lambda *tensors: causal_conv1d_cpu.update(UpdateArguments(*tensors), options)
         return by_reference
     found = _runner(make_update_call(given, options), given.x.device, options)
     if isinstance(found, Decision):

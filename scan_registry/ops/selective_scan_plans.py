@@ -208,10 +208,8 @@ def _plan_forward(given: Arguments, options: Options, training: bool, addresses:
         made = selective_scan_cpu.forward(given, options)
         return Outputs(*made, given.u.new_empty((0,), dtype=torch.float32))
 
-    if selective_scan_cpu.takes(given, options):
-        return on_cpu
     if given.u.numel() == 0 or _in_torch(given, options):
-        return by_reference
+        return on_cpu if selective_scan_cpu.takes(given, options) else by_reference
     grouped = with_groups(given)
     out = torch.empty_like(given.u)
     problem = make_problem("forward", grouped, options, {"out": out}, addresses)
@@ -315,11 +313,11 @@ def _plan_backward(
                 wanted,
             )
 
-    if selective_scan_cpu.takes(given, options):
-        return lambda given, _, grad, last: selective_scan_cpu.backward(
-            given, grad, last, options, wanted
-        )
     if given.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(given, options):
+        if selective_scan_cpu.takes(given, options):
+            return lambda given, _, grad, last: selective_scan_cpu.backward(
+                given, grad, last, options, wanted
+            )
         return by_reference
     grouped = with_groups(given)
     others = {"grad": out_grad, "u_grad": torch.empty_like(given.u)}
