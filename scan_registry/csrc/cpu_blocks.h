@@ -27,10 +27,15 @@ INLINE void LEVEL(narrow)(int type, void *narrow, const void *wide, int64_t n) {
         LEVEL(narrow_float16)(narrow, wide, n);
 }
 
+/* One after the other, so that they may go down in memory that is shared; of 2 or 4 bytes. */
 INLINE void LEVEL(copy_elements)(char *to, int64_t to_stride, const char *from,
                                  int64_t from_stride, int64_t n, int bytes) {
-    for (int64_t i = 0; i < n; i++, to += to_stride, from = offset(from, 1, from_stride))
-        memcpy(to, from, (size_t)bytes);
+    if (bytes == 2)
+        for (int64_t i = 0; i < n; i++)
+            memcpy(offset(to, i, to_stride), offset(from, i, from_stride), 2);
+    else
+        for (int64_t i = 0; i < n; i++)
+            memcpy(offset(to, i, to_stride), offset(from, i, from_stride), 4);
 }
 
 /* Rows of neighbouring channels, a type at a time so that no loop asks for it. */
@@ -98,9 +103,8 @@ TARGET UNUSED static void LEVEL(put)(const View *view, int64_t t, int64_t steps,
         char row[VECTOR];
         for (int64_t i = 0; i < steps; i++) {
             LEVEL(narrow)(type, row, panel + i * LANES, lanes);
-            char *element = offset(to, i, view->time);
-            for (int64_t lane = 0; lane < lanes; lane++)
-                memcpy(offset(element, lane, view->channel), row + lane * bytes, (size_t)bytes);
+            LEVEL(copy_elements)(offset(to, i, view->time), view->channel, row, bytes, lanes,
+                                 bytes);
         }
     }
 }

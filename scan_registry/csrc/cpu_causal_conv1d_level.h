@@ -20,10 +20,17 @@ TARGET static void LEVEL(fetch_taps)(const char *weight, const char *bias, int t
     memset(taps, 0, (MOST_WIDTH + 1) * VECTOR);
     for (int64_t i = 0; i < lanes; i++) {
         float row[MOST_WIDTH];
-        LEVEL(widen)(type, row, weight + (channel + i) * width * bytes, width);
+        const char *const from = weight + (channel + i) * width * bytes;
+        if (type == FLOAT32)
+            for (int64_t j = 0; j < width; j++) memcpy(&row[j], from + 4 * j, 4);
+        else
+            LEVEL(widen)(type, row, from, width);
         for (int64_t j = 0; j < width; j++) taps[j * LANES + i] = row[width - 1 - j];
-        if (bias) LEVEL(widen)(type, taps + width * LANES + i, bias + (channel + i) * bytes, 1);
     }
+    if (bias && lanes == LANES)
+        LEVEL(widen)(type, taps + width * LANES, bias + channel * bytes, LANES);
+    else if (bias)
+        LEVEL(widen)(type, taps + width * LANES, bias + channel * bytes, lanes);
 }
 
 TARGET static View LEVEL(view)(const Tensor *tensor, int64_t row, int64_t channel) {
@@ -329,10 +336,10 @@ TARGET static void LEVEL(update_task)(const void *problem, int64_t task, char *s
         if (there) {
             LEVEL(fetch_taps)(update->weight, update->bias, update->weight_type, width, d, lanes,
                               taps);
-            for (int64_t i = 0; i < width - 1; i++) {
-                const int64_t at = (first + length + i - (width - 1)) % length;
-                LEVEL(fetch)(&state, at, 1, lanes, panel + i * LANES, room);
-            }
+            const int64_t from = (first + length - (width - 1)) % length;
+            const int64_t early = smaller(width - 1, length - from);
+            LEVEL(fetch)(&state, from, early, lanes, panel, room);
+            LEVEL(fetch)(&state, 0, width - 1 - early, lanes, panel + early * LANES, room);
         }
         for (int64_t t = 0; t < time; t += STEPS) {
             const int64_t steps = smaller(STEPS, time - t);
@@ -351,15 +358,20 @@ TARGET static void LEVEL(update_task)(const void *problem, int64_t task, char *s
         for (int64_t lane = 0; lane < lanes; lane++) {
             char *const to = offset(state.at, lane, state.channel);
             const char *const from = offset(x.at, lane, x.channel);
-            if (!update->positions)
-                for (int64_t i = 0; i < length - kept; i++)
-                    memcpy(offset(to, i, state.time), offset(to, i + time, state.time),
-                           (size_t)bytes);
-            for (int64_t i = 0; i < kept; i++) {
-                const int64_t at = (first + time - kept + i) % length;
-                memcpy(offset(to, update->positions ? at : length - kept + i, state.time),
-                       offset(from, time - kept + i, x.time), (size_t)bytes);
+            const char *const latest = offset(from, time - kept, x.time);
+            if (!update->positions) {
+                LEVEL(copy_elements)(to, state.time, offset(to, kept, state.time), state.time,
+                                     length - kept, bytes);
+                LEVEL(copy_elements)(offset(to, length - kept, state.time), state.time, latest,
+                                     x.time, kept, bytes);
+                continue;
             }
+            const int64_t begin = (first + time - kept) % length;
+            const int64_t early = smaller(kept, length - begin);
+            LEVEL(copy_elements)(offset(to, begin, state.time), state.time, latest, x.time, early,
+                                 bytes);
+            LEVEL(copy_elements)(to, state.time, offset(latest, early, x.time), x.time,
+                                 kept - early, bytes);
         }
     }
 }

@@ -5,7 +5,8 @@ Arguments are as ``normalised`` makes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,35 @@ from scan_registry.ops.causal_conv1d_arguments import (
 )
 
 
+#: What a call does to its tensors; None where the compiled code does not compute it.
+Plan = Callable[..., Any] | None
+
+
 def takes(x: Tensor, options: Options) -> bool:
     """Whether the compiled code computes it."""
     here = x.device.type == "cpu" and options.backend == "auto"
     return here and x.dtype in COMPILED and x.numel() > 0
+
+
+def plan_forward(x: Tensor, options: Options) -> Plan:
+    """Of the arguments' tensors."""
+    if not takes(x, options):
+        return None
+    return lambda *tensors: forward(Arguments(*tensors), options)
+
+
+def plan_backward(x: Tensor, options: Options, wanted: Sequence[bool]) -> Plan:
+    """Of the arguments' tensors and the gradients of y and the final state."""
+    if not takes(x, options):
+        return None
+    return lambda *tensors: backward(Arguments(*tensors[:6]), *tensors[6:], options, wanted)
+
+
+def plan_update(x: Tensor, options: Options) -> Plan:
+    """Of the update's tensors."""
+    if not takes(x, options):
+        return None
+    return lambda *tensors: update(UpdateArguments(*tensors), options)
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:

@@ -248,9 +248,7 @@ def _plan_forward(*arguments: Any) -> Callable[..., Any]:
         return _like(x, y), None if last is None else last.contiguous()
 
     if _is_plain(given.x, options):
-        if causal_conv1d_cpu.takes(given.x, options):
-            return lambda *tensors: causal_conv1d_cpu.forward(Arguments(*tensors), options)
-        return by_reference
+        return causal_conv1d_cpu.plan_forward(given.x, options) or by_reference
     call = make_kernel_call("forward", given, options)
     found = _runner(call, given.x.device, options)
     if isinstance(found, Decision):
@@ -326,11 +324,7 @@ def _plan_backward(*arguments: Any) -> Callable[..., Any]:
         )
 
     if _is_plain(given.x, options):
-        if causal_conv1d_cpu.takes(given.x, options):
-            return lambda *tensors: causal_conv1d_cpu.backward(
-                Arguments(*tensors[:6]), *tensors[6:], options, wanted
-            )
-        return by_reference
+        return causal_conv1d_cpu.plan_backward(given.x, options, wanted) or by_reference
     call = make_kernel_call("backward", given, options, y_grad, [final_grad])
     found = _runner(call, given.x.device, options)
     if isinstance(found, Decision):
@@ -414,9 +408,7 @@ def _plan_update(*arguments: Any) -> Callable[..., Any]:
         return _like(x, y)
 
     if _is_plain(given.x, options):
-        if causal_conv1d_cpu.takes(given.x, options):
-            return lambda *tensors: causal_conv1d_cpu.update(UpdateArguments(*tensors), options)
-        return by_reference
+        return causal_conv1d_cpu.plan_update(given.x, options) or by_reference
     found = _runner(make_update_call(given, options), given.x.device, options)
     if isinstance(found, Decision):
         decision = found
