@@ -19,7 +19,6 @@ from scan_registry.ops.causal_conv1d_arguments import (
     UpdateArguments,
 )
 
-
 #: What a call does to its tensors; None where the compiled code does not compute it.
 Plan = Callable[..., Any] | None
 
@@ -41,7 +40,9 @@ def plan_backward(x: Tensor, options: Options, wanted: Sequence[bool]) -> Plan:
     """Of the arguments' tensors and the gradients of y and the final state."""
     if not takes(x, options):
         return None
-    return lambda *tensors: backward(Arguments(*tensors[:6]), *tensors[6:], options, wanted)
+    return lambda *tensors: backward(
+        Arguments(*tensors[:6]), tensors[6], tensors[7], options, wanted
+    )
 
 
 def plan_update(x: Tensor, options: Options) -> Plan:
