@@ -26,6 +26,7 @@ from scan_registry.kernels.causal_conv1d.problem import (
 )
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
 from scan_registry.kernels.model import Problem, Variant
+from scan_registry.ops import causal_conv1d_cpu
 from scan_registry.ops.causal_conv1d_arguments import (
     COMPILED,
     Arguments,
@@ -247,7 +248,7 @@ def _plan_forward(*arguments: Any) -> Callable[..., Any]:
         return _like(x, y), None if last is None else last.contiguous()
 
     if _is_plain(given.x, options):
-        return by_reference
+        return causal_conv1d_cpu.plan_forward(given.x, options) or by_reference
     call = make_kernel_call("forward", given, options)
     found = _runner(call, given.x.device, options)
     if isinstance(found, Decision):
@@ -323,7 +324,7 @@ def _plan_backward(*arguments: Any) -> Callable[..., Any]:
         )
 
     if _is_plain(given.x, options):
-        return by_reference
+        return causal_conv1d_cpu.plan_backward(given.x, options, wanted) or by_reference
     call = make_kernel_call("backward", given, options, y_grad, [final_grad])
     found = _runner(call, given.x.device, options)
     if isinstance(found, Decision):
@@ -407,7 +408,7 @@ def _plan_update(*arguments: Any) -> Callable[..., Any]:
         return _like(x, y)
 
     if _is_plain(given.x, options):
-        return by_reference
+        return causal_conv1d_cpu.plan_update(given.x, options) or by_reference
     found = _runner(make_update_call(given, options), given.x.device, options)
     if isinstance(found, Decision):
         decision = found

@@ -23,6 +23,7 @@ from scan_registry.kernels.selective_scan.problem import (
     Layout,
     SelectiveScanProblem,
 )
+from scan_registry.ops import selective_scan_cpu
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.selective_scan_arguments import COMPILED, Arguments, Options
 from scan_registry.runtime.loader import prepare, run_reference
@@ -203,8 +204,12 @@ def _plan_forward(given: Arguments, options: Options, training: bool, addresses:
             made.checkpoints.copy_(_kept_by_reference(given, options))
         return made
 
+    def on_cpu(given: Arguments) -> Outputs:
+        made = selective_scan_cpu.forward(given, options)
+        return Outputs(*made, given.u.new_empty((0,), dtype=torch.float32))
+
     if given.u.numel() == 0 or _in_torch(given, options):
-        return by_reference
+        return on_cpu if selective_scan_cpu.takes(given, options) else by_reference
     grouped = with_groups(given)
     out = torch.empty_like(given.u)
     problem = make_problem("forward", grouped, options, {"out": out}, addresses)
@@ -309,6 +314,10 @@ def _plan_backward(
             )
 
     if given.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(given, options):
+        if selective_scan_cpu.takes(given, options):
+            return lambda given, _, grad, last: selective_scan_cpu.backward(
+                given, grad, last, options, wanted
+            )
         return by_reference
     grouped = with_groups(given)
     others = {"grad": out_grad, "u_grad": torch.empty_like(given.u)}
