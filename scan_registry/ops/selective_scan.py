@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.ops import selective_scan_derivatives
+from scan_registry.ops import selective_scan_derivatives, selective_scan_problems
 from scan_registry.ops.selective_scan_arguments import BACKENDS, Options, normalised
+from scan_registry.ops.selective_scan_problems import KernelCall
 
-__all__ = ["BACKENDS", "selective_scan"]
+__all__ = ["BACKENDS", "describe", "selective_scan"]
+
+
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: Literal[False] = False,
+    backend: Backend = "auto",
+) -> Tensor: ...
+
+
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: Literal[True],
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def selective_scan(
@@ -73,3 +133,29 @@ def selective_scan(
     given = normalised(*tensors, cu_seqlens, delta_softplus, backend)
     out, last = selective_scan_derivatives.scan(given, Options(bool(delta_softplus), backend))
     return (out, last) if return_final_state else out
+
+
+def describe(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    backend: Backend = "auto",
+) -> dict[str, KernelCall]:
+    """The problems that a call of ``selective_scan`` with these arguments poses, by direction; those of derivatives
+    only if they are asked for. Nothing is computed."""
+    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
+    given = normalised(*tensors, cu_seqlens, delta_softplus, backend)
+    if given.u.numel() == 0:
+        return {}
+    wanted = any(t is not None and t.requires_grad for t in tensors)
+    return selective_scan_problems.describe(given, Options(bool(delta_softplus), backend), wanted)

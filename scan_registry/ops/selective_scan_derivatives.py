@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scan_registry.dispatch import policy
 from scan_registry.kernels.selective_scan import reference
+from scan_registry.ops import flops
 from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.derivatives import forward_mode, has_tangents, tracing_state, unobserved
 from scan_registry.ops.registration import register
@@ -37,6 +38,7 @@ def scan(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
             else:
                 made = plans.forward(given, options, False)
             return made[0], made[1]
+        flops.announce()
     # A trace holds for calls with and without gradients, so nothing in it may depend on which is traced.
     tracing = not _is_compiling() and tracing_state() is not None
     training = not tracing and torch.is_grad_enabled() and _differentiated(*given.differentiable)
@@ -104,6 +106,8 @@ def _backward(
             )
     if not _is_compiling() and unobserved(*given, out_grad, last_grad):
         return plans.backward(given, checkpoints, out_grad, last_grad, options, wanted)
+    if not _is_compiling():
+        flops.announce()
     found = _backward_op(*given, checkpoints, out_grad, last_grad, *options, list(wanted))
     return _present(found, given, wanted)
 
@@ -218,3 +222,5 @@ _backward_op = register(
         "FuncTorchBatchedDecomposition": "_backward_composed",
     },
 )
+# For graphs of torch.compile, which call the operators by themselves.
+flops.announce()

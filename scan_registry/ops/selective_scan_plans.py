@@ -6,7 +6,8 @@ makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +17,16 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Decision
 from scan_registry.kernels import family
 from scan_registry.kernels.selective_scan import reference
-from scan_registry.kernels.selective_scan.problem import (
-    INTERVAL,
-    STRIDED,
-    Direction,
-    Layout,
-    SelectiveScanProblem,
-)
+from scan_registry.kernels.selective_scan.problem import INTERVAL, SelectiveScanProblem
 from scan_registry.ops.launching import Run, plan_cache
-from scan_registry.ops.selective_scan_arguments import COMPILED, Arguments, Options
+from scan_registry.ops.selective_scan_arguments import Arguments, Options
+from scan_registry.ops.selective_scan_problems import (
+    addresses_of,
+    has_kernels,
+    make_problem,
+    parts_of,
+    with_groups,
+)
 from scan_registry.runtime.loader import prepare, run_reference
 
 FAMILY_NAME = "selective_scan"
@@ -42,101 +44,13 @@ class Outputs(NamedTuple):
     checkpoints: Tensor
 
 
-# --- Problems ---------------------------------------------------------------------------------
-
-
-def has_kernels(given: Arguments) -> bool:
-    """Whether the kernels compute it: of real numbers, with B and C that change with time."""
-    return (
-        given.u.dtype in COMPILED
-        and not given.A.is_complex()
-        and given.B.dim() == given.C.dim() == 4
-    )
-
-
 def _in_torch(given: Arguments, options: Options) -> bool:
     return not given.u.is_cuda or options.backend == "reference" or not has_kernels(given)
-
-
-def with_groups(given: Arguments) -> Arguments:
-    """B and C of as many groups, without a copy where one of them has one."""
-    groups = max(given.B.shape[1], given.C.shape[1])
-
-    def spread(x: Tensor) -> Tensor:
-        if x.shape[1] == 1 and groups > 1:
-            return x.expand(-1, groups, -1, -1)
-        return x if x.shape[1] == groups else x.repeat_interleave(groups // x.shape[1], 1)
-
-    return given._replace(B=spread(given.B), C=spread(given.C))
-
-
-def _on_16_bytes(tensor: Tensor, along: int, addresses: int) -> bool:
-    """Whether its rows along a dimension lie without gaps and start on 16 bytes."""
-    size = tensor.element_size()
-    others = [
-        stride * size
-        for dim, stride in enumerate(tensor.stride())
-        if dim != along and tensor.shape[dim] > 1
-    ]
-    return tensor.stride(along) == 1 and not any(each % 16 for each in (addresses, *others))
-
-
-def make_problem(
-    direction: Direction,
-    given: Arguments,
-    options: Options,
-    others: Mapping[str, Tensor],
-    addresses: int,
-    parts: int = 1,
-) -> SelectiveScanProblem:
-    """What the arguments pose; ``others`` are the tensors that have strides and are no arguments.
-    ``addresses`` say how far all are aligned, up to 16 bytes."""
-    u, bounds = given.u, given.cu_seqlens
-    batch, channels, time = u.shape
-    groups = given.B.shape[1]
-    layout: Layout = "channel_last" if u.stride(1) == 1 and u.stride(2) != 1 else "time_last"
-    along, length = (2, time) if layout == "time_last" else (1, channels // groups)
-    named: dict[str, Any] = {**given._asdict(), **others}
-    sequences = [t for n, t in named.items() if n in ("u", "delta", "z", *others) and t is not None]
-    strides: list[int] = []
-    for name, dimensions in STRIDED[direction].items():
-        tensor = named.get(name)
-        strides += [0] * len(dimensions) if tensor is None else tensor.stride()
-    unit = 16 // u.element_size()
-    return SelectiveScanProblem(
-        direction=direction,
-        dtype=str(u.dtype).removeprefix("torch."),
-        layout=layout,
-        batch=batch,
-        channels=channels,
-        time=time,
-        states=given.A.shape[1],
-        groups=groups,
-        strides=tuple(strides),
-        softplus=options.softplus,
-        parts=parts,
-        sequences=0 if bounds is None else bounds.shape[0] - 1,
-        aligned=bounds is None
-        and length % unit == 0
-        and all(_on_16_bytes(each, along, addresses) for each in sequences),
-        whole=(
-            bounds is None and _on_16_bytes(given.B, 3, addresses),
-            bounds is None and _on_16_bytes(given.C, 3, addresses),
-        ),
-    )
 
 
 def _prepared(problem: SelectiveScanProblem, device: torch.device, backend: Any) -> Run | Decision:
     plan = prepare(device.index, family(FAMILY_NAME), problem, backend, policy.lowest())
     return plan.decision if plan.launch is None else plan.run
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> int:
-    """How far the addresses of all tensors are aligned, as the plans' cache tells calls apart."""
-    found = 0
-    for tensor in tensors:
-        found |= 0 if tensor is None else tensor.data_ptr()
-    return found & 15
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -189,7 +103,7 @@ def forward(given: Arguments, options: Options, training: bool) -> Outputs:
 
 def _make_forward(*args: Any) -> Plan:
     *tensors, options, training = args
-    plan = _plan_forward(Arguments(*tensors), options, training, _addresses(tensors))
+    plan = _plan_forward(Arguments(*tensors), options, training, addresses_of(tensors))
     return lambda *tensors: plan(Arguments(*tensors))
 
 
@@ -248,20 +162,6 @@ def _kept_by_reference(given: Arguments, options: Options) -> Tensor:
     )  # fmt: skip
 
 
-def _parts(problem: SelectiveScanProblem, device: torch.device) -> int:
-    """Parts to cut sequences into for the backward pass: so many that its CTAs fill the GPU evenly, of which each SM has
-    three, though to cut costs a fifth more."""
-    ctas = problem.ctas_of_group * problem.groups * problem.batch * max(1, problem.sequences)
-    resident = 3 * torch.cuda.get_device_properties(device).multi_processor_count
-    most = max(1, min(8, problem.time // (4 * INTERVAL)))
-
-    def duration(parts: int) -> float:
-        waves = -(-ctas * parts // resident)
-        return waves / parts * (1.2 if parts > 1 else 1.0)
-
-    return min(range(1, most + 1), key=duration)
-
-
 # --- Backward ---------------------------------------------------------------------------------
 
 
@@ -282,7 +182,7 @@ def backward(
 def _make_backward(*args: Any) -> Plan:
     *tensors, options, wanted = args
     *every, checkpoints, out_grad, _ = tensors
-    given, addresses = Arguments(*every), _addresses(tensors)
+    given, addresses = Arguments(*every), addresses_of(tensors)
     plan = _plan_backward(given, checkpoints, out_grad, options, wanted, addresses)
     return lambda *tensors: plan(Arguments(*tensors[:-3]), *tensors[-3:])
 
@@ -312,70 +212,47 @@ def _plan_backward(
         return by_reference
     grouped = with_groups(given)
     others = {"grad": out_grad, "u_grad": torch.empty_like(given.u)}
-    parts = _parts(make_problem("backward", grouped, options, others, addresses), given.u.device)
-    problem = make_problem("backward", grouped, options, others, addresses, parts)
+    whole = make_problem("backward", grouped, options, others, addresses)
+    problem = replace(whole, parts=parts_of(whole, given.u.device))
     found = _prepared(problem, given.u.device, options.backend)
     if isinstance(found, Decision):
         decision = found
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
     run = found
     hand_on: Run | None = None
-    if parts > 1:
-        before = make_problem("adjoint", grouped, options, {"grad": out_grad}, addresses, parts)
+    if problem.parts > 1:
+        others = {"grad": out_grad}
+        before = make_problem("adjoint", grouped, options, others, addresses, problem.parts)
         prepared = _prepared(before, given.u.device, options.backend)
         if isinstance(prepared, Decision):
             of_part = prepared
             return lambda *inputs: run_reference(of_part, lambda: by_reference(*inputs))
         hand_on = prepared
-    of_state = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
-    of_projection = problem.ctas_of_group, *grouped.B.shape
 
     def plan(given: Arguments, checkpoints: Tensor, out_grad: Tensor, final_grad: Any) -> Gradients:
-        def new(*shape: int) -> Tensor:
-            return out_grad.new_empty(shape, dtype=torch.float32)
-
-        u_grad, delta_grad = torch.empty_like(given.u), torch.empty_like(given.u)
-        z_grad = None if given.z is None else torch.empty_like(given.u)
-        A_grad, B_grad, C_grad = (
-            new(*of_state, problem.states),
-            new(*of_projection),
-            new(*of_projection),
-        )
-        D_grad, bias_grad = new(*of_state), new(*of_state)
-        initial = given.initial_state
-        initial_grad = None if initial is None else new(*initial.shape)
-        tensors = {**_tensors(with_groups(given)), "out_grad": out_grad}
+        grouped = with_groups(given)
+        tensors = {
+            **_tensors(grouped),
+            "out_grad": out_grad,
+            "final_grad": _dense(final_grad),
+            "checkpoints": checkpoints,
+            **_results(grouped, problem),
+        }
         if hand_on is not None:
-            tensors |= {"adjoints": new(*of_state, problem.states), "sizes": new(*of_state)}
             hand_on(tensors)
-        run(
-            {
-                **tensors,
-                "final_grad": _dense(final_grad),
-                "checkpoints": checkpoints,
-                "u_grad": u_grad,
-                "delta_grad": delta_grad,
-                "z_grad": z_grad,
-                "A_grad": A_grad,
-                "B_grad": B_grad,
-                "C_grad": C_grad,
-                "D_grad": D_grad,
-                "bias_grad": bias_grad,
-                "initial_grad": initial_grad,
-                "carries": new(problem.carried) if problem.carried else None,
-            }
-        )
+        run(tensors)
         of_parts = (0, 1, 2)
+        made: Any = tensors
         makers: tuple[Callable[[], Tensor | None], ...] = (
-            lambda: u_grad,
-            lambda: delta_grad,
-            lambda: A_grad.sum(of_parts),
-            lambda: _of_groups(B_grad.sum(0), given.B),
-            lambda: _of_groups(C_grad.sum(0), given.C),
-            lambda: D_grad.sum(of_parts),
-            lambda: z_grad,
-            lambda: bias_grad.sum(of_parts),
-            lambda: initial_grad,
+            lambda: made["u_grad"],
+            lambda: made["delta_grad"],
+            lambda: made["A_grad"].sum(of_parts),
+            lambda: _of_groups(made["B_grad"].sum(0), given.B),
+            lambda: _of_groups(made["C_grad"].sum(0), given.C),
+            lambda: made["D_grad"].sum(of_parts),
+            lambda: made["z_grad"],
+            lambda: made["bias_grad"].sum(of_parts),
+            lambda: made["initial_grad"],
         )
         return tuple(
             make() if want and t is not None else None
@@ -383,6 +260,47 @@ def _plan_backward(
         )
 
     return plan
+
+
+def _results(given: Arguments, problem: SelectiveScanProblem) -> dict[str, Tensor | None]:
+    """Room for all that a backward pass writes, partial sums among it."""
+
+    def new(*shape: int) -> Tensor:
+        return given.u.new_empty(shape, dtype=torch.float32)
+
+    of_part = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
+    of_projection = problem.ctas_of_group, *given.B.shape
+    initial, cut = given.initial_state, problem.parts > 1
+    return {
+        "u_grad": torch.empty_like(given.u),
+        "delta_grad": torch.empty_like(given.u),
+        "z_grad": None if given.z is None else torch.empty_like(given.u),
+        "A_grad": new(*of_part, problem.states),
+        "B_grad": new(*of_projection),
+        "C_grad": new(*of_projection),
+        "D_grad": None if given.D is None else new(*of_part),
+        "bias_grad": None if given.delta_bias is None else new(*of_part),
+        "initial_grad": None if initial is None else new(*initial.shape),
+        "carries": new(problem.carried) if problem.carried else None,
+        "adjoints": new(*of_part, problem.states) if cut else None,
+        "sizes": new(*of_part) if cut else None,
+    }
+
+
+def new_tensors(
+    given: Arguments, problem: SelectiveScanProblem, out_grad: Tensor
+) -> dict[str, Tensor | None]:
+    """What the kernel for a problem gets in a call that trains, by the names of its pointers."""
+    grouped = with_groups(given)
+    kept = given.u.new_zeros(checkpoint_shape(given), dtype=torch.float32)
+    tensors = {**_tensors(grouped), "checkpoints": kept}
+    if problem.direction == "forward":
+        return {**tensors, "out": torch.empty_like(given.u)}
+    results = _results(grouped, problem)
+    for name in ("adjoints", "sizes"):
+        if problem.direction == "backward" and (handed_on := results[name]) is not None:
+            handed_on.zero_()
+    return {**tensors, "out_grad": out_grad, **results}
 
 
 def _of_groups(gradient: Tensor, of: Tensor) -> Tensor:
