@@ -97,12 +97,12 @@ def selective_scan(
 
     Args:
         u: (batch, Dm, L), of any strides. Where channels or time lie without gaps, on 16 bytes, the kernels are the
-            fastest. float32, bfloat16 or float16; float64 in plain torch.
+            fastest. float32, bfloat16, float16 or float64.
         delta: like ``u``.
-        A: (Dm, N), float32, or complex64 in plain torch; N up to 256. An entry need not be negative, but then states
-            grow and may be infinite.
-        B: (batch, G, N, L), where group g has Dm / G channels from g·Dm / G on, or (batch, N, L), or (Dm, N), which is
-            in plain torch. If ``A`` is complex, (batch, G, N, 2·L), pairs of real and imaginary parts, or complex64
+        A: (Dm, N), float32 or complex64; N up to 256. An entry need not be negative, but then states grow and may be
+            infinite.
+        B: (batch, G, N, L), where group g has Dm / G channels from g·Dm / G on, or (batch, N, L), or (Dm, N) if it
+            does not change with time. If ``A`` is complex, (batch, G, N, 2·L), pairs of real and imaginary parts, or complex64
             (Dm, N).
         C: likewise.
         D: (Dm,), or None for zeros.
@@ -116,12 +116,15 @@ def selective_scan(
 
     Returns:
         The output, (batch, Dm, L), in the dtype of ``u``; and the final state, in the shape of ``initial_state`` and
-        in float32 or complex64. Differentiable in all tensors; the first derivative is a kernel, further ones and
-        ``torch.func`` are plain torch. Results are the same in every run.
+        in float32 or complex64. Differentiable in all tensors, any number of times and in both modes. The forward pass
+        and the first derivative are kernels, which keep no states but one in a few dozen steps. Complex A, B or C that
+        do not change with time, float64, further derivatives and ``torch.func`` are composed of ``linear_scan`` and
+        torch's operators, some steps of all channels at a time. Results are the same in every run, but of
+        compositions on a GPU only as far as ``linear_scan``'s are.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
-        ValueError: a shape is not as described, or devices differ.
+        ValueError: a shape is not as described, devices differ, or ``backend`` has no kernel for such arguments.
         NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
             on this GPU; the message lists what there is.
         DriverError: the driver failed; the message names the kernel, its variant and the launch.

@@ -63,6 +63,8 @@ def normalised(
     _check_shapes(present, cu_seqlens)
     if not u.is_cuda and u.device.type in ("cpu", "cuda") and backend in ("cuda", "triton"):
         raise ValueError(f"backend is {backend!r}, which needs a CUDA device; u is on {u.device}")
+    if backend in ("cuda", "triton"):
+        _check_kernels(present, backend)
     dtype, state = u.dtype, reference.state_dtype(u.dtype, A.dtype)
     real = reference.compute_dtype(dtype)
 
@@ -79,6 +81,20 @@ def normalised(
         u, delta.to(dtype), A.to(state), projection(B), projection(C), to(D, real), to(z, dtype),
         to(delta_bias, real), to(initial_state, state), bounds,
     )  # fmt: skip
+
+
+def _check_kernels(present: dict[str, Tensor], backend: str) -> None:
+    """Refuse what no kernel computes, where one is asked for."""
+    lacking = [
+        "complex A" if present["A"].is_complex() else "",
+        "float64" if present["u"].dtype not in COMPILED else "",
+        *(f"{name} of two dimensions" for name in "BC" if present[name].dim() == 2),
+    ]
+    if any(lacking):
+        what = " and ".join(filter(None, lacking))
+        raise ValueError(
+            f"backend is {backend!r}, which has no kernel for {what}; accepted are auto and reference"
+        )
 
 
 def _check_tensors(present: dict[str, Any], cu_seqlens: Any) -> None:

@@ -1,7 +1,7 @@
 """``selective_scan`` in torch: dispatch, and derivatives in both modes, of any order.
 
-The first reverse-mode derivative is a kernel. Further ones, forward mode and ``torch.func`` go through plain torch,
-step by step.
+The first reverse-mode derivative is a kernel. Further ones, forward mode and ``torch.func`` are composed of
+operators that torch differentiates: see ``selective_scan_composed``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch import policy
-from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops import flops
+from scan_registry.ops import selective_scan_composed as composed
 from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.derivatives import forward_mode, has_tangents, tracing_state, unobserved
 from scan_registry.ops.registration import register
@@ -31,7 +31,7 @@ def scan(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """The output and the final state of ``normalised`` arguments; differentiable."""
     if not _is_compiling():
         if _transforms_active() or forward_mode():
-            return plans.composed(given, options)
+            return composed.forward(given, options)
         if unobserved(*given):
             if torch.is_grad_enabled() and _differentiated(*given.differentiable):
                 made = SelectiveScan.apply(*given, options, True)  # type: ignore[no-untyped-call]
@@ -93,17 +93,10 @@ def _backward(
     wanted: tuple[bool, ...],
 ) -> plans.Gradients:
     every = *given.differentiable, out_grad, last_grad
-    composed = (torch.is_grad_enabled() and _differentiated(*every)) or _transforms_active()
-    if composed or (not _is_compiling() and has_tangents(*every)):
+    again = (torch.is_grad_enabled() and _differentiated(*every)) or _transforms_active()
+    if again or (not _is_compiling() and has_tangents(*every)):
         with torch.enable_grad():
-            return reference.backward(
-                given.differentiable,
-                options.softplus,
-                given.cu_seqlens,
-                out_grad,
-                last_grad,
-                wanted,
-            )
+            return composed.backward(given, options, out_grad, last_grad, wanted)
     if not _is_compiling() and unobserved(*given, out_grad, last_grad):
         return plans.backward(given, checkpoints, out_grad, last_grad, options, wanted)
     if not _is_compiling():
@@ -144,7 +137,7 @@ def _forward_autograd(*args: Any) -> Any:
 def _forward_composed(*args: Any) -> Any:
     *tensors, softplus, backend, _ = args
     given = Arguments(*tensors)
-    made = plans.composed(given, Options(softplus, backend))
+    made = composed.forward(given, Options(softplus, backend))
     return *made, given.u.new_empty(0, dtype=torch.float32)
 
 
@@ -190,9 +183,7 @@ def _backward_composed(*args: Any) -> Any:
     """In operators that torch differentiates and transforms."""
     given, _, out_grad, last_grad, options, wanted = _unpacked(args)
     with torch.enable_grad():
-        found = reference.backward(
-            given.differentiable, options.softplus, given.cu_seqlens, out_grad, last_grad, wanted
-        )
+        found = composed.backward(given, options, out_grad, last_grad, wanted)
     return _filled(found, given)
 
 

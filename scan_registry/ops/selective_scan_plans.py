@@ -18,6 +18,7 @@ from scan_registry.dispatch.select import Decision
 from scan_registry.kernels import family
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.problem import INTERVAL, SelectiveScanProblem
+from scan_registry.ops import selective_scan_composed as composed
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 from scan_registry.ops.selective_scan_problems import (
@@ -30,6 +31,7 @@ from scan_registry.ops.selective_scan_problems import (
 from scan_registry.runtime.loader import prepare, run_reference
 
 FAMILY_NAME = "selective_scan"
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 Gradients = tuple[Tensor | None, ...]
 
 #: What a call does to its tensors.
@@ -55,14 +57,6 @@ def _prepared(problem: SelectiveScanProblem, device: torch.device, backend: Any)
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
-
-
-def composed(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
-    """The output and the final state, in operators of torch."""
-    return reference.forward(
-        given.u, given.delta, given.A, given.B, given.C, given.D, given.z, given.delta_bias,
-        options.softplus, given.initial_state, given.cu_seqlens,
-    )  # fmt: skip
 
 
 # --- Forward ----------------------------------------------------------------------------------
@@ -110,7 +104,7 @@ def _make_forward(*args: Any) -> Plan:
 def _plan_forward(given: Arguments, options: Options, training: bool, addresses: int) -> Plan:
     def by_reference(given: Arguments) -> Outputs:
         made = empty_outputs(given, options, training)
-        out, last = composed(given, options)
+        out, last = composed.forward(given, options)
         made.out.copy_(out)
         made.last.copy_(last)
         if made.checkpoints.numel():
@@ -198,15 +192,10 @@ def _plan_backward(
     def by_reference(
         given: Arguments, checkpoints: Any, out_grad: Tensor, final_grad: Any
     ) -> Gradients:
-        with torch.no_grad():
-            return reference.backward(
-                given.differentiable,
-                options.softplus,
-                given.cu_seqlens,
-                out_grad,
-                final_grad,
-                wanted,
-            )
+        # Below autograd, where the dispatcher may have come to by now, no derivatives are recorded.
+        recorded = torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False)
+        with recorded, torch.no_grad():
+            return composed.backward(given, options, out_grad, final_grad, wanted)
 
     if given.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(given, options):
         return by_reference
