@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.ops import selective_scan_derivatives, selective_scan_problems
 from scan_registry.ops.selective_scan_arguments import BACKENDS, Options, normalised
+from scan_registry.ops.selective_scan_fast import fast_scan
 from scan_registry.ops.selective_scan_problems import KernelCall
+
+_is_compiling = torch.compiler.is_compiling
 
 __all__ = ["BACKENDS", "describe", "selective_scan"]
 
@@ -132,8 +136,12 @@ def selective_scan(
     Warns:
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
-    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
-    given = normalised(*tensors, cu_seqlens, delta_softplus, backend)
+    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens
+    if not _is_compiling():
+        made = fast_scan(tensors, delta_softplus, return_final_state, backend)
+        if made is not None:
+            return made
+    given = normalised(*tensors, delta_softplus, backend)
     out, last = selective_scan_derivatives.scan(given, Options(bool(delta_softplus), backend))
     return (out, last) if return_final_state else out
 

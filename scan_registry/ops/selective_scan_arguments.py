@@ -5,6 +5,7 @@ Conversions are torch's own operators, so gradients flow back through them to th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,19 @@ class Arguments(NamedTuple):
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """All but the bounds."""
         return tuple(self)[:9]
+
+
+def given_as_taken(raw: Sequence[Tensor | None], taken: Arguments) -> bool:
+    """Whether ``normalised`` made ``taken`` of ``raw`` without a conversion, but for dimensions of one group."""
+    pairs = zip(raw, taken, strict=True)
+    return all(
+        one is other or (n in (3, 4) and _same_memory(one, other))
+        for n, (one, other) in enumerate(pairs)
+    )
+
+
+def _same_memory(one: Any, other: Any) -> bool:
+    return bool(one.dtype == other.dtype and one.data_ptr() == other.data_ptr())
 
 
 def normalised(

@@ -65,6 +65,12 @@ def with_groups(given: Arguments) -> Arguments:
     return given._replace(B=spread(given.B), C=spread(given.C))
 
 
+def copies_groups(given: Arguments) -> bool:
+    """Whether ``with_groups`` copies."""
+    of_B, of_C = given.B.shape[1], given.C.shape[1]
+    return of_B != of_C and 1 not in (of_B, of_C)
+
+
 def _on_16_bytes(tensor: Tensor, along: int, addresses: int) -> bool:
     """Whether its rows along a dimension lie without gaps and start on 16 bytes."""
     size = tensor.element_size()
