@@ -42,9 +42,16 @@ class Kind:
     """What is planned for calls alike."""
 
     def __init__(
-        self, options: Options, final: bool, forward: Callable[..., Any], required: Tier | None
+        self,
+        options: Options,
+        final: bool,
+        forward: Callable[..., Any],
+        required: Tier | None,
+        strides: list[Any],
     ) -> None:
         self.options, self.final, self.forward, self.required = options, final, forward, required
+        #: Of the tensors, in the order of the arguments.
+        self.strides = strides
         self._backwards: dict[tuple[Any, ...], Callable[..., plans.Gradients] | None] = {}
 
     def backward(
@@ -55,8 +62,15 @@ class Kind:
         last_grad: Tensor | None,
         wanted: tuple[bool, ...],
     ) -> Callable[..., plans.Gradients] | None:
-        """How kernels make the gradients that are wanted; None if none does."""
-        addresses, strides = out_grad.data_ptr(), None
+        """How kernels make the gradients that are wanted; None if none does, or if a hook of saved tensors has laid them
+        otherwise."""
+        addresses = out_grad.data_ptr() | kept.data_ptr()
+        for tensor, strides in zip(given, self.strides, strict=True):
+            if tensor is not None:
+                if tensor.stride() != strides:
+                    return None
+                addresses |= tensor.data_ptr()
+        strides = None
         if last_grad is not None:
             addresses |= last_grad.data_ptr()
             strides = last_grad.stride()
@@ -96,7 +110,8 @@ class FastScan(Function):
         given = Arguments._make(tensors)
         if _is_compiling():  # by compiled autograd, which knows of no context variables
             return None, *_general(given, kept, out_grad, last_grad, kind.options, wanted), None
-        if not _enabled() and unobserved(*tensors, out_grad, last_grad):
+        # The others were plain in the forward pass.
+        if not _enabled() and unobserved(out_grad, last_grad):
             plan = kind.backward(given, kept, out_grad, last_grad, wanted)
             if plan is not None:
                 return None, *plan(given, kept, out_grad, last_grad), None
@@ -160,7 +175,10 @@ def _plan(tensors: tuple[Any, ...], options: Options, final: bool, recording: bo
         return None
     with torch.no_grad():
         plan = plans.plan_forward(given, options, recording, final, addresses_of(tensors))
-    return None if isinstance(plan, Decision) else Kind(options, final, plan, _required())
+    if isinstance(plan, Decision):
+        return None
+    strides = [None if t is None else t.stride() for t in tensors]
+    return Kind(options, final, plan, _required(), strides)
 
 
 def _general(

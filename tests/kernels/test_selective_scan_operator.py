@@ -233,3 +233,18 @@ def test_training_after_a_change_of_an_input_is_refused(play: Play) -> None:
         tensors[3].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_saved_tensors_that_a_hook_lays_otherwise(play: Play) -> None:
+    play()
+    tensors = drawn(torch.float32)
+    tensors[0] = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
+
+    def hooked(leaves: list[Any], bounds: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()):
+            return call(leaves, bounds)
+
+    def laid(leaves: list[Any], bounds: Any) -> Any:
+        return hooked([leaves[0].transpose(1, 2).contiguous().transpose(1, 2), *leaves[1:]], bounds)
+
+    compare(results(tensors, None, laid), tensors, None, torch.float32)
