@@ -13,12 +13,14 @@ from torch import Tensor
 
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
-from scan_registry.ops.arguments import as_bool, check_cu_seqlens
+from scan_registry.ops.arguments import as_bool, check_cu_seqlens, refuse_layout
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 #: float64 has no kernels; it is there for checks of derivatives.
 ACCEPTED = (*COMPILED, torch.float64)
+_COMPLEX = (torch.complex64, torch.complex128)
+_WIDE = (torch.float64, torch.complex128)
 
 
 class Options(NamedTuple):
@@ -117,7 +119,7 @@ def _check_tensors(present: dict[str, Any], cu_seqlens: Any) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
         if value.layout != torch.strided or value.is_nested:
-            raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
+            refuse_layout(name, value)
         if value.device != named["u"].device:
             raise ValueError(
                 f"{name} is on {value.device}, u on {named['u'].device}; they must be on one device"
@@ -127,15 +129,13 @@ def _check_tensors(present: dict[str, Any], cu_seqlens: Any) -> None:
         may_be_complex = name == "A" or (
             complex_numbers and (name == "initial_state" or (name in "BC" and value.dim() == 2))
         )
-        if value.is_complex() and may_be_complex:
-            continue
-        if value.dtype not in ACCEPTED:
+        if value.dtype not in (ACCEPTED if not may_be_complex else (*ACCEPTED, *_COMPLEX)):
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCEPTED)
-            beside = " and, of A, complex64" if name == "A" else ""
+            beside = " and complex64" if may_be_complex else ""
             raise TypeError(f"{name} has dtype {value.dtype}; accepted are {names}{beside}")
-        if value.dtype == torch.float64 and present["u"].dtype != torch.float64:
+        if value.dtype in _WIDE and present["u"].dtype != torch.float64:
             raise TypeError(
-                f"{name} has dtype {value.dtype}, u {present['u'].dtype}; float64 does not mix with "
+                f"{name} has dtype {value.dtype}, u {present['u'].dtype}; float64 and complex128 do not mix with "
                 "narrower dtypes"
             )
 
