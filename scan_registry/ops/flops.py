@@ -61,12 +61,37 @@ def _rnn_backward(
     return 2 * batch * steps * recurrent.numel()
 
 
+def _selective_scan(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **_: Any
+) -> int:
+    """For each state the products delta·A, gate·h, delta·u·B and C·h and two sums; for each element delta·u, D·u with
+    its sum, and the gate's product. Exponentials and softplus are not counted."""
+    product, total = _costs(A)
+    D, z = rest[:2]
+    of_element: int = 1 + (0 if D is None else 2) + (0 if z is None else 1)
+    return u.numel() * (A.shape[1] * (4 * product + 2 * total) + of_element)
+
+
+def _selective_scan_backward(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **_: Any
+) -> int:
+    """For each state its recomputation, three products and a sum; the gradient that runs against the scan, two and a
+    sum; that of the exponent, two products; those of delta·u and of delta, each a product and a sum; and such a pair
+    for each of A, B and C that wants a gradient."""
+    product, total = _costs(A)
+    wanted = rest[-1]
+    pairs: int = 2 + sum(wanted[2:5])
+    return u.numel() * A.shape[1] * (7 * product + 2 * total + pairs * (product + total))
+
+
 FORMULAS: dict[str, Formula] = {
     "linear_scan": _linear_scan,
     "linear_scan_backward": _linear_scan_backward,
     "linear_scan_summary": _linear_scan_summary,
     "rnn": _rnn,
     "rnn_backward": _rnn_backward,
+    "selective_scan": _selective_scan,
+    "selective_scan_backward": _selective_scan_backward,
 }
 
 

@@ -53,6 +53,26 @@ def networks() -> Tensor:
     return every + again
 
 
+def selective_scans(final: bool) -> Tensor:
+    """Every overload of ``selective_scan``."""
+    u, delta = torch.randn(2, 1, 4, 6)
+    A, B, C = -torch.rand(4, 3), torch.randn(1, 3, 6), torch.randn(1, 2, 3, 6)
+    out = scan_registry.selective_scan(u, delta, A, B, C)
+    assert_type(out, Tensor)
+    both = scan_registry.selective_scan(u, delta, A, B, C, torch.ones(4), return_final_state=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    more = {"z": u, "delta_bias": torch.zeros(4)}
+    either = scan_registry.selective_scan(
+        u, delta, A, B, C, **more, delta_softplus=True, return_final_state=final
+    )
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    bounds = torch.tensor([0, 2, 6])
+    packed = ops.selective_scan.selective_scan(
+        u, delta, A, B, C, initial_state=torch.zeros(1, 2, 4, 3), cu_seqlens=bounds
+    )
+    return out + both[0] + packed
+
+
 def modules(x: Tensor) -> Tensor:
     """Each module with a tensor, a packed sequence and states."""
     lstm = nn.LSTM(5, 6, num_layers=2, batch_first=True, device="cpu", dtype=torch.float32)
@@ -108,6 +128,7 @@ def main() -> None:
     assert scans(gates, tokens, final=True).shape == tokens.shape
     assert steps().shape == (2, 3)
     assert networks().dim() == 5
+    assert selective_scans(final=True).shape == (1, 4, 6)
     assert modules(torch.randn(2, 7, 5)).shape == (2, 7, 6)
     assert replacements(gates, tokens).shape == tokens.shape
     assert "linear_scan" in inspection(gates, tokens)

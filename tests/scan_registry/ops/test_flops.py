@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from scan_registry import linear_scan, linear_scan_summary, nn, rnn
+from scan_registry import linear_scan, linear_scan_summary, nn, rnn, selective_scan
 
 OPERATORS = torch.ops.scan_registry
 
@@ -59,6 +59,21 @@ def test_scans_whose_gates_need_no_gradient() -> None:
     states = linear_scan(a, x, reverse=True)
     counts, _ = counted(lambda: states.sum().backward())
     assert counts == {OPERATORS.linear_scan_backward: 48 * 2}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_selective_scans(gated: bool) -> None:
+    """2 · 4 · 5 elements of 3 states. Each state: four products and two sums. Each element: delta · u, and if it is gated
+    D · u with its sum, and the gate's product. Backward: 7 products, 2 sums, and 5 pairs of both, or 4 without A's."""
+    u, delta, z = torch.randn(3, 2, 4, 5)
+    A, B, C = -torch.rand(4, 3), *torch.randn(2, 2, 3, 5, requires_grad=True)
+    A.requires_grad_(gated)
+    more = {"D": torch.ones(4), "z": z} if gated else {}
+    counts, out = counted(lambda: selective_scan(u, delta, A, B, C, **more))
+    assert counts == {OPERATORS.selective_scan: 40 * (3 * 6 + (4 if gated else 1))}
+    grad = torch.ones_like(out)
+    counts, _ = counted(lambda: out.backward(grad))
+    assert counts == {OPERATORS.selective_scan_backward: 40 * 3 * (9 + 2 * (5 if gated else 4))}
 
 
 @pytest.mark.parametrize("initial", [False, True])
