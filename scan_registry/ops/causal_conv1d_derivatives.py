@@ -14,6 +14,7 @@ from torch import Tensor
 from scan_registry.dispatch import policy
 from scan_registry.kernels.causal_conv1d import reference
 from scan_registry.ops import causal_conv1d_plans as plans
+from scan_registry.ops import flops
 from scan_registry.ops.causal_conv1d_arguments import Arguments, Options, UpdateArguments
 from scan_registry.ops.causal_conv1d_plans import Gradients, Wanted
 from scan_registry.ops.derivatives import forward_mode, has_tangents, unobserved
@@ -35,6 +36,7 @@ def convolve(given: Arguments, options: Options) -> Outputs:
             if torch.is_grad_enabled() and _differentiated(*given[:4]):
                 return CausalConv1d.apply(*given, options, True)  # type: ignore[no-any-return, no-untyped-call]
             return plans.forward(given, options)
+        flops.announce()
     y, last = _op(*given, *options)
     return y, last if options.final else None
 
@@ -45,6 +47,8 @@ def update(given: UpdateArguments, options: Options) -> Tensor:
         y = plans.update(given, options)
         torch.autograd.graph.increment_version(given.state)
         return y
+    if not _is_compiling():
+        flops.announce()
     found: Tensor = _update_op(*given, options.silu, options.backend)
     return found
 
@@ -109,6 +113,8 @@ def _backward(
         return _composed_backward(given, y_grad, last_grad, options, wanted)
     if not _is_compiling() and unobserved(*given, y_grad, last_grad):
         return plans.backward(given, y_grad, last_grad, options, wanted)
+    if not _is_compiling():
+        flops.announce()
     flat = options.silu, options.backend, list(wanted)
     found = _backward_op(*given, y_grad, last_grad, *flat)
     of_x, of_weight, of_bias, of_state = (
@@ -241,3 +247,4 @@ _update_op = register(
     __name__,
     {"device": "_update", "Autograd": "_update_autograd", "Meta": "_update_fake"},
 )
+flops.announce()
