@@ -39,6 +39,10 @@ _ENOUGH = 160_000
 #: every piece, pieces are longer.
 _MOST_CHUNKS: dict[Direction, int] = {"forward": 4, "backward": 8}
 _STEPS = (16, 64)
+#: Lanes of one step each reach 7 lanes further.
+_LEAST_BITS = 3
+#: The most steps that kernels count.
+MOST_TIME = 2**30
 
 
 @dataclass(frozen=True)
@@ -129,12 +133,12 @@ class ConvProblem:
             )
         )
 
-    def cut(self, vector: int, whole: bool) -> Cut:
-        """For threads that hold ``vector`` elements; ``whole`` is whether rows start on their boundaries."""
+    def cut(self, vector: int) -> Cut:
+        """For threads that hold ``vector`` elements."""
         if self.layout == "channel_last":
             return self._cut_columns(vector)
-        chunks = ceil_div(self.time, vector) if whole else (self.time + 2 * vector - 2) // vector
-        rows, bits = self.batch * self.channels, _lane_bits(chunks)
+        chunks = ceil_div(self.time, vector)
+        rows, bits = self.batch * self.channels, max(_lane_bits(chunks), _LEAST_BITS * (vector == 1))
         each = ceil_div(chunks, 1 << bits)
         wanted = max(1, min(_MOST_CHUNKS[self.direction], (rows * each << bits) // _ENOUGH))
         pieces = ceil_div(each, wanted)
@@ -152,7 +156,7 @@ class ConvProblem:
         steps = ceil_div(ceil_div(self.time, pieces * groups), 8) * 8
         return Cut(bits, steps, pieces, self.batch * pieces * across)
 
-    def scalars(self, cut: Cut, flags: int = 0) -> dict[str, int]:
+    def scalars(self, cut: Cut) -> dict[str, int]:
         """Every integer parameter of the kernels, by name."""
         values = {
             "batches": self.batch,
@@ -163,7 +167,7 @@ class ConvProblem:
             "lane_bits": cut.lane_bits,
             "steps": cut.steps,
             "pieces": cut.pieces,
-            "flags": flags + int(self.silu) + 2 * int(self.wide_weights),
+            "flags": int(self.silu) + 2 * int(self.wide_weights),
         }
         for name, strides in zip(STRIDED[self.direction], self.strides, strict=True):
             for dimension, stride in vars(strides).items():
