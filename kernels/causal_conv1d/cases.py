@@ -109,7 +109,9 @@ class Case:
             among = None
             if name == "partials":
                 out = out.double().sum(0)
-            if isinstance(self.problem, ReductionProblem):  # few sums of many terms, which may cancel
+            if isinstance(
+                self.problem, ReductionProblem
+            ):  # few sums of many terms, which may cancel
                 terms = self.tensors["partials"]
                 assert terms is not None
                 among = terms.double() * len(terms) ** 0.5

@@ -39,8 +39,14 @@ _ENOUGH = 160_000
 #: every piece, pieces are longer.
 _MOST_CHUNKS: dict[Direction, int] = {"forward": 4, "backward": 8}
 _STEPS = (16, 64)
-#: Lanes of one step each reach 7 lanes further.
+#: Lanes of one step each reach 7 lanes further. More than those of a warp do not exchange anything.
 _LEAST_BITS = 3
+MOST_BITS = {
+    "time_last_forward": 7,
+    "time_last_backward": 5,
+    "channel_last_forward": 7,
+    "channel_last_backward": 5,
+}
 #: The most steps that kernels count.
 MOST_TIME = 2**30
 
@@ -75,9 +81,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _lane_bits(count: int) -> int:
-    """The fewest lanes, of a warp, that hold ``count`` each one."""
-    return min(5, max(0, (count - 1).bit_length()))
+def _lane_bits(count: int, most: int) -> int:
+    """The fewest lanes, up to a number, that hold ``count`` each one."""
+    return min(most, max(0, (count - 1).bit_length()))
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,9 @@ class ConvProblem:
         if self.layout == "channel_last":
             return self._cut_columns(vector)
         chunks = ceil_div(self.time, vector)
-        rows, bits = self.batch * self.channels, max(_lane_bits(chunks), _LEAST_BITS * (vector == 1))
+        rows, bits = self.batch * self.channels, _lane_bits(chunks, MOST_BITS[self.kernel])
+        if vector == 1:
+            bits = max(bits, _LEAST_BITS)
         each = ceil_div(chunks, 1 << bits)
         wanted = max(1, min(_MOST_CHUNKS[self.direction], (rows * each << bits) // _ENOUGH))
         pieces = ceil_div(each, wanted)
@@ -146,7 +154,7 @@ class ConvProblem:
         return Cut(bits, steps, pieces, ceil_div(rows * pieces << bits, _THREADS))
 
     def _cut_columns(self, vector: int) -> Cut:
-        bits = _lane_bits(ceil_div(self.channels, vector))
+        bits = _lane_bits(ceil_div(self.channels, vector), MOST_BITS[self.kernel])
         across = ceil_div(self.channels, vector << bits)
         threads = self.batch * across << bits
         least, most = _STEPS

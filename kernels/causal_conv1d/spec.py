@@ -12,6 +12,7 @@ from pathlib import Path
 
 from scan_registry.kernels.causal_conv1d.problem import (
     DTYPES,
+    MOST_BITS,
     MOST_TIME,
     STRIDED,
     WARPS,
@@ -90,7 +91,9 @@ def _vector(variant: Variant, layout: Layout) -> int:
         return 1
     if layout == "time_last":
         return 16 // item
-    return 4 if variant.kernel.endswith("backward") else 16 // item
+    import os
+    if variant.kernel.endswith("backward"): return int(os.environ.get("CB", 4))
+    return int(os.environ.get("CF", 4))
 
 
 def cut(variant: Variant, problem: ConvProblem) -> Cut:
@@ -112,7 +115,12 @@ def _constants(layout: Layout, variant: Variant) -> dict[str, Static]:
     }
     if layout == "channel_last":
         defined["VECTOR"] = _vector(variant, layout)
-        defined["DEPTH"] = 4
+        defined["MOST_LANES"] = 1 << MOST_BITS[variant.kernel]
+        import os
+        defined["DEPTH"] = int(os.environ.get("DEPTHB", 4)) if variant.kernel.endswith("backward") else int(os.environ.get("DEPTHF", 8))
+    import os
+    if os.environ.get("TILES") and variant.kernel == "time_last_forward": defined["TILES"] = int(os.environ["TILES"])
+    if os.environ.get("BLOCKS") and variant.kernel == "time_last_backward": defined["BLOCKS"] = int(os.environ["BLOCKS"])
     return defined
 
 

@@ -43,12 +43,12 @@ struct Inputs {
     Chunk<Element, TAPS> before;
     Chunk<Element, VECTOR> own;
 
-    // Zeros outside of the row, which ends at `time`.
-    __device__ void load(const Storage* row, int t, int time, int) {
+    // From step t of the row on, which is at `from`. Zeros outside of the row, which ends at `time`.
+    __device__ void load(const Storage* from, int t, int time, int) {
         before.fill(0), own.fill(0);
         if (t >= time) return;
-        if (t > 0) before = get_words<Element, TAPS>(reinterpret_cast<const unsigned*>(row + t - TAPS));
-        own = get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(row + t));
+        if (t > 0) before = get_words<Element, TAPS>(reinterpret_cast<const unsigned*>(from - TAPS));
+        own = get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(from));
     }
     // x[TAPS - 1 + i - j] is j steps before step i of the lane. `state` is that of a run's begin.
     __device__ void spread(float (&x)[SPAN], const Place& place, const Storage* state, int width) const {
@@ -67,29 +67,29 @@ struct Inputs {
 struct OutputGrads {
     Chunk<Element, VECTOR> own;
 
-    __device__ void load(const Storage* row, int t, int time) {
+    __device__ void load(const Storage* from, int t, int time) {
         own.fill(0);
-        if (t < time) own = get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(row + t));
+        if (t < time) own = get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(from));
     }
     __device__ float get(int i) const { return own.get(i); }
 };
 
-__device__ inline void store(Storage* row, int t, const float (&x)[VECTOR]) {
+__device__ inline void store(Storage* to, const float (&x)[VECTOR]) {
     Chunk<Element, VECTOR> chunk;
     chunk.set(x);
-    store_global(row + t, words_of(chunk));
+    store_global(to, words_of(chunk));
 }
 #else
 // The input of a lane's step, and those before it: back[j] is j steps before.
 struct Inputs {
     Storage back[TAPS];
 
-    // Zeros outside of the row, which ends at `time`.
-    __device__ void load(const Storage* row, int t, int time, int width) {
+    // At step t of the row, which is at `from`. Zeros outside of the row, which ends at `time`.
+    __device__ void load(const Storage* from, int t, int time, int width) {
 #pragma unroll
         for (int j = 0; j < TAPS; j++) {
             back[j] = 0;
-            if (j < width && t >= j && t < time) back[j] = row[t - j];
+            if (j < width && t >= j && t < time) back[j] = from[-j];
         }
     }
     // x[TAPS - 1 - j] is j steps before: of the run, of the state that precedes it, or zero.
@@ -107,22 +107,36 @@ struct Inputs {
 struct OutputGrads {
     Storage own;
 
-    __device__ void load(const Storage* row, int t, int time) { own = t < time ? row[t] : Storage(0); }
+    __device__ void load(const Storage* from, int t, int time) { own = t < time ? *from : Storage(0); }
     __device__ float get(int) const { return Element::widen(own); }
 };
 
-__device__ inline void store(Storage* row, int t, const float (&x)[VECTOR]) { row[t] = Element::narrow(x[0]); }
+__device__ inline void store(Storage* to, const float (&x)[VECTOR]) { *to = Element::narrow(x[0]); }
 #endif
+
+// Adds, to each of COUNT sums, every tap times what is `at` that tap's and that sum's place. Filters that fill their room
+// are worth code of their own, in which nothing is asked in between.
+template <int COUNT, class At>
+__device__ void add_taps(float (&sum)[COUNT], const Filter& filter, int width, const At& at) {
+    if (width == TAPS) {
+#pragma unroll
+        for (int j = 0; j < TAPS; j++)
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) sum[i] = __fmaf_rn(filter.tap[j], at(i, j), sum[i]);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < TAPS; j++)
+        if (j < width) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) sum[i] = __fmaf_rn(filter.tap[j], at(i, j), sum[i]);
+        }
+}
 
 // Before the activation, of a lane's first COUNT steps.
 template <int COUNT>
 __device__ void convolve(float (&sum)[COUNT], const float (&x)[SPAN], const Filter& filter, int width) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) sum[i] = filter.bias;
-#pragma unroll
-    for (int j = 0; j < TAPS; j++)
-        if (j < width) {
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) sum[i] = __fmaf_rn(filter.tap[j], x[TAPS - 1 + i - j], sum[i]);
-        }
+    add_taps(sum, filter, width, [&](int i, int j) { return x[TAPS - 1 + i - j]; });
 }

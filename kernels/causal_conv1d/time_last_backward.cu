@@ -12,10 +12,13 @@
 //
 // The gradient of a state comes from the lane that has its run's first step.
 #include "time_last.cuh"
+#ifndef BLOCKS
+#define BLOCKS 1
+#endif
 
 enum : int { KEPT = VECTOR < TAPS - 1 ? VECTOR : TAPS - 1 };  // of each lane, what others may need
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 causal_conv1d_time_last_backward(const Storage* x, const void* weight, const void* bias, const Storage* initial_state,
                                  const int* seq_idx, const i64* offsets, const Storage* y_grad,
                                  const Storage* final_state_grad, Storage* x_grad, Storage* initial_state_grad,
@@ -26,9 +29,6 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
     const Piece piece(batches, channels, pieces, lane_bits, steps);
     // Lanes of groups that have no piece stay, since gradients and sums go from lane to lane.
     const int time = piece.there ? int(all_steps) : 0, width = int(taps), slots = width - 1;
-    const Storage* const row = x + piece.batch * x_batch + piece.channel * x_channel;
-    const Storage* const grad_row = y_grad + piece.batch * y_grad_batch + piece.channel * y_grad_channel;
-    Storage* const out = x_grad + piece.batch * x_grad_batch + piece.channel * x_grad_channel;
     const Runs runs(seq_idx, offsets, sequences, all_steps, taps, piece.batch);
     const Lines lines{channels, piece.channel, slots};
     Filter filter;
@@ -37,59 +37,60 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
 
     const int group = threadIdx.x % 32 - piece.lane;  // its first lane
     int t = piece.first + int(steps - 1) * piece.stride;
+    const Storage* in = x + piece.batch * x_batch + piece.channel * x_channel + t;
+    const Storage* grads = y_grad + piece.batch * y_grad_batch + piece.channel * y_grad_channel + t;
+    Storage* out = x_grad + piece.batch * x_grad_batch + piece.channel * x_grad_channel + t;
     int number = runs.number(smaller(t, time - 1));
     Inputs inputs;
     OutputGrads output_grads;
-    inputs.load(row, t, time, width), output_grads.load(grad_row, t, time);
+    inputs.load(in, t, time, width), output_grads.load(grads, t, time);
 
     // Gradients at the begin of the tile after.
     float kept[KEPT] = {};
     if (t + piece.stride < time && piece.lane * VECTOR < TAPS - 1) {
         Inputs beyond;
-        OutputGrads grads;
-        beyond.load(row, t + piece.stride, time, width), grads.load(grad_row, t + piece.stride, time);
+        OutputGrads of_y;
+        beyond.load(in + piece.stride, t + piece.stride, time, width);
+        of_y.load(grads + piece.stride, t + piece.stride, time);
         const Place place = runs.at(t + piece.stride, number);
         float x[SPAN];
         beyond.spread(x, place, lines.of(initial_state, place.entering), width);
         convolve(kept, x, filter, width);
 #pragma unroll
-        for (int i = 0; i < KEPT; i++) kept[i] = place.padding ? 0.f : activated_grad(kept[i], grads.get(i), flags);
+        for (int i = 0; i < KEPT; i++) kept[i] = place.padding ? 0.f : activated_grad(kept[i], of_y.get(i), flags);
     }
 
-    for (int s = int(steps) - 1; s >= 0; s--, t -= piece.stride) {
-        const Inputs own = inputs;
-        const OutputGrads grads = output_grads;
-        if (s > 0) inputs.load(row, t - piece.stride, time, width), output_grads.load(grad_row, t - piece.stride, time);
-
-        float x[SPAN], g[VECTOR + TAPS - 1] = {};
-        Place place{0, 0, -1, -1, true};
-        if (t < time) {
-            place = runs.at(t, number);
-            own.spread(x, place, lines.of(initial_state, place.entering), width);
-            float sum[VECTOR];
-            convolve(sum, x, filter, width);
+    for (int s = int(steps) - 1; s >= 0; s--) {
+        // Steps that there are not have zeros.
+        Place place{t, time - 1 - t, -1, -1, true};
+        if (ALIGNED || t < time) place = runs.at(t, number);
+        float x[SPAN], g[VECTOR + TAPS - 1], given[VECTOR];
+        inputs.spread(x, place, lines.of(initial_state, place.entering), width);
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) g[i] = place.padding ? 0.f : activated_grad(sum[i], grads.get(i), flags);
-        }
+        for (int i = 0; i < VECTOR; i++) given[i] = output_grads.get(i);
+        Storage* const to = out;
+        const int own = t;
+        t -= piece.stride, in -= piece.stride, grads -= piece.stride, out -= piece.stride;
+        if (s > 0) inputs.load(in, t, time, width), output_grads.load(grads, t, time);
+
+        float sum[VECTOR];
+        convolve(sum, x, filter, width);
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) g[i] = place.padding ? 0.f : activated_grad(sum[i], given[i], flags);
 #pragma unroll
         for (int m = 0; m < TAPS - 1; m++) {
             const int distance = 1 + m / VECTOR;  // in lanes
-            const float given = piece.lane < distance ? kept[m % VECTOR] : g[m % VECTOR];
-            const float later =
-                __shfl_sync(0xffffffffu, given, group + ((piece.lane + distance) & (piece.lanes - 1)));
-            g[VECTOR + m] = VECTOR + m <= place.ahead ? later : 0.f;
+            const float later = __shfl_sync(0xffffffffu, piece.lane < distance ? kept[m % VECTOR] : g[m % VECTOR],
+                                            group + ((piece.lane + distance) & (piece.lanes - 1)));
+            g[VECTOR + m] = ALIGNED || VECTOR + m <= place.ahead ? later : 0.f;
         }
 #pragma unroll
         for (int i = 0; i < KEPT; i++) kept[i] = g[i];
-        if (t >= time) continue;
+        if (own >= time) continue;
 
-        float sum[VECTOR] = {};
 #pragma unroll
-        for (int j = 0; j < TAPS; j++)
-            if (j < width) {
-#pragma unroll
-                for (int i = 0; i < VECTOR; i++) sum[i] = __fmaf_rn(filter.tap[j], g[i + j], sum[i]);
-            }
+        for (int i = 0; i < VECTOR; i++) sum[i] = 0;
+        add_taps(sum, filter, width, [&](int i, int j) { return g[i + j]; });
         if (final_state_grad && place.ahead < VECTOR + slots) {
             const Storage* const after = lines.of(final_state_grad, place.leaving);
 #pragma unroll
@@ -97,17 +98,16 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
                 if (after && place.ahead - i < slots && place.ahead >= i)
                     sum[i] += Element::widen(after[slots - 1 - (place.ahead - i)]);
         }
-        store(out, t, sum);
+        store(to, sum);
 
         if (partials) {
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) bias_grad += g[i];
+            for (int i = 0; i < VECTOR; i++) {
+                bias_grad += g[i];
+                // Of taps beyond the width nobody asks.
 #pragma unroll
-            for (int j = 0; j < TAPS; j++)
-                if (j < width) {
-#pragma unroll
-                    for (int i = 0; i < VECTOR; i++) tap_grad[j] = __fmaf_rn(g[i], x[TAPS - 1 + i - j], tap_grad[j]);
-                }
+                for (int j = 0; j < TAPS; j++) tap_grad[j] = __fmaf_rn(g[i], x[TAPS - 1 + i - j], tap_grad[j]);
+            }
         }
         if (!initial_state_grad || place.before) continue;
         Storage* const entering = lines.of(initial_state_grad, place.entering);

@@ -4,7 +4,10 @@
 // tiles under way at once.
 #include "time_last.cuh"
 
-enum : int { UNROLL = ALIGNED ? 2 : 1 };
+#ifndef TILES
+#define TILES 2
+#endif
+enum : int { UNROLL = ALIGNED ? TILES : 4 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 causal_conv1d_time_last_forward(const Storage* x, const void* weight, const void* bias, const Storage* initial_state,
@@ -14,31 +17,35 @@ causal_conv1d_time_last_forward(const Storage* x, const void* weight, const void
                                 i64 pieces, i64 flags) {
     const Piece piece(batches, channels, pieces, lane_bits, steps);
     if (!piece.there) return;
-    const Storage* const row = x + piece.batch * x_batch + piece.channel * x_channel;
-    Storage* const out = y + piece.batch * y_batch + piece.channel * y_channel;
     const Runs runs(seq_idx, offsets, sequences, length, taps, piece.batch);
     const int time = int(length), width = int(taps), slots = width - 1;
     const Lines lines{channels, piece.channel, slots};
+    int t = piece.first;
+    const Storage* in = x + piece.batch * x_batch + piece.channel * x_channel + t;
+    Storage* out = y + piece.batch * y_batch + piece.channel * y_channel + t;
+    Inputs inputs[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++)
+        inputs[u].load(in + u * piece.stride, t + u * piece.stride, u < int(steps) ? time : 0, width);
     Filter filter;
     filter.load(weight, bias, piece.channel, width, flags);
 
-    int number = runs.number(smaller(piece.first, time - 1));
-    for (int s = 0; s < int(steps); s += UNROLL) {
-        Inputs inputs[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-            inputs[u].load(row, piece.first + (s + u) * piece.stride, s + u < int(steps) ? time : 0, width);
+    int number = runs.number(smaller(t, time - 1));
+#pragma unroll 1
+    for (int left = int(steps); left > 0; left -= UNROLL) {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            const int t = piece.first + (s + u) * piece.stride;
-            if (t >= time || s + u >= int(steps)) break;
+            if (u >= left || t >= time) return;
             const Place place = runs.at(t, number);
             float x[SPAN], sum[VECTOR];
             inputs[u].spread(x, place, lines.of(initial_state, place.entering), width);
+            const int ahead = UNROLL * piece.stride;
+            inputs[u].load(in + ahead, t + ahead, u + UNROLL < left ? time : 0, width);
             convolve(sum, x, filter, width);
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) sum[i] = place.padding ? 0.f : activated(sum[i], flags);
-            store(out, t, sum);
+            store(out, sum);
+            t += piece.stride, in += piece.stride, out += piece.stride;
 
             if (place.ahead != VECTOR - 1) continue;  // a run ends with the lane's last step
             Storage* const after = lines.of(final_state, place.leaving);
