@@ -12,6 +12,7 @@ from typing_extensions import assert_type
 import scan_registry
 from scan_registry import compat, nn, ops
 from scan_registry.compat import accelerated_scan, flashrnn, sequential_scan
+from scan_registry.compat import causal_conv1d as compat_conv1d
 from scan_registry.compat.flashrnn import FlashRNNConfig
 
 
@@ -40,6 +41,24 @@ def steps() -> Tensor:
     )
     assert_type(out, Tensor)
     return out + state
+
+
+def convolutions(x: Tensor, final: bool) -> Tensor:
+    """Every overload of ``causal_conv1d``, its step, and the functions of the package that ``compat`` replaces."""
+    weight, bias = torch.randn(x.shape[1], 4), torch.randn(x.shape[1])
+    y = scan_registry.causal_conv1d(x, weight, bias, activation="silu", backend="auto")
+    assert_type(y, Tensor)
+    both = scan_registry.causal_conv1d(x, weight, initial_state=None, return_final_state=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    either = ops.causal_conv1d.causal_conv1d(x, weight, seq_idx=None, return_final_state=final)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    step = scan_registry.causal_conv1d_update(x[..., 0], both[1], weight, bias, "silu")
+    assert_type(step, Tensor)
+    found = compat_conv1d.causal_conv1d_fn(x, weight, bias, activation="swish")
+    assert isinstance(found, Tensor)
+    compat_conv1d.causal_conv1d_update(x[..., 0], both[1], weight)
+    states = compat_conv1d.causal_conv1d_varlen_states(x[0].T, torch.tensor([0, 3]), 2)
+    return y + found + states.sum()
 
 
 def networks() -> Tensor:
@@ -127,6 +146,7 @@ def main() -> None:
     gates, tokens = torch.rand(2, 3, 8), torch.randn(2, 3, 8)
     assert scans(gates, tokens, final=True).shape == tokens.shape
     assert steps().shape == (2, 3)
+    assert convolutions(tokens, final=True).shape == tokens.shape
     assert networks().dim() == 5
     assert selective_scans(final=True).shape == (1, 4, 6)
     assert modules(torch.randn(2, 7, 5)).shape == (2, 7, 6)
