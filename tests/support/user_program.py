@@ -13,6 +13,7 @@ import scan_registry
 from scan_registry import compat, nn, ops
 from scan_registry.compat import accelerated_scan, flashrnn, sequential_scan
 from scan_registry.compat import causal_conv1d as compat_conv1d
+from scan_registry.compat import accelerated_scan, flashrnn, mamba_ssm, sequential_scan
 from scan_registry.compat.flashrnn import FlashRNNConfig
 
 
@@ -111,6 +112,43 @@ def modules(x: Tensor) -> Tensor:
     return out + h.sum() + c.sum() + n.sum() + m.sum()
 
 
+def mamba(x: Tensor) -> Tensor:
+    """The module: a sequence, and one step after the other; and what transformers calls."""
+    model = nn.Mamba(x.shape[-1], d_state=8, dt_rank="auto", bias=True, backend="auto")
+    whole = model(x)
+    assert_type(whole, Tensor)
+    states = model.allocate_inference_cache(x.shape[0], x.shape[1])
+    assert_type(states, tuple[Tensor, Tensor])
+    start = model(x[:, :-1], states=states)
+    last, conv_state, ssm_state = model.step(x[:, -1:], *states)
+    assert conv_state.shape[1] == ssm_state.shape[1]
+    a = -model.A_log.exp()
+    inner = mamba_ssm.ops.selective_scan_interface.mamba_inner_fn(
+        *(model.in_proj(x).mT, model.conv1d.weight, model.conv1d.bias, model.x_proj.weight),
+        *(model.dt_proj.weight, model.out_proj.weight, model.out_proj.bias, a),
+        D=model.D,
+        delta_bias=model.dt_proj.bias,
+    )
+    assert_type(inner, Tensor)
+    scans = mamba_ssm.ops.selective_scan_interface
+    u, b = torch.randn(2, model.d_inner, 4), torch.randn(2, model.d_state, 4)
+    scanned = scans.selective_scan_fn(u, u, a, b, b, delta_softplus=True)
+    assert_type(scanned, Tensor)
+    scanned, state = scans.selective_scan_ref(u, u, a, b, b, return_last_state=True)
+    one = mamba_ssm.ops.triton.selective_state_update.selective_state_update(
+        *(state, u[..., 0], u[..., 0], a, b[..., 0], b[..., 0])
+    )
+    assert_type(one, Tensor)
+    assert [mamba_ssm.Mamba, mamba_ssm.mamba_inner_fn, mamba_ssm.selective_scan_fn]
+    assert [scans.mamba_inner_ref, mamba_ssm.modules]
+    assert [compat.causal_conv1d, ops.causal_conv1d, ops.selective_scan]
+    assert [scan_registry.causal_conv1d, scan_registry.causal_conv1d_update]
+    assert scan_registry.selective_scan.__doc__
+    compat.install("mamba_ssm", "causal_conv1d")
+    compat.uninstall()
+    return whole + inner + torch.cat([start, last], 1)
+
+
 def replacements(gates: Tensor, tokens: Tensor) -> Tensor:
     """The functions of the packages that ``compat`` replaces."""
     total = accelerated_scan.warp.scan(gates, tokens)
@@ -150,6 +188,7 @@ def main() -> None:
     assert networks().dim() == 5
     assert selective_scans(final=True).shape == (1, 4, 6)
     assert modules(torch.randn(2, 7, 5)).shape == (2, 7, 6)
+    assert mamba(torch.randn(2, 7, 5)).shape == (2, 7, 5)
     assert replacements(gates, tokens).shape == tokens.shape
     assert "linear_scan" in inspection(gates, tokens)
 
