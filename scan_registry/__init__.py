@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from scan_registry.dispatch.select import NoKernelError
     from scan_registry.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
     from scan_registry.ops.linear_scan import linear_scan
-    from scan_registry.ops.linear_scan_summary import linear_scan_summary
     from scan_registry.ops.linear_scan_step import linear_scan_step
+    from scan_registry.ops.linear_scan_summary import linear_scan_summary
     from scan_registry.ops.rnn import rnn
     from scan_registry.ops.selective_scan import selective_scan
     from scan_registry.ops.selective_state_update import selective_state_update
@@ -37,8 +37,8 @@ __all__ = [
     "compat",
     "explain",
     "linear_scan",
-    "linear_scan_summary",
     "linear_scan_step",
+    "linear_scan_summary",
     "nn",
     "ops",
     "require",

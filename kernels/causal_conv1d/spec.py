@@ -92,7 +92,9 @@ def _vector(variant: Variant, layout: Layout) -> int:
     if layout == "time_last":
         return 16 // item
     import os
-    if variant.kernel.endswith("backward"): return int(os.environ.get("CB", 4))
+
+    if variant.kernel.endswith("backward"):
+        return int(os.environ.get("CB", 4))
     return int(os.environ.get("CF", 4))
 
 
@@ -117,10 +119,18 @@ def _constants(layout: Layout, variant: Variant) -> dict[str, Static]:
         defined["VECTOR"] = _vector(variant, layout)
         defined["MOST_LANES"] = 1 << MOST_BITS[variant.kernel]
         import os
-        defined["DEPTH"] = int(os.environ.get("DEPTHB", 4)) if variant.kernel.endswith("backward") else int(os.environ.get("DEPTHF", 8))
+
+        defined["DEPTH"] = (
+            int(os.environ.get("DEPTHB", 4))
+            if variant.kernel.endswith("backward")
+            else int(os.environ.get("DEPTHF", 8))
+        )
     import os
-    if os.environ.get("TILES") and variant.kernel == "time_last_forward": defined["TILES"] = int(os.environ["TILES"])
-    if os.environ.get("BLOCKS") and variant.kernel == "time_last_backward": defined["BLOCKS"] = int(os.environ["BLOCKS"])
+
+    if os.environ.get("TILES") and variant.kernel == "time_last_forward":
+        defined["TILES"] = int(os.environ["TILES"])
+    if os.environ.get("BLOCKS") and variant.kernel == "time_last_backward":
+        defined["BLOCKS"] = int(os.environ["BLOCKS"])
     return defined
 
 

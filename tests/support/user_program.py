@@ -11,9 +11,8 @@ from typing_extensions import assert_type
 
 import scan_registry
 from scan_registry import compat, nn, ops
-from scan_registry.compat import accelerated_scan, flashrnn, sequential_scan
-from scan_registry.compat import causal_conv1d as compat_conv1d
 from scan_registry.compat import accelerated_scan, flashrnn, mamba_ssm, sequential_scan
+from scan_registry.compat import causal_conv1d as compat_conv1d
 from scan_registry.compat.flashrnn import FlashRNNConfig
 
 
