@@ -254,7 +254,7 @@ def _make_backward(*args: Any) -> Plan:
     if given.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(given, options):
         if selective_scan_cpu.takes(given, options):
             return lambda *tensors: selective_scan_cpu.backward(
-                Arguments(*tensors[:-3]), *tensors[-2:], options, wanted
+                Arguments(*tensors[:-3]), tensors[-2], tensors[-1], options, wanted
             )
         return by_reference
     launch = plan_backward(given, out_grad, final_grad, options, wanted, addresses, given)
