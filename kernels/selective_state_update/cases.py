@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -31,15 +31,17 @@ class Setting:
 
     gated     whether there are z, D and dt_bias
     softplus  of the step sizes
-    groups    of rows that have B and C of their own, if the rows can be cut so
+    groups    of heads, or of one head's channels, that have B and C of their own, if they can be cut so
+    inputs    the dtype of B and C, and of dt; empty: that of the state
     tied      whether A, dt, D and dt_bias are one number for each head, in expanded tensors
-    mixed     whether all tensors but the state and x have dtypes of their own
+    mixed     whether all tensors but the state and x have dtypes of their own; else A, D and dt_bias are float32
     indexed   the dtype of indices, which name rows of a larger state and skip one batch; empty: none
     """
 
     gated: bool = True
     softplus: bool = True
     groups: int = 1
+    inputs: str = ""
     tied: bool = False
     mixed: bool = False
     indexed: str = ""
@@ -50,15 +52,20 @@ class Setting:
 
 SETTINGS = (
     Setting(),
-    Setting(mixed=True, groups=2),
     Setting(tied=True, indexed="int32"),
-    Setting(gated=False, softplus=False, groups=2),
+    Setting(inputs="float32", groups=2),
+    Setting(inputs="bfloat16", gated=False, softplus=False, groups=2),
+    Setting(inputs="bfloat16", tied=True),
+    Setting(inputs="float16", indexed="int64"),
+    Setting(inputs="float16", gated=False, tied=True, groups=2),
     Setting(mixed=True, indexed="int64"),
     Setting(gated=False, tied=True, mixed=True, groups=2),
 )
 
 #: Of a quick check and of an attestation.
-QUICK: tuple[Shape, ...] = ((2, 1, 40, 16), (3, 4, 8, 64), (5, 2, 6, 17))
+QUICK: tuple[Shape, ...] = (
+    *((2, 1, 40, 16), (3, 4, 8, 64), (5, 2, 6, 17), (2, 2, 16, 32), (1, 1, 24, 8)),
+)
 THOROUGH: tuple[Shape, ...] = (
     *((1, 1, 1, 1), (1, 1, 5120, 16), (9, 1, 203, 16), (64, 1, 1536, 16), (3, 8, 64, 128)),
     *((17, 5, 12, 256), (2, 3, 7, 255), (300, 2, 4, 8), (4, 1, 96, 33), (33, 24, 64, 64)),
@@ -159,7 +166,7 @@ def _placed(tensor: Tensor, aligned: bool, tied: int | None) -> Tensor:
 def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
     """Fresh random inputs, drawn and solved in float64 on the CPU: step sizes from a thousandth to some tenths."""
     batch, heads, channels, states = shape
-    groups = setting.groups if heads * channels % setting.groups == 0 else 1
+    groups = setting.groups if (heads if heads > 1 else channels) % setting.groups == 0 else 1
     slots = batch + 2 if setting.indexed else batch
     narrow = getattr(torch, dtype)
 
@@ -177,7 +184,9 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     }
     given: dict[str, Tensor | None] = {}
     for number, (name, value) in enumerate(drawn.items()):
-        own = narrow
+        own = torch.float32 if name in ("A", "D", "bias") else narrow
+        if setting.inputs and name in ("B", "C", "dt"):
+            own = getattr(torch, setting.inputs)
         if setting.mixed and name not in ("state", "x"):
             own = getattr(torch, DTYPES[number % len(DTYPES)])
         given[name] = None if value is None else value.to(own)
@@ -190,7 +199,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         order = torch.randperm(slots)[:batch]
         order[batch // 2] = -1
         given["indices"] = order.to(getattr(torch, setting.indexed))
-    expected = _solved(given, setting, groups, shape)
+    expected = solved(given, setting)
     return Trial(
         shape,
         setting,
@@ -200,38 +209,29 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     )
 
 
-def _solved(
-    given: dict[str, Tensor | None], setting: Setting, groups: int, shape: Shape
-) -> dict[str, Tensor]:
-    """With all heads' channels as those of one, which groups may cut anywhere."""
-    batch, heads, channels, states = shape
-    rows = heads * channels
-    flat: dict[str, Tensor | None] = {}
-    for name, value in given.items():
-        wide = value.double() if value is not None and value.is_floating_point() else value
-        if wide is not None and name not in ("B", "C", "indices"):
-            first = 1 if name in ("state", "x", "dt", "z") else 0
-            wide = wide.flatten(first, first + 1)
-        flat[name] = wide
-    state = _there(flat["state"]).clone()
-    out = reference.step(
-        state,
-        _there(flat["x"]),
-        _there(flat["dt"]),
-        _there(flat["A"]),
-        _there(flat["B"]),
-        _there(flat["C"]),
-        flat["D"],
-        flat["z"],
-        flat["bias"],
-        setting.softplus,
-        flat["indices"],
-    )
-    assert out.shape == (batch, rows)
-    return {
-        "out": out.view(batch, heads, channels),
-        "state": state.view(-1, heads, channels, states),
+def without_heads(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The tensors of a kernel as the operator takes them: views, without a dimension of heads where there is one."""
+    state = _there(tensors["state"])
+    found = dict(tensors)
+    if state.shape[1] == 1:
+        for name in ("state", "x", "dt", "z", "A", "D", "bias"):
+            tensor = tensors[name]
+            if tensor is not None:
+                found[name] = tensor.squeeze(1 if name in ("state", "x", "dt", "z") else 0)
+    return found
+
+
+def solved(given: Mapping[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
+    """The output and the state after it in float64."""
+    wide = {
+        name: t.double() if t is not None and t.is_floating_point() else t
+        for name, t in without_heads(given).items()
     }
+    state = _there(wide["state"])
+    x, dt, A, B, C = (_there(wide[name]) for name in ("x", "dt", "A", "B", "C"))
+    rest = wide["D"], wide["z"], wide["bias"], setting.softplus, wide["indices"]
+    out = reference.step(state, x, dt, A, B, C, *rest)
+    return {"out": out.view_as(_there(given["x"])), "state": state.view_as(_there(given["state"]))}
 
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:

@@ -46,8 +46,8 @@ class StepProblem:
     slots         rows of the state
     dtypes        of the tensors that ``FORMATTED`` names; of one that is not there any
     strides       in elements, in the order of ``STRIDES``; 0 for a tensor that is not there
-    aligned       whether the states of a channel lie without gaps, in whole chunks of 16 bytes, and those of A, B and C
-                  as they do in chunks of as many numbers, if they are not one number
+    aligned       whether the states of a channel lie without gaps, in whole chunks of 16 bytes, B and C so in chunks of
+                  as many numbers, and A, too, if it has not one number for all states
     wide_indices  whether indices are int64
     """
 
@@ -67,6 +67,39 @@ class StepProblem:
     @property
     def kernel(self) -> str:
         return "step"
+
+    @property
+    def inputs(self) -> str:
+        """The dtype of B and C, if they have the same; else nothing."""
+        of = dict(zip(FORMATTED, self.dtypes, strict=True))
+        return of["B"] if of["B"] == of["C"] else ""
+
+    @property
+    def decay(self) -> str:
+        """The dtype of A."""
+        return self.dtypes[FORMATTED.index("A")]
+
+    @property
+    def tied(self) -> bool:
+        """Whether A has one number for all states of a channel."""
+        return self.strides[STRIDES.index("A_state")] == 0
+
+    @property
+    def large(self) -> bool:
+        """Whether a tensor but the state reaches past 2^31 elements."""
+        sizes = {
+            "batch": self.batch,
+            "head": self.heads,
+            "channel": self.channels,
+            "state": self.states,
+            "group": self.groups,
+        }
+        strides = dict(zip(STRIDES, self.strides, strict=True))
+        return any(
+            sum(sizes[each] * abs(strides[f"{name}_{each}"]) for each in dimensions) >= 2**31
+            for name, dimensions in DIMENSIONS.items()
+            if name != "state"
+        )
 
     @property
     def rows(self) -> int:

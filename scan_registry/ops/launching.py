@@ -27,7 +27,7 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._plans: dict[tuple[Any, ...], Any] = {}
 
     def run(
         self,
@@ -36,6 +36,15 @@ class PlanCache:
         *options: object,
     ) -> Any:
         """The result of the call's plan. If there is none, ``make`` makes it from the tensors and options."""
+        return self.plan(make, tensors, *options)(*tensors)
+
+    def plan(
+        self,
+        make: Callable[..., Callable[..., Any]],
+        tensors: Sequence[Tensor | None],
+        *options: object,
+    ) -> Callable[..., Any]:
+        """The call's plan, which ``run`` runs."""
         facts: list[Any] = []
         addresses = 0
         for tensor in tensors:
@@ -45,13 +54,21 @@ class PlanCache:
                 facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
                 addresses |= tensor.data_ptr()
         key = (make, addresses & 15, _required(), options, *facts)
-        plan = self._plans.get(key)
+        plan: Callable[..., Any] | None = self.get(key)
         if plan is None:
             plan = make(*tensors, *options)
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
-        return plan(*tensors)
+            self.keep(key, plan)
+        return plan
+
+    def get(self, key: tuple[Any, ...]) -> Any:
+        """What is kept by a key; None if nothing is."""
+        return self._plans.get(key)
+
+    def keep(self, key: tuple[Any, ...], value: Any) -> None:
+        """A plan, or what an operator knows of calls beside it."""
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = value
 
 
 #: The cache that all operators share.

@@ -13,8 +13,9 @@ from scan_registry.ops import selective_state_update_plans as plans
 from scan_registry.ops.derivatives import has_tangents, unobserved
 from scan_registry.ops.registration import register
 from scan_registry.ops.selective_state_update_arguments import BACKENDS, Arguments, check
+from scan_registry.ops.selective_state_update_plans import KernelCall
 
-__all__ = ["BACKENDS", "selective_state_update"]
+__all__ = ["BACKENDS", "describe", "selective_state_update"]
 
 _is_compiling = torch.compiler.is_compiling
 # What torch compiles is not to see the fast path; what it traces otherwise is told there.
@@ -105,6 +106,27 @@ def selective_state_update(
     _refuse_derivatives(tensors)
     found: Tensor = _op(*tensors, bool(dt_softplus), backend)
     return found
+
+
+def describe(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+) -> dict[str, KernelCall]:
+    """The problem that a call of ``selective_state_update`` with these arguments poses. Nothing is computed."""
+    tensors = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices
+    given = check(tensors, dt_softplus, backend)
+    return {"step": plans.make_kernel_call(given, dt_softplus)} if x.numel() else {}
 
 
 def _are_tensors(tensors: tuple[Any, ...]) -> bool:

@@ -51,6 +51,8 @@ def _strides(name: str, tensor: Tensor | None, state: Tensor) -> Sequence[int]:
     dimensions = DIMENSIONS[name]
     if tensor is None:
         return (0,) * len(dimensions)
+    if name == "indices":
+        return tensor.stride()
     strides = list(tensor.stride())
     if name in "BC":
         if tensor.dim() == 2:
@@ -61,21 +63,22 @@ def _strides(name: str, tensor: Tensor | None, state: Tensor) -> Sequence[int]:
 
 
 def _in_chunks(tensor: Tensor, count: int) -> bool:
-    """Whether ``count`` states can be read from it at once, wherever a chunk of them starts. Of what is one number for
-    all states, they can."""
+    """Whether the numbers of ``count`` states can be read from it at once, wherever a chunk of them starts."""
     *others, along = tensor.stride()
-    if along == 0:
-        return True
     size = tensor.element_size()
     least = min(16, count * size)
     sizes = zip(others, tensor.shape[:-1], strict=True)
     return along == 1 and all(n == 1 or stride * size % least == 0 for stride, n in sizes)
 
 
-def make_kernel_call(given: Arguments, softplus: bool, addresses: int) -> KernelCall:
+def make_kernel_call(given: Arguments, softplus: bool, addresses: int = 0) -> KernelCall:
     """What a step poses; ``addresses`` say how far all tensors are aligned, up to 16 bytes."""
     state, x = given.state, given.x
-    named: dict[str, Any] = {**given._asdict(), "bias": given.dt_bias, "out": torch.empty_like(x, device="meta")}
+    named: dict[str, Any] = {
+        **given._asdict(),
+        "bias": given.dt_bias,
+        "out": torch.empty_like(x, device="meta"),
+    }
     heads = state.shape[1] if state.dim() == 4 else 1
     unit = 16 // state.element_size()
     formatted = (named[name] for name in FORMATTED)
@@ -94,7 +97,11 @@ def make_kernel_call(given: Arguments, softplus: bool, addresses: int) -> Kernel
         softplus=bool(softplus),
         aligned=addresses % 16 == 0
         and state.shape[-1] % unit == 0
-        and all(_in_chunks(named[name], unit) for name in _CHUNKED),
+        and all(
+            _in_chunks(named[name], unit)
+            for name in _CHUNKED
+            if name != "A" or given.A.stride(-1) != 0
+        ),
         wide_indices=given.indices is not None and given.indices.dtype == torch.int64,
     )
     return KernelCall(problem)
@@ -126,7 +133,9 @@ def _addresses(tensors: Iterable[Tensor | None]) -> int:
 
 def _plan(*arguments: Any) -> Plan:
     *tensors, softplus, backend = arguments
-    return _made(check(tuple(tensors), softplus, backend), softplus, backend, _addresses(tensors))[0]
+    return _made(check(tuple(tensors), softplus, backend), softplus, backend, _addresses(tensors))[
+        0
+    ]
 
 
 def _plan_fast(softplus: bool, *tensors: Any) -> FastLaunch | Plan:
