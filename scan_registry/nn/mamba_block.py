@@ -75,7 +75,7 @@ def mix(
         weights.conv,
         weights.conv_bias,
         initial_state=None if before is None else before.conv,
-        return_final_state=return_states,  # type: ignore[call-overload]
+        return_final_state=return_states,
         activation="silu",
         backend=backend,
     )

@@ -80,9 +80,16 @@ def selective_scans(final: bool) -> Tensor:
     assert_type(out, Tensor)
     both = scan_registry.selective_scan(u, delta, A, B, C, torch.ones(4), return_final_state=True)
     assert_type(both, tuple[Tensor, Tensor])
-    more = {"z": u, "delta_bias": torch.zeros(4)}
     either = scan_registry.selective_scan(
-        u, delta, A, B, C, **more, delta_softplus=True, return_final_state=final
+        u,
+        delta,
+        A,
+        B,
+        C,
+        z=u,
+        delta_bias=torch.zeros(4),
+        delta_softplus=True,
+        return_final_state=final,
     )
     assert_type(either, Tensor | tuple[Tensor, Tensor])
     bounds = torch.tensor([0, 2, 6])
