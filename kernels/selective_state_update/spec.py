@@ -102,15 +102,12 @@ def _kinds() -> Iterator[Pins]:
 
 
 def _tiles(kind: Pins) -> tuple[Pins, ...]:
-    """Chunks of a lane, and CTAs that an SM is to have room for: as many as registers allow, which an A of several
-    numbers takes more of."""
+    """Chunks of a lane, and CTAs that an SM is to have room for: as many as there are registers for. Numbers of A for
+    each state take some, and so do wide ones of B and C."""
     pins = dict(kind)
-    narrow = ITEM_SIZE[str(pins["dtype"])] == 2
-    chunks, ctas = {
-        "aligned": (1, 8) if narrow else (2, 6),
-        "tied": (4, 5) if narrow or pins.get("inputs") == "float32" else (4, 6),
-        "generic": (2, 6),
-    }[str(pins["access"])]
+    sizes = {ITEM_SIZE[str(pins.get(name, "float32"))] for name in ("dtype", "inputs")}
+    few = pins["access"] == "tied" or (pins["access"] == "aligned" and sizes == {2, 4})
+    chunks, ctas = (4, 5) if few else (2, 5) if sizes == {2} else (2, 6)
     return ((("chunks", chunks), ("warps", _WARPS), ("ctas", ctas)),)
 
 
