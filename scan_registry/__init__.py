@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from scan_registry.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
     from scan_registry.ops.linear_scan import linear_scan
     from scan_registry.ops.linear_scan_step import linear_scan_step
+    from scan_registry.ops.linear_scan_summary import linear_scan_summary
     from scan_registry.ops.rnn import rnn
     from scan_registry.ops.selective_scan import selective_scan
     from scan_registry.ops.selective_state_update import selective_state_update
@@ -37,6 +38,7 @@ __all__ = [
     "explain",
     "linear_scan",
     "linear_scan_step",
+    "linear_scan_summary",
     "nn",
     "ops",
     "require",
@@ -56,6 +58,7 @@ _HOMES = {
     "compat": None,
     "explain": "scan_registry.diagnostics.explanation",
     "linear_scan": "scan_registry.ops.linear_scan",
+    "linear_scan_summary": "scan_registry.ops.linear_scan_summary",
     "linear_scan_step": "scan_registry.ops.linear_scan_step",
     "nn": None,
     "ops": None,

@@ -18,6 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["causal_conv1d", "linear_scan", "rnn", "selective_scan", "selective_state_update"]
 
 #: Families of kernels that have an operator, in the order in which commands list them; ``bench`` alone times the first.
-OPERATORS = ("linear_scan", "rnn", "causal_conv1d", "selective_state_update")
+OPERATORS = ("linear_scan", "rnn", "causal_conv1d", "selective_scan", "selective_state_update")
 
 __getattr__, __dir__ = lazy.names(globals(), dict.fromkeys(__all__))

@@ -141,6 +141,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             *("bench", "selective_state_update", "--device", "cpu"),
             *("--case", "heads:2,3,4,8:float32"),
         ),
+        "bench-selective_scan": document(
+            *("bench", "selective_scan", "--device", "cpu"),
+            *("--case", "time_last:1,4,9,3:float32"),
+        ),
         "verify": document("verify"),
         "cache-list": document("cache", "list"),
         "cache-export": document("cache", "export", str(folder / "package"), "--wheel"),
@@ -155,6 +159,7 @@ NAMES = [
     "bench-rnn",
     "bench-causal_conv1d",
     "bench-selective_state_update",
+    "bench-selective_scan",
     "verify",
     "cache-list",
     "cache-export",
