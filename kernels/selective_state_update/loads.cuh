@@ -63,3 +63,9 @@ __device__ inline void store_element(void* to, unsigned bits, bool wide, bool wa
         "r"(bits), "r"(int(wide)), "r"(int(wanted))
         : "memory");
 }
+
+// Bring a line to the L2 cache; a hint.
+__device__ inline void prefetch_state(const void* from, bool wanted) {
+    asm volatile("{ .reg .pred wanted; setp.ne.b32 wanted, %1, 0;\n\t"
+                 "@wanted prefetch.global.L2 [%0]; }" ::"l"(from), "r"(int(wanted)));
+}

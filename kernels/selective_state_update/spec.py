@@ -39,7 +39,7 @@ _POINTERS = ("state", "x", "dt", "A", "B", "C", "D", "z", "bias", "indices", "ou
 _SIZES = ("batches", "heads", "channels", "states", "group_rows", "slots")
 _OF_LAUNCH = ("lane_bits", "steps")
 #: Threads of each SM that are worth more than to read A less often, and batches that a thread takes at most.
-_THREADS_OF_SM, _MOST_STEPS = 4096, 8
+_THREADS_OF_SM, _MOST_STEPS = 1024, 8
 
 
 def _accepts(variant: Variant, problem: StepProblem) -> str | None:
@@ -102,13 +102,10 @@ def _kinds() -> Iterator[Pins]:
 
 
 def _tiles(kind: Pins) -> tuple[Pins, ...]:
-    """Chunks of a lane, and CTAs that an SM is to have room for: as many as there are registers for. Numbers of A for
-    each state take some, and so do wide ones of B and C."""
+    """Chunks of a lane, and CTAs that an SM is to have room for: as many as there are registers for."""
     pins = dict(kind)
-    sizes = {ITEM_SIZE[str(pins.get(name, "float32"))] for name in ("dtype", "inputs")}
-    few = pins["access"] == "tied" or (pins["access"] == "aligned" and sizes == {2, 4})
-    chunks, ctas = (4, 5) if few else (2, 5) if sizes == {2} else (2, 6)
-    return ((("chunks", chunks), ("warps", _WARPS), ("ctas", ctas)),)
+    most = pins["access"] == "aligned" and ITEM_SIZE[str(pins["dtype"])] == 2
+    return ((("chunks", 2), ("warps", _WARPS), ("ctas", 5 if most else 6)),)
 
 
 _KERNEL = Kernel(

@@ -168,6 +168,13 @@ selective_state_update(Storage* state, const void* x, const void* dt, const void
                 inward[k] = read_chunk<Input>(B, B_at + offset(at, B_state), format(B_), wanted);
                 outward[k] = read_chunk<Input>(C, C_at + offset(at, C_state), format(C_), wanted);
             }
+            // The next batch's states, unless an index would have to be waited for.
+            if constexpr (ALIGNED) {
+#pragma unroll
+                for (int k = 0; k < CHUNKS; k++)
+                    prefetch_state(to + state_slot + n + k * stride,
+                                   there && !indices && batch + 1 < end && n + k * stride < count);
+            }
             if ((!TIED && several) || batch == begin) read_decay(n);
             const float raised = widened(dt_bits, format(DT)) + widened(shift_bits, format(BIAS));
             const float size = chosen(flags & SOFTPLUS, softplus(raised), raised);

@@ -28,3 +28,4 @@ inline void store_element(void* to, unsigned bits, bool wide, bool wanted) {
     if (wide) *static_cast<unsigned*>(to) = bits;
     else *static_cast<unsigned short*>(to) = (unsigned short)bits;
 }
+inline void prefetch_state(const void*, bool) {}
