@@ -36,7 +36,7 @@ static int run_conv(Conv *conv, int backward, int64_t threads, char *weight_grad
     const int64_t fair = ceil_div(ceil_div(conv->channels, wanted), LEAST_RUN) * LEAST_RUN;
     conv->run = smaller(TOGETHER, fair);
     work.tasks = conv->batch * ceil_div(conv->channels, conv->run);
-    work.scratch_bytes = 4 * 4 * (STEPS + MOST_WIDTH) * 8 + 64 * TOGETHER * MOST_WIDTH + 16 * LINE;
+    work.scratch_bytes = 4 * 4 * (STEPS + 2 * MOST_WIDTH) * 8 + 64 * TOGETHER * MOST_WIDTH + 16 * LINE;
     work.run = (backward ? backward_tasks : forward_tasks)[level_in_use];
     if (!backward) return run_all(&work);
     const int64_t channels = conv->channels;
@@ -164,18 +164,18 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-PyObject *causal_conv1d_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+HIDDEN PyObject *causal_conv1d_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 0);
 }
 
-PyObject *causal_conv1d_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+HIDDEN PyObject *causal_conv1d_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 1);
 }
 
 /* Pointers: x, state, y, weight, bias, positions, indices. Strides: of the first three. */
-PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+HIDDEN PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     enum { ROWS, OF_CHANNELS, STEPS_NOW, OF_WIDTH, SLOTS, LENGTH, ACTIVE, NUMBERS };
     const char *name = "causal_conv1d_update";
     int64_t p[7], scalars[NUMBERS + 9], threads;
@@ -215,9 +215,10 @@ PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, Py_ssize
     }
     const double elements = (double)update.batch * (double)update.channels *
                             (double)(update.time + update.length);
-    Work work = {.problem = &update, .run = update_tasks[level_in_use], .tasks = update.batch};
+    Work work = {.problem = &update, .run = update_tasks[level_in_use]};
+    work.tasks = ceil_div(update.channels, TOGETHER);
     work.threads = threads_worth(elements, threads);
-    work.scratch_bytes = 4 * 3 * (STEPS + MOST_WIDTH) * 8 + 4 * LINE;
+    work.scratch_bytes = 4 * 3 * (STEPS + 2 * MOST_WIDTH) * 8 + 4 * LINE;
     int status = 0;
     Py_BEGIN_ALLOW_THREADS
     if (update.batch && update.channels && update.time) status = run_all(&work);

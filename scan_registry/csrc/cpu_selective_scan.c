@@ -212,12 +212,12 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-PyObject *selective_scan_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+HIDDEN PyObject *selective_scan_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 0);
 }
 
-PyObject *selective_scan_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+HIDDEN PyObject *selective_scan_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 1);
 }
