@@ -222,6 +222,7 @@ class Trial:
         return room.transpose(1, 2) if turned else room
 
 
+@torch.no_grad()
 def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
     """Fresh random inputs, drawn and solved in float64 on the CPU: step sizes from a thousandth to some tenths, so that
     states last for few steps and for many."""

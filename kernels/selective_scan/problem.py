@@ -78,6 +78,7 @@ class SelectiveScanProblem:
                consist of whole pieces of 16 bytes
     whole      the same of B and of C, along time
     parts      that a sequence is cut into along time, in the backward pass
+    constant   whether B or C do not change with time, which no kernel takes
     """
 
     direction: Direction
@@ -94,6 +95,7 @@ class SelectiveScanProblem:
     aligned: bool = True
     whole: tuple[bool, bool] = (True, True)
     parts: int = 1
+    constant: bool = False
 
     @property
     def kernel(self) -> str:

@@ -80,6 +80,8 @@ def _channels_of(variant: Variant) -> int:
 
 
 def _kind_mismatch(variant: Variant, problem: SelectiveScanProblem) -> str | None:
+    if problem.constant:
+        return "B or C do not change with time"
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
     if variant.text("layout") != problem.layout:

@@ -221,6 +221,11 @@ def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     return outputs
 
 
+def forward_plan(given: Arguments, options: Options) -> Callable[..., Any]:
+    """What ``forward`` runs on calls of this kind."""
+    return plan_cache.plan(_plan_forward, given, options)
+
+
 def state_shape(given: Arguments) -> tuple[int, int, int]:
     """Of the states before and after: one for each batch, or for each packed sequence."""
     rows = given.x.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
@@ -396,6 +401,11 @@ def update(given: UpdateArguments, options: Options) -> Tensor:
     """y; the state is changed in place."""
     y: Tensor = plan_cache.run(_plan_update, given, options)
     return y
+
+
+def update_plan(given: UpdateArguments, options: Options) -> Callable[..., Any]:
+    """What ``update`` runs on calls of this kind."""
+    return plan_cache.plan(_plan_update, given, options)
 
 
 def _plan_update(*arguments: Any) -> Callable[..., Any]:

@@ -2,13 +2,77 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
+import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.ops import selective_scan_derivatives
+from scan_registry.ops import selective_scan_derivatives, selective_scan_problems
 from scan_registry.ops.selective_scan_arguments import BACKENDS, Options, normalised
+from scan_registry.ops.selective_scan_fast import fast_scan
+from scan_registry.ops.selective_scan_problems import KernelCall
 
-__all__ = ["BACKENDS", "selective_scan"]
+_is_compiling = torch.compiler.is_compiling
+
+__all__ = ["BACKENDS", "describe", "selective_scan"]
+
+
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: Literal[False] = False,
+    backend: Backend = "auto",
+) -> Tensor: ...
+
+
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: Literal[True],
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def selective_scan(
@@ -37,12 +101,12 @@ def selective_scan(
 
     Args:
         u: (batch, Dm, L), of any strides. Where channels or time lie without gaps, on 16 bytes, the kernels are the
-            fastest. float32, bfloat16 or float16; float64 in plain torch.
+            fastest. float32, bfloat16, float16 or float64.
         delta: like ``u``.
-        A: (Dm, N), float32, or complex64 in plain torch; N up to 256. An entry need not be negative, but then states
-            grow and may be infinite.
-        B: (batch, G, N, L), where group g has Dm / G channels from g·Dm / G on, or (batch, N, L), or (Dm, N), which is
-            in plain torch. If ``A`` is complex, (batch, G, N, 2·L), pairs of real and imaginary parts, or complex64
+        A: (Dm, N), float32 or complex64; N up to 256. An entry need not be negative, but then states grow and may be
+            infinite.
+        B: (batch, G, N, L), where group g has Dm / G channels from g·Dm / G on, or (batch, N, L), or (Dm, N) if it
+            does not change with time. If ``A`` is complex, (batch, G, N, 2·L), pairs of real and imaginary parts, or complex64
             (Dm, N).
         C: likewise.
         D: (Dm,), or None for zeros.
@@ -56,12 +120,15 @@ def selective_scan(
 
     Returns:
         The output, (batch, Dm, L), in the dtype of ``u``; and the final state, in the shape of ``initial_state`` and
-        in float32 or complex64. Differentiable in all tensors; the first derivative is a kernel, further ones and
-        ``torch.func`` are plain torch. Results are the same in every run.
+        in float32 or complex64. Differentiable in all tensors, any number of times and in both modes. The forward pass
+        and the first derivative are kernels, which keep no states but one in a few dozen steps. Complex A, B or C that
+        do not change with time, float64, further derivatives and ``torch.func`` are composed of ``linear_scan`` and
+        torch's operators, some steps of all channels at a time. Results are the same in every run, but of
+        compositions on a GPU only as far as ``linear_scan``'s are.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
-        ValueError: a shape is not as described, or devices differ.
+        ValueError: a shape is not as described, devices differ, or ``backend`` has no kernel for such arguments.
         NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
             on this GPU; the message lists what there is.
         DriverError: the driver failed; the message names the kernel, its variant and the launch.
@@ -69,7 +136,37 @@ def selective_scan(
     Warns:
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
-    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
-    given = normalised(*tensors, cu_seqlens, delta_softplus, backend)
+    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens
+    if not _is_compiling():
+        made = fast_scan(tensors, delta_softplus, return_final_state, backend)
+        if made is not None:
+            return made
+    given = normalised(*tensors, delta_softplus, backend)
     out, last = selective_scan_derivatives.scan(given, Options(bool(delta_softplus), backend))
     return (out, last) if return_final_state else out
+
+
+def describe(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    backend: Backend = "auto",
+) -> dict[str, KernelCall]:
+    """The problems that a call of ``selective_scan`` with these arguments poses, by direction; those of derivatives
+    only if they are asked for. Nothing is computed."""
+    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
+    given = normalised(*tensors, cu_seqlens, delta_softplus, backend)
+    if given.u.numel() == 0:
+        return {}
+    wanted = any(t is not None and t.requires_grad for t in tensors)
+    return selective_scan_problems.describe(given, Options(bool(delta_softplus), backend), wanted)

@@ -5,6 +5,7 @@ Conversions are torch's own operators, so gradients flow back through them to th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
-from scan_registry.ops.arguments import as_bool, check_cu_seqlens
+from scan_registry.ops.arguments import as_bool, check_cu_seqlens, refuse_layout
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 #: float64 has no kernels; it is there for checks of derivatives.
 ACCEPTED = (*COMPILED, torch.float64)
+_COMPLEX = (torch.complex64, torch.complex128)
+_WIDE = (torch.float64, torch.complex128)
 
 
 class Options(NamedTuple):
@@ -48,6 +51,19 @@ class Arguments(NamedTuple):
         return tuple(self)[:9]
 
 
+def given_as_taken(raw: Sequence[Tensor | None], taken: Arguments) -> bool:
+    """Whether ``normalised`` made ``taken`` of ``raw`` without a conversion, but for dimensions of one group."""
+    pairs = zip(raw, taken, strict=True)
+    return all(
+        one is other or (n in (3, 4) and _same_memory(one, other))
+        for n, (one, other) in enumerate(pairs)
+    )
+
+
+def _same_memory(one: Any, other: Any) -> bool:
+    return bool(one.dtype == other.dtype and one.data_ptr() == other.data_ptr())
+
+
 def normalised(
     u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, z: Any, delta_bias: Any, initial_state: Any,
     cu_seqlens: Any, softplus: Any, backend: Any,
@@ -63,6 +79,8 @@ def normalised(
     _check_shapes(present, cu_seqlens)
     if not u.is_cuda and u.device.type in ("cpu", "cuda") and backend in ("cuda", "triton"):
         raise ValueError(f"backend is {backend!r}, which needs a CUDA device; u is on {u.device}")
+    if backend in ("cuda", "triton"):
+        _check_kernels(present, backend)
     dtype, state = u.dtype, reference.state_dtype(u.dtype, A.dtype)
     real = reference.compute_dtype(dtype)
 
@@ -81,13 +99,27 @@ def normalised(
     )  # fmt: skip
 
 
+def _check_kernels(present: dict[str, Tensor], backend: str) -> None:
+    """Refuse what no kernel computes, where one is asked for."""
+    lacking = [
+        "complex A" if present["A"].is_complex() else "",
+        "float64" if present["u"].dtype not in COMPILED else "",
+        *(f"{name} of two dimensions" for name in "BC" if present[name].dim() == 2),
+    ]
+    if any(lacking):
+        what = " and ".join(filter(None, lacking))
+        raise ValueError(
+            f"backend is {backend!r}, which has no kernel for {what}; accepted are auto and reference"
+        )
+
+
 def _check_tensors(present: dict[str, Any], cu_seqlens: Any) -> None:
     named = present if cu_seqlens is None else present | {"cu_seqlens": cu_seqlens}
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
         if value.layout != torch.strided or value.is_nested:
-            raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
+            refuse_layout(name, value)
         if value.device != named["u"].device:
             raise ValueError(
                 f"{name} is on {value.device}, u on {named['u'].device}; they must be on one device"
@@ -97,15 +129,13 @@ def _check_tensors(present: dict[str, Any], cu_seqlens: Any) -> None:
         may_be_complex = name == "A" or (
             complex_numbers and (name == "initial_state" or (name in "BC" and value.dim() == 2))
         )
-        if value.is_complex() and may_be_complex:
-            continue
-        if value.dtype not in ACCEPTED:
+        if value.dtype not in (ACCEPTED if not may_be_complex else (*ACCEPTED, *_COMPLEX)):
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCEPTED)
-            beside = " and, of A, complex64" if name == "A" else ""
+            beside = " and complex64" if may_be_complex else ""
             raise TypeError(f"{name} has dtype {value.dtype}; accepted are {names}{beside}")
-        if value.dtype == torch.float64 and present["u"].dtype != torch.float64:
+        if value.dtype in _WIDE and present["u"].dtype != torch.float64:
             raise TypeError(
-                f"{name} has dtype {value.dtype}, u {present['u'].dtype}; float64 does not mix with "
+                f"{name} has dtype {value.dtype}, u {present['u'].dtype}; float64 and complex128 do not mix with "
                 "narrower dtypes"
             )
 

@@ -1,18 +1,20 @@
 """``selective_scan`` in torch: dispatch, and derivatives in both modes, of any order.
 
-The first reverse-mode derivative is a kernel. Further ones, forward mode and ``torch.func`` go through plain torch,
-step by step.
+The first reverse-mode derivative is a kernel. Further ones, forward mode and ``torch.func`` are composed of
+operators that torch differentiates: see ``selective_scan_composed``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scan_registry.dispatch import policy
-from scan_registry.kernels.selective_scan import reference
+from scan_registry.ops import flops
+from scan_registry.ops import selective_scan_composed as composed
 from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.derivatives import forward_mode, has_tangents, tracing_state, unobserved
 from scan_registry.ops.registration import register
@@ -24,27 +26,31 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _required = policy.required.get
 _INPUTS = len(Arguments._fields)
 _DIFFERENTIABLE = 9
+#: C and delta_bias, whose gradients may lie beside those of B and of D.
+_SECOND_OF_PAIRS = (4, 7)
 
 
 def scan(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """The output and the final state of ``normalised`` arguments; differentiable."""
     if not _is_compiling():
         if _transforms_active() or forward_mode():
-            return plans.composed(given, options)
+            return composed.forward(given, options)
         if unobserved(*given):
-            if torch.is_grad_enabled() and _differentiated(*given.differentiable):
+            if torch.is_grad_enabled() and differentiated(*given.differentiable):
                 made = SelectiveScan.apply(*given, options, True)  # type: ignore[no-untyped-call]
             else:
                 made = plans.forward(given, options, False)
             return made[0], made[1]
+        flops.announce()
     # A trace holds for calls with and without gradients, so nothing in it may depend on which is traced.
     tracing = not _is_compiling() and tracing_state() is not None
-    training = not tracing and torch.is_grad_enabled() and _differentiated(*given.differentiable)
+    training = not tracing and torch.is_grad_enabled() and differentiated(*given.differentiable)
     out, last, _ = _op(*given, *options, training)
     return out, last
 
 
-def _differentiated(*tensors: Tensor | None) -> bool:
+def differentiated(*tensors: Tensor | None) -> bool:
+    """Whether any wants a gradient."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -75,14 +81,16 @@ class SelectiveScan(torch.autograd.Function):
         if out_grad is None:
             out_grad = torch.zeros_like(given.u)
         if _is_compiling():  # by compiled autograd, which knows of no context variables
-            found = _backward(given, checkpoints, out_grad, last_grad, ctx.options, wanted)
+            found = first_derivative(given, checkpoints, out_grad, last_grad, ctx.options, wanted)
         else:
             with policy.as_required(ctx.required):
-                found = _backward(given, checkpoints, out_grad, last_grad, ctx.options, wanted)
+                found = first_derivative(
+                    given, checkpoints, out_grad, last_grad, ctx.options, wanted
+                )
         return *found, None, None, None
 
 
-def _backward(
+def first_derivative(
     given: Arguments,
     checkpoints: Tensor,
     out_grad: Tensor,
@@ -90,20 +98,16 @@ def _backward(
     options: Options,
     wanted: tuple[bool, ...],
 ) -> plans.Gradients:
+    """The gradients that are wanted, differentiable where derivatives are recorded."""
     every = *given.differentiable, out_grad, last_grad
-    composed = (torch.is_grad_enabled() and _differentiated(*every)) or _transforms_active()
-    if composed or (not _is_compiling() and has_tangents(*every)):
+    again = (torch.is_grad_enabled() and differentiated(*every)) or _transforms_active()
+    if again or (not _is_compiling() and has_tangents(*every)):
         with torch.enable_grad():
-            return reference.backward(
-                given.differentiable,
-                options.softplus,
-                given.cu_seqlens,
-                out_grad,
-                last_grad,
-                wanted,
-            )
+            return composed.backward(given, options, out_grad, last_grad, wanted)
     if not _is_compiling() and unobserved(*given, out_grad, last_grad):
         return plans.backward(given, checkpoints, out_grad, last_grad, options, wanted)
+    if not _is_compiling():
+        flops.announce()
     found = _backward_op(*given, checkpoints, out_grad, last_grad, *options, list(wanted))
     return _present(found, given, wanted)
 
@@ -131,7 +135,7 @@ def _forward_autograd(*args: Any) -> Any:
     given = Arguments(*tensors)
     if _transforms_active() or has_tangents(*given.differentiable):
         return _forward_composed(*args)
-    if torch.is_grad_enabled() and _differentiated(*given.differentiable):
+    if torch.is_grad_enabled() and differentiated(*given.differentiable):
         return tuple(SelectiveScan.apply(*given, Options(softplus, backend), False))  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _op(*args)
@@ -140,13 +144,16 @@ def _forward_autograd(*args: Any) -> Any:
 def _forward_composed(*args: Any) -> Any:
     *tensors, softplus, backend, _ = args
     given = Arguments(*tensors)
-    made = plans.composed(given, Options(softplus, backend))
+    made = composed.forward(given, Options(softplus, backend))
     return *made, given.u.new_empty(0, dtype=torch.float32)
 
 
 def _backward_impl(*args: Any) -> Any:
     given, checkpoints, out_grad, last_grad, options, wanted = _unpacked(args)
-    found = plans.backward(given, checkpoints, out_grad, last_grad, options, wanted)
+    found = [*plans.backward(given, checkpoints, out_grad, last_grad, options, wanted)]
+    for place in _SECOND_OF_PAIRS:  # outputs of an operator share no memory
+        if (grad := found[place]) is not None:
+            found[place] = grad.clone()
     return _filled(found, given)
 
 
@@ -159,7 +166,7 @@ def _unpacked(args: Any) -> Any:
     return given, checkpoints, out_grad, last_grad, Options(softplus, backend), tuple(wanted)
 
 
-def _filled(found: plans.Gradients, given: Arguments) -> tuple[Tensor, ...]:
+def _filled(found: Sequence[Tensor | None], given: Arguments) -> tuple[Tensor, ...]:
     """Operators return tensors; an empty one stands for none."""
     return tuple(given.u.new_empty(0) if each is None else each for each in found)
 
@@ -175,8 +182,8 @@ def _backward_fake(*args: Any) -> Any:
 def _backward_autograd(*args: Any) -> Any:
     given, _, out_grad, last_grad, *_ = _unpacked(args)
     every = *given.differentiable, out_grad, last_grad
-    differentiated = torch.is_grad_enabled() and _differentiated(*every)
-    if differentiated or _transforms_active() or has_tangents(*every):
+    again = torch.is_grad_enabled() and differentiated(*every)
+    if again or _transforms_active() or has_tangents(*every):
         return _backward_composed(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return _backward_op(*args)
@@ -186,9 +193,7 @@ def _backward_composed(*args: Any) -> Any:
     """In operators that torch differentiates and transforms."""
     given, _, out_grad, last_grad, options, wanted = _unpacked(args)
     with torch.enable_grad():
-        found = reference.backward(
-            given.differentiable, options.softplus, given.cu_seqlens, out_grad, last_grad, wanted
-        )
+        found = composed.backward(given, options, out_grad, last_grad, wanted)
     return _filled(found, given)
 
 
@@ -218,3 +223,5 @@ _backward_op = register(
         "FuncTorchBatchedDecomposition": "_backward_composed",
     },
 )
+# For graphs of torch.compile, which call the operators by themselves.
+flops.announce()

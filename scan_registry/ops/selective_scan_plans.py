@@ -6,7 +6,8 @@ makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,20 +17,31 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Decision
 from scan_registry.kernels import family
 from scan_registry.kernels.selective_scan import reference
-from scan_registry.kernels.selective_scan.problem import (
-    INTERVAL,
-    STRIDED,
-    Direction,
-    Layout,
-    SelectiveScanProblem,
-)
+from scan_registry.kernels.selective_scan.problem import INTERVAL, SelectiveScanProblem
+from scan_registry.ops import selective_scan_composed as composed
 from scan_registry.ops import selective_scan_cpu
 from scan_registry.ops.launching import Run, plan_cache
-from scan_registry.ops.selective_scan_arguments import COMPILED, Arguments, Options
+from scan_registry.ops.selective_scan_arguments import Arguments, Options
+from scan_registry.ops.selective_scan_problems import (
+    addresses_of,
+    copies_groups,
+    has_kernels,
+    make_problem,
+    parts_of,
+    with_groups,
+)
 from scan_registry.runtime.loader import prepare, run_reference
 
 FAMILY_NAME = "selective_scan"
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 Gradients = tuple[Tensor | None, ...]
+
+#: What torch's own compiler allocates with, past the dispatcher, on the current device; where this torch has it.
+_EMPTY: dict[str, Any] = {
+    kind: found
+    for kind in ("cpu", "cuda")
+    if (found := getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)) is not None
+}
 
 #: What a call does to its tensors.
 Plan = Callable[..., Any]
@@ -43,88 +55,13 @@ class Outputs(NamedTuple):
     checkpoints: Tensor
 
 
-# --- Problems ---------------------------------------------------------------------------------
-
-
-def has_kernels(given: Arguments) -> bool:
-    """Whether the kernels compute it: of real numbers, with B and C that change with time."""
-    return (
-        given.u.dtype in COMPILED
-        and not given.A.is_complex()
-        and given.B.dim() == given.C.dim() == 4
-    )
+def on_gpu(tensor: Tensor) -> bool:
+    """Where kernels run."""
+    return bool(tensor.is_cuda)
 
 
 def _in_torch(given: Arguments, options: Options) -> bool:
-    return not given.u.is_cuda or options.backend == "reference" or not has_kernels(given)
-
-
-def with_groups(given: Arguments) -> Arguments:
-    """B and C of as many groups, without a copy where one of them has one."""
-    groups = max(given.B.shape[1], given.C.shape[1])
-
-    def spread(x: Tensor) -> Tensor:
-        if x.shape[1] == 1 and groups > 1:
-            return x.expand(-1, groups, -1, -1)
-        return x if x.shape[1] == groups else x.repeat_interleave(groups // x.shape[1], 1)
-
-    return given._replace(B=spread(given.B), C=spread(given.C))
-
-
-def _on_16_bytes(tensor: Tensor, along: int, addresses: int) -> bool:
-    """Whether its rows along a dimension lie without gaps and start on 16 bytes."""
-    size = tensor.element_size()
-    others = [
-        stride * size
-        for dim, stride in enumerate(tensor.stride())
-        if dim != along and tensor.shape[dim] > 1
-    ]
-    return tensor.stride(along) == 1 and not any(each % 16 for each in (addresses, *others))
-
-
-def make_problem(
-    direction: Direction,
-    given: Arguments,
-    options: Options,
-    others: Mapping[str, Tensor],
-    addresses: int,
-    parts: int = 1,
-) -> SelectiveScanProblem:
-    """What the arguments pose; ``others`` are the tensors that have strides and are no arguments.
-    ``addresses`` say how far all are aligned, up to 16 bytes."""
-    u, bounds = given.u, given.cu_seqlens
-    batch, channels, time = u.shape
-    groups = given.B.shape[1]
-    layout: Layout = "channel_last" if u.stride(1) == 1 and u.stride(2) != 1 else "time_last"
-    along, length = (2, time) if layout == "time_last" else (1, channels // groups)
-    named: dict[str, Any] = {**given._asdict(), **others}
-    sequences = [t for n, t in named.items() if n in ("u", "delta", "z", *others) and t is not None]
-    strides: list[int] = []
-    for name, dimensions in STRIDED[direction].items():
-        tensor = named.get(name)
-        strides += [0] * len(dimensions) if tensor is None else tensor.stride()
-    unit = 16 // u.element_size()
-    return SelectiveScanProblem(
-        direction=direction,
-        dtype=str(u.dtype).removeprefix("torch."),
-        layout=layout,
-        batch=batch,
-        channels=channels,
-        time=time,
-        states=given.A.shape[1],
-        groups=groups,
-        strides=tuple(strides),
-        softplus=options.softplus,
-        parts=parts,
-        sequences=0 if bounds is None else bounds.shape[0] - 1,
-        aligned=bounds is None
-        and length % unit == 0
-        and all(_on_16_bytes(each, along, addresses) for each in sequences),
-        whole=(
-            bounds is None and _on_16_bytes(given.B, 3, addresses),
-            bounds is None and _on_16_bytes(given.C, 3, addresses),
-        ),
-    )
+    return not on_gpu(given.u) or options.backend == "reference" or not has_kernels(given)
 
 
 def _prepared(problem: SelectiveScanProblem, device: torch.device, backend: Any) -> Run | Decision:
@@ -132,24 +69,8 @@ def _prepared(problem: SelectiveScanProblem, device: torch.device, backend: Any)
     return plan.decision if plan.launch is None else plan.run
 
 
-def _addresses(tensors: Sequence[Tensor | None]) -> int:
-    """How far the addresses of all tensors are aligned, as the plans' cache tells calls apart."""
-    found = 0
-    for tensor in tensors:
-        found |= 0 if tensor is None else tensor.data_ptr()
-    return found & 15
-
-
 def _dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
-
-
-def composed(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
-    """The output and the final state, in operators of torch."""
-    return reference.forward(
-        given.u, given.delta, given.A, given.B, given.C, given.D, given.z, given.delta_bias,
-        options.softplus, given.initial_state, given.cu_seqlens,
-    )  # fmt: skip
 
 
 # --- Forward ----------------------------------------------------------------------------------
@@ -162,22 +83,21 @@ def checkpoint_shape(given: Arguments) -> tuple[Any, ...]:
     return batch, time // INTERVAL + sequences, channels, given.A.shape[1]
 
 
+def state_shape(given: Arguments) -> tuple[Any, ...]:
+    """Of the states before and after."""
+    between = () if given.cu_seqlens is None else (given.cu_seqlens.shape[0] - 1,)
+    return (given.u.shape[0], *between, *given.A.shape)
+
+
 def empty_outputs(given: Arguments, options: Options, training: bool) -> Outputs:
     """Room for ``Outputs``."""
     u, A = given.u, given.A
-    between = () if given.cu_seqlens is None else (given.cu_seqlens.shape[0] - 1,)
     state = reference.state_dtype(u.dtype, A.dtype)
-    kept: tuple[Any, ...] = (0,)
-    if (
-        training
-        and u.device.type == "cuda"
-        and options.backend != "reference"
-        and has_kernels(given)
-    ):
-        kept = checkpoint_shape(given)
+    kernels = on_gpu(u) and options.backend != "reference" and has_kernels(given)
+    kept = checkpoint_shape(given) if training and kernels else (0,)
     return Outputs(
         torch.empty_like(u),
-        u.new_empty((u.shape[0], *between, *A.shape), dtype=state),
+        u.new_empty(state_shape(given), dtype=state),
         u.new_empty(kept, dtype=torch.float32),
     )
 
@@ -190,14 +110,11 @@ def forward(given: Arguments, options: Options, training: bool) -> Outputs:
 
 def _make_forward(*args: Any) -> Plan:
     *tensors, options, training = args
-    plan = _plan_forward(Arguments(*tensors), options, training, _addresses(tensors))
-    return lambda *tensors: plan(Arguments(*tensors))
+    given = Arguments(*tensors)
 
-
-def _plan_forward(given: Arguments, options: Options, training: bool, addresses: int) -> Plan:
     def by_reference(given: Arguments) -> Outputs:
         made = empty_outputs(given, options, training)
-        out, last = composed(given, options)
+        out, last = composed.forward(given, options)
         made.out.copy_(out)
         made.last.copy_(last)
         if made.checkpoints.numel():
@@ -209,41 +126,93 @@ def _plan_forward(given: Arguments, options: Options, training: bool, addresses:
         return Outputs(*made, given.u.new_empty((0,), dtype=torch.float32))
 
     if given.u.numel() == 0 or _in_torch(given, options):
-        return on_cpu if selective_scan_cpu.takes(given, options) else by_reference
-    grouped = with_groups(given)
-    out = torch.empty_like(given.u)
-    problem = make_problem("forward", grouped, options, {"out": out}, addresses)
-    found = _prepared(problem, given.u.device, options.backend)
-    if isinstance(found, Decision):
-        decision = found
-        return lambda given: run_reference(decision, lambda: by_reference(given))
-    run = found
+        plain = on_cpu if selective_scan_cpu.takes(given, options) else by_reference
+        return lambda *tensors: plain(Arguments(*tensors))
+    launch = plan_forward(given, options, training, True, addresses_of(tensors))
+    if isinstance(launch, Decision):
+        decision = launch
+        return lambda *tensors: run_reference(decision, lambda: by_reference(Arguments(*tensors)))
+    run = launch
 
-    def plan(given: Arguments) -> Outputs:
-        made = empty_outputs(given, options, training)
-        run(
-            {
-                **_tensors(with_groups(given)),
-                "out": made.out,
-                "final_state": made.last,
-                "checkpoints": made.checkpoints if training else None,
-            }
-        )
-        return made
+    def plan(*tensors: Any) -> Outputs:
+        out, last, kept = run(Arguments(*tensors))
+        return Outputs(out, last, out.new_empty(0, dtype=torch.float32) if kept is None else kept)
 
     return plan
 
 
-def _tensors(given: Arguments) -> dict[str, Tensor | None]:
-    """The kernels' pointers that are arguments."""
-    names = ("u", "delta", "B", "C", "z")
-    dense = ("A", "D", "delta_bias", "initial_state")
-    every = given._asdict()
-    return {
-        **{name: every[name] for name in names},
-        **{name: _dense(every[name]) for name in dense},
-        "offsets": given.cu_seqlens,
-    }
+def plan_forward(
+    given: Arguments, options: Options, training: bool, final: bool, addresses: int
+) -> Callable[[Arguments], tuple[Tensor, Any, Any]] | Decision:
+    """How a kernel makes the output, the final state if it is ``final`` that is asked for, and in ``training`` the
+    checkpoints; or the decision that none does."""
+    u = given.u
+    model = torch.empty_like(u)
+    problem = make_problem("forward", with_groups(given), options, {"out": model}, addresses)
+    run = _prepared(problem, u.device, options.backend)
+    if isinstance(run, Decision):
+        return run
+    launch, inputs = run, inputs_of(given)
+    new_out = maker(u.device, model.shape, u.dtype, model.stride())
+    new_state = maker(u.device, state_shape(given)) if final else _nothing
+    new_checkpoints = maker(u.device, checkpoint_shape(given)) if training else _nothing
+
+    def plan(given: Arguments) -> tuple[Tensor, Any, Any]:
+        out, last, kept = new_out(), new_state(), new_checkpoints()
+        launch({**inputs(given), "out": out, "final_state": last, "checkpoints": kept})
+        return out, last, kept
+
+    return plan
+
+
+def _nothing() -> None:
+    """Room for what is not there."""
+
+
+def maker(
+    device: torch.device,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    strides: Any = None,
+) -> Callable[[], Any]:
+    """Makes new tensors of one kind, without gaps unless strides are given, at the least cost."""
+    sizes = tuple(shape)
+    steps = torch.empty(sizes, device="meta").stride() if strides is None else tuple(strides)
+    quickly = _EMPTY.get(device.type)
+
+    def carefully() -> Tensor:
+        return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
+
+    if quickly is None:
+        return carefully
+    if device.type != "cuda":
+        return lambda: quickly(sizes, steps, dtype)
+    current, here = torch._C._cuda_getDevice, device.index
+    return lambda: quickly(sizes, steps, dtype) if current() == here else carefully()
+
+
+def inputs_of(model: Arguments) -> Callable[[Arguments], dict[str, Tensor | None]]:
+    """The kernels' pointers that are arguments, of all arguments like ``model``."""
+    spread = copies_groups(model)
+    gaps = [
+        name
+        for name in ("A", "D", "delta_bias", "initial_state")
+        if (t := getattr(model, name)) is not None and not t.is_contiguous()
+    ]
+
+    def found(given: Arguments) -> dict[str, Tensor | None]:
+        if spread:
+            given = with_groups(given)
+        u, delta, A, B, C, D, z, bias, initial, bounds = given
+        tensors = {
+            "u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": bias,
+            "initial_state": initial, "offsets": bounds,
+        }  # fmt: skip
+        for name in gaps:
+            tensors[name] = _dense(tensors[name])
+        return tensors
+
+    return found
 
 
 def _kept_by_reference(given: Arguments, options: Options) -> Tensor:
@@ -251,20 +220,6 @@ def _kept_by_reference(given: Arguments, options: Options) -> Tensor:
         given.u, given.delta, given.A, given.B, given.C, given.delta_bias, options.softplus,
         given.initial_state, given.cu_seqlens, INTERVAL,
     )  # fmt: skip
-
-
-def _parts(problem: SelectiveScanProblem, device: torch.device) -> int:
-    """Parts to cut sequences into for the backward pass: so many that its CTAs fill the GPU evenly, of which each SM has
-    three, though to cut costs a fifth more."""
-    ctas = problem.ctas_of_group * problem.groups * problem.batch * max(1, problem.sequences)
-    resident = 3 * torch.cuda.get_device_properties(device).multi_processor_count
-    most = max(1, min(8, problem.time // (4 * INTERVAL)))
-
-    def duration(parts: int) -> float:
-        waves = -(-ctas * parts // resident)
-        return waves / parts * (1.2 if parts > 1 else 1.0)
-
-    return min(range(1, most + 1), key=duration)
 
 
 # --- Backward ---------------------------------------------------------------------------------
@@ -286,116 +241,182 @@ def backward(
 
 def _make_backward(*args: Any) -> Plan:
     *tensors, options, wanted = args
-    *every, checkpoints, out_grad, _ = tensors
-    given, addresses = Arguments(*every), _addresses(tensors)
-    plan = _plan_backward(given, checkpoints, out_grad, options, wanted, addresses)
-    return lambda *tensors: plan(Arguments(*tensors[:-3]), *tensors[-3:])
+    *every, checkpoints, out_grad, final_grad = tensors
+    given, addresses = Arguments(*every), addresses_of(tensors)
 
-
-def _plan_backward(
-    given: Arguments,
-    checkpoints: Tensor,
-    out_grad: Tensor,
-    options: Options,
-    wanted: tuple[bool, ...],
-    addresses: int,
-) -> Plan:
-    def by_reference(
-        given: Arguments, checkpoints: Any, out_grad: Tensor, final_grad: Any
-    ) -> Gradients:
-        with torch.no_grad():
-            return reference.backward(
-                given.differentiable,
-                options.softplus,
-                given.cu_seqlens,
-                out_grad,
-                final_grad,
-                wanted,
-            )
+    def by_reference(*tensors: Any) -> Gradients:
+        given, (_, out_grad, final_grad) = Arguments(*tensors[:-3]), tensors[-3:]
+        # Below autograd, where the dispatcher may have come to by now, no derivatives are recorded.
+        recorded = torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False)
+        with recorded, torch.no_grad():
+            return composed.backward(given, options, out_grad, final_grad, wanted)
 
     if given.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(given, options):
         if selective_scan_cpu.takes(given, options):
-            return lambda given, _, grad, last: selective_scan_cpu.backward(
-                given, grad, last, options, wanted
+            return lambda *tensors: selective_scan_cpu.backward(
+                Arguments(*tensors[:-3]), tensors[-2], tensors[-1], options, wanted
             )
         return by_reference
-    grouped = with_groups(given)
+    launch = plan_backward(given, out_grad, final_grad, options, wanted, addresses, given)
+    if isinstance(launch, Decision):
+        decision = launch
+        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+    run = launch
+    return lambda *tensors: run(Arguments(*tensors[:-3]), *tensors[-3:])
+
+
+def plan_backward(
+    given: Arguments,
+    out_grad: Tensor,
+    final_grad: Tensor | None,
+    options: Options,
+    wanted: tuple[bool, ...],
+    addresses: int,
+    shapes: Arguments,
+) -> Callable[..., Gradients] | Decision:
+    """How kernels make the gradients that are wanted, of arguments, checkpoints, the output's gradient and the final
+    state's; or the decision that none does. Those of B and C are to be of the shape that they have in ``shapes``."""
+    device, grouped, backend = given.u.device, with_groups(given), options.backend
     others = {"grad": out_grad, "u_grad": torch.empty_like(given.u)}
-    parts = _parts(make_problem("backward", grouped, options, others, addresses), given.u.device)
-    problem = make_problem("backward", grouped, options, others, addresses, parts)
-    found = _prepared(problem, given.u.device, options.backend)
-    if isinstance(found, Decision):
-        decision = found
-        return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
-    run = found
-    hand_on: Run | None = None
-    if parts > 1:
-        before = make_problem("adjoint", grouped, options, {"grad": out_grad}, addresses, parts)
-        prepared = _prepared(before, given.u.device, options.backend)
+    whole = make_problem("backward", grouped, options, others, addresses)
+    problem = replace(whole, parts=parts_of(whole, device))
+    run = _prepared(problem, device, backend)
+    first: Run | None = None
+    if isinstance(run, Decision):
+        return run
+    if problem.parts > 1:
+        grad = {"grad": out_grad}
+        before = make_problem("adjoint", grouped, options, grad, addresses, problem.parts)
+        prepared = _prepared(before, device, backend)
         if isinstance(prepared, Decision):
-            of_part = prepared
-            return lambda *inputs: run_reference(of_part, lambda: by_reference(*inputs))
-        hand_on = prepared
-    of_state = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
-    of_projection = problem.ctas_of_group, *grouped.B.shape
+            return prepared
+        first = prepared
+    launch, inputs = run, inputs_of(given)
+    room, finish = Room(grouped, problem), _finisher(given, problem, wanted, shapes)
+    gaps = final_grad is not None and not final_grad.is_contiguous()
 
     def plan(given: Arguments, checkpoints: Tensor, out_grad: Tensor, final_grad: Any) -> Gradients:
-        def new(*shape: int) -> Tensor:
-            return out_grad.new_empty(shape, dtype=torch.float32)
-
-        u_grad, delta_grad = torch.empty_like(given.u), torch.empty_like(given.u)
-        z_grad = None if given.z is None else torch.empty_like(given.u)
-        A_grad, B_grad, C_grad = (
-            new(*of_state, problem.states),
-            new(*of_projection),
-            new(*of_projection),
-        )
-        D_grad, bias_grad = new(*of_state), new(*of_state)
-        initial = given.initial_state
-        initial_grad = None if initial is None else new(*initial.shape)
-        tensors = {**_tensors(with_groups(given)), "out_grad": out_grad}
-        if hand_on is not None:
-            tensors |= {"adjoints": new(*of_state, problem.states), "sizes": new(*of_state)}
-            hand_on(tensors)
-        run(
-            {
-                **tensors,
-                "final_grad": _dense(final_grad),
-                "checkpoints": checkpoints,
-                "u_grad": u_grad,
-                "delta_grad": delta_grad,
-                "z_grad": z_grad,
-                "A_grad": A_grad,
-                "B_grad": B_grad,
-                "C_grad": C_grad,
-                "D_grad": D_grad,
-                "bias_grad": bias_grad,
-                "initial_grad": initial_grad,
-                "carries": new(problem.carried) if problem.carried else None,
-            }
-        )
-        of_parts = (0, 1, 2)
-        makers: tuple[Callable[[], Tensor | None], ...] = (
-            lambda: u_grad,
-            lambda: delta_grad,
-            lambda: A_grad.sum(of_parts),
-            lambda: _of_groups(B_grad.sum(0), given.B),
-            lambda: _of_groups(C_grad.sum(0), given.C),
-            lambda: D_grad.sum(of_parts),
-            lambda: z_grad,
-            lambda: bias_grad.sum(of_parts),
-            lambda: initial_grad,
-        )
-        return tuple(
-            make() if want and t is not None else None
-            for make, want, t in zip(makers, wanted, given.differentiable, strict=True)
-        )
+        tensors = inputs(given)
+        tensors["out_grad"] = out_grad
+        tensors["final_grad"] = final_grad.contiguous() if gaps else final_grad
+        tensors["checkpoints"] = checkpoints
+        sums = room.put(tensors)
+        if first is not None:
+            first(tensors)
+        launch(tensors)
+        return finish(tensors, *sums)
 
     return plan
 
 
-def _of_groups(gradient: Tensor, of: Tensor) -> Tensor:
-    """Summed over the groups that share what it is the gradient of."""
-    if gradient.shape[1] != of.shape[1]:
-        gradient = gradient.unflatten(1, (of.shape[1], -1)).sum(2)
-    return gradient.to(of.dtype)
+class Room:
+    """What a backward pass writes. Partial sums of B and of C are in one tensor, and so are those of D and of the bias,
+    so that each pair is summed up at once."""
+
+    def __init__(self, given: Arguments, problem: SelectiveScanProblem) -> None:
+        u, device = given.u, given.u.device
+        model = torch.empty_like(u, device="meta")
+        of_part = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
+        vectors = (given.D is not None) + (given.delta_bias is not None)
+        self._sequence = maker(device, u.shape, u.dtype, model.stride())
+        self._A = maker(device, (*of_part, problem.states))
+        self._projections = maker(device, (2, problem.ctas_of_group, *given.B.shape))
+        self._vectors = maker(device, (vectors, *of_part)) if vectors else _nothing
+        names = ("D_grad", given.D), ("bias_grad", given.delta_bias)
+        self._names = [name for name, t in names if t is not None]
+        self._z = _nothing if given.z is None else self._sequence
+        initial = given.initial_state
+        self._initial = _nothing if initial is None else maker(device, initial.shape)
+        self._rest = {}
+        if problem.carried:
+            self._rest["carries"] = maker(device, (problem.carried,))
+        if problem.parts > 1:
+            self._rest["adjoints"] = maker(device, (*of_part, problem.states))
+            self._rest["sizes"] = maker(device, of_part)
+
+    def put(self, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Any]:
+        """Add new tensors by the names of the kernels' pointers. Returns the partial sums of B and C, and of D and the
+        bias."""
+        projections: Tensor = self._projections()
+        vectors: Any = self._vectors()
+        tensors["u_grad"], tensors["delta_grad"] = self._sequence(), self._sequence()
+        tensors["z_grad"], tensors["A_grad"] = self._z(), self._A()
+        tensors["B_grad"], tensors["C_grad"] = projections[0], projections[1]
+        for place, name in enumerate(self._names):
+            tensors[name] = vectors[place]
+        tensors["initial_grad"] = self._initial()
+        for name, new in self._rest.items():
+            tensors[name] = new()
+        return projections, vectors
+
+
+def _finisher(
+    given: Arguments, problem: SelectiveScanProblem, wanted: tuple[bool, ...], shapes: Arguments
+) -> Callable[[dict[str, Any], Tensor, Any], Gradients]:
+    """Makes the gradients that are wanted of what the kernels wrote."""
+    needed = tuple(w and t is not None for w, t in zip(wanted, given.differentiable, strict=True))
+    for_A, for_B, for_C, for_D, for_bias = (needed[i] for i in (2, 3, 4, 5, 7))
+    rows, channels, states = (
+        problem.batch * max(1, problem.sequences) * problem.parts,
+        *given.A.shape,
+    )
+    vectors = (given.D is not None) + (given.delta_bias is not None)
+    groups, shape = (given.B.shape[1], given.C.shape[1]), shapes.B.shape
+    whole = groups[0] == groups[1] == problem.groups
+    alike, of_B, of_C = whole and shape == shapes.C.shape, shapes.B.shape, shapes.C.shape
+    dtype, narrow = given.u.dtype, given.u.dtype != torch.float32
+
+    def finish(tensors: dict[str, Any], projections: Tensor, of_vectors: Any) -> Gradients:
+        A_grad = B_grad = C_grad = D_grad = bias_grad = None
+        if for_A:
+            A_grad = tensors["A_grad"].view(rows, channels, states)
+            A_grad = A_grad.sum(0) if rows > 1 else A_grad[0]
+        if for_B or for_C:
+            sums = projections[:, 0] if problem.ctas_of_group == 1 else projections.sum(1)
+            if alike:
+                sums = sums.to(dtype) if narrow else sums
+                B_grad, C_grad = sums.view(2, *shape).unbind()
+            else:
+                B_grad = _of_groups(sums[0], groups[0]).to(dtype).view(of_B)
+                C_grad = _of_groups(sums[1], groups[1]).to(dtype).view(of_C)
+        if for_D or for_bias:
+            of_vectors = of_vectors.view(vectors, rows, channels)
+            of_vectors = of_vectors.sum(1) if rows > 1 else of_vectors[:, 0]
+            D_grad, bias_grad = of_vectors[0] if for_D else None, of_vectors[-1]
+        return (
+            tensors["u_grad"] if needed[0] else None,
+            tensors["delta_grad"] if needed[1] else None,
+            A_grad,
+            B_grad if for_B else None,
+            C_grad if for_C else None,
+            D_grad,
+            tensors["z_grad"] if needed[6] else None,
+            bias_grad if for_bias else None,
+            tensors["initial_grad"] if needed[8] else None,
+        )
+
+    return finish
+
+
+def new_tensors(
+    given: Arguments, problem: SelectiveScanProblem, out_grad: Tensor
+) -> dict[str, Tensor | None]:
+    """What the kernel for a problem gets in a call that trains, by the names of its pointers."""
+    grouped = with_groups(given)
+    tensors = inputs_of(grouped)(grouped)
+    tensors["checkpoints"] = given.u.new_zeros(checkpoint_shape(given), dtype=torch.float32)
+    if problem.direction == "forward":
+        return {**tensors, "out": torch.empty_like(given.u)}
+    Room(grouped, problem).put(tensors)
+    for name in ("adjoints", "sizes"):
+        if problem.direction == "backward" and (handed_on := tensors.get(name)) is not None:
+            handed_on.zero_()
+    return {**tensors, "out_grad": out_grad}
+
+
+def _of_groups(gradient: Tensor, groups: int) -> Tensor:
+    """Summed over those that share one of fewer groups."""
+    if gradient.shape[1] == groups:
+        return gradient
+    total: Tensor = gradient.unflatten(1, (groups, -1)).sum(2)
+    return total
