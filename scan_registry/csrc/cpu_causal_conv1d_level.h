@@ -206,12 +206,12 @@ TARGET static void LEVEL(deactivate)(const float *y, float *grads, int64_t steps
 typedef struct {
     float taps[(MOST_WIDTH + 1) * LANES], history[STATE], grads[STATE];
     double sums[(MOST_WIDTH + 1) * LANES];
-} LEVEL(Carried);
+} LEVEL(BlockState);
 
 /* One piece of a block: so many steps from t on, of which ``real`` are, and the others follow the last. */
 TARGET static void LEVEL(back_piece)(const Conv *conv, const LEVEL(Part) *part, int64_t s, int64_t d,
                                      int64_t t, int64_t steps, int64_t real, const int *reach,
-                                     LEVEL(Carried) *kept, float *panel, float *grads, float *y,
+                                     LEVEL(BlockState) *kept, float *panel, float *grads, float *y,
                                      float *room) {
     const int width = (int)conv->width;
     const int64_t lanes = smaller(LANES, part->high - d), before = (int64_t)(width - 1) * LANES;
@@ -271,19 +271,19 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
     const int width = (int)conv->width, late = width - 1;
     float *const panel = take(&scratch, PANEL), *const grads = take(&scratch, PANEL);
     float *const y = take(&scratch, PANEL), *const room = take(&scratch, PANEL);
-    LEVEL(Carried) *const carried =
-        (LEVEL(Carried) *)take(&scratch, TOGETHER / LANES * (int64_t)sizeof(LEVEL(Carried)) / 4);
+    LEVEL(BlockState) *const blocks =
+        (LEVEL(BlockState) *)take(&scratch, TOGETHER / LANES * (int64_t)sizeof(LEVEL(BlockState)) / 4);
     const int32_t *seq_idx = conv->seq_idx ? conv->seq_idx + part.batch * conv->time : NULL;
     int reach[STEPS + MOST_WIDTH - 1];
-    memset(carried, 0, TOGETHER / LANES * sizeof *carried);
+    memset(blocks, 0, TOGETHER / LANES * sizeof *blocks);
     for (int64_t d = part.low; d < part.high; d += LANES)
         LEVEL(fetch_taps)(conv->weight, conv->bias, conv->weight_type, width, d,
-                          smaller(LANES, part.high - d), carried[(d - part.low) / LANES].taps);
+                          smaller(LANES, part.high - d), blocks[(d - part.low) / LANES].taps);
     for (int64_t s = 0; s < part.sequences; s++) {
         const int64_t row = conv->sequences ? s : part.batch;
         const int64_t length = conv->offsets[s + 1] - conv->offsets[s];
         for (int64_t d = part.low; d < part.high; d += LANES) {
-            LEVEL(Carried) *const kept = &carried[(d - part.low) / LANES];
+            LEVEL(BlockState) *const kept = &blocks[(d - part.low) / LANES];
             LEVEL(fetch_history)(conv, row, d, smaller(LANES, part.high - d), kept->history, room);
             memset(kept->grads, 0, sizeof kept->grads);
         }
@@ -297,12 +297,12 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
             }
             for (int64_t d = part.low; d < part.high; d += LANES)
                 LEVEL(back_piece)(conv, &part, s, d, t, steps, real, seq_idx ? reach : NULL,
-                                  &carried[(d - part.low) / LANES], panel, grads, y, room);
+                                  &blocks[(d - part.low) / LANES], panel, grads, y, room);
             memmove(reach, reach + steps, (size_t)late * sizeof *reach);
         }
     }
     for (int64_t d = part.low; d < part.high; d++) {
-        const double *sums = carried[(d - part.low) / LANES].sums + (d - part.low) % LANES;
+        const double *sums = blocks[(d - part.low) / LANES].sums + (d - part.low) % LANES;
         const int64_t at = part.batch * conv->channels + d;
         for (int j = 0; j < width; j++)
             conv->weight_sums[at * width + width - 1 - j] = (float)sums[j * LANES];
