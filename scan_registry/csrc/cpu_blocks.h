@@ -66,7 +66,8 @@ TARGET UNUSED static void LEVEL(fetch)(const View *view, int64_t t, int64_t step
     } else if (view->time == bytes && type == FLOAT32) {
         LEVEL(transpose_4)((char *)panel, VECTOR, from, (ptrdiff_t)view->channel, lanes, steps);
     } else if (view->time == bytes) {
-        const int64_t rows = view->channel == steps * bytes ? 1 : lanes; /* or one after the other */
+        /* One row, if they lie one after the other. */
+        const int64_t rows = view->channel == steps * bytes ? 1 : lanes;
         for (int64_t i = 0; i < rows; i++)
             LEVEL(widen)(type, room + i * steps, offset(from, i, view->channel),
                          steps * lanes / rows);

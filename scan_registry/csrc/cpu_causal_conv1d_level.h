@@ -1,9 +1,10 @@
 /* Everything of causal_conv1d that runs once per element, at one level of vector instructions.
  *
- * Vectors run along channels. A panel has the last W - 1 inputs of what came before, then those of some
- * steps: row W - 1 + t is x[t]. Backward, a panel of the gradients of what enters the activation is like
- * it, and row t of the inputs' gradients, which is x[t - (W - 1)], is a sum over its rows t to t + W - 1.
- * So these come W - 1 steps late, the initial state's first, and that many steps follow the last.
+ * Vectors run along channels. A panel has the last W - 1 inputs of what came before, then those of
+ * some steps: row W - 1 + t is x[t]. Backward, a panel of the gradients of what enters the
+ * activation is like it, and row t of the inputs' gradients, which is x[t - (W - 1)], is a sum over
+ * its rows t to t + W - 1. So these come W - 1 steps late, the initial state's first, and that many
+ * steps follow the last.
  */
 #include "cpu_convert.h"
 #include "cpu_math.h"
@@ -21,7 +22,8 @@ TARGET static void LEVEL(fetch_taps)(const char *weight, const char *bias, int t
     memset(taps, 0, (MOST_WIDTH + 1) * VECTOR);
     memset(rows, 0, sizeof rows);
     LEVEL(widen)(type, wide, weight + channel * width * bytes, lanes * width);
-    LEVEL(transpose_4)((char *)rows, VECTOR, (const char *)wide, (ptrdiff_t)width * 4, lanes, width);
+    LEVEL(transpose_4)((char *)rows, VECTOR, (const char *)wide, (ptrdiff_t)width * 4, lanes,
+                       width);
     for (int64_t j = 0; j < width; j++)
         LEVEL(store)(taps + j * LANES, LEVEL(load)(rows + (width - 1 - j) * LANES));
     if (bias) LEVEL(widen)(type, taps + width * LANES, bias + channel * bytes, lanes);
@@ -63,7 +65,8 @@ INLINE void LEVEL(convolve_width)(int width, const float *taps, const float *pan
     }
 }
 
-/* Inputs' gradients, and the sums of the taps' and, last, the bias's, to which only real steps add. */
+/* Inputs' gradients, and the sums of the taps' and, last, the bias's, to which only real steps
+ * add. */
 INLINE void LEVEL(back_width)(int width, const float *taps, const float *panel, const float *grads,
                               int64_t steps, int64_t real, const int *reach, float *x_grads,
                               float *sums) {
@@ -208,9 +211,11 @@ typedef struct {
     double sums[(MOST_WIDTH + 1) * LANES];
 } LEVEL(BlockState);
 
-/* One piece of a block: so many steps from t on, of which ``real`` are, and the others follow the last. */
-TARGET static void LEVEL(back_piece)(const Conv *conv, const LEVEL(Part) *part, int64_t s, int64_t d,
-                                     int64_t t, int64_t steps, int64_t real, const int *reach,
+/* One piece of a block: so many steps from t on, of which ``real`` are, and the others follow
+ * the last. */
+TARGET static void LEVEL(back_piece)(const Conv *conv, const LEVEL(Part) *part, int64_t s,
+                                     int64_t d, int64_t t, int64_t steps, int64_t real,
+                                     const int *reach,
                                      LEVEL(BlockState) *kept, float *panel, float *grads, float *y,
                                      float *room) {
     const int width = (int)conv->width;
@@ -271,8 +276,8 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
     const int width = (int)conv->width, late = width - 1;
     float *const panel = take(&scratch, PANEL), *const grads = take(&scratch, PANEL);
     float *const y = take(&scratch, PANEL), *const room = take(&scratch, PANEL);
-    LEVEL(BlockState) *const blocks =
-        (LEVEL(BlockState) *)take(&scratch, TOGETHER / LANES * (int64_t)sizeof(LEVEL(BlockState)) / 4);
+    const int64_t floats = TOGETHER / LANES * (int64_t)sizeof(LEVEL(BlockState)) / 4;
+    LEVEL(BlockState) *const blocks = (LEVEL(BlockState) *)take(&scratch, floats);
     const int32_t *seq_idx = conv->seq_idx ? conv->seq_idx + part.batch * conv->time : NULL;
     int reach[STEPS + MOST_WIDTH - 1];
     memset(blocks, 0, TOGETHER / LANES * sizeof *blocks);
@@ -310,8 +315,8 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
     }
 }
 
-/* Of one row of the batch, a block's new state: the latest of what it holds and of x, at its end, or
- * round a ring whose next input goes to first. */
+/* Of one row of the batch, a block's new state: the latest of what it holds and of x, at its
+ * end, or round a ring whose next input goes to first. */
 TARGET static void LEVEL(shift_state)(const Update *update, const View *x, const View *state,
                                       int64_t lanes, int64_t first) {
     const int64_t length = update->length, time = update->time, kept = smaller(time, length);

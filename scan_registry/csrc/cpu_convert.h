@@ -1,5 +1,5 @@
-/* Between memory and vectors, at one level of vector instructions: conversions of narrow floats, and
- * transposes. What is compiled at every level includes this first.
+/* Between memory and vectors, at one level of vector instructions: conversions of narrow floats,
+ * and transposes. What is compiled at every level includes this first.
  */
 #define INLINE TARGET UNUSED static inline __attribute__((always_inline))
 
