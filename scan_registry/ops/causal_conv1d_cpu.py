@@ -140,8 +140,8 @@ def run(
     if isinstance(problem, UpdateProblem):
         strided = of("x", "state", "y")
         given = [*strided, *of("weight", "bias", "positions", "indices")]
-        numbers = *sizes, problem.slots, problem.length, problem.silu
-        _run("causal_conv1d_update", like, given, numbers, strided)
+        of_state = problem.slots, problem.length, problem.silu
+        _run("causal_conv1d_update", like, given, (*sizes, *of_state), strided)
         return
     numbers = *sizes, problem.sequences, problem.silu
     if problem.direction == "forward":
