@@ -319,4 +319,5 @@ FAMILY = Family(
         *(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ("aligned", "generic"))),
         *_other_samples(),
     ),
+    on_cpu=True,
 )
