@@ -18,6 +18,9 @@ enum : int { THREADS = 32 * WARPS, SIZE = sizeof(Storage) };
 // Bits of the argument `flags`.
 enum : i64 { SILU = 1, WIDE_WEIGHTS = 2 };
 
+// Keeps what follows from between what happens often.
+__device__ inline bool rarely(bool x) { return __builtin_expect(x, false); }
+
 __device__ inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 __device__ inline i64 larger(i64 a, i64 b) { return a > b ? a : b; }
 

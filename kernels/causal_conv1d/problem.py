@@ -124,26 +124,32 @@ class ConvProblem:
         return not (self.sequences or self.indexed)
 
     def whole_chunks(self, elements: int) -> bool:
-        """Whether every row starts at, and consists of, whole chunks of ``elements``."""
-        row, outside = (
-            (self.time, "channel") if self.layout == "time_last" else (self.channels, "time")
-        )
+        """Whether every row starts at, and consists of, whole chunks of ``elements``. Where time is contiguous: whether
+        rows lie alike in all tensors, as to boundaries of such chunks."""
+        outside = ("batch", "channel" if self.layout == "time_last" else "time")
         sizes = {"batch": self.batch, "channel": self.channels, "time": self.time}
-        return (
-            row % elements == 0
-            and self.alignment >= elements * ITEM_SIZE[self.dtype]
-            and all(
-                sizes[dimension] == 1 or getattr(strides, dimension) % elements == 0
-                for strides in self.strides
-                for dimension in ("batch", outside)
+        if self.alignment < elements * ITEM_SIZE[self.dtype]:
+            return False
+        phases = {
+            tuple(
+                getattr(each, dimension) % elements if sizes[dimension] > 1 else 0
+                for dimension in outside
             )
-        )
+            for each in self.strides
+        }
+        if self.layout == "time_last":
+            return len(phases) == 1
+        return phases == {(0, 0)} and self.channels % elements == 0
 
     def cut(self, vector: int) -> Cut:
         """For threads that hold ``vector`` elements."""
         if self.layout == "channel_last":
             return self._cut_columns(vector)
-        chunks = ceil_div(self.time, vector)
+        # Rows that do not start at a boundary may have parts of two chunks more.
+        whole = all(
+            each.batch % vector == 0 and each.channel % vector == 0 for each in self.strides
+        )
+        chunks = ceil_div(self.time + (0 if whole else vector - 1), vector)
         rows, bits = self.batch * self.channels, _lane_bits(chunks, MOST_BITS[self.kernel])
         if vector == 1:
             bits = max(bits, _LEAST_BITS)

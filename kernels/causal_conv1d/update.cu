@@ -7,7 +7,7 @@
 // Traffic: the state twice, an element of x and of y for each step. A thread has one channel of one batch.
 #include "conv.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 causal_conv1d_update(const Storage* x, Storage* state, const void* weight, const void* bias, const int* positions,
                      const int* indices, Storage* y, i64 batches, i64 channels, i64 time, i64 width, i64 slots,
                      i64 length, i64 x_batch, i64 x_channel, i64 x_time, i64 state_slot, i64 state_channel,
