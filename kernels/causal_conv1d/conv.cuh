@@ -26,6 +26,10 @@ __device__ inline i64 larger(i64 a, i64 b) { return a > b ? a : b; }
 
 // a / b and its remainder; most are of 32 bits, which takes a fraction of the time.
 __device__ inline i64 divide(i64 a, i64 b, i64& remainder) {
+    if (b == 1) {
+        remainder = 0;
+        return a;
+    }
     if ((u64(a) | u64(b)) >> 32 == 0) {
         const unsigned quotient = unsigned(a) / unsigned(b);
         remainder = unsigned(a) - quotient * unsigned(b);

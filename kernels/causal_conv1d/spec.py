@@ -12,7 +12,6 @@ from pathlib import Path
 
 from scan_registry.kernels.causal_conv1d.problem import (
     DTYPES,
-    MOST_BITS,
     MOST_TIME,
     STRIDED,
     WARPS,
@@ -110,7 +109,6 @@ def _constants(layout: Layout, variant: Variant) -> dict[str, Static]:
     }
     if layout == "channel_last":
         defined["VECTOR"] = _vector(variant, layout)
-        defined["MOST_LANES"] = 1 << MOST_BITS[variant.kernel]
         defined["DEPTH"] = _depth(variant)
     return defined
 

@@ -13,9 +13,15 @@
 // The gradient of a state comes from the lane that has its run's first step.
 #include "time_last.cuh"
 
+// CTAs that an SM is to have room for. Fewer wait longer for each other's instructions; for more, older GPUs lack registers.
+#if __CUDA_ARCH__ >= 900
+enum : int { RESIDENT = 5 };
+#else
+enum : int { RESIDENT = 4 };
+#endif
 enum : int { KEPT = VECTOR < TAPS - 1 ? VECTOR : TAPS - 1 };  // of each lane, what others may need
 
-extern "C" __global__ void __launch_bounds__(THREADS, 5)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 causal_conv1d_time_last_backward(const Storage* x, const void* weight, const void* bias, const Storage* initial_state,
                                  const int* seq_idx, const i64* offsets, const Storage* y_grad,
                                  const Storage* final_state_grad, Storage* x_grad, Storage* initial_state_grad,

@@ -6,7 +6,7 @@
 
 enum : int { UNROLL = ALIGNED ? 2 : 4 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 7 : 1)
 causal_conv1d_time_last_forward(const Storage* x, const void* weight, const void* bias, const Storage* initial_state,
                                 const int* seq_idx, const i64* offsets, Storage* y, Storage* final_state, i64 batches,
                                 i64 channels, i64 length, i64 taps, i64 sequences, i64 x_batch, i64 x_channel,
