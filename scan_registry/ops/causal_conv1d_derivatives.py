@@ -39,7 +39,7 @@ _required = policy.required.get
 def call(tensors: tuple[Any, ...], asked: tuple[Any, ...]) -> Outputs:
     """y, and the final state if it is asked for, of the public function's arguments as they are given; differentiable."""
     key = key_of("causal_conv1d", tensors, asked)
-    known = None if key is None else plans.plan_cache.get(key)
+    known = None if key is None else plans.seen().get(key)
     if known is not None:
         options, plan = known
         if torch.is_grad_enabled() and _differentiated(*tensors[:4]):
@@ -47,7 +47,7 @@ def call(tensors: tuple[Any, ...], asked: tuple[Any, ...]) -> Outputs:
         return plan(*tensors)  # type: ignore[no-any-return]
     given, options = normalised(*tensors, *asked)
     if key is not None and taken_as_they_are(given, tensors) and not checks_values(given):
-        plans.plan_cache.keep(key, (options, plans.forward_plan(given, options)))
+        plans.seen().keep(key, (options, plans.forward_plan(given, options)))
     return convolve(given, options)
 
 
@@ -69,7 +69,7 @@ def call_update(tensors: tuple[Any, ...], asked: tuple[Any, ...]) -> Tensor:
     """y of the public function's arguments as they are given; the state is changed in place."""
     x, *others = tensors
     key = key_of("causal_conv1d_update", tensors, asked)
-    known = None if key is None else plans.plan_cache.get(key)
+    known = None if key is None else plans.seen().get(key)
     if known is not None:
         one_step, plan = known
         y: Tensor = plan(x.unsqueeze(-1), *others).squeeze(-1) if one_step else plan(*tensors)
@@ -78,7 +78,7 @@ def call_update(tensors: tuple[Any, ...], asked: tuple[Any, ...]) -> Tensor:
     given, options = update_arguments(*tensors, *asked)
     one_step = x.dim() == 2
     if key is not None and taken_as_they_are(given[1:], others):
-        plans.plan_cache.keep(key, (one_step, plans.update_plan(given, options)))
+        plans.seen().keep(key, (one_step, plans.update_plan(given, options)))
     y = update(given, options)
     return y.squeeze(-1) if one_step else y
 
@@ -147,7 +147,7 @@ class CausalConv1d(torch.autograd.Function):
 
 
 #: Without the search for transforms, which unobserved calls are not under.
-_record: Any = super(torch.autograd.Function, CausalConv1d).apply  # type: ignore[misc]
+_record: Any = super(torch.autograd.Function, CausalConv1d).apply
 
 
 def _backward(
