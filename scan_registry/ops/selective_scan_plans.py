@@ -6,6 +6,7 @@ makes them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -89,10 +90,12 @@ def state_shape(given: Arguments) -> tuple[Any, ...]:
 
 
 def empty_outputs(given: Arguments, options: Options, training: bool) -> Outputs:
-    """Room for ``Outputs``."""
+    """Room for ``Outputs``. A tensor that stands for one on a GPU, when operators are traced, is on meta here."""
     u, A = given.u, given.A
+    stood_for = getattr(u, "fake_device", None)
     state = reference.state_dtype(u.dtype, A.dtype)
-    kernels = on_gpu(u) and options.backend != "reference" and has_kernels(given)
+    there = on_gpu(u) if stood_for is None else stood_for.type == "cuda"
+    kernels = there and options.backend != "reference" and has_kernels(given)
     kept = checkpoint_shape(given) if training and kernels else (0,)
     return Outputs(
         torch.empty_like(u),
@@ -282,7 +285,8 @@ def plan_backward(
             return prepared
         first = prepared
     launch, inputs = run, inputs_of(given)
-    room, finish = Room(grouped, problem), _finisher(given, problem, wanted, shapes)
+    room = Room(grouped, problem)
+    finish = _finisher(given, problem, wanted, shapes, room)
     gaps = final_grad is not None and not final_grad.is_contiguous()
 
     def plan(given: Arguments, checkpoints: Tensor, out_grad: Tensor, final_grad: Any) -> Gradients:
@@ -294,85 +298,116 @@ def plan_backward(
         if first is not None:
             first(tensors)
         launch(tensors)
-        return finish(tensors, *sums)
+        return finish(tensors, sums)
 
     return plan
 
 
+class Address(int):
+    """Where something is within a tensor, for those who ask for no more."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
 class Room:
-    """What a backward pass writes. Partial sums of B and of C are in one tensor, and so are those of D and of the bias,
-    so that each pair is summed up at once."""
+    """What a backward pass writes: gradients, and in one tensor all partial sums, those of B beside those of C, and those
+    of D beside the bias', so that each pair is summed up at once."""
 
     def __init__(self, given: Arguments, problem: SelectiveScanProblem) -> None:
         u, device = given.u, given.u.device
         model = torch.empty_like(u, device="meta")
+        sequence, initial = maker(device, u.shape, u.dtype, model.stride()), given.initial_state
+        self._new = {
+            "u_grad": sequence,
+            "delta_grad": sequence,
+            **({} if given.z is None else {"z_grad": sequence}),
+            **({} if initial is None else {"initial_grad": maker(device, initial.shape)}),
+        }
         of_part = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
-        vectors = (given.D is not None) + (given.delta_bias is not None)
-        self._sequence = maker(device, u.shape, u.dtype, model.stride())
-        self._A = maker(device, (*of_part, problem.states))
-        self._projections = maker(device, (2, problem.ctas_of_group, *given.B.shape))
-        self._vectors = maker(device, (vectors, *of_part)) if vectors else _nothing
-        names = ("D_grad", given.D), ("bias_grad", given.delta_bias)
-        self._names = [name for name, t in names if t is not None]
-        self._z = _nothing if given.z is None else self._sequence
-        initial = given.initial_state
-        self._initial = _nothing if initial is None else maker(device, initial.shape)
-        self._rest = {}
-        if problem.carried:
-            self._rest["carries"] = maker(device, (problem.carried,))
+        of_projection = problem.ctas_of_group, *given.B.shape
+        groups: list[dict[str, tuple[int, ...]]] = [
+            {"A_grad": (*of_part, problem.states)},
+            {"B_grad": of_projection, "C_grad": of_projection},
+            {"D_grad": of_part} if given.D is not None else {},
+            {"carries": (problem.carried,)} if problem.carried else {},
+        ]
+        if given.delta_bias is not None:
+            groups[2]["bias_grad"] = of_part
         if problem.parts > 1:
-            self._rest["adjoints"] = maker(device, (*of_part, problem.states))
-            self._rest["sizes"] = maker(device, of_part)
+            groups += [{"adjoints": (*of_part, problem.states)}, {"sizes": of_part}]
+        #: Of each part of the tensor of partial sums, the first number and the shape.
+        self.places: dict[str, tuple[int, tuple[int, ...]]] = {}
+        end = 0
+        for group in groups:
+            end = -(-end // 64) * 64  # a kernel stores several numbers at once
+            for name, shape in group.items():
+                self.places[name] = end, shape
+                end += math.prod(shape)
+        self._sums = maker(device, (end,))
+        self._starts = [(name, 4 * start) for name, (start, _) in self.places.items()]
 
-    def put(self, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Any]:
-        """Add new tensors by the names of the kernels' pointers. Returns the partial sums of B and C, and of D and the
-        bias."""
-        projections: Tensor = self._projections()
-        vectors: Any = self._vectors()
-        tensors["u_grad"], tensors["delta_grad"] = self._sequence(), self._sequence()
-        tensors["z_grad"], tensors["A_grad"] = self._z(), self._A()
-        tensors["B_grad"], tensors["C_grad"] = projections[0], projections[1]
-        for place, name in enumerate(self._names):
-            tensors[name] = vectors[place]
-        tensors["initial_grad"] = self._initial()
-        for name, new in self._rest.items():
+    def put(self, tensors: dict[str, Any]) -> Tensor:
+        """Add new tensors by the names of the kernels' pointers. Returns the one of partial sums."""
+        for name, new in self._new.items():
             tensors[name] = new()
-        return projections, vectors
+        sums: Tensor = self._sums()
+        first = sums.data_ptr()
+        for name, start in self._starts:
+            tensors[name] = Address(first + start)
+        return sums
+
+    def views(self, sums: Tensor) -> dict[str, Tensor]:
+        """Its parts, as tensors."""
+        return {
+            name: sums[start : start + math.prod(shape)].view(shape)
+            for name, (start, shape) in self.places.items()
+        }
 
 
 def _finisher(
-    given: Arguments, problem: SelectiveScanProblem, wanted: tuple[bool, ...], shapes: Arguments
-) -> Callable[[dict[str, Any], Tensor, Any], Gradients]:
-    """Makes the gradients that are wanted of what the kernels wrote."""
+    given: Arguments,
+    problem: SelectiveScanProblem,
+    wanted: tuple[bool, ...],
+    shapes: Arguments,
+    room: Room,
+) -> Callable[[dict[str, Any], Tensor], Gradients]:
+    """Makes the gradients that are wanted of what the kernels wrote. Those that are sums get memory of their own, even of
+    one term, as what they are summed up of is much larger together."""
     needed = tuple(w and t is not None for w, t in zip(wanted, given.differentiable, strict=True))
     for_A, for_B, for_C, for_D, for_bias = (needed[i] for i in (2, 3, 4, 5, 7))
-    rows, channels, states = (
-        problem.batch * max(1, problem.sequences) * problem.parts,
-        *given.A.shape,
-    )
+    channels, states = given.A.shape
+    rows = problem.batch * max(1, problem.sequences) * problem.parts
     vectors = (given.D is not None) + (given.delta_bias is not None)
-    groups, shape = (given.B.shape[1], given.C.shape[1]), shapes.B.shape
-    whole = groups[0] == groups[1] == problem.groups
-    alike, of_B, of_C = whole and shape == shapes.C.shape, shapes.B.shape, shapes.C.shape
+    groups = given.B.shape[1], given.C.shape[1]
+    of_B, of_C = shapes.B.shape, shapes.C.shape
+    alike = of_B == of_C and groups == (problem.groups, problem.groups)
     dtype, narrow = given.u.dtype, given.u.dtype != torch.float32
+    # The shape, strides and beginning of each sum's terms.
+    ctas, size = problem.ctas_of_group, rows * channels
+    whole = of_B if alike else (problem.batch, problem.groups, states, problem.time)
+    each = math.prod(whole)
+    inner = torch.empty(whole, device="meta").stride()
+    of_A = (rows, channels, states), (channels * states, states, 1), room.places["A_grad"][0]
+    of_both = (2, ctas, *whole), (ctas * each, each, *inner), room.places["B_grad"][0]
+    first = "D_grad" if given.D is not None else "bias_grad"
+    of_vectors = (vectors, rows, channels), (size, channels, 1), room.places.get(first, (0,))[0]
 
-    def finish(tensors: dict[str, Any], projections: Tensor, of_vectors: Any) -> Gradients:
+    def finish(tensors: dict[str, Any], sums: Tensor) -> Gradients:
         A_grad = B_grad = C_grad = D_grad = bias_grad = None
         if for_A:
-            A_grad = tensors["A_grad"].view(rows, channels, states)
-            A_grad = A_grad.sum(0) if rows > 1 else A_grad[0]
+            A_grad = sums.as_strided(*of_A).sum(0)
         if for_B or for_C:
-            sums = projections[:, 0] if problem.ctas_of_group == 1 else projections.sum(1)
+            both = sums.as_strided(*of_both)
+            both = both[:, 0] if ctas == 1 and narrow else both.sum(1)
             if alike:
-                sums = sums.to(dtype) if narrow else sums
-                B_grad, C_grad = sums.view(2, *shape).unbind()
+                B_grad, C_grad = (both.to(dtype) if narrow else both).unbind()
             else:
-                B_grad = _of_groups(sums[0], groups[0]).to(dtype).view(of_B)
-                C_grad = _of_groups(sums[1], groups[1]).to(dtype).view(of_C)
+                B_grad = _of_groups(both[0], groups[0]).to(dtype).view(of_B)
+                C_grad = _of_groups(both[1], groups[1]).to(dtype).view(of_C)
         if for_D or for_bias:
-            of_vectors = of_vectors.view(vectors, rows, channels)
-            of_vectors = of_vectors.sum(1) if rows > 1 else of_vectors[:, 0]
-            D_grad, bias_grad = of_vectors[0] if for_D else None, of_vectors[-1]
+            found = sums.as_strided(*of_vectors).sum(1).unbind()
+            D_grad, bias_grad = found[0] if for_D else None, found[-1]
         return (
             tensors["u_grad"] if needed[0] else None,
             tensors["delta_grad"] if needed[1] else None,
@@ -397,11 +432,9 @@ def new_tensors(
     tensors["checkpoints"] = given.u.new_zeros(checkpoint_shape(given), dtype=torch.float32)
     if problem.direction == "forward":
         return {**tensors, "out": torch.empty_like(given.u)}
-    Room(grouped, problem).put(tensors)
-    for name in ("adjoints", "sizes"):
-        if problem.direction == "backward" and (handed_on := tensors.get(name)) is not None:
-            handed_on.zero_()
-    return {**tensors, "out_grad": out_grad}
+    room = Room(grouped, problem)
+    parts = room.views(room.put(tensors).zero_())
+    return {**tensors, **parts, "out_grad": out_grad}
 
 
 def _of_groups(gradient: Tensor, groups: int) -> Tensor:
