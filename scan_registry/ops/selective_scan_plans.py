@@ -390,6 +390,7 @@ def _finisher(
     inner = torch.empty(whole, device="meta").stride()
     of_A = (rows, channels, states), (channels * states, states, 1), room.places["A_grad"][0]
     of_both = (2, ctas, *whole), (ctas * each, each, *inner), room.places["B_grad"][0]
+    new_both = maker(given.u.device, (2, *whole), dtype)
     first = "D_grad" if given.D is not None else "bias_grad"
     of_vectors = (vectors, rows, channels), (size, channels, 1), room.places.get(first, (0,))[0]
 
@@ -401,7 +402,7 @@ def _finisher(
             both = sums.as_strided(*of_both)
             both = both[:, 0] if ctas == 1 and narrow else both.sum(1)
             if alike:
-                B_grad, C_grad = (both.to(dtype) if narrow else both).unbind()
+                B_grad, C_grad = (new_both().copy_(both) if narrow else both).unbind()
             else:
                 B_grad = _of_groups(both[0], groups[0]).to(dtype).view(of_B)
                 C_grad = _of_groups(both[1], groups[1]).to(dtype).view(of_C)
