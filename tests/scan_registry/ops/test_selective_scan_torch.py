@@ -290,3 +290,18 @@ def test_checkpointing_of_activations() -> None:
     value = checkpoint(total(run), *leaves, use_reentrant=False)
     found = torch.autograd.grad(value, leaves)
     torch.testing.assert_close(found, torch.autograd.grad(total(right)(*leaves), leaves))
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["", "training"])
+def test_what_is_kept_of_a_trace_for_a_gpu(training: bool) -> None:
+    """Kernels leave a state before every 32 steps; plain torch leaves none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        for device, kept in (("cuda", (2, 3, 4, 3) if training else (0,)), ("cpu", (0,))):
+            u = torch.empty(2, 4, 70, device=device)
+            A, B = torch.empty(4, 3, device=device), torch.empty(2, 1, 3, 70, device=device)
+            inputs = u, u, A, B, B, None, None, None, None, None
+            made = torch.ops.scan_registry.selective_scan(*inputs, True, "auto", training)
+            assert [x.device.type for x in made] == [device] * 3
+            assert made[2].shape == kept
