@@ -133,6 +133,17 @@ def test_one_graph_of_other_forms() -> None:
     torch.testing.assert_close(compiled(u, A, B, bounds), of(u, A, B, bounds))
 
 
+def test_compiled_autograd_without_a_break() -> None:
+    from torch._dynamo import compiled_autograd
+
+    given = [t.requires_grad_() for t in drawn().values()]
+    expected = torch.autograd.grad(total(run)(*given), given)
+    value = total(run)(*given)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):  # type: ignore[no-untyped-call]
+        value.backward()
+    torch.testing.assert_close([t.grad for t in given], [*expected])
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("training", [False, True], ids=["", "training"])
 def test_the_operator_is_as_torch_wants_it(packed: bool, training: bool) -> None:
