@@ -90,7 +90,7 @@ def state_shape(given: Arguments) -> tuple[Any, ...]:
 
 
 def empty_outputs(given: Arguments, options: Options, training: bool) -> Outputs:
-    """Room for ``Outputs``. A tensor that stands for one on a GPU, when operators are traced, is on meta here."""
+    """New ``Outputs``, not yet computed. A tensor that stands for one on a GPU, when operators are traced, is on meta here."""
     u, A = given.u, given.A
     stood_for = getattr(u, "fake_device", None)
     state = reference.state_dtype(u.dtype, A.dtype)
@@ -163,7 +163,7 @@ def plan_forward(
 
 
 def _nothing() -> None:
-    """Room for what is not there."""
+    """What is not there."""
 
 
 def maker(
@@ -285,8 +285,8 @@ def plan_backward(
             return prepared
         first = prepared
     launch, inputs = run, inputs_of(given)
-    room = Room(grouped, problem)
-    finish = _finisher(given, problem, wanted, shapes, room)
+    buffers = GradientBuffers(grouped, problem)
+    finish = _finisher(given, problem, wanted, shapes, buffers)
     gaps = final_grad is not None and not final_grad.is_contiguous()
 
     def plan(given: Arguments, checkpoints: Tensor, out_grad: Tensor, final_grad: Any) -> Gradients:
@@ -294,7 +294,7 @@ def plan_backward(
         tensors["out_grad"] = out_grad
         tensors["final_grad"] = final_grad.contiguous() if gaps else final_grad
         tensors["checkpoints"] = checkpoints
-        sums = room.put(tensors)
+        sums = buffers.put(tensors)
         if first is not None:
             first(tensors)
         launch(tensors)
@@ -310,7 +310,7 @@ class Address(int):
         return self
 
 
-class Room:
+class GradientBuffers:
     """What a backward pass writes: gradients, and in one tensor all partial sums, those of B beside those of C, and those
     of D beside the bias', so that each pair is summed up at once."""
 
@@ -370,7 +370,7 @@ def _finisher(
     problem: SelectiveScanProblem,
     wanted: tuple[bool, ...],
     shapes: Arguments,
-    room: Room,
+    buffers: GradientBuffers,
 ) -> Callable[[dict[str, Any], Tensor], Gradients]:
     """Makes the gradients that are wanted of what the kernels wrote. Those that are sums get memory of their own, even of
     one term, as what they are summed up of is much larger together."""
@@ -388,11 +388,11 @@ def _finisher(
     whole = of_B if alike else (problem.batch, problem.groups, states, problem.time)
     each = math.prod(whole)
     inner = torch.empty(whole, device="meta").stride()
-    of_A = (rows, channels, states), (channels * states, states, 1), room.places["A_grad"][0]
-    of_both = (2, ctas, *whole), (ctas * each, each, *inner), room.places["B_grad"][0]
+    of_A = (rows, channels, states), (channels * states, states, 1), buffers.places["A_grad"][0]
+    of_both = (2, ctas, *whole), (ctas * each, each, *inner), buffers.places["B_grad"][0]
     new_both = maker(given.u.device, (2, *whole), dtype)
     first = "D_grad" if given.D is not None else "bias_grad"
-    of_vectors = (vectors, rows, channels), (size, channels, 1), room.places.get(first, (0,))[0]
+    of_vectors = (vectors, rows, channels), (size, channels, 1), buffers.places.get(first, (0,))[0]
 
     def finish(tensors: dict[str, Any], sums: Tensor) -> Gradients:
         A_grad = B_grad = C_grad = D_grad = bias_grad = None
@@ -433,8 +433,8 @@ def new_tensors(
     tensors["checkpoints"] = given.u.new_zeros(checkpoint_shape(given), dtype=torch.float32)
     if problem.direction == "forward":
         return {**tensors, "out": torch.empty_like(given.u)}
-    room = Room(grouped, problem)
-    parts = room.views(room.put(tensors).zero_())
+    buffers = GradientBuffers(grouped, problem)
+    parts = buffers.views(buffers.put(tensors).zero_())
     return {**tensors, **parts, "out_grad": out_grad}
 
 
