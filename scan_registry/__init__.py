@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from scan_registry.dispatch.select import NoKernelError
     from scan_registry.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
     from scan_registry.ops.linear_scan import linear_scan
+    from scan_registry.ops.linear_scan_step import linear_scan_step
+    from scan_registry.ops.linear_scan_summary import linear_scan_summary
     from scan_registry.ops.rnn import rnn
     from scan_registry.ops.selective_scan import selective_scan
+    from scan_registry.ops.selective_state_update import selective_state_update
     from scan_registry.ops.step_buffers import rnn_buffers
 
     __version__: str
@@ -34,12 +37,15 @@ __all__ = [
     "compat",
     "explain",
     "linear_scan",
+    "linear_scan_step",
+    "linear_scan_summary",
     "nn",
     "ops",
     "require",
     "rnn",
     "rnn_buffers",
     "selective_scan",
+    "selective_state_update",
 ]
 
 _HOMES = {
@@ -52,12 +58,15 @@ _HOMES = {
     "compat": None,
     "explain": "scan_registry.diagnostics.explanation",
     "linear_scan": "scan_registry.ops.linear_scan",
+    "linear_scan_summary": "scan_registry.ops.linear_scan_summary",
+    "linear_scan_step": "scan_registry.ops.linear_scan_step",
     "nn": None,
     "ops": None,
     "require": "scan_registry.dispatch.policy",
     "rnn": "scan_registry.ops.rnn",
     "rnn_buffers": "scan_registry.ops.step_buffers",
     "selective_scan": "scan_registry.ops.selective_scan",
+    "selective_state_update": "scan_registry.ops.selective_state_update",
 }
 
 __getattr__, __dir__ = lazy.names(globals(), _HOMES)

@@ -3,9 +3,9 @@
     python tools/train_chars.py [--device cpu] [--steps N] [--json FILE] [--plot FILE]
     python tools/train_chars.py --from FILE --plot FILE
 
-Two layers of an LSTM, by torch.nn and by ``scan_registry.nn``; then of an sLSTM of several heads, which
-torch.nn has not: there it is written out below in torch's operators, step by step, and torch differentiates
-it. Each pair starts from the same parameters, in float32, and sees the same batches: pieces of the sources
+Two layers of an LSTM, by torch.nn and by ``scan_registry.nn``; then of an sLSTM of several heads and of Mamba,
+which torch.nn has not: they are written out below in torch's operators, step by step, and torch differentiates
+them. Each pair starts from the same parameters, in float32, and sees the same batches: pieces of the sources
 of Python's standard library. Their losses have to agree. A picture needs matplotlib; of a run before, whose
 numbers ``--json`` wrote, it needs no GPU.
 """
@@ -29,7 +29,7 @@ from records import write_records
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear, logsigmoid
+from torch.nn.functional import conv1d, cross_entropy, linear, logsigmoid, silu, softplus
 
 from scan_registry import __version__, nn
 
@@ -92,6 +92,46 @@ class PlainSLSTM(nn.SLSTM):
         return torch.stack(every).permute(2, 0, 1, 3).reshape(batch, time, heads * dim)
 
 
+class PlainMamba(nn.Mamba):
+    """The same parameters and the same function in torch's operators."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """(B, T, d_model) to the same shape, from states of zero."""
+        x, z = self.in_proj(hidden_states).mT.chunk(2, 1)
+        x = conv1d(
+            *(x, self.conv1d.weight, self.conv1d.bias),
+            padding=self.d_conv - 1,
+            groups=self.d_inner,
+        )
+        x = silu(x[..., : hidden_states.shape[1]]).mT
+        steps, b, c = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], -1)
+        sizes, a = softplus(self.dt_proj(steps)), -self.A_log.exp()
+        h = x.new_zeros(len(x), self.d_inner, self.d_state)
+        every = []
+        for sizes_now, u, b_now, c_now in zip(
+            *(t.unbind(1) for t in (sizes, x, b, c)), strict=True
+        ):
+            size = sizes_now.unsqueeze(-1)
+            h = torch.exp(size * a) * h + size * b_now.unsqueeze(1) * u.unsqueeze(-1)
+            every.append((h @ c_now.unsqueeze(-1)).squeeze(-1) + self.D * u)
+        result: Tensor = self.out_proj(torch.stack(every, 1) * silu(z.mT))
+        return result
+
+
+class Blocks(torch.nn.Module):
+    """Layers of Mamba, each with a norm before it and its input added; called as a recurrent network is."""
+
+    def __init__(self, kind: type[nn.Mamba]) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(WIDTH) for _ in range(LAYERS))
+        self.layers = torch.nn.ModuleList(kind(WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x, None
+
+
 @dataclass(frozen=True)
 class Run:
     """The losses of each step, and the median ms of a step after the warm-up."""
@@ -129,6 +169,7 @@ def pairs() -> Iterator[tuple[str, dict[str, Any]]]:
             "scan_registry.nn": nn.SLSTM(**size, num_heads=HEADS),
         },
     )
+    yield "Mamba", {"plain torch": Blocks(PlainMamba), "scan_registry.nn": Blocks(nn.Mamba)}
 
 
 def train(

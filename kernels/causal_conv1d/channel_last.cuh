@@ -1,159 +1,158 @@
 // Channels contiguous: what the forward and the backward kernel share.
 //
-// The build pins VECTOR and DEPTH. 2^lane_bits lanes of a warp, a group, hold VECTOR channels each, side by side, and go through
-// `steps` steps of time:
+// The build pins VECTOR, DEPTH and MOST_LANES. 2^lane_bits lanes, a group, hold VECTOR channels each, side by side, and go
+// through `steps` steps of time:
 //
 //                    channels ->   lanes × VECTOR
 //      time   group 0              | steps rows, one after the other |
 //       |     group 1              | steps rows                      |
 //       v     …                    a CTA has THREADS / lanes groups of the same channels
 //
-// The last inputs of a channel stay in registers, so a row is read once, but for the rows before a group's first: those
-// another group has read, too. DEPTH rows of a tensor are under way at any time.
-//
-// A lane's channels are VECTOR neighbours where rows consist of whole chunks on their boundaries, as always where ALIGNED.
-// Otherwise they are `lanes` apart, so that the lanes together still read neighbours.
+// The last inputs of a channel stay in registers, so a row is read once, but for the rows around a group's: those another
+// group has read, too. DEPTH rows of a tensor are under way at any time. ALIGNED kernels have whole chunks of VECTOR
+// elements on their boundaries; the others have one channel a lane.
 #pragma once
 #include "conv.cuh"
 
 // Loops over time are unrolled where that lets registers change their names in place of their contents.
-enum : int { UNROLLED = ALIGNED ? 8 : 1 };
+enum : int { UNROLLED = ALIGNED ? DEPTH : 1 };
 
 // What this thread's group has.
 struct Tile {
-    i64 batch, piece;     // of batches * pieces, a piece being what a CTA has of time
-    i64 channel, stride;  // its first, and what is between two of them
-    i64 channels;
-    i64 first, end;       // its steps
-    int lanes, slot;      // the group's number in the CTA
-    bool chunks;
+    i64 batch, piece;       // of batches * pieces, a piece being what a CTA has of time
+    i64 channel;            // its first
+    int first, end;         // its steps
+    int lane, lanes, slot;  // slot: the group's number in the CTA
+    bool any;               // whether there is a step
 
-    __device__ Tile(i64 channels, i64 time, i64 lane_bits, i64 steps, i64 pieces, i64 flags)
-        : channels(channels), lanes(1 << lane_bits), slot(threadIdx.x >> lane_bits) {
+    __device__ Tile(i64 channels, i64 time, i64 lane_bits, i64 steps, i64 pieces)
+        : lane(threadIdx.x & ((1 << lane_bits) - 1)), lanes(1 << lane_bits), slot(threadIdx.x >> lane_bits) {
         const i64 across = (channels + lanes * VECTOR - 1) / (lanes * VECTOR);
         i64 column;
         const i64 rest = divide(blockIdx.x, across, column);
         batch = divide(rest, pieces, piece);
-        chunks = ALIGNED || (flags & WHOLE_CHUNKS);
-        const int lane = threadIdx.x & (lanes - 1);
-        stride = chunks ? 1 : lanes;
-        channel = column * lanes * VECTOR + (chunks ? lane * VECTOR : lane);
-        first = smaller((piece * (THREADS >> lane_bits) + slot) * steps, time);
-        end = smaller(first + steps, time);
+        channel = (column * lanes + lane) * VECTOR;
+        first = int(smaller((piece * (THREADS >> lane_bits) + slot) * steps, time));
+        end = channel < channels ? int(smaller(first + steps, time)) : first;
+        any = first < end;
     }
-    __device__ i64 at(int v) const { return channel + v * stride; }
-    __device__ bool has(int v) const { return at(v) < channels; }
-    __device__ bool any() const { return first < end && channel < channels; }
+};
 
-    // This thread's channels of a row that starts at `row`; zeros where it is not `wanted` or has none.
-    __device__ Chunk<Element, VECTOR> load(const Storage* row, bool wanted) const {
-        Chunk<Element, VECTOR> chunk;
-#pragma unroll
-        for (int w = 0; w < chunk.WORDS; w++) chunk.word[w] = 0;
-        if (!wanted) return chunk;
-        if (chunks) {
-            if (channel < channels) chunk = get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(row + channel));
-        } else if constexpr (!ALIGNED) {
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++)
-                if (has(v)) chunk.put(v, row[at(v)]);
-        }
-        return chunk;
+using Row = Chunk<Element, VECTOR>;
+
+__device__ inline Row load_row(const Storage* from) {
+    if constexpr (ALIGNED) return get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(from));
+    Row row;
+    row.word[0] = *from;
+    return row;
+}
+__device__ inline void store_row(Storage* to, const float (&x)[VECTOR]) {
+    if constexpr (ALIGNED) {
+        Row row;
+        row.set(x);
+        store_global(to, words_of(row));
+    } else {
+        *to = Element::narrow(x[0]);
     }
-    __device__ void store(Storage* row, const float (&x)[VECTOR]) const {
-        Chunk<Element, VECTOR> chunk;
-        chunk.set(x);
-        if (chunks) {
-            if (channel < channels) store_global(row + channel, words_of(chunk));
-        } else if constexpr (!ALIGNED) {
+}
+
+// The filters of a thread's channels.
+struct Filters {
+    Filter of[VECTOR];
+
+    // All threads of the CTA come here. Its groups have the same channels, whose weights are read side by side, once.
+    __device__ Filters(const Tile& tile, const void* weight, const void* bias, i64 channels, int width, i64 flags) {
+        struct alignas(16) Weights {
+            float of[TAPS + 1][MOST_LANES * VECTOR];  // the biases last
+        };
+        __shared__ Weights shared;
+        const bool wide = flags & WIDE_WEIGHTS;
+        const i64 first = tile.channel - tile.lane * VECTOR, size = wide ? sizeof(float) : sizeof(Storage);
+        const int count = int(smaller(channels - first, tile.lanes * VECTOR));
+        const char* const weights = static_cast<const char*>(weight) + first * width * size;
+        const char* const biases = static_cast<const char*>(bias) + first * size;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < count * width; i += THREADS)
+            shared.of[width - 1 - i % width][i / width] = read_weight(weights, i, wide);
+#pragma unroll 2
+        for (int i = threadIdx.x; i < count; i += THREADS) shared.of[TAPS][i] = bias ? read_weight(biases, i, wide) : 0.f;
+        __syncthreads();
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++)
-                if (has(v)) row[at(v)] = chunk.bits(v);
+        for (int v = 0; v < VECTOR; v++) {
+            const int c = tile.lane * VECTOR + v;
+#pragma unroll
+            for (int j = 0; j < TAPS; j++) of[v].tap[j] = j < width ? shared.of[j][c] : 0.f;
+            of[v].bias = shared.of[TAPS][c];
         }
     }
 };
 
-// The filters of a thread's channels, and the inputs up to the current step.
-struct Channels {
-    float tap[TAPS][VECTOR], bias[VECTOR];
-    float x[TAPS][VECTOR];  // x[j] is j steps back
+// x[j] is the input j steps back.
+struct Window {
+    float x[TAPS][VECTOR];
 
-    __device__ void load(const Tile& tile, const void* weight, const void* biases, i64 width, i64 flags) {
-        Filter filter;
+    __device__ void set(int j, const Row& row) {
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) {
-            if (tile.has(v)) {
-                filter.load(weight, biases, tile.at(v), width, flags);
-            } else {
-#pragma unroll
-                for (int j = 0; j < TAPS; j++) filter.tap[j] = 0;
-                filter.bias = 0;
-            }
-#pragma unroll
-            for (int j = 0; j < TAPS; j++) tap[j][v] = filter.tap[j];
-            bias[v] = filter.bias;
-        }
+        for (int v = 0; v < VECTOR; v++) x[j][v] = row.get(v);
     }
-
-    // Begin a run after what its state holds; `states` is the batch's or the sequence's first line, or null.
-    __device__ void begin(const Tile& tile, const Storage* states, i64 width) {
+    // Makes of the rows around a run's begin what the run has there: zeros, or the inputs of its state, of which `states` is
+    // the line of the thread's first channel.
+    __device__ void enter(const Place& place, const Storage* states, int width) {
 #pragma unroll
-        for (int j = 0; j < TAPS; j++)
+        for (int j = 1; j < TAPS; j++)
+            if (j > place.before) {
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) {
-                x[j][v] = 0;
-                if (states && j < width - 1 && tile.has(v))
-                    x[j][v] = Element::widen(states[tile.at(v) * (width - 1) + width - 2 - j]);
+                for (int v = 0; v < VECTOR; v++) {
+                    x[j][v] = 0;
+                    if (states && j < width) x[j][v] = Element::widen(states[(v + 1) * (width - 1) + place.before - j]);
+                }
             }
-    }
-    __device__ void push(const Chunk<Element, VECTOR>& chunk) {
-#pragma unroll
-        for (int j = TAPS - 1; j > 0; j--)
-#pragma unroll
-            for (int v = 0; v < VECTOR; v++) x[j][v] = x[j - 1][v];
-#pragma unroll
-        for (int v = 0; v < VECTOR; v++) x[0][v] = chunk.get(v);
     }
     // Before the activation.
-    __device__ void convolve(float (&sum)[VECTOR], i64 width) const {
+    __device__ void convolve(float (&sum)[VECTOR], const Filters& filters, int width) const {
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) sum[v] = bias[v];
+        for (int v = 0; v < VECTOR; v++) sum[v] = filters.of[v].bias;
 #pragma unroll
         for (int j = 0; j < TAPS; j++)
             if (j < width) {
 #pragma unroll
-                for (int v = 0; v < VECTOR; v++) sum[v] = __fmaf_rn(tap[j][v], x[j][v], sum[v]);
+                for (int v = 0; v < VECTOR; v++) sum[v] = __fmaf_rn(filters.of[v].tap[j], x[j][v], sum[v]);
             }
     }
 };
 
-// The states that belong to a run: one line of width - 1 for each channel. Null if it has none.
-template <class T>
-__device__ T* states_of(T* states, i64 number, i64 channels, i64 width) {
-    return states && number >= 0 ? states + number * channels * (width - 1) : nullptr;
-}
-
-// Rows of a tensor, DEPTH of them under way.
+// The thread's elements of rows that follow each other, forwards or backwards in time, DEPTH of them under way; zeros after
+// `left` rows.
 struct Stream {
-    const Storage* next;  // the row that is loaded next
-    i64 to_next, left;    // and how many there are from it on
-    Chunk<Element, VECTOR> ring[DEPTH];
+    const Storage* next;
+    i64 by;  // to the row after
+    int left;
+    Row ring[DEPTH];
 
-    __device__ Stream(const Tile& tile, const Storage* batch, i64 by_time, i64 first, i64 end)
-        : next(batch + first * by_time), to_next(by_time), left(end - first) {
+    __device__ Stream(const Storage* first, i64 by, int left) : next(first), by(by), left(left) {
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++) ring[i] = fetch(tile);
+        for (int i = 0; i < DEPTH; i++) ring[i] = fetch();
     }
-    __device__ Chunk<Element, VECTOR> fetch(const Tile& tile) {
-        const Chunk<Element, VECTOR> chunk = tile.load(next, left > 0);
-        next += to_next, left--;
-        return chunk;
+    __device__ Row fetch() {
+        Row row;
+        row.fill(0);
+        if (left > 0) row = load_row(next);
+        next += by, left--;
+        return row;
     }
-    __device__ Chunk<Element, VECTOR> pop(const Tile& tile) {
-        const Chunk<Element, VECTOR> chunk = ring[0];
+    __device__ Row pop() {
+        const Row row = ring[0];
 #pragma unroll
         for (int i = 0; i + 1 < DEPTH; i++) ring[i] = ring[i + 1];
-        ring[DEPTH - 1] = fetch(tile);
-        return chunk;
+        ring[DEPTH - 1] = fetch();
+        return row;
     }
 };
+
+// Of a row that may be before the first step.
+__device__ inline Row row_at(const Storage* step_zero, i64 by_time, int t) {
+    Row row;
+    row.fill(0);
+    if (t >= 0) row = load_row(step_zero + t * by_time);
+    return row;
+}

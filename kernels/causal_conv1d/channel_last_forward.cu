@@ -7,62 +7,63 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 causal_conv1d_channel_last_forward(const Storage* x, const void* weight, const void* bias,
                                    const Storage* initial_state, const int* seq_idx, const i64* offsets, Storage* y,
-                                   Storage* final_state, i64 batches, i64 channels, i64 time, i64 width,
+                                   Storage* final_state, i64 batches, i64 channels, i64 length, i64 taps,
                                    i64 sequences, i64 x_batch, i64 x_channel, i64 x_time, i64 y_batch, i64 y_channel,
                                    i64 y_time, i64 lane_bits, i64 steps, i64 pieces, i64 flags) {
-    const Tile tile(channels, time, lane_bits, steps, pieces, flags);
-    if (!tile.any()) return;
-    const Storage* const rows = x + tile.batch * x_batch;
-    const Runs runs{seq_idx ? seq_idx + tile.batch * time : nullptr, offsets, sequences, time};
-    const i64 earliest = larger(tile.first - (TAPS - 1), 0);
-    Stream stream(tile, rows, x_time, earliest, tile.end);
+    const Tile tile(channels, length, lane_bits, steps, pieces);
+    const int width = int(taps), slots = width - 1;
+    const Runs runs(seq_idx, offsets, sequences, length, taps, tile.batch);
+    const Lines lines{channels, tile.channel, slots};
+    const Storage* const in = x + tile.batch * x_batch + tile.channel;
+    Storage* out = y + tile.batch * y_batch + tile.first * y_time + tile.channel;
 
-    Channels own;
-    own.load(tile, weight, bias, width, flags);
-    Run run;
-    const bool starts = run.enter(runs, earliest);
-    own.begin(tile, starts ? states_of(initial_state, state_before(runs, run, tile.batch), channels, width) : nullptr,
-              width);
-
-    const auto finish = [&](i64 end) {
-        if (!final_state) return;
-        const i64 number = state_after(runs, run, tile.batch, end), before = state_before(runs, run, tile.batch);
-        if (number < 0) return;
-        Storage* const after = states_of(final_state, number, channels, width);
-        const Storage* const entering = states_of(initial_state, before, channels, width);
-#pragma unroll 1
-        for (int v = 0; v < VECTOR; v++) {
-            const i64 line = tile.at(v) * (width - 1);
-            if (tile.has(v))
-                write_final(after + line, entering ? entering + line : nullptr, rows + tile.at(v), x_time, run.begin,
-                            end, width);
-        }
-    };
-
-    i64 t = earliest;
-    const auto enter = [&] {
-        if constexpr (!ALIGNED) {
-            if (runs.several() && t > earliest && run.advance(runs, t))
-                own.begin(tile, states_of(initial_state, state_before(runs, run, tile.batch), channels, width), width);
-        }
-        own.push(stream.pop(tile));
-    };
-#pragma unroll 1
-    for (; t < tile.first; t++) enter();
-
-    Storage* out = y + tile.batch * y_batch + t * y_time;
-#pragma unroll(UNROLLED)
-    for (; t < tile.end; t++, out += y_time) {
-        enter();
-        float sum[VECTOR];
-        own.convolve(sum, width);
-        const bool padding = runs.is_padding(t);
+    Window window;
+    Stream stream(in + tile.first * x_time, x_time, tile.end - tile.first);
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) sum[v] = padding ? 0.f : activated(sum[v], flags);
-        tile.store(out, sum);
-        if constexpr (!ALIGNED) {
-            if (runs.varlen() && (t + 1 == time || t + 1 == offsets[run.number + 1])) finish(t + 1);
+    for (int j = 1; j < TAPS; j++) window.set(j - 1, row_at(in, x_time, tile.any ? tile.first - j : -1));
+    const Filters filters(tile, weight, bias, channels, width, flags);
+    if (!tile.any) return;
+
+    int t = tile.first, number = runs.number(t);
+    const auto step = [&](bool near_an_end) {
+#pragma unroll
+        for (int j = TAPS - 1; j > 0; j--)
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) window.x[j][v] = window.x[j - 1][v];
+        window.set(0, stream.pop());
+        Window shown = window;
+        Place place{t, 0, -1, -1, false};
+        if (near_an_end) {
+            place = runs.at(t, number);
+            if (place.before < slots)
+                shown.enter(place, lines.of(initial_state, place.entering), width);
         }
+        float sum[VECTOR];
+        shown.convolve(sum, filters, width);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) sum[v] = place.padding ? 0.f : activated(sum[v], flags);
+        store_row(out, sum);
+        out += y_time, t++;
+        if (near_an_end) {
+            if (place.ahead) return;
+            Storage* const after = lines.of(final_state, place.leaving);
+            if (!after) return;
+#pragma unroll
+            for (int j = 0; j < TAPS - 1; j++)
+#pragma unroll
+                for (int v = 0; v < VECTOR; v++)
+                    if (j < slots) after[(v + 1) * slots - 1 - j] = Element::narrow(shown.x[j][v]);
+        }
+    };
+    // Inner steps are a loop of their own where runs have two ends in all.
+    const int inner = int(smaller(tile.end, runs.time - 1));
+#pragma unroll 1
+    while (t < tile.end) {
+        if (ALIGNED && t >= TAPS - 1) {
+#pragma unroll(UNROLLED)
+            for (int n = inner - t; n > 0; n--) step(false);
+            if (t == tile.end) break;
+        }
+        step(true);
     }
-    if (!runs.varlen() && t == time) finish(time);
 }

@@ -16,7 +16,7 @@ using Storage = Element::Storage;
 
 enum : int { THREADS = 32 * WARPS, SIZE = sizeof(Storage) };
 // Bits of the argument `flags`.
-enum : i64 { SILU = 1, WIDE_WEIGHTS = 2, WHOLE_CHUNKS = 4 };
+enum : i64 { SILU = 1, WIDE_WEIGHTS = 2 };
 
 __device__ inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 __device__ inline i64 larger(i64 a, i64 b) { return a > b ? a : b; }
@@ -44,7 +44,7 @@ struct Filter {
     float tap[TAPS];
     float bias;
 
-    __device__ void load(const void* weight, const void* biases, i64 channel, i64 width, i64 flags) {
+    __device__ void load(const void* weight, const void* biases, i64 channel, int width, i64 flags) {
         const bool wide = flags & WIDE_WEIGHTS;
 #pragma unroll
         for (int j = 0; j < TAPS; j++)
@@ -62,78 +62,91 @@ __device__ inline float activated_grad(float x, float grad, i64 flags) {
     return grad * (s * (1.f + x * (1.f - s)));
 }
 
-// Where runs begin and end. `index` is the line of seq_idx that belongs to the batch.
+// A step within its run.
+struct Place {
+    int before, ahead;  // how many steps of the run come before it and after it; of seq_idx at most width - 1
+    int entering, leaving;  // whose state precedes the run's first step, and follows its last; -1 if nobody's
+    bool padding;
+};
+
+// Where runs begin and end, in one batch. `index` is the batch's line of seq_idx.
 struct Runs {
     const int* index;
     const i64* offsets;
-    i64 count, time;
+    int count, time, width, batch;
 
-    __device__ bool several() const { return !ALIGNED && (index || offsets); }
-    __device__ bool varlen() const { return !ALIGNED && offsets; }
+    __device__ Runs(const int* seq_idx, const i64* offsets, i64 sequences, i64 time, i64 width, i64 batch)
+        : index(seq_idx ? seq_idx + batch * time : nullptr), offsets(offsets), count(int(sequences)), time(int(time)),
+          width(int(width)), batch(int(batch)) {}
 
-    // The number of the packed sequence that holds a step; whatever the offsets are, one of those there are.
-    __device__ i64 number(i64 t) const {
-        i64 low = 0, high = count;
+    // Of a step that there is. `number` is that of a packed sequence near it, from which the search goes on. Whatever the
+    // offsets are, what is found is within the tensors.
+    __device__ Place at(int t, int& number) const {
+        Place place{t, time - 1 - t, batch, batch, false};
+        if constexpr (ALIGNED) return place;
+        if (offsets) {
+#pragma unroll 1
+            while (number > 0 && offsets[number] > t) number--;
+#pragma unroll 1
+            while (number + 1 < count && offsets[number + 1] <= t) number++;
+            place.before = int(larger(smaller(t - offsets[number], t), 0));
+            place.ahead = int(larger(smaller(offsets[number + 1] - 1 - t, time - 1 - t), 0));
+            place.entering = place.leaving = number;
+        } else if (index) {
+            const int own = index[t];
+            int before = 0, ahead = 0;
+#pragma unroll 1
+            while (before < width - 1 && before < t && index[t - before - 1] == own) before++;
+#pragma unroll 1
+            while (ahead < width - 1 && ahead < time - 1 - t && index[t + ahead + 1] == own) ahead++;
+            place.before = before, place.ahead = ahead;
+            if (before < t) place.entering = -1;
+            if (ahead < time - 1 - t) place.leaving = -1;
+            place.padding = own < 0;
+        }
+        return place;
+    }
+    // The packed sequence that holds a step.
+    __device__ int number(int t) const {
+        if (ALIGNED || !offsets) return 0;
+        int low = 0, high = count;
 #pragma unroll 1
         while (high - low > 1) {
-            const i64 middle = low + (high - low) / 2;
+            const int middle = low + (high - low) / 2;
             if (offsets[middle] <= t) low = middle;
             else high = middle;
         }
         return low;
     }
-    __device__ bool is_padding(i64 t) const { return !ALIGNED && index && index[t] < 0; }
 };
 
-// The run that a thread is in, as it goes from step to step.
-struct Run {
-    i64 number = 0;  // of its packed sequence
-    i64 begin = 0;   // its first step, or any step before the thread's first one
+// Where a channel's inputs stand in the states of batches or sequences.
+struct Lines {
+    i64 channels, channel;
+    int slots;  // inputs of each
 
-    // At the first step that the thread looks at; whether the run begins there.
-    __device__ bool enter(const Runs& runs, i64 t) {
-        if (runs.varlen()) {
-            number = runs.number(t);
-            begin = runs.offsets[number];
-            return begin == t;
-        }
-        const bool starts = t == 0 || (runs.several() && runs.index[t] != runs.index[t - 1]);
-        begin = starts ? t : t - 1;
-        return starts;
-    }
-    // At the step after; likewise.
-    __device__ bool advance(const Runs& runs, i64 t) {
-        bool starts = false;
-        if (runs.varlen()) {
-#pragma unroll 1
-            while (number + 1 < runs.count && t >= runs.offsets[number + 1]) number++, starts = true;
-        } else if (runs.several()) {
-            starts = runs.index[t] != runs.index[t - 1];
-        }
-        if (starts) begin = t;
-        return starts;
+    // Null if there is none.
+    template <class T>
+    __device__ T* of(T* states, int number) const {
+        return states && number >= 0 ? states + (number * channels + channel) * slots : nullptr;
     }
 };
 
-// Which state a run has, before or after it: of a packed sequence its own; else the batch's, before the first run and
-// after the last. -1 if none.
-__device__ inline i64 state_before(const Runs& runs, const Run& run, i64 batch) {
-    return runs.varlen() ? run.number : run.begin == 0 ? batch : -1;
-}
-__device__ inline i64 state_after(const Runs& runs, const Run& run, i64 batch, i64 end) {
-    return runs.varlen() ? run.number : end == runs.time ? batch : -1;
-}
-
-// The last width - 1 inputs of a run that ends before `end`, those of its state among them. `x` is the channel's first
-// input, `before` and `after` are the channel's lines of the states; `before` may be null.
-__device__ inline void write_final(Storage* after, const Storage* before, const Storage* x, i64 x_time, i64 begin,
-                                   i64 end, i64 width) {
-#pragma unroll 1
-    for (i64 k = 0; k < width - 1; k++) {
-        const i64 t = end - (width - 1) + k, slot = width - 1 + t - begin;
-        Storage bits = 0;
-        if (t >= begin && t >= 0) bits = x[t * x_time];
-        else if (before && slot >= 0 && slot < width - 1) bits = before[slot];
-        after[k] = bits;
-    }
+// Writes the gradients of the inputs before a run of `length` steps. grads[m] is the gradient before the activation m steps
+// after the run's first, zero beyond its last; `after` is the gradient of the run's final state.
+template <int COUNT>
+__device__ void write_entering_grads(Storage* to, const Filter& filter, const float (&grads)[COUNT], int length,
+                                     int width, const Storage* after) {
+#pragma unroll
+    for (int q = 1; q < TAPS; q++)  // steps before the run
+        if (q < width) {
+            float sum = 0;
+#pragma unroll
+            for (int j = q; j < TAPS; j++)
+                if (j < width) sum = __fmaf_rn(filter.tap[j], grads[j - q], sum);
+            // A run shorter than the state leaves that input in its final state, too.
+            const int kept = width - 1 - q - length;
+            if (after && kept >= 0) sum += Element::widen(after[kept]);
+            to[width - 1 - q] = Element::narrow(sum);
+        }
 }

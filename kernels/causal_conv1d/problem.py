@@ -39,6 +39,16 @@ _ENOUGH = 160_000
 #: every piece, pieces are longer.
 _MOST_CHUNKS: dict[Direction, int] = {"forward": 4, "backward": 8}
 _STEPS = (16, 64)
+#: Lanes of one step each reach 7 lanes further. More than those of a warp do not exchange anything.
+_LEAST_BITS = 3
+MOST_BITS = {
+    "time_last_forward": 7,
+    "time_last_backward": 5,
+    "channel_last_forward": 7,
+    "channel_last_backward": 5,
+}
+#: The most steps that kernels count.
+MOST_TIME = 2**30
 
 
 @dataclass(frozen=True)
@@ -71,9 +81,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _lane_bits(count: int) -> int:
-    """The fewest lanes, of a warp, that hold ``count`` each one."""
-    return min(5, max(0, (count - 1).bit_length()))
+def _lane_bits(count: int, most: int) -> int:
+    """The fewest lanes, up to a number, that hold ``count`` each one."""
+    return min(most, max(0, (count - 1).bit_length()))
 
 
 @dataclass(frozen=True)
@@ -129,12 +139,14 @@ class ConvProblem:
             )
         )
 
-    def cut(self, vector: int, whole: bool) -> Cut:
-        """For threads that hold ``vector`` elements; ``whole`` is whether rows start on their boundaries."""
+    def cut(self, vector: int) -> Cut:
+        """For threads that hold ``vector`` elements."""
         if self.layout == "channel_last":
             return self._cut_columns(vector)
-        chunks = ceil_div(self.time, vector) if whole else (self.time + 2 * vector - 2) // vector
-        rows, bits = self.batch * self.channels, _lane_bits(chunks)
+        chunks = ceil_div(self.time, vector)
+        rows, bits = self.batch * self.channels, _lane_bits(chunks, MOST_BITS[self.kernel])
+        if vector == 1:
+            bits = max(bits, _LEAST_BITS)
         each = ceil_div(chunks, 1 << bits)
         wanted = max(1, min(_MOST_CHUNKS[self.direction], (rows * each << bits) // _ENOUGH))
         pieces = ceil_div(each, wanted)
@@ -142,7 +154,7 @@ class ConvProblem:
         return Cut(bits, steps, pieces, ceil_div(rows * pieces << bits, _THREADS))
 
     def _cut_columns(self, vector: int) -> Cut:
-        bits = _lane_bits(ceil_div(self.channels, vector))
+        bits = _lane_bits(ceil_div(self.channels, vector), MOST_BITS[self.kernel])
         across = ceil_div(self.channels, vector << bits)
         threads = self.batch * across << bits
         least, most = _STEPS
@@ -152,7 +164,7 @@ class ConvProblem:
         steps = ceil_div(ceil_div(self.time, pieces * groups), 8) * 8
         return Cut(bits, steps, pieces, self.batch * pieces * across)
 
-    def scalars(self, cut: Cut, flags: int = 0) -> dict[str, int]:
+    def scalars(self, cut: Cut) -> dict[str, int]:
         """Every integer parameter of the kernels, by name."""
         values = {
             "batches": self.batch,
@@ -163,7 +175,7 @@ class ConvProblem:
             "lane_bits": cut.lane_bits,
             "steps": cut.steps,
             "pieces": cut.pieces,
-            "flags": flags + int(self.silu) + 2 * int(self.wide_weights),
+            "flags": int(self.silu) + 2 * int(self.wide_weights),
         }
         for name, strides in zip(STRIDED[self.direction], self.strides, strict=True):
             for dimension, stride in vars(strides).items():

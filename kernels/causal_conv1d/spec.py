@@ -1,7 +1,7 @@
 """What the causal_conv1d family is made of: kernels, variants, what each accepts and how it launches.
 
-Access ``aligned`` takes rows of whole chunks on their boundaries, and one sequence for each batch; ``generic`` takes all.
-Filters have room for 4 or for 8 taps, of which the width, a run-time argument, says how many there are.
+Access ``aligned`` takes rows of whole chunks on their boundaries, one sequence for each batch and up to 4 taps; ``generic``
+takes all, of one element a lane. The width, a run-time argument, says how many taps there are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from scan_registry.kernels.causal_conv1d.problem import (
     DTYPES,
+    MOST_BITS,
+    MOST_TIME,
     STRIDED,
     WARPS,
     WIDTHS,
@@ -58,8 +60,6 @@ _POINTERS: dict[Direction, tuple[str, ...]] = {
     ),
 }
 _DIMENSIONS = ("batch", "channel", "time")
-#: Where a row is made of whole chunks, though the variant is generic.
-_WHOLE_CHUNKS = 4
 _REDUCTION_WARPS = 8
 _FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 
@@ -84,20 +84,23 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
 
 
 def _vector(variant: Variant, layout: Layout) -> int:
-    """Elements that a thread holds side by side: 16 bytes of time; of channels as many as registers allow, since each
-    has a filter of its own."""
-    item, taps = ITEM_SIZE[variant.text("dtype")], variant.number("taps")
+    """Elements that a thread holds side by side: one where rows may lie anywhere; else 16 bytes of time, or as many
+    channels as registers allow, since each has a filter of its own."""
+    item = ITEM_SIZE[variant.text("dtype")]
+    if variant.text("access") == "generic":
+        return 1
     if layout == "time_last":
         return 16 // item
+    import os
+
     if variant.kernel.endswith("backward"):
-        return 2 if item == 4 and taps == 8 else 4
-    return 4 if taps == 8 else 16 // item
+        return int(os.environ.get("CB", 4))
+    return int(os.environ.get("CF", 4))
 
 
 def cut(variant: Variant, problem: ConvProblem) -> Cut:
     """How the variant's launch cuts the problem; a backward kernel writes sums for each of its pieces."""
-    vector = _vector(variant, problem.layout)
-    return problem.cut(vector, variant.text("access") == "aligned")
+    return problem.cut(_vector(variant, problem.layout))
 
 
 def pieces(variant: Variant, problem: ConvProblem) -> int:
@@ -114,9 +117,20 @@ def _constants(layout: Layout, variant: Variant) -> dict[str, Static]:
     }
     if layout == "channel_last":
         defined["VECTOR"] = _vector(variant, layout)
-        # Of one tensor that is read, or of each of two; where registers are moved from row to row, fewer.
-        one = variant.kernel.endswith("forward") and variant.text("access") == "aligned"
-        defined["DEPTH"] = 8 if one else 4
+        defined["MOST_LANES"] = 1 << MOST_BITS[variant.kernel]
+        import os
+
+        defined["DEPTH"] = (
+            int(os.environ.get("DEPTHB", 4))
+            if variant.kernel.endswith("backward")
+            else int(os.environ.get("DEPTHF", 8))
+        )
+    import os
+
+    if os.environ.get("TILES") and variant.kernel == "time_last_forward":
+        defined["TILES"] = int(os.environ["TILES"])
+    if os.environ.get("BLOCKS") and variant.kernel == "time_last_backward":
+        defined["BLOCKS"] = int(os.environ["BLOCKS"])
     return defined
 
 
@@ -125,6 +139,8 @@ def _kind_mismatch(variant: Variant, problem: ConvProblem) -> str | None:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
     if variant.text("access") == "aligned" and not problem.has_one_run:
         return "a batch has several sequences"
+    if problem.time > MOST_TIME:
+        return f"at most {MOST_TIME} steps, not {problem.time}"
     if problem.width > variant.number("taps"):
         return f"room for {variant.number('taps')} taps, not {problem.width}"
     return None
@@ -145,14 +161,13 @@ def _cost(variant: Variant, problem: ConvProblem) -> float:
 
 def _launch(layout: Layout, variant: Variant, problem: ConvProblem, sm_count: int) -> Launch:
     found = cut(variant, problem)
-    whole = layout == "channel_last" and problem.whole_chunks(_vector(variant, layout))
-    return Launch((found.ctas, 1, 1), problem.scalars(found, _WHOLE_CHUNKS * whole))
+    return Launch((found.ctas, 1, 1), problem.scalars(found))
 
 
-#: Room for 4 taps where that speeds things up, which is where memory is read at its rate.
+#: Room for 4 taps where memory is read at its rate; wider filters are rare.
 _KINDS: tuple[Pins, ...] = tuple(
     (("dtype", dtype), ("access", access), ("taps", taps))
-    for dtype, (access, taps) in product(DTYPES, (("aligned", 4), ("aligned", 8), ("generic", 8)))
+    for dtype, (access, taps) in product(DTYPES, (("aligned", 4), ("generic", 8)))
 )
 
 

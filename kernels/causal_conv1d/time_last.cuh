@@ -1,165 +1,142 @@
 // Time contiguous: what the forward and the backward kernel share.
 //
-// A row is one channel of one batch. It is read in chunks of VECTOR elements (16 bytes). 2^lane_bits lanes of a warp, a
-// group, take a piece of a row together, `steps` times a chunk each:
+// A row is one channel of one batch. 2^lane_bits lanes of a warp, a group, share a piece of a row, and each has VECTOR
+// steps of a tile:
 //
-//      time     0 …
-//      row      | piece 0                                  | piece 1 …
-//      piece    | step 0: a chunk of each lane | step 1: … |
+//      row   | lane 0 | lane 1 | … | lane 0 | lane 1 | …      a piece: `steps` tiles of 2^lane_bits * VECTOR steps
+//              tile 0                tile 1
 //
-// So a row of a few dozen elements occupies few lanes, and no thread waits for another. What a lane needs of its
-// neighbours' chunks it reads itself, which the L1 cache has by then.
+// A row has `pieces` pieces, and group g has piece g mod pieces of row g / pieces. There is no barrier and no shared
+// memory: a row of few elements occupies few lanes, and no thread waits for another's memory. What a lane needs of x before
+// its own steps it reads itself, which the L1 cache has by then.
 //
-// Chunks start at multiples of 16 bytes in memory, and not of VECTOR elements of the row: where rows do not start at such
-// a multiple, a row's first and last chunk are partly outside of it. ALIGNED kernels have no such rows. The others look at
-// each tensor by itself, and read a chunk that is not on a boundary in it by elements.
+// ALIGNED kernels have whole chunks of 16 bytes: VECTOR of their elements are read at once. The others have one step a
+// lane, so that it does not matter where rows and runs begin.
 #pragma once
 #include "conv.cuh"
 
-enum : int { VECTOR = 16 / SIZE };
+enum : int { VECTOR = ALIGNED ? 16 / SIZE : 1, SPAN = TAPS - 1 + VECTOR };
 
-// The piece of a row that this thread's group has.
+// What this thread's group has.
 struct Piece {
     i64 row, batch, channel;
     i64 number;  // of the row's pieces
-    i64 chunk;   // this lane's first one
-    int lanes;
+    int first;   // this lane's first step
+    int stride;  // from tile to tile
+    int lane, lanes;
     bool there;
 
-    __device__ Piece(i64 batches, i64 channels, i64 pieces, i64 lane_bits, i64 steps) : lanes(1 << lane_bits) {
+    __device__ Piece(i64 batches, i64 channels, i64 pieces, i64 lane_bits, i64 steps)
+        : lane(threadIdx.x & ((1 << lane_bits) - 1)), lanes(1 << lane_bits) {
         const i64 group = (i64(blockIdx.x) * THREADS + threadIdx.x) >> lane_bits;
         row = divide(group, pieces, number);
         there = row < batches * channels;
         batch = divide(there ? row : 0, channels, channel);
-        chunk = number * steps * lanes + (threadIdx.x & (lanes - 1));
+        stride = lanes * VECTOR;
+        first = int(number * steps) * stride + lane * VECTOR;
     }
 };
 
-// Elements of a row that precede the first boundary of 16 bytes, counted from the boundary before it.
-__device__ inline int phase_of(const Storage* row) { return ALIGNED ? 0 : int(u64(row) / SIZE % VECTOR); }
+#if ALIGNED
+// Inputs of a lane's steps, and those before them.
+struct Inputs {
+    Chunk<Element, TAPS> before;
+    Chunk<Element, VECTOR> own;
 
-// N elements that lie together, in as few accesses as there can be.
-template <int N>
-struct Stretch {
-    enum : int { EACH = N < VECTOR ? N : VECTOR, COUNT = N / EACH };
-    Chunk<Element, EACH> chunk[COUNT];
-
-    __device__ float get(int i) const { return chunk[i / EACH].get(i % EACH); }
-
-    // From `begin` on; zeros outside of the row.
-    __device__ void load(const Storage* row, i64 begin, i64 time) {
+    // From step t of the row on, which is at `from`. Zeros outside of the row, which ends at `time`.
+    __device__ void load(const Storage* from, int t, int time, int) {
+        before.fill(0), own.fill(0);
+        if (t >= time) return;
+        if (t > 0) before = get_words<Element, TAPS>(reinterpret_cast<const unsigned*>(from - TAPS));
+        own = get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(from));
+    }
+    // x[TAPS - 1 + i - j] is j steps before step i of the lane. `state` is that of a run's begin.
+    __device__ void spread(float (&x)[SPAN], const Place& place, const Storage* state, int width) const {
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) {
-            const i64 at = begin + c * EACH;
-            const Storage* const from = row + at;
-            const bool whole = ALIGNED ? at >= 0 && at < time
-                                       : at >= 0 && at + EACH <= time && u64(from) % (EACH * SIZE) == 0;
+        for (int k = 1; k < TAPS; k++) x[k - 1] = before.get(k);
 #pragma unroll
-            for (int w = 0; w < Chunk<Element, EACH>::WORDS; w++) chunk[c].word[w] = 0;
-            if (whole) {
-                chunk[c] = get_words<Element, EACH>(reinterpret_cast<const unsigned*>(from));
-            } else if constexpr (!ALIGNED) {
+        for (int i = 0; i < VECTOR; i++) x[TAPS - 1 + i] = own.get(i);
+        if (place.before || !state) return;
 #pragma unroll
-                for (int i = 0; i < EACH; i++)
-                    if (at + i >= 0 && at + i < time) chunk[c].put(i, from[i]);
-            }
-        }
+        for (int j = 1; j < TAPS; j++)
+            if (j < width) x[TAPS - 1 - j] = Element::widen(state[width - 1 - j]);
     }
 };
 
-__device__ inline void store_chunk(Storage* row, i64 begin, i64 time, const float (&x)[VECTOR]) {
+// Gradients of a lane's outputs.
+struct OutputGrads {
+    Chunk<Element, VECTOR> own;
+
+    __device__ void load(const Storage* from, int t, int time) {
+        own.fill(0);
+        if (t < time) own = get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(from));
+    }
+    __device__ float get(int i) const { return own.get(i); }
+};
+
+__device__ inline void store(Storage* to, const float (&x)[VECTOR]) {
     Chunk<Element, VECTOR> chunk;
     chunk.set(x);
-    Storage* const to = row + begin;
-    if (ALIGNED || (begin >= 0 && begin + VECTOR <= time && u64(to) % 16 == 0)) {
-        store_global(to, words_of(chunk));
-        return;
-    }
-    if constexpr (!ALIGNED) {
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++)
-            if (begin + i >= 0 && begin + i < time) to[i] = chunk.bits(i);
-    }
+    store_global(to, words_of(chunk));
 }
+#else
+// The input of a lane's step, and those before it: back[j] is j steps before.
+struct Inputs {
+    Storage back[TAPS];
 
-// Inputs of a row around a chunk, N in all, of which TAPS precede it, and which of them belong together.
-template <int N>
-struct Window {
-    i64 begin;  // the chunk's first step, TAPS from the window's
-    float x[N];
-    int reach[ALIGNED ? 1 : N];  // how many steps before each belong to its run; from TAPS on, all that matter
-    bool padding[ALIGNED ? 1 : N];
-    bool several;
-
-    // Where the state's inputs stand before the first step.
-    __device__ void put_state(const Storage* state, i64 width) {
-        if (begin >= TAPS || !state) return;
+    // At step t of the row, which is at `from`. Zeros outside of the row, which ends at `time`.
+    __device__ void load(const Storage* from, int t, int time, int width) {
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            const i64 slot = width - 1 + begin - TAPS + k;
-            if (slot >= 0 && slot < width - 1) x[k] = Element::widen(state[slot]);
+        for (int j = 0; j < TAPS; j++) {
+            back[j] = 0;
+            if (j < width && t >= j && t < time) back[j] = from[-j];
         }
     }
-
-    __device__ void mark(const Runs& runs) {
-        several = runs.several();
-        if constexpr (ALIGNED) return;
-        if (!several) return;
-        Run run;
-        i64 t = begin - TAPS;
-        int steps = 0;
+    // x[TAPS - 1 - j] is j steps before: of the run, of the state that precedes it, or zero.
+    __device__ void spread(float (&x)[SPAN], const Place& place, const Storage* state, int width) const {
 #pragma unroll
-        for (int k = 0; k < N; k++, t++) {
-            padding[k] = false;
-            const bool inside = t >= 0 && t < runs.time;
-            bool starts = false;
-            // What precedes all steps is the state of the first run, but not where each sequence has its own.
-            if (inside) {
-                starts = k == 0 || t == 0 ? run.enter(runs, t) : run.advance(runs, t);
-                if (t == 0 && !runs.varlen()) starts = false;
-                padding[k] = runs.is_padding(t);
-            }
-            steps = starts ? 0 : steps + 1;
-            reach[k] = steps;
+        for (int j = 0; j < TAPS; j++) {
+            Storage bits = j <= place.before ? back[j] : Storage(0);
+            if (j > place.before && j < width && state) bits = state[width - 1 + place.before - j];
+            x[TAPS - 1 - j] = Element::widen(bits);
         }
-    }
-
-    __device__ bool has(int k, int j) const { return ALIGNED || !several || j <= reach[k]; }
-    // The input j steps before that of place k.
-    __device__ float tap(int k, int j) const { return has(k, j) ? x[k - j] : 0.f; }
-    __device__ bool is_padding(int k) const {
-        if constexpr (ALIGNED) return false;
-        return several && padding[k];
-    }
-
-    // What the states of packed sequences add up to at place k. `states` is the channel's line of the first one. Few
-    // steps come here, so weights are read again, which keeps the code short.
-    __device__ float from_states(int k, const void* weight, i64 channel, const Runs& runs, const Storage* states,
-                                 i64 to_next, i64 width, i64 flags) const {
-        const i64 t = begin - TAPS + k;
-        float sum = 0;
-        if (reach[k] >= width - 1 || t < 0 || t >= runs.time) return sum;
-        const Storage* const state = states + runs.number(t) * to_next;
-#pragma unroll 1
-        for (i64 slot = reach[k]; slot < width - 1; slot++)
-            sum = __fmaf_rn(read_weight(weight, channel * width + slot - reach[k], flags & WIDE_WEIGHTS),
-                            Element::widen(state[slot]), sum);
-        return sum;
-    }
-
-    // Before the activation, at the places FIRST, FIRST + 1, …
-    template <int FIRST, int COUNT>
-    __device__ void convolve(float (&sum)[COUNT], const Filter& filter, i64 width) const {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) sum[i] = filter.bias;
-#pragma unroll
-        for (int j = 0; j < TAPS; j++)
-            if (j < width) {
-#pragma unroll
-                for (int i = 0; i < COUNT; i++) {
-                    const float input = x[FIRST + i - j];
-                    if (has(FIRST + i, j)) sum[i] = __fmaf_rn(filter.tap[j], input, sum[i]);
-                }
-            }
     }
 };
+
+// The gradient of a lane's output.
+struct OutputGrads {
+    Storage own;
+
+    __device__ void load(const Storage* from, int t, int time) { own = t < time ? *from : Storage(0); }
+    __device__ float get(int) const { return Element::widen(own); }
+};
+
+__device__ inline void store(Storage* to, const float (&x)[VECTOR]) { *to = Element::narrow(x[0]); }
+#endif
+
+// Adds, to each of COUNT sums, every tap times what is `at` that tap's and that sum's place. Filters that fill their room
+// are worth code of their own, in which nothing is asked in between.
+template <int COUNT, class At>
+__device__ void add_taps(float (&sum)[COUNT], const Filter& filter, int width, const At& at) {
+    if (width == TAPS) {
+#pragma unroll
+        for (int j = 0; j < TAPS; j++)
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) sum[i] = __fmaf_rn(filter.tap[j], at(i, j), sum[i]);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < TAPS; j++)
+        if (j < width) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) sum[i] = __fmaf_rn(filter.tap[j], at(i, j), sum[i]);
+        }
+}
+
+// Before the activation, of a lane's first COUNT steps.
+template <int COUNT>
+__device__ void convolve(float (&sum)[COUNT], const float (&x)[SPAN], const Filter& filter, int width) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) sum[i] = filter.bias;
+    add_taps(sum, filter, width, [&](int i, int j) { return x[TAPS - 1 + i - j]; });
+}

@@ -3,204 +3,132 @@
 //     x_grad[t]  = sum over j of tap[j] * g[t + j]
 //     tap_grad[j] = sum over t of g[t] * x[t - j],  bias_grad = sum over t of g[t]
 //
-// Traffic: an element of x, y_grad and x_grad. A lane computes g of its own chunk and of the TAPS - 1 steps after it, for
-// which it convolves those inputs again.
+// Traffic: an element of x, y_grad and x_grad. Pieces and tiles are those of time_last.cuh; a group goes through them
+// backwards. What a lane needs of the g after its own steps comes from the lanes next to it, by shuffles: those of the tile
+// that the group had before follow the last lane. The first steps after the piece are computed once more.
 //
 // `partials` (batches * pieces, width + 1, channels) takes each piece's sums, first those of the taps; null if nobody wants
 // them. reduction.cu adds them in a fixed order, so results are the same in every run.
 //
 // The gradient of a state comes from the lane that has its run's first step.
 #include "time_last.cuh"
+#ifndef BLOCKS
+#define BLOCKS 1
+#endif
 
-enum : int { REACHED = TAPS + VECTOR, SPAN = TAPS + REACHED };  // places with a g; places of the window
+enum : int { KEPT = VECTOR < TAPS - 1 ? VECTOR : TAPS - 1 };  // of each lane, what others may need
 
-struct Loaded {
-    Stretch<TAPS> before, after, grad_after;
-    Stretch<VECTOR> own, grad;
-
-    __device__ void load(const Storage* x, const Storage* y_grad, i64 begin, i64 time) {
-        const i64 end = begin < time ? time : 0;
-        before.load(x, begin - TAPS, end);
-        own.load(x, begin, end);
-        grad.load(y_grad, begin, end);
-        after.load(x, begin + VECTOR, end);
-        grad_after.load(y_grad, begin + VECTOR, end);
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 causal_conv1d_time_last_backward(const Storage* x, const void* weight, const void* bias, const Storage* initial_state,
                                  const int* seq_idx, const i64* offsets, const Storage* y_grad,
                                  const Storage* final_state_grad, Storage* x_grad, Storage* initial_state_grad,
-                                 float* partials, i64 batches, i64 channels, i64 time, i64 width, i64 sequences,
+                                 float* partials, i64 batches, i64 channels, i64 all_steps, i64 taps, i64 sequences,
                                  i64 x_batch, i64 x_channel, i64 x_time, i64 y_grad_batch, i64 y_grad_channel,
                                  i64 y_grad_time, i64 x_grad_batch, i64 x_grad_channel, i64 x_grad_time,
                                  i64 lane_bits, i64 steps, i64 pieces, i64 flags) {
     const Piece piece(batches, channels, pieces, lane_bits, steps);
-    // Lanes of groups that have no piece stay, since sums go from lane to lane.
-    const i64 length = piece.there ? time : 0;
-    const Storage* const row = x + piece.batch * x_batch + piece.channel * x_channel;
-    const Storage* const grad_row = y_grad + piece.batch * y_grad_batch + piece.channel * y_grad_channel;
-    Storage* const out = x_grad + piece.batch * x_grad_batch + piece.channel * x_grad_channel;
-    const int phase = phase_of(row);
-    const Runs runs{seq_idx ? seq_idx + piece.batch * time : nullptr, offsets, sequences, time};
-    const i64 slots = width - 1, state_line = piece.row * slots;
-    const Storage* const state = initial_state && !runs.varlen() && piece.there ? initial_state + state_line : nullptr;
-
+    // Lanes of groups that have no piece stay, since gradients and sums go from lane to lane.
+    const int time = piece.there ? int(all_steps) : 0, width = int(taps), slots = width - 1;
+    const Runs runs(seq_idx, offsets, sequences, all_steps, taps, piece.batch);
+    const Lines lines{channels, piece.channel, slots};
     Filter filter;
     filter.load(weight, bias, piece.channel, width, flags);
     float tap_grad[TAPS] = {}, bias_grad = 0;
 
-    i64 begin = piece.chunk * VECTOR - phase;
-    Loaded next;
-    next.load(row, grad_row, begin, length);
-    for (i64 s = 0; s < steps; s++) {
-        const Loaded loaded = next;
-        const i64 after = begin + piece.lanes * VECTOR;
-        if (s + 1 < steps) next.load(row, grad_row, after, length);
-        if (begin < length) {
-            Window<SPAN> window;
-            window.begin = begin;
-#pragma unroll
-            for (int k = 0; k < TAPS; k++) {
-                window.x[k] = loaded.before.get(k);
-                window.x[REACHED + k] = loaded.after.get(k);
-            }
-#pragma unroll
-            for (int i = 0; i < VECTOR; i++) window.x[TAPS + i] = loaded.own.get(i);
-            window.put_state(state, width);
-            window.mark(runs);
+    const int group = threadIdx.x % 32 - piece.lane;  // its first lane
+    int t = piece.first + int(steps - 1) * piece.stride;
+    const Storage* in = x + piece.batch * x_batch + piece.channel * x_channel + t;
+    const Storage* grads = y_grad + piece.batch * y_grad_batch + piece.channel * y_grad_channel + t;
+    Storage* out = x_grad + piece.batch * x_grad_batch + piece.channel * x_grad_channel + t;
+    int number = runs.number(smaller(t, time - 1));
+    Inputs inputs;
+    OutputGrads output_grads;
+    inputs.load(in, t, time, width), output_grads.load(grads, t, time);
 
-            float g[REACHED];
-            window.convolve<TAPS>(g, filter, width);
-            if constexpr (!ALIGNED) {
-                if (runs.varlen() && initial_state) {
+    // Gradients at the begin of the tile after.
+    float kept[KEPT] = {};
+    if (t + piece.stride < time && piece.lane * VECTOR < TAPS - 1) {
+        Inputs beyond;
+        OutputGrads of_y;
+        beyond.load(in + piece.stride, t + piece.stride, time, width);
+        of_y.load(grads + piece.stride, t + piece.stride, time);
+        const Place place = runs.at(t + piece.stride, number);
+        float x[SPAN];
+        beyond.spread(x, place, lines.of(initial_state, place.entering), width);
+        convolve(kept, x, filter, width);
 #pragma unroll
-                    for (int i = 0; i < REACHED; i++)
-                        g[i] += window.from_states(TAPS + i, weight, piece.channel, runs,
-                                                   initial_state + piece.channel * slots, channels * slots, width,
-                                                   flags);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < REACHED; i++) {
-                const float grad = i < VECTOR ? loaded.grad.get(i) : loaded.grad_after.get(i - VECTOR);
-                const bool inside = begin + i >= 0 && begin + i < length && !window.is_padding(TAPS + i);
-                g[i] = inside ? activated_grad(g[i], grad, flags) : 0.f;
-            }
+        for (int i = 0; i < KEPT; i++) kept[i] = place.padding ? 0.f : activated_grad(kept[i], of_y.get(i), flags);
+    }
 
-            float grads[VECTOR] = {};
+    for (int s = int(steps) - 1; s >= 0; s--) {
+        // Steps that there are not have zeros.
+        Place place{t, time - 1 - t, -1, -1, true};
+        if (ALIGNED || t < time) place = runs.at(t, number);
+        float x[SPAN], g[VECTOR + TAPS - 1], given[VECTOR];
+        inputs.spread(x, place, lines.of(initial_state, place.entering), width);
 #pragma unroll
-            for (int j = 0; j < TAPS; j++)
-                if (j < width) {
-#pragma unroll
-                    for (int i = 0; i < VECTOR; i++) {
-                        const bool inside = begin + i + j < length;
-                        if (inside && window.has(TAPS + i + j, j))
-                            grads[i] = __fmaf_rn(filter.tap[j], g[i + j], grads[i]);
-                    }
-                }
-            if (final_state_grad) {
-#pragma unroll
-                for (int i = 0; i < VECTOR; i++) {
-                    const i64 t = begin + i;
-                    if (t < 0 || t >= length) continue;
-                    i64 last = length - 1, line = state_line;
-                    if constexpr (!ALIGNED) {
-                        if (runs.varlen()) {
-                            const i64 number = runs.number(t);
-                            last = larger(offsets[number + 1] - 1, t);
-                            line = (number * channels + piece.channel) * slots;
-                        } else if (seq_idx && last - t < slots) {
-#pragma unroll 1
-                            for (i64 k = t; k < last; k++)
-                                if (runs.index[k] != runs.index[k + 1]) line = -1;
-                        }
-                    }
-                    if (last - t < slots && line >= 0)
-                        grads[i] += Element::widen(final_state_grad[line + slots - 1 - (last - t)]);
-                }
-            }
-            store_chunk(out, begin, length, grads);
+        for (int i = 0; i < VECTOR; i++) given[i] = output_grads.get(i);
+        Storage* const to = out;
+        const int own = t;
+        t -= piece.stride, in -= piece.stride, grads -= piece.stride, out -= piece.stride;
+        if (s > 0) inputs.load(in, t, time, width), output_grads.load(grads, t, time);
 
-            if (partials) {
+        float sum[VECTOR];
+        convolve(sum, x, filter, width);
 #pragma unroll
-                for (int i = 0; i < VECTOR; i++) bias_grad += g[i];
+        for (int i = 0; i < VECTOR; i++) g[i] = place.padding ? 0.f : activated_grad(sum[i], given[i], flags);
 #pragma unroll
-                for (int j = 0; j < TAPS; j++)
-                    if (j < width) {
+        for (int m = 0; m < TAPS - 1; m++) {
+            const int distance = 1 + m / VECTOR;  // in lanes
+            const float later = __shfl_sync(0xffffffffu, piece.lane < distance ? kept[m % VECTOR] : g[m % VECTOR],
+                                            group + ((piece.lane + distance) & (piece.lanes - 1)));
+            g[VECTOR + m] = ALIGNED || VECTOR + m <= place.ahead ? later : 0.f;
+        }
 #pragma unroll
-                        for (int i = 0; i < VECTOR; i++)
-                            if (begin + i >= 0 && begin + i < length && window.has(TAPS + i, j))
-                                tap_grad[j] = __fmaf_rn(g[i], window.x[TAPS + i - j], tap_grad[j]);
-                    }
-            }
+        for (int i = 0; i < KEPT; i++) kept[i] = g[i];
+        if (own >= time) continue;
 
-            const bool with_states = ALIGNED ? initial_state_grad && begin == 0
-                                             : (initial_state_grad || (initial_state && partials)) &&
-                                                   (begin < TAPS || runs.varlen());
-            if (with_states) {
-                // By an index that registers do not take; every thread has its own line.
-                __shared__ float shared[THREADS][REACHED];
-                float* const mine = shared[threadIdx.x];
 #pragma unroll
-                for (int i = 0; i < REACHED; i++) mine[i] = g[i];
-#pragma unroll 1
-                for (int i = 0; i < VECTOR; i++) {
-                    const i64 t = begin + i;
-                    if (t < 0 || t >= length || (!runs.varlen() && t > 0)) continue;
-                    i64 end = length, line = state_line, run_begin = 0;
-                    if constexpr (!ALIGNED) {
-                        if (runs.varlen()) {
-                            const i64 number = runs.number(t);
-                            run_begin = offsets[number], end = smaller(offsets[number + 1], length);
-                            line = (number * channels + piece.channel) * slots;
-                            if (partials && initial_state && t >= run_begin) {
+        for (int i = 0; i < VECTOR; i++) sum[i] = 0;
+        add_taps(sum, filter, width, [&](int i, int j) { return g[i + j]; });
+        if (final_state_grad && place.ahead < VECTOR + slots) {
+            const Storage* const after = lines.of(final_state_grad, place.leaving);
 #pragma unroll
-                                for (int j = 1; j < TAPS; j++)
-                                    if (j < width && j > t - run_begin)
-                                        tap_grad[j] = __fmaf_rn(
-                                            mine[i],
-                                            Element::widen(initial_state[line + slots + (t - run_begin) - j]),
-                                            tap_grad[j]);
-                            }
-                        } else if (seq_idx) {
-                            end = 1;
-#pragma unroll 1
-                            while (end < length && end < width && runs.index[end] == runs.index[0]) end++;
-                        }
-                    }
-                    if (t != run_begin || !initial_state_grad) continue;
-#pragma unroll 1
-                    for (i64 q = 1; q < width; q++) {  // the input q steps before the run
-                        float sum = 0;
+            for (int i = 0; i < VECTOR; i++)
+                if (after && place.ahead - i < slots && place.ahead >= i)
+                    sum[i] += Element::widen(after[slots - 1 - (place.ahead - i)]);
+        }
+        store(to, sum);
+
+        if (partials) {
 #pragma unroll
-                        for (int j = 1; j < TAPS; j++)
-                            if (j >= q && j < width && t + j - q < end)
-                                sum = __fmaf_rn(filter.tap[j], mine[i + j - int(q)], sum);
-                        // Of a run that is shorter than the state, the final state has that input, too.
-                        const i64 at = slots - q - (end - t);
-                        const bool ends = runs.varlen() || end == length;
-                        if (final_state_grad && ends && at >= 0)
-                            sum += Element::widen(final_state_grad[line + at]);
-                        initial_state_grad[line + slots - q] = Element::narrow(sum);
-                    }
-                }
+            for (int i = 0; i < VECTOR; i++) {
+                bias_grad += g[i];
+                // Of taps beyond the width nobody asks.
+#pragma unroll
+                for (int j = 0; j < TAPS; j++) tap_grad[j] = __fmaf_rn(g[i], x[TAPS - 1 + i - j], tap_grad[j]);
             }
         }
-        begin = after;
+        if (!initial_state_grad || place.before) continue;
+        Storage* const entering = lines.of(initial_state_grad, place.entering);
+        if (!entering) continue;
+        const Storage* const after = lines.of(final_state_grad, place.leaving);
+        write_entering_grads(entering, filter, g, place.ahead + 1, width, after);
     }
     if (!partials) return;
 
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
-        bias_grad += distance < piece.lanes ? __shfl_xor_sync(0xffffffffu, bias_grad, distance) : 0.f;
+        const float other = __shfl_xor_sync(0xffffffffu, bias_grad, distance);
+        bias_grad += distance < piece.lanes ? other : 0.f;
 #pragma unroll
         for (int j = 0; j < TAPS; j++)
-            if (j < width)
-                tap_grad[j] += distance < piece.lanes ? __shfl_xor_sync(0xffffffffu, tap_grad[j], distance) : 0.f;
+            if (j < width) {
+                const float other = __shfl_xor_sync(0xffffffffu, tap_grad[j], distance);
+                tap_grad[j] += distance < piece.lanes ? other : 0.f;
+            }
     }
-    if (!piece.there || (threadIdx.x & (piece.lanes - 1)) != 0) return;
+    if (!piece.there || piece.lane) return;
     float* const to = partials + (piece.batch * pieces + piece.number) * (width + 1) * channels + piece.channel;
 #pragma unroll
     for (int j = 0; j < TAPS; j++)

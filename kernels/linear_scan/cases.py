@@ -7,7 +7,7 @@ every option of every kernel is covered, whether or not a public function passes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -119,6 +119,7 @@ OUTPUTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("states", "final_state"),
     "backward": ("gates_grad", "tokens_grad", "initial_state_grad"),
     "reduction": ("gates_grad",),
+    "summary": ("final_gate", "final_state"),
 }
 #: Of states, the sequence that they are steps of.
 SEQUENCE_OF = {"final_state": "states", "initial_state_grad": "tokens_grad"}
@@ -147,6 +148,8 @@ class Case:
             if self.problem.direction == "reduction":
                 out = out.sum(0)
             among = self.expected.get(SEQUENCE_OF.get(name, ""))
+            if self.problem.direction == "summary" and name == "final_state":
+                among = self.tensors["tokens"]
             worst = max(worst, relative_error(out, expected, among))
         return worst
 
@@ -180,6 +183,8 @@ class Trial:
         kernel gives gates that are broadcast no gradient, or ``sums`` over time of one for each state;
         a reduction does."""
         layout, direction = _KERNELS[kernel]
+        if direction == "summary" and "final_gate" not in self.expected:
+            return self._summarized().case(kernel, aligned=aligned)
         expected = {name: self.expected[name] for name in OUTPUTS[direction]}
         if direction == "reduction":
             expected = {"gates_grad": self.expected["reduced_gates_grad"]}
@@ -227,6 +232,14 @@ class Trial:
             pieces = (problem.reduction().pieces, *expected["gates_grad"].shape)
             tensors["gates_grad"] = self._poison("state", expected["gates_grad"].expand(pieces))
         return Case(problem, tensors, expected)
+
+    def _summarized(self) -> Trial:
+        """A summary knows no states before the scan, and takes packed sequences for one."""
+        inputs = {n: t if n in ("gates", "tokens") else None for n, t in self.inputs.items()}
+        expected = {
+            name: self.expected[f"summary_{name}"].contiguous() for name in OUTPUTS["summary"]
+        }
+        return replace(self, inputs=inputs, expected=expected)
 
     @property
     def _full(self) -> tuple[int, int, int, int]:
@@ -320,6 +333,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         "initial_state_grad": initial_grad,
         "reduced_gates_grad": products.sum_to_size(of_gates),
         "gates_grad_sums": _sums(tokens_grad * before.conj(), offsets),
+        **_summary(wide(gates).expand(full), wide(tokens), setting.reverse),
     }
     return Trial(
         shape,
@@ -336,6 +350,18 @@ def _sums(products: Tensor, offsets: Tensor | None) -> Tensor:
         return products.sum(-1)
     pairs = zip(offsets.tolist(), offsets[1:].tolist(), strict=False)
     return torch.stack([products[..., first:end].sum(-1) for first, end in pairs], -1)
+
+
+def _summary(gates: Tensor, tokens: Tensor, reverse: bool) -> dict[str, Tensor]:
+    """The product of all gates, and the sum of all tokens, each times the gates of the steps after it."""
+    if reverse:
+        gates, tokens = gates.flip(-1), tokens.flip(-1)
+    from_step = gates.flip(-1).cumprod(-1).flip(-1)
+    after = torch.cat([from_step[..., 1:], torch.ones_like(gates[..., :1])], -1)
+    return {
+        "summary_final_gate": from_step[..., 0],
+        "summary_final_state": (after * tokens).sum(-1),
+    }
 
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:

@@ -9,7 +9,7 @@ from typing import Literal
 from scan_registry.base.frozen import dataclass
 from scan_registry.kernels.model import ITEM_SIZE
 
-Direction = Literal["forward", "backward", "reduction"]
+Direction = Literal["forward", "backward", "reduction", "summary"]
 Layout = Literal["time_last", "channel_last"]
 
 #: The tensors that have strides of their own, per direction, in the kernels' order. ``grads`` are
@@ -19,6 +19,7 @@ STRIDED: dict[Direction, tuple[str, ...]] = {
     "forward": ("gates", "tokens", "states", "state"),
     "backward": ("gates", "states", "states_grad", "grads", "state"),
     "reduction": ("tokens_grad", "states", "gates_grad", "state"),
+    "summary": ("gates", "tokens", "state"),
 }
 
 #: Blocks of a grid along y or z: CUDA's limit.

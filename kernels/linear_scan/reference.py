@@ -90,6 +90,22 @@ def forward(
     return states.to(dtype), ends if cu_seqlens is not None else ends.squeeze(dim)
 
 
+def summary(
+    gates: Tensor, tokens: Tensor, *, dim: int = -1, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The product of all gates along ``dim``, and the final state from a state of zero, in the dtype that states are
+    computed in."""
+    return product(gates, tokens, dim), forward(gates, tokens, dim=dim, reverse=reverse)[1]
+
+
+def product(gates: Tensor, tokens: Tensor, dim: int) -> Tensor:
+    """The product of all gates along ``dim``, as they broadcast to ``tokens``. Rounding errors of many like factors add
+    up, so it is formed in a wider dtype."""
+    compute = compute_dtype(states_dtype(gates.dtype, tokens.dtype))
+    wide = torch.complex128 if compute.is_complex else torch.float64
+    return gates.broadcast_to(tokens.shape).prod(dim, dtype=wide).to(compute)
+
+
 def preceding(
     states: Tensor,
     initial_state: Tensor | None = None,

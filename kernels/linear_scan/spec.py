@@ -36,6 +36,7 @@ from scan_registry.kernels.linear_scan.space import (
     reductions,
     scans,
 )
+from scan_registry.kernels.linear_scan.summary import summaries
 from scan_registry.kernels.model import (
     ITEM_SIZE,
     Code,
@@ -51,7 +52,7 @@ from scan_registry.kernels.model import (
     Variant,
 )
 
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "reduction")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "reduction", "summary")
 LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
 
 _POINTERS: dict[Direction, tuple[str, ...]] = {
@@ -77,7 +78,10 @@ _POINTERS: dict[Direction, tuple[str, ...]] = {
         "workspace",
     ),
     "reduction": ("tokens_grad", "states", "initial_state", "gates_grad", "offsets"),
+    "summary": ("gates", "tokens", "final_gate", "final_state", "workspace"),
 }
+#: How a launch cuts the problem.
+_CUTS = {"reduction": ("groups",), "summary": ("share", "shares", "segments")}
 
 
 @cache
@@ -86,9 +90,8 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
     pointers = [Parameter(name, "pointer") for name in _POINTERS[direction]]
     sizes = ["outer", "batch", "channels", "time", "sequences"]
     strides = [f"{tensor}_{each}" for tensor, each in product(STRIDED[direction], DIMENSIONS)]
-    groups = ["groups"] if direction == "reduction" else []
-    integers = (Parameter(name, "i64") for name in (*sizes, *strides, *groups, "flags"))
-    return (*pointers, *integers)
+    integers = (*sizes, *strides, *_CUTS.get(direction, ()), "flags")
+    return (*pointers, *(Parameter(name, "i64") for name in integers))
 
 
 def _rejects_dtype(variant: Variant, problem: LinearScanProblem) -> str | None:
@@ -428,6 +431,7 @@ FAMILY = Family(
     kernels=(
         *(_cuda_kernel(*each) for each in product(LAYOUTS, DIRECTIONS[:2])),
         *(_reduction(layout, "cuda") for layout in LAYOUTS),
+        *summaries(parameters("summary"), _cuda_constants, _rejects_static),
         *(kernel for layout in LAYOUTS for kernel in _triton_kernels(layout)),
     ),
     samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),

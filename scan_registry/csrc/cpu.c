@@ -19,17 +19,22 @@
  * does not change a bit of the results.
  *
  *   cpu.c             arguments
- *   cpu_plan.h        how a problem is cut into tasks, and the threads that run them
+ *   cpu_plan.h        how a problem is cut into tasks
  *   cpu_walks.h       one task: a group through time, or some tiles of a reduction
  *   cpu_panels.h      between memory and panels
  *   cpu_kernels.h     the levels of vector instructions; for each of them,
- *   cpu_level.h       conversions and transposes; for each state type,
+ *   cpu_level.h       the inner loops; for each state type,
  *   cpu_recurrence.h  the multiply-adds
+ *
+ * Families share
+ *
+ *   cpu_arguments.h   between Python's arguments and numbers
+ *   cpu_threads.h     the threads that run tasks
+ *   cpu_levels.h      one body, compiled for each level
+ *   cpu_convert.h     conversions and transposes
+ *   cpu_types.h       element types
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdarg.h>
-
+#include "cpu_arguments.h"
 #include "cpu_plan.h"
 
 /* --- Arguments -------------------------------------------------------------------------------- */
@@ -49,7 +54,7 @@ typedef struct {
     int tensors, strided, pointers;
     Parameter parameter[8];
     int rows, panels; /* of scratch memory, but for the sums of a reduction */
-    void (*run)(const Scan *scan, int64_t task, char *scratch);
+    void (*run)(const void *problem, int64_t task, char *scratch);
 } Direction;
 
 static const Direction forward_direction = {
@@ -97,50 +102,6 @@ static const Direction reduction_direction = {
                   {"initial_state", INITIAL, OF_STATE, 3, 0},
                   {"gates_grad", GATES_GRAD, OF_STATE, 2, 1}},
 };
-
-static int fail(const char *format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    PyErr_FormatV(PyExc_ValueError, format, arguments);
-    va_end(arguments);
-    return -1;
-}
-
-static int type_named(PyObject *name) {
-    if (!PyUnicode_Check(name)) {
-        PyErr_SetString(PyExc_TypeError, "dtype and gates_dtype must be str");
-        return -1;
-    }
-    Py_ssize_t length;
-    const char *text = PyUnicode_AsUTF8AndSize(name, &length);
-    if (!text) return -1;
-    for (int i = 0; i < TYPES; i++)
-        if (!strcmp(text, types[i].name)) return i;
-    return fail("dtype %R; accepted are float32, bfloat16, float16, float64, complex64, complex128",
-                name);
-}
-
-/* Read a tuple of so many integers; None counts as 0 where it may stand. */
-static int integers(PyObject *tuple, const char *direction, const char *what, int count,
-                    int pointers, int64_t *values) {
-    if (!PyTuple_Check(tuple)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a tuple", what);
-        return -1;
-    }
-    if (PyTuple_Size(tuple) != count)
-        return fail("%s takes %d %s, got %zd", direction, count, what, PyTuple_Size(tuple));
-    for (int i = 0; i < count; i++) {
-        PyObject *item = PyTuple_GetItem(tuple, i);
-        if (pointers && item == Py_None)
-            values[i] = 0;
-        else if (pointers)
-            values[i] = (int64_t)PyLong_AsUnsignedLongLong(item);
-        else
-            values[i] = PyLong_AsLongLong(item);
-        if (PyErr_Occurred()) return -1;
-    }
-    return 0;
-}
 
 /* Fill in the scan from the values of pointers and scalars. */
 static int describe(const Direction *direction, int type, int gates_type, const int64_t *pointers,
@@ -205,8 +166,7 @@ static PyObject *call(const Direction *direction, PyObject *const *args, Py_ssiz
     const int reduces = direction == &reduction_direction;
     int64_t pointers[10], scalars[26];
     Scan scan = {.parts = 1};
-    Work work = {.scan = &scan, .run = direction->run, .rows = direction->rows,
-                 .panels = direction->panels};
+    Work work = {.run = direction->run};
     if (count != 5 + reduces)
         return PyErr_Format(PyExc_TypeError,
                             "%s takes dtype, gates_dtype, pointers, scalars, threads%s; got %zd "
@@ -254,7 +214,7 @@ static PyObject *call(const Direction *direction, PyObject *const *args, Py_ssiz
         plan_reduction(&scan, &work, layout);
     else
         plan_walk(&scan, &work, direction == &backward_direction);
-    status = run_all(&work, &scan);
+    status = run_scan(&work, &scan, direction->rows, direction->panels);
     Py_END_ALLOW_THREADS
     free(scan.offsets);
     if (status) return PyErr_NoMemory();
@@ -278,18 +238,25 @@ static PyObject *reduction(PyObject *module, PyObject *const *args, Py_ssize_t c
 
 /* --- Module ----------------------------------------------------------------------------------- */
 
+int level_in_use;
+
 static PyObject *instructions(PyObject *module, PyObject *args) {
     const char *name = NULL;
     (void)module;
     if (!PyArg_ParseTuple(args, "|s:instructions", &name)) return NULL;
-    const Level *chosen = name ? NULL : level;
-    for (int i = 0; name && i < LEVELS && !chosen; i++)
-        if (!strcmp(name, levels[i]->name) && levels[i]->runs_here()) chosen = levels[i];
-    if (!chosen)
+    int chosen = name ? -1 : level_in_use;
+    for (int i = 0; name && i < LEVELS && chosen < 0; i++)
+        if (!strcmp(name, levels[i]->name) && levels[i]->runs_here()) chosen = i;
+    if (chosen < 0)
         return PyErr_Format(PyExc_ValueError, "instructions %s do not run on this processor", name);
-    level = chosen;
+    level_in_use = chosen;
     return PyUnicode_FromString(level->name);
 }
+
+/* Those of other families, in files of their own. */
+typedef PyObject *Function(PyObject *module, PyObject *const *args, Py_ssize_t count);
+extern Function selective_scan_forward, selective_scan_backward;
+extern Function causal_conv1d_forward, causal_conv1d_backward, causal_conv1d_update;
 
 static PyMethodDef functions[] = {
     {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
@@ -304,6 +271,23 @@ static PyMethodDef functions[] = {
      "reduction(dtype, gates_dtype, pointers, scalars, threads, layout)\n\n"
      "Partial sums of the gradient of broadcast gates, cut as LinearScanProblem.reduction says\n"
      "for this layout, \"time_last\" or \"channel_last\". As forward."},
+    {"selective_scan_forward", (PyCFunction)(void (*)(void))selective_scan_forward, METH_FASTCALL,
+     "selective_scan_forward(dtype, pointers, scalars, threads)\n\n"
+     "The output and the final state of a selective scan. Pointers and scalars are those that\n"
+     "scan_registry.ops.selective_scan_cpu names. Raises as forward."},
+    {"selective_scan_backward", (PyCFunction)(void (*)(void))selective_scan_backward, METH_FASTCALL,
+     "selective_scan_backward(dtype, pointers, scalars, threads)\n\n"
+     "The gradients of a selective scan. As selective_scan_forward."},
+    {"causal_conv1d_forward", (PyCFunction)(void (*)(void))causal_conv1d_forward, METH_FASTCALL,
+     "causal_conv1d_forward(dtype, weight_dtype, pointers, scalars, threads)\n\n"
+     "The output and the final state of a causal convolution. Pointers and scalars are those\n"
+     "that scan_registry.ops.causal_conv1d_cpu names. Raises as forward."},
+    {"causal_conv1d_backward", (PyCFunction)(void (*)(void))causal_conv1d_backward, METH_FASTCALL,
+     "causal_conv1d_backward(dtype, weight_dtype, pointers, scalars, threads)\n\n"
+     "The gradients of a causal convolution. As causal_conv1d_forward."},
+    {"causal_conv1d_update", (PyCFunction)(void (*)(void))causal_conv1d_update, METH_FASTCALL,
+     "causal_conv1d_update(dtype, weight_dtype, pointers, scalars, threads)\n\n"
+     "The output of some steps, and the new states, in place. As causal_conv1d_forward."},
     {"instructions", instructions, METH_VARARGS,
      "instructions(name=None) -> str\n\n"
      "The vector instructions in use: \"avx2\" or \"portable\". Given a name, use those instead."},
@@ -312,7 +296,7 @@ static PyMethodDef functions[] = {
 static int execute(PyObject *module) {
     (void)module;
     for (int i = 0; i < LEVELS; i++)
-        if (levels[i]->runs_here()) level = levels[i];
+        if (levels[i]->runs_here()) level_in_use = i;
     return 0;
 }
 

@@ -22,24 +22,6 @@ enum {
 enum { PANEL_BYTES = 65536, ROW_BYTES = 16384 };
 
 typedef struct {
-    const char *name;
-    int bytes, state;
-    const void *one;
-} Type;
-
-static const float one_float[] = {1, 0};
-static const double one_double[] = {1, 0};
-
-static const Type types[TYPES] = {
-    [FLOAT32] = {"float32", 4, FLOAT32, one_float},
-    [FLOAT64] = {"float64", 8, FLOAT64, one_double},
-    [COMPLEX64] = {"complex64", 8, COMPLEX64, one_float},
-    [COMPLEX128] = {"complex128", 16, COMPLEX128, one_double},
-    [BFLOAT16] = {"bfloat16", 2, FLOAT32, NULL},
-    [FLOAT16] = {"float16", 2, FLOAT32, NULL},
-};
-
-typedef struct {
     char *at; /* null: not given, or not wanted */
     int type;
     int64_t stride[DIMENSIONS]; /* in bytes */
@@ -51,8 +33,8 @@ typedef struct {
     int64_t sequences, *offsets; /* sequence s covers the times [offsets[s], offsets[s + 1]) */
     int state, reverse;
     /* How it is cut. Lanes of a group, groups per (outer, batch), runs of sequences walked apart;
-     * bytes of a row, of a panel, and of all of a thread's scratch memory. */
-    int64_t width, groups, spans, row, panel, scratch;
+     * bytes of a row and of a panel. */
+    int64_t width, groups, spans, row, panel;
     /* A reduction: which dimensions are summed, elements of all gates, parts that the summed
      * (outer, batch) pairs are divided into; along channels and time, the size of a tile, the
      * number of tiles, and how much of it a task covers; bytes of a task's sums, and of what they
@@ -74,17 +56,8 @@ typedef struct {
     int64_t lane, time; /* strides */
 } View;
 
-/* The best level that runs here, once the module is imported. */
-static const Level *level = &level_portable;
-
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-/* Unsigned: where a size is 1, its stride may be anything and wrap around. */
-static inline char *offset(const char *at, int64_t index, int64_t stride) {
-    return (char *)((uintptr_t)at + (uintptr_t)index * (uintptr_t)stride);
-}
+/* The level in use. */
+#define level levels[level_in_use]
 
 static inline Rows skip(Rows rows, int64_t steps) {
     return (Rows){offset(rows.at, steps, rows.pitch), rows.pitch};

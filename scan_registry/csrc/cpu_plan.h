@@ -1,30 +1,13 @@
-/* How a problem is cut into tasks, and the threads that run them. */
-#include <pthread.h>
-#include <signal.h>
-#include <stdatomic.h>
-#include <stdlib.h>
-
+/* How a problem is cut into tasks. */
+#include "cpu_threads.h"
 #include "cpu_walks.h"
 
 /* Elements that are worth a thread; tasks per thread, to even out their load. */
-enum { THREAD_ELEMENTS = 65536, TASKS = 2, CHUNKS = 16, MOST_THREADS = 1024 };
+enum { THREAD_ELEMENTS = 65536, TASKS = 2 };
 /* Steps of a panel where lanes have unit stride; or so many bytes, where those steps have less. */
 enum { LOW = 3, LOW_BYTES = 8192 };
 /* The tile that a piece of a reduction sums, along the dimension of unit stride and the other. */
 enum { TILE_UNIT = 32, TILE_OTHER = 64 };
-/* What scratch memory is aligned to. */
-enum { LINE = 64 };
-
-typedef struct {
-    const Scan *scan;
-    void (*run)(const Scan *scan, int64_t task, char *scratch);
-    int rows, panels; /* of scratch memory, but for the sums of a reduction */
-    int64_t threads, tasks;
-    int64_t chunk; /* neighbouring tasks, which share pages, are taken so many at a time */
-    char *scratch; /* each thread's, one after the other */
-    atomic_int_least64_t started, next;
-} Work;
-
 /* --- Planning --------------------------------------------------------------------------------- */
 
 /* As many threads as there is work for. */
@@ -132,47 +115,10 @@ static void plan_reduction(Scan *scan, Work *work, int channel_last) {
                   ceil_div(scan->size[TIME], scan->span[TIME]);
 }
 
-/* --- Threads ---------------------------------------------------------------------------------- */
-
-static void *work_on(void *argument) {
-    Work *work = argument;
-    char *scratch = work->scratch + atomic_fetch_add(&work->started, 1) * work->scan->scratch;
-    for (;;) {
-        const int64_t first = atomic_fetch_add(&work->next, work->chunk);
-        if (first >= work->tasks) return NULL;
-        for (int64_t i = first; i < smaller(first + work->chunk, work->tasks); i++)
-            work->run(work->scan, i, scratch);
-    }
-}
-
-/* The caller works too, and alone if no thread can be had. Signals are for the other threads. */
-static void share_out(Work *work) {
-    pthread_t started[MOST_THREADS];
-    int64_t count = 0;
-    if (work->threads > 1) {
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        while (count < work->threads - 1 &&
-               !pthread_create(&started[count], NULL, work_on, work))
-            count++;
-        pthread_sigmask(SIG_SETMASK, &before, NULL);
-    }
-    work_on(work);
-    while (count > 0) pthread_join(started[--count], NULL);
-}
-
-/* Run all tasks; -1, and nothing has been written, if there is no memory for it. */
-static int run_all(Work *work, Scan *scan) {
-    work->threads = smaller(work->threads, work->tasks);
-    work->chunk = ceil_div(work->tasks, CHUNKS * work->threads);
-    scan->scratch = work->rows * scan->row + work->panels * scan->panel + 2 * scan->sums +
-                    scan->cells;
-    /* Lanes that fill up a block compute with what lies there: with zeros, which are quick. */
-    char *memory = calloc(1, (size_t)(scan->scratch * work->threads + LINE));
-    if (!memory) return -1;
-    work->scratch = offset(memory, 1, LINE - (int64_t)((uintptr_t)memory % LINE));
-    share_out(work);
-    free(memory);
-    return 0;
+/* Run all tasks, with so many rows and panels of scratch memory, but for the sums of a reduction; -1,
+ * and nothing has been written, if there is no memory for it. */
+static int run_scan(Work *work, const Scan *scan, int rows, int panels) {
+    work->problem = scan;
+    work->scratch_bytes = rows * scan->row + panels * scan->panel + 2 * scan->sums + scan->cells;
+    return run_all(work);
 }

@@ -29,7 +29,8 @@ static Group group_of(const Scan *scan, int64_t task) {
     return group;
 }
 
-static void forward_task(const Scan *scan, int64_t task, char *scratch) {
+static void forward_task(const void *problem, int64_t task, char *scratch) {
+    const Scan *const scan = problem;
     char *const x = scratch, *const panels = scratch + scan->row;
     const Recurrence *recurrence = &level->recurrence[scan->state];
     const Group group = group_of(scan, task);
@@ -56,7 +57,8 @@ static void forward_task(const Scan *scan, int64_t task, char *scratch) {
 
 /* Time goes up as the adjoint walks: the state before that at t is at t + 1, or, at the last step
  * of what is a sequence here, the initial one. */
-static void backward_task(const Scan *scan, int64_t task, char *scratch) {
+static void backward_task(const void *problem, int64_t task, char *scratch) {
+    const Scan *const scan = problem;
     char *const adjoint = scratch, *const carried = adjoint + scan->row;
     char *const before = carried + scan->row, *const panels = before + scan->row;
     const Recurrence *recurrence = &level->recurrence[scan->state];
@@ -218,7 +220,8 @@ static void fold_lanes(const Scan *scan, const Group *group, const char *sums, i
 
 /* Some neighbouring tiles: a band of lanes after the other, and, where time is not summed, a panel
  * of steps after the other. */
-static void reduction_task(const Scan *scan, int64_t task, char *scratch) {
+static void reduction_task(const void *problem, int64_t task, char *scratch) {
+    const Scan *const scan = problem;
     char *const sums = scratch, *const fresh = sums + scan->sums, *const cells = fresh + scan->sums;
     char *const panels = cells + scan->cells;
     const int64_t *size = scan->size, *span = scan->span, tile = scan->tile[CHANNEL];

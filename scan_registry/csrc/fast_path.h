@@ -9,7 +9,7 @@
 #include "plans.h"
 #include "torch.h"
 
-enum { ALIGNMENT = 15 };
+enum { ALIGNMENT = 15, MOST_TENSORS = 12 };
 enum { GATES, TOKENS, DIM, BACKEND, ARGUMENTS }; /* of a call */
 
 static void release(PyObject *self) {
@@ -28,7 +28,8 @@ static PyObject *allocate_object(PyTypeObject *type) {
 typedef struct {
     PyObject_HEAD
     Launch *launch;
-    int places[3];        /* of gates, tokens and states among the launch's pointers */
+    int inputs;           /* tensors that it is given */
+    int places[MOST_TENSORS + 1]; /* of these, and of what it makes, among the launch's pointers */
     PyObject *empty;      /* makes a tensor on the current device */
     PyObject *states;     /* of these arguments, */
     PyObject *workspace;  /* and of these; None where there is none */
@@ -41,22 +42,30 @@ static PyTypeObject *fast_launch_type;
 static PyObject *fast_launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"launch",    "places", "empty",     "states",
                             "workspace", "refuse", "elsewhere", NULL};
-    PyObject *launch, *empty, *states, *workspace, *refuse, *elsewhere;
-    int places[3];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!(iii)OO!OOO:FastLaunch", names, launch_type,
-                                     &launch, &places[0], &places[1], &places[2], &empty,
-                                     &PyTuple_Type, &states, &workspace, &refuse, &elsewhere))
+    PyObject *launch, *given, *empty, *states, *workspace, *refuse, *elsewhere;
+    long places[MOST_TENSORS + 1];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!OOO:FastLaunch", names, launch_type, &launch,
+                                     &PyTuple_Type, &given, &empty, &PyTuple_Type, &states, &workspace,
+                                     &refuse, &elsewhere))
         return NULL;
     const int pointers = ((Launch *)launch)->pointers, zeroed = ((Launch *)launch)->workspace;
-    for (int i = 0; i < 3; i++)
+    const Py_ssize_t count = PyTuple_Size(given);
+    if (count < 1 || count > MOST_TENSORS + 1)
+        return PyErr_Format(PyExc_ValueError, "%zd places of tensors; there are at most %d", count,
+                            MOST_TENSORS + 1);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        places[i] = PyLong_AsLong(PyTuple_GetItem(given, i));
+        if (places[i] == -1 && PyErr_Occurred()) return NULL;
         if (places[i] < 0 || places[i] >= pointers)
-            return PyErr_Format(PyExc_ValueError, "place %d of %d pointers", places[i], pointers);
+            return PyErr_Format(PyExc_ValueError, "place %ld of %d pointers", places[i], pointers);
+    }
     if (PyTuple_Check(workspace) != (zeroed >= 0))
         return PyErr_Format(PyExc_ValueError, "the launch and its workspace do not go together");
     if (!get_current) return PyErr_Format(PyExc_RuntimeError, "bind has not been called");
     FastLaunch *self = (FastLaunch *)allocate_object(type);
     if (!self) return NULL;
-    memcpy(self->places, places, sizeof places);
+    for (Py_ssize_t i = 0; i < count; i++) self->places[i] = (int)places[i];
+    self->inputs = (int)count - 1;
     self->launch = (Launch *)Py_NewRef(launch);
     self->empty = Py_NewRef(empty);
     self->states = Py_NewRef(states);
@@ -98,19 +107,29 @@ static int started(const FastLaunch *self, uint64_t *values, void *stream) {
     return 0;
 }
 
-static PyObject *fast_launch_run(const FastLaunch *self, const Exchange *exchange,
-                                  PyObject *const *args, const Tensor *gates, const Tensor *tokens) {
+/* What a callable makes of ``count`` arguments. */
+static PyObject *called(PyObject *callable, PyObject *const *args, Py_ssize_t count) {
+    PyObject *all = PyTuple_New(count);
+    if (!all) return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SetItem(all, i, Py_NewRef(args[i]));
+    PyObject *made = PyObject_CallObject(callable, all);
+    Py_DECREF(all);
+    return made;
+}
+
+/* ``args`` are its inputs, and ``addresses`` theirs, null where one is None. ``there`` is a tensor on their device. */
+static PyObject *fast_launch_run(const FastLaunch *self, const Exchange *exchange, PyObject *const *args,
+                                 const uint64_t *addresses, const Tensor *there) {
     const Launch *launch = self->launch;
     void *current = NULL, *stream = NULL;
     if (get_current(&current) || current != launch->context)
-        return PyObject_CallFunctionObjArgs(self->elsewhere, args[GATES], args[TOKENS], NULL);
-    if (exchange->current_stream(tokens->device_type, tokens->device, &stream)) return NULL;
+        return called(self->elsewhere, args, self->inputs);
+    if (exchange->current_stream(there->device_type, there->device, &stream)) return NULL;
     uint64_t values[MAX_VALUES];
     memcpy(values, launch->values, sizeof *values * (size_t)launch->count);
-    values[self->places[0]] = address(gates);
-    values[self->places[1]] = address(tokens);
+    for (int i = 0; i < self->inputs; i++) values[self->places[i]] = addresses[i];
     PyObject *workspace = NULL, *states;
-    states = made(exchange, self->empty, self->states, &values[self->places[2]]);
+    states = made(exchange, self->empty, self->states, &values[self->places[self->inputs]]);
     int ready = states != NULL;
     if (ready && launch->workspace >= 0) {
         workspace = made(exchange, self->empty, self->workspace, &values[launch->workspace]);
@@ -141,6 +160,16 @@ typedef struct {
 
 static PyTypeObject *fast_path_type;
 
+/* Types whose entries are called without a look; -1 with an exception for one that is none of tensors. */
+static int are_tensors(PyObject *types, PyObject *tensor) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(types); i++) {
+        const int status = PyObject_IsSubclass(PyTuple_GetItem(types, i), tensor);
+        if (!status) PyErr_Format(PyExc_TypeError, "type %zd is not one of %R", i, tensor);
+        if (status < 1) return -1;
+    }
+    return 0;
+}
+
 static PyObject *fast_path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"types", "tensor", "exchange", "observers", "backends", "choice",
                             "plan",  "tracking", "record", NULL};
@@ -150,12 +179,7 @@ static PyObject *fast_path_new(PyTypeObject *type, PyObject *args, PyObject *kwa
                                      &PyType_Type, &tensor, &exchange, &PyTuple_Type, &observers,
                                      &PyTuple_Type, &backends, &choice, &plan, &tracking, &record))
         return NULL;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(types); i++) { /* as their entries are called without a look */
-        const int status = PyObject_IsSubclass(PyTuple_GetItem(types, i), tensor);
-        if (status < 0) return NULL;
-        if (!status) return PyErr_Format(PyExc_TypeError, "type %zd is not one of %R", i, tensor);
-    }
-    if (take_torch(&torch, (PyTypeObject *)tensor, exchange)) return NULL;
+    if (are_tensors(types, tensor) || take_torch(&torch, (PyTypeObject *)tensor, exchange)) return NULL;
     FastPath *self = (FastPath *)allocate_object(type);
     if (!self) return NULL;
     self->torch = torch;
@@ -184,25 +208,33 @@ static void fast_path_dealloc(PyObject *object) {
 
 /* The results of what follows: 1 yes, 0 not what the fast path takes, -1 with an exception. */
 
-static int has_type(const FastPath *self, PyObject *object) {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(self->types); i++)
-        if (PyTuple_GetItem(self->types, i) == (PyObject *)Py_TYPE(object)) return 1;
+static int has_type(PyObject *types, PyObject *object) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(types); i++)
+        if (PyTuple_GetItem(types, i) == (PyObject *)Py_TYPE(object)) return 1;
     return 0;
 }
 
 /* Whether every observer says that there is nothing to observe. */
-static int dispatch_is_trivial(const FastPath *self) {
+static int dispatch_is_trivial(PyObject *observers) {
     int status = 1;
-    for (Py_ssize_t i = 0; status == 1 && i < PyTuple_Size(self->observers); i++)
-        status = is_false(PyObject_CallNoArgs(PyTuple_GetItem(self->observers, i)));
+    for (Py_ssize_t i = 0; status == 1 && i < PyTuple_Size(observers); i++)
+        status = is_false(PyObject_CallNoArgs(PyTuple_GetItem(observers, i)));
     return status;
+}
+
+/* Whether the exception is that of tensors that cannot be read so: sparse and nested ones, and batches that transforms
+ * map over. What else they are is for others to say, and it is cleared. */
+static int cannot_be_read(void) {
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_BufferError)) return 0;
+    PyErr_Clear();
+    return 1;
 }
 
 static int read_both(const FastPath *self, PyObject *const *args, Tensor *gates, Tensor *tokens) {
     int status;
     const Torch *torch = &self->torch;
-    if (!torch->exchange || !has_type(self, args[GATES]) || !has_type(self, args[TOKENS])) return 0;
-    if ((status = dispatch_is_trivial(self)) < 1 || (status = read_tensor(torch, args[GATES], gates)) < 1 ||
+    if (!torch->exchange || !has_type(self->types, args[GATES]) || !has_type(self->types, args[TOKENS])) return 0;
+    if ((status = dispatch_is_trivial(self->observers)) < 1 || (status = read_tensor(torch, args[GATES], gates)) < 1 ||
         (status = read_tensor(torch, args[TOKENS], tokens)) < 1)
         return status;
     return gates->code == tokens->code && gates->bits == tokens->bits &&
@@ -278,11 +310,12 @@ static const Planned *plan_of(FastPath *self, PyObject *const *args, const Tenso
 /* The states of a plan; from then on it may be forgotten. */
 static PyObject *states_of(const FastPath *self, const Planned *planned, PyObject *const *args,
                            const Tensor *gates, const Tensor *tokens, int tracked) {
-    PyObject *plan = Py_NewRef(planned->plan), *request = Py_NewRef(planned->request);
-    PyObject *states =
-        Py_TYPE(plan) == fast_launch_type
-            ? fast_launch_run((const FastLaunch *)plan, self->torch.exchange, args, gates, tokens)
-            : PyObject_CallFunctionObjArgs(plan, args[GATES], args[TOKENS], NULL);
+    PyObject *plan = Py_NewRef(planned->plan), *request = Py_NewRef(planned->request), *states = NULL;
+    const uint64_t addresses[] = {address(gates), address(tokens)};
+    if (Py_TYPE(plan) != fast_launch_type) states = called(plan, args, DIM);
+    else if (((const FastLaunch *)plan)->inputs == DIM)
+        states = fast_launch_run((const FastLaunch *)plan, self->torch.exchange, args, addresses, tokens);
+    else PyErr_Format(PyExc_TypeError, "a launch of %d tensors", ((const FastLaunch *)plan)->inputs);
     if (states && tracked) {
         PyObject *done = PyTuple_Pack(2, states, request);
         Py_DECREF(states);
@@ -305,11 +338,7 @@ static PyObject *fast_path_run(PyObject *object, PyObject *const *args, Py_ssize
                             count);
     int status = read_both(self, args, &gates, &tokens);
     if (status < 0) {
-        /* Sparse and nested tensors, and batches that transforms map over, cannot be read so. What else they
-         * are is for others to say. */
-        if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_BufferError))
-            return NULL;
-        PyErr_Clear();
+        if (!cannot_be_read()) return NULL;
         Py_RETURN_NONE;
     }
     if (status) status = read_options(self, args, options);

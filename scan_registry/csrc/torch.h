@@ -26,7 +26,7 @@ typedef struct {
     int (*current_stream)(int32_t device_type, int32_t device, void **stream);
 } Exchange;
 
-enum { CPU = 1, CUDA = 2, PINNED = 3, FLOAT = 2, BFLOAT = 4 };
+enum { CPU = 1, CUDA = 2, PINNED = 3, INTEGER = 0, FLOAT = 2, BFLOAT = 4 };
 enum { MOST_DIMENSIONS = 16 };
 
 typedef struct {
@@ -76,14 +76,19 @@ static int requires_grad(const Torch *torch, PyObject *tensor) {
     return is_true(torch->requires_grad(tensor, torch->closure));
 }
 
-/* Whether it is a tensor of real numbers, as they are, in memory. */
-static int read_tensor(const Torch *torch, PyObject *object, Tensor *tensor) {
+/* Whether it is a tensor of real numbers or integers, as they are, in memory. */
+static int read_any(const Torch *torch, PyObject *object, Tensor *tensor) {
     const int status = is_false(torch->is_neg(object, NULL));
     if (status < 1) return status;
     if (torch->exchange->read(object, tensor)) return -1;
-    const int real = tensor->code == FLOAT || tensor->code == BFLOAT;
+    const int plain = tensor->code == FLOAT || tensor->code == BFLOAT || tensor->code == INTEGER;
     const int here = tensor->device_type >= CPU && tensor->device_type <= PINNED;
     /* Without an address there is nothing, or it stands for zeros. */
-    return real && here && tensor->lanes == 1 && tensor->dimensions <= MOST_DIMENSIONS &&
+    return plain && here && tensor->lanes == 1 && tensor->dimensions <= MOST_DIMENSIONS &&
            tensor->data != NULL;
+}
+/* Whether it is one of real numbers. */
+static int read_tensor(const Torch *torch, PyObject *object, Tensor *tensor) {
+    const int status = read_any(torch, object, tensor);
+    return status < 1 ? status : tensor->code != INTEGER;
 }

@@ -221,13 +221,14 @@ def lacks(found: Coverage, there: System, families: Families, lowest: Tier) -> I
     """
     samples = _samples(families)
     for backend in dict.fromkeys(b for answer in found.answers for b in answer.tiers):
+        answers = {n: a for n, a in enumerate(found.answers) if backend in a.tiers}
         groups: dict[Tier | None, list[int]] = {}
-        for number, answer in enumerate(found.answers):
+        for number, answer in answers.items():
             if _worth_a_word(answer, backend):
                 groups.setdefault(answer.tiers[backend], []).append(number)
         for tier, numbers in groups.items():
             group = _Group(there, backend, lowest, tier, tuple(samples[n] for n in numbers))
-            kernels = _listed([found.answers[n] for n in numbers], found.answers)
+            kernels = _listed([answers[n] for n in numbers], [*answers.values()])
             yield Finding(
                 _SEVERITY[tier] if backend == "auto" else "warning",
                 found.name,
@@ -256,8 +257,7 @@ def _worth_a_word(answer: Answer, backend: Backend) -> bool:
     """Whether less than machine code runs; of a language, whether it is missing while others are not."""
     if backend == "auto":
         return answer.tiers["auto"] in _SEVERITY
-    missing = backend in answer.tiers and answer.tiers[backend] is None
-    return missing and _SEVERITY.get(answer.tiers["auto"]) != "error"
+    return answer.tiers[backend] is None and _SEVERITY.get(answer.tiers["auto"]) != "error"
 
 
 @dataclass(frozen=True)

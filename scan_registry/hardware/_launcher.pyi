@@ -20,17 +20,20 @@ class Launch:
     def run(self, stream: int, /, *pointers: int | None) -> int: ...
 
 class FastLaunch:
-    """What a call on the fast path does on a GPU: allocate states, and launch."""
+    """What a call on the fast path does on a GPU: allocate a result, and launch.
+
+    ``places`` are those of the tensors of the call, and of the result, among the launch's pointers.
+    """
 
     def __new__(
         cls,
         launch: Launch,
-        places: tuple[int, int, int],
+        places: tuple[int, ...],
         empty: Callable[..., Any],
         states: tuple[Any, ...],
         workspace: tuple[Any, ...] | None,
         refuse: Callable[[int], object],
-        elsewhere: Callable[[Any, Any], Any],
+        elsewhere: Callable[..., Any],
     ) -> FastLaunch: ...
 
 #: What is done with gates and tokens.
@@ -66,3 +69,27 @@ class FastPath:
     def run(self, gates: object, tokens: object, dim: int, backend: object, /) -> Any: ...
 
 def bind(launch: int, memset: int, current: int, push: int, pop: int, /) -> None: ...
+
+class TensorPath:
+    """Calls on a number of plain tensors, of which some may be None, without derivatives. Without ``exchange`` no call
+    takes this path.
+
+    types, tensor, exchange, observers, choice, tracking: as for ``FastPath``
+    plan     makes a plan from the flag and the tensors of the first call of its kind
+    count    tensors of a call
+    aligned  bits of those whose alignment a plan depends on
+    """
+
+    def __new__(
+        cls,
+        types: tuple[type, ...],
+        tensor: type,
+        exchange: object,
+        observers: tuple[Callable[[], object], ...],
+        choice: Callable[[], object],
+        plan: Callable[..., FastLaunch | Callable[..., Any]],
+        tracking: Callable[[], bool],
+        count: int,
+        aligned: int,
+    ) -> TensorPath: ...
+    def run(self, flag: bool, /, *tensors: Any) -> Any | None: ...

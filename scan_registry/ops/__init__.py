@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING
 from scan_registry.base import lazy
 
 if TYPE_CHECKING:
-    from scan_registry.ops import causal_conv1d, linear_scan, rnn, selective_scan
+    from scan_registry.ops import (
+        causal_conv1d,
+        linear_scan,
+        rnn,
+        selective_scan,
+        selective_state_update,
+    )
 
-__all__ = ["causal_conv1d", "linear_scan", "rnn", "selective_scan"]
+__all__ = ["causal_conv1d", "linear_scan", "rnn", "selective_scan", "selective_state_update"]
 
 #: Families of kernels that have an operator, in the order in which commands list them; ``bench`` alone times the first.
-OPERATORS = ("linear_scan", "rnn", "causal_conv1d", "selective_scan")
+OPERATORS = ("linear_scan", "rnn", "causal_conv1d", "selective_scan", "selective_state_update")
 
 __getattr__, __dir__ = lazy.names(globals(), dict.fromkeys(__all__))

@@ -10,7 +10,7 @@ from torch import Tensor
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
 from scan_registry.ops import causal_conv1d_derivatives, causal_conv1d_plans
-from scan_registry.ops.causal_conv1d_arguments import normalised, update_arguments
+from scan_registry.ops.causal_conv1d_arguments import normalised
 from scan_registry.ops.causal_conv1d_plans import KernelCall
 
 __all__ = ["BACKENDS", "causal_conv1d", "causal_conv1d_update", "describe"]
@@ -93,11 +93,10 @@ def causal_conv1d(
     Warns:
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
-    given, options = normalised(
-        *(x, weight, bias, initial_state, seq_idx, cu_seqlens),
-        *(return_final_state, activation, backend),
+    y, last = causal_conv1d_derivatives.call(
+        (x, weight, bias, initial_state, seq_idx, cu_seqlens),
+        (return_final_state, activation, backend),
     )
-    y, last = causal_conv1d_derivatives.convolve(given, options)
     return y if last is None else (y, last)
 
 
@@ -133,11 +132,9 @@ def causal_conv1d_update(
     Raises:
         As ``causal_conv1d``.
     """
-    given, options = update_arguments(
-        *(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices, backend)
+    return causal_conv1d_derivatives.call_update(
+        (x, conv_state, weight, bias, cache_seqlens, conv_state_indices), (activation, backend)
     )
-    y = causal_conv1d_derivatives.update(given, options)
-    return y if x.dim() == 3 else y.squeeze(-1)
 
 
 def describe(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scan_registry.base.environment import flag
 from scan_registry.base.symbols import numbers, same_shape, surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
@@ -165,6 +166,12 @@ def normalised(
     return given, Options(silu, final, backend)
 
 
+def checks_values(given: Arguments) -> bool:
+    """Whether values are checked, and not only shapes and dtypes: those of bounds on the CPU, or for debugging."""
+    bounds = given.cu_seqlens
+    return bounds is not None and (bounds.is_cpu or flag("SCAN_REGISTRY_DEBUG"))
+
+
 class UpdateArguments(NamedTuple):
     """Tensors as the update's operator takes them; x is (B, D, T)."""
 
@@ -181,9 +188,9 @@ def update_arguments(
     conv_state: Any,
     weight: Any,
     bias: Any,
-    activation: Any,
     cache_seqlens: Any,
     conv_state_indices: Any,
+    activation: Any,
     backend: Any,
 ) -> tuple[UpdateArguments, Options]:
     """Those of the update, likewise."""

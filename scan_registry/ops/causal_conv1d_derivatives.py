@@ -10,11 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from scan_registry.dispatch import policy
 from scan_registry.kernels.causal_conv1d import reference
 from scan_registry.ops import causal_conv1d_plans as plans
-from scan_registry.ops.causal_conv1d_arguments import Arguments, Options, UpdateArguments
+from scan_registry.ops import flops
+from scan_registry.ops.causal_conv1d_arguments import (
+    Arguments,
+    Options,
+    UpdateArguments,
+    checks_values,
+    normalised,
+    update_arguments,
+)
+from scan_registry.ops.causal_conv1d_calls import key_of, taken_as_they_are
 from scan_registry.ops.causal_conv1d_plans import Gradients, Wanted
 from scan_registry.ops.derivatives import forward_mode, has_tangents, unobserved
 from scan_registry.ops.registration import register
@@ -26,25 +36,61 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _required = policy.required.get
 
 
+def call(tensors: tuple[Any, ...], asked: tuple[Any, ...]) -> Outputs:
+    """y, and the final state if it is asked for, of the public function's arguments as they are given; differentiable."""
+    key = key_of("causal_conv1d", tensors, asked)
+    known = None if key is None else plans.plan_cache.get(key)
+    if known is not None:
+        options, plan = known
+        if torch.is_grad_enabled() and _differentiated(*tensors[:4]):
+            return _record(*tensors, options, plan)  # type: ignore[no-any-return]
+        return plan(*tensors)  # type: ignore[no-any-return]
+    given, options = normalised(*tensors, *asked)
+    if key is not None and taken_as_they_are(given, tensors) and not checks_values(given):
+        plans.plan_cache.keep(key, (options, plans.forward_plan(given, options)))
+    return convolve(given, options)
+
+
 def convolve(given: Arguments, options: Options) -> Outputs:
-    """y, and the final state if it is asked for, of ``normalised`` arguments; differentiable."""
+    """Likewise, of ``normalised`` arguments."""
     if not _is_compiling():
         if _transforms_active() or forward_mode():
             return _transformed(given, options)
         if unobserved(*given):
             if torch.is_grad_enabled() and _differentiated(*given[:4]):
-                return CausalConv1d.apply(*given, options, True)  # type: ignore[no-any-return, no-untyped-call]
+                return _record(*given, options, plans.forward_plan(given, options))  # type: ignore[no-any-return]
             return plans.forward(given, options)
+        flops.announce()
     y, last = _op(*given, *options)
     return y, last if options.final else None
 
 
+def call_update(tensors: tuple[Any, ...], asked: tuple[Any, ...]) -> Tensor:
+    """y of the public function's arguments as they are given; the state is changed in place."""
+    x, *others = tensors
+    key = key_of("causal_conv1d_update", tensors, asked)
+    known = None if key is None else plans.plan_cache.get(key)
+    if known is not None:
+        one_step, plan = known
+        y: Tensor = plan(x.unsqueeze(-1), *others).squeeze(-1) if one_step else plan(*tensors)
+        increment_version(tensors[1])
+        return y
+    given, options = update_arguments(*tensors, *asked)
+    one_step = x.dim() == 2
+    if key is not None and taken_as_they_are(given[1:], others):
+        plans.plan_cache.keep(key, (one_step, plans.update_plan(given, options)))
+    y = update(given, options)
+    return y.squeeze(-1) if one_step else y
+
+
 def update(given: UpdateArguments, options: Options) -> Tensor:
-    """y of ``update_arguments``, whose state is changed in place."""
+    """Likewise, of ``update_arguments``."""
     if not _is_compiling() and unobserved(*given):
         y = plans.update(given, options)
-        torch.autograd.graph.increment_version(given.state)
+        increment_version(given.state)
         return y
+    if not _is_compiling():
+        flops.announce()
     found: Tensor = _update_op(*given, options.silu, options.backend)
     return found
 
@@ -61,19 +107,23 @@ def _transformed(given: Arguments, options: Options) -> Outputs:
 
 
 class CausalConv1d(torch.autograd.Function):
-    """``direct`` goes round the dispatcher."""
+    """``plan`` goes round the dispatcher; without one, the operator runs."""
+
+    # What torch asks the class for at each call by a new string, and else finds last of all.
+    setup_context = staticmethod(torch.autograd.Function.setup_context)
+    clear_saved_tensors_on_access = boxed_grads_call = False
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Outputs:
-        *tensors, options, direct = args
-        given = Arguments(*tensors)
-        if direct:
-            y, last = plans.forward(given, options)
+        *tensors, options, plan = args
+        if plan is not None:
+            y, last = plan(*tensors)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                y, last = _op(*given, *options)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*given)
+                y, last = _op(*tensors, *options)
+        # As ``set_materialize_grads`` and ``save_for_backward`` do, at half the cost.
+        ctx.materialize_grads = False
+        ctx.to_save = tuple(tensors)
         ctx.options, ctx.required = options, _required()
         return y, last
 
@@ -96,19 +146,22 @@ class CausalConv1d(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
+#: Without the search for transforms, which unobserved calls are not under.
+_record: Any = super(torch.autograd.Function, CausalConv1d).apply  # type: ignore[misc]
+
+
 def _backward(
     given: Arguments, y_grad: Tensor, last_grad: Tensor | None, options: Options, wanted: Wanted
 ) -> Gradients:
     tensors = *given[:4], y_grad, last_grad
+    # Under create_graph, in forward mode, and where batches of gradients are mapped over.
     composed = (torch.is_grad_enabled() and _differentiated(*tensors)) or _transforms_active()
-    if not _is_compiling():
-        composed = composed or has_tangents(*tensors)
-    if (
-        composed
-    ):  # under create_graph, in forward mode, and where batches of gradients are mapped over
-        return _composed_backward(given, y_grad, last_grad, options, wanted)
-    if not _is_compiling() and unobserved(*given, y_grad, last_grad):
+    if not composed and not _is_compiling() and unobserved(*given, y_grad, last_grad):
         return plans.backward(given, y_grad, last_grad, options, wanted)
+    if composed or (not _is_compiling() and has_tangents(*tensors)):
+        return _composed_backward(given, y_grad, last_grad, options, wanted)
+    if not _is_compiling():
+        flops.announce()
     flat = options.silu, options.backend, list(wanted)
     found = _backward_op(*given, y_grad, last_grad, *flat)
     of_x, of_weight, of_bias, of_state = (
@@ -152,7 +205,7 @@ def _forward_autograd(*args: Any) -> Any:
     if _transforms_active() or has_tangents(*given[:4]):
         return _forward_composed(*args)
     if torch.is_grad_enabled() and _differentiated(*given[:4]):
-        return CausalConv1d.apply(*given, options, False)  # type: ignore[no-untyped-call]
+        return CausalConv1d.apply(*given, options, None)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _op(*args)
 
@@ -209,7 +262,7 @@ def _update_autograd(*args: Any) -> Any:
     """It has no derivative: y is a constant, as the state is."""
     with torch._C._AutoDispatchBelowAutograd():
         y = _update_op(*args)
-    torch.autograd.graph.increment_version(args[1])
+    increment_version(args[1])
     return y
 
 
@@ -241,3 +294,4 @@ _update_op = register(
     __name__,
     {"device": "_update", "Autograd": "_update_autograd", "Meta": "_update_fake"},
 )
+flops.announce()

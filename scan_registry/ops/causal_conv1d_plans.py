@@ -26,6 +26,7 @@ from scan_registry.kernels.causal_conv1d.problem import (
 )
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
 from scan_registry.kernels.model import Problem, Variant
+from scan_registry.ops import causal_conv1d_cpu
 from scan_registry.ops.causal_conv1d_arguments import (
     COMPILED,
     Arguments,
@@ -220,6 +221,11 @@ def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     return outputs
 
 
+def forward_plan(given: Arguments, options: Options) -> Callable[..., Any]:
+    """What ``forward`` runs on calls of this kind."""
+    return plan_cache.plan(_plan_forward, given, options)
+
+
 def state_shape(given: Arguments) -> tuple[int, int, int]:
     """Of the states before and after: one for each batch, or for each packed sequence."""
     rows = given.x.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
@@ -247,7 +253,7 @@ def _plan_forward(*arguments: Any) -> Callable[..., Any]:
         return _like(x, y), None if last is None else last.contiguous()
 
     if _is_plain(given.x, options):
-        return by_reference
+        return causal_conv1d_cpu.plan_forward(given.x, options) or by_reference
     call = make_kernel_call("forward", given, options)
     found = _runner(call, given.x.device, options)
     if isinstance(found, Decision):
@@ -323,7 +329,7 @@ def _plan_backward(*arguments: Any) -> Callable[..., Any]:
         )
 
     if _is_plain(given.x, options):
-        return by_reference
+        return causal_conv1d_cpu.plan_backward(given.x, options, wanted) or by_reference
     call = make_kernel_call("backward", given, options, y_grad, [final_grad])
     found = _runner(call, given.x.device, options)
     if isinstance(found, Decision):
@@ -397,6 +403,11 @@ def update(given: UpdateArguments, options: Options) -> Tensor:
     return y
 
 
+def update_plan(given: UpdateArguments, options: Options) -> Callable[..., Any]:
+    """What ``update`` runs on calls of this kind."""
+    return plan_cache.plan(_plan_update, given, options)
+
+
 def _plan_update(*arguments: Any) -> Callable[..., Any]:
     *tensors, options = arguments
     given = UpdateArguments(*tensors)
@@ -407,7 +418,7 @@ def _plan_update(*arguments: Any) -> Callable[..., Any]:
         return _like(x, y)
 
     if _is_plain(given.x, options):
-        return by_reference
+        return causal_conv1d_cpu.plan_update(given.x, options) or by_reference
     found = _runner(make_update_call(given, options), given.x.device, options)
     if isinstance(found, Decision):
         decision = found

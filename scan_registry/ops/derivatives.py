@@ -305,6 +305,25 @@ def _forward_autograd(
         return _op(*tensors, *options)
 
 
+def _in_front(count: int, tensor: Any, place: int | None) -> Any:
+    """With the mapped dimension in front; ``count`` times the same where the tensor has none."""
+    if tensor is None:
+        return None
+    return tensor.expand(count, *tensor.shape) if place is None else tensor.movedim(place, 0)
+
+
+def in_front(
+    count: int, gates: Tensor, tokens: Tensor, of_gates: int | None, of_tokens: int | None
+) -> tuple[Tensor, Tensor]:
+    """Gates and tokens with the dimension that ``torch.vmap`` maps over in front; gates still broadcast."""
+    rank = tokens.dim() - (of_tokens is not None)
+    if of_gates is not None:  # the others broadcast as they are
+        gates = gates.movedim(of_gates, 0)
+        missing = rank - (gates.dim() - 1)
+        gates = gates.reshape(gates.shape[0], *[1] * missing, *gates.shape[1:])
+    return gates, _in_front(count, tokens, of_tokens)
+
+
 def _forward_mapped(info: Any, in_dims: Any, *args: Any) -> Any:
     """The rule of ``torch.vmap``: one scan with a dimension more."""
     gates, tokens, initial, bounds, *options = args
@@ -312,19 +331,8 @@ def _forward_mapped(info: Any, in_dims: Any, *args: Any) -> Any:
     if of_bounds is not None:
         raise ValueError("cu_seqlens is mapped over by vmap; all maps share one cu_seqlens")
 
-    def in_front(tensor: Any, place: int | None) -> Any:
-        if tensor is None:
-            return None
-        if place is None:
-            return tensor.expand(info.batch_size, *tensor.shape)
-        return tensor.movedim(place, 0)
-
-    rank = tokens.dim() - (of_tokens is not None)
-    if of_gates is not None:  # the others broadcast as they are
-        gates = gates.movedim(of_gates, 0)
-        missing = rank - (gates.dim() - 1)
-        gates = gates.reshape(gates.shape[0], *[1] * missing, *gates.shape[1:])
-    tokens, initial = in_front(tokens, of_tokens), in_front(initial, of_initial)
+    gates, tokens = in_front(info.batch_size, gates, tokens, of_gates, of_tokens)
+    initial = _in_front(info.batch_size, initial, of_initial)
     states, last = _op(gates, tokens, initial, bounds, *options)
     return (states, last), (0, 0 if Options(*options).final else None)
 

@@ -1,7 +1,7 @@
 """What ``torch.utils.flop_counter.FlopCounterMode`` counts for the operators.
 
-As in torch, a network counts its products of matrices only, two operations for each multiplication and
-addition. A scan has none, so it counts its multiplications and additions one by one.
+As in torch, a network counts its products of matrices only, and a convolution its taps, two operations for each
+multiplication and addition. A scan has none, so it counts its multiplications and additions one by one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ def _linear_scan(gates: Tensor, tokens: Tensor, *_: Any, **__: Any) -> int:
     """A product and a sum for each element."""
     product, total = _costs(tokens)
     return (product + total) * tokens.numel()
+
+
+def _linear_scan_summary(gates: Tensor, tokens: Tensor, *_: Any, **__: Any) -> int:
+    """Beside the scan, the product of the gates."""
+    product, total = _costs(tokens)
+    return (2 * product + total) * tokens.numel()
 
 
 def _linear_scan_backward(
@@ -78,13 +84,32 @@ def _selective_scan_backward(
     return u.numel() * A.shape[1] * (7 * product + 2 * total + pairs * (product + total))
 
 
+def _causal_conv1d(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    """A product and a sum for each tap of each step, as of torch's own convolutions."""
+    return 2 * x.numel() * weight.shape[1]
+
+
+def _causal_conv1d_backward(x: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
+    """As many for the gradient of x, and as many for that of the filters."""
+    of_x, of_weight, *_others = rest[-1]
+    return (of_x + of_weight) * _causal_conv1d(x, weight)
+
+
+def _causal_conv1d_update(x: Tensor, state: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    return _causal_conv1d(x, weight)
+
+
 FORMULAS: dict[str, Formula] = {
     "linear_scan": _linear_scan,
     "linear_scan_backward": _linear_scan_backward,
+    "linear_scan_summary": _linear_scan_summary,
     "rnn": _rnn,
     "rnn_backward": _rnn_backward,
     "selective_scan": _selective_scan,
     "selective_scan_backward": _selective_scan_backward,
+    "causal_conv1d": _causal_conv1d,
+    "causal_conv1d_backward": _causal_conv1d_backward,
+    "causal_conv1d_update": _causal_conv1d_update,
 }
 
 

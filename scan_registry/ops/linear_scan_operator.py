@@ -95,8 +95,19 @@ class LinearScan(Operator):
     def run_on_cpu(self, problem: LinearScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
         import torch
 
-        from scan_registry.ops.plans import runner
+        from scan_registry.ops.arguments import Options
+        from scan_registry.ops.plans import runner, summary_on_cpu
 
+        if problem.direction == "summary":
+            gates, tokens = tensors["gates"], tensors["tokens"]
+            assert gates is not None
+            assert tokens is not None
+            found = summary_on_cpu(gates, tokens, Options(-1, problem.reverse))
+            for name, result in zip(("final_gate", "final_state"), found, strict=True):
+                out = tensors[name]
+                assert out is not None
+                out.copy_(result)
+            return
         run = runner(problem, torch.device("cpu"), "auto")
         assert callable(run)  # the CPU has its own kernels
         run(tensors)

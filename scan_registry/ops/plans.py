@@ -23,14 +23,20 @@ from scan_registry.ops import _cpu
 from scan_registry.ops.arguments import Options, common_shape
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.layout import KernelCall
-from scan_registry.ops.problems import StateLayout, as_new, make_kernel_call, make_reduction_call
+from scan_registry.ops.problems import (
+    StateLayout,
+    as_new,
+    make_kernel_call,
+    make_reduction_call,
+    make_summary_call,
+)
 from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
 
 POINTERS = {
     direction: [p.name for p in parameters(direction) if p.kind == "pointer"]
-    for direction in ("forward", "backward", "reduction")
+    for direction in ("forward", "backward", "reduction", "summary")
 }
 
 
@@ -156,6 +162,57 @@ def _plan_forward(
         others = {"initial_state": entering, "final_state": last, "offsets": bounds}
         run({**inputs, **others, "states": states})
         return states, last
+
+    return plan
+
+
+# --- Summary ----------------------------------------------------------------------------------
+
+
+def summary(gates: Tensor, tokens: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """The product of the gates, and the final state from a state of zero."""
+    outputs: tuple[Tensor, Tensor] = plan_cache.run(_plan_summary, (gates, tokens), options)
+    return outputs
+
+
+def summary_on_cpu(gates: Tensor, tokens: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """By the compiled scan, whose states are dropped."""
+    _, last = forward(gates, tokens, None, None, options._replace(final=True))
+    assert last is not None
+    return reference.product(gates, tokens, options.dim), last
+
+
+def _plan_summary(gates: Tensor, tokens: Tensor, options: Options) -> Callable[..., Any]:
+    dim, reverse = options.dim, options.reverse
+    _check(gates, [tokens], None)
+    room = StateLayout.of(tokens, dim, None)
+
+    def by_reference(gates: Tensor, tokens: Tensor) -> Any:
+        found = reference.summary(gates, tokens, dim=dim, reverse=reverse)
+        return tuple(room.entering(each) for each in found)
+
+    def on_cpu(gates: Tensor, tokens: Tensor) -> Any:
+        return tuple(room.entering(each) for each in summary_on_cpu(gates, tokens, options))
+
+    if tokens.numel() == 0:
+        return lambda *_: (room.empty().fill_(1), room.empty().zero_())
+    if options.backend == "reference":
+        return by_reference
+    if tokens.device.type == "cpu":
+        return on_cpu
+    call = make_summary_call(gates, tokens, dim, reverse)
+    run = runner(call.problem, tokens.device, options.backend)
+    if not callable(run):
+        decision = run
+        return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
+
+    def plan(gates: Tensor, tokens: Tensor) -> Any:
+        final_gate, final_state = room.empty(), room.empty()
+        inputs = {"gates": gates, "tokens": tokens}
+        if call.copied:
+            inputs = _copied({**inputs, "gates": gates.expand(tokens.shape)}, call.copied, tokens)
+        run({**inputs, "final_gate": final_gate, "final_state": final_state})
+        return final_gate, final_state
 
     return plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -135,6 +136,14 @@ def make_kernel_call(
     return KernelCall(
         problem, tuple(name for name, copy in zip(inputs, copied, strict=True) if copy)
     )
+
+
+def make_summary_call(gates: Tensor, tokens: Tensor, dim: int, reverse: bool) -> KernelCall:
+    """The summary of a scan, which reads what the scan does and writes no states."""
+    call = make_kernel_call("forward", gates, {"tokens": tokens}, None, dim, reverse)
+    of_gates, of_tokens, _, of_state = call.problem.strides
+    strides = of_gates, of_tokens, of_state
+    return replace(call, problem=replace(call.problem, direction="summary", strides=strides))
 
 
 def make_reduction_call(

@@ -27,6 +27,7 @@ from scan_registry.ops.selective_scan_arguments import (
     normalised,
 )
 from scan_registry.ops.selective_scan_derivatives import first_derivative
+from scan_registry.ops.selective_scan_gradients import Gradients
 from scan_registry.ops.selective_scan_problems import addresses_of, copies_groups, has_kernels
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -51,7 +52,7 @@ class Kind:
         self.options, self.final, self.forward, self.required = options, final, forward, required
         #: Of the tensors, in the order of the arguments.
         self.strides = strides
-        self._backwards: dict[tuple[Any, ...], Callable[..., plans.Gradients] | None] = {}
+        self._backwards: dict[tuple[Any, ...], Callable[..., Gradients] | None] = {}
 
     def backward(
         self,
@@ -60,7 +61,7 @@ class Kind:
         out_grad: Tensor,
         last_grad: Tensor | None,
         wanted: tuple[bool, ...],
-    ) -> Callable[..., plans.Gradients] | None:
+    ) -> Callable[..., Gradients] | None:
         """How kernels make the gradients that are wanted; None if none does, or if a hook of saved tensors has laid them
         otherwise."""
         addresses = out_grad.data_ptr() | kept.data_ptr()
@@ -200,7 +201,7 @@ def _general(
     last_grad: Tensor | None,
     options: Options,
     wanted: tuple[bool, ...],
-) -> plans.Gradients:
+) -> Gradients:
     """The gradients as all other calls get them, in the shapes that were given."""
     taken = normalised(*given, *options)
     found = first_derivative(taken, kept, out_grad, last_grad, options, wanted)
@@ -215,7 +216,7 @@ def _plan_backward(
     last_grad: Tensor | None,
     options: Options,
     wanted: tuple[bool, ...],
-) -> Callable[..., plans.Gradients] | None:
+) -> Callable[..., Gradients] | None:
     taken = normalised(*given, *options)
     addresses = addresses_of((*given, kept, out_grad, last_grad))
     plan = plans.plan_backward(taken, out_grad, last_grad, options, wanted, addresses, given)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pages import ROOT, RUN, SHOWN, Block, blocks, commands, documents
+
+from scan_registry import compat
 
 BLOCKS = [block for page in documents() for block in blocks(page)]
 PROGRAM = "scan-registry"
@@ -26,13 +30,25 @@ def pages_with_python() -> list[Path]:
 
 
 def run_page(page: Path, *, gpu: bool) -> None:
-    """Its Python blocks in their order, in one namespace, as a reader would type them."""
+    """Its Python blocks in their order, in one namespace, as a reader would type them. The test counts as skipped
+    where blocks are left out because a package is not installed."""
     names: dict[str, Any] = {"__name__": "__page__"}
-    for block in of_language("python"):
-        if block.page == page and (gpu or block.gpu is None):
+    held = [b for b in of_language("python") if b.page == page and (gpu or b.gpu is None)]
+    missing = {b.needs for b in held if b.needs and importlib.util.find_spec(b.needs) is None}
+    for block in held:
+        if block.needs not in missing:
             # As many empty lines as stand before it, so that a traceback names the page's line.
             code = compile("\n" * block.line + block.text, str(page), "exec", dont_inherit=True)
             exec(code, names)
+    if missing:
+        pytest.skip(f"blocks that need {', '.join(sorted(filter(None, missing)))} were left out")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_installed() -> Iterator[None]:
+    """A page may show ``install``; other tests look for the originals."""
+    yield
+    compat.uninstall()
 
 
 def named(page: Path) -> str:
@@ -93,6 +109,7 @@ def test_a_block_runs_or_says_why_not(block: Block) -> None:
     assert block.language in (*RUN, *SHOWN), f"{block.name}: {block.language!r}"
     assert block.skip != "", f"{block.name}: skip needs a reason"
     assert block.gpu != "", f"{block.name}: gpu needs a reason"
+    assert block.needs != "", f"{block.name}: needs what?"
 
 
 def test_code_is_in_fences(tmp_path: Path) -> None:

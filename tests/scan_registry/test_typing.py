@@ -21,6 +21,7 @@ MODULES = (
     "scan_registry",
     "scan_registry.compat",
     "scan_registry.compat.accelerated_scan",
+    "scan_registry.compat.mamba_ssm",
     "scan_registry.nn",
     "scan_registry.ops",
 )
@@ -31,6 +32,8 @@ REPLACEMENTS = (
         for name in ("complex", "ref", "scalar", "triton", "warp")
     ),
     "scan_registry.compat.flashrnn",
+    "scan_registry.compat.mamba_ssm.ops.selective_scan_interface",
+    "scan_registry.compat.mamba_ssm.ops.triton.selective_state_update",
     "scan_registry.compat.sequential_scan",
 )
 #: Every line with a comment is a mistake.
@@ -50,6 +53,9 @@ nn.LSTM(5, 6, 1, True, False, 0.0, False, 0, None, None, "auto")  # backend is a
 nn.GRU(5, 6, proj_size=2)  # no such argument
 nn.RNN(5, 6, backend="cudnn")  # no such backend
 nn.LSTM(5, 6)(x, x)  # one state
+nn.Mamba(5, "16")  # no int
+nn.Mamba(5, dt_rank="all")  # no such rank
+nn.Mamba(8)(x, states=x)  # two states
 nn.LSTM(5, 6)([1.0])  # no tensor
 nn.GRU(5, 6)(x)[1][0].numel()
 nn.LSTM(5, 6)(x)[1].numel()  # a tuple

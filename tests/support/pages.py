@@ -14,7 +14,7 @@ PAGES = ROOT / "docs" / "pages"
 RUN, SHOWN = ("python", "shell"), ("text", "json", "cuda", "dockerfile", "toml")
 
 _FENCE = re.compile(r"^(`{3,})(\w*)\s*$")
-_DIRECTIVE = re.compile(r"^<!-- (gpu|skip|slow|exit)(?:: (.+?))? -->$")
+_DIRECTIVE = re.compile(r"^<!-- (gpu|skip|slow|exit|needs)(?:: (.+?))? -->$")
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Block:
     line   of the fence, from 1
     gpu    it needs a GPU, and why
     skip   it is not run, and why
+    needs  a package that this one does not; without it the block is left out
     slow   it takes more than a few seconds
     exits  the statuses with which each of its commands may end
     """
@@ -34,6 +35,7 @@ class Block:
     text: str
     gpu: str | None = None
     skip: str | None = None
+    needs: str | None = None
     slow: bool = False
     exits: tuple[int, ...] = (0,)
 
@@ -69,6 +71,7 @@ def blocks(page: Path) -> Iterator[Block]:
                 "".join(f"{each}\n" for each in held),
                 gpu=said.get("gpu"),
                 skip=said.get("skip"),
+                needs=said.get("needs"),
                 slow="slow" in said,
                 exits=tuple(map(int, said.get("exit", "0").split())),
             )

@@ -37,6 +37,20 @@ def test_plain_slstm_is_the_same_function(tool: Any) -> None:
     torch.testing.assert_close(*grads)
 
 
+def test_plain_mamba_is_the_same_function(tool: Any) -> None:
+    torch.manual_seed(0)
+    plain, ours = (kind(16).double() for kind in (tool.PlainMamba, nn.Mamba))
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 20, 16, dtype=torch.float64)
+    outs = [module(x) for module in (plain, ours)]
+    torch.testing.assert_close(*outs)
+    grads = [
+        torch.autograd.grad(out.square().sum(), [*module.parameters()])
+        for out, module in zip(outs, (plain, ours), strict=True)
+    ]
+    torch.testing.assert_close(*grads)
+
+
 def run(tool: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["train_chars", *map(str, arguments)])
     result: int = tool.main()
@@ -66,5 +80,7 @@ def test_training(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     record = tmp_path / "record.json"
     assert run(tool, monkeypatch, "--device", "cpu", "--steps", 3, "--json", record) == 0
     found = json.loads(record.read_text(encoding="utf-8"))["runs"]
-    assert [len(each["losses"]) for each in found] == [3] * 4
-    assert [each["model"] for each in found] == ["LSTM", "LSTM", "sLSTM", "sLSTM"]
+    assert [len(each["losses"]) for each in found] == [3] * 6
+    assert [each["model"] for each in found] == [
+        name for name in ("LSTM", "sLSTM", "Mamba") for _ in range(2)
+    ]

@@ -309,6 +309,7 @@ inline void __syncthreads() {
     });
 }
 inline void __syncwarp() { emulator::exchange(0, 0); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void __nanosleep(unsigned) {}
 
 inline bool __any_sync(unsigned, bool x) {

@@ -137,6 +137,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "bench-causal_conv1d": document(
             *("bench", "causal_conv1d", "--device", "cpu", "--case", "time_last:1,4,9:float32")
         ),
+        "bench-selective_state_update": document(
+            *("bench", "selective_state_update", "--device", "cpu"),
+            *("--case", "heads:2,3,4,8:float32"),
+        ),
         "bench-selective_scan": document(
             *("bench", "selective_scan", "--device", "cpu"),
             *("--case", "time_last:1,4,9,3:float32"),
@@ -154,6 +158,7 @@ NAMES = [
     "bench",
     "bench-rnn",
     "bench-causal_conv1d",
+    "bench-selective_state_update",
     "bench-selective_scan",
     "verify",
     "cache-list",

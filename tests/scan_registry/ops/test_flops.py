@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from scan_registry import linear_scan, nn, rnn, selective_scan
+from scan_registry import (
+    causal_conv1d,
+    causal_conv1d_update,
+    linear_scan,
+    linear_scan_summary,
+    nn,
+    rnn,
+    selective_scan,
+)
 
 OPERATORS = torch.ops.scan_registry
 
@@ -41,6 +49,17 @@ def test_scans(gates: tuple[int, ...], dtype: torch.dtype, forward: int, backwar
     assert counts == {OPERATORS.linear_scan: forward}
     grad = torch.ones_like(states)
     assert counted(lambda: states.backward(grad))[0] == {OPERATORS.linear_scan_backward: backward}
+
+
+@pytest.mark.parametrize(("dtype", "forward"), [(torch.float32, 3), (torch.complex64, 14)])
+def test_summaries(dtype: torch.dtype, forward: int) -> None:
+    """A product beside those of the scan. The derivatives are scans."""
+    a, x = (torch.rand(2, 3, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    counts, (final_gate, _) = counted(lambda: linear_scan_summary(a, x))
+    assert counts == {OPERATORS.linear_scan_summary: 48 * forward}
+    grad = torch.ones_like(final_gate)
+    counts, _ = counted(lambda: final_gate.backward(grad))
+    assert counts.keys() == {OPERATORS.linear_scan, OPERATORS.linear_scan_backward}
 
 
 def test_scans_whose_gates_need_no_gradient() -> None:
@@ -100,6 +119,27 @@ def test_lstm_by_hand() -> None:
     module, x = nn.LSTM(5, 6), torch.randn(7, 3, 5)
     counts, _ = counted(lambda: module(x))
     assert sum(counts.values()) == 2 * 7 * 3 * 24 * (5 + 6)
+
+
+def test_convolutions() -> None:
+    """Forward as torch's count, which have the steps of the padding after the last one, too."""
+    weight = torch.randn(3, 4, requires_grad=True)
+    x = torch.randn(2, 3, 50, requires_grad=True)
+    taps = 2 * 4 * x.numel()
+    theirs, _ = counted(
+        lambda: torch.nn.functional.conv1d(x, weight.unsqueeze(1), padding=3, groups=3)
+    )
+    assert sum(theirs.values()) // 53 * 50 == taps
+    counts, y = counted(lambda: causal_conv1d(x, weight, activation="silu"))
+    assert counts == {OPERATORS.causal_conv1d: taps}
+    counts, _ = counted(lambda: y.sum().backward())
+    assert counts == {OPERATORS.causal_conv1d_backward: 2 * taps}
+    fixed = causal_conv1d(x, weight.detach())
+    counts, _ = counted(lambda: fixed.sum().backward())
+    assert counts == {OPERATORS.causal_conv1d_backward: taps}
+    state, step = torch.zeros(2, 3, 3), torch.randn(2, 3)
+    counts, _ = counted(lambda: causal_conv1d_update(step, state, weight))
+    assert counts == {OPERATORS.causal_conv1d_update: 2 * 4 * step.numel()}
 
 
 def test_what_a_user_maps_comes_first() -> None:

@@ -210,7 +210,8 @@ def test_explain_knows_it(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SystemExit):
         main(["explain", "--help"])
     told = capsys.readouterr().out
-    assert "one of linear_scan, rnn, causal_conv1d, selective_scan, scale" in told
+    families = "linear_scan, rnn, causal_conv1d, selective_scan, selective_state_update, scale"
+    assert f"one of {families}" in told
     assert "of linear_scan, scale: scan from the end" in told
     function = operators()["scale"].function
     assert scan_registry.explain(function, torch.rand(8)).operator == "scale"

@@ -1,0 +1,25 @@
+// Functions of one number that kernels apply to sequences, right to nearly all bits of a float.
+#pragma once
+#include "../common/approximations.cuh"
+
+#define LOG2_E 1.4426950408889634f
+
+__device__ inline float sigmoid(float x) { return fast_reciprocal(1 + fast_exp2(-LOG2_E * x)); }
+
+// log(1 + e) for e up to 1, where the GPU's logarithm is wrong for small ones: e times a polynomial, to 3e-8.
+__device__ inline float log1p_of(float e) {
+    float p = 0.005253457929939032f;
+    p = p * e - 0.02958850748836994f;
+    p = p * e + 0.07836166769266129f;
+    p = p * e - 0.13674770295619965f;
+    p = p * e + 0.19111430644989014f;
+    p = p * e - 0.24844369292259216f;
+    p = p * e + 0.33319270610809326f;
+    p = p * e - 0.49999502301216125f;
+    p = p * e + 1.0f;
+    return p * e;
+}
+// log(1 + exp(x)); above 20 that is x.
+__device__ inline float softplus(float x) {
+    return (x > 0 ? x : 0.0f) + log1p_of(fast_exp2(-LOG2_E * (x > 0 ? x : -x)));
+}

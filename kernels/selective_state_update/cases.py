@@ -1,0 +1,242 @@
+"""Random problems for the selective_state_update kernels; ``selftest`` and ``tools/attest.py`` run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels.selective_state_update import reference
+from scan_registry.kernels.selective_state_update.problem import (
+    DIMENSIONS,
+    DTYPES,
+    FORMATTED,
+    StepProblem,
+)
+
+#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
+
+#: (batch, heads, channels, states).
+Shape = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The options of a problem.
+
+    gated     whether there are z, D and dt_bias
+    softplus  of the step sizes
+    groups    of heads, or of one head's channels, that have B and C of their own, if they can be cut so
+    inputs    the dtype of B and C, and of dt; empty: that of the state
+    tied      whether A, dt, D and dt_bias are one number for each head, in expanded tensors
+    mixed     whether all tensors but the state and x have dtypes of their own; else A, D and dt_bias are float32
+    indexed   the dtype of indices, which name rows of a larger state and skip one batch; empty: none
+    """
+
+    gated: bool = True
+    softplus: bool = True
+    groups: int = 1
+    inputs: str = ""
+    tied: bool = False
+    mixed: bool = False
+    indexed: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
+
+
+SETTINGS = (
+    Setting(),
+    Setting(tied=True, indexed="int32"),
+    Setting(inputs="float32", groups=2),
+    Setting(inputs="bfloat16", gated=False, softplus=False, groups=2),
+    Setting(inputs="bfloat16", tied=True),
+    Setting(inputs="float16", indexed="int64"),
+    Setting(inputs="float16", gated=False, tied=True, groups=2),
+    Setting(mixed=True, indexed="int64"),
+    Setting(gated=False, tied=True, mixed=True, groups=2),
+)
+
+#: Of a quick check and of an attestation.
+QUICK: tuple[Shape, ...] = (
+    *((2, 1, 40, 16), (3, 4, 8, 64), (5, 2, 6, 17), (2, 2, 16, 32), (1, 1, 24, 8)),
+)
+THOROUGH: tuple[Shape, ...] = (
+    *((1, 1, 1, 1), (1, 1, 5120, 16), (9, 1, 203, 16), (64, 1, 1536, 16), (3, 8, 64, 128)),
+    *((17, 5, 12, 256), (2, 3, 7, 255), (300, 2, 4, 8), (4, 1, 96, 33), (33, 24, 64, 64)),
+)
+
+#: Tensors that are tied, with the dimensions along which they are.
+_TIED = {"dt": 2, "A": 1, "D": 1, "bias": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
+
+    problem: StepProblem
+    tensors: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
+
+    def error(self) -> float:
+        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
+        return max(
+            relative_error(_there(self.tensors[name]), value)
+            for name, value in self.expected.items()
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Inputs of one problem in one dtype, and the results in float64."""
+
+    shape: Shape
+    setting: Setting
+    dtype: str
+    inputs: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.setting}"
+
+    def launches(self, kernel: str) -> Iterator[Case]:
+        """All that ``kernel`` can compute this by."""
+        return (self.case(kernel, aligned=aligned) for aligned in (True, False))
+
+    def case(self, kernel: str, *, aligned: bool) -> Case:
+        """The launch that computes this, in memory of its own; unless ``aligned``, with gaps between elements."""
+        tensors: dict[str, Tensor | None] = {}
+        for name, value in self.inputs.items():
+            tensors[name] = value
+            if value is not None:
+                tied = _TIED.get(name) if self.setting.tied else None
+                tensors[name] = _placed(value, aligned, tied)
+        x, state = _there(tensors["x"]), _there(tensors["state"])
+        tensors["out"] = torch.full_like(x, torch.nan)
+        batch, heads, channels, states = self.shape
+        unit = 16 // state.element_size()
+        strides: list[int] = []
+        for name, dimensions in DIMENSIONS.items():
+            tensor = tensors[name]
+            strides += [0] * len(dimensions) if tensor is None else tensor.stride()
+        given = (tensors[name] for name in FORMATTED)
+        indices = tensors["indices"]
+        problem = StepProblem(
+            dtype=self.dtype,
+            batch=batch,
+            heads=heads,
+            channels=channels,
+            states=states,
+            groups=_there(tensors["B"]).shape[1],
+            slots=state.shape[0],
+            dtypes=tuple("float32" if t is None else _name(t.dtype) for t in given),
+            strides=tuple(strides),
+            softplus=self.setting.softplus,
+            aligned=aligned and states % unit == 0,
+            wide_indices=indices is not None and indices.dtype == torch.int64,
+        )
+        return Case(problem, tensors, self.expected)
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _placed(tensor: Tensor, aligned: bool, tied: int | None) -> Tensor:
+    """A copy; of what is tied from one dimension on, an expanded one."""
+    if tied is not None:
+        place = (..., *(slice(1),) * (tensor.dim() - tied))
+        return tensor[place].clone().expand(tensor.shape)
+    if aligned:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    room = tensor.new_full((*tensor.shape, 2), 1e4)
+    return room[..., 1].copy_(tensor)
+
+
+def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
+    """Fresh random inputs, drawn and solved in float64 on the CPU: step sizes from a thousandth to some tenths."""
+    batch, heads, channels, states = shape
+    groups = setting.groups if (heads if heads > 1 else channels) % setting.groups == 0 else 1
+    slots = batch + 2 if setting.indexed else batch
+    narrow = getattr(torch, dtype)
+
+    sizes = torch.randn(batch, heads, channels) - 3
+    drawn: dict[str, Tensor | None] = {
+        "state": torch.randn(slots, heads, channels, states),
+        "x": torch.randn(batch, heads, channels),
+        "dt": sizes if setting.softplus else sizes.exp(),
+        "A": -torch.rand(heads, channels, states) * 8 - 0.02,
+        "B": torch.randn(batch, groups, states),
+        "C": torch.randn(batch, groups, states),
+        "D": torch.randn(heads, channels) if setting.gated else None,
+        "z": torch.randn(batch, heads, channels) if setting.gated else None,
+        "bias": torch.rand(heads, channels) / 2 if setting.gated else None,
+    }
+    given: dict[str, Tensor | None] = {}
+    for number, (name, value) in enumerate(drawn.items()):
+        own = torch.float32 if name in ("A", "D", "bias") else narrow
+        if setting.inputs and name in ("B", "C", "dt"):
+            own = getattr(torch, setting.inputs)
+        if setting.mixed and name not in ("state", "x"):
+            own = getattr(torch, DTYPES[number % len(DTYPES)])
+        given[name] = None if value is None else value.to(own)
+        tied, tensor = _TIED.get(name), given[name]
+        if setting.tied and tied is not None and tensor is not None:
+            place = (..., *(slice(1),) * (tensor.dim() - tied))
+            given[name] = tensor[place].expand(tensor.shape).clone()
+    given["indices"] = None
+    if setting.indexed:
+        order = torch.randperm(slots)[:batch]
+        order[batch // 2] = -1
+        given["indices"] = order.to(getattr(torch, setting.indexed))
+    expected = solved(given, setting)
+    return Trial(
+        shape,
+        setting,
+        dtype,
+        {name: None if t is None else t.to(device) for name, t in given.items()},
+        {name: t.to(device) for name, t in expected.items()},
+    )
+
+
+def without_heads(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The tensors of a kernel as the operator takes them: views, without a dimension of heads where there is one."""
+    state = _there(tensors["state"])
+    found = dict(tensors)
+    if state.shape[1] == 1:
+        for name in ("state", "x", "dt", "z", "A", "D", "bias"):
+            tensor = tensors[name]
+            if tensor is not None:
+                found[name] = tensor.squeeze(1 if name in ("state", "x", "dt", "z") else 0)
+    return found
+
+
+def solved(given: Mapping[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
+    """The output and the state after it in float64."""
+    wide = {
+        name: t.double() if t is not None and t.is_floating_point() else t
+        for name, t in without_heads(given).items()
+    }
+    state = _there(wide["state"])
+    x, dt, A, B, C = (_there(wide[name]) for name in ("x", "dt", "A", "B", "C"))
+    rest = wide["D"], wide["z"], wide["bias"], setting.softplus, wide["indices"]
+    out = reference.step(state, x, dt, A, B, C, *rest)
+    return {"out": out.view_as(_there(given["x"])), "state": state.view_as(_there(given["state"]))}
+
+
+def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
+    """Two settings for each shape, all in turn."""
+    settings = cycle(SETTINGS)
+    for shape in shapes:
+        for _ in range(2):
+            yield draw(shape, next(settings), dtype, device)

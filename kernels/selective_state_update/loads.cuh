@@ -1,0 +1,64 @@
+// Loads and stores that are predicated, where the compiler would branch, and then wait for each load before it starts the next.
+//
+// What is not wanted stays as it was. All but those of the state read what no thread writes.
+#pragma once
+#include "../common/ptx.cuh"
+
+// One element: 4 bytes if wide, else 2.
+__device__ inline unsigned load_element(const void* from, bool wide, bool wanted) {
+    unsigned bits = 0;
+    asm("{ .reg .pred wanted, wide, narrow; .reg .b16 half;\n\t"
+        "setp.ne.b32 wanted, %3, 0; setp.ne.and.b32 wide|narrow, %2, 0, wanted;\n\t"
+        "@wide ld.global.nc.b32 %0, [%1];\n\t"
+        "@narrow ld.global.nc.b16 half, [%1];\n\t"
+        "@narrow cvt.u32.u16 %0, half; }"
+        : "+r"(bits)
+        : "l"(from), "r"(int(wide)), "r"(int(wanted)));
+    return bits;
+}
+
+// 16 or 8 bytes.
+__device__ inline void load_words(unsigned (&to)[4], const void* from, bool wanted) {
+    asm("{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n\t"
+        "@wanted ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+        : "l"(from), "r"(int(wanted)));
+}
+__device__ inline void load_words(unsigned (&to)[2], const void* from, bool wanted) {
+    asm("{ .reg .pred wanted; setp.ne.b32 wanted, %3, 0;\n\t"
+        "@wanted ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
+        : "+r"(to[0]), "+r"(to[1])
+        : "l"(from), "r"(int(wanted)));
+}
+
+// 16 bytes of the state, which nobody writes before they are used.
+__device__ inline void load_state(unsigned (&to)[4], const void* from, bool wanted) {
+    asm("{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n\t"
+        "@wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+        : "l"(from), "r"(int(wanted)));
+}
+
+// An integer of 8 bytes if wide, else of 4.
+__device__ inline i64 load_index(const void* from, bool wide, bool wanted, i64 otherwise) {
+    asm("{ .reg .pred wanted, wide, narrow; .reg .b32 half;\n\t"
+        "setp.ne.b32 wanted, %3, 0; setp.ne.and.b32 wide|narrow, %2, 0, wanted;\n\t"
+        "@wide ld.global.nc.b64 %0, [%1];\n\t"
+        "@narrow ld.global.nc.b32 half, [%1];\n\t"
+        "@narrow cvt.s64.s32 %0, half; }"
+        : "+l"(otherwise)
+        : "l"(from), "r"(int(wide)), "r"(int(wanted)));
+    return otherwise;
+}
+
+// One element: all bits if wide, else the first 16.
+__device__ inline void store_element(void* to, unsigned bits, bool wide, bool wanted) {
+    asm volatile(
+        "{ .reg .pred wanted, wide, narrow; .reg .b16 half;\n\t"
+        "setp.ne.b32 wanted, %3, 0; setp.ne.and.b32 wide|narrow, %2, 0, wanted;\n\t"
+        "cvt.u16.u32 half, %1;\n\t"
+        "@wide st.global.b32 [%0], %1;\n\t"
+        "@narrow st.global.b16 [%0], half; }" ::"l"(to),
+        "r"(bits), "r"(int(wide)), "r"(int(wanted))
+        : "memory");
+}

@@ -1,0 +1,166 @@
+"""What the selective_state_update family is made of: one kernel, and how it launches.
+
+Access ``aligned`` moves 16 bytes of a channel's states at a time, and ``tied`` does where A is one number for all of these,
+as in Mamba-2; ``generic`` takes any strides, dtypes and number of states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+from scan_registry.kernels.model import (
+    ITEM_SIZE,
+    Code,
+    Family,
+    Kernel,
+    Launch,
+    Parameter,
+    Pins,
+    Rules,
+    Sample,
+    Space,
+    Static,
+    Variant,
+)
+from scan_registry.kernels.selective_state_update.problem import (
+    DIMENSIONS,
+    DTYPES,
+    FORMATTED,
+    STRIDES,
+    StepProblem,
+)
+
+FAMILY_NAME = "selective_state_update"
+ACCESSES = ("aligned", "tied", "generic")
+_WARPS = 4
+_POINTERS = ("state", "x", "dt", "A", "B", "C", "D", "z", "bias", "indices", "out")
+_SIZES = ("batches", "heads", "channels", "states", "group_rows", "slots")
+_OF_LAUNCH = ("lane_bits", "steps")
+#: Threads of each SM that are worth more than to read A less often, and batches that a thread takes at most.
+_THREADS_OF_SM, _MOST_STEPS = 4096, 8
+
+
+def _accepts(variant: Variant, problem: StepProblem) -> str | None:
+    access = variant.text("access")
+    if variant.text("dtype") != problem.dtype:
+        return f"a state of {variant.text('dtype')}, not {problem.dtype}"
+    if access != "generic":
+        inputs = variant.text("inputs")
+        if not problem.aligned or problem.large:
+            return "states do not lie in whole chunks of 16 bytes in aligned memory, or tensors are large"
+        if (access == "tied") != problem.tied:
+            return f"A has {'one number' if problem.tied else 'several numbers'} for each channel"
+        if problem.inputs != inputs or not (problem.tied or problem.decay == "float32"):
+            return f"for B and C of {inputs}, and for A of float32"
+    if problem.rows >= 2**31 or problem.batch >= 2**31:
+        return f"{problem.rows} channels of all heads and {problem.batch} batches; it counts them in 31 bits"
+    return None
+
+
+def _vector(variant: Variant) -> int:
+    """States of a chunk."""
+    return 1 if variant.text("access") == "generic" else 16 // ITEM_SIZE[variant.text("dtype")]
+
+
+def _launch(variant: Variant, problem: StepProblem, sm_count: int) -> Launch:
+    chunks = -(-problem.states // (_vector(variant) * variant.number("chunks")))
+    lane_bits = min(5, (chunks - 1).bit_length())
+    rows_of_cta = 32 * variant.number("warps") >> lane_bits
+    ctas = -(-problem.rows // rows_of_cta)
+    wanted = sm_count * _THREADS_OF_SM
+    steps = 1
+    while steps < _MOST_STEPS and (problem.batch * problem.rows << lane_bits) >= 2 * steps * wanted:
+        steps *= 2
+    slices = -(-problem.batch // steps)
+    scalars = {**problem.scalars(), "lane_bits": lane_bits, "steps": steps}
+    return Launch((ctas * slices, 1, 1), scalars)
+
+
+def _constants(variant: Variant) -> dict[str, Static]:
+    access = variant.text("access")
+    return {
+        "ELEMENT": variant.text("dtype"),
+        "INPUTS": str(dict(variant.statics).get("inputs", "float32")),
+        "ALIGNED": int(access != "generic"),
+        "TIED": int(access == "tied"),
+        **{name.upper(): variant.number(name) for name in ("chunks", "warps", "ctas")},
+    }
+
+
+def _kinds() -> Iterator[Pins]:
+    """A state of 16 bits usually has inputs like itself; others are left to the generic kernel."""
+    for dtype in DTYPES:
+        for access in ACCESSES:
+            pins: Pins = (("dtype", dtype), ("access", access))
+            if access == "generic":
+                yield pins
+                continue
+            for inputs in DTYPES if dtype == "float32" else (dtype,):
+                yield (*pins, ("inputs", inputs))
+
+
+def _tiles(kind: Pins) -> tuple[Pins, ...]:
+    """Chunks of a lane, and CTAs that an SM is to have room for: as many as registers allow, which an A of several
+    numbers takes more of."""
+    pins = dict(kind)
+    narrow = ITEM_SIZE[str(pins["dtype"])] == 2
+    chunks, ctas = {
+        "aligned": (1, 8) if narrow else (2, 6),
+        "tied": (4, 5) if narrow or pins.get("inputs") == "float32" else (4, 6),
+        "generic": (2, 6),
+    }[str(pins["access"])]
+    return ((("chunks", chunks), ("warps", _WARPS), ("ctas", ctas)),)
+
+
+_KERNEL = Kernel(
+    family=FAMILY_NAME,
+    name="step",
+    language="cuda",
+    parameters=(
+        *(Parameter(name, "pointer") for name in _POINTERS),
+        *(Parameter(name, "i64") for name in (*_SIZES, *_OF_LAUNCH, "formats", "flags", *STRIDES)),
+    ),
+    defaults=Space(tuple(_kinds()), _tiles),
+    code=Code(source="step.cu", entry=FAMILY_NAME, constants=_constants),
+    rules=Rules(_accepts),
+    cost=lambda variant, problem: variant.text("access") == "generic",
+    launch=_launch,
+)
+
+
+def _sample(dtype: str, access: str) -> Sample:
+    batch, channels, states = (64, 5120, 16) if access == "aligned" else (64, 5120, 15)
+    of_row = {"batch": channels, "head": 0, "channel": 1}
+    of_projection = {"batch": states, "group": states, "state": 1}
+    sizes: dict[str, dict[str, int]] = {
+        "state": {"slot": channels * states, "head": 0, "channel": states, "state": 1},
+        **dict.fromkeys(("x", "dt", "z", "out", "D", "bias"), of_row),
+        "A": {"head": 0, "channel": states, "state": 1},
+        **dict.fromkeys(("B", "C"), of_projection),
+        "indices": {"batch": 0},
+    }
+    problem = StepProblem(
+        dtype=dtype,
+        batch=batch,
+        heads=1,
+        channels=channels,
+        states=states,
+        groups=1,
+        slots=batch,
+        dtypes=tuple("float32" if name in ("A", "D") else dtype for name in FORMATTED),
+        strides=tuple(sizes[name][each] for name in DIMENSIONS for each in DIMENSIONS[name]),
+        softplus=True,
+        aligned=access == "aligned",
+    )
+    return Sample(problem, dtype, access)
+
+
+FAMILY = Family(
+    name=FAMILY_NAME,
+    summary="state = exp(dt * A) * state + dt * B * x; out = C . state, gated, for one step",
+    folder=Path(__file__).parent,
+    kernels=(_KERNEL,),
+    samples=tuple(_sample(*each) for each in product(DTYPES, ("aligned", "generic"))),
+)

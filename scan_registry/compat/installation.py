@@ -1,0 +1,247 @@
+"""Makes stand-ins importable under the names of the packages that they stand in for.
+
+A finder behind all others answers for these names: modules with the public names of this package's, with a
+``__spec__`` of their own, and metadata with a version. So ``importlib.util.find_spec`` and ``importlib.metadata.version``
+find them like an installed package, which is how libraries ask whether one is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+__all__ = ["install", "uninstall"]
+
+
+class StandIn(NamedTuple):
+    """What stands in for a package."""
+
+    #: The package's own version with the functions that there are here, and who provides them.
+    version: str
+    #: The name of each module after the package's, and this package's in ``compat`` that it has the names of.
+    modules: dict[str, str]
+
+
+_CONV = "causal_conv1d"
+_SCAN = "mamba_ssm.ops.selective_scan_interface"
+_STEP = "mamba_ssm.ops.triton.selective_state_update"
+STAND_INS = {
+    "causal_conv1d": StandIn(
+        "1.6.0+scan.registry",
+        dict.fromkeys(("", ".causal_conv1d_interface", ".causal_conv1d_varlen"), _CONV),
+    ),
+    # The last version without the kernels of Mamba-2: who asks for those must not find them here.
+    "mamba_ssm": StandIn(
+        "1.2.2+scan.registry",
+        {
+            name.removeprefix("mamba_ssm"): name
+            for name in (
+                "mamba_ssm",
+                "mamba_ssm.modules",
+                "mamba_ssm.modules.mamba_simple",
+                "mamba_ssm.ops",
+                _SCAN,
+                "mamba_ssm.ops.triton",
+                _STEP,
+            )
+        },
+    ),
+}
+
+
+def install(*packages: str) -> None:
+    """Make ``import mamba_ssm`` and ``import causal_conv1d`` find this package's stand-ins, in this process.
+
+    Call it before what uses them is imported: transformers binds them when a model's module is. Installing again
+    changes nothing.
+
+    Args:
+        *packages: ``"mamba_ssm"``, ``"causal_conv1d"``.
+
+    Raises:
+        ValueError: no package is named, or one that there is no such stand-in for.
+        ImportError: a package of this name is importable already, which is not replaced; nothing is installed then.
+
+    Warns:
+        RuntimeWarning: a model of transformers that looks for these packages was imported before; it keeps its own
+            path.
+    """
+    names = _known(packages)
+    if not names:
+        raise ValueError(f"install takes one name or more of {', '.join(STAND_INS)}")
+    missing = [name for name in names if name not in _finder.names]
+    for name in missing:
+        _refuse_original(name)
+    if not missing:
+        return
+    late = sorted(filter(_looked_for, [*sys.modules]))
+    if late:
+        warnings.warn(
+            f"{', '.join(late)} was imported before and keeps its own path; call "
+            "scan_registry.compat.install before the model's module is imported",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    _finder.names.update(missing)
+    if _finder not in sys.meta_path:
+        sys.meta_path.append(_finder)
+    importlib.invalidate_caches()
+
+
+def uninstall(*packages: str) -> None:
+    """Take ``install`` back; without names, for all packages. What is not installed is left alone.
+
+    Modules that have imported a function keep it.
+
+    Args:
+        *packages: as of ``install``.
+
+    Raises:
+        ValueError: there is no such stand-in.
+    """
+    for name in _known(packages) or [*_finder.names]:
+        if name not in _finder.names:
+            continue
+        _finder.names.discard(name)
+        for module in [*sys.modules]:
+            if module == name or module.startswith(f"{name}."):
+                del sys.modules[module]
+    if not _finder.names and _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
+def _known(packages: Iterable[Any]) -> list[str]:
+    names = [*dict.fromkeys(packages)]
+    for name in names:
+        if name not in STAND_INS:
+            raise ValueError(
+                f"{name!r} is no package with a stand-in to install; there are {', '.join(STAND_INS)}. "
+                "The others are imported from scan_registry.compat"
+            )
+    return names
+
+
+def _refuse_original(name: str) -> None:
+    if name in sys.modules:
+        found: Any = getattr(sys.modules[name], "__file__", None) or "this process"
+    else:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            return
+        found = spec.origin or ", ".join(spec.submodule_search_locations or [])
+    raise ImportError(
+        f"{name} is importable already, from {found}; it is not replaced. Uninstall it, or import "
+        f"scan_registry.compat.{name} instead",
+        name=name,
+    )
+
+
+def _looked_for(module: str) -> bool:
+    """Whether it is a model of transformers that has looked for a stand-in's functions."""
+    if not module.startswith("transformers.models.") or ".modeling_" not in module:
+        return False
+    held = vars(sys.modules[module])
+    return any(
+        name in held for name in ("mamba_inner_fn", "mamba_selective_scan", "causal_conv1d_fn")
+    )
+
+
+class _Finder:
+    """Finds the modules and the metadata of what is installed. The last of all finders: it hides nothing."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """That of a module of an installed stand-in."""
+        package = fullname.partition(".")[0]
+        if package not in self.names:
+            return None
+        modules = STAND_INS[package].modules
+        place = fullname.removeprefix(package)
+        if place not in modules:
+            return None
+        source = importlib.util.find_spec(f"scan_registry.compat.{modules[place]}")
+        assert source is not None
+        loader: Any = _Loader(source.name)
+        spec = importlib.util.spec_from_file_location(fullname, source.origin, loader=loader)
+        assert spec is not None
+        if any(other.startswith(f"{place}.") for other in modules):
+            spec.submodule_search_locations = []  # a package, whose modules no other finder finds
+        return spec
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        """Those of installed stand-ins."""
+        wanted = None if context is None else context.name
+        for name in sorted(self.names):
+            if wanted is None or _normalized(wanted) == _normalized(name):
+                yield _Distribution(name)
+
+    def invalidate_caches(self) -> None:
+        """There are none."""
+
+
+class _Loader:
+    """Makes a module with the public names of another."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """As Python does."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Take the names that the other module has, and load what a package holds."""
+        source = importlib.import_module(self.source)
+        module.__doc__ = source.__doc__
+        public = [*source.__all__]
+        vars(module)["__all__"] = public
+        if "." not in module.__name__:
+            vars(module)["__version__"] = STAND_INS[module.__name__].version
+        for name in public:
+            value = getattr(source, name)
+            if isinstance(value, ModuleType):
+                value = importlib.import_module(f"{module.__name__}.{name}")
+            setattr(module, name, value)
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """Metadata: a name, a version, and where it is from."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def read_text(self, filename: str) -> str | None:
+        """Of the files that an installed package has beside its code, those that are asked for."""
+        if filename == "METADATA":
+            return (
+                f"Metadata-Version: 2.1\nName: {self._package.replace('_', '-')}\n"
+                f"Version: {STAND_INS[self._package].version}\n"
+                f"Summary: scan_registry.compat.{self._package}, installed in this process\n"
+            )
+        if filename == "top_level.txt":
+            return f"{self._package}\n"
+        return None
+
+    def locate_file(self, path: Any) -> Path:
+        """Where a file of the package would be."""
+        return Path(__file__).resolve().parent.joinpath(path)
+
+
+def _normalized(name: str) -> str:
+    return name.lower().replace("-", "_").replace(".", "_")
+
+
+_finder: Any = _Finder()

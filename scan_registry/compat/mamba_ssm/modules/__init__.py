@@ -1,0 +1,14 @@
+"""Stands in for ``mamba_ssm.modules``, of which it has ``mamba_simple``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scan_registry.base import lazy
+
+if TYPE_CHECKING:
+    from scan_registry.compat.mamba_ssm.modules import mamba_simple
+
+__all__ = ["mamba_simple"]
+
+__getattr__, __dir__ = lazy.names(globals(), dict.fromkeys(__all__))

@@ -1,0 +1,415 @@
+"""Stands in for ``mamba_ssm.ops.selective_scan_interface``: the selective scan, and the block of Mamba around it.
+
+What the functions do differently from those that they replace: tensors of any strides; groups of B and C with every
+option; CPU tensors; gradients that are the same in every run, of the last state too, and of any order. Those that end
+in ``_ref`` compute the same in plain torch, step after step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from scan_registry.compat.arguments import check_dense
+from scan_registry.dispatch.select import Backend
+from scan_registry.nn.mamba_block import Norms, Weights, mix
+from scan_registry.ops.selective_scan import selective_scan
+
+__all__ = ["mamba_inner_fn", "mamba_inner_ref", "selective_scan_fn", "selective_scan_ref"]
+
+
+@overload
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    *,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """h[t] = exp(δ·A)·h[t-1] + δ·B·u and y = (C·h + D·u)·silu(z), with δ = softplus(delta + delta_bias).
+
+    As ``mamba_ssm.ops.selective_scan_interface.selective_scan_fn``; ``scan_registry.selective_scan`` is the same with an
+    initial state and packed sequences.
+
+    Args:
+        u: (batch, channels, L).
+        delta: like ``u``.
+        A: (channels, N), float32 or complex64.
+        B: (channels, N), (batch, N, L) or (batch, groups, N, L); of a complex ``A`` pairs along L, 2·L of them.
+        C: likewise.
+        D: (channels,).
+        z: like ``u``; None for no gate.
+        delta_bias: (channels,).
+        delta_softplus: whether δ is the softplus, or ``delta + delta_bias`` itself.
+        return_last_state: return the state after the last step, too.
+
+    Returns:
+        The output in the shape and the dtype of ``u``, and if asked for the last state, (batch, channels, N), in float32
+        or complex64.
+
+    Raises:
+        TypeError, ValueError: the arguments are not as described.
+        NoKernelError: ``require`` or ``SCAN_REGISTRY_REQUIRE`` allows nothing that runs on this GPU.
+    """
+    return selective_scan(
+        *(u, delta, A, B, C, D, z, delta_bias, delta_softplus), return_final_state=return_last_state
+    )
+
+
+@overload
+def selective_scan_ref(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def selective_scan_ref(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    *,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def selective_scan_ref(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def selective_scan_ref(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``selective_scan_fn`` in plain torch."""
+    return selective_scan(
+        *(u, delta, A, B, C, D, z, delta_bias, delta_softplus),
+        return_final_state=return_last_state,
+        backend="reference",
+    )
+
+
+def mamba_inner_fn(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    checkpoint_lvl: int = 1,
+    b_rms_weight: Tensor | None = None,
+    c_rms_weight: Tensor | None = None,
+    dt_rms_weight: Tensor | None = None,
+    b_c_dt_rms_eps: float = 1e-6,
+) -> Tensor:
+    """A block of Mamba behind its first projection: convolution, selective scan, gate, and the last projection.
+
+    As ``mamba_ssm.ops.selective_scan_interface.mamba_inner_fn``, except that
+
+    - where channels of ``xz`` lie without gaps, as behind a linear layer, nothing is copied;
+    - the weights of the norms have gradients;
+    - ``checkpoint_lvl`` changes nothing: torch's own ``checkpoint`` trades time for memory where that is wanted.
+
+    Args:
+        xz: (batch, 2·channels, L): the input of the convolution, then the gate.
+        conv1d_weight: (channels, 1, width).
+        conv1d_bias: (channels,).
+        x_proj_weight: (ranks + 2·N, channels), of a complex ``A`` (ranks + 4·N, channels): rows are step sizes, B, C.
+        delta_proj_weight: (channels, ranks).
+        out_proj_weight: (features, channels).
+        out_proj_bias: (features,).
+        A: (channels, N), float32 or complex64.
+        B: as in ``selective_scan_fn``; None to take that of ``x_proj_weight``.
+        C: likewise.
+        D: (channels,).
+        delta_bias: (channels,).
+        B_proj_bias: (N,), of a complex ``A`` (2·N,); added where ``B`` is None.
+        C_proj_bias: likewise.
+        delta_softplus: whether step sizes are the softplus.
+        checkpoint_lvl: 0 or 1.
+        b_rms_weight: (N,), of a root-mean-square norm of B.
+        c_rms_weight: (N,), of C.
+        dt_rms_weight: (channels,), of step sizes, behind their projection and before ``delta_bias`` is added.
+        b_c_dt_rms_eps: what these norms add to the mean square.
+
+    Returns:
+        (batch, L, features), in the dtype of ``xz``, or in autocast's.
+
+    Raises:
+        TypeError, ValueError: the arguments are not as described.
+        NoKernelError: ``require`` or ``SCAN_REGISTRY_REQUIRE`` allows nothing that runs on this GPU.
+
+    Warns:
+        UserWarning: ``dt_rms_weight`` is given, as by transformers' FalconMamba in training: everywhere else that model
+            normalises step sizes before their projection, which is another function.
+    """
+    if checkpoint_lvl not in (0, 1):
+        raise ValueError(f"checkpoint_lvl is {checkpoint_lvl!r}; accepted are 0 and 1")
+    if dt_rms_weight is not None:
+        warnings.warn(
+            "mamba_inner_fn normalises step sizes behind their projection, as mamba_ssm does; transformers' "
+            "FalconMamba does so before it wherever it does not call mamba_inner_fn, so that its training differs "
+            "from its inference. The guide to Mamba in transformers says how to train it",
+            UserWarning,
+            stacklevel=2,
+        )
+    norms = Norms(b_rms_weight, c_rms_weight, dt_rms_weight, b_c_dt_rms_eps)
+    return _inner(
+        xz,
+        conv1d_weight,
+        conv1d_bias,
+        x_proj_weight,
+        delta_proj_weight,
+        out_proj_weight,
+        out_proj_bias,
+        A,
+        B,
+        C,
+        D,
+        delta_bias,
+        B_proj_bias,
+        C_proj_bias,
+        delta_softplus,
+        norms,
+        "auto",
+    )
+
+
+def mamba_inner_ref(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+) -> Tensor:
+    """``mamba_inner_fn`` in plain torch, without norms. ``delta_softplus=False`` is heeded, which the original does not."""
+    return _inner(
+        xz,
+        conv1d_weight,
+        conv1d_bias,
+        x_proj_weight,
+        delta_proj_weight,
+        out_proj_weight,
+        out_proj_bias,
+        A,
+        B,
+        C,
+        D,
+        delta_bias,
+        B_proj_bias,
+        C_proj_bias,
+        delta_softplus,
+        Norms(),
+        "reference",
+    )
+
+
+def _inner(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None,
+    C: Tensor | None,
+    D: Tensor | None,
+    delta_bias: Tensor | None,
+    B_proj_bias: Tensor | None,
+    C_proj_bias: Tensor | None,
+    delta_softplus: bool,
+    norms: Norms,
+    backend: Backend,
+) -> Tensor:
+    named = {
+        "xz": xz,
+        "conv1d_weight": conv1d_weight,
+        "x_proj_weight": x_proj_weight,
+        "delta_proj_weight": delta_proj_weight,
+        "out_proj_weight": out_proj_weight,
+        "A": A,
+    }
+    optional = {
+        "out_proj_bias": out_proj_bias,
+        "B_proj_bias": B_proj_bias,
+        "C_proj_bias": C_proj_bias,
+        "b_rms_weight": norms.B,
+        "c_rms_weight": norms.C,
+        "dt_rms_weight": norms.dt,
+    }
+    taken = (B is None) + (C is None)
+    _check(named, {name: value for name, value in optional.items() if value is not None}, taken)
+    for name, given, weight in (("B", B, norms.B), ("C", C, norms.C)):
+        if weight is not None and given is not None and given.dim() == 2:
+            raise ValueError(
+                f"{name} does not change with time, so {name.lower()}_rms_weight must be None"
+            )
+    weights = Weights(
+        conv=conv1d_weight.squeeze(1),
+        conv_bias=conv1d_bias,
+        x_proj=x_proj_weight,
+        dt_proj=delta_proj_weight,
+        dt_bias=delta_bias,
+        A=A,
+        D=D,
+        B=B,
+        C=C,
+        B_bias=B_proj_bias,
+        C_bias=C_proj_bias,
+    )
+    y, _ = mix(xz, weights, norms, delta_softplus=delta_softplus, backend=backend)
+    bias = out_proj_bias
+    if bias is not None and not torch.is_autocast_enabled(y.device.type):
+        bias = bias.to(y.dtype)
+    return linear(y.transpose(1, 2), out_proj_weight, bias)
+
+
+def _check(named: dict[str, Any], optional: dict[str, Any], taken: int) -> None:
+    """Refuse shapes that do not fit together, in the names of ``mamba_inner_fn``; operators check the others. ``taken``
+    is how many of B and C come from the projection."""
+    for name, value in (named | optional).items():
+        check_dense(name, value)
+    xz, A, ranks = named["xz"], named["A"], named["delta_proj_weight"]
+    if xz.dim() != 3 or xz.shape[1] % 2:
+        raise ValueError(f"xz has shape {tuple(xz.shape)}; it must be (batch, 2 * channels, time)")
+    channels = xz.shape[1] // 2
+    if A.dim() != 2 or A.shape[0] != channels:
+        raise ValueError(
+            f"A has shape {tuple(A.shape)}; for {channels} channels it must be ({channels}, states)"
+        )
+    if ranks.dim() != 2 or ranks.shape[0] != channels:
+        raise ValueError(
+            f"delta_proj_weight has shape {tuple(ranks.shape)}; for {channels} channels it must be ({channels}, ranks)"
+        )
+    if A.is_complex() and not optional.keys().isdisjoint({"b_rms_weight", "c_rms_weight"}):
+        raise ValueError("A is complex; b_rms_weight and c_rms_weight must be None then")
+    states = A.shape[1] * (2 if A.is_complex() else 1)
+    conv, features = named["conv1d_weight"], named["out_proj_weight"]
+    outside = features.shape[0] if features.dim() == 2 else "features"
+    rows, least = named["x_proj_weight"].shape[:1], ranks.shape[1] + taken * states
+    expected = {
+        "conv1d_weight": (channels, 1, conv.shape[2] if conv.dim() == 3 else "width"),
+        "x_proj_weight": (max(*rows, least), channels),
+        "out_proj_weight": (outside, channels),
+        "out_proj_bias": (outside,),
+        "B_proj_bias": (states,),
+        "C_proj_bias": (states,),
+        "b_rms_weight": (states,),
+        "c_rms_weight": (states,),
+        "dt_rms_weight": (channels,),
+    }
+    for name, value in (named | optional).items():
+        if name in expected and tuple(value.shape) != expected[name]:
+            shape = ", ".join(map(str, expected[name]))
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; for {channels} channels, {states} rows of B and C and "
+                f"{ranks.shape[1]} ranks it must be ({shape})"
+            )

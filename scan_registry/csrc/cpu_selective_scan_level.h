@@ -1,0 +1,12 @@
+/* Everything of selective_scan that runs once per element, at one level of vector instructions. */
+#include "cpu_selective_scan_forward.h"
+#include "cpu_selective_scan_backward.h"
+#include "cpu_sums.h"
+
+#undef Floats
+#undef Ints
+#undef LANES
+#undef View
+#undef Projection
+#undef Panels
+#undef Together

@@ -1,0 +1,300 @@
+"""Mamba as mamba_ssm has it: a module with the same constructor, parameters and state dict."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from scan_registry.nn.mamba_block import States, Weights, mix
+from scan_registry.nn.mamba_checks import (
+    check_constructor,
+    check_hidden,
+    check_states,
+)
+from scan_registry.ops.causal_conv1d import causal_conv1d_update
+from scan_registry.ops.selective_state_update import selective_state_update
+
+if TYPE_CHECKING:
+    from scan_registry.dispatch.select import Backend
+
+Device = torch.device | str | int | None
+
+
+class Mamba(nn.Module):
+    """``mamba_ssm.Mamba``: a projection, a causal convolution, a selective scan, a gate and a projection back.
+
+    Parameters have mamba_ssm's names, shapes and initial values; with the same seed, in float32, the very same.
+
+    Args:
+        d_model: features of the input and of the output.
+        d_state: states of each channel, up to 256.
+        d_conv: the convolution's width, from 2 to 8.
+        expand: channels are ``int(expand * d_model)``.
+        dt_rank: the rank of the projection to step sizes; ``"auto"`` is ``d_model / 16``, rounded up.
+        dt_min: step sizes begin between it and ``dt_max``.
+        dt_max: see ``dt_min``.
+        dt_init: ``"random"`` or ``"constant"``, how the weights of that projection begin.
+        dt_scale: what multiplies their size.
+        dt_init_floor: the least step size to begin with.
+        conv_bias: whether the convolution has a bias.
+        bias: whether the two outer projections have one.
+        use_fast_path: taken and kept; there is one path.
+        layer_idx: the key of this layer's states in ``inference_params``.
+        device: where parameters are.
+        dtype: that of parameters, but for ``A_log`` and ``D``, which are float32.
+        backend: that of ``scan_registry.selective_scan``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: float = 2,
+        dt_rank: int | Literal["auto"] = "auto",
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init: Literal["random", "constant"] = "random",
+        dt_scale: float = 1.0,
+        dt_init_floor: float = 1e-4,
+        conv_bias: bool = True,
+        bias: bool = False,
+        use_fast_path: bool = True,
+        layer_idx: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: Backend = "auto",
+    ) -> None:
+        check_constructor(
+            {"d_model": d_model, "d_state": d_state, "d_conv": d_conv, "dt_rank": dt_rank},
+            {"expand": expand, "dt_min": dt_min, "dt_max": dt_max},
+            dt_init,
+            dtype,
+            backend,
+        )
+        super().__init__()
+        self.d_model = d_model
+        self.d_state = d_state
+        self.d_conv = d_conv
+        self.expand = expand
+        self.d_inner = int(expand * d_model)
+        self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
+        self.use_fast_path = use_fast_path
+        self.layer_idx = layer_idx
+        self.activation = "silu"
+        self.backend: Backend = backend
+
+        # In this order, as mamba_ssm's are: the same seed gives the same parameters.
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias, **place)
+        self.conv1d = nn.Conv1d(
+            *(self.d_inner, self.d_inner, d_conv),
+            padding=d_conv - 1,
+            groups=self.d_inner,
+            bias=conv_bias,
+            **place,
+        )
+        self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False, **place)
+        self.dt_proj = nn.Linear(self.dt_rank, self.d_inner, bias=True, **place)
+        self._reset_step_sizes(dt_min, dt_max, dt_init, dt_scale, dt_init_floor)
+        rates = torch.arange(1, d_state + 1, dtype=torch.float32, device=device)
+        self.A_log = nn.Parameter(rates.log().repeat(self.d_inner, 1))
+        self.D = nn.Parameter(torch.ones(self.d_inner, device=device, dtype=torch.float32))
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **place)
+        # What training programs ask parameters for, to leave them out of weight decay or of a new initialisation.
+        self.A_log._no_weight_decay = True  # type: ignore[attr-defined]
+        self.D._no_weight_decay = True  # type: ignore[attr-defined]
+        self.dt_proj.bias._no_reinit = True  # type: ignore[attr-defined]
+
+    def _reset_step_sizes(
+        self, least: float, most: float, init: str, scale: float, floor: float
+    ) -> None:
+        """Step sizes that are spread evenly between the logarithms of ``least`` and ``most``."""
+        size = scale / math.sqrt(self.dt_rank)
+        with torch.no_grad():
+            if init == "constant":
+                self.dt_proj.weight.fill_(size)
+            else:
+                self.dt_proj.weight.uniform_(-size, size)
+            uniform = torch.rand(self.d_inner, device=self.dt_proj.bias.device, dtype=torch.float32)
+            low, high = math.log(least), math.log(most)
+            steps = torch.exp(uniform * (high - low) + low).clamp(min=floor)
+            # Their softplus is to be ``steps``: its inverse is log(exp(steps) - 1).
+            self.dt_proj.bias.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+    def extra_repr(self) -> str:
+        """The sizes, and what else is not the default."""
+        parts = [
+            f"{self.d_model}, d_state={self.d_state}, d_conv={self.d_conv}, expand={self.expand}"
+        ]
+        parts.append(f"dt_rank={self.dt_rank}")
+        if self.layer_idx is not None:
+            parts.append(f"layer_idx={self.layer_idx}")
+        if self.backend != "auto":
+            parts.append(f"backend={self.backend!r}")
+        return ", ".join(parts)
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            hidden_states: Tensor,
+            inference_params: Any = None,
+            *,
+            states: tuple[Tensor, Tensor] | None = None,
+        ) -> Tensor: ...
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_params: Any = None,
+        *,
+        states: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """The block's output at every step.
+
+        Args:
+            hidden_states: (batch, L, d_model).
+            inference_params: mamba_ssm's way to generate: an object whose ``key_value_memory_dict`` has, or gets, the
+                states of this layer at ``layer_idx``. Where its ``seqlen_offset`` is 0 the sequence begins anew, else it
+                goes on.
+            states: our way: what ``allocate_inference_cache`` returned, zeros or what an earlier call left. The sequence
+                goes on from them, by any number of steps, and they are changed in place to those after the last step.
+                Derivatives end at them.
+
+        Returns:
+            (batch, L, d_model), in the dtype of ``hidden_states``, or in autocast's.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described.
+        """
+        check_hidden(self, hidden_states)
+        if inference_params is not None:
+            if states is not None:
+                raise ValueError(
+                    f"{type(self).__name__}: Expected inference_params or states, got both"
+                )
+            states = self._states_from(inference_params, hidden_states.shape[0])
+            if inference_params.seqlen_offset == 0:
+                for state in states:
+                    state.zero_()
+        if states is None:
+            y, _ = mix(self._projected(hidden_states), self._weights(), backend=self.backend)
+            return self._output(y.transpose(1, 2))
+        check_states(self, hidden_states, *states)
+        if hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
+            return self._step(hidden_states, *states)
+        return self._continued(hidden_states, *states)
+
+    def step(
+        self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step, for generation; the states are changed in place. It has no derivative.
+
+        Args:
+            hidden_states: (batch, 1, d_model).
+            conv_state: (batch, channels, d_conv), as ``allocate_inference_cache`` makes it.
+            ssm_state: (batch, channels, d_state), likewise.
+
+        Returns:
+            The output, (batch, 1, d_model), and both states.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described.
+        """
+        check_hidden(self, hidden_states)
+        check_states(self, hidden_states, conv_state, ssm_state)
+        if hidden_states.shape[1] != 1:
+            raise ValueError(
+                f"{type(self).__name__}: Expected hidden_states of one step, got {hidden_states.shape[1]}; "
+                "for several, call the module with states=(conv_state, ssm_state)"
+            )
+        with torch.no_grad():
+            return self._step(hidden_states, conv_state, ssm_state), conv_state, ssm_state
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """States of a sequence that has not begun: those of the convolution and of the scan.
+
+        Args:
+            batch_size: how many sequences.
+            max_seqlen: taken and not used, as states do not grow.
+            dtype: that of both. If None, that of the parameters for the convolution and float32 for the scan, so that
+                generation computes what a call on the whole sequence does.
+            **kwargs: taken and not used.
+
+        Returns:
+            Zeros, (batch_size, channels, d_conv) and (batch_size, channels, d_state).
+        """
+        weight = self.conv1d.weight
+        conv = weight.new_zeros(batch_size, self.d_inner, self.d_conv, dtype=dtype or weight.dtype)
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        scan = weight.new_zeros(batch_size, self.d_inner, self.d_state, dtype=dtype or wide)
+        return conv, scan
+
+    def _states_from(self, params: Any, batch: int) -> tuple[Tensor, Tensor]:
+        if self.layer_idx is None:
+            raise ValueError(
+                f"{type(self).__name__}: Expected layer_idx in the constructor for inference_params, got None"
+            )
+        kept: dict[Any, tuple[Tensor, Tensor]] = params.key_value_memory_dict
+        if self.layer_idx not in kept:
+            kept[self.layer_idx] = self.allocate_inference_cache(batch, 0)
+        return kept[self.layer_idx]
+
+    def _weights(self) -> Weights:
+        return Weights(
+            *(self.conv1d.weight.squeeze(1), self.conv1d.bias, self.x_proj.weight),
+            *(self.dt_proj.weight, self.dt_proj.bias, -torch.exp(_wide(self.A_log)), self.D),
+        )
+
+    def _projected(self, hidden_states: Tensor) -> Tensor:
+        """(batch, 2·channels, L), whose channels lie without gaps."""
+        return linear(hidden_states, self.in_proj.weight, self.in_proj.bias).transpose(1, 2)
+
+    def _output(self, y: Tensor) -> Tensor:
+        return linear(y, self.out_proj.weight, self.out_proj.bias)
+
+    def _continued(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+        xz = self._projected(hidden_states)
+        # Copies: what the backward pass needs must not change when the states do.
+        before = States(conv_state[..., 1:].clone(), ssm_state.clone())
+        y, after = mix(xz, self._weights(), before=before, return_states=True, backend=self.backend)
+        assert after is not None
+        with torch.no_grad():
+            # One input more than the convolution looks back, as mamba_ssm keeps it.
+            inputs = torch.cat([conv_state, xz[:, : self.d_inner].to(conv_state.dtype)], -1)
+            conv_state.copy_(inputs[..., -self.d_conv :])
+            ssm_state.copy_(after.scan)
+        return self._output(y.transpose(1, 2))
+
+    def _step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+        weights = self._weights()
+        x, z = self._projected(hidden_states).squeeze(-1).chunk(2, dim=-1)
+        # The state is of one dtype with its input, which autocast may have narrowed.
+        taken = x.to(conv_state.dtype)
+        u = causal_conv1d_update(
+            *(taken, conv_state, weights.conv, weights.conv_bias, "silu"), backend=self.backend
+        ).to(x.dtype)
+        steps, B, C = linear(u, weights.x_proj).split(
+            [self.dt_rank, self.d_state, self.d_state], -1
+        )
+        y = selective_state_update(
+            *(ssm_state, u, linear(steps, weights.dt_proj), weights.A, B, C, weights.D, z),
+            *(weights.dt_bias, True),
+            backend=self.backend,
+        )
+        return self._output(y).unsqueeze(1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

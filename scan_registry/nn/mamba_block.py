@@ -1,0 +1,127 @@
+"""What a Mamba block computes between its outer projections: a convolution, projections to step sizes and to B and C,
+and a selective scan. Each layout goes through as it is given, without a transposed copy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from scan_registry.ops.causal_conv1d import causal_conv1d
+from scan_registry.ops.selective_scan import selective_scan
+
+
+class Weights(NamedTuple):
+    """The parameters; of D channels, R ranks of the step sizes, and N states."""
+
+    #: (D, width) and (D,).
+    conv: Tensor
+    conv_bias: Tensor | None
+    #: (R + 2·N, D), of complex states (R + 4·N, D): rows are step sizes, B and C.
+    x_proj: Tensor
+    #: (D, R) and (D,).
+    dt_proj: Tensor
+    dt_bias: Tensor | None
+    #: (D, N) and (D,).
+    A: Tensor
+    D: Tensor | None
+    #: What does not come from ``x_proj``, as ``selective_scan`` takes it.
+    B: Tensor | None = None
+    C: Tensor | None = None
+    #: Added to the projections, (N,), of complex states (2·N,).
+    B_bias: Tensor | None = None
+    C_bias: Tensor | None = None
+
+
+class Norms(NamedTuple):
+    """Weights of root-mean-square norms, of B and C over states, and of step sizes over channels; None for no norm."""
+
+    B: Tensor | None = None
+    C: Tensor | None = None
+    dt: Tensor | None = None
+    eps: float = 1e-6
+
+
+NO_NORMS = Norms()
+
+
+class States(NamedTuple):
+    """What a block remembers: the last width-1 inputs of its convolution, and the states of its scan."""
+
+    conv: Tensor
+    scan: Tensor
+
+
+def mix(
+    xz: Tensor,
+    weights: Weights,
+    norms: Norms = NO_NORMS,
+    *,
+    delta_softplus: bool = True,
+    before: States | None = None,
+    return_states: bool = False,
+    backend: Any = "auto",
+) -> tuple[Tensor, States | None]:
+    """The gated output (batch, D, L) of ``xz`` (batch, 2·D, L), and the states after it.
+
+    ``before`` are the states before the first step, zeros if None. Where channels of ``xz`` lie without gaps, as
+    behind a linear layer, so do those of everything that is made of them; else time does.
+    """
+    x, z = xz.chunk(2, dim=1)
+    made: Any = causal_conv1d(
+        x,
+        weights.conv,
+        weights.conv_bias,
+        initial_state=None if before is None else before.conv,
+        return_final_state=return_states,  # type: ignore[call-overload]
+        activation="silu",
+        backend=backend,
+    )
+    u: Tensor = made[0] if return_states else made
+    rank, rows = weights.dt_proj.shape[1], weights.A.shape[1] * (1 + weights.A.is_complex())
+    projected = linear(u.transpose(1, 2), weights.x_proj)
+    steps = projected[..., :rank]
+    if u.stride(1) == 1:
+        delta = linear(steps, weights.dt_proj).transpose(1, 2)
+    else:
+        delta = torch.matmul(weights.dt_proj, steps.transpose(1, 2))
+    if norms.dt is not None:
+        delta = rms_norm(delta, norms.dt, norms.eps)
+    B, C = weights.B, weights.C
+    if B is None:
+        B = _over_time(projected[..., rank : rank + rows], weights.B_bias, weights.A)
+    if C is None:
+        C = _over_time(projected[..., -rows:], weights.C_bias, weights.A)
+    if norms.B is not None:
+        B = rms_norm(B, norms.B, norms.eps)
+    if norms.C is not None:
+        C = rms_norm(C, norms.C, norms.eps)
+    found: Any = selective_scan(
+        *(u, delta, weights.A, B, C, weights.D, z, weights.dt_bias, delta_softplus),
+        None if before is None else before.scan,
+        return_final_state=return_states,
+        backend=backend,
+    )
+    if return_states:
+        out, last = found
+        return out, States(made[1], last)
+    return found, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x over the root of its mean square along the dimension before the last one, times ``weight``; in float32."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    scale = torch.rsqrt(wide.square().mean(-2, keepdim=True) + eps)
+    return (wide * scale * weight.to(wide.dtype).unsqueeze(-1)).to(x.dtype)
+
+
+def _over_time(projected: Tensor, bias: Tensor | None, A: Tensor) -> Tensor:
+    """(batch, L, N) as (batch, N, L); of complex states pairs in the last dimension, (batch, N, 2·L)."""
+    if bias is not None:
+        projected = projected + bias.to(projected.dtype)
+    if not A.is_complex():
+        return projected.transpose(1, 2)
+    pairs: Tensor = projected.unflatten(-1, (-1, 2))
+    return pairs.transpose(1, 2).flatten(2)

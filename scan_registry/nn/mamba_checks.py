@@ -1,0 +1,97 @@
+"""What ``Mamba`` refuses, in the style of the recurrent modules: what was expected, and what was given."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.dispatch.select import BACKENDS
+from scan_registry.kernels.selective_scan.problem import MOST_STATES
+from scan_registry.ops.arguments import refuse_layout
+
+if TYPE_CHECKING:
+    from scan_registry.nn.mamba import Mamba
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = ", ".join(map(str, DTYPES))
+#: Of the convolution.
+WIDTHS = (2, 8)
+
+
+def check_constructor(
+    sizes: Mapping[str, Any], numbers_: Mapping[str, Any], dt_init: Any, dtype: Any, backend: Any
+) -> None:
+    """Refuse arguments of the wrong type or out of range."""
+    for name, size in sizes.items():
+        if name == "dt_rank" and size == "auto":
+            continue
+        if not isinstance(size, int) or isinstance(size, bool):
+            or_auto = " or 'auto'" if name == "dt_rank" else ""
+            raise TypeError(f"{name} should be of type int{or_auto}, got: {type(size).__name__}")
+        if size <= 0:
+            raise ValueError(f"{name} must be greater than zero")
+    for name, number in numbers_.items():
+        if not isinstance(number, numbers.Real) or not math.isfinite(number) or number <= 0:
+            raise ValueError(f"{name} should be a number above 0, got: {number!r}")
+    if int(numbers_["expand"] * sizes["d_model"]) < 1:
+        raise ValueError(
+            f"expand * d_model must be 1 or more, got: {numbers_['expand']!r} * {sizes['d_model']}"
+        )
+    if sizes["d_state"] > MOST_STATES:
+        raise ValueError(f"d_state should be at most {MOST_STATES}, got: {sizes['d_state']}")
+    if not WIDTHS[0] <= sizes["d_conv"] <= WIDTHS[1]:
+        raise ValueError(
+            f"d_conv should be from {WIDTHS[0]} to {WIDTHS[1]}, got: {sizes['d_conv']}"
+        )
+    if dt_init not in ("random", "constant"):
+        raise ValueError(f"dt_init should be 'random' or 'constant', got: {dt_init!r}")
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
+
+
+def check_hidden(module: Mamba, x: Any) -> None:
+    """Refuse an input that does not go with the module's parameters."""
+    name, weight = type(module).__name__, module.in_proj.weight
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: Expected hidden_states to be a Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided or x.is_nested:
+        refuse_layout("hidden_states", x)
+    if x.dim() != 3 or x.shape[2] != module.d_model:
+        raise ValueError(
+            f"{name}: Expected hidden_states of size (batch, time, {module.d_model}), got {tuple(x.shape)}"
+        )
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"{name}: Expected hidden_states of dtype {weight.dtype}, as the parameters are, got {x.dtype}. "
+            f"Convert the input: hidden_states.to({weight.dtype})"
+        )
+    if x.device != weight.device:
+        raise ValueError(
+            f"{name}: Expected hidden_states and parameters on one device, got hidden_states on {x.device} "
+            f"and parameters on {weight.device}"
+        )
+
+
+def check_states(module: Mamba, x: Tensor, conv_state: Any, ssm_state: Any) -> None:
+    """Refuse states of another size, or on another device."""
+    name, batch = type(module).__name__, x.shape[0]
+    expected = {
+        "conv_state": (conv_state, (batch, module.d_inner, module.d_conv)),
+        "ssm_state": (ssm_state, (batch, module.d_inner, module.d_state)),
+    }
+    for what, (state, size) in expected.items():
+        if not isinstance(state, Tensor):
+            raise TypeError(f"{name}: Expected {what} to be a Tensor, got {type(state).__name__}")
+        if tuple(state.shape) != size:
+            raise ValueError(f"{name}: Expected {what} of size {size}, got {tuple(state.shape)}")
+        if state.device != x.device:
+            raise ValueError(
+                f"{name}: Expected {what} on the input's device, {x.device}, got {state.device}"
+            )

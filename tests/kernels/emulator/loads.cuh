@@ -1,0 +1,31 @@
+// What kernels/selective_state_update/loads.cuh says in PTX, for the emulator.
+#pragma once
+#include "../common/ptx.cuh"
+
+template <class Words>
+Words emulated_load(const void* from) {
+    if (std::uintptr_t(from) % sizeof(Words)) emulator::fail("a load is not aligned");
+    Words words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
+}
+inline unsigned load_element(const void* from, bool wide, bool wanted) {
+    if (!wanted) return 0;
+    return wide ? emulated_load<unsigned>(from) : emulated_load<unsigned short>(from);
+}
+template <int N>
+void load_words(unsigned (&to)[N], const void* from, bool wanted) {
+    if (!wanted) return;
+    if (std::uintptr_t(from) % sizeof to) emulator::fail("a load is not aligned");
+    std::memcpy(to, from, sizeof to);
+}
+inline void load_state(unsigned (&to)[4], const void* from, bool wanted) { load_words(to, from, wanted); }
+inline i64 load_index(const void* from, bool wide, bool wanted, i64 otherwise) {
+    if (!wanted) return otherwise;
+    return wide ? emulated_load<i64>(from) : emulated_load<int>(from);
+}
+inline void store_element(void* to, unsigned bits, bool wide, bool wanted) {
+    if (!wanted) return;
+    if (wide) *static_cast<unsigned*>(to) = bits;
+    else *static_cast<unsigned short*>(to) = (unsigned short)bits;
+}

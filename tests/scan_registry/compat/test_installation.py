@@ -1,0 +1,144 @@
+"""What ``install`` makes importable, as libraries look for packages, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from scan_registry import compat
+from scan_registry.compat import installation
+
+NAMES = ("mamba_ssm", "causal_conv1d")
+
+
+@pytest.fixture(autouse=True)
+def _taken_back() -> Iterator[None]:
+    for name in NAMES:
+        if importlib.util.find_spec(name) is not None:
+            pytest.skip(f"{name} itself is installed here")
+    finders = [*sys.meta_path]
+    yield
+    compat.uninstall()
+    assert sys.meta_path == finders
+
+
+def test_they_are_found_as_installed_packages_are() -> None:
+    compat.install(*NAMES)
+    for name in NAMES:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.name == name
+        version = importlib.metadata.version(name)
+        assert version == importlib.metadata.version(name.replace("_", "-"))
+        assert "scan.registry" in version
+        assert importlib.metadata.packages_distributions()[name] == [name.replace("_", "-")]
+        assert importlib.import_module(name).__version__ == version
+
+
+def test_their_functions_are_this_packages() -> None:
+    compat.install(*NAMES)
+    for name in NAMES:
+        for place, ours in installation.STAND_INS[name].modules.items():
+            theirs = importlib.import_module(name + place)
+            module = importlib.import_module(f"scan_registry.compat.{ours}")
+            assert theirs.__name__ == name + place
+            assert theirs.__spec__ is not None
+            assert theirs.__spec__.name == name + place
+            assert module.__spec__ is not None
+            assert module.__spec__.name == f"scan_registry.compat.{ours}"
+            assert theirs.__all__ == module.__all__
+            for each in module.__all__:
+                found = getattr(theirs, each)
+                if isinstance(found, ModuleType):
+                    assert found is sys.modules[f"{name}{place}.{each}"]
+                else:
+                    assert found is getattr(module, each)
+
+
+def test_what_there_is_none_of_is_not_found() -> None:
+    compat.install(*NAMES)
+    for module in ("mamba_ssm.ops.triton.ssd_combined", "causal_conv1d.cpp_functions"):
+        with pytest.raises(ModuleNotFoundError, match=module.replace(".", r"\.")):
+            importlib.import_module(module)
+    assert importlib.util.find_spec("mamba_ssm_too") is None
+    # transformers takes 2.0.4 for the mark of Mamba-2's kernels.
+    assert importlib.metadata.version("mamba_ssm").startswith("1.")
+
+
+def test_installing_twice_changes_nothing() -> None:
+    compat.install("mamba_ssm")
+    module = importlib.import_module("mamba_ssm")
+    finders = [*sys.meta_path]
+    compat.install("mamba_ssm", "mamba_ssm")
+    assert sys.meta_path == finders
+    assert importlib.import_module("mamba_ssm") is module
+    assert importlib.util.find_spec("causal_conv1d") is None
+
+
+def test_uninstall_takes_it_back() -> None:
+    compat.install(*NAMES)
+    for name in NAMES:
+        importlib.import_module(name)
+    compat.uninstall("mamba_ssm")
+    assert not [m for m in sys.modules if m == "mamba_ssm" or m.startswith("mamba_ssm.")]
+    assert importlib.util.find_spec("mamba_ssm") is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("mamba_ssm")
+    assert importlib.util.find_spec("causal_conv1d") is not None
+    compat.uninstall("mamba_ssm")
+    compat.uninstall()
+    assert importlib.util.find_spec("causal_conv1d") is None
+    compat.install("mamba_ssm")
+    assert importlib.util.find_spec("mamba_ssm") is not None
+
+
+def test_an_original_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mamba_ssm").mkdir()
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text("original = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ImportError, match=r"mamba_ssm is importable already, from .*mamba_ssm.__init__"
+    ):
+        compat.install("causal_conv1d", "mamba_ssm")
+    assert importlib.util.find_spec("causal_conv1d") is None
+    assert importlib.import_module("mamba_ssm").original
+    try:
+        with pytest.raises(ImportError, match="is not replaced"):
+            compat.install("mamba_ssm")
+    finally:
+        del sys.modules["mamba_ssm"]
+
+
+@pytest.mark.parametrize("names", [("torch",), ("flashrnn",), ("mamba-ssm",), ()])
+def test_other_names_are_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="mamba_ssm"):
+        compat.install(*names)
+    if names:
+        with pytest.raises(ValueError, match=names[0]):
+            compat.uninstall(*names)
+
+
+def test_a_model_that_looked_before_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "transformers.models.mamba.modeling_mamba"
+    early = ModuleType(name)
+    vars(early)["mamba_selective_scan"] = None
+    monkeypatch.setitem(sys.modules, name, early)
+    monkeypatch.setitem(sys.modules, "transformers.models.bert.modeling_bert", ModuleType("bert"))
+    with pytest.warns(RuntimeWarning, match=rf"^{name} was imported before"):
+        compat.install("mamba_ssm")
+
+
+def test_installing_imports_no_torch() -> None:
+    program = (
+        "import sys; from scan_registry import compat; compat.install('mamba_ssm', 'causal_conv1d'); "
+        "import importlib.util; importlib.util.find_spec('mamba_ssm'); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,331 @@
+"""The stand-ins for ``mamba_ssm``: its signatures, and what plain torch gives, one step after the other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, linear, rms_norm, silu, softplus
+
+from scan_registry.compat import mamba_ssm
+from scan_registry.compat.mamba_ssm.ops.selective_scan_interface import (
+    mamba_inner_fn,
+    mamba_inner_ref,
+    selective_scan_fn,
+    selective_scan_ref,
+)
+from scan_registry.compat.mamba_ssm.ops.triton.selective_state_update import (
+    selective_state_update,
+)
+
+BATCH, CHANNELS, LENGTH, STATES, RANKS, FEATURES = 2, 6, 11, 4, 2, 5
+SCAN = "u delta A B C D=None z=None delta_bias=None delta_softplus=False return_last_state=False"
+INNER = (
+    "xz conv1d_weight conv1d_bias x_proj_weight delta_proj_weight out_proj_weight out_proj_bias A B=None C=None "
+    "D=None delta_bias=None B_proj_bias=None C_proj_bias=None delta_softplus=True"
+)
+SIGNATURES: dict[Callable[..., Any], str] = {
+    selective_scan_fn: SCAN,
+    selective_scan_ref: SCAN,
+    mamba_inner_ref: INNER,
+    mamba_inner_fn: f"{INNER} checkpoint_lvl=1 b_rms_weight=None c_rms_weight=None dt_rms_weight=None "
+    "b_c_dt_rms_eps=1e-06",
+    selective_state_update: "state x dt A B C D=None z=None dt_bias=None dt_softplus=False "
+    "state_batch_indices=None",
+    mamba_ssm.Mamba: "d_model d_state=16 d_conv=4 expand=2 dt_rank=auto dt_min=0.001 dt_max=0.1 dt_init=random "
+    "dt_scale=1.0 dt_init_floor=0.0001 conv_bias=True bias=False use_fast_path=True layer_idx=None device=None "
+    "dtype=None backend=auto",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_arguments_name_for_name(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    found = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert found == SIGNATURES[function].split()
+
+
+def test_names_are_where_they_were() -> None:
+    assert mamba_ssm.selective_scan_fn is selective_scan_fn
+    assert mamba_ssm.mamba_inner_fn is mamba_inner_fn
+    assert (
+        mamba_ssm.ops.triton.selective_state_update.selective_state_update is selective_state_update
+    )
+    assert mamba_ssm.modules.mamba_simple.Mamba is mamba_ssm.Mamba
+
+
+# --- The scan ---------------------------------------------------------------------------------
+
+
+def scan(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Step by step, for B and C of (batch, states, time), or twice that time of a complex A."""
+    sizes = softplus(delta + bias[:, None])
+    if A.is_complex():
+        B, C = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (B, C))
+    h: Tensor = torch.zeros(u.shape[0], *A.shape, dtype=A.dtype)
+    outputs = []
+    for t in range(u.shape[2]):
+        size = sizes[:, :, t, None]
+        h = torch.exp(size * A) * h + size * u[:, :, t, None] * B[:, None, :, t]
+        y = (h * C[:, None, :, t]).sum(-1)
+        outputs.append(2 * y.real if A.is_complex() else y)
+    return (torch.stack(outputs, -1) + D[:, None] * u) * silu(z), h
+
+
+def scan_arguments(complex_numbers: bool = False) -> dict[str, Tensor]:
+    shape = BATCH, CHANNELS, LENGTH
+    A = -torch.rand(CHANNELS, STATES, dtype=torch.float64)
+    length = LENGTH
+    if complex_numbers:
+        A, length = torch.complex(A, torch.randn_like(A)), 2 * LENGTH
+    of_time = BATCH, STATES, length
+    drawn = {
+        "u": torch.randn(shape).double(),
+        "delta": torch.randn(shape).double(),
+        "A": A,
+        "B": torch.randn(of_time).double(),
+        "C": torch.randn(of_time).double(),
+        "D": torch.randn(CHANNELS).double(),
+        "z": torch.randn(shape).double(),
+        "delta_bias": torch.randn(CHANNELS).double(),
+    }
+    return {name: value.requires_grad_() for name, value in drawn.items()}
+
+
+@pytest.mark.parametrize("complex_numbers", [False, True])
+@pytest.mark.parametrize("function", [selective_scan_fn, selective_scan_ref])
+def test_it_is_a_scan(function: Callable[..., Any], complex_numbers: bool) -> None:
+    given = scan_arguments(complex_numbers)
+    out, last = function(**given, delta_softplus=True, return_last_state=True)
+    expected = scan(*given.values())
+    torch.testing.assert_close((out, last), expected)
+    assert torch.equal(function(**given, delta_softplus=True), out)
+    weight = torch.randn_like(out)
+    found = torch.autograd.grad((out * weight).sum() + last.abs().sum(), [*given.values()])
+    wanted = torch.autograd.grad(
+        (expected[0] * weight).sum() + expected[1].abs().sum(), [*given.values()]
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_are_the_inputs(dtype: torch.dtype) -> None:
+    given = {name: value.detach() for name, value in scan_arguments().items()}
+    wide = scan(*given.values())
+    narrow = {
+        n: v.to(dtype if n in ("u", "delta", "B", "C", "z") else torch.float32)
+        for n, v in given.items()
+    }
+    out, last = selective_scan_fn(**narrow, delta_softplus=True, return_last_state=True)
+    assert out.dtype == dtype
+    assert last.dtype == torch.float32
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(out.double(), wide[0], rtol=tolerance, atol=tolerance)
+
+
+def test_a_step_is_a_scan_of_one() -> None:
+    given = {name: value.detach() for name, value in scan_arguments().items()}
+    state = torch.zeros(BATCH, CHANNELS, STATES).double()
+    outputs = []
+    for t in range(LENGTH):
+        u, delta, B, C, z = (given[name][..., t] for name in ("u", "delta", "B", "C", "z"))
+        outputs.append(
+            selective_state_update(
+                state,
+                u,
+                delta,
+                given["A"],
+                B,
+                C,
+                given["D"],
+                z=z,
+                dt_bias=given["delta_bias"],
+                dt_softplus=True,
+            )
+        )
+    out, last = scan(*given.values())
+    torch.testing.assert_close(torch.stack(outputs, -1), out)
+    torch.testing.assert_close(state, last)
+
+
+def test_a_step_records_no_derivative() -> None:
+    given = scan_arguments()
+    state = torch.zeros(BATCH, CHANNELS, STATES).double()
+    u, delta, B, C = (given[name][..., 0] for name in ("u", "delta", "B", "C"))
+    out = selective_state_update(state, u, delta, given["A"], B, C)
+    assert not out.requires_grad
+    assert bool(state.abs().sum() > 0)
+
+
+# --- The block --------------------------------------------------------------------------------
+
+
+def inner_arguments(norms: bool = False, biases: bool = True) -> dict[str, Tensor]:
+    drawn = {
+        "xz": torch.randn(BATCH, 2 * CHANNELS, LENGTH),
+        "conv1d_weight": torch.randn(CHANNELS, 1, 4),
+        "conv1d_bias": torch.randn(CHANNELS),
+        "x_proj_weight": torch.randn(RANKS + 2 * STATES, CHANNELS),
+        "delta_proj_weight": torch.randn(CHANNELS, RANKS),
+        "out_proj_weight": torch.randn(FEATURES, CHANNELS),
+        "out_proj_bias": torch.randn(FEATURES),
+        "A": -torch.rand(CHANNELS, STATES),
+        "D": torch.randn(CHANNELS),
+        "delta_bias": torch.randn(CHANNELS),
+    }
+    if biases:
+        drawn |= {"B_proj_bias": torch.randn(STATES), "C_proj_bias": torch.randn(STATES)}
+    if norms:
+        drawn |= {
+            "b_rms_weight": torch.rand(STATES),
+            "c_rms_weight": torch.rand(STATES),
+            "dt_rms_weight": torch.rand(CHANNELS),
+        }
+    return {name: value.double().requires_grad_() for name, value in drawn.items()}
+
+
+def inner(eps: float = 1e-6, **given: Tensor) -> Tensor:
+    """The block from torch's operators."""
+    x, z = given["xz"].chunk(2, 1)
+    u = conv1d(x, given["conv1d_weight"], given["conv1d_bias"], padding=3, groups=CHANNELS)
+    u = silu(u[..., :LENGTH])
+    steps, B, C = linear(u.mT, given["x_proj_weight"]).split([RANKS, STATES, STATES], -1)
+    delta = linear(steps, given["delta_proj_weight"])
+    if "B_proj_bias" in given:
+        B, C = B + given["B_proj_bias"], C + given["C_proj_bias"]
+    if "b_rms_weight" in given:
+        B = rms_norm(B, (STATES,), given["b_rms_weight"], eps)
+        C = rms_norm(C, (STATES,), given["c_rms_weight"], eps)
+        delta = rms_norm(delta, (CHANNELS,), given["dt_rms_weight"], eps)
+    y, _ = scan(u, delta.mT, given["A"], B.mT, C.mT, given["D"], z, given["delta_bias"])
+    return linear(y.mT, given["out_proj_weight"], given["out_proj_bias"])
+
+
+@pytest.mark.filterwarnings("ignore:mamba_inner_fn normalises")
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("channel_last", [False, True])
+def test_the_block_is_its_parts(channel_last: bool, norms: bool) -> None:
+    given = inner_arguments(norms)
+    if channel_last:
+        given["xz"] = given["xz"].detach().mT.contiguous().mT.requires_grad_()
+    options = {"b_c_dt_rms_eps": 1e-3} if norms else {}
+    found, expected = mamba_inner_fn(**given, **options), inner(**given, eps=1e-3)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(found)
+    torch.testing.assert_close(
+        torch.autograd.grad((found * weight).sum(), [*given.values()]),
+        torch.autograd.grad((expected * weight).sum(), [*given.values()]),
+    )
+    if not norms:
+        torch.testing.assert_close(mamba_inner_ref(**given), expected)
+
+
+def test_the_block_takes_b_and_c_of_its_own() -> None:
+    given = inner_arguments(biases=False)
+    B, C = (torch.randn(BATCH, STATES, LENGTH).double() for _ in range(2))
+    less = given | {"x_proj_weight": given["x_proj_weight"][:RANKS]}
+    found = mamba_inner_fn(**less, B=B, C=C)
+    u = conv1d(
+        given["xz"].chunk(2, 1)[0],
+        given["conv1d_weight"],
+        given["conv1d_bias"],
+        padding=3,
+        groups=CHANNELS,
+    )
+    u = silu(u[..., :LENGTH])
+    delta = linear(linear(u.mT, less["x_proj_weight"]), given["delta_proj_weight"]).mT
+    z = given["xz"].chunk(2, 1)[1]
+    y, _ = scan(u, delta, given["A"], B, C, given["D"], z, given["delta_bias"])
+    torch.testing.assert_close(
+        found, linear(y.mT, given["out_proj_weight"], given["out_proj_bias"])
+    )
+
+
+def test_the_block_with_complex_states() -> None:
+    given = {name: value.detach() for name, value in inner_arguments(biases=False).items()}
+    given["A"] = torch.complex(given["A"], torch.randn(CHANNELS, STATES).double())
+    given["x_proj_weight"] = torch.randn(RANKS + 4 * STATES, CHANNELS).double()
+    found = mamba_inner_fn(**given)
+    x, z = given["xz"].chunk(2, 1)
+    u = conv1d(x, given["conv1d_weight"], given["conv1d_bias"], padding=3, groups=CHANNELS)
+    u = silu(u[..., :LENGTH])
+    steps, B, C = linear(u.mT, given["x_proj_weight"]).split([RANKS, 2 * STATES, 2 * STATES], -1)
+    # A step's numbers are (state, part); along time they are to be (time, part).
+    B, C = (p.unflatten(-1, (STATES, 2)).permute(0, 2, 1, 3).flatten(2) for p in (B, C))
+    delta = linear(steps, given["delta_proj_weight"]).mT
+    y, _ = scan(u, delta, given["A"], B, C, given["D"], z, given["delta_bias"])
+    torch.testing.assert_close(
+        found, linear(y.mT, given["out_proj_weight"], given["out_proj_bias"])
+    )
+
+
+def test_a_bias_of_float32_goes_with_narrower_tensors() -> None:
+    """transformers gives it so."""
+    narrow = {
+        name: value.detach().to(
+            torch.bfloat16 if name in ("xz", "out_proj_weight") else torch.float32
+        )
+        for name, value in inner_arguments(biases=False).items()
+    }
+    for name in ("x_proj_weight", "delta_proj_weight"):
+        narrow[name] = narrow[name].bfloat16()
+    assert mamba_inner_fn(**narrow).dtype == torch.bfloat16
+
+
+def test_under_autocast() -> None:
+    given = {name: value.detach().float() for name, value in inner_arguments(biases=False).items()}
+    wide = mamba_inner_fn(**given)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = mamba_inner_fn(**given)
+    assert narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow.float(), wide, rtol=0.1, atol=0.1 * float(wide.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "xz",
+            lambda x: x[0],
+            r"xz has shape \(12, 11\); it must be \(batch, 2 \* channels, time\)",
+        ),
+        ("xz", lambda x: x[:, 1:], "xz has shape"),
+        ("conv1d_weight", lambda x: x.squeeze(1), r"conv1d_weight has shape \(6, 4\)"),
+        (
+            "x_proj_weight",
+            lambda x: x[1:],
+            r"x_proj_weight has shape \(9, 6\); .* must be \(10, 6\)",
+        ),
+        ("delta_proj_weight", lambda x: x[1:], "delta_proj_weight has shape"),
+        ("out_proj_weight", lambda x: x[:, 1:], r"out_proj_weight .* must be \(5, 6\)"),
+        ("out_proj_bias", lambda x: x[1:], "out_proj_bias has shape"),
+        ("A", lambda x: x[1:], "A has shape"),
+        ("D", lambda x: x[1:], "D has shape"),
+        ("B_proj_bias", lambda x: x[1:], "B_proj_bias has shape"),
+        ("b_rms_weight", lambda x: x[1:], "b_rms_weight has shape"),
+        ("checkpoint_lvl", lambda _: 2, "checkpoint_lvl is 2"),
+    ],
+)
+def test_shapes_that_do_not_fit(name: str, change: Callable[[Any], Any], words: str) -> None:
+    given: dict[str, Any] = inner_arguments(norms=name == "b_rms_weight")
+    given.pop("dt_rms_weight", None)
+    given[name] = change(given.get(name))
+    with pytest.raises(ValueError, match=words):
+        mamba_inner_fn(**given)
+
+
+def test_what_is_no_tensor() -> None:
+    given: dict[str, Any] = inner_arguments()
+    with pytest.raises(TypeError, match=r"A must be a torch.Tensor, not list"):
+        mamba_inner_fn(**given | {"A": given["A"].tolist()})
+
+
+def test_norms_of_step_sizes_are_warned_about() -> None:
+    with pytest.warns(UserWarning, match="FalconMamba"):
+        mamba_inner_fn(**inner_arguments(norms=True))

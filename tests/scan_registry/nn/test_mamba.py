@@ -1,0 +1,372 @@
+"""``Mamba``: mamba_ssm's constructor, parameters and initial values; its output in plain torch; and generation."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, linear, silu, softplus
+
+from scan_registry import nn
+
+LENGTH = 12
+
+
+def block(m: nn.Mamba, hidden: Tensor) -> Tensor:
+    """What the module computes, from torch's operators and one step after the other."""
+    x, z = linear(hidden, m.in_proj.weight, m.in_proj.bias).mT.chunk(2, 1)
+    x = conv1d(x, m.conv1d.weight, m.conv1d.bias, padding=m.d_conv - 1, groups=m.d_inner)
+    x = silu(x[..., : hidden.shape[1]])
+    steps, B, C = m.x_proj(x.mT).split([m.dt_rank, m.d_state, m.d_state], -1)
+    sizes, A = softplus(m.dt_proj(steps)), -m.A_log.exp()
+    h = torch.zeros(hidden.shape[0], m.d_inner, m.d_state, dtype=hidden.dtype)
+    outputs = []
+    for t in range(hidden.shape[1]):
+        size = sizes[:, t, :, None]
+        h = torch.exp(size * A) * h + size * B[:, t, None] * x[:, :, t, None]
+        outputs.append((h * C[:, t, None]).sum(-1) + m.D * x[:, :, t])
+    return linear(torch.stack(outputs, 1) * silu(z.mT), m.out_proj.weight, m.out_proj.bias)
+
+
+def wide(**options: Any) -> nn.Mamba:
+    """In float64, ``A_log`` and ``D`` too."""
+    return nn.Mamba(8, **options).double()
+
+
+def test_parameters_are_mamba_ssms() -> None:
+    m = nn.Mamba(40, d_state=5, d_conv=3, expand=3, bias=True)
+    assert {name: tuple(value.shape) for name, value in m.state_dict().items()} == {
+        "A_log": (120, 5),
+        "D": (120,),
+        "in_proj.weight": (240, 40),
+        "in_proj.bias": (240,),
+        "conv1d.weight": (120, 1, 3),
+        "conv1d.bias": (120,),
+        "x_proj.weight": (13, 120),
+        "dt_proj.weight": (120, 3),
+        "dt_proj.bias": (120,),
+        "out_proj.weight": (40, 120),
+        "out_proj.bias": (40,),
+    }
+    assert nn.Mamba(40, dt_rank=7).dt_proj.weight.shape == (80, 7)
+    assert "conv1d.bias" not in nn.Mamba(8, conv_bias=False).state_dict()
+    assert "in_proj.bias" not in nn.Mamba(8).state_dict()
+
+
+def test_initial_values() -> None:
+    torch.manual_seed(1)
+    m = nn.Mamba(512, dt_min=0.01, dt_max=0.2, dt_scale=2.0)
+    torch.testing.assert_close(m.A_log.exp(), torch.arange(1.0, 17.0).expand(1024, 16))
+    assert bool((m.D == 1).all())
+    sizes = softplus(m.dt_proj.bias.detach())
+    assert 0.01 * 0.999 <= float(sizes.min()) < 0.011
+    assert 0.19 < float(sizes.max()) <= 0.2 * 1.001
+    assert math.isclose(float(sizes.log().mean()), math.log(0.01 * 0.2) / 2, rel_tol=0.05)
+    most = 2 / math.sqrt(m.dt_rank)
+    assert 0.99 * most < float(m.dt_proj.weight.detach().abs().max()) <= most
+    constant = nn.Mamba(32, dt_init="constant").dt_proj.weight
+    torch.testing.assert_close(constant, torch.full((64, 2), 2**-0.5))
+    floor = nn.Mamba(32, dt_min=1e-6, dt_max=1e-5, dt_init_floor=1e-4).dt_proj.bias
+    torch.testing.assert_close(softplus(floor), torch.full((64,), 1e-4))
+
+
+def test_a_seed_draws_in_mamba_ssms_order() -> None:
+    """Projection, convolution, two projections, step sizes, and the projection back."""
+    torch.manual_seed(5)
+    m = nn.Mamba(32)
+    torch.manual_seed(5)
+    drawn = [torch.nn.Linear(32, 128, bias=False), torch.nn.Conv1d(64, 64, 4, groups=64)]
+    drawn.append(torch.nn.Linear(64, 34, bias=False))
+    torch.nn.Linear(2, 64)
+    steps = torch.empty(64, 2).uniform_(-(2**-0.5), 2**-0.5)
+    uniform = torch.rand(64)
+    drawn.append(torch.nn.Linear(64, 32, bias=False))
+    for ours, theirs in zip((m.in_proj, m.conv1d, m.x_proj, m.out_proj), drawn, strict=True):
+        assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(m.dt_proj.weight, steps)
+    sizes = torch.exp(uniform * (math.log(0.1) - math.log(0.001)) + math.log(0.001))
+    torch.testing.assert_close(softplus(m.dt_proj.bias), sizes)
+
+
+def test_what_training_programs_ask_parameters_for() -> None:
+    m = nn.Mamba(8)
+    kept = [n for n, p in m.named_parameters() if getattr(p, "_no_weight_decay", False)]
+    assert kept == ["A_log", "D"]
+    assert m.dt_proj.bias._no_reinit
+
+
+def test_dtype_and_device() -> None:
+    m = nn.Mamba(8, dtype=torch.bfloat16, device="cpu")
+    found = {name: value.dtype for name, value in m.state_dict().items()}
+    assert found.pop("A_log") == found.pop("D") == torch.float32
+    assert set(found.values()) == {torch.bfloat16}
+    assert m(torch.randn(2, 5, 8).bfloat16()).dtype == torch.bfloat16
+    meta = nn.Mamba(8, device="meta")
+    assert {value.device.type for value in meta.state_dict().values()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True},
+        {"conv_bias": False},
+        {"d_conv": 2, "d_state": 3, "expand": 1},
+        {"expand": 1.5},
+    ],
+    ids=str,
+)
+def test_it_is_the_block(options: dict[str, Any]) -> None:
+    m = wide(**options)
+    hidden = torch.randn(2, LENGTH, 8).double().requires_grad_()
+    found, expected = m(hidden), block(m, hidden)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(found)
+    leaves = [hidden, *m.parameters()]
+    torch.testing.assert_close(
+        torch.autograd.grad((found * weight).sum(), leaves),
+        torch.autograd.grad((expected * weight).sum(), leaves),
+    )
+
+
+def test_sequences_of_no_step_and_of_no_row() -> None:
+    m = nn.Mamba(8)
+    assert m(torch.randn(2, 0, 8)).shape == (2, 0, 8)
+    assert m(torch.randn(0, 3, 8)).shape == (0, 3, 8)
+
+
+def test_under_autocast() -> None:
+    m, hidden = nn.Mamba(8), torch.randn(2, LENGTH, 8)
+    expected = m(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = m(hidden)
+        states = m.allocate_inference_cache(2, LENGTH)
+        with torch.no_grad():
+            steps = [m(x, states=states) for x in hidden.split(1, 1)]
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.01)
+    torch.testing.assert_close(torch.cat(steps, 1).float(), expected, rtol=0.05, atol=0.01)
+
+
+# --- Generation -------------------------------------------------------------------------------
+
+
+def test_states_go_on_with_any_number_of_steps() -> None:
+    m, hidden = wide(bias=True), torch.randn(2, LENGTH, 8).double()
+    states = m.allocate_inference_cache(2, LENGTH)
+    assert [tuple(state.shape) for state in states] == [(2, 16, 4), (2, 16, 16)]
+    with torch.no_grad():
+        parts = [m(x, states=states) for x in hidden.split([5, 1, 2, 0, 4], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), m(hidden))
+    projected = linear(hidden, m.in_proj.weight, m.in_proj.bias)
+    torch.testing.assert_close(states[0], projected[:, -4:, :16].mT)
+
+
+def test_a_step_is_mamba_ssms() -> None:
+    m, hidden = wide(), torch.randn(2, LENGTH, 8).double()
+    conv, ssm = m.allocate_inference_cache(2, LENGTH)
+    outputs = []
+    for x in hidden.split(1, 1):
+        y, conv_after, ssm_after = m.step(x, conv, ssm)
+        assert conv_after is conv
+        assert ssm_after is ssm
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), m(hidden))
+
+
+def test_inference_params_are_mamba_ssms() -> None:
+    m, hidden = wide(layer_idx=3), torch.randn(2, LENGTH, 8).double()
+    params = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+    with torch.no_grad():
+        for _ in range(2):  # the second time from states that are to be forgotten
+            params.seqlen_offset = 0
+            outputs = [m(hidden[:, :5], params)]
+            for t in range(5, LENGTH):
+                params.seqlen_offset = t
+                outputs.append(m(hidden[:, t : t + 1], inference_params=params))
+            torch.testing.assert_close(torch.cat(outputs, 1), m(hidden))
+    assert [*params.key_value_memory_dict] == [3]
+
+
+def test_derivatives_end_at_states() -> None:
+    m, hidden = wide(), torch.randn(2, LENGTH, 8).double().requires_grad_()
+    states = m.allocate_inference_cache(2, LENGTH)
+    m(hidden[:, :5], states=states)
+    later = m(hidden[:, 5:], states=states)
+    torch.testing.assert_close(later, m(hidden)[:, 5:])
+    (found,) = torch.autograd.grad(later.sum(), hidden)
+    assert not found[:, :5].any()
+    (whole,) = torch.autograd.grad(m(hidden)[:, 5:].sum(), hidden)
+    torch.testing.assert_close(found[:, 8:], whole[:, 8:])
+
+
+def test_the_caches_dtypes() -> None:
+    m = nn.Mamba(8, dtype=torch.bfloat16)
+    assert [s.dtype for s in m.allocate_inference_cache(1, 1)] == [torch.bfloat16, torch.float32]
+    given = m.allocate_inference_cache(1, 1, dtype=torch.float16)
+    assert {s.dtype for s in given} == {torch.float16}
+    assert {s.dtype for s in wide().allocate_inference_cache(1, 1)} == {torch.float64}
+
+
+# --- What it refuses and prints ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"d_model": 0}, ValueError, "d_model must be greater than zero"),
+        ({"d_model": 8.0}, TypeError, "d_model should be of type int, got: float"),
+        ({"d_state": True}, TypeError, "d_state should be of type int, got: bool"),
+        ({"d_state": 257}, ValueError, "d_state should be at most 256, got: 257"),
+        ({"d_conv": 1}, ValueError, "d_conv should be from 2 to 8, got: 1"),
+        ({"d_conv": 9}, ValueError, "d_conv should be from 2 to 8, got: 9"),
+        ({"expand": 0}, ValueError, "expand should be a number above 0, got: 0"),
+        ({"expand": 0.01}, ValueError, "expand [*] d_model must be 1 or more"),
+        ({"dt_rank": "all"}, TypeError, "dt_rank should be of type int or 'auto', got: str"),
+        ({"dt_min": -1.0}, ValueError, "dt_min should be a number above 0"),
+        (
+            {"dt_init": "zeros"},
+            ValueError,
+            "dt_init should be 'random' or 'constant', got: 'zeros'",
+        ),
+        ({"dtype": torch.int32}, TypeError, "dtype should be one of"),
+        ({"backend": "metal"}, ValueError, "backend should be one of"),
+    ],
+)
+def test_constructors_refuse(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        nn.Mamba(**{"d_model": 8} | options)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "error", "words"),
+    [
+        ([1.0], TypeError, "Mamba: Expected hidden_states to be a Tensor, got list"),
+        (torch.zeros(3, 8), ValueError, r"of size \(batch, time, 8\), got \(3, 8\)"),
+        (torch.zeros(2, 3, 7), ValueError, r"of size \(batch, time, 8\), got \(2, 3, 7\)"),
+        (
+            torch.zeros(2, 3, 8).double(),
+            ValueError,
+            "of dtype torch.float32, as the parameters are",
+        ),
+        (torch.zeros(2, 3, 8, device="meta"), ValueError, "on one device"),
+    ],
+)
+def test_inputs_that_do_not_fit(hidden: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        nn.Mamba(8)(hidden)
+
+
+def test_states_that_do_not_fit() -> None:
+    m, x = nn.Mamba(8), torch.zeros(2, 1, 8)
+    conv, ssm = m.allocate_inference_cache(2, 1)
+    with pytest.raises(
+        ValueError, match=r"Expected conv_state of size \(2, 16, 4\), got \(2, 16, 3\)"
+    ):
+        m.step(x, conv[..., 1:], ssm)
+    with pytest.raises(
+        ValueError, match=r"Expected ssm_state of size \(2, 16, 16\), got \(1, 16, 16\)"
+    ):
+        m(x, states=(conv, ssm[:1]))
+    with pytest.raises(TypeError, match="Expected ssm_state to be a Tensor, got NoneType"):
+        m(x, states=(conv, None))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Expected hidden_states of one step, got 2"):
+        m.step(torch.zeros(2, 2, 8), conv, ssm)
+    params = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+    with pytest.raises(ValueError, match="Expected layer_idx in the constructor"):
+        m(x, params)
+    with pytest.raises(ValueError, match="inference_params or states, got both"):
+        nn.Mamba(8, layer_idx=0)(x, params, states=(conv, ssm))
+
+
+def test_it_says_what_it_is() -> None:
+    assert nn.Mamba(8).extra_repr() == "8, d_state=16, d_conv=4, expand=2, dt_rank=1"
+    m = nn.Mamba(8, layer_idx=2, backend="reference")
+    assert m.extra_repr().endswith("dt_rank=1, layer_idx=2, backend='reference'")
+
+
+def test_copies_compute_the_same() -> None:
+    m, x = nn.Mamba(8), torch.randn(2, 5, 8)
+    other = nn.Mamba(8)
+    other.load_state_dict(m.state_dict())
+    assert torch.equal(other(x), m(x))
+    assert torch.equal(copy.deepcopy(m)(x), m(x))
+
+
+def test_it_compiles_to_one_graph() -> None:
+    m, x = nn.Mamba(8), torch.randn(2, 5, 8)
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), m(x))
+
+
+def test_keywords_of_our_own_come_last() -> None:
+    parameters = [*inspect.signature(nn.Mamba).parameters.values()]
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["backend"]
+
+
+# --- On a GPU ---------------------------------------------------------------------------------
+
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
+]
+
+
+class TestOnAGpu:
+    pytestmark = on_a_gpu
+
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"),
+        [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)],
+        ids=str,
+    )
+    def test_it_is_the_block(
+        self, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        torch.manual_seed(0)
+        m = nn.Mamba(64, bias=True, device="cuda", dtype=dtype)
+        exact = copy.deepcopy(m).double().cpu()
+        hidden = torch.randn(3, 50, 64, device="cuda").to(dtype).requires_grad_()
+        wide_hidden = hidden.detach().double().cpu().requires_grad_()
+        found, expected = m(hidden), block(exact, wide_hidden)
+        weight = torch.randn_like(expected)
+        ours = torch.autograd.grad((found * weight.to(found)).sum(), [hidden, *m.parameters()])
+        theirs = torch.autograd.grad((expected * weight).sum(), [wide_hidden, *exact.parameters()])
+        for one, other in zip((found, *ours), (expected, *theirs), strict=True):
+            assert float((one.double().cpu() - other).norm() / other.norm()) <= tolerance
+
+    def test_steps_in_a_graph(self) -> None:
+        m = nn.Mamba(64, device="cuda")
+        hidden = torch.randn(4, LENGTH, 64, device="cuda")
+        with torch.no_grad():
+            expected = m(hidden)
+            states, now = m.allocate_inference_cache(4, LENGTH), hidden[:, :1].clone()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                m.step(now, *states)  # which loads what a graph cannot
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out, *_ = m.step(now, *states)
+            for state in states:
+                state.zero_()
+            outputs = []
+            for x in hidden.split(1, 1):
+                now.copy_(x)
+                graph.replay()
+                outputs.append(out.clone())
+        torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-4, atol=1e-5)
+
+    def test_gradients_are_the_same_in_every_run(self) -> None:
+        m, hidden = nn.Mamba(64, device="cuda"), torch.randn(4, 300, 64, device="cuda")
+        runs = [torch.autograd.grad(m(hidden).square().sum(), [*m.parameters()]) for _ in range(3)]
+        for run in runs[1:]:
+            for one, other in zip(run, runs[0], strict=True):
+                assert torch.equal(one, other)
