@@ -231,7 +231,10 @@ class Trial:
         x = _there(self.inputs["x"])[..., : 1 if aligned else min(3, time)]
         x = _placed(x, "time_last", aligned)
         steps, slots, device = x.shape[2], batch + 2, x.device
-        length = setting.width - 1 if aligned else setting.width + 2
+        # Inputs of Mamba's states lie together by four.
+        length = setting.width + 2
+        if aligned:
+            length = 4 if setting.width == 4 else setting.width - 1
         rows = batch if aligned else slots
         state = torch.randn(rows, channels, length).to(x.dtype).to(device)
         if not aligned:

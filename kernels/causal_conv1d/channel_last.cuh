@@ -1,6 +1,6 @@
 // Channels contiguous: what the forward and the backward kernel share.
 //
-// The build pins VECTOR, DEPTH and MOST_LANES. 2^lane_bits lanes, a group, hold VECTOR channels each, side by side, and go
+// The build pins VECTOR and DEPTH. 2^lane_bits lanes of a warp, a group, hold VECTOR channels each, side by side, and go
 // through `steps` steps of time:
 //
 //                    channels ->   lanes × VECTOR
@@ -63,7 +63,7 @@ struct Filters {
     // All threads of the CTA come here. Its groups have the same channels, whose weights are read side by side, once.
     __device__ Filters(const Tile& tile, const void* weight, const void* bias, i64 channels, int width, i64 flags) {
         struct alignas(16) Weights {
-            float of[TAPS + 1][MOST_LANES * VECTOR];  // the biases last
+            float of[TAPS + 1][32 * VECTOR];  // the biases last
         };
         __shared__ Weights shared;
         const bool wide = flags & WIDE_WEIGHTS;

@@ -18,11 +18,18 @@ enum : int { THREADS = 32 * WARPS, SIZE = sizeof(Storage) };
 // Bits of the argument `flags`.
 enum : i64 { SILU = 1, WIDE_WEIGHTS = 2 };
 
+// Keeps what follows from between what happens often.
+__device__ inline bool rarely(bool x) { return __builtin_expect(x, false); }
+
 __device__ inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 __device__ inline i64 larger(i64 a, i64 b) { return a > b ? a : b; }
 
 // a / b and its remainder; most are of 32 bits, which takes a fraction of the time.
 __device__ inline i64 divide(i64 a, i64 b, i64& remainder) {
+    if (b == 1) {
+        remainder = 0;
+        return a;
+    }
     if ((u64(a) | u64(b)) >> 32 == 0) {
         const unsigned quotient = unsigned(a) / unsigned(b);
         remainder = unsigned(a) - quotient * unsigned(b);

@@ -33,20 +33,15 @@ STRIDED: dict[Direction, tuple[str, ...]] = {
 #: Warps of a CTA.
 WARPS = 4
 _THREADS = 32 * WARPS
-#: Threads that are worth more than longer work for each: what fills the larger GPUs twice.
-_ENOUGH = 160_000
-#: Most chunks of a row, and least and most steps, that a thread takes. Where sums of a thread's work are written for
-#: every piece, pieces are longer.
-_MOST_CHUNKS: dict[Direction, int] = {"forward": 4, "backward": 8}
-_STEPS = (16, 64)
-#: Lanes of one step each reach 7 lanes further. More than those of a warp do not exchange anything.
+#: Threads that are worth more than longer work for each.
+_ENOUGH = {"time_last": 80_000, "channel_last": 40_000}
+#: Most chunks of a row that a thread takes; and least and most steps of its channels. Each has rows around it that are read
+#: twice, of two tensors backward.
+_MOST_CHUNKS = 16
+_STEPS: dict[Direction, tuple[int, int]] = {"forward": (16, 32), "backward": (16, 128)}
+#: Lanes of one step each exchange gradients with lanes up to 7 further. No more than a warp has share a row.
 _LEAST_BITS = 3
-MOST_BITS = {
-    "time_last_forward": 7,
-    "time_last_backward": 5,
-    "channel_last_forward": 7,
-    "channel_last_backward": 5,
-}
+_MOST_BITS = 5
 #: The most steps that kernels count.
 MOST_TIME = 2**30
 
@@ -81,9 +76,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _lane_bits(count: int, most: int) -> int:
-    """The fewest lanes, up to a number, that hold ``count`` each one."""
-    return min(most, max(0, (count - 1).bit_length()))
+def _lane_bits(count: int) -> int:
+    """The fewest lanes, of a warp, that hold ``count`` each one."""
+    return min(_MOST_BITS, max(0, (count - 1).bit_length()))
 
 
 @dataclass(frozen=True)
@@ -124,41 +119,48 @@ class ConvProblem:
         return not (self.sequences or self.indexed)
 
     def whole_chunks(self, elements: int) -> bool:
-        """Whether every row starts at, and consists of, whole chunks of ``elements``."""
-        row, outside = (
-            (self.time, "channel") if self.layout == "time_last" else (self.channels, "time")
-        )
+        """Whether every row starts at, and consists of, whole chunks of ``elements``. Where time is contiguous: whether
+        rows lie alike in all tensors, as to boundaries of such chunks."""
+        outside = ("batch", "channel" if self.layout == "time_last" else "time")
         sizes = {"batch": self.batch, "channel": self.channels, "time": self.time}
-        return (
-            row % elements == 0
-            and self.alignment >= elements * ITEM_SIZE[self.dtype]
-            and all(
-                sizes[dimension] == 1 or getattr(strides, dimension) % elements == 0
-                for strides in self.strides
-                for dimension in ("batch", outside)
+        if self.alignment < elements * ITEM_SIZE[self.dtype]:
+            return False
+        phases = {
+            tuple(
+                getattr(each, dimension) % elements if sizes[dimension] > 1 else 0
+                for dimension in outside
             )
-        )
+            for each in self.strides
+        }
+        if self.layout == "time_last":
+            return len(phases) == 1
+        return phases == {(0, 0)} and self.channels % elements == 0
 
     def cut(self, vector: int) -> Cut:
         """For threads that hold ``vector`` elements."""
         if self.layout == "channel_last":
             return self._cut_columns(vector)
-        chunks = ceil_div(self.time, vector)
-        rows, bits = self.batch * self.channels, _lane_bits(chunks, MOST_BITS[self.kernel])
+        # Rows that do not start at a boundary may have parts of two chunks more.
+        whole = all(
+            each.batch % vector == 0 and each.channel % vector == 0 for each in self.strides
+        )
+        chunks = ceil_div(self.time + (0 if whole else vector - 1), vector)
+        rows, bits = self.batch * self.channels, _lane_bits(chunks)
         if vector == 1:
             bits = max(bits, _LEAST_BITS)
         each = ceil_div(chunks, 1 << bits)
-        wanted = max(1, min(_MOST_CHUNKS[self.direction], (rows * each << bits) // _ENOUGH))
+        wanted = max(1, min(_MOST_CHUNKS, (rows * each << bits) // _ENOUGH[self.layout]))
         pieces = ceil_div(each, wanted)
         steps = ceil_div(each, pieces)
         return Cut(bits, steps, pieces, ceil_div(rows * pieces << bits, _THREADS))
 
     def _cut_columns(self, vector: int) -> Cut:
-        bits = _lane_bits(ceil_div(self.channels, vector), MOST_BITS[self.kernel])
+        bits = _lane_bits(ceil_div(self.channels, vector))
         across = ceil_div(self.channels, vector << bits)
         threads = self.batch * across << bits
-        least, most = _STEPS
-        wanted = max(least, min(most, self.time * threads // _ENOUGH // 8 * 8))
+        least, most = _STEPS[self.direction]
+        enough = _ENOUGH[self.layout]
+        wanted = max(least, min(most, self.time * threads // enough // 8 * 8))
         groups = _THREADS >> bits
         pieces = ceil_div(self.time, wanted * groups)
         steps = ceil_div(ceil_div(self.time, pieces * groups), 8) * 8

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from scan_registry.kernels.causal_conv1d.problem import (
     DTYPES,
-    MOST_BITS,
     MOST_TIME,
     STRIDED,
     WARPS,
@@ -86,16 +85,9 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
 def _vector(variant: Variant, layout: Layout) -> int:
     """Elements that a thread holds side by side: one where rows may lie anywhere; else 16 bytes of time, or as many
     channels as registers allow, since each has a filter of its own."""
-    item = ITEM_SIZE[variant.text("dtype")]
     if variant.text("access") == "generic":
         return 1
-    if layout == "time_last":
-        return 16 // item
-    import os
-
-    if variant.kernel.endswith("backward"):
-        return int(os.environ.get("CB", 4))
-    return int(os.environ.get("CF", 4))
+    return 16 // ITEM_SIZE[variant.text("dtype")] if layout == "time_last" else 4
 
 
 def cut(variant: Variant, problem: ConvProblem) -> Cut:
@@ -117,21 +109,14 @@ def _constants(layout: Layout, variant: Variant) -> dict[str, Static]:
     }
     if layout == "channel_last":
         defined["VECTOR"] = _vector(variant, layout)
-        defined["MOST_LANES"] = 1 << MOST_BITS[variant.kernel]
-        import os
-
-        defined["DEPTH"] = (
-            int(os.environ.get("DEPTHB", 4))
-            if variant.kernel.endswith("backward")
-            else int(os.environ.get("DEPTHF", 8))
-        )
-    import os
-
-    if os.environ.get("TILES") and variant.kernel == "time_last_forward":
-        defined["TILES"] = int(os.environ["TILES"])
-    if os.environ.get("BLOCKS") and variant.kernel == "time_last_backward":
-        defined["BLOCKS"] = int(os.environ["BLOCKS"])
+        defined["DEPTH"] = _depth(variant)
     return defined
+
+
+def _depth(variant: Variant) -> int:
+    """Rows of a tensor that a thread has under way. Two tensors are read backward."""
+    aligned_backward = variant.kernel.endswith("backward") and variant.text("access") == "aligned"
+    return 4 if aligned_backward else 8
 
 
 def _kind_mismatch(variant: Variant, problem: ConvProblem) -> str | None:
@@ -151,7 +136,7 @@ def _accepts(layout: Layout, variant: Variant, problem: ConvProblem) -> str | No
         return reason
     vector = _vector(variant, layout)
     if variant.text("access") == "aligned" and not problem.whole_chunks(vector):
-        return f"rows are not made of whole chunks of {vector} {problem.dtype} in aligned memory"
+        return f"rows do not lie alike, or are not made of chunks of {vector} {problem.dtype} in aligned memory"
     return None
 
 

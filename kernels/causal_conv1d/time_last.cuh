@@ -10,8 +10,10 @@
 // memory: a row of few elements occupies few lanes, and no thread waits for another's memory. What a lane needs of x before
 // its own steps it reads itself, which the L1 cache has by then.
 //
-// ALIGNED kernels have whole chunks of 16 bytes: VECTOR of their elements are read at once. The others have one step a
-// lane, so that it does not matter where rows and runs begin.
+// ALIGNED kernels read 16 bytes at a time, VECTOR elements. Their chunks start at multiples of 16 bytes in memory, and not
+// of VECTOR elements of the row; so a row's first and last chunk may be partly outside of it, and these are read by
+// elements. Rows lie alike in all tensors. The other kernels have one step a lane, so that it does not matter where rows
+// and runs begin.
 #pragma once
 #include "conv.cuh"
 
@@ -21,34 +23,50 @@ enum : int { VECTOR = ALIGNED ? 16 / SIZE : 1, SPAN = TAPS - 1 + VECTOR };
 struct Piece {
     i64 row, batch, channel;
     i64 number;  // of the row's pieces
-    int first;   // this lane's first step
+    int first;   // this lane's first step, which may be before the row
     int stride;  // from tile to tile
     int lane, lanes;
     bool there;
 
-    __device__ Piece(i64 batches, i64 channels, i64 pieces, i64 lane_bits, i64 steps)
+    // `x` is what has the strides.
+    __device__ Piece(const Storage* x, i64 by_batch, i64 by_channel, i64 batches, i64 channels, i64 pieces, i64 lane_bits,
+                     i64 steps)
         : lane(threadIdx.x & ((1 << lane_bits) - 1)), lanes(1 << lane_bits) {
         const i64 group = (i64(blockIdx.x) * THREADS + threadIdx.x) >> lane_bits;
         row = divide(group, pieces, number);
         there = row < batches * channels;
         batch = divide(there ? row : 0, channels, channel);
         stride = lanes * VECTOR;
-        first = int(number * steps) * stride + lane * VECTOR;
+        const int phase = int(u64(x + batch * by_batch + channel * by_channel) / SIZE % VECTOR);
+        first = int(number * steps) * stride + lane * VECTOR - phase;
     }
 };
 
 #if ALIGNED
+// COUNT elements from step t of a row that ends at `time`, which is at `from`; zeros outside of it.
+template <int COUNT>
+__device__ Chunk<Element, COUNT> load_chunk(const Storage* from, int t, int time) {
+    Chunk<Element, COUNT> chunk;
+    chunk.fill(0);
+    if (t >= 0 && t + COUNT <= time) {
+        chunk = get_words<Element, COUNT>(reinterpret_cast<const unsigned*>(from));
+    } else if (rarely(t < time && t > -COUNT)) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            if (t + i >= 0 && t + i < time) chunk.put(i, from[i]);
+    }
+    return chunk;
+}
+
 // Inputs of a lane's steps, and those before them.
 struct Inputs {
     Chunk<Element, TAPS> before;
     Chunk<Element, VECTOR> own;
 
-    // From step t of the row on, which is at `from`. Zeros outside of the row, which ends at `time`.
+    // From step t of the row on, which is at `from`.
     __device__ void load(const Storage* from, int t, int time, int) {
-        before.fill(0), own.fill(0);
-        if (t >= time) return;
-        if (t > 0) before = get_words<Element, TAPS>(reinterpret_cast<const unsigned*>(from - TAPS));
-        own = get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(from));
+        before = load_chunk<TAPS>(from - TAPS, t - TAPS, time);
+        own = load_chunk<VECTOR>(from, t, time);
     }
     // x[TAPS - 1 + i - j] is j steps before step i of the lane. `state` is that of a run's begin.
     __device__ void spread(float (&x)[SPAN], const Place& place, const Storage* state, int width) const {
@@ -56,10 +74,13 @@ struct Inputs {
         for (int k = 1; k < TAPS; k++) x[k - 1] = before.get(k);
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) x[TAPS - 1 + i] = own.get(i);
-        if (place.before || !state) return;
+        if (rarely(place.before < TAPS - 1 && state)) {
 #pragma unroll
-        for (int j = 1; j < TAPS; j++)
-            if (j < width) x[TAPS - 1 - j] = Element::widen(state[width - 1 - j]);
+            for (int k = 0; k < SPAN; k++) {
+                const int slot = width - TAPS + place.before + k;
+                if (slot >= 0 && slot < width - 1) x[k] = Element::widen(state[slot]);
+            }
+        }
     }
 };
 
@@ -67,17 +88,21 @@ struct Inputs {
 struct OutputGrads {
     Chunk<Element, VECTOR> own;
 
-    __device__ void load(const Storage* from, int t, int time) {
-        own.fill(0);
-        if (t < time) own = get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(from));
-    }
+    __device__ void load(const Storage* from, int t, int time) { own = load_chunk<VECTOR>(from, t, time); }
     __device__ float get(int i) const { return own.get(i); }
 };
 
-__device__ inline void store(Storage* to, const float (&x)[VECTOR]) {
+// What of x lies in the row, which ends at `time`.
+__device__ inline void store(Storage* to, int t, int time, const float (&x)[VECTOR]) {
     Chunk<Element, VECTOR> chunk;
     chunk.set(x);
-    store_global(to, words_of(chunk));
+    if (rarely(t < 0 || t + VECTOR > time)) {
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++)
+            if (t + i >= 0 && t + i < time) to[i] = chunk.bits(i);
+    } else {
+        store_global(to, words_of(chunk));
+    }
 }
 #else
 // The input of a lane's step, and those before it: back[j] is j steps before.
@@ -111,7 +136,7 @@ struct OutputGrads {
     __device__ float get(int) const { return Element::widen(own); }
 };
 
-__device__ inline void store(Storage* to, const float (&x)[VECTOR]) { *to = Element::narrow(x[0]); }
+__device__ inline void store(Storage* to, int, int, const float (&x)[VECTOR]) { *to = Element::narrow(x[0]); }
 #endif
 
 // Adds, to each of COUNT sums, every tap times what is `at` that tap's and that sum's place. Filters that fill their room
@@ -139,4 +164,17 @@ __device__ void convolve(float (&sum)[COUNT], const float (&x)[SPAN], const Filt
 #pragma unroll
     for (int i = 0; i < COUNT; i++) sum[i] = filter.bias;
     add_taps(sum, filter, width, [&](int i, int j) { return x[TAPS - 1 + i - j]; });
+}
+
+// The gradients before the activation of a lane's first COUNT steps, from those after it; zeros outside of the row.
+template <int COUNT>
+__device__ void activation_grads(float* g, const float (&sum)[COUNT], const float (&grads)[VECTOR], const Place& place,
+                                 i64 flags) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) g[i] = place.padding ? 0.f : activated_grad(sum[i], grads[i], flags);
+    if (ALIGNED && rarely(place.before < 0 || place.ahead < VECTOR - 1)) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            if (place.before + i < 0 || i > place.ahead) g[i] = 0;
+    }
 }

@@ -12,13 +12,16 @@
 //
 // The gradient of a state comes from the lane that has its run's first step.
 #include "time_last.cuh"
-#ifndef BLOCKS
-#define BLOCKS 1
-#endif
 
+// CTAs that an SM is to have room for. Fewer wait longer for each other's instructions; for more, older GPUs lack registers.
+#if __CUDA_ARCH__ >= 900
+enum : int { RESIDENT = 5 };
+#else
+enum : int { RESIDENT = 4 };
+#endif
 enum : int { KEPT = VECTOR < TAPS - 1 ? VECTOR : TAPS - 1 };  // of each lane, what others may need
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 causal_conv1d_time_last_backward(const Storage* x, const void* weight, const void* bias, const Storage* initial_state,
                                  const int* seq_idx, const i64* offsets, const Storage* y_grad,
                                  const Storage* final_state_grad, Storage* x_grad, Storage* initial_state_grad,
@@ -26,7 +29,7 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
                                  i64 x_batch, i64 x_channel, i64 x_time, i64 y_grad_batch, i64 y_grad_channel,
                                  i64 y_grad_time, i64 x_grad_batch, i64 x_grad_channel, i64 x_grad_time,
                                  i64 lane_bits, i64 steps, i64 pieces, i64 flags) {
-    const Piece piece(batches, channels, pieces, lane_bits, steps);
+    const Piece piece(x, x_batch, x_channel, batches, channels, pieces, lane_bits, steps);
     // Lanes of groups that have no piece stay, since gradients and sums go from lane to lane.
     const int time = piece.there ? int(all_steps) : 0, width = int(taps), slots = width - 1;
     const Runs runs(seq_idx, offsets, sequences, all_steps, taps, piece.batch);
@@ -53,11 +56,12 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
         beyond.load(in + piece.stride, t + piece.stride, time, width);
         of_y.load(grads + piece.stride, t + piece.stride, time);
         const Place place = runs.at(t + piece.stride, number);
-        float x[SPAN];
+        float x[SPAN], given[VECTOR], sum[KEPT];
         beyond.spread(x, place, lines.of(initial_state, place.entering), width);
-        convolve(kept, x, filter, width);
+        convolve(sum, x, filter, width);
 #pragma unroll
-        for (int i = 0; i < KEPT; i++) kept[i] = place.padding ? 0.f : activated_grad(kept[i], of_y.get(i), flags);
+        for (int i = 0; i < VECTOR; i++) given[i] = of_y.get(i);
+        activation_grads(kept, sum, given, place, flags);
     }
 
     for (int s = int(steps) - 1; s >= 0; s--) {
@@ -75,8 +79,7 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
 
         float sum[VECTOR];
         convolve(sum, x, filter, width);
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++) g[i] = place.padding ? 0.f : activated_grad(sum[i], given[i], flags);
+        activation_grads(g, sum, given, place, flags);
 #pragma unroll
         for (int m = 0; m < TAPS - 1; m++) {
             const int distance = 1 + m / VECTOR;  // in lanes
@@ -91,14 +94,14 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) sum[i] = 0;
         add_taps(sum, filter, width, [&](int i, int j) { return g[i + j]; });
-        if (final_state_grad && place.ahead < VECTOR + slots) {
+        if (rarely(final_state_grad && place.ahead < VECTOR + slots)) {
             const Storage* const after = lines.of(final_state_grad, place.leaving);
 #pragma unroll
             for (int i = 0; i < VECTOR; i++)
                 if (after && place.ahead - i < slots && place.ahead >= i)
                     sum[i] += Element::widen(after[slots - 1 - (place.ahead - i)]);
         }
-        store(to, sum);
+        store(to, own, time, sum);
 
         if (partials) {
 #pragma unroll
@@ -109,11 +112,21 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
                 for (int j = 0; j < TAPS; j++) tap_grad[j] = __fmaf_rn(g[i], x[TAPS - 1 + i - j], tap_grad[j]);
             }
         }
-        if (!initial_state_grad || place.before) continue;
-        Storage* const entering = lines.of(initial_state_grad, place.entering);
-        if (!entering) continue;
-        const Storage* const after = lines.of(final_state_grad, place.leaving);
-        write_entering_grads(entering, filter, g, place.ahead + 1, width, after);
+        if (rarely(initial_state_grad && place.before <= 0 && place.before > -VECTOR && place.entering >= 0)) {
+            Storage* const entering = lines.of(initial_state_grad, place.entering);
+            const Storage* const after = lines.of(final_state_grad, place.leaving);
+            // The run's first step is the lane's step -before: bit by bit, since registers have no index.
+            float later[VECTOR + TAPS - 1];
+#pragma unroll
+            for (int m = 0; m < VECTOR + TAPS - 1; m++) later[m] = g[m];
+#pragma unroll
+            for (int bit = 0; bit < 3; bit++)
+#pragma unroll
+                for (int m = 0; m < VECTOR + TAPS - 1; m++)
+                    if ((1 << bit) < VECTOR && m + (1 << bit) < VECTOR + TAPS - 1)
+                        later[m] = -place.before >> bit & 1 ? later[m + (1 << bit)] : later[m];
+            write_entering_grads(entering, filter, later, place.before + place.ahead + 1, width, after);
+        }
     }
     if (!partials) return;
 

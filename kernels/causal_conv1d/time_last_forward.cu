@@ -4,18 +4,15 @@
 // tiles under way at once.
 #include "time_last.cuh"
 
-#ifndef TILES
-#define TILES 2
-#endif
-enum : int { UNROLL = ALIGNED ? TILES : 4 };
+enum : int { UNROLL = ALIGNED ? 2 : 4 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 7 : 1)
 causal_conv1d_time_last_forward(const Storage* x, const void* weight, const void* bias, const Storage* initial_state,
                                 const int* seq_idx, const i64* offsets, Storage* y, Storage* final_state, i64 batches,
                                 i64 channels, i64 length, i64 taps, i64 sequences, i64 x_batch, i64 x_channel,
                                 i64 x_time, i64 y_batch, i64 y_channel, i64 y_time, i64 lane_bits, i64 steps,
                                 i64 pieces, i64 flags) {
-    const Piece piece(batches, channels, pieces, lane_bits, steps);
+    const Piece piece(x, x_batch, x_channel, batches, channels, pieces, lane_bits, steps);
     if (!piece.there) return;
     const Runs runs(seq_idx, offsets, sequences, length, taps, piece.batch);
     const int time = int(length), width = int(taps), slots = width - 1;
@@ -44,15 +41,20 @@ causal_conv1d_time_last_forward(const Storage* x, const void* weight, const void
             convolve(sum, x, filter, width);
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) sum[i] = place.padding ? 0.f : activated(sum[i], flags);
-            store(out, sum);
+            store(out, t, time, sum);
             t += piece.stride, in += piece.stride, out += piece.stride;
 
-            if (place.ahead != VECTOR - 1) continue;  // a run ends with the lane's last step
-            Storage* const after = lines.of(final_state, place.leaving);
-            if (!after) continue;
+            if (rarely(final_state && place.ahead < VECTOR && place.leaving >= 0)) {
+                Storage* const after = lines.of(final_state, place.leaving);
 #pragma unroll
-            for (int j = 0; j < TAPS - 1; j++)
-                if (j < slots) after[slots - 1 - j] = Element::narrow(x[SPAN - 1 - j]);
+                for (int j = 0; j < TAPS - 1; j++) {
+                    float input = 0;
+#pragma unroll
+                    for (int i = 0; i < VECTOR; i++)
+                        if (i == place.ahead) input = x[TAPS - 1 + i - j];
+                    if (j < slots) after[slots - 1 - j] = Element::narrow(input);
+                }
+            }
         }
     }
 }

@@ -35,14 +35,10 @@ WARPS = 8
 _WARPS_FOR, _SEGMENTS_FOR = 16, 32
 #: CTAs that an SM has registers for, at least.
 _LEAST_CTAS: dict[Layout, int] = {"time_last": 3, "channel_last": 2}
-#: CTAs over contiguous channels that do run on an SM at once.
-_RESIDENT = {"aligned": 2, "generic": 4}
-#: Part of the GPU's CTAs that keeps its memory busy, and part of the last wave that has to be there.
-_ENOUGH, _FULL = 0.45, 0.9
+#: Over contiguous channels: the part of the SMs that is to have as many CTAs as any other, and CTAs at most for an SM.
+_EVEN, _MOST_CTAS = 0.9, 8
 #: Lanes across the channels at least, where there are as many channels.
 _NARROWEST = 16
-#: Waves at most.
-_MOST_WAVES = 4
 _MOST_LINES = 2**31
 
 
@@ -122,23 +118,23 @@ def _launch_columns(variant: Variant, problem: LinearScanProblem, sm_count: int)
     columns, shares = batches * ceil_div(needed, across), 32 * WARPS // across
     rows = variant.number("rows")
     most = ceil_div(problem.time, shares * rows)
-    wave = _RESIDENT[variant.text("access")] * sm_count
-    share = ceil_div(problem.time, _segments(columns / wave, most) * shares * rows) * rows
+    segments = _segments(columns / sm_count, most)
+    share = ceil_div(problem.time, segments * shares * rows) * rows
     cut = {"share": share, "shares": shares, "segments": ceil_div(problem.time, share * shares)}
     return _cut(problem, columns, cut, columns, across * chunk)
 
 
-def _segments(waves: float, most: int) -> int:
-    """The fewest that fill the GPU, where each takes so many waves of CTAs, or those whose last wave is the fullest."""
+def _segments(each: float, most: int) -> int:
+    """The fewest that give almost every SM as many CTAs, or those that come closest to it. ``each`` is how many CTAs of a
+    segment there are for an SM."""
 
-    def filled(segments: int) -> float:
-        total = segments * waves
-        return 1.0 if _ENOUGH <= total <= 1 else total / ceil(total)
+    def even(segments: int) -> float:
+        return segments * each / ceil(segments * each)
 
-    fewest = min(most, max(1, int(_ENOUGH / waves)))
-    candidates = range(fewest, min(most, max(fewest, int(_MOST_WAVES / waves))) + 1)
-    enough = (segments for segments in candidates if filled(segments) >= _FULL)
-    return next(enough, 0) or max(candidates, key=filled)
+    fewest = min(most, max(1, int(_EVEN / each)))
+    candidates = range(fewest, min(most, max(fewest, int(_MOST_CTAS / each))) + 1)
+    first = next((segments for segments in candidates if even(segments) >= _EVEN), None)
+    return max(candidates, key=even) if first is None else first
 
 
 def _cut(

@@ -284,4 +284,5 @@ FAMILY = Family(
     folder=FOLDER,
     kernels=tuple(map(_kernel, DIRECTIONS)),
     samples=tuple(_sample(*each) for each in product(DIRECTIONS, DTYPES, LAYOUTS, ACCESSES)),
+    on_cpu=True,
 )

@@ -152,11 +152,17 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _first(tensor: Tensor, dimension: int) -> Tensor:
+    """The first number along each dimension from that one on."""
+    for each in range(dimension, tensor.dim()):
+        tensor = tensor.narrow(each, 0, 1)
+    return tensor
+
+
 def _placed(tensor: Tensor, aligned: bool, tied: int | None) -> Tensor:
     """A copy; of what is tied from one dimension on, an expanded one."""
     if tied is not None:
-        place = (..., *(slice(1),) * (tensor.dim() - tied))
-        return tensor[place].clone().expand(tensor.shape)
+        return _first(tensor, tied).clone().expand(tensor.shape)
     if aligned:
         return tensor.clone(memory_format=torch.contiguous_format)
     room = tensor.new_full((*tensor.shape, 2), 1e4)
@@ -192,8 +198,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         given[name] = None if value is None else value.to(own)
         tied, tensor = _TIED.get(name), given[name]
         if setting.tied and tied is not None and tensor is not None:
-            place = (..., *(slice(1),) * (tensor.dim() - tied))
-            given[name] = tensor[place].expand(tensor.shape).clone()
+            given[name] = _first(tensor, tied).expand(tensor.shape).clone()
     given["indices"] = None
     if setting.indexed:
         order = torch.randperm(slots)[:batch]

@@ -39,16 +39,17 @@ __device__ inline void load_state(unsigned (&to)[4], const void* from, bool want
         : "l"(from), "r"(int(wanted)));
 }
 
-// An integer of 8 bytes if wide, else of 4.
-__device__ inline i64 load_index(const void* from, bool wide, bool wanted, i64 otherwise) {
-    asm("{ .reg .pred wanted, wide, narrow; .reg .b32 half;\n\t"
-        "setp.ne.b32 wanted, %3, 0; setp.ne.and.b32 wide|narrow, %2, 0, wanted;\n\t"
+// An integer, of 8 bytes if wide, else of 4.
+__device__ inline i64 load_index(const void* from, i64 index, bool wide) {
+    i64 found;
+    asm("{ .reg .pred wide; .reg .b32 narrow;\n\t"
+        "setp.ne.b32 wide, %2, 0;\n\t"
         "@wide ld.global.nc.b64 %0, [%1];\n\t"
-        "@narrow ld.global.nc.b32 half, [%1];\n\t"
-        "@narrow cvt.s64.s32 %0, half; }"
-        : "+l"(otherwise)
-        : "l"(from), "r"(int(wide)), "r"(int(wanted)));
-    return otherwise;
+        "@!wide ld.global.nc.b32 narrow, [%1];\n\t"
+        "@!wide cvt.s64.s32 %0, narrow; }"
+        : "=l"(found)
+        : "l"(static_cast<const char*>(from) + (index << (wide ? 3 : 2))), "r"(int(wide)));
+    return found;
 }
 
 // One element: all bits if wide, else the first 16.
@@ -61,4 +62,10 @@ __device__ inline void store_element(void* to, unsigned bits, bool wide, bool wa
         "@narrow st.global.b16 [%0], half; }" ::"l"(to),
         "r"(bits), "r"(int(wide)), "r"(int(wanted))
         : "memory");
+}
+
+// Bring a line to the L2 cache; a hint.
+__device__ inline void prefetch_state(const void* from, bool wanted) {
+    asm volatile("{ .reg .pred wanted; setp.ne.b32 wanted, %1, 0;\n\t"
+                 "@wanted prefetch.global.L2 [%0]; }" ::"l"(from), "r"(int(wanted)));
 }

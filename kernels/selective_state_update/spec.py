@@ -39,7 +39,7 @@ _POINTERS = ("state", "x", "dt", "A", "B", "C", "D", "z", "bias", "indices", "ou
 _SIZES = ("batches", "heads", "channels", "states", "group_rows", "slots")
 _OF_LAUNCH = ("lane_bits", "steps")
 #: Threads of each SM that are worth more than to read A less often, and batches that a thread takes at most.
-_THREADS_OF_SM, _MOST_STEPS = 4096, 8
+_THREADS_OF_SM, _MOST_STEPS = 1024, 8
 
 
 def _accepts(variant: Variant, problem: StepProblem) -> str | None:
@@ -102,16 +102,10 @@ def _kinds() -> Iterator[Pins]:
 
 
 def _tiles(kind: Pins) -> tuple[Pins, ...]:
-    """Chunks of a lane, and CTAs that an SM is to have room for: as many as registers allow, which an A of several
-    numbers takes more of."""
+    """Chunks of a lane, and CTAs that an SM is to have room for: as many as there are registers for."""
     pins = dict(kind)
-    narrow = ITEM_SIZE[str(pins["dtype"])] == 2
-    chunks, ctas = {
-        "aligned": (1, 8) if narrow else (2, 6),
-        "tied": (4, 5) if narrow or pins.get("inputs") == "float32" else (4, 6),
-        "generic": (2, 6),
-    }[str(pins["access"])]
-    return ((("chunks", chunks), ("warps", _WARPS), ("ctas", ctas)),)
+    most = pins["access"] == "aligned" and ITEM_SIZE[str(pins["dtype"])] == 2
+    return ((("chunks", 2), ("warps", _WARPS), ("ctas", 5 if most else 6)),)
 
 
 _KERNEL = Kernel(

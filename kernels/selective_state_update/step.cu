@@ -146,9 +146,8 @@ selective_state_update(Storage* state, const void* x, const void* dt, const void
     const int begin = int(slice * steps), end = int(begin + steps < batches ? begin + steps : batches);
 #pragma unroll 1
     for (int batch = begin; batch < end; batch++) {
-        const bool wide = flags & WIDE_INDICES;
-        const char* const index = static_cast<const char*>(indices) + ((batch * indices_batch) << (wide ? 3 : 2));
-        const i64 slot = load_index(index, wide, indices, batch);
+        i64 slot = batch;
+        if (indices) slot = load_index(indices, batch * indices_batch, flags & WIDE_INDICES);
         const bool active = there && slot >= 0 && slot < slots;
         Storage* const to = states_of_row + (active ? slot : 0) * state_slot;
         const unsigned x_bits = element(x, batch * Offset(x_batch) + x_row, format(X), active);
@@ -168,6 +167,13 @@ selective_state_update(Storage* state, const void* x, const void* dt, const void
                 held[k] = read_states(to + offset(at, state_state), wanted);
                 inward[k] = read_chunk<Input>(B, B_at + offset(at, B_state), format(B_), wanted);
                 outward[k] = read_chunk<Input>(C, C_at + offset(at, C_state), format(C_), wanted);
+            }
+            // The next batch's states, unless an index would have to be waited for.
+            if constexpr (ALIGNED) {
+#pragma unroll
+                for (int k = 0; k < CHUNKS; k++)
+                    prefetch_state(to + state_slot + n + k * stride,
+                                   there && !indices && batch + 1 < end && n + k * stride < count);
             }
             if ((!TIED && several) || batch == begin) read_decay(n);
             const float raised = widened(dt_bits, format(DT)) + widened(shift_bits, format(BIAS));

@@ -39,7 +39,7 @@ def causal_conv1d_fn(
         seq_idx: (batch, time) integers; below zero for padding, for which y is zero.
         initial_states: (batch, channels, width-1).
         return_final_states: return the last width-1 inputs, too.
-        final_states_out: (batch, channels, width-1), to write them to; only where they are returned.
+        final_states_out: (batch, channels, width-1), to write them to; not used unless they are returned.
         activation: None, ``"silu"`` or ``"swish"``.
 
     Returns:
@@ -54,8 +54,6 @@ def causal_conv1d_fn(
         "activation": activation,
     }
     if not return_final_states:
-        if final_states_out is not None:
-            raise ValueError("final_states_out is given, but return_final_states is not True")
         y: Tensor = causal_conv1d(x, weight, bias, **options)
         return y
     y, last = causal_conv1d(x, weight, bias, return_final_state=True, **options)

@@ -304,7 +304,7 @@ static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                                  "_cpu",
-                                 "linear_scan on CPUs.",
+                                 "Scans and convolutions on CPUs.",
                                  0,
                                  functions,
                                  slots,

@@ -66,8 +66,11 @@ TARGET UNUSED static void LEVEL(fetch)(const View *view, int64_t t, int64_t step
     } else if (view->time == bytes && type == FLOAT32) {
         LEVEL(transpose_4)((char *)panel, VECTOR, from, (ptrdiff_t)view->channel, lanes, steps);
     } else if (view->time == bytes) {
-        for (int64_t i = 0; i < lanes; i++)
-            LEVEL(widen)(type, room + i * steps, offset(from, i, view->channel), steps);
+        /* One row, if they lie one after the other. */
+        const int64_t rows = view->channel == steps * bytes ? 1 : lanes;
+        for (int64_t i = 0; i < rows; i++)
+            LEVEL(widen)(type, room + i * steps, offset(from, i, view->channel),
+                         steps * lanes / rows);
         LEVEL(transpose_4)((char *)panel, VECTOR, (const char *)room, (ptrdiff_t)steps * 4, lanes,
                            steps);
     } else {
@@ -97,8 +100,10 @@ TARGET UNUSED static void LEVEL(put)(const View *view, int64_t t, int64_t steps,
     } else if (view->time == bytes) {
         LEVEL(transpose_4)((char *)room, (ptrdiff_t)steps * 4, (const char *)panel, VECTOR, steps,
                            lanes);
-        for (int64_t i = 0; i < lanes; i++)
-            LEVEL(narrow)(type, offset(to, i, view->channel), room + i * steps, steps);
+        const int64_t rows = view->channel == steps * bytes ? 1 : lanes;
+        for (int64_t i = 0; i < rows; i++)
+            LEVEL(narrow)(type, offset(to, i, view->channel), room + i * steps,
+                          steps * lanes / rows);
     } else {
         char row[VECTOR];
         for (int64_t i = 0; i < steps; i++) {

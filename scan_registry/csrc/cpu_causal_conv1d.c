@@ -1,7 +1,9 @@
-/* causal_conv1d on CPUs, forward, backward and step by step: see kernels/causal_conv1d/reference.py.
+/* causal_conv1d on CPUs, forward, backward and step by step: see
+ * kernels/causal_conv1d/reference.py.
  *
- * Vectors run along channels, which do not influence one another: how they are shared out among threads
- * does not change a bit of the results. What is read is read once, and what is written is written once.
+ * Vectors run along channels, which do not influence one another: how they are shared out among
+ * threads does not change a bit of the results. What is read is read once, and what is written is
+ * written once.
  *
  *   cpu_causal_conv1d.c        arguments
  *   cpu_causal_conv1d.h        a problem as numbers
@@ -36,7 +38,8 @@ static int run_conv(Conv *conv, int backward, int64_t threads, char *weight_grad
     const int64_t fair = ceil_div(ceil_div(conv->channels, wanted), LEAST_RUN) * LEAST_RUN;
     conv->run = smaller(TOGETHER, fair);
     work.tasks = conv->batch * ceil_div(conv->channels, conv->run);
-    work.scratch_bytes = 4 * 4 * (STEPS + MOST_WIDTH) * 8 + 64 * TOGETHER * MOST_WIDTH + 16 * LINE;
+    work.scratch_bytes = 4 * 4 * (STEPS + 2 * MOST_WIDTH) * 8; /* panels */
+    work.scratch_bytes += 64 * TOGETHER * MOST_WIDTH + 16 * LINE;
     work.run = (backward ? backward_tasks : forward_tasks)[level_in_use];
     if (!backward) return run_all(&work);
     const int64_t channels = conv->channels;
@@ -113,9 +116,10 @@ static int copy_offsets(int64_t pointer, Conv *conv) {
 
 enum { BATCH, CHANNELS, TIME, WIDTH, SEQUENCES, SILU, SIZES };
 
-/* Forward: x, y, weight, bias, initial state, seq_idx, offsets, final state. Backward: x, y_grad, weight,
- * bias, initial state, seq_idx, offsets, x_grad, final_state_grad, and the gradients of weight, bias
- * and initial state. The strides are those of x, y or y_grad, and x_grad. */
+/* Forward: x, y, weight, bias, initial state, seq_idx, offsets, final state. Backward: x,
+ * y_grad, weight, bias, initial state, seq_idx, offsets, x_grad, final_state_grad, and the
+ * gradients of weight, bias and initial state. The strides are those of x, y or y_grad, and
+ * x_grad. */
 static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     const char *name = backward ? "causal_conv1d_backward" : "causal_conv1d_forward";
     int64_t p[12], scalars[SIZES + 9], threads;
@@ -164,18 +168,18 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-PyObject *causal_conv1d_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+HIDDEN PyObject *causal_conv1d_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 0);
 }
 
-PyObject *causal_conv1d_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+HIDDEN PyObject *causal_conv1d_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 1);
 }
 
 /* Pointers: x, state, y, weight, bias, positions, indices. Strides: of the first three. */
-PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+HIDDEN PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     enum { ROWS, OF_CHANNELS, STEPS_NOW, OF_WIDTH, SLOTS, LENGTH, ACTIVE, NUMBERS };
     const char *name = "causal_conv1d_update";
     int64_t p[7], scalars[NUMBERS + 9], threads;
@@ -215,9 +219,10 @@ PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, Py_ssize
     }
     const double elements = (double)update.batch * (double)update.channels *
                             (double)(update.time + update.length);
-    Work work = {.problem = &update, .run = update_tasks[level_in_use], .tasks = update.batch};
+    Work work = {.problem = &update, .run = update_tasks[level_in_use]};
+    work.tasks = ceil_div(update.channels, TOGETHER);
     work.threads = threads_worth(elements, threads);
-    work.scratch_bytes = 4 * 3 * (STEPS + MOST_WIDTH) * 8 + 4 * LINE;
+    work.scratch_bytes = 4 * 3 * (STEPS + 2 * MOST_WIDTH) * 8 + 4 * LINE;
     int status = 0;
     Py_BEGIN_ALLOW_THREADS
     if (update.batch && update.channels && update.time) status = run_all(&work);

@@ -1,36 +1,32 @@
 /* Everything of causal_conv1d that runs once per element, at one level of vector instructions.
  *
- * Vectors run along channels. A panel has the last W - 1 inputs of what came before, then those of some
- * steps: row W - 1 + t is x[t]. Backward, a panel of the gradients of what enters the activation is like
- * it, and row t of the inputs' gradients, which is x[t - (W - 1)], is a sum over its rows t to t + W - 1.
- * So these come W - 1 steps late, the initial state's first, and that many steps follow the last.
+ * Vectors run along channels. A panel has the last W - 1 inputs of what came before, then those of
+ * some steps: row W - 1 + t is x[t]. Backward, a panel of the gradients of what enters the
+ * activation is like it, and row t of the inputs' gradients, which is x[t - (W - 1)], is a sum over
+ * its rows t to t + W - 1. So these come W - 1 steps late, the initial state's first, and that many
+ * steps follow the last.
  */
 #include "cpu_convert.h"
 #include "cpu_math.h"
 #include "cpu_blocks.h"
 #include "cpu_sums.h"
 
-#define PANEL ((STEPS + MOST_WIDTH) * LANES)
+#define PANEL ((STEPS + 2 * MOST_WIDTH) * LANES)
 #define STATE ((MOST_WIDTH - 1) * LANES)
 
 /* Tap j, of x[t - j], of so many channels is row j; the bias is row W. */
 TARGET static void LEVEL(fetch_taps)(const char *weight, const char *bias, int type, int64_t width,
                                      int64_t channel, int64_t lanes, float *taps) {
     const int bytes = types[type].bytes;
+    float wide[MOST_WIDTH * LANES], rows[MOST_WIDTH * LANES];
     memset(taps, 0, (MOST_WIDTH + 1) * VECTOR);
-    for (int64_t i = 0; i < lanes; i++) {
-        float row[MOST_WIDTH];
-        const char *const from = weight + (channel + i) * width * bytes;
-        if (type == FLOAT32)
-            for (int64_t j = 0; j < width; j++) memcpy(&row[j], from + 4 * j, 4);
-        else
-            LEVEL(widen)(type, row, from, width);
-        for (int64_t j = 0; j < width; j++) taps[j * LANES + i] = row[width - 1 - j];
-    }
-    if (bias && lanes == LANES)
-        LEVEL(widen)(type, taps + width * LANES, bias + channel * bytes, LANES);
-    else if (bias)
-        LEVEL(widen)(type, taps + width * LANES, bias + channel * bytes, lanes);
+    memset(rows, 0, sizeof rows);
+    LEVEL(widen)(type, wide, weight + channel * width * bytes, lanes * width);
+    LEVEL(transpose_4)((char *)rows, VECTOR, (const char *)wide, (ptrdiff_t)width * 4, lanes,
+                       width);
+    for (int64_t j = 0; j < width; j++)
+        LEVEL(store)(taps + j * LANES, LEVEL(load)(rows + (width - 1 - j) * LANES));
+    if (bias) LEVEL(widen)(type, taps + width * LANES, bias + channel * bytes, lanes);
 }
 
 TARGET static View LEVEL(view)(const Tensor *tensor, int64_t row, int64_t channel) {
@@ -69,7 +65,8 @@ INLINE void LEVEL(convolve_width)(int width, const float *taps, const float *pan
     }
 }
 
-/* Inputs' gradients, and the sums of the taps' and, last, the bias's, to which only real steps add. */
+/* Inputs' gradients, and the sums of the taps' and, last, the bias's, to which only real steps
+ * add. */
 INLINE void LEVEL(back_width)(int width, const float *taps, const float *panel, const float *grads,
                               int64_t steps, int64_t real, const int *reach, float *x_grads,
                               float *sums) {
@@ -212,12 +209,14 @@ TARGET static void LEVEL(deactivate)(const float *y, float *grads, int64_t steps
 typedef struct {
     float taps[(MOST_WIDTH + 1) * LANES], history[STATE], grads[STATE];
     double sums[(MOST_WIDTH + 1) * LANES];
-} LEVEL(Carried);
+} LEVEL(BlockState);
 
-/* One piece of a block: so many steps from t on, of which ``real`` are, and the others follow the last. */
-TARGET static void LEVEL(back_piece)(const Conv *conv, const LEVEL(Part) *part, int64_t s, int64_t d,
-                                     int64_t t, int64_t steps, int64_t real, const int *reach,
-                                     LEVEL(Carried) *kept, float *panel, float *grads, float *y,
+/* One piece of a block: so many steps from t on, of which ``real`` are, and the others follow
+ * the last. */
+TARGET static void LEVEL(back_piece)(const Conv *conv, const LEVEL(Part) *part, int64_t s,
+                                     int64_t d, int64_t t, int64_t steps, int64_t real,
+                                     const int *reach,
+                                     LEVEL(BlockState) *kept, float *panel, float *grads, float *y,
                                      float *room) {
     const int width = (int)conv->width;
     const int64_t lanes = smaller(LANES, part->high - d), before = (int64_t)(width - 1) * LANES;
@@ -277,19 +276,19 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
     const int width = (int)conv->width, late = width - 1;
     float *const panel = take(&scratch, PANEL), *const grads = take(&scratch, PANEL);
     float *const y = take(&scratch, PANEL), *const room = take(&scratch, PANEL);
-    LEVEL(Carried) *const carried =
-        (LEVEL(Carried) *)take(&scratch, TOGETHER / LANES * (int64_t)sizeof(LEVEL(Carried)) / 4);
+    const int64_t floats = TOGETHER / LANES * (int64_t)sizeof(LEVEL(BlockState)) / 4;
+    LEVEL(BlockState) *const blocks = (LEVEL(BlockState) *)take(&scratch, floats);
     const int32_t *seq_idx = conv->seq_idx ? conv->seq_idx + part.batch * conv->time : NULL;
     int reach[STEPS + MOST_WIDTH - 1];
-    memset(carried, 0, TOGETHER / LANES * sizeof *carried);
+    memset(blocks, 0, TOGETHER / LANES * sizeof *blocks);
     for (int64_t d = part.low; d < part.high; d += LANES)
         LEVEL(fetch_taps)(conv->weight, conv->bias, conv->weight_type, width, d,
-                          smaller(LANES, part.high - d), carried[(d - part.low) / LANES].taps);
+                          smaller(LANES, part.high - d), blocks[(d - part.low) / LANES].taps);
     for (int64_t s = 0; s < part.sequences; s++) {
         const int64_t row = conv->sequences ? s : part.batch;
         const int64_t length = conv->offsets[s + 1] - conv->offsets[s];
         for (int64_t d = part.low; d < part.high; d += LANES) {
-            LEVEL(Carried) *const kept = &carried[(d - part.low) / LANES];
+            LEVEL(BlockState) *const kept = &blocks[(d - part.low) / LANES];
             LEVEL(fetch_history)(conv, row, d, smaller(LANES, part.high - d), kept->history, room);
             memset(kept->grads, 0, sizeof kept->grads);
         }
@@ -303,12 +302,12 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
             }
             for (int64_t d = part.low; d < part.high; d += LANES)
                 LEVEL(back_piece)(conv, &part, s, d, t, steps, real, seq_idx ? reach : NULL,
-                                  &carried[(d - part.low) / LANES], panel, grads, y, room);
+                                  &blocks[(d - part.low) / LANES], panel, grads, y, room);
             memmove(reach, reach + steps, (size_t)late * sizeof *reach);
         }
     }
     for (int64_t d = part.low; d < part.high; d++) {
-        const double *sums = carried[(d - part.low) / LANES].sums + (d - part.low) % LANES;
+        const double *sums = blocks[(d - part.low) / LANES].sums + (d - part.low) % LANES;
         const int64_t at = part.batch * conv->channels + d;
         for (int j = 0; j < width; j++)
             conv->weight_sums[at * width + width - 1 - j] = (float)sums[j * LANES];
@@ -316,62 +315,78 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
     }
 }
 
-/* One row of the batch. The taps' inputs are read, and y is written, before the state changes. */
+/* Of one row of the batch, a block's new state: the latest of what it holds and of x, at its
+ * end, or round a ring whose next input goes to first. */
+TARGET static void LEVEL(shift_state)(const Update *update, const View *x, const View *state,
+                                      int64_t lanes, int64_t first) {
+    const int64_t length = update->length, time = update->time, kept = smaller(time, length);
+    const int bytes = types[x->type].bytes;
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        char *const to = offset(state->at, lane, state->channel);
+        const char *const from = offset(x->at, lane, x->channel);
+        const char *const latest = offset(from, time - kept, x->time);
+        int64_t begin = (first + time - kept) % length;
+        if (!update->positions) {
+            begin = length - kept;
+            LEVEL(copy_elements)(to, state->time, offset(to, kept, state->time), state->time, begin,
+                                 bytes);
+        }
+        const int64_t early = smaller(kept, length - begin);
+        LEVEL(copy_elements)(offset(to, begin, state->time), state->time, latest, x->time, early,
+                             bytes);
+        LEVEL(copy_elements)(to, state->time, offset(latest, early, x->time), x->time, kept - early,
+                             bytes);
+    }
+}
+
+/* Some channels of all rows. Inputs before the first step are read, and y is written, before the
+ * state changes. Where a state and the steps make no more than a panel, the panel has both. */
 TARGET static void LEVEL(update_task)(const void *problem, int64_t task, char *scratch) {
     const Update *const update = problem;
-    const int width = (int)update->width, bytes = types[update->x.type].bytes;
-    const int64_t length = update->length, time = update->time;
-    const int64_t slot = update->indices ? update->indices[task] : task;
-    const int there = slot >= 0 && slot < update->slots;
-    const int64_t before = (int64_t)(width - 1) * LANES;
+    const int width = (int)update->width;
+    const int64_t length = update->length, time = update->time, before = width - 1;
+    const int whole = !update->positions && length <= MOST_WIDTH && time <= STEPS;
     float *const panel = take(&scratch, PANEL), *const y = take(&scratch, PANEL);
     float *const room = take(&scratch, PANEL);
     float taps[(MOST_WIDTH + 1) * LANES];
-    int64_t first = length;
-    if (update->positions) first = (update->positions[task] % length + length) % length;
-    for (int64_t d = 0; d < update->channels; d += LANES) {
-        const int64_t lanes = smaller(LANES, update->channels - d);
-        const View x = LEVEL(view)(&update->x, task, d), out = LEVEL(view)(&update->y, task, d);
-        const View state = LEVEL(view)(&update->state, there ? slot : 0, d);
-        if (there) {
-            LEVEL(fetch_taps)(update->weight, update->bias, update->weight_type, width, d, lanes,
-                              taps);
-            const int64_t from = (first + length - (width - 1)) % length;
-            const int64_t early = smaller(width - 1, length - from);
-            LEVEL(fetch)(&state, from, early, lanes, panel, room);
-            LEVEL(fetch)(&state, 0, width - 1 - early, lanes, panel + early * LANES, room);
-        }
-        for (int64_t t = 0; t < time; t += STEPS) {
-            const int64_t steps = smaller(STEPS, time - t);
-            if (there) {
-                LEVEL(fetch)(&x, t, steps, lanes, panel + before, room);
-                LEVEL(convolve)(width, taps, panel, steps, NULL, y);
-                if (update->silu) LEVEL(activate)(y, steps);
-                memmove(panel, panel + steps * LANES, (size_t)before * 4);
-            } else {
-                memset(y, 0, (size_t)steps * VECTOR);
+    const int64_t end = smaller((task + 1) * TOGETHER, update->channels);
+    for (int64_t d = task * TOGETHER; d < end; d += LANES) {
+        const int64_t lanes = smaller(LANES, end - d);
+        LEVEL(fetch_taps)(update->weight, update->bias, update->weight_type, width, d, lanes, taps);
+        for (int64_t row = 0; row < update->batch; row++) {
+            const int64_t slot = update->indices ? update->indices[row] : row;
+            const int there = slot >= 0 && slot < update->slots;
+            const View x = LEVEL(view)(&update->x, row, d), out = LEVEL(view)(&update->y, row, d);
+            const View state = LEVEL(view)(&update->state, there ? slot : 0, d);
+            float *last = panel; /* the row of the first input that the first step sees */
+            int64_t first = length;
+            if (update->positions) first = (update->positions[row] % length + length) % length;
+            if (there && whole) {
+                LEVEL(fetch)(&state, 0, length, lanes, panel, room);
+                last += (length - before) * LANES;
+            } else if (there) {
+                const int64_t from = (first + length - before) % length;
+                const int64_t early = smaller(before, length - from);
+                LEVEL(fetch)(&state, from, early, lanes, panel, room);
+                LEVEL(fetch)(&state, 0, before - early, lanes, panel + early * LANES, room);
             }
-            LEVEL(put)(&out, t, steps, lanes, y, room);
-        }
-        if (!there) continue;
-        const int64_t kept = smaller(time, length);
-        for (int64_t lane = 0; lane < lanes; lane++) {
-            char *const to = offset(state.at, lane, state.channel);
-            const char *const from = offset(x.at, lane, x.channel);
-            const char *const latest = offset(from, time - kept, x.time);
-            if (!update->positions) {
-                LEVEL(copy_elements)(to, state.time, offset(to, kept, state.time), state.time,
-                                     length - kept, bytes);
-                LEVEL(copy_elements)(offset(to, length - kept, state.time), state.time, latest,
-                                     x.time, kept, bytes);
-                continue;
+            for (int64_t t = 0; t < time; t += STEPS) {
+                const int64_t steps = smaller(STEPS, time - t);
+                if (there) {
+                    LEVEL(fetch)(&x, t, steps, lanes, last + before * LANES, room);
+                    LEVEL(convolve)(width, taps, last, steps, NULL, y);
+                    if (update->silu) LEVEL(activate)(y, steps);
+                } else {
+                    memset(y, 0, (size_t)steps * VECTOR);
+                }
+                LEVEL(put)(&out, t, steps, lanes, y, room);
+                if (there && t + steps < time)
+                    memmove(last, last + steps * LANES, (size_t)before * VECTOR);
             }
-            const int64_t begin = (first + time - kept) % length;
-            const int64_t early = smaller(kept, length - begin);
-            LEVEL(copy_elements)(offset(to, begin, state.time), state.time, latest, x.time, early,
-                                 bytes);
-            LEVEL(copy_elements)(to, state.time, offset(latest, early, x.time), x.time,
-                                 kept - early, bytes);
+            if (there && whole)
+                LEVEL(put)(&state, 0, length, lanes, panel + time * LANES, room);
+            else if (there)
+                LEVEL(shift_state)(update, &x, &state, lanes, first);
         }
     }
 }

@@ -1,5 +1,5 @@
-/* Between memory and vectors, at one level of vector instructions: conversions of narrow floats, and
- * transposes. What is compiled at every level includes this first.
+/* Between memory and vectors, at one level of vector instructions: conversions of narrow floats,
+ * and transposes. What is compiled at every level includes this first.
  */
 #define INLINE TARGET UNUSED static inline __attribute__((always_inline))
 
@@ -149,12 +149,29 @@ INLINE void LEVEL(transpose_block_16)(char *to, ptrdiff_t to_pitch, const char *
     memcpy(to, from, 16);
 }
 
+/* 4 by 4 words of 4 bytes, where there are too few for a block. */
+INLINE void LEVEL(transpose_quad)(char *to, ptrdiff_t to_pitch, const char *from, ptrdiff_t pitch) {
+#if AVX2
+    __m128 a = _mm_loadu_ps((const Float *)from), b = _mm_loadu_ps((const Float *)(from + pitch));
+    __m128 c = _mm_loadu_ps((const Float *)(from + 2 * pitch));
+    __m128 d = _mm_loadu_ps((const Float *)(from + 3 * pitch));
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps((Float *)to, a);
+    _mm_storeu_ps((Float *)(to + to_pitch), b);
+    _mm_storeu_ps((Float *)(to + 2 * to_pitch), c);
+    _mm_storeu_ps((Float *)(to + 3 * to_pitch), d);
+#else
+    LEVEL(transpose_block_4)(to, to_pitch, from, pitch);
+#endif
+}
+
 /* In blocks of a vector of words each way, then what is left, word by word. The caller keeps one
  * side to a block or so, and the other long. */
 #define TRANSPOSE(word)                                                                          \
-    TARGET UNUSED static void LEVEL(transpose_##word)(char *to, ptrdiff_t to_pitch, const char *from,   \
-                                               ptrdiff_t pitch, int64_t rows, int64_t columns) { \
-        enum { SIDE = word < 16 ? VECTOR / word : 1 };                                           \
+    TARGET UNUSED static void LEVEL(transpose_##word)(char *to, ptrdiff_t to_pitch,              \
+                                                      const char *from, ptrdiff_t pitch,         \
+                                                      int64_t rows, int64_t columns) {           \
+        enum { SIDE = word < 16 ? VECTOR / word : 1, QUADS = word == 4 && SIDE > 4 };            \
         const int64_t whole_rows = rows / SIDE * SIDE, whole_columns = columns / SIDE * SIDE;    \
         if (rows < columns)                                                                      \
             for (int64_t r = 0; r < whole_rows; r += SIDE)                                       \
@@ -166,9 +183,20 @@ INLINE void LEVEL(transpose_block_16)(char *to, ptrdiff_t to_pitch, const char *
                 for (int64_t r = 0; r < whole_rows; r += SIDE)                                   \
                     LEVEL(transpose_block_##word)(to + c * to_pitch + r * word, to_pitch,        \
                                                   from + r * pitch + c * word, pitch);           \
-        for (int64_t r = 0; r < rows; r++)                                                       \
-            for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; c++)               \
+        int64_t some_rows = whole_rows, some_columns = whole_columns;                            \
+        for (; QUADS && some_columns + 4 <= columns; some_columns += 4)                          \
+            for (int64_t r = 0; r < whole_rows; r += 4)                                          \
+                LEVEL(transpose_quad)(to + some_columns * to_pitch + r * word, to_pitch,         \
+                                      from + r * pitch + some_columns * word, pitch);            \
+        for (; QUADS && some_rows + 4 <= rows; some_rows += 4)                                   \
+            for (int64_t c = 0; c < whole_columns; c += 4)                                       \
+                LEVEL(transpose_quad)(to + c * to_pitch + some_rows * word, to_pitch,            \
+                                      from + some_rows * pitch + c * word, pitch);               \
+        for (int64_t r = 0; r < rows; r++) {                                                     \
+            int64_t c = r < whole_rows ? some_columns : r < some_rows ? whole_columns : 0;       \
+            for (; c < columns; c++)                                                             \
                 memcpy(to + c * to_pitch + r * word, from + r * pitch + c * word, word);         \
+        }                                                                                        \
     }
 TRANSPOSE(4)
 TRANSPOSE(8)

@@ -1,6 +1,6 @@
 /* Compiles LEVEL_BODY, a header, once per level of vector instructions, with LEVEL(name),
- * LEVEL_NAME, TARGET, VECTOR (bytes of a vector register) and AVX2 (whether its intrinsics are to be
- * used) defined. From the plainest level to the best, which is how level_in_use counts. */
+ * LEVEL_NAME, TARGET, VECTOR (bytes of a vector register) and AVX2 (whether its intrinsics are
+ * to be used) defined. From the plainest level to the best, which is how level_in_use counts. */
 #include "cpu_types.h"
 
 /* What every processor of the platform has: SSE2, or NEON. */

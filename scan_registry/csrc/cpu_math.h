@@ -1,5 +1,5 @@
-/* Vectors of float32, and functions of them, at one level of vector instructions. cpu_convert.h comes
- * before. A function's error is about one unit in the last place; NaN stays NaN. */
+/* Vectors of float32, and functions of them, at one level of vector instructions. cpu_convert.h
+ * comes before. A function's error is about one unit in the last place; NaN stays NaN. */
 #define LANES (VECTOR / 4)
 
 typedef float LEVEL(Floats) __attribute__((vector_size(VECTOR)));

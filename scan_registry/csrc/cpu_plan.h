@@ -115,8 +115,8 @@ static void plan_reduction(Scan *scan, Work *work, int channel_last) {
                   ceil_div(scan->size[TIME], scan->span[TIME]);
 }
 
-/* Run all tasks, with so many rows and panels of scratch memory, but for the sums of a reduction; -1,
- * and nothing has been written, if there is no memory for it. */
+/* Run all tasks, with so many rows and panels of scratch memory, but for the sums of a
+ * reduction; -1, and nothing has been written, if there is no memory for it. */
 static int run_scan(Work *work, const Scan *scan, int rows, int panels) {
     work->problem = scan;
     work->scratch_bytes = rows * scan->row + panels * scan->panel + 2 * scan->sums + scan->cells;

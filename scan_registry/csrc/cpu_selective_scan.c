@@ -1,9 +1,10 @@
 /* selective_scan on CPUs, forward and backward: see kernels/selective_scan/reference.py.
  *
- * Vectors run along channels, whose states stay in registers while they go through some steps; B and C
- * of those steps are shared by all channels of a group. A thread takes TOGETHER channels of a group at
- * a time, through all of time. Channels do not influence one another, so how they are shared out does
- * not change a bit of what is forward. Backward, sums over channels are cut as the shape alone decides.
+ * Vectors run along channels, whose states stay in registers while they go through some steps; B
+ * and C of those steps are shared by all channels of a group. A thread takes TOGETHER channels of a
+ * group at a time, through all of time. Channels do not influence one another, so how they are
+ * shared out does not change a bit of what is forward. Backward, sums over channels are cut as the
+ * shape alone decides.
  *
  *   cpu_selective_scan.c           arguments, and how a problem is cut into tasks
  *   cpu_selective_scan.h           a problem as numbers
@@ -26,7 +27,8 @@ static Task *const backward_tasks[] = OF_LEVELS(backward_task);
 static Task *const sum_tasks[] = OF_LEVELS(sum_task);
 
 /* States of channels and steps that are worth a thread; tasks per thread; channels of a task, at
- * least; and tasks of a backward pass, if there are channels enough, and if they are to be fewer. */
+ * least; and tasks of a backward pass, if there are channels enough, and if they are to be
+ * fewer. */
 enum { THREAD_WORK = 65536, TASKS = 4, LEAST_RUN = 16, WANTED_RUNS = 64, LEAST_RUNS = 16 };
 
 /* --- Cutting ---------------------------------------------------------------------------------- */
@@ -90,8 +92,8 @@ static int run_backward(Scan *scan, int64_t threads, char *const *to) {
 
 enum { BATCH, CHANNELS, TIME, STATES, B_GROUPS, C_GROUPS, SEQUENCES, SOFTPLUS, SIZES };
 
-/* The tensors of a direction that have strides, B and C the last; and all of its pointers, of which the
- * first are those and the next are A, D, bias, initial state and offsets. */
+/* The tensors of a direction that have strides, B and C the last; and all of its pointers, of
+ * which the first are those and the next are A, D, bias, initial state and offsets. */
 static const int forward_strided[] = {U, DELTA, Z, OUT, B, C};
 static const int backward_strided[] = {U, DELTA, Z, OUT_GRAD, U_GRAD, DELTA_GRAD, Z_GRAD, B, C};
 enum {
@@ -212,12 +214,13 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-PyObject *selective_scan_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+HIDDEN PyObject *selective_scan_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 0);
 }
 
-PyObject *selective_scan_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+HIDDEN PyObject *selective_scan_backward(PyObject *module, PyObject *const *args,
+                                         Py_ssize_t count) {
     (void)module;
     return call(args, count, 1);
 }

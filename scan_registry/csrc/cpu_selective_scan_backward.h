@@ -1,14 +1,14 @@
 /* Backward, at one level of vector instructions: cpu_selective_scan_forward.h comes before.
  *
  * A task takes a run of channels, TOGETHER at a time, through each sequence twice: up, to keep the
- * state before every piece of so many steps, and down, a piece at a time. In a piece, a few states of a
- * block of channels go up again, to keep what their gates and products are, and down:
+ * state before every piece of so many steps, and down, a piece at a time. In a piece, a few states
+ * of a block of channels go up again, to keep what their gates and products are, and down:
  *
  *     a[t] = C[t] * y_grad[t] + gate[t + 1] * a[t + 1]       a: the gradient of h[t]
  *     kept[t] = gate[t] * h[t - 1]                           in h[t] = kept[t] + size * B * u
  *
- * Sums over time are in double precision from piece to piece; those over channels are in an order that
- * the problem's shape alone decides.
+ * Sums over time are in double precision from piece to piece; those over channels are in an order
+ * that the problem's shape alone decides.
  */
 
 /* The panels of a block and a piece. */
@@ -154,8 +154,8 @@ TARGET static void LEVEL(put_sums)(const Scan *scan, float *to, int64_t t, int64
                                    const float *sums, float *room) {
     for (int64_t n = 0; n < scan->states; n++) {
         float *const row = to + n * scan->time + t;
-        LEVEL(transpose_4)((char *)room, (ptrdiff_t)steps * 4, (const char *)(sums + n * steps * LANES),
-                           VECTOR, steps, LANES);
+        const char *const from = (const char *)(sums + n * steps * LANES);
+        LEVEL(transpose_4)((char *)room, (ptrdiff_t)steps * 4, from, VECTOR, steps, LANES);
         for (int64_t i = 0; i < steps; i++) {
             float pairs[LANES];
             for (int lane = 0; lane < LANES; lane++) pairs[lane] = room[lane * steps + i];
@@ -208,7 +208,8 @@ TARGET static void LEVEL(up)(const Scan *scan, const Run *run, Together *w, int6
 }
 
 /* Down a sequence. */
-TARGET static void LEVEL(down)(const Scan *scan, const Run *run, Together *w, int64_t s, int first) {
+TARGET static void LEVEL(down)(const Scan *scan, const Run *run, Together *w, int64_t s,
+                               int first) {
     const int64_t N = scan->states, size = (w->high - w->low + LANES - 1) / LANES * LANES * N;
     const int64_t begin = scan->offsets[s], end = scan->offsets[s + 1];
     const int64_t state_at = LEVEL(state_at)(scan, run->batch, s, 0);

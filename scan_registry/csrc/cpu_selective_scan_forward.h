@@ -51,7 +51,8 @@ TARGET static void LEVEL(fetch_rates)(const Scan *scan, int64_t channel, int64_t
                 i < lanes ? scan->A[(channel + i) * scan->states + n] * 1.442695041f : 0;
 }
 
-/* Where the states of a block's first channel are, in a tensor (B, S, D, N) like the initial one. */
+/* Where the states of a block's first channel are, in a tensor (B, S, D, N) like the initial
+ * one. */
 static int64_t LEVEL(state_at)(const Scan *scan, int64_t batch, int64_t sequence, int64_t channel) {
     return ((batch * scan->sequences + sequence) * scan->channels + channel) * scan->states;
 }
@@ -88,7 +89,8 @@ INLINE void LEVEL(step_sizes)(const Scan *scan, Floats bias, int64_t steps, floa
     }
 }
 
-/* ``count`` states of a block through some steps; what they give is added to y, if that is there. */
+/* ``count`` states of a block through some steps; what they give is added to y, if that is
+ * there. */
 INLINE void LEVEL(through)(int count, const float *rates, float *state, int64_t steps,
                            const float *sizes, const float *inputs, Projection b, Projection c,
                            float *y) {

@@ -12,6 +12,7 @@
 #endif
 
 #define UNUSED __attribute__((unused))
+#define HIDDEN __attribute__((visibility("hidden")))
 
 /* Element types; each has the state type in which it is computed. */
 enum {
@@ -85,6 +86,6 @@ static inline uint32_t as_bits(float value) {
 
 /* The level of vector instructions in use, as cpu_levels.h numbers them: the best that runs here,
  * once the module is imported. */
-extern int level_in_use __attribute__((visibility("hidden")));
+extern HIDDEN int level_in_use;
 
 #endif

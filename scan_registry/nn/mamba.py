@@ -142,6 +142,13 @@ class Mamba(nn.Module):
             parts.append(f"backend={self.backend!r}")
         return ", ".join(parts)
 
+    def __prepare_scriptable__(self) -> Any:
+        """torch.jit.script asks for this first; what it would say by itself names our insides."""
+        raise RuntimeError(
+            f"torch.jit.script cannot compile scan_registry.nn.{type(self).__name__}; use torch.compile "
+            "or torch.export"
+        )
+
     if TYPE_CHECKING:
 
         def __call__(

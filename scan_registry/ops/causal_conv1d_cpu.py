@@ -5,12 +5,13 @@ Arguments are as ``normalised`` makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scan_registry.kernels.causal_conv1d.problem import ConvProblem, ReductionProblem, UpdateProblem
 from scan_registry.ops import _cpu
 from scan_registry.ops.causal_conv1d_arguments import (
     COMPILED,
@@ -121,3 +122,36 @@ def update(given: UpdateArguments, options: Options) -> Tensor:
     sizes = *x.shape, weight.shape[1], state.shape[0], state.shape[2], int(options.silu)
     _run("causal_conv1d_update", (x, weight), tensors, sizes, (x, state, y))
     return y
+
+
+def run(
+    problem: ConvProblem | ReductionProblem | UpdateProblem, tensors: Mapping[str, Tensor | None]
+) -> None:
+    """Do what the kernel for a problem does, on its tensors; all of a partial sum goes to its first piece."""
+    if isinstance(problem, ReductionProblem):
+        raise NotImplementedError("on the CPU no kernel of its own adds up sums")
+
+    def of(*names: str) -> list[Any]:
+        return [tensors.get(name) for name in names]
+
+    like: Any = of("x", "weight")
+    inputs = of("weight", "bias", "initial_state", "seq_idx", "offsets")
+    sizes = problem.batch, problem.channels, problem.time, problem.width
+    if isinstance(problem, UpdateProblem):
+        strided = of("x", "state", "y")
+        given = [*strided, *of("weight", "bias", "positions", "indices")]
+        of_state = problem.slots, problem.length, problem.silu
+        _run("causal_conv1d_update", like, given, (*sizes, *of_state), strided)
+        return
+    numbers = *sizes, problem.sequences, problem.silu
+    if problem.direction == "forward":
+        given = [*of("x", "y"), *inputs, *of("final_state")]
+        _run("causal_conv1d_forward", like, given, numbers, of("x", "y"))
+        return
+    weight, partials = of("weight", "partials")
+    sums = torch.empty_like(weight), weight.new_empty(problem.channels)
+    outputs = *of("x_grad", "final_state_grad"), *sums, *of("initial_state_grad")
+    strided = of("x", "y_grad", "x_grad")
+    _run("causal_conv1d_backward", like, [*strided[:2], *inputs, *outputs], numbers, strided)
+    partials.zero_()
+    partials[0, :-1], partials[0, -1] = sums[0].flip(1).T, sums[1]

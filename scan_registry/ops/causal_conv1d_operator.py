@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
 from scan_registry.ops.benchmark import Option
 from scan_registry.ops.causal_conv1d_bench import BENCHMARK
 from scan_registry.ops.operator import Operator, ParsedCall, described_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CausalConv1d(Operator):
@@ -43,6 +48,11 @@ class CausalConv1d(Operator):
         )
         record = {"width": width, "channel_last": bool(given.channel_last)}
         return ParsedCall(tensors, {"activation": "silu"}, record)
+
+    def run_on_cpu(self, problem: Any, tensors: Mapping[str, Tensor | None]) -> None:
+        from scan_registry.ops import causal_conv1d_cpu
+
+        causal_conv1d_cpu.run(problem, tensors)
 
 
 OPERATOR = CausalConv1d()

@@ -33,7 +33,7 @@ from scan_registry.ops.causal_conv1d_arguments import (
     Options,
     UpdateArguments,
 )
-from scan_registry.ops.launching import Run, plan_cache
+from scan_registry.ops.launching import PlanCache, Run, plan_cache
 from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias and the initial state
@@ -159,6 +159,11 @@ def _runner(
     if plan.launch is None or variant is None:
         return plan.decision
     return plan.run, variant
+
+
+def seen() -> PlanCache:
+    """What is kept of calls."""
+    return plan_cache
 
 
 def _is_plain(x: Tensor, options: Options) -> bool:

@@ -92,7 +92,7 @@ def _causal_conv1d(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
 def _causal_conv1d_backward(x: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
     """As many for the gradient of x, and as many for that of the filters."""
     of_x, of_weight, *_others = rest[-1]
-    return (of_x + of_weight) * _causal_conv1d(x, weight)
+    return (bool(of_x) + bool(of_weight)) * _causal_conv1d(x, weight)
 
 
 def _causal_conv1d_update(x: Tensor, state: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:

@@ -171,8 +171,10 @@ class StepBenchmark(Benchmark):
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         from scan_registry.ops.selective_state_update import selective_state_update
 
-        tensors = case.tensors(device)
-        return lambda: selective_state_update(*tensors, dt_softplus=True, backend=backend)
+        state, x, dt, A, B, C, D, z, bias = case.tensors(device)
+        return lambda: selective_state_update(
+            state, x, dt, A, B, C, D, z, bias, dt_softplus=True, backend=backend
+        )
 
     def baselines(self, device: torch.device) -> Sequence[Baseline]:
         there = device.type == "cuda" and distributions.version("mamba-ssm") is not None

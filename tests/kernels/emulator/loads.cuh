@@ -20,12 +20,12 @@ void load_words(unsigned (&to)[N], const void* from, bool wanted) {
     std::memcpy(to, from, sizeof to);
 }
 inline void load_state(unsigned (&to)[4], const void* from, bool wanted) { load_words(to, from, wanted); }
-inline i64 load_index(const void* from, bool wide, bool wanted, i64 otherwise) {
-    if (!wanted) return otherwise;
-    return wide ? emulated_load<i64>(from) : emulated_load<int>(from);
+inline i64 load_index(const void* from, i64 index, bool wide) {
+    return wide ? static_cast<const i64*>(from)[index] : static_cast<const int*>(from)[index];
 }
 inline void store_element(void* to, unsigned bits, bool wide, bool wanted) {
     if (!wanted) return;
     if (wide) *static_cast<unsigned*>(to) = bits;
     else *static_cast<unsigned short*>(to) = (unsigned short)bits;
 }
+inline void prefetch_state(const void*, bool) {}

@@ -55,8 +55,10 @@ def test_final_states_go_where_they_are_wanted() -> None:
     assert written is out
     assert torch.equal(out, last)
     assert torch.equal(y, again)
-    with pytest.raises(ValueError, match="return_final_states is not True"):
-        compat.causal_conv1d_fn(x, weight, final_states_out=out)
+    alone = compat.causal_conv1d_fn(x, weight, initial_states=start, final_states_out=out.zero_())
+    assert isinstance(alone, torch.Tensor)
+    assert torch.equal(alone, y)
+    assert (out == 0).all()
     with pytest.raises(ValueError, match="final_states_out has shape"):
         compat.causal_conv1d_fn(x, weight, None, None, None, True, out[:1])
 

@@ -102,7 +102,7 @@ def test_uninstall_takes_it_back() -> None:
 
 def test_an_original_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mamba_ssm").mkdir()
-    (tmp_path / "mamba_ssm" / "__init__.py").write_text("original = True\n")
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text("original = True\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
         ImportError, match=r"mamba_ssm is importable already, from .*mamba_ssm.__init__"

@@ -226,6 +226,13 @@ def test_the_block_is_its_parts(channel_last: bool, norms: bool) -> None:
         torch.testing.assert_close(mamba_inner_ref(**given), expected)
 
 
+@pytest.mark.filterwarnings("ignore:mamba_inner_fn normalises")
+def test_the_block_compiles_to_one_graph() -> None:
+    given = inner_arguments(norms=True)
+    compiled = torch.compile(mamba_inner_fn, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**given), mamba_inner_fn(**given))
+
+
 def test_the_block_takes_b_and_c_of_its_own() -> None:
     given = inner_arguments(biases=False)
     B, C = (torch.randn(BATCH, STATES, LENGTH).double() for _ in range(2))

@@ -305,6 +305,17 @@ def test_it_compiles_to_one_graph() -> None:
     torch.testing.assert_close(compiled(x), m(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+def test_it_exports_and_is_not_scripted() -> None:
+    m, x = nn.Mamba(8), torch.randn(2, 5, 8)
+    exported = torch.export.export(m, (x,)).module()
+    torch.testing.assert_close(exported(x), m(x))
+    with pytest.raises(
+        RuntimeError, match=r"torch.jit.script cannot compile scan_registry.nn.Mamba"
+    ):
+        torch.jit.script(m)
+
+
 def test_keywords_of_our_own_come_last() -> None:
     parameters = [*inspect.signature(nn.Mamba).parameters.values()]
     assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["backend"]
@@ -340,7 +351,7 @@ class TestOnAGpu:
         ours = torch.autograd.grad((found * weight.to(found)).sum(), [hidden, *m.parameters()])
         theirs = torch.autograd.grad((expected * weight).sum(), [wide_hidden, *exact.parameters()])
         for one, other in zip((found, *ours), (expected, *theirs), strict=True):
-            assert float((one.double().cpu() - other).norm() / other.norm()) <= tolerance
+            assert float(((one.double().cpu() - other).norm() / other.norm()).detach()) <= tolerance
 
     def test_steps_in_a_graph(self) -> None:
         m = nn.Mamba(64, device="cuda")

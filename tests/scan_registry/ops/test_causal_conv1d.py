@@ -391,5 +391,43 @@ def test_refused(name: str) -> None:
         call()
 
 
+def test_what_was_checked_before_is_checked_again_where_it_differs() -> None:
+    """Calls of a kind that was seen go past the checks; others must not."""
+    x, weight, bias = torch.randn(1, 3, 8), torch.randn(3, 4), torch.randn(3)
+    bounds = torch.tensor([0, 5, 8])
+    for _ in range(3):
+        first = causal_conv1d(x, weight, bias, cu_seqlens=bounds, activation="silu")
+        causal_conv1d(x, weight, bias)
+    for wrong in (bias[:2], bias.double(), bias.to_sparse()):
+        with pytest.raises((TypeError, ValueError), match="bias"):
+            causal_conv1d(x, weight, wrong)
+    with pytest.raises(ValueError, match="activation"):
+        causal_conv1d(x, weight, bias, activation=[1])  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="must rise from 0"):
+        causal_conv1d(x, weight, bias, cu_seqlens=bounds.add_(1), activation="silu")
+    # Other values, and gradients that are asked for later, count.
+    again = causal_conv1d(2 * x, weight.requires_grad_(), bias)
+    assert again.requires_grad
+    assert not torch.equal(again, first)
+    expected, _ = plainly(2 * x, weight, bias)
+    torch.testing.assert_close(again, expected)
+    torch.autograd.grad(again.sum(), [weight])
+
+
+def test_updates_seen_before() -> None:
+    x, state, weight = torch.randn(2, 3), torch.zeros(2, 3, 4), torch.randn(3, 4)
+    inputs = []
+    for _ in range(5):
+        inputs.append(torch.randn_like(x))
+        version = state._version
+        y = causal_conv1d_update(inputs[-1], state, weight)
+        assert state._version > version
+    torch.testing.assert_close(y, causal_conv1d(torch.stack(inputs, -1), weight)[..., -1])
+    with pytest.raises(ValueError, match="conv_state has shape"):
+        causal_conv1d_update(x, state[..., :2], weight)
+    with pytest.raises(TypeError, match="conv_state has dtype"):
+        causal_conv1d_update(x, state.half(), weight)
+
+
 def test_sums_are_in_float32() -> None:
     assert compute_dtype(torch.bfloat16) == compute_dtype(torch.float32) == torch.float32

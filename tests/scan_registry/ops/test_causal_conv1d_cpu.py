@@ -13,8 +13,11 @@ from torch import Tensor
 from watched import Memory, levels, using
 
 from scan_registry import causal_conv1d, causal_conv1d_update
+from scan_registry.kernels.causal_conv1d import cases as TRIALS
 from scan_registry.kernels.causal_conv1d import reference
+from scan_registry.kernels.causal_conv1d.spec import FAMILY
 from scan_registry.ops import _cpu
+from scan_registry.ops.causal_conv1d_operator import OPERATOR
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -263,3 +266,32 @@ def test_a_state_that_does_not_fit() -> None:
         ValueError, match="a state of 2 slots and 2 inputs, with batch 2 and width 4"
     ):
         _cpu.causal_conv1d_update("float32", "float32", (1024,) * 7, sizes, 1)
+
+
+@pytest.mark.parametrize("dtype", TRIALS.TOLERANCE)
+def test_what_kernels_are_tested_with(dtype: str) -> None:
+    """With gaps between rows, in which nothing may be written."""
+    for trial in TRIALS.trials(dtype, TRIALS.QUICK[:2], "cpu"):
+        for kernel in FAMILY.kernels:
+            case = trial.case(kernel.name, aligned=False)
+            gaps = {n: around(t) for n, t in case.tensors.items() if t is not None}
+            try:
+                OPERATOR.run_on_cpu(case.problem, case.tensors)
+            except NotImplementedError:
+                assert kernel.name == "reduction"
+                continue
+            assert case.error() <= TRIALS.TOLERANCE[dtype], (kernel.name, trial)
+            for name, (before, outside) in gaps.items():
+                tensor = case.tensors[name]
+                assert tensor is not None
+                after, _ = around(tensor)
+                assert torch.equal(after[outside], before[outside]), (kernel.name, name)
+
+
+def around(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A copy of the memory that a tensor lies in, as integers, and which of it is not the tensor's."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    numbers = whole.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+    outside = torch.ones(len(whole), dtype=torch.bool)
+    outside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+    return numbers.clone(), outside.repeat_interleave(len(numbers) // max(1, len(whole)))

@@ -241,7 +241,7 @@ def mamba_inner_fn(
     """
     if checkpoint_lvl not in (0, 1):
         raise ValueError(f"checkpoint_lvl is {checkpoint_lvl!r}; accepted are 0 and 1")
-    if dt_rms_weight is not None:
+    if dt_rms_weight is not None and not torch.compiler.is_compiling():
         warnings.warn(
             "mamba_inner_fn normalises step sizes behind their projection, as mamba_ssm does; transformers' "
             "FalconMamba does so before it wherever it does not call mamba_inner_fn, so that its training differs "
