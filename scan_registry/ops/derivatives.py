@@ -55,6 +55,11 @@ def unobserved(*tensors: Tensor | None) -> bool:
             or _is_legacy_batched(tensor)
         ):
             return False
+    return undisturbed()
+
+
+def undisturbed() -> bool:
+    """Whether no mode, transform, tracer, profiler or forward-mode derivative is on."""
     return (
         not dispatch_modes()
         and not transforms_active()

@@ -19,6 +19,7 @@ from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.derivatives import forward_mode, has_tangents, tracing_state, unobserved
 from scan_registry.ops.registration import register
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
+from scan_registry.ops.selective_scan_gradients import Gradients
 from scan_registry.ops.selective_scan_plans import Outputs
 
 _is_compiling = torch.compiler.is_compiling
@@ -97,7 +98,7 @@ def first_derivative(
     last_grad: Tensor | None,
     options: Options,
     wanted: tuple[bool, ...],
-) -> plans.Gradients:
+) -> Gradients:
     """The gradients that are wanted, differentiable where derivatives are recorded."""
     every = *given.differentiable, out_grad, last_grad
     again = (torch.is_grad_enabled() and differentiated(*every)) or _transforms_active()
@@ -112,7 +113,7 @@ def first_derivative(
     return _present(found, given, wanted)
 
 
-def _present(found: Any, given: Arguments, wanted: tuple[bool, ...]) -> plans.Gradients:
+def _present(found: Any, given: Arguments, wanted: tuple[bool, ...]) -> Gradients:
     pairs = zip(found, given.differentiable, wanted, strict=True)
     return tuple(each if want and t is not None else None for each, t, want in pairs)
 

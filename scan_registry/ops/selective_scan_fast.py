@@ -18,7 +18,7 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Decision
 from scan_registry.ops import selective_scan_plans as plans
-from scan_registry.ops.derivatives import unobserved
+from scan_registry.ops.derivatives import PLAIN_TYPES, undisturbed, unobserved
 from scan_registry.ops.launching import MOST_PLANS
 from scan_registry.ops.selective_scan_arguments import (
     Arguments,
@@ -26,7 +26,8 @@ from scan_registry.ops.selective_scan_arguments import (
     given_as_taken,
     normalised,
 )
-from scan_registry.ops.selective_scan_derivatives import differentiated, first_derivative
+from scan_registry.ops.selective_scan_derivatives import first_derivative
+from scan_registry.ops.selective_scan_gradients import Gradients
 from scan_registry.ops.selective_scan_problems import addresses_of, copies_groups, has_kernels
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -35,7 +36,6 @@ _required = policy.required.get
 _enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _COUNT = len(Arguments._fields)
-_DIFFERENTIABLE = _COUNT - 1
 
 
 class Kind:
@@ -52,7 +52,7 @@ class Kind:
         self.options, self.final, self.forward, self.required = options, final, forward, required
         #: Of the tensors, in the order of the arguments.
         self.strides = strides
-        self._backwards: dict[tuple[Any, ...], Callable[..., plans.Gradients] | None] = {}
+        self._backwards: dict[tuple[Any, ...], Callable[..., Gradients] | None] = {}
 
     def backward(
         self,
@@ -61,7 +61,7 @@ class Kind:
         out_grad: Tensor,
         last_grad: Tensor | None,
         wanted: tuple[bool, ...],
-    ) -> Callable[..., plans.Gradients] | None:
+    ) -> Callable[..., Gradients] | None:
         """How kernels make the gradients that are wanted; None if none does, or if a hook of saved tensors has laid them
         otherwise."""
         addresses = out_grad.data_ptr() | kept.data_ptr()
@@ -126,30 +126,43 @@ _recorded: Callable[..., Any] = super(Function, FastScan).apply
 _kinds: dict[tuple[Any, ...], Kind | None] = {}
 
 
-def fast_scan(tensors: tuple[Any, ...], softplus: Any, final: Any, backend: Any) -> Result | None:
-    """The output of a call, and with ``final`` the final state. None if it is no such call: if anything is to be
-    converted, no kernel takes it, or the dispatcher would do more than find the kernels."""
-    facts: list[Any] = []
-    addresses = 0
+def _facts(tensors: tuple[Any, ...]) -> list[Any] | None:
+    """What a plan depends on, after whether derivatives are recorded; None if these are no plain tensors on a GPU."""
+    addresses, recording = 0, False
+    facts: list[Any] = [False, 0]
     try:
-        if not plans.on_gpu(tensors[0]) or not unobserved(*tensors):
+        if not plans.on_gpu(tensors[0]) or not undisturbed():
             return None
         for tensor in tensors:
             if tensor is None:
                 facts.append(None)
-            else:
-                facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-                addresses |= tensor.data_ptr()
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # no tensors, or of no memory: the checks name them
+                continue
+            if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
+                return None
+            # Without an address a tensor is empty, or stands for zeros or for something else. Complex tensors, which
+            # may be conjugates, are planned to go elsewhere.
+            address = tensor.data_ptr()
+            if not address:
+                return None
+            addresses |= address
+            recording = recording or tensor.requires_grad
+            facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
+    except (AttributeError, RuntimeError):  # no tensors, or of no memory: the checks name them
         return None
-    if type(softplus) is not bool or type(final) is not bool or type(backend) is not str:
+    facts[0], facts[1] = recording and _enabled(), addresses & 15
+    return facts
+
+
+def fast_scan(tensors: tuple[Any, ...], softplus: Any, final: Any, backend: Any) -> Result | None:
+    """The output of a call, and with ``final`` the final state. None if it is no such call: if anything is to be
+    converted, no kernel takes it, or the dispatcher would do more than find the kernels."""
+    facts = _facts(tensors)
+    if facts is None or type(softplus) is not bool or type(final) is not bool:
         return None
-    recording = _enabled() and differentiated(*tensors[:_DIFFERENTIABLE])
-    key = addresses & 15, softplus, final, backend, recording, _required(), *facts
+    if type(backend) is not str:
+        return None
+    recording = facts[0]
+    key = softplus, final, backend, _required(), *facts
     try:
         kind = _kinds[key]
     except KeyError:
@@ -188,7 +201,7 @@ def _general(
     last_grad: Tensor | None,
     options: Options,
     wanted: tuple[bool, ...],
-) -> plans.Gradients:
+) -> Gradients:
     """The gradients as all other calls get them, in the shapes that were given."""
     taken = normalised(*given, *options)
     found = first_derivative(taken, kept, out_grad, last_grad, options, wanted)
@@ -203,7 +216,7 @@ def _plan_backward(
     last_grad: Tensor | None,
     options: Options,
     wanted: tuple[bool, ...],
-) -> Callable[..., plans.Gradients] | None:
+) -> Callable[..., Gradients] | None:
     taken = normalised(*given, *options)
     addresses = addresses_of((*given, kept, out_grad, last_grad))
     plan = plans.plan_backward(taken, out_grad, last_grad, options, wanted, addresses, given)

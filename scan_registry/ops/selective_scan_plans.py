@@ -6,7 +6,7 @@ makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,12 @@ from scan_registry.ops import selective_scan_composed as composed
 from scan_registry.ops import selective_scan_cpu
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
+from scan_registry.ops.selective_scan_gradients import (
+    GradientBuffers,
+    Gradients,
+    finisher,
+    maker,
+)
 from scan_registry.ops.selective_scan_problems import (
     addresses_of,
     copies_groups,
@@ -34,14 +40,6 @@ from scan_registry.runtime.loader import prepare, run_reference
 
 FAMILY_NAME = "selective_scan"
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-Gradients = tuple[Tensor | None, ...]
-
-#: What torch's own compiler allocates with, past the dispatcher, on the current device; where this torch has it.
-_EMPTY: dict[str, Any] = {
-    kind: found
-    for kind in ("cpu", "cuda")
-    if (found := getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)) is not None
-}
 
 #: What a call does to its tensors.
 Plan = Callable[..., Any]
@@ -90,10 +88,12 @@ def state_shape(given: Arguments) -> tuple[Any, ...]:
 
 
 def empty_outputs(given: Arguments, options: Options, training: bool) -> Outputs:
-    """Room for ``Outputs``."""
+    """New ``Outputs``, not yet computed. A tensor that stands for one on a GPU, when operators are traced, is on meta here."""
     u, A = given.u, given.A
+    stood_for = getattr(u, "fake_device", None)
     state = reference.state_dtype(u.dtype, A.dtype)
-    kernels = on_gpu(u) and options.backend != "reference" and has_kernels(given)
+    there = on_gpu(u) if stood_for is None else stood_for.type == "cuda"
+    kernels = there and options.backend != "reference" and has_kernels(given)
     kept = checkpoint_shape(given) if training and kernels else (0,)
     return Outputs(
         torch.empty_like(u),
@@ -166,29 +166,7 @@ def plan_forward(
 
 
 def _nothing() -> None:
-    """Room for what is not there."""
-
-
-def maker(
-    device: torch.device,
-    shape: Sequence[int],
-    dtype: torch.dtype = torch.float32,
-    strides: Any = None,
-) -> Callable[[], Any]:
-    """Makes new tensors of one kind, without gaps unless strides are given, at the least cost."""
-    sizes = tuple(shape)
-    steps = torch.empty(sizes, device="meta").stride() if strides is None else tuple(strides)
-    quickly = _EMPTY.get(device.type)
-
-    def carefully() -> Tensor:
-        return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
-
-    if quickly is None:
-        return carefully
-    if device.type != "cuda":
-        return lambda: quickly(sizes, steps, dtype)
-    current, here = torch._C._cuda_getDevice, device.index
-    return lambda: quickly(sizes, steps, dtype) if current() == here else carefully()
+    """What is not there."""
 
 
 def inputs_of(model: Arguments) -> Callable[[Arguments], dict[str, Tensor | None]]:
@@ -292,7 +270,8 @@ def plan_backward(
             return prepared
         first = prepared
     launch, inputs = run, inputs_of(given)
-    room, finish = Room(grouped, problem), _finisher(given, problem, wanted, shapes)
+    buffers = GradientBuffers(grouped, problem)
+    finish = finisher(given, problem, wanted, shapes, buffers)
     gaps = final_grad is not None and not final_grad.is_contiguous()
 
     def plan(given: Arguments, checkpoints: Tensor, out_grad: Tensor, final_grad: Any) -> Gradients:
@@ -300,102 +279,13 @@ def plan_backward(
         tensors["out_grad"] = out_grad
         tensors["final_grad"] = final_grad.contiguous() if gaps else final_grad
         tensors["checkpoints"] = checkpoints
-        sums = room.put(tensors)
+        sums = buffers.put(tensors)
         if first is not None:
             first(tensors)
         launch(tensors)
-        return finish(tensors, *sums)
+        return finish(tensors, sums)
 
     return plan
-
-
-class Room:
-    """What a backward pass writes. Partial sums of B and of C are in one tensor, and so are those of D and of the bias,
-    so that each pair is summed up at once."""
-
-    def __init__(self, given: Arguments, problem: SelectiveScanProblem) -> None:
-        u, device = given.u, given.u.device
-        model = torch.empty_like(u, device="meta")
-        of_part = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
-        vectors = (given.D is not None) + (given.delta_bias is not None)
-        self._sequence = maker(device, u.shape, u.dtype, model.stride())
-        self._A = maker(device, (*of_part, problem.states))
-        self._projections = maker(device, (2, problem.ctas_of_group, *given.B.shape))
-        self._vectors = maker(device, (vectors, *of_part)) if vectors else _nothing
-        names = ("D_grad", given.D), ("bias_grad", given.delta_bias)
-        self._names = [name for name, t in names if t is not None]
-        self._z = _nothing if given.z is None else self._sequence
-        initial = given.initial_state
-        self._initial = _nothing if initial is None else maker(device, initial.shape)
-        self._rest = {}
-        if problem.carried:
-            self._rest["carries"] = maker(device, (problem.carried,))
-        if problem.parts > 1:
-            self._rest["adjoints"] = maker(device, (*of_part, problem.states))
-            self._rest["sizes"] = maker(device, of_part)
-
-    def put(self, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Any]:
-        """Add new tensors by the names of the kernels' pointers. Returns the partial sums of B and C, and of D and the
-        bias."""
-        projections: Tensor = self._projections()
-        vectors: Any = self._vectors()
-        tensors["u_grad"], tensors["delta_grad"] = self._sequence(), self._sequence()
-        tensors["z_grad"], tensors["A_grad"] = self._z(), self._A()
-        tensors["B_grad"], tensors["C_grad"] = projections[0], projections[1]
-        for place, name in enumerate(self._names):
-            tensors[name] = vectors[place]
-        tensors["initial_grad"] = self._initial()
-        for name, new in self._rest.items():
-            tensors[name] = new()
-        return projections, vectors
-
-
-def _finisher(
-    given: Arguments, problem: SelectiveScanProblem, wanted: tuple[bool, ...], shapes: Arguments
-) -> Callable[[dict[str, Any], Tensor, Any], Gradients]:
-    """Makes the gradients that are wanted of what the kernels wrote."""
-    needed = tuple(w and t is not None for w, t in zip(wanted, given.differentiable, strict=True))
-    for_A, for_B, for_C, for_D, for_bias = (needed[i] for i in (2, 3, 4, 5, 7))
-    rows, channels, states = (
-        problem.batch * max(1, problem.sequences) * problem.parts,
-        *given.A.shape,
-    )
-    vectors = (given.D is not None) + (given.delta_bias is not None)
-    groups, shape = (given.B.shape[1], given.C.shape[1]), shapes.B.shape
-    whole = groups[0] == groups[1] == problem.groups
-    alike, of_B, of_C = whole and shape == shapes.C.shape, shapes.B.shape, shapes.C.shape
-    dtype, narrow = given.u.dtype, given.u.dtype != torch.float32
-
-    def finish(tensors: dict[str, Any], projections: Tensor, of_vectors: Any) -> Gradients:
-        A_grad = B_grad = C_grad = D_grad = bias_grad = None
-        if for_A:
-            A_grad = tensors["A_grad"].view(rows, channels, states)
-            A_grad = A_grad.sum(0) if rows > 1 else A_grad[0]
-        if for_B or for_C:
-            sums = projections[:, 0] if problem.ctas_of_group == 1 else projections.sum(1)
-            if alike:
-                sums = sums.to(dtype) if narrow else sums
-                B_grad, C_grad = sums.view(2, *shape).unbind()
-            else:
-                B_grad = _of_groups(sums[0], groups[0]).to(dtype).view(of_B)
-                C_grad = _of_groups(sums[1], groups[1]).to(dtype).view(of_C)
-        if for_D or for_bias:
-            of_vectors = of_vectors.view(vectors, rows, channels)
-            of_vectors = of_vectors.sum(1) if rows > 1 else of_vectors[:, 0]
-            D_grad, bias_grad = of_vectors[0] if for_D else None, of_vectors[-1]
-        return (
-            tensors["u_grad"] if needed[0] else None,
-            tensors["delta_grad"] if needed[1] else None,
-            A_grad,
-            B_grad if for_B else None,
-            C_grad if for_C else None,
-            D_grad,
-            tensors["z_grad"] if needed[6] else None,
-            bias_grad if for_bias else None,
-            tensors["initial_grad"] if needed[8] else None,
-        )
-
-    return finish
 
 
 def new_tensors(
@@ -407,16 +297,6 @@ def new_tensors(
     tensors["checkpoints"] = given.u.new_zeros(checkpoint_shape(given), dtype=torch.float32)
     if problem.direction == "forward":
         return {**tensors, "out": torch.empty_like(given.u)}
-    Room(grouped, problem).put(tensors)
-    for name in ("adjoints", "sizes"):
-        if problem.direction == "backward" and (handed_on := tensors.get(name)) is not None:
-            handed_on.zero_()
-    return {**tensors, "out_grad": out_grad}
-
-
-def _of_groups(gradient: Tensor, groups: int) -> Tensor:
-    """Summed over those that share one of fewer groups."""
-    if gradient.shape[1] == groups:
-        return gradient
-    total: Tensor = gradient.unflatten(1, (groups, -1)).sum(2)
-    return total
+    buffers = GradientBuffers(grouped, problem)
+    parts = buffers.views(buffers.put(tensors).zero_())
+    return {**tensors, **parts, "out_grad": out_grad}

@@ -78,8 +78,8 @@ class Plan:
         device = torch.device("cuda", ordinal)
 
         def run(tensors: Mapping[str, Any]) -> None:
-            given = [tensors.get(name) for name in names]
-            pointers = [None if tensor is None else tensor.data_ptr() for tensor in given]
+            find = tensors.get
+            pointers = [None if (t := find(name)) is None else t.data_ptr() for name in names]
             if workspace:
                 # It is freed on return, but torch gives it only to work that runs later on this stream.
                 scratch = torch.empty(workspace, dtype=torch.uint8, device=device)

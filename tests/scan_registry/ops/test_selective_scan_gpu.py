@@ -64,7 +64,7 @@ def drawn(
     found = (
         sequence().to(dtype),
         (sequence() / 2 - 3).to(dtype),
-        -torch.rand(channels, states, device="cuda") * 4,
+        -torch.rand(channels, states, device="cuda") * 8 - 0.02,
         *(B, C),
         torch.randn(channels, device="cuda"),
         sequence().to(dtype),

@@ -133,6 +133,17 @@ def test_one_graph_of_other_forms() -> None:
     torch.testing.assert_close(compiled(u, A, B, bounds), of(u, A, B, bounds))
 
 
+def test_compiled_autograd_without_a_break() -> None:
+    from torch._dynamo import compiled_autograd
+
+    given = [t.requires_grad_() for t in drawn().values()]
+    expected = torch.autograd.grad(total(run)(*given), given)
+    value = total(run)(*given)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):  # type: ignore[no-untyped-call]
+        value.backward()
+    torch.testing.assert_close([t.grad for t in given], [*expected])
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("training", [False, True], ids=["", "training"])
 def test_the_operator_is_as_torch_wants_it(packed: bool, training: bool) -> None:
@@ -290,3 +301,18 @@ def test_checkpointing_of_activations() -> None:
     value = checkpoint(total(run), *leaves, use_reentrant=False)
     found = torch.autograd.grad(value, leaves)
     torch.testing.assert_close(found, torch.autograd.grad(total(right)(*leaves), leaves))
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["", "training"])
+def test_what_is_kept_of_a_trace_for_a_gpu(training: bool) -> None:
+    """Kernels leave a state before every 32 steps; plain torch leaves none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        for device, kept in (("cuda", (2, 3, 4, 3) if training else (0,)), ("cpu", (0,))):
+            u = torch.empty(2, 4, 70, device=device)
+            A, B = torch.empty(4, 3, device=device), torch.empty(2, 1, 3, 70, device=device)
+            inputs = u, u, A, B, B, None, None, None, None, None
+            made = torch.ops.scan_registry.selective_scan(*inputs, True, "auto", training)
+            assert [x.device.type for x in made] == [device] * 3
+            assert made[2].shape == kept
