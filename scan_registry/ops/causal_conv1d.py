@@ -46,6 +46,21 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool,
+    activation: str | None = None,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
