@@ -36,16 +36,16 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _required = policy.required.get
 
 
-def call(tensors: tuple[Any, ...], requested: tuple[Any, ...]) -> Outputs:
+def call(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Outputs:
     """y, and the final state if it is asked for, of the public function's arguments as they are given; differentiable."""
-    key = key_of("causal_conv1d", tensors, requested)
+    key = key_of("causal_conv1d", tensors, request)
     known = None if key is None else plans.seen().get(key)
     if known is not None:
         options, plan = known
         if torch.is_grad_enabled() and _differentiated(*tensors[:4]):
             return _record(*tensors, options, plan)  # type: ignore[no-any-return]
         return plan(*tensors)  # type: ignore[no-any-return]
-    given, options = normalised(*tensors, *requested)
+    given, options = normalised(*tensors, *request)
     if key is not None and taken_as_they_are(given, tensors) and not checks_values(given):
         plans.seen().keep(key, (options, plans.forward_plan(given, options)))
     return convolve(given, options)
@@ -65,17 +65,17 @@ def convolve(given: Arguments, options: Options) -> Outputs:
     return y, last if options.final else None
 
 
-def call_update(tensors: tuple[Any, ...], requested: tuple[Any, ...]) -> Tensor:
+def call_update(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Tensor:
     """y of the public function's arguments as they are given; the state is changed in place."""
     x, *others = tensors
-    key = key_of("causal_conv1d_update", tensors, requested)
+    key = key_of("causal_conv1d_update", tensors, request)
     known = None if key is None else plans.seen().get(key)
     if known is not None:
         one_step, plan = known
         y: Tensor = plan(x.unsqueeze(-1), *others).squeeze(-1) if one_step else plan(*tensors)
         increment_version(tensors[1])
         return y
-    given, options = update_arguments(*tensors, *requested)
+    given, options = update_arguments(*tensors, *request)
     one_step = x.dim() == 2
     if key is not None and taken_as_they_are(given[1:], others):
         plans.seen().keep(key, (one_step, plans.update_plan(given, options)))

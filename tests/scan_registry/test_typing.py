@@ -31,6 +31,7 @@ REPLACEMENTS = (
         f"scan_registry.compat.accelerated_scan.{name}"
         for name in ("complex", "ref", "scalar", "triton", "warp")
     ),
+    "scan_registry.compat.causal_conv1d",
     "scan_registry.compat.flashrnn",
     "scan_registry.compat.mamba_ssm.ops.selective_scan_interface",
     "scan_registry.compat.mamba_ssm.ops.triton.selective_state_update",
