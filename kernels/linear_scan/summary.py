@@ -39,7 +39,7 @@ _LEAST_CTAS: dict[Layout, int] = {"time_last": 3, "channel_last": 2}
 _EVEN, _MOST_CTAS = 0.9, 8
 #: Lanes across the channels at least, where there are as many channels.
 _NARROWEST = 16
-_MOST_LINES = 2**31
+_MOST_LINES = 2**31 - 1
 
 
 def _tiles(layout: Layout, dtype: str, access: str) -> tuple[Tile, ...]:
