@@ -35,7 +35,7 @@ class PlanCache:
         tensors: Sequence[Tensor | None],
         *options: object,
     ) -> Any:
-        """The result of the call's plan. If there is none, ``make`` makes it from the tensors and options."""
+        """The result of the call's plan."""
         return self.plan(make, tensors, *options)(*tensors)
 
     def plan(
@@ -44,7 +44,7 @@ class PlanCache:
         tensors: Sequence[Tensor | None],
         *options: object,
     ) -> Callable[..., Any]:
-        """The call's plan, which ``run`` runs."""
+        """The plan of calls of this kind. If there is none, ``make`` makes it from the tensors and options."""
         facts: list[Any] = []
         addresses = 0
         for tensor in tensors:
