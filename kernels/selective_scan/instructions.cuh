@@ -1,6 +1,7 @@
 // One function for each PTX instruction that the family adds to those of common/ptx.cuh. All are
 // instructions of sm_80 and later.
 #pragma once
+#include "../common/approximations.cuh"
 #include "../common/ptx.cuh"
 
 // acc += A·B, 16 × 8, for a warp, of numbers of which the 13 last bits are not seen. A is 16 × 8: a lane holds of row
@@ -19,14 +20,8 @@ __device__ inline void prefetch(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// The GPU's own approximations, right to nearly all bits.
-__device__ inline float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ inline float fast_reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+// The same word, from which nothing that was computed before can be reused.
+__device__ inline unsigned afresh(unsigned word) {
+    asm volatile("" : "+r"(word));
+    return word;
 }
