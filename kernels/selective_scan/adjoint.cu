@@ -8,6 +8,7 @@
 // forward.cu. The first part of a sequence hands nothing on, and has no CTA.
 #define CHANNELS 8
 #define CAPACITY 16
+#define SPLIT 1
 #include "tile.cuh"
 
 enum : int {
@@ -17,7 +18,7 @@ enum : int {
     SHARED_STAGE = 2 * CAPACITY * TIMES,
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
 selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, const Storage* z,
                        const float* delta_bias, const Storage* out_grad, const i64* offsets, float* adjoints,
                        float* sizes, i64 batch, i64 channels, i64 time, i64 states, i64 group_channels,
@@ -29,16 +30,17 @@ selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, c
     float* const biases = stages + 2 * SHARED_STAGE;
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Place at = place_of(channels, time, group_channels, sequences, parts - 1, offsets);
-    const i64 own_part = at.part + 1;
+    const int channel_count = int(channels), state_count = int(states), sequence_count = int(sequences), part_count = int(parts);
+    const Place at = place_of(channel_count, int(time), int(group_channels), sequence_count, part_count - 1, offsets);
+    const int own_part = at.part + 1;
     const bool smooth = flags & 1;
-    const i64 first = at.first + warp * CHANNELS;
+    const int first = at.first + warp * CHANNELS;
     const int left = within(at.limit - first, CHANNELS);
     const Rows<const Storage*> deltas(delta, {delta_batch, delta_channel, delta_time}, at.batch, first, at.begin);
     const Rows<const Storage*> zs(z, {z_batch, z_channel, z_time}, at.batch, first, at.begin);
     const Rows<const Storage*> grads(out_grad, {grad_batch, grad_channel, grad_time}, at.batch, first, at.begin);
     const Projection c(C, {C_batch, C_group, C_state, C_time}, at, flags & 4);
-    const i64 length = at.end - at.begin;
+    const int length = at.end - at.begin;
 
     for (int i = lane; i < CHANNELS; i += 32)
         biases[warp * CHANNELS + i] = i < left && delta_bias ? delta_bias[first + i] : 0;
@@ -49,34 +51,34 @@ selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, c
     const int own = lane / 4, quarter = lane % 4, state = blockIdx.y * CAPACITY;
     const bool mine = own < left;
     const float* const row = rows + own * ROW;
-    const i64 tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + parts - 1) / parts;
-    const i64 first_tile = own_part * per_part < tiles ? own_part * per_part : tiles;
-    const i64 end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
+    const int tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + part_count - 1) / part_count;
+    const int first_tile = own_part * per_part < tiles ? own_part * per_part : tiles;
+    const int end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
     float decay[MINE], carry[MINE], size_sum = 0;
 #pragma unroll
     for (int s = 0; s < MINE; s++) {
         const int n = state + quarter * MINE + s;
-        decay[s] = mine && n < states ? A[(first + own) * states + n] * LOG2_E : 0;
+        decay[s] = mine && n < state_count ? A[i64(first + own) * state_count + n] * LOG2_E : 0;
         carry[s] = 0;
     }
 
     Values next_delta[PER_LANE], next_z[PER_LANE], next_grad[PER_LANE];
     Staged staged;
-    const auto fetch = [&](i64 tile) {
+    const auto fetch = [&](int tile) {
         const int times = within(length - tile, TIMES);
-        staged.load(c, c, state, int(states), tile, times);
+        staged.load(c, c, state, state_count, tile, times);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
             const int count = piece.count(left, times);
-            next_delta[i] = deltas.load(piece, tile, count);
-            next_z[i] = zs.load(piece, tile, count);
-            next_grad[i] = grads.load(piece, tile, count);
+            next_delta[i] = deltas.load(i, tile, count);
+            next_z[i] = zs.load(i, tile, count);
+            next_grad[i] = grads.load(i, tile, count);
         }
     };
     if (end_tile > first_tile) fetch((end_tile - 1) * TIMES);
     int side = 0;
-    for (i64 number = end_tile - 1; number >= first_tile; number--, side ^= 1) {
+    for (int number = end_tile - 1; number >= first_tile; number--, side ^= 1) {
         const int times = within(length - number * TIMES, TIMES);
         float* const stage = stages + side * SHARED_STAGE;
         staged.store(stage);
@@ -112,11 +114,11 @@ selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, c
         }
         __syncwarp();
     }
-    const i64 of_part = ((at.batch * sequences + at.sequence) * parts + own_part) * channels + first + own;
+    const i64 of_part = (i64(at.batch * sequence_count + at.sequence) * part_count + own_part) * channel_count + first + own;
 #pragma unroll
     for (int s = 0; s < MINE; s++) {
         const int n = state + quarter * MINE + s;
-        if (mine && n < states) adjoints[of_part * states + n] = carry[s];
+        if (mine && n < state_count) adjoints[of_part * state_count + n] = carry[s];
     }
     if (mine && quarter == 0 && state == 0) sizes[of_part] = size_sum;
 }

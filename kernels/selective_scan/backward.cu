@@ -3,8 +3,8 @@
 //     g[t] = dy[t]·C[t] + exp(δ[t+1]·A)·g[t+1],  q[t] = g[t]·exp(δ[t]·A)·h[t-1]
 //     dC = Σ_d dy·h,  dB = Σ_d g·δ·u,  dA = Σ_t q·δ,  d(δ·u) = Σ_n g·B,  dδ = Σ_n q·A + u·d(δ·u)
 //
-// A warp has 8 channels and 16 states, and a lane one channel with 4 of the states: lane % 4 and lane / 16 give the
-// channel, lane / 4 % 4 the states. A CTA has WARPS warps of one batch and group. A tile is TIMES steps, and the forward
+// A warp has 16 channels and 16 states, and a lane two channels with 4 of the states each: lane / 4 and eight more give
+// the channel, lane % 4 the states. A CTA has WARPS warps of one batch and group. A tile is TIMES steps, and the forward
 // pass has left the state before each. Tiles come last first:
 //
 //     1  for each element, δ, δ·u and dy to a row of shared memory
@@ -12,44 +12,56 @@
 //     3  four steps at a time, the last first: states again, kept in registers with the decays; then the steps back
 //     4  du, dδ and dz of each element
 //
-// Sums over states, y, d(δ·u) and dδ, are over four lanes, by shuffles of four steps at a time. Sums over channels, dB
-// and dC, are products with a matrix that picks a column, on the tensor cores: rows are 8 lanes' states, what is summed
-// are four channels at each of two steps, and columns are 8 steps. A CTA adds up its warps' in shared memory and
-// writes its partial sum; those of all CTAs are summed in order later. float32 goes in two parts, so nothing is lost.
+// Sums over states, y, d(δ·u) and dδ, are products on tensor cores in 16 bits, as y is in forward.cu: of h with C, of g
+// with B, and of q·A with ones. float32 is summed by shuffles, and so are dB and dC, over the channels of a warp: tensor
+// cores sum over the lanes that share a channel.
+// A CTA adds up its warps' dB and dC in shared memory and writes its partial sum; those of all CTAs are summed in order
+// later.
 //
 // More than 16 states go one block of 16 after the other, through steps 2 and 3, with what is carried in `carries`.
 //
 // Sequences can be cut into parts, with CTAs of their own; then `adjoints` and `sizes` hold, of each part, g before its
 // first step if none comes in at its end, and the sum of δ, from which the later parts' g is made.
 //
-// Work for each state of an element: two exponentials and some 25 instructions; besides 5 exponentials for an element.
-#define CHANNELS 8
+// Traffic of an element in 16 bits: 14 bytes and 2 of the states that were kept, and of dB and dC, 8 bytes for each
+// state and every 64 channels. Work for each state of an element: two exponentials, some 18 other instructions, and 12
+// bytes of shared memory; besides 6 operations of the exponential's unit for an element, and some 80 instructions.
+#define CHANNELS 16
 #define CAPACITY 16
+#define SPLIT 1
 #include "tile.cuh"
 
 enum : int {
     // Floats of a channel: four for each step, and four more for each eight of them, for the banks.
-    ROW = 4 * TIMES + TIMES / 2 - 4,
-    MINE = 4,  // states of a lane
+    ROW = 4 * TIMES + TIMES / 2,
+    SUM_ROW = TIMES + 1,
+    MINE = 4,  // states of a lane, of each of its two channels
+    HALF = 4,  // steps that are kept in registers
     SHARED_ROWS = WARPS * CHANNELS * ROW,
-    SHARED_STATES = THREADS * TIMES,  // four floats of each thread for every four steps
+    SHARED_STATES = 2 * THREADS * TIMES,  // of each thread for every four steps
     SHARED_STAGE = 2 * CAPACITY * TIMES,
-    OUTPUTS = 2 * CAPACITY * 8,  // of eight steps
-    SHARED_SLAB = WARPS * 2 * OUTPUTS,
+    COMPENSATED = !NARROW && BLOCKS == 1,
+    KEPT = 24,  // floats of a thread for each block of states
 };
+static_assert(PIECES % SHARING == 0);
 
 __device__ inline int element_at(int channel, int step) { return channel * ROW + 4 * step + step / 8 * 4; }
 
-// acc += the products' columns; of float32 in two parts, of which each is seen whole.
-__device__ inline void add_columns(float (&acc)[4], float a, float b, float c, float d, uint2 columns) {
-    const uint4 all = make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
-    mma_tf32(acc, all, columns);
-    if constexpr (sizeof(Storage) == 4) {
-        const auto low = [](float x) {
-            return __float_as_uint(x - __uint_as_float(__float_as_uint(x) & 0xffffe000u));
-        };
-        mma_tf32(acc, make_uint4(low(a), low(b), low(c), low(d)), columns);
-    }
+// acc += the sums over states, of 16 channels, of states of one step and what eight steps have.
+__device__ inline void add_over_states(float (&acc)[4], const float (&x)[2][MINE], const float (&of_steps)[MINE]) {
+#pragma unroll
+    for (int s = 0; s < MINE; s += 2)
+        mma_tf32(acc,
+                 make_uint4(__float_as_uint(x[0][s]), __float_as_uint(x[1][s]), __float_as_uint(x[0][s + 1]),
+                            __float_as_uint(x[1][s + 1])),
+                 make_uint2(__float_as_uint(of_steps[s]), __float_as_uint(of_steps[s + 1])));
+}
+
+// x += y, with what is lost in rounding.
+__device__ inline void add_exactly(float& x, float& lost, float y) {
+    const float sum = x + y, of_y = sum - x;
+    lost += (x - (sum - of_y)) + (y - of_y);
+    x = sum;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
@@ -67,323 +79,525 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
     float* const all_rows = reinterpret_cast<float*>(dynamic_rows());
     float* const all_states = all_rows + SHARED_ROWS;
     float* const stage = all_states + SHARED_STATES;
-    float* const slabs = stage + SHARED_STAGE;
-    float* const biases = slabs + 2 * SHARED_SLAB;
+    float* const biases = stage + SHARED_STAGE;
     float* const skips = biases + WARPS * CHANNELS;
-    float* const all_sums = BLOCKS > 1 ? skips + WARPS * CHANNELS : all_rows;
+    float* const skip_grads = skips + WARPS * CHANNELS;
+    float* const bias_grads = skip_grads + WARPS * CHANNELS;
+    float* const all_sums = bias_grads + WARPS * CHANNELS;  // if there are several blocks
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Place at = place_of(channels, time, group_channels, sequences, parts, offsets);
+    const int channel_count = int(channels), state_count = int(states), sequence_count = int(sequences), part_count = int(parts);
+    const Place at = place_of(channel_count, int(time), int(group_channels), sequence_count, part_count, offsets);
+    const Place& own_place = at;
     const bool smooth = flags & 1;
-    const i64 first = at.first + warp * CHANNELS;
+    const int first = at.first + warp * CHANNELS;
     const int left = within(at.limit - first, CHANNELS);
-    const Rows<const Storage*> us(u, {u_batch, u_channel, u_time}, at.batch, first, at.begin);
-    const Rows<const Storage*> deltas(delta, {delta_batch, delta_channel, delta_time}, at.batch, first, at.begin);
-    const Rows<const Storage*> zs(z, {z_batch, z_channel, z_time}, at.batch, first, at.begin);
-    const Rows<const Storage*> grads(out_grad, {grad_batch, grad_channel, grad_time}, at.batch, first, at.begin);
-    const Strides3 new_strides{u_grad_batch, u_grad_channel, u_grad_time};
-    const Rows<Storage*> u_grads(u_grad, new_strides, at.batch, first, at.begin);
-    const Rows<Storage*> delta_grads(delta_grad, new_strides, at.batch, first, at.begin);
-    const Rows<Storage*> z_grads(z_grad, new_strides, at.batch, first, at.begin);
-    const Projection b(B, {B_batch, B_group, B_state, B_time}, at, flags & 2);
-    const Projection c(C, {C_batch, C_group, C_state, C_time}, at, flags & 4);
-    const i64 length = at.end - at.begin;
+    const int length = at.end - at.begin;
 
     for (int i = lane; i < CHANNELS; i += 32) {
         const bool in = i < left;
         biases[warp * CHANNELS + i] = in && delta_bias ? delta_bias[first + i] : 0;
         skips[warp * CHANNELS + i] = in && D ? D[first + i] : 0;
+        skip_grads[warp * CHANNELS + i] = bias_grads[warp * CHANNELS + i] = 0;
     }
     __syncwarp();
     const float* const bias = biases + warp * CHANNELS;
     const float* const skip = skips + warp * CHANNELS;
     float* const rows = all_rows + warp * CHANNELS * ROW;
-    float* const sums = all_sums + warp * CHANNELS * ROW;
-    float* const before = all_states + 4 * threadIdx.x;  // every fourth step, 4 · THREADS floats on
+    float* const before = all_states + 4 * threadIdx.x;  // of the first channel; every fourth step, 8 · THREADS on
 
-    const int own = lane / 16 * 4 + lane % 4, quarter = lane / 4 % 4;
-    const bool mine = own < left;
+    const int own = lane / 4, quarter = lane % 4;
     const float* const row = rows + own * ROW;
-    float* const sum_row = sums + own * ROW;
-    const int summed = summed_by<4, 4>();
-    const i64 of_state = (at.batch * sequences + at.sequence) * channels + first + own;
-    const int blocks = BLOCKS > 1 ? int((states + CAPACITY - 1) / CAPACITY) : 1;
-    const i64 slots = time / INTERVAL + sequences;
-    const i64 slot = at.batch * slots + at.begin / INTERVAL + at.sequence;
-    const i64 tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + parts - 1) / parts;
-    const i64 first_tile = at.part * per_part < tiles ? at.part * per_part : tiles;
-    const i64 end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
+    const i64 of_state = i64(at.batch * sequence_count + at.sequence) * channel_count + first + own;
+    const int blocks = BLOCKS > 1 ? (state_count + CAPACITY - 1) / CAPACITY : 1;
+    const int slot = at.batch * (int(time) / INTERVAL + sequence_count) + at.begin / INTERVAL + at.sequence;
+    const int tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + part_count - 1) / part_count;
+    const int first_tile = at.part * per_part < tiles ? at.part * per_part : tiles;
+    const int end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
 
-    float decay[MINE], carry[MINE], decay_grad[MINE];
+    // Where a step's d(δ·u), dδ and y, number `which` of them from 1 on, go: in place of what they are made of, or, if
+    // other blocks of states need that, elsewhere.
+    const auto sum_at = [&](int channel, int step, int which) -> float* {
+        if constexpr (BLOCKS == 1) return rows + element_at(channel, step) + which;
+        return all_sums + ((which - 1) * WARPS * CHANNELS + warp * CHANNELS + channel) * SUM_ROW + step;
+    };
+
+    float decay[2][MINE], carry[2][MINE], decay_grad[2][MINE], decay_lost[2][MINE];
     // Of a block of states: A, and what comes in at the end.
     const auto begin_block = [&](int block, bool entering) {
+        const int own_first = int(afresh(unsigned(first + own)));
 #pragma unroll
-        for (int s = 0; s < MINE; s++) {
-            const int n = block * CAPACITY + quarter * MINE + s;
-            const bool in = mine && n < states;
-            decay[s] = in ? A[(first + own) * states + n] * LOG2_E : 0;
-            if (!entering) continue;
-            decay_grad[s] = 0;
-            carry[s] = in && final_grad ? final_grad[of_state * states + n] : 0;
-            for (i64 later = parts - 1; later > at.part; later--) {
-                const i64 of_part = ((at.batch * sequences + at.sequence) * parts + later) * channels + first + own;
-                if (in) carry[s] = adjoints[of_part * states + n] + fast_exp2(decay[s] * sizes[of_part]) * carry[s];
-            }
-        }
-    };
-    float* const kept = carries + (i64(blockIdx.x) * blocks * THREADS + threadIdx.x) * 8;
-    const auto recall = [&](int block) {
-        if constexpr (BLOCKS > 1) load_floats(carry, kept + i64(block) * THREADS * 8), load_floats(decay_grad, kept + i64(block) * THREADS * 8 + 4);
-    };
-    const auto keep = [&](int block) {
-        if constexpr (BLOCKS > 1) store_floats(kept + i64(block) * THREADS * 8, carry), store_floats(kept + i64(block) * THREADS * 8 + 4, decay_grad);
-    };
-    for (int block = 0; block < blocks; block++) begin_block(block, true), keep(block);
-
-    // Sums over time for D and delta_bias: of each piece's channel, or of one channel and half of the steps.
-    float skip_sum[PER_LANE], bias_sum[PER_LANE];
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) skip_sum[i] = bias_sum[i] = 0;
-    int slab_side = 0;
-
-    for (i64 number = end_tile - 1; number >= first_tile; number--) {
-        const i64 tile = number * TIMES;
-        const int times = within(length - tile, TIMES);
-        // All that is read for the tile is on its way before any of it is needed.
-        Staged staged;
-        float h[MINE];
-        const auto fetch = [&](int block) {
-            staged.load(b, c, block * CAPACITY, int(states), tile, times);
+        for (int held = 0; held < 2; held++)
 #pragma unroll
             for (int s = 0; s < MINE; s++) {
                 const int n = block * CAPACITY + quarter * MINE + s;
-                h[s] = mine && n < states ? checkpoints[((slot + number) * channels + first + own) * states + n] : 0;
+                const bool in = own + 8 * held < left && n < state_count;
+                decay[held][s] = in ? A[i64(own_first + 8 * held) * state_count + n] * LOG2_E : 0;
+                if (entering) {
+                    decay_grad[held][s] = decay_lost[held][s] = 0;
+                    carry[held][s] = in && final_grad ? final_grad[(of_state + 8 * held) * state_count + n] : 0;
+                }
+            }
+        if (!entering) return;
+#pragma unroll 1
+        for (int later = part_count - 1; later > at.part; later--)
+#pragma unroll
+            for (int held = 0; held < 2; held++) {
+                if (own + 8 * held >= left) continue;
+                const i64 of_part =
+                    (i64(at.batch * sequence_count + at.sequence) * part_count + later) * channel_count + first + own + 8 * held;
+                const float size = sizes[of_part];
+#pragma unroll
+                for (int s = 0; s < MINE; s++) {
+                    const int n = block * CAPACITY + quarter * MINE + s;
+                    if (n < state_count)
+                        carry[held][s] = adjoints[of_part * state_count + n] + fast_exp2(decay[held][s] * size) * carry[held][s];
+                }
+            }
+    };
+    // What is carried from one tile to the earlier one lies, while other things need registers, in `carries`, or, of one
+    // block, in place of states before a fourth step, of which no sums of the tile take the place.
+    const auto kept_at = [&](int block, int what, int held) {
+        if constexpr (BLOCKS == 1) return before + (16 * what + 4 * held) * THREADS;
+        const int of_cta = int(afresh(unsigned(block))) * THREADS + int(threadIdx.x);
+        return carries + (i64(blockIdx.x) * blocks * THREADS + of_cta) * KEPT + (2 * what + held) * MINE;
+    };
+    // dA of several blocks is summed over one tile in registers, and over tiles there.
+    const auto recall = [&](int block) {
+#pragma unroll
+        for (int held = 0; held < 2; held++) {
+            load_floats(carry[held], kept_at(block, 0, held));
+            if (BLOCKS == 1) {
+                load_floats(decay_grad[held], kept_at(block, 1, held));
+                if constexpr (COMPENSATED) load_floats(decay_lost[held], kept_at(block, 2, held));
+            } else {
+#pragma unroll
+                for (int s = 0; s < MINE; s++) decay_grad[held][s] = 0;
+            }
+        }
+    };
+    const auto keep = [&](int block, bool entering) {
+#pragma unroll
+        for (int held = 0; held < 2; held++) {
+            store_floats(kept_at(block, 0, held), carry[held]);
+            if (BLOCKS > 1 && !entering) {
+                float sum[MINE], lost[MINE];
+                load_floats(sum, kept_at(block, 1, held));
+                load_floats(lost, kept_at(block, 2, held));
+#pragma unroll
+                for (int s = 0; s < MINE; s++) {
+                    add_exactly(sum[s], lost[s], decay_grad[held][s]);
+                    decay_grad[held][s] = sum[s], decay_lost[held][s] = lost[s];
+                }
+            }
+            store_floats(kept_at(block, 1, held), decay_grad[held]);
+            if constexpr (COMPENSATED || BLOCKS > 1) store_floats(kept_at(block, 2, held), decay_lost[held]);
+        }
+    };
+    for (int block = 0; block < blocks; block++) begin_block(block, true), keep(block, true);
+
+    // Adds a lane's part of the sums over time for D and delta_bias, of which `alike` lanes, 2^shift from each other, have
+    // the same channel.
+    const auto add_over_time = [&](float of_skip, float of_bias, int alike, int shift, int channel, bool first_of_them) {
+        for (int bit = 1 << shift; bit < alike << shift; bit *= 2) {
+            of_skip += __shfl_xor_sync(~0u, of_skip, bit);
+            of_bias += __shfl_xor_sync(~0u, of_bias, bit);
+        }
+        if (first_of_them) {
+            skip_grads[warp * CHANNELS + channel] += of_skip;
+            bias_grads[warp * CHANNELS + channel] += of_bias;
+        }
+    };
+
+    // What a tile's warps have summed of dB and dC, of 16 states, is there once they have met. It lies in place of the
+    // state before the fourth step of each eight: dB where the first channels' was, dC where the second ones' was.
+    const auto add_up_warps = [&](int tile, int block) {
+        constexpr int QUADS = 2 * CAPACITY * TIMES / 4;
+#pragma unroll
+        for (int i = threadIdx.x; i < QUADS; i += THREADS) {
+            const int step = i % (TIMES / 4) * 4, row_of = i / (TIMES / 4);
+            const int state_of = row_of % CAPACITY, which = row_of / CAPACITY;
+            const float* const from =
+                all_states + (2 * (step / 8 * 8 + 4) + 4 * which) * THREADS + state_of * 8 + step % 8;
+            float sum[4];
+            load_floats(sum, from);
+#pragma unroll
+            for (int k = 1; k < WARPS; k++) {
+                float of_one[4];
+                load_floats(of_one, from + k * 128);
+#pragma unroll
+                for (int j = 0; j < 4; j++) sum[j] += of_one[j];
+            }
+            const int n = block * CAPACITY + state_of;
+            if (n >= state_count || tile + step >= length) continue;
+            const i64 of_group =
+                i64(at.block * int(batch) + at.batch) * (channel_count / int(group_channels)) + at.group;
+            float* const to = (which ? C_grad : B_grad) + (of_group * state_count + n) * time + at.begin + tile + step;
+            if ((int(time) | at.begin) % 4 == 0 && tile + step + 4 <= length) {
+                store_floats(to, sum);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    if (tile + step + j < length) to[j] = sum[j];
+            }
+        }
+    };
+
+    for (int number = end_tile - 1; number >= first_tile; number--) {
+        const int tile = number * TIMES;
+        const int times = within(length - tile, TIMES);
+        // All that is read for the tile is on its way before any of it is needed.
+        Staged staged;
+        float h[2][MINE];
+        const auto fetch = [&](int block) {
+            Place at = own_place;
+            at.begin = int(afresh(unsigned(at.begin))), at.batch = int(afresh(unsigned(at.batch)));
+            const Projection b(B, {B_batch, B_group, B_state, B_time}, at, flags & 2);
+            const Projection c(C, {C_batch, C_group, C_state, C_time}, at, flags & 4);
+            const int again = int(afresh(unsigned(number))), from_tile = again * TIMES;
+            staged.load(b, c, block * CAPACITY, state_count, from_tile, within(length - from_tile, TIMES));
+#pragma unroll
+            for (int held = 0; held < 2; held++) {
+                const int channel = own + 8 * held, n = block * CAPACITY + quarter * MINE;
+                const float* const from = checkpoints + (i64(slot + again) * channel_count + first + channel) * state_count + n;
+#pragma unroll
+                for (int s = 0; s < MINE; s++) h[held][s] = 0;
+                if (channel >= left) continue;
+                if (state_count % MINE == 0 && n < state_count) {
+                    load_floats(h[held], from);
+                } else {
+#pragma unroll
+                    for (int s = 0; s < MINE; s++)
+                        if (n + s < state_count) h[held][s] = from[s];
+                }
             }
         };
-        if constexpr (BLOCKS == 1) fetch(0);
-        const i64 earlier = tile - TIMES;
-        const auto bring = [&](const Rows<const Storage*>& rows_of, const Piece& piece) {
-            if (rows_of.first) prefetch(rows_of.at(piece, earlier));
+        // Made anew in each tile, or they would take registers from the steps.
+        const int warp_first = int(afresh(unsigned(first))), of_batch = int(afresh(unsigned(at.batch)));
+        const Rows<const Storage*> us(u, {u_batch, u_channel, u_time}, of_batch, warp_first, at.begin);
+        const Rows<const Storage*> deltas(delta, {delta_batch, delta_channel, delta_time}, of_batch, warp_first, at.begin);
+        const Rows<const Storage*> zs(z, {z_batch, z_channel, z_time}, of_batch, warp_first, at.begin);
+        const Rows<const Storage*> grads(out_grad, {grad_batch, grad_channel, grad_time}, of_batch, warp_first, at.begin);
+        const int earlier = tile - TIMES;
+        const auto bring = [&](const Rows<const Storage*>& rows_of, int i) {
+            if (rows_of.first) prefetch(rows_of.at(i, earlier));
         };
         if (ALIGNED && number > first_tile) {
 #pragma unroll
             for (int i = 0; i < PER_LANE; i++) {
                 const Piece piece(i);
                 if (piece.count(left, TIMES) > 0)
-                    bring(us, piece), bring(deltas, piece), bring(zs, piece), bring(grads, piece);
+                    bring(us, i), bring(deltas, i), bring(zs, i), bring(grads, i);
             }
-            if (BLOCKS == 1 && mine)
-                prefetch(checkpoints + ((slot + number - 1) * channels + first + own) * states + quarter * MINE);
+            if (BLOCKS == 1 && own + 8 * (quarter / 2) < left)
+                prefetch(checkpoints + (i64(slot + number - 1) * channel_count + first + own + 8 * (quarter / 2)) * state_count +
+                         quarter % 2 * 8);
         }
-#pragma unroll
+#pragma unroll(ALIGNED && NARROW ? int(PER_LANE) : 1)
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
             const int count = piece.count(left, times);
-            const Values u_now = us.load(piece, tile, count), delta_now = deltas.load(piece, tile, count);
-            const Values z_now = zs.load(piece, tile, count), grad_now = grads.load(piece, tile, count);
+            const Values u_now = us.load(i, tile, count), delta_now = deltas.load(i, tile, count);
+            const Values z_now = zs.load(i, tile, count), grad_now = grads.load(i, tile, count);
             if (!piece.there) continue;
+            // One branch for all of the piece's elements, whose chains of operations then overlap.
+            float size[VALUES], grad[VALUES];
+#pragma unroll
+            for (int k = 0; k < VALUES; k++) {
+                size[k] = delta_now.get(k) + bias[piece.channel + (CHANNEL_LAST ? k : 0)];
+                grad[k] = grad_now.get(k);
+            }
+            if (smooth) {
+#pragma unroll
+                for (int k = 0; k < VALUES; k++) size[k] = softplus(size[k]);
+            }
+            if (z) {
+#pragma unroll
+                for (int k = 0; k < VALUES; k++) grad[k] *= z_now.get(k) * sigmoid(z_now.get(k));
+            }
 #pragma unroll
             for (int k = 0; k < VALUES; k++) {
                 const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
                 const int step = piece.time + (CHANNEL_LAST ? 0 : k);
-                float size = delta_now.get(k) + bias[channel], grad = grad_now.get(k);
-                if (smooth) size = softplus(size);
-                if (!Piece::has(count, k)) size = 0;
-                if (z) grad *= z_now.get(k) * sigmoid(z_now.get(k));
-                store_float4(rows + element_at(channel, step), size, size * u_now.get(k), grad, 0);
+                if (!Piece::has(count, k)) size[k] = 0;
+                store_float4(rows + element_at(channel, step), size[k], size[k] * u_now.get(k), grad[k], 0);
             }
         }
 
         for (int block = 0; block < blocks; block++) {
-            if constexpr (BLOCKS > 1) begin_block(block, false), recall(block);
-            if constexpr (BLOCKS > 1) fetch(block);
-            __syncthreads();  // nobody reads what was staged before
+            begin_block(block, false), recall(block), fetch(block);
+            __syncthreads();  // nobody reads what was staged before, and the warps' sums are there
+            if (block > 0) add_up_warps(tile, block - 1);
+            else if (number + 1 < end_tile) add_up_warps(tile + TIMES, blocks - 1);
             staged.store(stage);
             __syncthreads();
-            for (int t = 0; t < TIMES; t += 4) {
-                store_floats(before + t * THREADS, h);
-                if (t + 4 == TIMES) break;
+            const auto save = [&](int t) {
+                store_floats(before + 2 * t * THREADS, h[0]);
+                store_floats(before + (2 * t + 4) * THREADS, h[1]);
+            };
+#pragma unroll 1
+            for (int t = 0; t < TIMES; t += 8) {
+                const float* const pairs = row + element_at(0, t);
+                const float* const ins = stage + t * CAPACITY + quarter * MINE;
+                save(t);
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float pair[2], in[MINE];
-                    load_floats(pair, row + element_at(0, t + j));
-                    load_floats(in, stage + (t + j) * CAPACITY + quarter * MINE);
+                for (int j = 0; j < 8; j++) {
+                    if (j == 4) {
+                        save(t + 4);
+                        if (t + 8 == TIMES) break;
+                    }
+                    float in[MINE];
+                    load_floats(in, ins + j * CAPACITY);
 #pragma unroll
-                    for (int s = 0; s < MINE; s++)
-                        h[s] = fast_exp2(pair[0] * decay[s]) * h[s] + pair[1] * in[s];
+                    for (int held = 0; held < 2; held++) {
+                        float pair[2];
+                        load_floats(pair, pairs + 8 * held * ROW + 4 * j);
+#pragma unroll
+                        for (int s = 0; s < MINE; s++)
+                            h[held][s] = fast_exp2(pair[0] * decay[held][s]) * h[held][s] + pair[1] * in[s];
+                    }
                 }
             }
 
+            float of_tile[2][MINE] = {};  // dA, if it is summed exactly
+            auto& decay_sum = *(COMPENSATED ? &of_tile : &decay_grad);
 #pragma unroll 1
             for (int eight = TIMES - 8; eight >= 0; eight -= 8) {
                 const float* const pairs = row + element_at(0, eight);
                 const float* const ins = stage + eight * CAPACITY + quarter * MINE;
                 const float* const throughs = ins + TIMES * CAPACITY;
-                float in_acc[2][4] = {}, out_acc[2][4] = {};
+                float* const of_warp = all_states + 2 * (eight + 4) * THREADS + warp * 128;  // dB, and dC
+                // Of eight steps, on tensor cores.
+                float in_steps[MINE], through_steps[MINE];
+                const float ones[MINE] = {1, 1, 1, 1};
+                if constexpr (NARROW) {
+                    load_floats(in_steps, ins + own * CAPACITY);
+                    load_floats(through_steps, throughs + own * CAPACITY);
+                }
 #pragma unroll
-                for (int half = 4; half >= 0; half -= 4) {
-                    const int t = half;  // in the eight
-                    float start[MINE], gate[4][MINE], state[4][MINE], y[4], product[4], size_grad[4];
-                    float in[4][MINE], through[4][MINE], element[4][4];
-                    load_floats(start, before + (eight + t) * THREADS);
+                for (int half = 4; half >= 0; half -= HALF) {
+                    float start[2][MINE], gate[HALF][2][MINE], state[HALF][2][MINE];
+                    // What is kept of the sums, of steps 2 · quarter and the next.
+                    float of_y[2][2], of_product[2][2], of_size[2][2];
+                    float y[HALF][2], product[HALF][2], size_grad[HALF][2];  // summed by shuffles
+                    load_floats(start[0], before + 2 * (eight + half) * THREADS);
+                    load_floats(start[1], before + (2 * (eight + half) + 4) * THREADS);
 #pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        load_floats(element[j], pairs + 4 * (t + j));
-                        load_floats(in[j], ins + (t + j) * CAPACITY);
-                        load_floats(through[j], throughs + (t + j) * CAPACITY);
-                        y[j] = 0;
+                    for (int j = 0; j < HALF; j++) {
+                        float in[MINE];
+                        load_floats(in, ins + (half + j) * CAPACITY);
+                        const auto& earlier_state = j ? state[j ? j - 1 : 0] : start;
 #pragma unroll
-                        for (int s = 0; s < MINE; s++) {
-                            gate[j][s] = fast_exp2(element[j][0] * decay[s]);
-                            state[j][s] =
-                                gate[j][s] * (j ? state[j ? j - 1 : 0][s] : start[s]) + element[j][1] * in[j][s];
-                            y[j] += through[j][s] * state[j][s];
-                        }
-                    }
-#pragma unroll
-                    for (int two = 2; two >= 0; two -= 2) {
-                        float in_term[2][MINE], out_term[2][MINE];
-#pragma unroll
-                        for (int j = two + 1; j >= two; j--) {
-                            if constexpr (THREADS * CTAS > 384) {  // fewer registers than keep them
-                                load_floats(element[j], pairs + 4 * (t + j));
-                                load_floats(in[j], ins + (t + j) * CAPACITY);
-                                load_floats(through[j], throughs + (t + j) * CAPACITY);
-                            }
-                            product[j] = size_grad[j] = 0;
+                        for (int held = 0; held < 2; held++) {
+                            float pair[2];
+                            load_floats(pair, pairs + 8 * held * ROW + 4 * (half + j));
 #pragma unroll
                             for (int s = 0; s < MINE; s++) {
-                                const float g = element[j][2] * through[j][s] + carry[s];
-                                in_term[j - two][s] = g * element[j][1];
-                                out_term[j - two][s] = element[j][2] * state[j][s];
-                                product[j] += g * in[j][s];
-                                carry[s] = g * gate[j][s];
-                                const float q = carry[s] * (j ? state[j ? j - 1 : 0][s] : start[s]);
-                                size_grad[j] += q * decay[s];
-                                decay_grad[s] += q * element[j][0];
+                                gate[j][held][s] = fast_exp2(pair[0] * decay[held][s]);
+                                state[j][held][s] = gate[j][held][s] * earlier_state[held][s] + pair[1] * in[s];
                             }
                         }
-                        const float one = 1.0f;
-                        const unsigned picks = __float_as_uint(one);
-                        const uint2 columns = make_uint2(lane / 4 == half + two ? picks : 0u, lane / 4 == half + two + 1 ? picks : 0u);
+                    }
+                    float in_terms[2 * MINE], out_terms[2 * MINE];  // of two steps
 #pragma unroll
-                        for (int k = 0; k < 2; k++) {
-                            add_columns(in_acc[k], in_term[0][2 * k], in_term[0][2 * k + 1], in_term[1][2 * k],
-                                        in_term[1][2 * k + 1], columns);
-                            add_columns(out_acc[k], out_term[0][2 * k], out_term[0][2 * k + 1], out_term[1][2 * k],
-                                        out_term[1][2 * k + 1], columns);
+                    for (int j = HALF - 1; j >= 0; j--) {
+                        const int step = half + j;
+                        const bool mine = quarter == step / 2;
+                        float in[MINE], through[MINE], element[2][4], g[2][MINE], through_decay[2][MINE];
+                        load_floats(in, ins + step * CAPACITY);
+                        load_floats(through, throughs + step * CAPACITY);
+                        const auto& earlier_state = j ? state[j ? j - 1 : 0] : start;
+#pragma unroll
+                        for (int held = 0; held < 2; held++) {
+                            load_floats(element[held], pairs + 8 * held * ROW + 4 * step);
+                            if constexpr (!NARROW) y[j][held] = product[j][held] = size_grad[j][held] = 0;
+#pragma unroll
+                            for (int s = 0; s < MINE; s++) {
+                                g[held][s] = element[held][2] * through[s] + carry[held][s];
+                                carry[held][s] = g[held][s] * gate[j][held][s];
+                                const float q = carry[held][s] * earlier_state[held][s];
+                                decay_sum[held][s] += q * element[held][0];
+                                if constexpr (NARROW) {
+                                    through_decay[held][s] = q * decay[held][s];
+                                } else {
+                                    y[j][held] += through[s] * state[j][held][s];
+                                    product[j][held] += g[held][s] * in[s];
+                                    size_grad[j][held] += q * decay[held][s];
+                                }
+                            }
+                        }
+                        if constexpr (NARROW) {
+                            float ys[4] = {}, products[4] = {}, size_grads[4] = {};
+                            add_over_states(ys, state[j], through_steps);
+                            add_over_states(products, g, in_steps);
+                            add_over_states(size_grads, through_decay, ones);
+#pragma unroll
+                            for (int held = 0; held < 2; held++) {
+                                of_y[held][j % 2] = mine ? ys[2 * held + j % 2] : of_y[held][j % 2];
+                                of_product[held][j % 2] = mine ? products[2 * held + j % 2] : of_product[held][j % 2];
+                                of_size[held][j % 2] = mine ? size_grads[2 * held + j % 2] : of_size[held][j % 2];
+                            }
+                        }
+#pragma unroll
+                        for (int s = 0; s < MINE; s++) {
+                            in_terms[j % 2 * MINE + s] = g[0][s] * element[0][1] + g[1][s] * element[1][1];
+                            out_terms[j % 2 * MINE + s] =
+                                element[0][2] * state[j][0][s] + element[1][2] * state[j][1][s];
+                        }
+                        if (j % 2 == 0) {
+                            __syncwarp();  // what lies there was read
+                            const int summed = summed_by<8, 4>();
+                            float* const to = of_warp + (quarter * MINE + summed % MINE) * 8 + step + summed / MINE;
+                            to[0] = transposed_sum<8, 4>(in_terms);
+                            to[4 * THREADS] = transposed_sum<8, 4>(out_terms);
                         }
                     }
-                    const float of_y = transposed_sum<4, 4>(y), of_product = transposed_sum<4, 4>(product);
-                    const float of_size = transposed_sum<4, 4>(size_grad);
-                    float* const to = sum_row + element_at(0, eight) + 4 * (t + summed);
-                    if (BLOCKS > 1 && block > 0) {
-                        to[1] += of_product, to[2] += of_size, to[3] += of_y;
-                    } else {
-                        to[1] = of_product;
-                        store_float2(to + 2, of_size, of_y);
+                    if constexpr (!NARROW) {
+#pragma unroll
+                        for (int held = 0; held < 2; held++) {
+                            float four[3][HALF];
+#pragma unroll
+                            for (int j = 0; j < HALF; j++)
+                                four[0][j] = product[j][held], four[1][j] = size_grad[j][held], four[2][j] = y[j][held];
+#pragma unroll
+                            for (int which = 0; which < 3; which++) {
+                                float* const to =
+                                    sum_at(own + 8 * held, eight + half + summed_by<4, 1>(), which + 1);
+                                const float sum = transposed_sum<4, 1>(four[which]);
+                                *to = BLOCKS > 1 && block > 0 ? *to + sum : sum;
+                            }
+                        }
+                    }
+                    __syncwarp();
+                    const bool of_half = quarter / 2 == half / HALF;
+                    if constexpr (NARROW) {
+#pragma unroll
+                        for (int held = 0; held < 2; held++)
+#pragma unroll
+                            for (int j = 0; j < 2; j++) {
+                                const float sums[3] = {of_product[held][j], of_size[held][j], of_y[held][j]};
+#pragma unroll
+                                for (int which = 0; which < 3; which++) {
+                                    float* const to = sum_at(own + 8 * held, eight + 2 * quarter + j, which + 1);
+                                    if (of_half) *to = BLOCKS > 1 && block > 0 ? *to + sums[which] : sums[which];
+                                }
+                            }
                     }
                 }
-                // What the lanes of a warp have summed: of 16 states and 8 steps, for each half of the channels.
-                float* const slab = slabs + slab_side * SHARED_SLAB;
-                float* const of_lane = slab + (warp * 2 + lane / 16) * OUTPUTS + quarter * MINE * 8 + lane % 4 * 2;
-#pragma unroll
-                for (int s = 0; s < MINE; s++) {
-                    store_float2(of_lane + s * 8, in_acc[s / 2][s % 2 * 2], in_acc[s / 2][s % 2 * 2 + 1]);
-                    store_float2(of_lane + OUTPUTS / 2 + s * 8, out_acc[s / 2][s % 2 * 2], out_acc[s / 2][s % 2 * 2 + 1]);
-                }
-                __syncthreads();
-                for (int i = threadIdx.x; i < OUTPUTS; i += THREADS) {
-                    float sum = 0;
-#pragma unroll
-                    for (int k = 0; k < 2 * WARPS; k++) sum += slab[k * OUTPUTS + i];
-                    const int n = block * CAPACITY + i / 8 % CAPACITY;
-                    const i64 step = tile + eight + i % 8;
-                    float* const to = i < OUTPUTS / 2 ? B_grad : C_grad;
-                    if (n < states && step < length)
-                        to[(((at.block * batch + at.batch) * (channels / group_channels) + at.group) * states + n) * time + at.begin + step] = sum;
-                }
-                slab_side ^= 1;
             }
-            keep(block);
+            if constexpr (COMPENSATED) {
+#pragma unroll
+                for (int held = 0; held < 2; held++)
+#pragma unroll
+                    for (int s = 0; s < MINE; s++)
+                        add_exactly(decay_grad[held][s], decay_lost[held][s], of_tile[held][s]);
+            }
+            keep(block, false);
         }
         __syncwarp();
 
-#pragma unroll
+        const int again_first = int(afresh(unsigned(first))), batch_again = int(afresh(unsigned(at.batch)));
+        const Rows<const Storage*> us_again(u, {u_batch, u_channel, u_time}, batch_again, again_first, at.begin);
+        const Rows<const Storage*> deltas_again(delta, {delta_batch, delta_channel, delta_time}, batch_again, again_first, at.begin);
+        const Rows<const Storage*> zs_again(z, {z_batch, z_channel, z_time}, batch_again, again_first, at.begin);
+        const Rows<const Storage*> grads_again(out_grad, {grad_batch, grad_channel, grad_time}, batch_again, again_first, at.begin);
+        const Strides3 new_strides{u_grad_batch, u_grad_channel, u_grad_time};
+        const Rows<Storage*> u_grads(u_grad, new_strides, batch_again, again_first, at.begin);
+        const Rows<Storage*> delta_grads(delta_grad, new_strides, batch_again, again_first, at.begin);
+        const Rows<Storage*> z_grads(z_grad, new_strides, batch_again, again_first, at.begin);
+#pragma unroll 1
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
             const int count = piece.count(left, times);
-            const Values u_now = us.load(piece, tile, count), delta_now = deltas.load(piece, tile, count);
-            const Values z_now = zs.load(piece, tile, count), grad_now = grads.load(piece, tile, count);
-            if (!piece.there) continue;
-            float of_u[VALUES], of_delta[VALUES], of_z[VALUES];
+            const Values u_now = us_again.load(i, tile, count), grad_now = grads_again.load(i, tile, count);
+            const Values z_now = zs_again.load(i, tile, count);
+            Values delta_now;
+            if constexpr (!NARROW) delta_now = deltas_again.load(i, tile, count);
+            float of_u[VALUES], of_delta[VALUES], of_z[VALUES], skip_sum = 0, bias_sum = 0;
+            float size[VALUES], inner[VALUES];
+            const float* const skip_of = skip + piece.channel;
 #pragma unroll
             for (int k = 0; k < VALUES; k++) {
                 const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
                 const int step = piece.time + (CHANNEL_LAST ? 0 : k);
-                float size[1], found[4];
-                load_floats(size, rows + element_at(channel, step));
-                load_floats(found, sums + element_at(channel, step));
-                const float wide = u_now.get(k), grad = grad_now.get(k);
-                float inner = grad;
-                if (z) {
-                    const float gate = z_now.get(k), open = sigmoid(gate);
-                    inner *= gate * open;
-                    of_z[k] = grad * (found[3] + skip[channel] * wide) * open * (1 + gate * (1 - open));
+                float found[4];
+                load_floats(found, rows + element_at(channel, step));
+                if constexpr (BLOCKS > 1) {
+#pragma unroll
+                    for (int which = 1; which < 4; which++) found[which] = *sum_at(channel, step, which);
                 }
-                of_u[k] = size[0] * found[1] + skip[channel] * inner;
-                of_delta[k] = LN_2 * found[2] + wide * found[1];
-                if (smooth) {
-                    const float raw = delta_now.get(k) + bias[channel];
-                    if (raw <= 20) of_delta[k] *= sigmoid(raw);
-                }
-                if (!Piece::has(count, k)) of_delta[k] = 0;
-                if constexpr (CHANNEL_LAST) {
-                    store_float2(rows + element_at(channel, step), inner * wide, of_delta[k]);
-                } else {
-                    skip_sum[i] += inner * wide, bias_sum[i] += of_delta[k];
+                size[k] = found[0], of_u[k] = found[1], of_delta[k] = found[2], of_z[k] = found[3];
+                inner[k] = grad_now.get(k);
+            }
+            if (z) {
+#pragma unroll
+                for (int k = 0; k < VALUES; k++) {
+                    const float gate = z_now.get(k), open = sigmoid(gate), grad = inner[k];
+                    inner[k] *= gate * open;
+                    of_z[k] = grad * (of_z[k] + skip_of[CHANNEL_LAST ? k : 0] * u_now.get(k)) * open * (1 + gate * (1 - open));
                 }
             }
-            u_grads.store(piece, tile, count, of_u);
-            delta_grads.store(piece, tile, count, of_delta);
-            if (z) z_grads.store(piece, tile, count, of_z);
+#pragma unroll
+            for (int k = 0; k < VALUES; k++) {
+                of_delta[k] = LN_2 * of_delta[k] + u_now.get(k) * of_u[k];
+                of_u[k] = size[k] * of_u[k] + skip_of[CHANNEL_LAST ? k : 0] * inner[k];
+            }
+            if (smooth) {  // times 1 - exp(-δ), the sigmoid of what δ is the softplus of
+#pragma unroll
+                for (int k = 0; k < VALUES; k++) {
+                    if constexpr (NARROW) of_delta[k] *= 1 - fast_exp2(-LOG2_E * size[k]);
+                    else of_delta[k] *= sigmoid(delta_now.get(k) + bias[piece.channel + (CHANNEL_LAST ? k : 0)]);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < VALUES; k++) {
+                if (!Piece::has(count, k)) of_delta[k] = 0;
+                const float of_skip = inner[k] * u_now.get(k);
+                if constexpr (CHANNEL_LAST) store_float2(rows + element_at(piece.channel + k, piece.time), of_skip, of_delta[k]);
+                else skip_sum += of_skip, bias_sum += of_delta[k];
+            }
+            u_grads.store(i, tile, count, of_u);
+            delta_grads.store(i, tile, count, of_delta);
+            if (z) z_grads.store(i, tile, count, of_z);
+            if constexpr (!CHANNEL_LAST) add_over_time(skip_sum, bias_sum, IN_A_ROW, 0, piece.channel, piece.time == 0);
         }
         __syncwarp();
         if constexpr (CHANNEL_LAST) {
-            for (int step = lane / 8; step < TIMES; step += 4) {
-                const float* const from = rows + element_at(lane % 8, step);
-                skip_sum[0] += from[0], bias_sum[0] += from[1];
+            float skip_sum = 0, bias_sum = 0;
+            for (int step = lane / CHANNELS; step < TIMES; step += 2) {
+                const float* const from = rows + element_at(lane % CHANNELS, step);
+                skip_sum += from[0], bias_sum += from[1];
             }
+            add_over_time(skip_sum, bias_sum, 2, 4, lane % CHANNELS, lane < CHANNELS);
             __syncwarp();
         }
     }
 
-    const i64 of_part = ((at.batch * sequences + at.sequence) * parts + at.part) * channels + first;
+    __syncthreads();
+    if (first_tile < end_tile) add_up_warps(first_tile * TIMES, blocks - 1);
+
+    const i64 of_part = (i64(at.batch * sequence_count + at.sequence) * part_count + at.part) * channel_count + first;
     for (int block = 0; block < blocks; block++) {
         recall(block);
+        if constexpr (BLOCKS > 1) {
 #pragma unroll
-        for (int s = 0; s < MINE; s++) {
-            const int n = block * CAPACITY + quarter * MINE + s;
-            if (!mine || n >= states) continue;
-            A_grad[(of_part + own) * states + n] = decay_grad[s];
-            if (initial_grad && at.part == 0) initial_grad[of_state * states + n] = carry[s];
+            for (int held = 0; held < 2; held++) {
+                load_floats(decay_grad[held], kept_at(block, 1, held));
+                load_floats(decay_lost[held], kept_at(block, 2, held));
+            }
         }
+#pragma unroll
+        for (int held = 0; held < 2; held++)
+#pragma unroll
+            for (int s = 0; s < MINE; s++) {
+                const int n = block * CAPACITY + quarter * MINE + s, channel = own + 8 * held;
+                if (channel >= left || n >= state_count) continue;
+                A_grad[(of_part + channel) * state_count + n] = decay_grad[held][s] + decay_lost[held][s];
+                if (initial_grad && at.part == 0) initial_grad[(of_state + 8 * held) * state_count + n] = carry[held][s];
+            }
     }
-#pragma unroll
-    for (int i = 0; i < (CHANNEL_LAST ? 1 : PER_LANE); i++) {
-        const Piece piece(i);
-        enum : int { ALIKE = CHANNEL_LAST ? 4 : TIMES / VALUES };
-#pragma unroll
-        for (int k = 1; k < ALIKE; k *= 2) {
-            const int bit = CHANNEL_LAST ? 8 * k : k;
-            skip_sum[i] += __shfl_xor_sync(~0u, skip_sum[i], bit);
-            bias_sum[i] += __shfl_xor_sync(~0u, bias_sum[i], bit);
-        }
-        const int channel = CHANNEL_LAST ? lane % 8 : piece.channel;
-        const bool writes = CHANNEL_LAST ? lane < 8 : piece.there && piece.time == 0;
-        if (writes && channel < left) {
-            if (D_grad) D_grad[of_part + channel] = skip_sum[i];
-            if (bias_grad) bias_grad[of_part + channel] = bias_sum[i];
-        }
+    for (int i = lane; i < left; i += 32) {
+        if (D_grad) D_grad[of_part + i] = skip_grads[warp * CHANNELS + i];
+        if (bias_grad) bias_grad[of_part + i] = bias_grads[warp * CHANNELS + i];
     }
 }

@@ -1,57 +1,62 @@
 // The forward pass of a selective scan: for each batch, channel d and state n
 //     h[t] = exp(δ[t]·A)·h[t-1] + δ[t]·u[t]·B[t],  y[t] = Σ_n C[t]·h[t] + D·u[t],  out[t] = y[t]·silu(z[t])
 //
-// LANES lanes of a warp have HELD channels, with STATES states each in registers; a warp has CHANNELS of them and a CTA WARPS warps, all of one batch and group, so B and C are read and converted once for all of them:
+// A warp has 16 channels, and a lane two of them with STATES states each, in registers. SPLIT warps share the channels
+// and have other states. A CTA has WARPS warps, all of one batch and group, so B and C are read once for all of them:
 //
-//          lane 0      lane 1      …                    a warp's row of shared memory, one for each channel:
-//     d    n 0…S-1     n S…2S-1    …                    (δ, δ·u) of TIMES steps, then y in place of δ
-//     d+1  n 0…S-1     n S…2S-1    …
+//     lane % 4             0        1        2        3          a row of shared memory for each channel:
+//     lane / 4      d      n 0…3    n 4…7    n 8…11   n 12…15    (δ, δ·u) of TIMES steps
+//     lane / 4 + 8  d + 8  n 0…3    n 4…7    n 8…11   n 12…15    and one for each warp with y
 //
-// A tile is TIMES steps. Lanes load pieces of u, delta and z, 16 bytes each, a tile ahead; compute δ and δ·u once for
-// each element and leave them in the row; walk the tile, with B and C from shared memory; sum y over the lanes of a
-// channel, a few steps at a time so that each lane ends up with another step's sum; and write the pieces of out. Only
-// B and C are the CTA's, in two buffers, so it meets once a tile.
+// A tile is TIMES steps. Threads load pieces of u, delta and z, 16 bytes each, a tile ahead; compute δ and δ·u once for
+// each element and leave them in the rows; walk the tile, with B from shared memory; and write the pieces of out.
 //
-// Traffic of an element: u, delta, z and out, 8 bytes in 16 bits. Work for each of its states: an exponential (16 a
-// cycle on an SM), and 4 multiplications or additions; besides 2 / 4 loads from shared memory, and for an element some
-// 40 instructions and four more of the exponential's unit. With 16 states that unit is the bound: 10 cycles of a
-// quarter of an SM for 32 states, where issue takes about 8.
-#define CHANNELS (32 / LANES * HELD)
-#define CAPACITY (LANES * STATES)
+// The states of a lane are its part of a matrix of 16 × 8 as tensor cores take it. So in 16 bits y is a product on
+// them: of the states of a step with C of eight steps, of which the column of that step is kept. What the product
+// reads of C are a lane's registers for eight steps. float32 is multiplied and summed by shuffles.
+//
+// Traffic of an element: u, delta, z and out, 8 bytes in 16 bits, and 2 of the states that are kept. Work for each of
+// its states: an exponential (16 a cycle on an SM, so 8 cycles of a quarter of it for a warp), some 5 other
+// instructions, and 4 bytes of shared memory. For an element come three of the exponential's unit and some 30 others.
+// With 16 states that unit is the bound, with 9.5 cycles, where issue takes 7 and shared memory 4.
+#define CHANNELS 16
+#define CAPACITY (4 * STATES * SPLIT)
 #include "tile.cuh"
 
 enum : int {
     ROW = 2 * TIMES + 4,  // so that channels lie in different banks
-    GROUP = LANES < 8 ? LANES : 8,
+    Y_ROW = TIMES + 4,
     STEPS = 8,
-    SHARED_ROWS = WARPS * CHANNELS * ROW,
+    // Sequences are so many steps at a time, of which none beyond the end is worked on.
+    WHOLE_STEPS = ALIGNED && !CHANNEL_LAST && VALUES == STEPS,
+    CTA_CHANNELS = WARPS / SPLIT * CHANNELS,
+    WIDTH = STATES < 4 ? STATES : 4,  // states that lie together
+    BLOCKS = STATES / WIDTH,
+    SHARED_ROWS = CTA_CHANNELS * ROW,
+    SHARED_Y = WARPS * CHANNELS * Y_ROW,
     SHARED_STAGE = 2 * CAPACITY * TIMES,
 };
 
-// Threads of an SM that registers leave room for.
-enum : int {
-    WIDE = sizeof(Storage) == 4,
-    RESIDENT = LANES * HELD == 4 && ALIGNED && !WIDE ? 512 : HELD * STATES >= 16 && (WIDE || !ALIGNED) ? 256 : 384,
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 selective_scan_forward(const Storage* u, const Storage* delta, const float* A, const Storage* B, const Storage* C,
                        const float* D, const Storage* z, const float* delta_bias, const float* initial_state,
                        Storage* out, float* final_state, float* checkpoints, const i64* offsets, i64 batch,
                        i64 channels, i64 time, i64 states, i64 group_channels, i64 sequences, i64 flags,
-                        i64 u_batch, i64 u_channel, i64 u_time, i64 delta_batch, i64 delta_channel,
+                       i64 u_batch, i64 u_channel, i64 u_time, i64 delta_batch, i64 delta_channel,
                        i64 delta_time, i64 z_batch, i64 z_channel, i64 z_time, i64 out_batch, i64 out_channel,
                        i64 out_time, i64 B_batch, i64 B_group, i64 B_state, i64 B_time, i64 C_batch, i64 C_group,
                        i64 C_state, i64 C_time) {
-    float* const shared = reinterpret_cast<float*>(dynamic_rows());
-    float* const stages = shared + SHARED_ROWS;
+    float* const all_rows = reinterpret_cast<float*>(dynamic_rows());
+    float* const all_y = all_rows + SHARED_ROWS;
+    float* const stages = all_y + SHARED_Y;
     float* const biases = stages + 2 * SHARED_STAGE;
-    float* const skips = biases + WARPS * CHANNELS;
+    float* const skips = biases + CTA_CHANNELS;
 
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Place at = place_of(channels, time, group_channels, sequences, 1, offsets);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, sharers = warp / SPLIT;
+    const int channel_count = int(channels), state_count = int(states), sequence_count = int(sequences);
+    const Place at = place_of(channel_count, int(time), int(group_channels), sequence_count, 1, offsets);
     const bool smooth = flags & 1;
-    const i64 first = at.first + warp * CHANNELS;
+    const int first = at.first + sharers * CHANNELS;
     const int channels_left = within(at.limit - first, CHANNELS);
     const Rows<const Storage*> us(u, {u_batch, u_channel, u_time}, at.batch, first, at.begin);
     const Rows<const Storage*> deltas(delta, {delta_batch, delta_channel, delta_time}, at.batch, first, at.begin);
@@ -61,54 +66,50 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
     const Projection c(C, {C_batch, C_group, C_state, C_time}, at, flags & 4);
     const i64 length = at.end - at.begin;
 
-    for (int i = lane; i < CHANNELS; i += 32) {
-        const bool in = i < channels_left;
-        biases[warp * CHANNELS + i] = in && delta_bias ? delta_bias[first + i] : 0;
-        skips[warp * CHANNELS + i] = in && D ? D[first + i] : 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < CTA_CHANNELS; i += THREADS) {
+        const bool in = at.first + i < at.limit;
+        biases[i] = in && delta_bias ? delta_bias[at.first + i] : 0;
+        skips[i] = in && D ? D[at.first + i] : 0;
     }
-    __syncwarp();
-    const float* const bias = biases + warp * CHANNELS;
-    const float* const skip = skips + warp * CHANNELS;
-    float* const rows = shared + warp * CHANNELS * ROW;
+    __syncthreads();
+    const float* const bias = biases + sharers * CHANNELS;
+    const float* const skip = skips + sharers * CHANNELS;
+    float* const rows = all_rows + sharers * CHANNELS * ROW;
+    float* const ys = all_y + sharers * SPLIT * CHANNELS * Y_ROW;
 
-    // The lane's channels are APART from each other.
-    enum : int { APART = 32 / LANES };
-    const int own = lane / LANES, part = lane % LANES;
-    float* const row = rows + own * ROW;
-    const i64 state = ((at.batch * sequences + at.sequence) * channels + first + own) * states + part * STATES;
-    float decay[HELD][STATES], h[HELD][STATES];
+    // Of the lane's channels, which are eight from each other, blocks of WIDTH state_count that are STATES_APART from each other.
+    const int own = lane / 4, quarter = lane % 4;
+    const float* const row = rows + own * ROW;
+    float* const y_row = all_y + (warp * CHANNELS + own) * Y_ROW;
+    const int n_first = (warp % SPLIT * 4 + quarter) * WIDTH;
+    enum : int { STATES_APART = 4 * WIDTH * SPLIT };
+    const i64 of_state = i64(at.batch * sequence_count + at.sequence) * channel_count + first + own;
+    float decay[BLOCKS][2][WIDTH], h[BLOCKS][2][WIDTH];
 #pragma unroll
-    for (int held = 0; held < HELD; held++)
+    for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
-        for (int s = 0; s < STATES; s++) {
-            const int channel = own + held * APART;
-            const bool in = channel < channels_left && part * STATES + s < states;
-            decay[held][s] = in ? A[(first + channel) * states + part * STATES + s] * LOG2_E : 0;
-            h[held][s] = in && initial_state ? initial_state[state + held * APART * states + s] : 0;
-        }
-    i64 slot = 0;
-    if (checkpoints) {
-        const i64 slots = time / INTERVAL + sequences;
-        slot = at.batch * slots + at.begin / INTERVAL + at.sequence;
-    }
+        for (int held = 0; held < 2; held++)
+#pragma unroll
+            for (int s = 0; s < WIDTH; s++) {
+                const int n = n_first + block * STATES_APART + s;
+                const bool in = own + 8 * held < channels_left && n < state_count;
+                decay[block][held][s] = in ? A[i64(first + own + 8 * held) * state_count + n] * LOG2_E : 0;
+                h[block][held][s] = in && initial_state ? initial_state[(of_state + 8 * held) * state_count + n] : 0;
+            }
+    const int slot = at.batch * (int(time) / INTERVAL + sequence_count) + at.begin / INTERVAL + at.sequence;
 
-    float own_bias[PER_LANE], own_skip[PER_LANE];  // of each piece's channel
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        const Piece piece(i);
-        own_bias[i] = piece.there ? bias[piece.channel] : 0, own_skip[i] = piece.there ? skip[piece.channel] : 0;
-    }
     Values next_u[PER_LANE], next_delta[PER_LANE];
     Staged staged;
     const auto fetch = [&](i64 tile) {
         const int times = within(length - tile, TIMES);
-        staged.load(b, c, 0, int(states), tile, times);
+        staged.load(b, c, 0, state_count, tile, times);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
             const int count = piece.count(channels_left, times);
-            next_u[i] = us.load(piece, tile, count);
-            next_delta[i] = deltas.load(piece, tile, count);
+            next_u[i] = us.load(i, tile, count);
+            next_delta[i] = deltas.load(i, tile, count);
         }
     };
     fetch(0);
@@ -122,79 +123,119 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
             const int count = piece.count(channels_left, times);
-            now_u[i] = next_u[i], now_z[i] = zs.load(piece, tile, count);
+            now_u[i] = next_u[i], now_z[i] = zs.load(i, tile, count);
+            if (!piece.there) continue;
             float size[VALUES], product[VALUES];
 #pragma unroll
             for (int k = 0; k < VALUES; k++) {
-                const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
-                size[k] = next_delta[i].get(k) + (CHANNEL_LAST ? (piece.there ? bias[channel] : 0) : own_bias[i]);
+                size[k] = next_delta[i].get(k) + bias[piece.channel + (CHANNEL_LAST ? k : 0)];
                 if (smooth) size[k] = softplus(size[k]);
-                if (!Piece::has(count, k)) size[k] = 0;
+                if (!WHOLE_STEPS && !Piece::has(count, k)) size[k] = 0;
                 product[k] = size[k] * now_u[i].get(k);
             }
-            if (piece.there) {
-                float* const to = rows + piece.channel * ROW + 2 * piece.time;
-                if constexpr (CHANNEL_LAST) {
+            float* const to = rows + piece.channel * ROW + 2 * piece.time;
+            if constexpr (CHANNEL_LAST) {
 #pragma unroll
-                    for (int k = 0; k < VALUES; k++) store_float2(to + k * ROW, size[k], product[k]);
-                } else {
+                for (int k = 0; k < VALUES; k++) store_float2(to + k * ROW, size[k], product[k]);
+            } else {
 #pragma unroll
-                    for (int k = 0; k < VALUES; k += 2)
-                        store_float4(to + 2 * k, size[k], product[k], size[k + 1], product[k + 1]);
-                }
+                for (int k = 0; k < VALUES; k += 2)
+                    store_float4(to + 2 * k, size[k], product[k], size[k + 1], product[k + 1]);
             }
         }
         __syncthreads();
         if (tile + TIMES < length) fetch(tile + TIMES);
 
 #pragma unroll 1
-        for (int t = 0; t < TIMES; t += STEPS) {
-            if (checkpoints && tile + t < length && (tile + t) % INTERVAL == 0) {
+        for (int t = 0; t < times; t += STEPS) {
+            if (checkpoints && (tile + t) % INTERVAL == 0) {
 #pragma unroll
-                for (int held = 0; held < HELD; held++) {
-                    const int channel = own + held * APART;
-                    if (channel >= channels_left) continue;
-                    float* const to = checkpoints + part * STATES +
-                                      ((slot + (tile + t) / INTERVAL) * channels + first + channel) * states;
-                    if (STATES % 4 == 0 && states == CAPACITY) {
-                        store_floats<STATES>(to, h[held]);
+                for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+                    for (int held = 0; held < 2; held++) {
+                        const int n = n_first + block * STATES_APART;
+                        if (own + 8 * held >= channels_left) continue;
+                        float* const to =
+                            checkpoints + (i64(slot + (tile + t) / INTERVAL) * channel_count + first + own + 8 * held) * state_count;
+                        if (state_count % WIDTH == 0 && n < state_count) {
+                            store_floats(to + n, h[block][held]);
+                        } else {
+#pragma unroll
+                            for (int s = 0; s < WIDTH; s++)
+                                if (n + s < state_count) to[n + s] = h[block][held][s];
+                        }
+                    }
+            }
+            // In 16 bits of steps 2 · quarter and the next, else of all.
+            float y[2][NARROW ? 2 : STEPS] = {};
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) {
+                if (block && block * STATES_APART >= state_count) break;
+                const float* const ins = stage + t * CAPACITY + n_first + block * STATES_APART;
+                const float* const throughs = ins + TIMES * CAPACITY;
+                float through[WIDTH];
+                if constexpr (NARROW) load_floats(through, throughs + own * CAPACITY);
+                float pair[2][4];
+#pragma unroll
+                for (int j = 0; j < STEPS; j++) {
+                    if (j % 2 == 0) load_floats(pair[0], row + 2 * (t + j)), load_floats(pair[1], row + 8 * ROW + 2 * (t + j));
+                    float in[WIDTH];
+                    load_floats(in, ins + j * CAPACITY);
+                    float(&now)[2][WIDTH] = h[block];
+#pragma unroll
+                    for (int held = 0; held < 2; held++)
+#pragma unroll
+                        for (int s = 0; s < WIDTH; s++)
+                            now[held][s] = fast_exp2(pair[held][j % 2 * 2] * decay[block][held][s]) * now[held][s] +
+                                           pair[held][j % 2 * 2 + 1] * in[s];
+                    if constexpr (NARROW) {
+                        float of_steps[4] = {};
+#pragma unroll
+                        for (int s = 0; s < WIDTH; s += 2) {
+                            const bool both = s + 1 < WIDTH;
+                            const int other = both ? s + 1 : s;
+                            mma_tf32(of_steps,
+                                     make_uint4(__float_as_uint(now[0][s]), __float_as_uint(now[1][s]),
+                                                both ? __float_as_uint(now[0][other]) : 0u,
+                                                both ? __float_as_uint(now[1][other]) : 0u),
+                                     make_uint2(__float_as_uint(through[s]), both ? __float_as_uint(through[other]) : 0u));
+                        }
+                        const bool mine = quarter == j / 2;
+#pragma unroll
+                        for (int held = 0; held < 2; held++) {
+                            float found = of_steps[2 * held + j % 2];
+                            if (block) found += y[held][j % 2];
+                            y[held][j % 2] = mine ? found : y[held][j % 2];
+                        }
                     } else {
+                        load_floats(through, throughs + j * CAPACITY);
 #pragma unroll
-                        for (int s = 0; s < STATES; s++)
-                            if (part * STATES + s < states) to[s] = h[held][s];
+                        for (int held = 0; held < 2; held++)
+#pragma unroll
+                            for (int s = 0; s < WIDTH; s++)
+                                y[held][NARROW ? 0 : j] += through[s] * now[held][s];
                     }
                 }
             }
 #pragma unroll
-            for (int group = t; group < t + STEPS; group += GROUP) {
-                float y[HELD][GROUP];
+            for (int held = 0; held < 2; held++) {
+                float* const to = y_row + 8 * held * Y_ROW + t;
+                if constexpr (NARROW) {
+                    store_float2(to + 2 * quarter, y[held][0], y[held][1]);
+                } else {
 #pragma unroll
-                for (int j = 0; j < GROUP; j++) {
-                    float in[STATES], through[STATES];
-                    load_floats(in, stage + (group + j) * CAPACITY + part * STATES);
-                    load_floats(through, stage + (TIMES + group + j) * CAPACITY + part * STATES);
+                    for (int j = 0; j < STEPS; j += 4) {
+                        float four[4];
 #pragma unroll
-                    for (int held = 0; held < HELD; held++) {
-                        float pair[2];
-                        load_floats(pair, row + held * APART * ROW + 2 * (group + j));
-                        y[held][j] = 0;
-#pragma unroll
-                        for (int s = 0; s < STATES; s++) {
-                            h[held][s] = fast_exp2(pair[0] * decay[held][s]) * h[held][s] + pair[1] * in[s];
-                            y[held][j] += through[s] * h[held][s];
-                        }
+                        for (int k = 0; k < 4; k++) four[k] = y[held][NARROW ? 0 : j + k];
+                        const float sum = transposed_sum<4, 1>(four);
+                        to[j + summed_by<4, 1>()] = sum;
                     }
-                }
-#pragma unroll
-                for (int held = 0; held < HELD; held++) {
-                    float sum = transposed_sum<GROUP, 1>(y[held]);
-#pragma unroll
-                    for (int bit = GROUP; bit < LANES; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-                    if (part < GROUP) row[held * APART * ROW + 2 * (group + summed_by<GROUP, 1>())] = sum;
                 }
             }
         }
-        __syncwarp();
+        if constexpr (SPLIT > 1) __syncthreads();
+        else __syncwarp();
 
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
@@ -203,25 +244,40 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
             if (!piece.there) continue;
             float y[VALUES];
 #pragma unroll
+            for (int split = 0; split < SPLIT; split++) {
+                const float* const from = ys + (split * CHANNELS + piece.channel) * Y_ROW + piece.time;
+                float part[VALUES];
+                if constexpr (CHANNEL_LAST) {
+#pragma unroll
+                    for (int k = 0; k < VALUES; k++) part[k] = from[k * Y_ROW];
+                } else {
+                    load_floats(part, from);
+                }
+#pragma unroll
+                for (int k = 0; k < VALUES; k++) y[k] = split ? y[k] + part[k] : part[k];
+            }
+#pragma unroll
             for (int k = 0; k < VALUES; k++) {
-                const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
-                const int step = piece.time + (CHANNEL_LAST ? 0 : k);
-                y[k] = rows[channel * ROW + 2 * step] + (CHANNEL_LAST ? skip[channel] : own_skip[i]) * now_u[i].get(k);
+                y[k] += skip[piece.channel + (CHANNEL_LAST ? k : 0)] * now_u[i].get(k);
                 if (z) {
                     const float gate = now_z[i].get(k);
                     y[k] *= gate * sigmoid(gate);
                 }
             }
-            outs.store(piece, tile, count, y);
+            outs.store(i, tile, count, y);
         }
         __syncwarp();
     }
     if (final_state) {
 #pragma unroll
-        for (int held = 0; held < HELD; held++)
+        for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
-            for (int s = 0; s < STATES; s++)
-                if (own + held * APART < channels_left && part * STATES + s < states)
-                    final_state[state + held * APART * states + s] = h[held][s];
+            for (int held = 0; held < 2; held++)
+#pragma unroll
+                for (int s = 0; s < WIDTH; s++) {
+                    const int n = n_first + block * STATES_APART + s;
+                    if (own + 8 * held < channels_left && n < state_count)
+                        final_state[(of_state + 8 * held) * state_count + n] = h[block][held][s];
+                }
     }
 }

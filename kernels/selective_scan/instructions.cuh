@@ -19,3 +19,9 @@ __device__ inline void mma_tf32(float (&acc)[4], uint4 a, uint2 b) {
 __device__ inline void prefetch(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
+
+// The same word, from which nothing that was computed before can be reused.
+__device__ inline unsigned afresh(unsigned word) {
+    asm volatile("" : "+r"(word));
+    return word;
+}

@@ -38,8 +38,12 @@ LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
 INTERVAL = 32
 #: The most states of a channel.
 MOST_STATES = 256
-#: Channels of a CTA of the backward pass, of which a warp has 8, and states that it works on at a time.
-CTA_CHANNELS, WARP_CHANNELS, BLOCK_STATES = 32, 8, 16
+#: Channels of a warp, forwards and backwards.
+WARP_CHANNELS = 16
+#: States that the backward pass works on at a time; and warps of its CTAs, of one block of states and of several.
+BLOCK_STATES, WARPS_OF_ONE, WARPS_OF_SEVERAL = 16, 4, 2
+#: Floats that a thread of the backward pass keeps of each block of states, if there are several.
+KEPT = 24
 
 #: The tensors that have strides of their own, with those strides' names; the kernels' order.
 _SEQUENCE = ("batch", "channel", "time")
@@ -109,14 +113,18 @@ class SelectiveScanProblem:
     @property
     def ctas_of_group(self) -> int:
         """CTAs of the backward pass that share a batch and a group, and a sequence's part."""
-        return -(-self.group_channels // CTA_CHANNELS)
+        return -(-self.group_channels // (WARP_CHANNELS * self._warps))
+
+    @property
+    def _warps(self) -> int:
+        return WARPS_OF_ONE if self.states <= BLOCK_STATES else WARPS_OF_SEVERAL
 
     @property
     def carried(self) -> int:
         """Floats of ``carries``, which a backward pass of more states than a block needs."""
         blocks = -(-self.states // BLOCK_STATES)
         ctas = self.ctas_of_group * self.groups * self.batch * max(1, self.sequences) * self.parts
-        return 0 if blocks <= 1 else ctas * blocks * CTA_CHANNELS // WARP_CHANNELS * 32 * 8
+        return 0 if blocks <= 1 else ctas * blocks * self._warps * 32 * KEPT
 
     def scalars(self) -> dict[str, int]:
         """Every integer parameter of the kernels, by name."""

@@ -26,13 +26,14 @@ from scan_registry.kernels.model import (
 )
 from scan_registry.kernels.selective_scan.problem import (
     BLOCK_STATES,
-    CTA_CHANNELS,
     DIRECTIONS,
     DTYPES,
     INTERVAL,
     LAYOUTS,
     STRIDED,
     WARP_CHANNELS,
+    WARPS_OF_ONE,
+    WARPS_OF_SEVERAL,
     Direction,
     SelectiveScanProblem,
     stride_names,
@@ -41,6 +42,8 @@ from scan_registry.kernels.selective_scan.problem import (
 FAMILY_NAME = "selective_scan"
 FOLDER = Path(__file__).parent
 ACCESSES = ("aligned", "generic")
+#: Channels of a warp of the kernel ``adjoint``.
+ADJOINT_CHANNELS = 8
 
 _POINTERS: dict[Direction, tuple[str, ...]] = {
     "forward": (
@@ -67,16 +70,20 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
 
 
 def _ctas(variant: Variant, problem: SelectiveScanProblem) -> int:
-    if variant.kernel == "forward":
-        of_group = -(-problem.group_channels // _channels_of(variant))
+    if variant.kernel == "backward":
+        of_group = problem.ctas_of_group * problem.parts
     else:
-        of_group = problem.ctas_of_group * (problem.parts - (variant.kernel == "adjoint"))
+        of_group = -(-problem.group_channels // _channels_of(variant))
+        of_group *= problem.parts - 1 if variant.kernel == "adjoint" else 1
     return of_group * problem.groups * problem.batch * max(1, problem.sequences)
 
 
 def _channels_of(variant: Variant) -> int:
-    """Of a CTA of the forward pass."""
-    return 32 // variant.number("lanes") * variant.number("held") * variant.number("warps")
+    """Of a CTA."""
+    if variant.kernel == "adjoint":
+        return ADJOINT_CHANNELS * variant.number("warps")
+    split = variant.number("split") if variant.kernel == "forward" else 1
+    return WARP_CHANNELS * variant.number("warps") // split
 
 
 def _kind_mismatch(variant: Variant, problem: SelectiveScanProblem) -> str | None:
@@ -84,9 +91,11 @@ def _kind_mismatch(variant: Variant, problem: SelectiveScanProblem) -> str | Non
         return "B or C do not change with time"
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
+    if variant.text("access") == "generic":
+        return None
     if variant.text("layout") != problem.layout:
         return f"layout {variant.text('layout')}, not {problem.layout}"
-    if variant.text("access") == "aligned" and (not problem.aligned or problem.sequences):
+    if not problem.aligned or problem.sequences:
         return "the sequences are packed, or do not lie in whole pieces of 16 bytes"
     return None
 
@@ -94,13 +103,15 @@ def _kind_mismatch(variant: Variant, problem: SelectiveScanProblem) -> str | Non
 def _capacity(variant: Variant) -> int:
     """States of a channel that there is room for; 0: any number."""
     if variant.kernel == "forward":
-        return variant.number("lanes") * variant.number("states")
+        return 4 * variant.number("states") * variant.number("split")
     return BLOCK_STATES if variant.kernel == "backward" and variant.number("blocks") == 1 else 0
 
 
 def _accepts(variant: Variant, problem: SelectiveScanProblem) -> str | None:
     if reason := _kind_mismatch(variant, problem):
         return reason
+    if problem.time >= 2**31:
+        return f"{problem.time} steps; they are counted in 32 bits"
     room = _capacity(variant)
     if room and problem.states > room:
         return f"{problem.states} states; it has room for {room}"
@@ -121,7 +132,7 @@ def _launch(variant: Variant, problem: SelectiveScanProblem, sm_count: int) -> L
 def _constants(variant: Variant) -> dict[str, Static]:
     numbers = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
     if variant.kernel != "forward":
-        numbers["TIMES"] = INTERVAL
+        numbers |= {"TIMES": INTERVAL}
     return {
         "INTERVAL": INTERVAL,
         "ELEMENT": variant.text("dtype"),
@@ -135,27 +146,29 @@ def _constants(variant: Variant) -> dict[str, Static]:
 
 
 def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
-    """Few lanes of a channel have less to sum up; many of them fill a GPU with fewer channels. Of many states, two
-    channels of a lane share what is read of B and C."""
-    narrow = ITEM_SIZE[str(dict(kind)["dtype"])] == 2
-    tiles = [(4, 4, 1, 32), (8, 8, 2, 16), (16, 16, 1, 16)]
-    if dict(kind)["access"] == "aligned":
-        tiles += [(2, 8, 1, 32 if narrow else 16), (8, 2, 1, 128 if narrow else 64)]
-    names = ("lanes", "states", "held", "times", "warps")
-    return tuple(tuple(zip(names, (*tile, 4), strict=True)) for tile in tiles)
+    """For up to 16 states and for any number; and in 16 bits for up to 64, and for few channels, which fill a GPU only
+    if two warps share them."""
+    named = dict(kind)
+    if named["access"] == "aligned" and ITEM_SIZE[str(named["dtype"])] == 2:
+        tiles = [(4, 1, 32, 4, 3), (2, 2, 32, 4, 3), (8, 2, 32, 4, 2), (8, 8, 16, 8, 1)]
+    else:
+        tiles = [(4, 1, 16, 4, 3), (8, 8, 16, 8, 1)]
+    names = ("states", "split", "times", "warps", "ctas")
+    return tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
 
 
 def _forward_shared(variant: Variant) -> int:
-    lanes, states, times = (variant.number(name) for name in ("lanes", "states", "times"))
-    channels = _channels_of(variant)
-    return 4 * (channels * (2 * times + 4) + 2 * 2 * lanes * states * times + 2 * channels)
+    states, times = 4 * variant.number("states") * variant.number("split"), variant.number("times")
+    channels, rows = _channels_of(variant), WARP_CHANNELS * variant.number("warps")
+    return 4 * (channels * (2 * times + 4) + rows * (times + 4) + 4 * states * times + 2 * channels)
 
 
 def _forward_cost(variant: Variant, problem: SelectiveScanProblem) -> float:
-    """Room for states that there are not, and then how far the lanes are from those that fill an H100."""
+    """Room for states that there are not; then whether there are warps enough for an H100, on which one in four of
+    those that have three times as many would wait for the others."""
     rows = problem.batch * problem.channels * max(1, problem.sequences)
-    lanes = 2 if rows >= 12_288 else 4 if rows >= 6_144 else 8
-    return _capacity(variant) + abs(variant.number("lanes") - lanes) / 64
+    split = 1 if rows > 24_576 or 12_288 <= rows <= 16_896 else 2
+    return _capacity(variant) + abs(variant.number("split") - split) / 64
 
 
 # --- Backward ---------------------------------------------------------------------------------
@@ -163,34 +176,37 @@ def _forward_cost(variant: Variant, problem: SelectiveScanProblem) -> float:
 
 def _backward_tiles(kind: Pins) -> tuple[Pins, ...]:
     """For one block of states, and for any number."""
-    warps = CTA_CHANNELS // WARP_CHANNELS
-    return tuple((("warps", warps), ("blocks", blocks), ("ctas", 3)) for blocks in (1, 2))
+    tiles = ((WARPS_OF_ONE, 1, 2), (WARPS_OF_SEVERAL, 2, 4))
+    names = ("warps", "blocks", "ctas")
+    return tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
 
 
 def _backward_shared(variant: Variant) -> int:
     warps, times = variant.number("warps"), INTERVAL
     channels = warps * WARP_CHANNELS
-    rows = channels * (4 * times + times // 2 - 4)
-    of_states, stage = 32 * warps * times, 2 * BLOCK_STATES * times
-    slabs = 2 * 2 * warps * 2 * BLOCK_STATES * 8
-    sums = 0 if variant.number("blocks") == 1 else rows
-    return 4 * (rows + of_states + stage + slabs + 2 * channels + sums)
+    rows = channels * (4 * times + times // 2)
+    of_states, stage = 2 * 32 * warps * times, 2 * BLOCK_STATES * times
+    sums = 0 if variant.number("blocks") == 1 else 3 * channels * (times + 1)
+    return 4 * (rows + of_states + stage + 4 * channels + sums)
 
 
 def _adjoint_tiles(kind: Pins) -> tuple[Pins, ...]:
-    return ((("warps", CTA_CHANNELS // WARP_CHANNELS),),)
+    return ((("warps", 4),),)
 
 
 def _adjoint_shared(variant: Variant) -> int:
-    channels = variant.number("warps") * WARP_CHANNELS
+    channels = _channels_of(variant)
     return 4 * (channels * (2 * INTERVAL + 4) + 2 * 2 * BLOCK_STATES * INTERVAL + channels)
 
 
 # --- The family -------------------------------------------------------------------------------
 
+#: Generic access goes along time, whatever the layout.
 _KINDS: tuple[Pins, ...] = tuple(
     (("dtype", dtype), ("layout", layout), ("access", access))
-    for dtype, layout, access in product(DTYPES, LAYOUTS, ACCESSES)
+    for dtype, (layout, access) in product(
+        DTYPES, (*product(LAYOUTS, ("aligned",)), ("time_last", "generic"))
+    )
 )
 
 
@@ -211,21 +227,6 @@ _COST: dict[Direction, Callable[[Variant, SelectiveScanProblem], float]] = {
 }
 
 
-def _may_spill(direction: Direction) -> frozenset[Variant]:
-    """What a tile needs of its elements waits in local memory while it is walked, and is read again once for each
-    tile: some tens of bytes, for which more CTAs are on an SM. The adjoints' kernel, and the forward pass of the usual
-    numbers of states from aligned memory, have no such need."""
-    if direction == "adjoint":
-        return frozenset()
-    tiles = _TILES[direction]
-    return frozenset(
-        Variant(FAMILY_NAME, direction, "cuda", (*kind, *tile))
-        for kind in _KINDS
-        for tile in tiles(kind)
-        if direction == "backward" or dict(tile)["lanes"] == 16 or dict(kind)["access"] == "generic"
-    )
-
-
 def _kernel(direction: Direction) -> Kernel:
     return Kernel(
         family=FAMILY_NAME,
@@ -239,7 +240,6 @@ def _kernel(direction: Direction) -> Kernel:
             constants=_constants,
             warps=lambda variant: variant.number("warps"),
             shared=_SHARED[direction],
-            may_spill=_may_spill(direction),
         ),
         rules=Rules(_accepts, kind_mismatch=_kind_mismatch),
         cost=_COST[direction],

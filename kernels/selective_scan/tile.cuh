@@ -1,9 +1,9 @@
 // What the kernels share: where a CTA's channels and time steps lie, the pieces of a tile that a lane loads and stores,
 // and what is computed of one element at a time.
 //
-// ELEMENT (float32, bfloat16, float16), ALIGNED and CHANNEL_LAST (0, 1) come from the build, and INTERVAL: the steps
-// from one state that is kept to the next. A file that includes this
-// one defines WARPS, CHANNELS of a warp, TIMES of a tile and CAPACITY, the states that B and C are staged for at once.
+// ELEMENT (float32, bfloat16, float16), ALIGNED, CHANNEL_LAST (0, 1) and WARPS come from the build, and INTERVAL: the
+// steps from one state that is kept to the next. A file that includes this one defines CHANNELS of a warp, SPLIT, the
+// warps that share those channels, TIMES of a tile and CAPACITY, the states that B and C are staged for at once.
 #pragma once
 #include "../common/element.cuh"
 #include "instructions.cuh"
@@ -16,8 +16,10 @@ enum : int {
     THREADS = 32 * WARPS,
     IN_16_BYTES = 16 / int(sizeof(Storage)),
     VALUES = CHANNEL_LAST && CHANNELS < IN_16_BYTES ? CHANNELS : IN_16_BYTES,
+    NARROW = sizeof(Storage) == 2,
     PIECES = CHANNELS * TIMES / VALUES,
-    PER_LANE = (PIECES + 31) / 32,
+    SHARING = 32 * SPLIT,  // threads that share the channels
+    PER_LANE = (PIECES + SHARING - 1) / SHARING,
 };
 static_assert(TIMES % 8 == 0);
 
@@ -35,45 +37,48 @@ struct Strides4 {
 
 // A CTA's share: channels [first, limit) of batch `batch` that are in group `group`, and steps [begin, end).
 struct Place {
-    i64 batch, group, block, blocks, sequence, part;
-    i64 first, limit, begin, end;
+    int batch, group, block, sequence, part;
+    int first, limit, begin, end;
 };
 
-__device__ inline Place place_of(i64 channels, i64 time, i64 group_channels, i64 sequences, i64 parts,
+__device__ inline Place place_of(int channels, int time, int group_channels, int sequences, int parts,
                                  const i64* offsets) {
     Place at;
-    const unsigned per = WARPS * CHANNELS;
-    const unsigned blocks = unsigned((group_channels + per - 1) / per), groups = unsigned(channels / group_channels);
+    const unsigned per = WARPS / SPLIT * CHANNELS;
+    const unsigned blocks = (unsigned(group_channels) + per - 1) / per, groups = unsigned(channels) / unsigned(group_channels);
     unsigned rest = blockIdx.x;
-    at.blocks = blocks, at.block = rest % blocks, rest /= blocks;
+    at.block = rest % blocks, rest /= blocks;
     at.group = rest % groups, rest /= groups;
     at.part = rest % unsigned(parts), rest /= unsigned(parts);
     at.sequence = rest % unsigned(sequences), at.batch = rest / unsigned(sequences);
-    at.first = at.group * group_channels + at.block * per;
+    at.first = at.group * group_channels + at.block * int(per);
     at.limit = (at.group + 1) * group_channels;
     at.begin = 0, at.end = time;
     if (offsets) {  // which may be anything
         const i64 begin = offsets[at.sequence], end = offsets[at.sequence + 1];
-        at.begin = begin < 0 ? 0 : begin > time ? time : begin;
-        at.end = end < at.begin ? at.begin : end > time ? time : end;
+        at.begin = int(begin < 0 ? 0 : begin > time ? time : begin);
+        at.end = int(end < at.begin ? at.begin : end > time ? time : end);
     }
     return at;
 }
 
-// Of a warp's tile, which starts at its first channel and at a step: the piece that is this lane's number `i`.
+// Of the tile of warps that share channels, which starts at their first channel and at a step: the piece that is this
+// thread's number `i`. A thread's pieces are APART from each other, along the dimension that pieces do not lie along.
+enum : int {
+    IN_A_ROW = CHANNEL_LAST ? CHANNELS / VALUES : TIMES / VALUES,
+    APART = SHARING / IN_A_ROW,
+};
+static_assert(SHARING % IN_A_ROW == 0);
+
 struct Piece {
     int channel, time;
     bool there;
 
     __device__ explicit Piece(int i) {
-        const int number = int(threadIdx.x % 32) + 32 * i;
-        there = PIECES % 32 == 0 || number < PIECES;
-        if constexpr (CHANNEL_LAST) {
-            enum : int { IN_A_STEP = CHANNELS > VALUES ? CHANNELS / VALUES : 1 };
-            channel = number % IN_A_STEP * VALUES, time = number / IN_A_STEP;
-        } else {
-            channel = number / (TIMES / VALUES), time = number % (TIMES / VALUES) * VALUES;
-        }
+        const int number = int(threadIdx.x % SHARING), row = number / IN_A_ROW + APART * i;
+        const int inside = number % IN_A_ROW * VALUES;
+        there = PIECES % SHARING == 0 || number + SHARING * i < PIECES;
+        channel = CHANNEL_LAST ? inside : row, time = CHANNEL_LAST ? row : inside;
     }
 
     // Its elements that are among the first `channels` and `times` of the tile: all or none where it is aligned.
@@ -87,30 +92,40 @@ struct Piece {
 };
 
 // As much of it as there is in a tile.
-__device__ inline int within(i64 left, int most) { return left < 0 ? 0 : left < most ? int(left) : most; }
+template <class Count>
+__device__ inline int within(Count left, int most) {
+    return left < 0 ? 0 : left < most ? int(left) : most;
+}
 
-// A tensor at a warp's first channel and the first step of a sequence.
+// A tensor at the thread's first piece of the first tile of a sequence.
 template <class Pointer>
 struct Rows {
     Pointer first;
-    Strides3 strides;
+    i64 channel, time;
 
-    __device__ Rows(Pointer start, Strides3 strides, i64 batch, i64 channel, i64 time)
-        : first(start ? start + batch * strides.batch + channel * strides.channel + time * strides.time : nullptr),
-          strides(strides) {}
-
-    __device__ Pointer at(const Piece& piece, i64 tile) const {
-        return first + piece.channel * strides.channel + (tile + piece.time) * strides.time;
+    __device__ Rows(Pointer start, Strides3 strides, int batch, int from_channel, int from_time)
+        : first(nullptr), channel(CHANNEL_LAST && ALIGNED ? 1 : strides.channel),
+          time(!CHANNEL_LAST && ALIGNED ? 1 : strides.time) {
+        const Piece piece(0);
+        if (start)
+            first = start + batch * strides.batch + (from_channel + piece.channel) * channel +
+                    (from_time + piece.time) * time;
     }
-    __device__ i64 along() const { return CHANNEL_LAST ? strides.channel : strides.time; }
+
+    template <class Step>
+    __device__ Pointer at(int i, Step tile) const {
+        return first + tile * time + i * APART * (CHANNEL_LAST ? time : channel);
+    }
+    __device__ i64 along() const { return CHANNEL_LAST ? channel : time; }
 
     // Zeros where there is nothing.
-    __device__ Values load(const Piece& piece, i64 tile, int count) const {
+    template <class Step>
+    __device__ Values load(int number, Step tile, int count) const {
         Values values;
 #pragma unroll
         for (int i = 0; i < Values::WORDS; i++) values.word[i] = 0;
         if (first == nullptr || count <= 0) return values;
-        const Pointer from = at(piece, tile);
+        const Pointer from = at(number, tile);
         if constexpr (ALIGNED) {
             values = get_words<Element, VALUES>(reinterpret_cast<const unsigned*>(from));
         } else {
@@ -120,11 +135,12 @@ struct Rows {
         }
         return values;
     }
-    __device__ void store(const Piece& piece, i64 tile, int count, const float (&x)[VALUES]) const {
+    template <class Step>
+    __device__ void store(int number, Step tile, int count, const float (&x)[VALUES]) const {
         if (first == nullptr || count <= 0) return;
         Values values;
         values.set(x);
-        const Pointer to = at(piece, tile);
+        const Pointer to = at(number, tile);
         if constexpr (ALIGNED) {
             put_words(to, values);
         } else {
@@ -135,45 +151,51 @@ struct Rows {
     }
 };
 
-// B and C of a tile: pieces along time, which become floats [step][state] in shared memory.
+// B or C: pieces along time, of a batch, a group and a sequence, at the thread's state.
 struct Projection {
-    const Storage* first;  // of the batch, the group and the sequence
+    const Storage* first;
     i64 state, time;
     bool whole;  // pieces lie in one and on 16 bytes
 
     __device__ Projection(const Storage* start, Strides4 strides, const Place& at, bool whole)
-        : first(start + at.batch * strides.batch + at.group * strides.group + at.begin * strides.time),
-          state(strides.state), time(strides.time), whole(whole) {}
+        : state(strides.state), time(whole ? 1 : strides.time), whole(whole) {
+        first = start + at.batch * strides.batch + at.group * strides.group + at.begin * strides.time +
+                threadIdx.x % CAPACITY * state;
+    }
 };
 
 enum : int {
-    STAGED = 2 * CAPACITY * TIMES / IN_16_BYTES,
-    STAGED_PER_THREAD = (STAGED + THREADS - 1) / THREADS,
+    STAGED_PIECES = TIMES / IN_16_BYTES,     // of a state
+    STAGED_APART = THREADS / CAPACITY,  // those of a thread
+    STAGED_PER_THREAD = (2 * STAGED_PIECES + STAGED_APART - 1) / STAGED_APART,
 };
+static_assert(THREADS % CAPACITY == 0);
 
+// B and C of a tile, which become floats [step][state] in shared memory.
 struct Staged {
     Chunk<Element, IN_16_BYTES> piece[STAGED_PER_THREAD];
 
+    static __device__ int number(int i) { return int(threadIdx.x) / CAPACITY + STAGED_APART * i; }
+
     // Of states from `state` to `states`, and of `times` steps from `tile` on; zeros else.
-    __device__ void load(const Projection& b, const Projection& c, int state, int states, i64 tile, int times) {
+    template <class Step>
+    __device__ void load(const Projection& b, const Projection& c, int state, int states, Step tile, int times) {
+        const bool in = state + int(threadIdx.x % CAPACITY) < states;
 #pragma unroll
         for (int i = 0; i < STAGED_PER_THREAD; i++) {
-            const int number = threadIdx.x + THREADS * i;
-            const int n = state + number % CAPACITY, t = number / CAPACITY % (TIMES / IN_16_BYTES) * IN_16_BYTES;
-            const bool inward = number < STAGED / 2;
-            const i64 along = inward ? b.time : c.time;
-            const bool whole = inward ? b.whole : c.whole;
+            const int t = number(i) % STAGED_PIECES * IN_16_BYTES;
+            const bool inward = number(i) < STAGED_PIECES;
 #pragma unroll
             for (int word = 0; word < 4; word++) piece[i].word[word] = 0;
-            if (number >= STAGED || n >= states || t >= times) continue;
-            const Storage* const from =
-                (inward ? b.first : c.first) + n * (inward ? b.state : c.state) + (tile + t) * along;
-            if (whole && t + IN_16_BYTES <= times) {
-                piece[i] = get_words<Element, IN_16_BYTES>(reinterpret_cast<const unsigned*>(from));
+            if (!in || number(i) >= 2 * STAGED_PIECES || t >= times) continue;
+            const Storage* const first = inward ? b.first + state * b.state : c.first + state * c.state;
+            if ((inward ? b.whole : c.whole) && t + IN_16_BYTES <= times) {
+                piece[i] = get_words<Element, IN_16_BYTES>(reinterpret_cast<const unsigned*>(first + tile + t));
             } else {
+                const i64 along = inward ? b.time : c.time;
 #pragma unroll
                 for (int k = 0; k < IN_16_BYTES; k++)
-                    if (t + k < times) piece[i].put(k, from[k * along]);
+                    if (t + k < times) piece[i].put(k, first[(tile + t + k) * along]);
             }
         }
     }
@@ -182,11 +204,10 @@ struct Staged {
     __device__ void store(float* to) const {
 #pragma unroll
         for (int i = 0; i < STAGED_PER_THREAD; i++) {
-            const int number = threadIdx.x + THREADS * i;
-            if (number >= STAGED) continue;
-            const int n = number % CAPACITY, t = number / CAPACITY * IN_16_BYTES;
+            if (number(i) >= 2 * STAGED_PIECES) continue;
+            float* const from = to + number(i) * IN_16_BYTES * CAPACITY + threadIdx.x % CAPACITY;
 #pragma unroll
-            for (int k = 0; k < IN_16_BYTES; k++) to[(t + k) * CAPACITY + n] = piece[i].get(k);
+            for (int k = 0; k < IN_16_BYTES; k++) from[k * CAPACITY] = piece[i].get(k);
         }
     }
 };
@@ -250,20 +271,30 @@ __device__ inline int summed_by() {
 
 __device__ inline float sigmoid(float x) { return fast_reciprocal(1 + fast_exp2(-LOG2_E * x)); }
 
-// log(1 + e) for e up to 1, where the GPU's logarithm is wrong for small ones: e times a polynomial, to 3e-8.
+// log(1 + e) for e up to 1, where the GPU's logarithm is wrong for small ones: e times a polynomial, to 3e-8, or to 6e-5
+// where step sizes come in 16 bits.
 __device__ inline float log1p_of(float e) {
-    float p = 0.005253457929939032f;
-    p = p * e - 0.02958850748836994f;
-    p = p * e + 0.07836166769266129f;
-    p = p * e - 0.13674770295619965f;
-    p = p * e + 0.19111430644989014f;
-    p = p * e - 0.24844369292259216f;
-    p = p * e + 0.33319270610809326f;
-    p = p * e - 0.49999502301216125f;
-    p = p * e + 1.0f;
+    float p;
+    if constexpr (NARROW) {
+        p = 0.04134729877114296f;
+        p = p * e - 0.15742722153663635f;
+        p = p * e + 0.30630096793174744f;
+        p = p * e - 0.496977835893631f;
+        p = p * e + 0.9999432563781738f;
+    } else {
+        p = 0.005253457929939032f;
+        p = p * e - 0.02958850748836994f;
+        p = p * e + 0.07836166769266129f;
+        p = p * e - 0.13674770295619965f;
+        p = p * e + 0.19111430644989014f;
+        p = p * e - 0.24844369292259216f;
+        p = p * e + 0.33319270610809326f;
+        p = p * e - 0.49999502301216125f;
+        p = p * e + 1.0f;
+    }
     return p * e;
 }
+// Above 20 it is x, as what is added vanishes in rounding.
 __device__ inline float softplus(float x) {
-    const float above = (x > 0 ? x : 0.0f) + log1p_of(fast_exp2(-LOG2_E * (x > 0 ? x : -x)));
-    return x > 20 ? x : above;
+    return fmaxf(x, 0) + log1p_of(fast_exp2(-LOG2_E * fabsf(x)));
 }
