@@ -249,10 +249,10 @@ def _kept_by_reference(given: Arguments, options: Options) -> Tensor:
 
 
 def _parts(problem: SelectiveScanProblem, device: torch.device) -> int:
-    """Parts to cut sequences into for the backward pass: so many that its CTAs fill the GPU evenly, of which each SM has
-    three, though to cut costs a fifth more."""
+    """Parts to cut sequences into for the backward pass: so many that its CTAs fill the GPU evenly, though to cut costs
+    a fifth more."""
     ctas = problem.ctas_of_group * problem.groups * problem.batch * max(1, problem.sequences)
-    resident = 3 * torch.cuda.get_device_properties(device).multi_processor_count
+    resident = problem.ctas_of_sm * torch.cuda.get_device_properties(device).multi_processor_count
     most = max(1, min(8, problem.time // (4 * INTERVAL)))
 
     def duration(parts: int) -> float:
