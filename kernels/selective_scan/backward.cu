@@ -26,43 +26,7 @@
 // Traffic of an element in 16 bits: 14 bytes and 2 of the states that were kept, and of dB and dC, 8 bytes for each
 // state and every 64 channels. Work for each state of an element: two exponentials, some 18 other instructions, and 12
 // bytes of shared memory; besides 6 operations of the exponential's unit for an element, and some 80 instructions.
-#define CHANNELS 16
-#define CAPACITY 16
-#define SPLIT 1
-#include "tile.cuh"
-
-enum : int {
-    // Floats of a channel: four for each step, and four more for each eight of them, for the banks.
-    ROW = 4 * TIMES + TIMES / 2,
-    SUM_ROW = TIMES + 1,
-    MINE = 4,  // states of a lane, of each of its two channels
-    HALF = 4,  // steps that are kept in registers
-    SHARED_ROWS = WARPS * CHANNELS * ROW,
-    SHARED_STATES = 2 * THREADS * TIMES,  // of each thread for every four steps
-    SHARED_STAGE = 2 * CAPACITY * TIMES,
-    COMPENSATED = !NARROW && BLOCKS == 1,
-    KEPT = 24,  // floats of a thread for each block of states
-};
-static_assert(PIECES % SHARING == 0);
-
-__device__ inline int element_at(int channel, int step) { return channel * ROW + 4 * step + step / 8 * 4; }
-
-// acc += the sums over states, of 16 channels, of states of one step and what eight steps have.
-__device__ inline void add_over_states(float (&acc)[4], const float (&x)[2][MINE], const float (&of_steps)[MINE]) {
-#pragma unroll
-    for (int s = 0; s < MINE; s += 2)
-        mma_tf32(acc,
-                 make_uint4(__float_as_uint(x[0][s]), __float_as_uint(x[1][s]), __float_as_uint(x[0][s + 1]),
-                            __float_as_uint(x[1][s + 1])),
-                 make_uint2(__float_as_uint(of_steps[s]), __float_as_uint(of_steps[s + 1])));
-}
-
-// x += y, with what is lost in rounding.
-__device__ inline void add_exactly(float& x, float& lost, float y) {
-    const float sum = x + y, of_y = sum - x;
-    lost += (x - (sum - of_y)) + (y - of_y);
-    x = sum;
-}
+#include "backward.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 selective_scan_backward(const Storage* u, const Storage* delta, const float* A, const Storage* B, const Storage* C,
@@ -209,38 +173,12 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
         }
     };
 
-    // What a tile's warps have summed of dB and dC, of 16 states, is there once they have met. It lies in place of the
-    // state before the fourth step of each eight: dB where the first channels' was, dC where the second ones' was.
     const auto add_up_warps = [&](int tile, int block) {
-        constexpr int QUADS = 2 * CAPACITY * TIMES / 4;
-#pragma unroll
-        for (int i = threadIdx.x; i < QUADS; i += THREADS) {
-            const int step = i % (TIMES / 4) * 4, row_of = i / (TIMES / 4);
-            const int state_of = row_of % CAPACITY, which = row_of / CAPACITY;
-            const float* const from =
-                all_states + (2 * (step / 8 * 8 + 4) + 4 * which) * THREADS + state_of * 8 + step % 8;
-            float sum[4];
-            load_floats(sum, from);
-#pragma unroll
-            for (int k = 1; k < WARPS; k++) {
-                float of_one[4];
-                load_floats(of_one, from + k * 128);
-#pragma unroll
-                for (int j = 0; j < 4; j++) sum[j] += of_one[j];
-            }
-            const int n = block * CAPACITY + state_of;
-            if (n >= state_count || tile + step >= length) continue;
-            const i64 of_group =
-                i64(at.block * int(batch) + at.batch) * (channel_count / int(group_channels)) + at.group;
-            float* const to = (which ? C_grad : B_grad) + (of_group * state_count + n) * time + at.begin + tile + step;
-            if ((int(time) | at.begin) % 4 == 0 && tile + step + 4 <= length) {
-                store_floats(to, sum);
-            } else {
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    if (tile + step + j < length) to[j] = sum[j];
-            }
-        }
+        const i64 of_group =
+            i64(at.block * int(batch) + at.batch) * (channel_count / int(group_channels)) + at.group;
+        const i64 from = of_group * state_count * time + at.begin + tile;
+        add_up(all_states, B_grad + from, C_grad + from, state_count - block * CAPACITY, block * CAPACITY, int(time),
+               at.begin, length - tile);
     };
 
     for (int number = end_tile - 1; number >= first_tile; number--) {
@@ -300,28 +238,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
             const Values u_now = us.load(i, tile, count), delta_now = deltas.load(i, tile, count);
             const Values z_now = zs.load(i, tile, count), grad_now = grads.load(i, tile, count);
             if (!piece.there) continue;
-            // One branch for all of the piece's elements, whose chains of operations then overlap.
-            float size[VALUES], grad[VALUES];
-#pragma unroll
-            for (int k = 0; k < VALUES; k++) {
-                size[k] = delta_now.get(k) + bias[piece.channel + (CHANNEL_LAST ? k : 0)];
-                grad[k] = grad_now.get(k);
-            }
-            if (smooth) {
-#pragma unroll
-                for (int k = 0; k < VALUES; k++) size[k] = softplus(size[k]);
-            }
-            if (z) {
-#pragma unroll
-                for (int k = 0; k < VALUES; k++) grad[k] *= z_now.get(k) * sigmoid(z_now.get(k));
-            }
-#pragma unroll
-            for (int k = 0; k < VALUES; k++) {
-                const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
-                const int step = piece.time + (CHANNEL_LAST ? 0 : k);
-                if (!Piece::has(count, k)) size[k] = 0;
-                store_float4(rows + element_at(channel, step), size[k], size[k] * u_now.get(k), grad[k], 0);
-            }
+            lay_out(rows, piece, count, u_now, delta_now, z_now, grad_now, bias, smooth, z != nullptr);
         }
 
         for (int block = 0; block < blocks; block++) {
@@ -513,48 +430,24 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
             const Values z_now = zs_again.load(i, tile, count);
             Values delta_now;
             if constexpr (!NARROW) delta_now = deltas_again.load(i, tile, count);
-            float of_u[VALUES], of_delta[VALUES], of_z[VALUES], skip_sum = 0, bias_sum = 0;
-            float size[VALUES], inner[VALUES];
-            const float* const skip_of = skip + piece.channel;
+            float found[VALUES][4], of_u[VALUES], of_delta[VALUES], of_z[VALUES], of_skip[VALUES];
+            float skip_sum = 0, bias_sum = 0;
 #pragma unroll
             for (int k = 0; k < VALUES; k++) {
                 const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
                 const int step = piece.time + (CHANNEL_LAST ? 0 : k);
-                float found[4];
-                load_floats(found, rows + element_at(channel, step));
+                load_floats(found[k], rows + element_at(channel, step));
                 if constexpr (BLOCKS > 1) {
 #pragma unroll
-                    for (int which = 1; which < 4; which++) found[which] = *sum_at(channel, step, which);
-                }
-                size[k] = found[0], of_u[k] = found[1], of_delta[k] = found[2], of_z[k] = found[3];
-                inner[k] = grad_now.get(k);
-            }
-            if (z) {
-#pragma unroll
-                for (int k = 0; k < VALUES; k++) {
-                    const float gate = z_now.get(k), open = sigmoid(gate), grad = inner[k];
-                    inner[k] *= gate * open;
-                    of_z[k] = grad * (of_z[k] + skip_of[CHANNEL_LAST ? k : 0] * u_now.get(k)) * open * (1 + gate * (1 - open));
+                    for (int which = 1; which < 4; which++) found[k][which] = *sum_at(channel, step, which);
                 }
             }
+            differentiate(found, piece, count, u_now, delta_now, z_now, grad_now, bias, skip, smooth, z != nullptr, of_u,
+                          of_delta, of_z, of_skip);
 #pragma unroll
             for (int k = 0; k < VALUES; k++) {
-                of_delta[k] = LN_2 * of_delta[k] + u_now.get(k) * of_u[k];
-                of_u[k] = size[k] * of_u[k] + skip_of[CHANNEL_LAST ? k : 0] * inner[k];
-            }
-            if (smooth) {  // times 1 - exp(-δ), the sigmoid of what δ is the softplus of
-#pragma unroll
-                for (int k = 0; k < VALUES; k++) {
-                    if constexpr (NARROW) of_delta[k] *= 1 - fast_exp2(-LOG2_E * size[k]);
-                    else of_delta[k] *= sigmoid(delta_now.get(k) + bias[piece.channel + (CHANNEL_LAST ? k : 0)]);
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < VALUES; k++) {
-                if (!Piece::has(count, k)) of_delta[k] = 0;
-                const float of_skip = inner[k] * u_now.get(k);
-                if constexpr (CHANNEL_LAST) store_float2(rows + element_at(piece.channel + k, piece.time), of_skip, of_delta[k]);
-                else skip_sum += of_skip, bias_sum += of_delta[k];
+                if constexpr (CHANNEL_LAST) store_float2(rows + element_at(piece.channel + k, piece.time), of_skip[k], of_delta[k]);
+                else skip_sum += of_skip[k], bias_sum += of_delta[k];
             }
             u_grads.store(i, tile, count, of_u);
             delta_grads.store(i, tile, count, of_delta);

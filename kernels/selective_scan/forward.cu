@@ -84,7 +84,10 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
     float* const y_row = all_y + (warp * CHANNELS + own) * Y_ROW;
     const int n_first = (warp % SPLIT * 4 + quarter) * WIDTH;
     enum : int { STATES_APART = 4 * WIDTH * SPLIT };
-    const i64 of_state = i64(at.batch * sequence_count + at.sequence) * channel_count + first + own;
+    const auto of_state = [&](int channel) {  // which takes no registers while steps go on
+        const int of_sequence = int(afresh(unsigned(at.batch))) * sequence_count + at.sequence;
+        return (i64(of_sequence) * channel_count + first + channel) * state_count;
+    };
     float decay[BLOCKS][2][WIDTH], h[BLOCKS][2][WIDTH];
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++)
@@ -95,7 +98,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
                 const int n = n_first + block * STATES_APART + s;
                 const bool in = own + 8 * held < channels_left && n < state_count;
                 decay[block][held][s] = in ? A[i64(first + own + 8 * held) * state_count + n] * LOG2_E : 0;
-                h[block][held][s] = in && initial_state ? initial_state[(of_state + 8 * held) * state_count + n] : 0;
+                h[block][held][s] = in && initial_state ? initial_state[of_state(own + 8 * held) + n] : 0;
             }
     const int slot = at.batch * (int(time) / INTERVAL + sequence_count) + at.begin / INTERVAL + at.sequence;
 
@@ -277,7 +280,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
                 for (int s = 0; s < WIDTH; s++) {
                     const int n = n_first + block * STATES_APART + s;
                     if (own + 8 * held < channels_left && n < state_count)
-                        final_state[(of_state + 8 * held) * state_count + n] = h[block][held][s];
+                        final_state[of_state(own + 8 * held) + n] = h[block][held][s];
                 }
     }
 }

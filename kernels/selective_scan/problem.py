@@ -120,6 +120,11 @@ class SelectiveScanProblem:
         return WARPS_OF_ONE if self.states <= BLOCK_STATES else WARPS_OF_SEVERAL
 
     @property
+    def ctas_of_sm(self) -> int:
+        """CTAs of the backward pass that an SM of an H100 has room for."""
+        return 8 // self._warps
+
+    @property
     def carried(self) -> int:
         """Floats of ``carries``, which a backward pass of more states than a block needs."""
         blocks = -(-self.states // BLOCK_STATES)

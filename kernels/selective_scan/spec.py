@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import (
     ITEM_SIZE,
     Code,
@@ -150,11 +151,25 @@ def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
     if two warps share them."""
     named = dict(kind)
     if named["access"] == "aligned" and ITEM_SIZE[str(named["dtype"])] == 2:
-        tiles = [(4, 1, 32, 4, 3), (2, 2, 32, 4, 3), (8, 2, 32, 4, 2), (8, 8, 16, 8, 1)]
+        tiles = [
+            (4, 1, 16, 4, 3),
+            (2, 2, 32, 4, 4),
+            (2, 2, 32, 4, 3),
+            (8, 2, 32, 4, 2),
+            (8, 8, 16, 8, 1),
+        ]
     else:
         tiles = [(4, 1, 16, 4, 3), (8, 8, 16, 8, 1)]
     names = ("states", "split", "times", "warps", "ctas")
     return tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
+
+
+def _serves(statics: Pins, target: Target) -> bool:
+    """Few registers, for a fourth CTA on an SM, are enough for the code of sm_90 alone."""
+    ctas = dict(statics).get("ctas")
+    if dict(statics).get("states") != 2 or ctas is None:
+        return True
+    return (ctas == 4) == (target.capability == (9, 0) and not target.is_ptx)
 
 
 def _forward_shared(variant: Variant) -> int:
@@ -164,10 +179,10 @@ def _forward_shared(variant: Variant) -> int:
 
 
 def _forward_cost(variant: Variant, problem: SelectiveScanProblem) -> float:
-    """Room for states that there are not; then whether there are warps enough for an H100, on which one in four of
-    those that have three times as many would wait for the others."""
+    """Room for states that there are not; then whether two warps share their channels, which pays where there are few:
+    on an H100 up to 24,576 of all batches and sequences."""
     rows = problem.batch * problem.channels * max(1, problem.sequences)
-    split = 1 if rows > 24_576 or 12_288 <= rows <= 16_896 else 2
+    split = 1 if rows > 24_576 else 2
     return _capacity(variant) + abs(variant.number("split") - split) / 64
 
 
@@ -241,7 +256,7 @@ def _kernel(direction: Direction) -> Kernel:
             warps=lambda variant: variant.number("warps"),
             shared=_SHARED[direction],
         ),
-        rules=Rules(_accepts, kind_mismatch=_kind_mismatch),
+        rules=Rules(_accepts, kind_mismatch=_kind_mismatch, serves=_serves),
         cost=_COST[direction],
         launch=_launch,
     )

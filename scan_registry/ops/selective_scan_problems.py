@@ -180,13 +180,13 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> int:
 
 
 def parts_of(problem: SelectiveScanProblem, device: torch.device) -> int:
-    """Parts to cut sequences into for the backward pass: so many that its CTAs fill the GPU evenly, of which each SM has
-    three, though to cut costs a fifth more."""
+    """Parts to cut sequences into for the backward pass: so many that its CTAs fill the GPU evenly, though to cut costs
+    a fifth more."""
     ctas = problem.ctas_of_group * problem.groups * problem.batch * max(1, problem.sequences)
     sms = _USUAL_SMS
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    resident = 3 * sms
+    resident = problem.ctas_of_sm * sms
     most = max(1, min(8, problem.time // (4 * INTERVAL)))
 
     def duration(parts: int) -> float:
