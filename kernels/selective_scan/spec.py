@@ -242,6 +242,19 @@ _COST: dict[Direction, Callable[[Variant, SelectiveScanProblem], float]] = {
 }
 
 
+def _may_spill(direction: Direction) -> frozenset[Variant]:
+    """float32 with more than 16 states, backwards: on sm_120 up to 32 bytes, which are written before the first step and
+    read after the last."""
+    if direction != "backward":
+        return frozenset()
+    return frozenset(
+        Variant(FAMILY_NAME, direction, "cuda", (*kind, *tile))
+        for kind in _KINDS
+        for tile in _backward_tiles(kind)
+        if dict(kind)["dtype"] == "float32" and dict(tile)["blocks"] > 1
+    )
+
+
 def _kernel(direction: Direction) -> Kernel:
     return Kernel(
         family=FAMILY_NAME,
@@ -255,6 +268,7 @@ def _kernel(direction: Direction) -> Kernel:
             constants=_constants,
             warps=lambda variant: variant.number("warps"),
             shared=_SHARED[direction],
+            may_spill=_may_spill(direction),
         ),
         rules=Rules(_accepts, kind_mismatch=_kind_mismatch, serves=_serves),
         cost=_COST[direction],
