@@ -123,13 +123,13 @@ def time_against_length(palette: Palette) -> Canvas:
     canvas = Canvas(760, 410, palette, title)
     canvas.text((20, 28), title, size=15, bold=True)
     canvas.text(
-        (20, 48), f"both axes logarithmic; {results.of_run('h200-bench')}", color=palette.faint
+        (20, 48), f"both axes logarithmic; {results.of_run('h100-bench')}", color=palette.faint
     )
     for number, direction in enumerate(("forward", "backward")):
         found = [
             each
             for each in results.timings(
-                "h200-bench", layout="time_last", batch=8, channels=1536, dtype="bfloat16"
+                "h100-bench", layout="time_last", batch=8, channels=1536, dtype="bfloat16"
             )
             if each["direction"] == direction
         ]
@@ -210,7 +210,7 @@ def bars(
 def roofline_share(palette: Palette) -> Canvas:
     """How near the bandwidth roofline the kernels come, by group of cases."""
     rows = [
-        Bar(group.name, results.mean_share(group, "h200"), _range(results.shares(group, "h200")))
+        Bar(group.name, results.mean_share(group, "h100"), _range(results.shares(group, "h100")))
         for group in results.GROUPS
     ]
     title = "Share of the bandwidth roofline, by group of shapes"
@@ -218,7 +218,7 @@ def roofline_share(palette: Palette) -> Canvas:
     left, right = 345.0, 630.0
     canvas.text((20, 28), title, size=15, bold=True)
     said = "mean, and least to most; both passes"
-    canvas.text((20, 48), f"{said}; {results.of_run('h200-targets')}", color=palette.faint, size=12)
+    canvas.text((20, 48), f"{said}; {results.of_run('h100-targets')}", color=palette.faint, size=12)
     bottom = 72 + 26 * len(rows)
     for share in (0.25, 0.5, 0.75, 1.0):
         at = left + share * (right - left)
@@ -240,17 +240,21 @@ def _range(values: Sequence[float]) -> str:
 def lstm_step(palette: Palette) -> Canvas:
     """Microseconds of one LSTM step, beside cuDNN, and beside FlashRNN where it was measured."""
     rows: list[Bar | None] = []
+    cudnn = "h100-bench-rnn", "float16", "scan_registry.nn.LSTM", "torch.nn.LSTM", "cuDNN"
+    flashrnn = (
+        "h100-bench-rnn-flashrnn",
+        "bfloat16",
+        "scan-registry",
+        "flashrnn cuda_fused",
+        "FlashRNN",
+    )
     contests = [
-        ((1, 768), "float16", "scan_registry.nn.LSTM", "torch.nn.LSTM", "cuDNN"),
-        ((1, 1024), "float16", "scan_registry.nn.LSTM", "torch.nn.LSTM", "cuDNN"),
-        *(
-            (size, "bfloat16", "scan-registry", "flashrnn", "FlashRNN")
-            for size in ((12, 64), (3, 256), (1, 768))
-        ),
+        *((size, *cudnn) for size in ((1, 768), (1, 1024))),
+        *((size, *flashrnn) for size in ((12, 64), (3, 256), (1, 768))),
     ]
-    for (heads, dim), dtype, ours, theirs, name in contests:
+    for (heads, dim), run, dtype, ours, theirs, name in contests:
         sizes = {"function": "lstm", "heads": heads, "dim": dim, "dtype": dtype}
-        pair = results.network(ours, **sizes), results.network(theirs, **sizes)
+        pair = results.network(ours, run, **sizes), results.network(theirs, run, **sizes)
         for direction in pair[1]:
             steps = [each[direction] / 1024 * 1e3 for each in pair]
             label = f"{heads} × {dim} {results.SHORT[dtype]}, {direction}"
@@ -265,7 +269,7 @@ def lstm_step(palette: Palette) -> Canvas:
     canvas.text((20, 28), title, size=15, bold=True)
     said = "beside cuDNN with the product of the inputs; shorter is better"
     canvas.text(
-        (20, 48), f"{said}; {results.of_run('h200-bench-rnn')}", color=palette.faint, size=12
+        (20, 48), f"{said}; {results.of_run('h100-bench-rnn')}", color=palette.faint, size=12
     )
     most = max(row.value for row in rows if row)
     bars(canvas, rows, lambda value: 260 + value / most * 300, 260)

@@ -120,11 +120,11 @@ def quickest(found: Iterable[dict[str, Any]], who: str) -> dict[str, Any] | None
 # --- Networks and first calls -----------------------------------------------------------------
 
 
-def network(who: str, **wanted: Any) -> dict[str, float]:
+def network(who: str, run: str = "h100-bench-rnn", **wanted: Any) -> dict[str, float]:
     """Milliseconds by pass, of one network by one implementation; empty if it was not measured."""
     return {
         each["direction"]: each["ms"]
-        for each in document("h200-bench-rnn")["timings"]
+        for each in document(run)["timings"]
         if each["who"] == who and all(each["network"][key] == v for key, v in wanted.items())
     }
 

@@ -36,7 +36,7 @@ def _scan(layout: str, batch: int, channels: int, time: int, dtype: str) -> list
             results.quickest(
                 (e for e in results.timings(name, **case) if e["direction"] == direction), who
             )
-            for name, who in (("h200-targets", "scan-registry"), ("h200-bench", "accelerated-scan"))
+            for name, who in (("h100-targets", "scan-registry"), ("h100-bench", "accelerated-scan"))
         )
         assert ours is not None
         share = ours["roofline_ms"] / ours["ms"]
@@ -117,6 +117,24 @@ def networks() -> str:
     return table(head, rows)
 
 
+def flashrnn() -> str:
+    """The networks that FlashRNN was timed on, in one run, forward / forward + backward."""
+    names = ("scan-registry", "flashrnn cuda_fused", "flashrnn cuda")
+    rows = []
+    for cell, heads, dim in (
+        ("lstm", 12, 64),
+        ("lstm", 3, 256),
+        ("lstm", 1, 768),
+        ("slstm", 1, 768),
+    ):
+        size = {"function": cell, "heads": heads, "dim": dim, "dtype": "bfloat16"}
+        found = (results.network(name, "h100-bench-rnn-flashrnn", **size) for name in names)
+        rows.append([f"{cell} {heads} × {dim}", *map(_pair, found)])
+    return table(
+        ("cell, heads × units", "`rnn`", "FlashRNN, `cuda_fused`", "FlashRNN, `cuda`"), rows
+    )
+
+
 # --- First calls ------------------------------------------------------------------------------
 
 
@@ -166,6 +184,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "groups": groups,
     "targets": targets,
     "networks": networks,
+    "flashrnn": flashrnn,
     "tiers": tiers,
     "cold-start": cold_start,
 }

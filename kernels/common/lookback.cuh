@@ -6,7 +6,7 @@
 //
 // PREFIX_LEAD > 0 is for few columns. Each column is cut into segments of TILE_WARPS tiles, one for each tile warp of a
 // CTA. CTAs draw segments from a counter: the first segments of all columns, then the second ones, and so on. A turn of a
-// CTA is the time in which it scans one segment; the CTA numbers its turns and its segments alike. It keeps STAGES
+// CTA is the time in which it scans one segment. It numbers the segments that it drew by their turns. It keeps STAGES
 // segments in shared memory. For the segment of turn t:
 //
 //     turn t - PREFIX_LEAD   tile warps compose each tile's affine maps (gate, token) into an aggregate. Then the
@@ -24,7 +24,7 @@
 //
 // No deadlock: a CTA composes and publishes a segment's aggregate after it has scanned the segment of PREFIX_LEAD + 1
 // turns earlier (and a group's aggregate once those of the group's earlier segments are published), and a segment waits
-// only for segments with lower numbers. The lowest number whose aggregate is missing waits for none.
+// only for segments with lower numbers. So the segment with the lowest number whose aggregate is missing waits for none.
 //
 // workspace, zeroed before the launch: the counter in 16 bytes, then the aggregates of all segments, then those of groups
 // (tile_state.cuh).
@@ -82,7 +82,7 @@ struct Drawn {
         __shared__ Tile drawn[KEPT];
         return drawn[turn % KEPT];
     }
-    // By one thread: all others are spared the divisions.
+    // One thread calls this, so that the others need not divide.
     __device__ void keep(int turn, unsigned number) const {
         segment(turn) = {number / grid.columns, number % grid.columns};
     }
@@ -92,8 +92,8 @@ struct Drawn {
 // The least number of segments in a group: the host allocates for so many.
 enum : int { LEAST_GROUP = 16 };
 
-// A warp that looks back. Of SCANS scans side by side it has OWN, each with PLACES lanes: one lane for each tile of a
-// segment, and for LOOKS aggregates of a group.
+// A warp that looks back. Of SCANS scans side by side it has OWN, each with PLACES lanes. A lane has at most one tile of
+// the segment, and reads LOOKS aggregates of a group.
 template <class Work>
 struct LookbackWarp {
     enum : int {
@@ -139,8 +139,10 @@ struct LookbackWarp {
             if (place < TILE_WARPS) map = shared.tiles[place][scan];
             const Affine before = exclusive_scan<OWN>(map, lane);
             if (publishes) publish(map_of(segment), SCANS, map);
-            // The state after whole groups is handed on first, then the segments since are read. But where the segment
-            // completes a group, its aggregate comes first, since other CTAs wait for it. A loop keeps one copy of the code.
+            // Even step: the state after the whole groups, which the next turn waits for. Odd step: the segments since these
+            // groups. The even step comes first (0, 1). But where the segment completes a group, the odd step does (1, 2),
+            // because it publishes the group's aggregate, and other CTAs wait for that. The loop is not unrolled, so that the
+            // binary has the code of each step once.
             const bool completes = segment.level % GROUP == GROUP - 1;
             Affine since;
             RunningPrefix x;
@@ -275,8 +277,8 @@ struct Schedule {
         }
     }
 
-    // Segments: whether this warp looks back. The shuffle tells the compiler that the answer is uniform in the warp, or it
-    // would provide for diverged shuffles.
+    // Segments: whether this warp looks back. The shuffle tells the compiler that the answer is the same in all lanes.
+    // Otherwise it would add code for later shuffles in which not all lanes take part.
     static __device__ bool is_lookback() { return from_lane(threadIdx.x / 32, 0) >= TILE_WARPS; }
     template <class Work>
     __device__ void combine(const Work& work, void* workspace) const {
@@ -325,6 +327,6 @@ struct Schedule {
 #pragma unroll
             for (int k = 0; k < PREFIX_LEAD; k++) tile_prefixes[k] = tile_prefixes[k + 1];
         }
-        tell_composed(turn + PREFIX_LEAD);  // no tile was, and so all look-back warps learn that there are no more
+        tell_composed(turn + PREFIX_LEAD);  // nothing was composed: it releases the last look-back warps, which then end
     }
 };

@@ -14,12 +14,11 @@
 // warps' totals to the state that the tile before published. The tile index comes from a counter,
 // so a tile's predecessor is always running or done.
 //
-// workspace, zeroed before the launch: a counter in its first 16 bytes, then two slots, of even and of
-// odd tiles in time, which hold for each channel of each column the state that leaves such a tile, and
-// its error term: a word for each 32 bits of them, with the tile's number above. Value and number travel in
-// one 8-byte store, so they need no fence. A tile may write over the state of the one before the last,
-// because the last has read it: a tile publishes only after its wait for what it reads is over. A
-// problem of one tile in time passes null.
+// workspace, zeroed before the launch: a counter in its first 16 bytes, then two halves, one for even and one for odd
+// tiles in time. A half holds, for each channel of each column, the state that leaves such a tile, and its error term. Each
+// 32 bits of them have a 64-bit word, whose upper half is the tile's number. Value and number are written by one 8-byte
+// store, so they need no fence. Tile n writes over the state of tile n - 2. By then tile n - 1 has read that state: it read
+// it before it published its own, and tile n has waited for that. A problem of one tile in time passes null.
 #pragma once
 #include "sequences.cuh"
 
@@ -97,7 +96,7 @@ struct Rows {
     }
 };
 
-// Room for the marks of a thread's rows, which all threads of a slot share.
+// Where the marks of a thread's rows are kept. The threads of a slot have the same rows, and share these places.
 __device__ inline Places* own_places() {
     if constexpr (ALIGNED) return nullptr;
     __shared__ Places places[ALIGNED ? 1 : TIMES];

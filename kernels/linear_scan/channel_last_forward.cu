@@ -1,10 +1,16 @@
 // linear_scan, forward, channels contiguous:  x[t] = gates[t] * x[t-1] + tokens[t]  per channel.
 //
-// A thread has STEPS time steps of VECTOR channels in a tile, and passes over them twice: first it composes their affine
-// maps (gate, token), then, from the state that enters them, it computes and writes the states. One read of each input and
-// one write of the output: 12 bytes per element in float32, 6 in bfloat16 and float16. The tile pictures are in
-// column_serial.cuh (many channels), channel_stream.cuh (few, staged in shared memory) and channel_last.cuh (generic,
-// held in registers).
+// A thread has STEPS time steps of VECTOR channels in a tile, and passes over them twice. First it composes their affine
+// maps (gate, token). Then it computes and writes the states, from the state that enters them. Each input is read once and
+// the output is written once: 12 bytes per element in float32, 6 in bfloat16 and float16.
+//
+// The constants that a variant is compiled with (spec.py) choose one of three designs. Each header has a picture of its
+// tiles:
+//
+//     COLUMN_SERIAL   column_serial.cuh    many channels. Also single_wave.cuh (SINGLE_WAVE) and multi_cta_column.cuh
+//                                          (CTAS_PER_COLUMN > 1)
+//     STAGES > 0      channel_stream.cuh   few channels; tiles are staged in shared memory
+//     neither         channel_last.cuh     any strides and packed sequences; tiles are held in registers
 #if SINGLE_WAVE
 #include "single_wave.cuh"
 #elif CTAS_PER_COLUMN > 1
@@ -44,14 +50,14 @@ struct ForwardPass {
     }
 
     __device__ void fetch(int left) { fetch_for_map(left), move(CTAS_PER_COLUMN); }
-    // What composing takes, and nothing else is left to fetch.
+    // What the first pass over a tile reads. The second pass reads nothing more, so fetch_for_output has nothing to do.
     __device__ void fetch_for_map(int left) {
         if (!ONE_GATE) tiles.copy_in(0, gates, left, ForwardStep::Padding::GATE);
         tiles.copy_in(1, tokens, left, ForwardStep::Padding::TOKEN);
     }
     __device__ void fetch_for_output(int) {}
     __device__ void move(int tiles) { gates.advance(tiles), tokens.advance(tiles); }
-    // This lane's rows of the tile at hand.
+    // This lane's rows of the current tile.
     struct Held {
         Chunk<Element, VECTOR> gates[STEPS], tokens[STEPS];
     };
@@ -159,8 +165,8 @@ struct ForwardTiles {
 #include "channel_last.cuh"
 #endif
 
-// initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1]; and four
-// times the time steps of a warp (single_wave.cuh).
+// initial_state, final_state and offsets may be null. flags: bit 0 is set if x[t] follows from x[t+1]; bit 1 is unused here;
+// the bits from 2 on are the number of time steps of a warp (single_wave.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
@@ -233,14 +239,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
         token[k] = tokens_rows.load(k, ForwardStep::Padding::TOKEN);
     }
 
-    // Packed sequences come with VECTOR 1: their states are those of one channel.
+    // With packed sequences VECTOR is 1, since `before` and `after` point to the states of a single channel.
     const i64 c = at.channel < channels ? at.channel : 0;
     const Boundary before{
         initial_state ? const_cast<State*>(initial_state) + c * state_channel : nullptr,
         state_time};
     const Boundary after{final_state ? final_state + c * state_channel : nullptr, state_time};
     const Marks marks = walk.marks(at.first, STEPS, own_places());
-    __syncwarp();  // the lanes of a slot have written the same places
+    __syncwarp();  // lanes with the same rows have written the same marks to shared memory
 
     Affine rows[VECTOR];
 #pragma unroll

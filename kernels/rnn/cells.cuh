@@ -4,6 +4,12 @@
 // FUNCTION (lstm, gru, elman, slstm) comes from the build. Gates, states and kept values come in the order of problem.py;
 // reference.py has the formulas. Everything is computed in float32.
 //
+//     RECURRENT   gates that have a product of R with h: `r`
+//     INPUTS      gates that have a part of the inputs, Wx: `x`
+//     GATES       biases `b`, and gradients that the backward function gives
+//     STATES      states `s`
+//     KEPT        values that the forward function keeps for the backward one
+//
 // The backward functions read only TRACKED of the states, from number FIRST on, as they were before and after the step.
 // `grads` comes in as the gradient of the states after the step. It goes out as the gradient of the states before the
 // step, without the part that flows through R.
@@ -18,7 +24,7 @@ __device__ inline float quotient(float x, float y) {
     return Element::EXACT ? x / y : x * fast_reciprocal(y);
 }
 __device__ inline float logistic(float x) { return quotient(1.f, 1.f + exponential(-x)); }
-// log σ(x), and from that 1 − σ(x).
+// log σ(x). `complement` computes 1 − σ(x) from it.
 __device__ inline float log_logistic(float x) {
     const float tail = exponential(-fabsf(x));
     const float log = Element::EXACT ? log1pf(tail) : 0.6931471805599453f * fast_log2(1.f + tail);
@@ -124,7 +130,7 @@ struct slstm {
         kept[3] = logistic(r[3] + x[3] + b[3]);
         const float decayed = kept[1] + s[3];
         const bool by_input = s[2] == 0 || i > decayed;
-        constexpr float MOST_LOG = 60;  // where n is 0, k may be above 1, but not infinite
+        constexpr float MOST_LOG = 60;  // if n is 0, k is not bounded by 1; this keeps it finite
         const float apart = by_input ? decayed - i : i - decayed;
         const float lesser = exponential(apart > MOST_LOG ? MOST_LOG : apart);
         const float e = by_input ? 1.f : lesser, k = by_input ? lesser : 1.f;
@@ -165,8 +171,9 @@ struct slstm {
 
 using Cell = FUNCTION;
 
-// `receive` adds the gradient of a step's output states, `given`, to the carried one. `release` turns the carried gradient
-// into the gradient of the states before the first step. Only slstm carries something else for m (see slstm).
+// `receive` adds `given`, the gradient of the states that a step gives out, to the carried gradient. `release` turns the
+// carried gradient into the gradient of the states before the first step. They differ only in slstm, which carries another
+// value in place of dm (see slstm).
 __device__ inline void receive(float (&grads)[Cell::STATES], const float (&given)[Cell::STATES],
                                const float (&after)[Cell::TRACKED]) {
 #pragma unroll

@@ -43,7 +43,7 @@ def show_report(report: Report) -> None:
         say(f"{language:10} {text}")
     if here.driver:
         say(f"driver     for CUDA {dotted(here.driver)}")
-    say(f"policy     down to tier {here.lowest} ({policy.VARIABLE})")
+    say(f"policy     down to tier {here.lowest}; {policy.VARIABLE} sets it")
     say(f"cache      {_cache_words(here.cache)}")
     _print_providers(console, here.providers)
     for provider in here.providers:

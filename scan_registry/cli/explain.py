@@ -127,7 +127,7 @@ def _system(args: argparse.Namespace) -> System:
         accepted = [*(f"cuda:{ordinal}" for ordinal in range(len(gpus))), "cpu"]
         if not gpus:
             raise UsageError(
-                f"no GPU is visible here{reason}; --for describes one that need not be, "
+                f"no GPU is visible here{reason}; --for describes a GPU that need not be here, "
                 "such as --for H100, and --device cpu asks about calls on the CPU"
             )
         name = "cuda:0" if args.device in (None, "cuda") else args.device

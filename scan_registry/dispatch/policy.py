@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Level = Literal["exact", "aot", "same-major", "ptx", "jit", "reference"]
 
 VARIABLE = "SCAN_REGISTRY_REQUIRE"
-#: The lowest tier that each level allows: every tier is one, and what they have in common that is compiled
-#: ahead of time, as machine code, is ``aot``.
+#: The lowest tier that each level allows. Every tier is a level too. ``aot`` is all machine code that was
+#: compiled ahead of time.
 LEVELS: Mapping[Level, Tier] = {
     "exact": Tier.EXACT,
     "aot": Tier.SAME_MAJOR,
@@ -48,9 +48,10 @@ def require(level: Level) -> _GeneratorContextManager[None]:
 
     Args:
         level: ``"exact"`` allows only machine code for this very compute capability, ``"aot"`` (or
-            ``"same-major"``) all that was compiled ahead of time, ``"ptx"`` also what the driver
-            compiles, ``"jit"`` also what is compiled here, and ``"reference"`` anything. Where blocks are nested, or ``SCAN_REGISTRY_REQUIRE`` is set, the strictest
-            level holds. The backward pass of what is computed in the block keeps to its level.
+            ``"same-major"``) all machine code that was compiled ahead of time, ``"ptx"`` also what
+            the driver compiles, ``"jit"`` also what is compiled here, and ``"reference"`` anything.
+            Where blocks are nested, or ``SCAN_REGISTRY_REQUIRE`` is set, the strictest level holds.
+            The backward pass of what is computed in the block keeps to its level.
 
     Raises:
         ValueError: there is no such level.

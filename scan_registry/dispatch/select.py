@@ -55,8 +55,8 @@ class Decision:
     """What was asked, and the outcome: the winner, if there is one, and everything that lost.
 
     lowest   the worst tier that may run
-    damaged  archives that were looked at for the winner and are not intact
-    before   what was rejected for problems that were tried earlier (alternatives.py)
+    damaged  archives and binaries that were found to be damaged while the winner was looked for
+    before   what was rejected for other problems of the same call, which were tried earlier (alternatives.py)
     """
 
     system: System
@@ -70,7 +70,7 @@ class Decision:
 
     @cached_property
     def rejected(self) -> tuple[Rejected, ...]:
-        """Everything that lost, in the order of consideration; what would do, but is outranked, comes last. The
+        """Everything that lost, in the order of consideration. What would run, but is outranked, comes last. The
         first access looks at the whole catalogue."""
         unfit, outranked = self._lost
         own = (*unfit, *outranked)
@@ -125,8 +125,8 @@ def select(
     found, damaged = list[Candidate](), list[Rejected]()
     for language in LANGUAGES:
         if backend in ("auto", language):
-            # Languages come in order of preference. Once one has a winner, what the JIT would compile in a later
-            # one cannot win, so it is not listed; once that winner is EXACT, nothing of a later one can.
+            # Languages come in order of preference. Once one has a candidate, what the JIT would compile in a later
+            # language cannot win, so it is not listed. Once that candidate is EXACT, nothing in a later language can.
             there = [*candidates(system, family, problem, language, installed=bool(found))]
             best = _best(system, problem, there, lowest, damaged)
             found += [best] if best else []
@@ -145,11 +145,11 @@ def _best(
     lowest: Tier,
     damaged: list[Rejected],
 ) -> Candidate | None:
-    """The best of one language, if there is one that does.
+    """The best candidate of one language that passes its checks; None if none does.
 
-    Candidates are checked in their order. Among those that tuning has timed, the first that passes wins. Others of
-    the same rank differ in the spec's cost, which is known once they are checked, so all of them are. Damaged
-    archives and binaries that are met are added to ``damaged``.
+    Candidates are checked in their order. Among those that tuning has timed, the first that passes wins. Untimed ones
+    of the same rank are all checked, and the one with the least cost wins: checking computes the spec's cost.
+    Damaged archives and binaries that are found are added to ``damaged``.
     """
     damaged += [each for each in there if isinstance(each, Rejected) and each.damaged]
     ranked = sorted(
@@ -178,10 +178,11 @@ def _reference(system: System, backend: Backend, lowest: Tier) -> Candidate | Re
 
 
 def _losers(decision: Decision) -> tuple[list[Rejected], list[Rejected]]:
-    """Everything but the winner, each checked: what would not do, and what would, but is outranked."""
+    """Everything but the winner, each checked: first what cannot run, then what could, but is outranked."""
     system, problem, winner = decision.system, decision.problem, decision.winner
     outcomes, unfit, outranked = list[Candidate | Rejected](), list[Rejected](), list[Candidate]()
-    whole = dict[Rejected, None]()  # archives, which are rejected in each language
+    # Archives that are rejected as a whole come up again for each language, and are listed once.
+    whole = dict[Rejected, None]()
     for language in LANGUAGES:
         requested = decision.backend in ("auto", language)
         for each in candidates(system, decision.family, problem, language, all_dtypes=True):
@@ -243,7 +244,7 @@ def advice(decision: Decision) -> str:
 
 
 def remedies(decision: Decision) -> Iterator[str]:
-    """Each of which would lift the decision, as far as what there is can tell."""
+    """What would lift the decision to a better tier, one by one, as far as the installed archives tell."""
     system, device = decision.system, decision.system.device
     assert device is not None
     tier = decision.winner.tier if decision.winner else len(Tier)
@@ -270,7 +271,7 @@ def remedies(decision: Decision) -> Iterator[str]:
 
 
 def _driver_of(winner: Candidate, system: System) -> CudaVersion:
-    """The CUDA version that a driver has to support for it."""
+    """The CUDA version that a driver has to support for this candidate to run."""
     if winner.binary is not None:
         return winner.binary.oldest_driver
     assert winner.variant is not None
@@ -290,7 +291,7 @@ def _targets(decision: Decision, device: Device) -> set[Target]:
                 continue
             held = archive.of(decision.family.name, decision.problem.kernel)
         except ArchiveError:
-            continue  # it is among the reasons
+            continue  # the damage is among the decision's reasons already
         if any(decision.backend in ("auto", entry.language) for entry in held):
             found.add(archive.arch)
     return found

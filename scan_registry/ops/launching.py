@@ -1,4 +1,4 @@
-"""What operators keep from one call to the next: what it does, planned once for all calls of a kind."""
+"""What operators keep from one call to the next: plans, each made once for all calls of a kind."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from scan_registry.dispatch import policy
 
 MOST_PLANS = 4096
 
-#: Runs a kernel on tensors by the names of its pointers; those that are not there are null.
+#: Runs a kernel on tensors by the names of its pointers; a pointer whose tensor is missing is null.
 Run = Callable[[Mapping[str, Tensor | None]], None]
 
 _required = policy.required.get
 
 
 class PlanCache:
-    """What calls do to their tensors, planned once for all that agree in what a plan depends on.
+    """Plans of calls. A plan is a function of the tensors, made once for all calls of a kind.
 
-    That is which tensors are there, with their shapes, strides, dtypes and devices; how far all of their addresses
-    are aligned, up to 16 bytes; the options; and what ``require`` allows. A plan stays as it was made: what is
-    installed or tuned later counts for calls of another kind. Past ``MOST_PLANS`` all plans go.
-    ``csrc/plans.h`` keeps those of the fast path by the same rules.
+    Calls are of one kind if they agree in: which tensors are given, and their shapes, strides, dtypes and devices;
+    how far their addresses are aligned, up to 16 bytes; the options; and what ``require`` allows. A plan does not
+    change: what is installed or tuned later affects only kinds that have no plan yet. When there are
+    ``MOST_PLANS`` plans, all are dropped. ``csrc/plans.h`` keeps the plans of the fast path by the same rules.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class PlanCache:
         tensors: Sequence[Tensor | None],
         *options: object,
     ) -> Any:
-        """What the plan makes of the tensors. ``make`` plans the first call of a kind, from both."""
+        """The result of the call's plan. If there is none, ``make`` makes it from the tensors and options."""
         facts: list[Any] = []
         addresses = 0
         for tensor in tensors:
@@ -54,5 +54,5 @@ class PlanCache:
         return plan(*tensors)
 
 
-#: Of all operators.
+#: The cache that all operators share.
 plan_cache = PlanCache()

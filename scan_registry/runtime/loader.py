@@ -63,8 +63,8 @@ class Plan:
 
     @cached_property
     def run(self) -> Callable[[Mapping[str, Any]], None]:
-        """Launches, on the current stream, on tensors by the names of the kernel's pointers; those that are not
-        there are null."""
+        """A function that launches the kernel on the current stream. It takes tensors by the names of the kernel's
+        pointers; a pointer whose tensor is missing is null."""
         import torch
 
         launch, workspace, ordinal = self.launch, self.workspace, self.ordinal
@@ -80,7 +80,8 @@ class Plan:
         def run(tensors: Mapping[str, Any]) -> None:
             given = [tensors.get(name) for name in names]
             pointers = [None if tensor is None else tensor.data_ptr() for tensor in given]
-            if workspace:  # which whoever gets its memory next uses after the kernel
+            if workspace:
+                # It is freed on return, but torch gives it only to work that runs later on this stream.
                 scratch = torch.empty(workspace, dtype=torch.uint8, device=device)
                 pointers[place] = scratch.data_ptr()
             if status := start(stream(ordinal), *pointers):
@@ -109,7 +110,7 @@ _lock = threading.RLock()
 
 
 def _forget() -> None:
-    """A forked child has neither its parent's context nor the threads that may hold the lock."""
+    """Start anew in a forked child, which has neither its parent's context nor the thread that may hold the lock."""
     global _lock  # noqa: PLW0603
     _lock = threading.RLock()
     _functions.clear()
@@ -146,9 +147,8 @@ def decide(
     lowest: Tier,
     pinned: Variant | None = None,
 ) -> Decision:
-    """The decision for a problem: archives of the best tier first, and no further than to the first winner.
-
-    Usually that reads one archive.
+    """The decision for a problem. It looks at archives of the best tier first, and at others only if those have no
+    winner. So usually one archive is read.
     """
     for reach in (Tier.EXACT, Tier.PTX):
         there = system(ordinal, reach, pinned)
@@ -167,7 +167,7 @@ def prepare(
     lowest: Tier,
     pinned: Variant | None = None,
 ) -> Plan:
-    """The best way to solve the problem that does run here, or the one that is pinned.
+    """The plan of the best candidate that loads here; with ``pinned``, of that variant.
 
     ``NoKernelError`` if the policy or ``backend`` leaves none, ``DriverError`` if the driver fails
     for a reason that is not the binary's.
@@ -191,8 +191,10 @@ def prepare(
 def prepare_first(
     ordinal: int, family: Family, alternatives: Sequence[tuple[Problem, Backend]], lowest: Tier
 ) -> Plan:
-    """The plan for the first of several problems, any of which would do, that a kernel solves here. Else the
-    reference, for the first; ``NoKernelError`` where that may not be."""
+    """The plan for the first of ``alternatives`` that a kernel solves here; solving any one of them is enough.
+
+    If no kernel solves any, the plan of the first for which the reference may run; else ``NoKernelError``.
+    """
     left: list[Plan] = []
     refused: list[NoKernelError] = []
     for problem, backend in alternatives:
@@ -217,7 +219,7 @@ def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Plan:
     assert shape is not None
     try:
         launch = _bind(ordinal, kernel, binary, function, shape)
-    except (OverflowError, ValueError) as error:  # an entry that asks for what no launch has
+    except (OverflowError, ValueError) as error:  # the entry states what no launch can have
         raise UnfitError(str(error)) from error
     return Plan(decision, ordinal, binary, launch, shape.workspace)
 
@@ -239,7 +241,7 @@ def _fetch(
     reason = catalogue().denied.get(binary.sha256) or misfit(binary, device(ordinal))
     if reason:
         raise UnfitError(reason)
-    if decision.system.pinned is None:  # nobody who pins a variant needs to be told of it
+    if decision.system.pinned is None:  # who pins a variant expects it to be compiled
         _tell_compiled(decision, winner.variant, compiled)
     return binary, lambda: compiled.content
 

@@ -261,9 +261,9 @@ def test_the_wheel_installs_offline_and_its_binaries_are_exact(
     place = tmp_path / "venv"
     venv.EnvBuilder(symlinks=True).create(place)
     (packages,) = place.glob("lib/python*/site-packages")
-    (packages / "those-of-the-tests.pth").write_text(
-        "\n".join(p for p in sys.path if p), encoding="utf-8"
-    )
+    # As a site folder, so that an editable installation in it is found, too.
+    lines = [f"import site; site.addsitedir({path!r})" for path in sys.path if path]
+    (packages / "those-of-the-tests.pth").write_text("\n".join(lines), encoding="utf-8")
     python = place / "bin" / "python"
     quiet(python, "-m", "pip", "install", "--no-index", wheel)
     found = json.loads(quiet(python, "-c", SELECT))
