@@ -251,7 +251,7 @@ def _may_spill(direction: Direction) -> frozenset[Variant]:
         Variant(FAMILY_NAME, direction, "cuda", (*kind, *tile))
         for kind in _KINDS
         for tile in _backward_tiles(kind)
-        if dict(kind)["dtype"] == "float32" and dict(tile)["blocks"] > 1
+        if dict(kind)["dtype"] == "float32" and dict(tile)["blocks"] != 1
     )
 
 
