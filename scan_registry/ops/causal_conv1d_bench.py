@@ -116,7 +116,7 @@ class Case:
 
 @dataclass(frozen=True)
 class CausalConv1d:
-    """The package of that name, as its users call it."""
+    """The package of that name: forward as its users call it, backward its kernel alone."""
 
     name: ClassVar[str] = "causal-conv1d"
     captured: ClassVar[bool] = True
@@ -145,10 +145,12 @@ class CausalConv1d:
 
             if direction == PASSES[0]:
                 return forward
-            leaves = [t.requires_grad_() for t in (x, *filters)]
-            y = module.causal_conv1d_fn(*leaves, activation="silu")
-            grad = torch.randn_like(y)
-            return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
+            # Autograd would run on the stream of a forward pass, which no graph of another stream can record.
+            backward = importlib.import_module(
+                "causal_conv1d.cpp_functions"
+            ).causal_conv1d_bwd_function
+            nothing, grad = (None,) * 4, case.sequence(device)
+            return lambda: backward(x, *filters, grad, *nothing, False, True)
 
         return make
 

@@ -151,7 +151,7 @@ class Case:
 
 @dataclass(frozen=True)
 class MambaSsm:
-    """The package of that name, as its users call it, on its own CUDA kernels."""
+    """The package of that name: forward as its users call it, backward its CUDA kernel alone."""
 
     name: ClassVar[str] = "mamba-ssm"
     captured: ClassVar[bool] = True
@@ -181,10 +181,11 @@ class MambaSsm:
                         return run()
 
                 return forward
-            leaves = [t.requires_grad_() for t in inputs if t is not None]
-            out = run()
-            grad = torch.randn_like(out)
-            return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+            # Autograd would run on the stream of this forward pass, which no graph of another stream can record.
+            kernels, (*tensors, gate, bias) = module.selective_scan_cuda, inputs
+            out, states, *_ = kernels.fwd(*tensors, gate, bias, True)
+            grad, out = torch.randn_like(out), None if gate is None else out
+            return lambda: kernels.bwd(*tensors, gate, bias, grad, states, out, None, True, False)
 
         return make
 
