@@ -94,7 +94,7 @@ def uses(arch: str, gpu: Gpu) -> Iterator[Use]:
     """Of every forward and backward kernel in CUDA that is installed for the architecture."""
     for archive, binary in catalogue():
         variant = binary.variant
-        scans = variant.family == FAMILY.name and not variant.kernel.endswith("reduction")
+        scans = variant.family == FAMILY.name and variant.kernel.endswith(("forward", "backward"))
         if archive.arch.label == arch and scans and variant.language == "cuda":
             blocks = resident(binary, gpu)
             yield Use(binary, blocks * binary.threads // 32, blocks * in_flight(binary))

@@ -28,7 +28,7 @@ def test_one_dtype(dtype: str, capsys: Capture) -> None:
     assert {result["dtype"] for result in document["results"]} == {dtype}
     kernels = [(result["family"], result["kernel"]) for result in document["results"]]
     assert len(kernels) == len(set(kernels))
-    assert len([1 for family, _ in kernels if family == "linear_scan"]) == 6
+    assert len([1 for family, _ in kernels if family == "linear_scan"]) == 8
     assert all(result["cases"] > 0 for result in document["results"])
     skipped = {each["subject"]: each["reason"] for each in document["skipped"]}
     # A family either runs or is among what was skipped.
