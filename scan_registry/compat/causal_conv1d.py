@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.compat.arguments import check_dense
 from scan_registry.ops.causal_conv1d import causal_conv1d
 from scan_registry.ops.causal_conv1d import causal_conv1d_update as _update
 
@@ -59,6 +60,7 @@ def causal_conv1d_fn(
     y, last = causal_conv1d(x, weight, bias, return_final_state=True, **options)
     if final_states_out is None:
         return y, last
+    check_dense("final_states_out", final_states_out)
     if final_states_out.shape != last.shape:
         raise ValueError(
             f"final_states_out has shape {tuple(final_states_out.shape)}; it must be "
@@ -112,8 +114,18 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         (sequences, channels, state_len), whose channels have stride 1.
 
     Raises:
-        ValueError: a shape is not as described.
+        TypeError, ValueError: the arguments are not as described.
     """
+    check_dense("x", x)
+    check_dense("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
+    if x.device != cu_seqlens.device:
+        raise ValueError(
+            f"cu_seqlens is on {cu_seqlens.device}, x on {x.device}; they must be on one device"
+        )
+    if state_len < 0:
+        raise ValueError(f"state_len is {state_len}; it must be 0 or more")
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be (total time, channels)")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:

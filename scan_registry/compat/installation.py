@@ -119,14 +119,14 @@ def uninstall(*packages: str) -> None:
 
 
 def _known(packages: Iterable[Any]) -> list[str]:
-    names = [*dict.fromkeys(packages)]
+    names = [*packages]
     for name in names:
-        if name not in STAND_INS:
+        if not isinstance(name, str) or name not in STAND_INS:
             raise ValueError(
                 f"{name!r} is no package with a stand-in to install; there are {', '.join(STAND_INS)}. "
                 "The others are imported from scan_registry.compat"
             )
-    return names
+    return [*dict.fromkeys(names)]
 
 
 def _refuse_original(name: str) -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from scan_registry.nn.mamba_block import States, Weights, mix
 from scan_registry.nn.mamba_checks import (
+    as_pair,
     check_constructor,
     check_hidden,
     check_states,
@@ -196,7 +197,7 @@ class Mamba(nn.Module):
         if states is None:
             y, _ = mix(self._projected(hidden_states), self._weights(), backend=self.backend)
             return self._output(y.transpose(1, 2))
-        check_states(self, hidden_states, *states)
+        check_states(self, hidden_states, *as_pair(self, states))
         if hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
             return self._step(hidden_states, *states)
         return self._continued(hidden_states, *states)
@@ -259,9 +260,13 @@ class Mamba(nn.Module):
         return kept[self.layer_idx]
 
     def _weights(self) -> Weights:
+        A_log: Tensor = self.A_log
+        D: Tensor = self.D
+        if self.conv1d.weight.dtype == torch.float64:  # which does not mix with narrower ones
+            A_log, D = A_log.double(), D.double()
         return Weights(
             *(self.conv1d.weight.squeeze(1), self.conv1d.bias, self.x_proj.weight),
-            *(self.dt_proj.weight, self.dt_proj.bias, -torch.exp(_wide(self.A_log)), self.D),
+            *(self.dt_proj.weight, self.dt_proj.bias, -torch.exp(_wide(A_log)), D),
         )
 
     def _projected(self, hidden_states: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
-from scan_registry.ops.arguments import refuse_layout
+from scan_registry.ops.arguments import refuse_expanded, refuse_layout
 
 if TYPE_CHECKING:
     from scan_registry.nn.mamba import Mamba
@@ -79,9 +79,23 @@ def check_hidden(module: Mamba, x: Any) -> None:
         )
 
 
+def as_pair(module: Mamba, states: Any) -> tuple[Any, Any]:
+    """The states, of which there must be two."""
+    if isinstance(states, (tuple, list)) and len(states) == 2:
+        return states[0], states[1]
+    given = f"{len(states)} of them" if isinstance(states, (tuple, list)) else type(states).__name__
+    raise TypeError(
+        f"{type(module).__name__}: Expected states to be (conv_state, ssm_state), as "
+        f"allocate_inference_cache makes them, got {given}"
+    )
+
+
 def check_states(module: Mamba, x: Tensor, conv_state: Any, ssm_state: Any) -> None:
-    """Refuse states of another size, or on another device."""
+    """Refuse states of another size, dtype or device, and those that cannot be written in place: before anything is
+    written to either of them."""
     name, batch = type(module).__name__, x.shape[0]
+    parameters = module.conv1d.weight.dtype
+    accepted = (torch.float64,) if parameters == torch.float64 else DTYPES[:3]
     expected = {
         "conv_state": (conv_state, (batch, module.d_inner, module.d_conv)),
         "ssm_state": (ssm_state, (batch, module.d_inner, module.d_state)),
@@ -95,3 +109,9 @@ def check_states(module: Mamba, x: Tensor, conv_state: Any, ssm_state: Any) -> N
             raise ValueError(
                 f"{name}: Expected {what} on the input's device, {x.device}, got {state.device}"
             )
+        if state.dtype not in accepted:
+            raise TypeError(
+                f"{name}: Expected {what} of dtype {', '.join(map(str, accepted))}, as parameters are of {parameters}, "
+                f"got {state.dtype}"
+            )
+        refuse_expanded(what, state)

@@ -75,6 +75,17 @@ def refuse_layout(name: str, tensor: Tensor, of_jagged: str | None = None) -> No
     raise TypeError(f"{name} is {kind}; accepted are dense tensors, so pass {instead}")
 
 
+def refuse_expanded(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is to be changed in place and has elements twice, as an expanded one has."""
+    if any(
+        surely(stride == 0) and not surely(size <= 1)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{name} is expanded, with strides {tuple(tensor.stride())}; it is changed in place, so pass {name}.clone()"
+        )
+
+
 def as_bool(name: str, value: Any) -> bool:
     """A bool, or numpy's, which torch's own functions take, too; else ``TypeError``."""
     if isinstance(value, bool):

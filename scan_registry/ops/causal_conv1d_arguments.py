@@ -14,7 +14,7 @@ from scan_registry.base.environment import flag
 from scan_registry.base.symbols import numbers, same_shape, surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
-from scan_registry.ops.arguments import as_bool, check_cu_seqlens
+from scan_registry.ops.arguments import as_bool, check_cu_seqlens, refuse_expanded
 
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 #: float64 has no kernels; it is there for checks of derivatives.
@@ -221,6 +221,7 @@ def update_arguments(
             f"conv_state has shape {tuple(conv_state.shape)}; it must be ({first}, channels, inputs), with "
             f"{least} inputs at least, and x is of shape {tuple(x.shape)}"
         )
+    refuse_expanded("conv_state", conv_state)
     numbered = {"cache_seqlens": cache_seqlens, "conv_state_indices": conv_state_indices}
     found: list[Tensor | None] = []
     for name, value in numbered.items():
@@ -229,7 +230,10 @@ def update_arguments(
             continue
         check_tensor(name, value, _INTEGERS, x)
         check_shape(name, value, (batch,), "(batch,)")
-        found.append(value.to(torch.int32).contiguous())
+        # Below zero and beyond int32 there is no row; the conversion must not make one of them.
+        rows = name == "conv_state_indices" and value.dtype == torch.int64
+        narrowed = value.clamp(-1, 2**31 - 1) if rows else value
+        found.append(narrowed.to(torch.int32).contiguous())
     steps = x if x.dim() == 3 else x.unsqueeze(-1)
     given = UpdateArguments(steps, conv_state, weight.contiguous(), bias, *found)
     return given, Options(silu, False, backend)

@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.base.symbols import same_shape, surely
-from scan_registry.ops.arguments import ACCEPTED, COMPILED, common_shape, refuse_layout
+from scan_registry.base.symbols import same_shape
+from scan_registry.ops.arguments import (
+    ACCEPTED,
+    COMPILED,
+    common_shape,
+    refuse_expanded,
+    refuse_layout,
+)
 
 __all__ = ["linear_scan_step"]
 
@@ -101,10 +107,4 @@ def _check(state: Any, gate: Any, token: Any) -> None:
                 f"{name} has shape {tuple(tensor.shape)}; it must broadcast to the state's shape, "
                 f"{tuple(state.shape)}"
             )
-    if any(
-        surely(stride == 0) and not surely(size <= 1)
-        for stride, size in zip(state.stride(), state.shape, strict=True)
-    ):
-        raise ValueError(
-            f"state is expanded, with strides {tuple(state.stride())}; it is changed in place, so pass state.clone()"
-        )
+    refuse_expanded("state", state)

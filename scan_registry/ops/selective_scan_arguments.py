@@ -171,12 +171,16 @@ def _check_shapes(present: dict[str, Tensor], cu_seqlens: Tensor | None) -> None
     length = 2 * time if A.is_complex() else time
     for name in "BC":
         given = tuple(present[name].shape)
-        fits = given in ((channels, states), (batch, states, length)) or (
-            len(given) == 4
-            and (given[0], *given[2:]) == (batch, states, length)
-            and given[1] > 0
-            and channels % given[1] == 0
-        )
+        # Only shapes of as many dimensions are compared: a batch of as many as channels is none that a graph may
+        # depend on.
+        if len(given) == 4:
+            fits = (
+                (given[0], *given[2:]) == (batch, states, length)
+                and given[1] > 0
+                and channels % given[1] == 0
+            )
+        else:
+            fits = given == ((channels, states) if len(given) == 2 else (batch, states, length))
         if not fits:
             raise ValueError(
                 f"{name} has shape {given}; for u of shape {tuple(u.shape)} and {states} states it must be "

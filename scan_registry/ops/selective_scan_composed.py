@@ -36,11 +36,9 @@ class Terms(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Of sequences along time: which one each step is of, whether it is the first one, the last steps, and whether there
-    are any."""
+    """Of sequences along time: their bounds, the last steps, and whether there are any."""
 
-    number: Tensor
-    first: Tensor
+    bounds: Tensor
     last: Tensor
     nonempty: Tensor
 
@@ -208,10 +206,7 @@ def _packing(given: Arguments) -> Packing | None:
     bounds = given.cu_seqlens
     if bounds is None:
         return None
-    times = torch.arange(given.u.shape[2], device=bounds.device)
-    number = torch.searchsorted(bounds, times, right=True) - 1
-    number = number.clamp(0, bounds.shape[0] - 2)
-    return Packing(number, times == bounds[number], bounds[1:] - 1, bounds[1:] > bounds[:-1])
+    return Packing(bounds, bounds[1:] - 1, bounds[1:] > bounds[:-1])
 
 
 def _before(terms: Terms, packing: Packing | None, given: Arguments) -> Tensor:
@@ -226,6 +221,15 @@ def _within(packing: Packing, begin: int, end: int) -> Tensor:
     """Of each sequence, whether it ends in a piece; (S, 1, 1)."""
     found = packing.nonempty & (packing.last >= begin) & (packing.last < end)
     return found[:, None, None]
+
+
+def _entering(terms: Terms, packing: Packing, carry: Tensor | None, start: int) -> Tensor | None:
+    """The state before each sequence, or before its steps from ``start`` on; None for zeros."""
+    if carry is None:
+        return terms.initial
+    begun = (packing.bounds[:-1] < start)[:, None, None]
+    before: Any = 0 if terms.initial is None else terms.initial
+    return torch.where(begun, carry.unsqueeze(1), before)
 
 
 def _piece(
@@ -244,21 +248,24 @@ def _piece(
     gates = torch.exp(sizes.unsqueeze(2) * part.A.unsqueeze(-1))
     groups = part.inward.shape[1]
     tokens = (scaled.unflatten(1, (groups, -1)).unsqueeze(3) * part.inward).flatten(1, 2)
-    if packing is not None:
-        first = packing.first[offset + begin : offset + end]
-        if part.initial is not None:
-            entering = part.initial.index_select(1, packing.number[offset + begin : offset + end])
-            tokens = torch.where(first, gates * entering.permute(0, 2, 3, 1) + tokens, tokens)
-        gates = torch.where(first, 0, gates)
     wide = gates.dtype == torch.complex128 and gates.is_cuda  # which linear_scan has no kernel for
     backend: Any = "reference" if wide or options.backend == "reference" else "auto"
-    states, carry = linear_scan(gates, tokens, carry, return_final_state=True, backend=backend)
+    reached = None
+    if packing is None:
+        states, carry = linear_scan(gates, tokens, carry, return_final_state=True, backend=backend)
+    else:
+        # Each starts anew, whatever the state before it: a gate of zero would hand on what is not finite.
+        start = offset + begin
+        entering = _entering(part, packing, carry, start)
+        states, finals = linear_scan(
+            *(gates, tokens, None if entering is None else entering.permute(0, 2, 3, 1)),
+            cu_seqlens=(packing.bounds - start).clamp(0, end - begin),
+            return_final_state=True,
+            backend=backend,
+        )
+        carry, reached = states[..., -1], finals.permute(0, 3, 1, 2)
     groups = part.outward.shape[1]
     y = (states.unflatten(1, (groups, -1)) * part.outward).sum(3).flatten(1, 2)
-    reached = None
-    if packing is not None:
-        places = (packing.last - (offset + begin)).clamp(0, end - begin - 1)
-        reached = states.index_select(3, places).permute(0, 3, 1, 2)
     return 2 * y.real if y.is_complex() else y, carry, reached
 
 

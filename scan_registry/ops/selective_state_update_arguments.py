@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scan_registry.base.symbols import same_shape, surely
 from scan_registry.kernels.selective_state_update.problem import MOST_STATES
-from scan_registry.ops.arguments import as_bool
+from scan_registry.ops.arguments import as_bool, refuse_expanded
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,13 +95,7 @@ def _check_shapes(present: dict[str, Tensor]) -> None:
         raise ValueError(
             f"state has shape {tuple(state.shape)}; accepted are 1 to {MOST_STATES} states, its last dimension"
         )
-    if any(
-        surely(stride == 0) and not surely(size <= 1)
-        for stride, size in zip(state.stride(), state.shape, strict=True)
-    ):
-        raise ValueError(
-            f"state is expanded, with strides {tuple(state.stride())}; it is changed in place, so pass state.clone()"
-        )
+    refuse_expanded("state", state)
     if indices is not None and indices.dim() != 1:
         raise ValueError(
             f"state_batch_indices has shape {tuple(indices.shape)}; it must be (batch,)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,8 @@ def test_final_states_go_where_they_are_wanted() -> None:
     assert isinstance(alone, torch.Tensor)
     assert torch.equal(alone, y)
     assert (out == 0).all()
+    with pytest.raises(TypeError, match=r"final_states_out must be a torch.Tensor, not int"):
+        compat.causal_conv1d_fn(x, weight, return_final_states=True, final_states_out=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="final_states_out has shape"):
         compat.causal_conv1d_fn(x, weight, None, None, None, True, out[:1])
 
@@ -88,3 +91,14 @@ def test_packed_states_of_nothing() -> None:
     assert (states == 0).all()
     with pytest.raises(ValueError, match="total time, channels"):
         compat.causal_conv1d_varlen_states(torch.empty(1, 2, 3), torch.tensor([0, 0]), 2)
+    x, bounds = torch.empty(4, 3), torch.tensor([0, 4])
+    wrong: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        (([1.0], bounds, 2), TypeError, "x must be a torch.Tensor, not list"),
+        ((x, [0, 4], 2), TypeError, "cu_seqlens must be a torch.Tensor, not list"),
+        ((x, bounds.float(), 2), TypeError, "cu_seqlens has dtype torch.float32; accepted are"),
+        ((x, bounds.to("meta"), 2), ValueError, "cu_seqlens is on meta, x on cpu"),
+        ((x, bounds, -1), ValueError, "state_len is -1; it must be 0 or more"),
+    ]
+    for arguments, error, words in wrong:
+        with pytest.raises(error, match=words):
+            compat.causal_conv1d_varlen_states(*arguments)

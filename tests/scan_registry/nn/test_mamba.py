@@ -214,6 +214,20 @@ def test_the_caches_dtypes() -> None:
     assert {s.dtype for s in wide().allocate_inference_cache(1, 1)} == {torch.float64}
 
 
+def test_a_step_of_float64_parameters() -> None:
+    """``A_log`` and ``D`` are float32 beside them."""
+    m, hidden = nn.Mamba(8, dtype=torch.float64), torch.randn(2, LENGTH, 8).double()
+    states = m.allocate_inference_cache(2, LENGTH)
+    with torch.no_grad():
+        first = m(hidden[:, :-2], states=states)
+        then, *_ = m.step(hidden[:, -2:-1], *states)
+        last = m(hidden[:, -1:], states=states)
+    found = torch.cat([first, then, last], 1)
+    assert m.A_log.dtype == m.D.dtype == torch.float32
+    torch.testing.assert_close(found, m(hidden))
+    torch.testing.assert_close(found, copy.deepcopy(m).double()(hidden))
+
+
 # --- What it refuses and prints ---------------------------------------------------------------
 
 
@@ -285,6 +299,32 @@ def test_states_that_do_not_fit() -> None:
         nn.Mamba(8, layer_idx=0)(x, params, states=(conv, ssm))
 
 
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (torch.zeros(2, 16, 16).double(), TypeError, "Expected ssm_state of dtype torch.float32, "),
+        (torch.zeros(2, 16, 16).int(), TypeError, "of torch.float32, got torch.int32"),
+        (torch.zeros(1, 16, 16).expand(2, 16, 16), ValueError, "ssm_state is expanded"),
+    ],
+    ids=["wide", "integers", "expanded"],
+)
+def test_states_that_do_not_fit_leave_the_others_alone(
+    length: int, wrong: Tensor, error: type[Exception], words: str
+) -> None:
+    m = nn.Mamba(8)
+    conv, _ = m.allocate_inference_cache(2, length)
+    with torch.no_grad(), pytest.raises(error, match=words):
+        m(torch.randn(2, length, 8), states=(conv, wrong))
+    assert not conv.any()
+
+
+@pytest.mark.parametrize(("states", "words"), [(3, "int"), ((torch.zeros(2, 16, 4),), "1 of them")])
+def test_states_that_are_no_pair(states: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=rf"states to be \(conv_state, ssm_state\), .* got {words}"):
+        nn.Mamba(8)(torch.zeros(2, 1, 8), states=states)
+
+
 def test_it_says_what_it_is() -> None:
     assert nn.Mamba(8).extra_repr() == "8, d_state=16, d_conv=4, expand=2, dt_rank=1"
     m = nn.Mamba(8, layer_idx=2, backend="reference")
@@ -310,6 +350,10 @@ def test_it_exports_and_is_not_scripted() -> None:
     m, x = nn.Mamba(8), torch.randn(2, 5, 8)
     exported = torch.export.export(m, (x,)).module()
     torch.testing.assert_close(exported(x), m(x))
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("time")}
+    exported = torch.export.export(m, (x,), dynamic_shapes=(sizes,)).module()
+    several = torch.randn(m.d_inner, 7, 8)  # as many rows as channels
+    torch.testing.assert_close(exported(several), m(several))
     with pytest.raises(
         RuntimeError, match=r"torch.jit.script cannot compile scan_registry.nn.Mamba"
     ):

@@ -278,6 +278,14 @@ def test_rows_below_zero_are_skipped() -> None:
     assert torch.equal(state[2, :, -1], x[1])
 
 
+def test_rows_that_there_are_not_are_skipped() -> None:
+    state, weight = torch.zeros(2, 3, 3), torch.ones(3, 4)
+    rows = torch.tensor([2, 2**32, -(2**32), 1])
+    y = causal_conv1d_update(torch.ones(4, 3), state, weight, conv_state_indices=rows)
+    assert y[:, 0].tolist() == [0, 0, 0, 1]
+    assert state.sum((1, 2)).tolist() == [0, 3]
+
+
 def test_states_pass_from_call_to_call() -> None:
     given = drawn(2, 4, 30, 5, bias=True, activation="silu")
     x, state, found = given.pop("x"), None, []
@@ -370,6 +378,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: causal_conv1d_update(X, torch.randn(2, 3, 2), W),
         ValueError,
         r"conv_state has shape \(2, 3, 2\)",
+    ),
+    "expanded state": (
+        lambda: causal_conv1d_update(X, torch.randn(1, 3, 3).expand(2, 3, 3), W),
+        ValueError,
+        "conv_state is expanded",
     ),
     "state's dtype": (
         lambda: causal_conv1d_update(X, torch.randn(2, 3, 3).half(), W),

@@ -129,6 +129,33 @@ def test_narrow_numbers_are_computed_in_float32() -> None:
     assert relative_error(out, expected) < 1e-2
 
 
+@pytest.mark.parametrize("place", [0, 1, 2, 8], ids=["u", "delta", "A", "initial"])
+@pytest.mark.parametrize(("kind", "B", "C", "packed"), [form for form in FORMS if form[3]])
+def test_packed_sequences_start_anew_whatever_was_before(
+    kind: str, B: str, C: str, packed: bool, place: int
+) -> None:
+    """What is not finite stays in its sequence, which is steps 17 to 48 and goes through three pieces."""
+    tensors = drawn(kind, B, C, packed)
+    if place == 2:
+        tensors[2] += 1000  # so that the state overflows, but not by one step
+        tensors[1].zero_()[..., 17:49] = 0.5
+        tensors[7].zero_()
+    elif place == 8:
+        tensors[8][:, 4] = torch.inf
+    else:
+        tensors[place][..., 20] = torch.nan
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    *before, initial = leaves
+    out, last = scan_registry.selective_scan(
+        *before, False, initial, cu_seqlens=BOUNDS, return_final_state=True
+    )
+    assert not out[..., 48].isfinite().any()
+    assert out[..., [*range(17), 49]].isfinite().all()
+    assert last[:, [*range(4), 5, 6, 7]].isfinite().all()
+    (found,) = torch.autograd.grad(out[..., 49].sum(), leaves[0])
+    assert found[..., 49].isfinite().all()
+
+
 def test_memory_is_of_one_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of the backward pass has all of the states."""
     largest = 0

@@ -133,6 +133,19 @@ def test_one_graph_of_other_forms() -> None:
     torch.testing.assert_close(compiled(u, A, B, bounds), of(u, A, B, bounds))
 
 
+def test_one_graph_that_makes_its_projection() -> None:
+    """Whose sizes are numbers, where those of arguments are symbols."""
+    torch._dynamo.reset()
+    u, delta, C = torch.randn(2, 4, 9), torch.rand(2, 4, 9), torch.randn(2, 3, 9)
+    A = -torch.rand(4, 3)
+
+    def of(u: Tensor, delta: Tensor, A: Tensor, C: Tensor) -> Any:
+        return selective_scan(u, delta, A, torch.ones(4, 3), C)
+
+    compiled = torch.compile(of, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(u, delta, A, C), of(u, delta, A, C))
+
+
 def test_compiled_autograd_without_a_break() -> None:
     from torch._dynamo import compiled_autograd
 

@@ -377,6 +377,10 @@ def _check(named: dict[str, Any], optional: dict[str, Any], taken: int) -> None:
     is how many of B and C come from the projection."""
     for name, value in (named | optional).items():
         check_dense(name, value)
+        if value.device != named["xz"].device:
+            raise ValueError(
+                f"{name} is on {value.device}, xz on {named['xz'].device}; they must be on one device"
+            )
     xz, A, ranks = named["xz"], named["A"], named["delta_proj_weight"]
     if xz.dim() != 3 or xz.shape[1] % 2:
         raise ValueError(f"xz has shape {tuple(xz.shape)}; it must be (batch, 2 * channels, time)")
@@ -408,7 +412,7 @@ def _check(named: dict[str, Any], optional: dict[str, Any], taken: int) -> None:
     }
     for name, value in (named | optional).items():
         if name in expected and tuple(value.shape) != expected[name]:
-            shape = ", ".join(map(str, expected[name]))
+            shape = ", ".join(map(str, expected[name])) + "," * (len(expected[name]) == 1)
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}; for {channels} channels, {states} rows of B and C and "
                 f"{ranks.shape[1]} ranks it must be ({shape})"
