@@ -97,7 +97,9 @@ def causal_conv1d_update(
     Raises:
         TypeError, ValueError: the arguments are not as described.
     """
-    return _update(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
+    # The original records no derivative, whatever its weights require.
+    with torch.no_grad():
+        return _update(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
 
 
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:

@@ -82,7 +82,7 @@ def causal_conv1d(
         bias: (channels,); None for zeros.
         initial_state: (batch, channels, width-1), the inputs before the first step, the oldest first; with
             ``cu_seqlens`` (sequences, channels, width-1). None for zeros. It is taken in the dtype of x.
-        seq_idx: (batch, time) integers. Steps see no further back than to where the number changes. The initial state
+        seq_idx: (batch, time) integers, read as int32. Steps see no further back than to where the number changes. The initial state
             precedes the first such sequence. Numbers below zero mark padding, for which y is zero.
         cu_seqlens: (sequences + 1,), int32 or int64: where sequences that are packed along time begin, and where the
             last one ends: 0, …, time. The batch is 1 then. Values that do not rise from 0 to the length of time are
@@ -145,8 +145,16 @@ def causal_conv1d_update(
         y, in the shape of x.
 
     Raises:
-        As ``causal_conv1d``.
+        RuntimeError: a derivative is asked for: a tensor requires one, and ``torch.no_grad()`` or
+            ``torch.inference_mode()`` is not on. The state that it would need is overwritten.
+        And as ``causal_conv1d``.
     """
+    tensors = x, conv_state, weight, bias
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            "causal_conv1d_update has no derivative, and a tensor requires one; call it under torch.no_grad() or "
+            "torch.inference_mode()"
+        )
     return causal_conv1d_derivatives.call_update(
         (x, conv_state, weight, bias, cache_seqlens, conv_state_indices), (activation, backend)
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scan_registry import causal_conv1d, causal_conv1d_update, explain
+from scan_registry.compat import causal_conv1d as replacement
 from scan_registry.kernels.causal_conv1d.reference import compute_dtype
 
 OP = torch.ops.scan_registry.causal_conv1d.default
@@ -444,3 +445,17 @@ def test_updates_seen_before() -> None:
 
 def test_sums_are_in_float32() -> None:
     assert compute_dtype(torch.bfloat16) == compute_dtype(torch.float32) == torch.float32
+
+
+def test_a_step_that_would_need_a_derivative_is_refused() -> None:
+    """Before the state changes; the replacement of causal-conv1d records none, as the original."""
+    x, state = torch.randn(2, 3), torch.randn(2, 3, 4)
+    weight, before = torch.randn(3, 4, requires_grad=True), state.clone()
+    with pytest.raises(RuntimeError, match="no derivative"):
+        causal_conv1d_update(x, state, weight)
+    assert torch.equal(state, before)
+    with torch.no_grad():
+        expected = causal_conv1d_update(x, state, weight)
+    found = replacement.causal_conv1d_update(x, before, weight)
+    assert torch.equal(found, expected)
+    assert not found.requires_grad
