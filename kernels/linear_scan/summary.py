@@ -97,7 +97,7 @@ def _launch_rows(variant: Variant, problem: LinearScanProblem, sm_count: int) ->
     chunk = _chunk(variant)
     step = 32 * chunk * variant.number("steps")
     aligned = variant.text("access") == "aligned"
-    # Rows may start anywhere in their first chunk.
+    # A chunk is the 16 bytes that a lane loads. A row need not start where a chunk does, and then spans more of them.
     length = problem.time + (chunk - 1 if aligned and not problem.whole_chunks(chunk) else 0)
     tiles = ceil_div(length, step)
     shares = min(WARPS, _power(tiles), _power(max(1, WARPS * _WARPS_FOR * sm_count // rows)))

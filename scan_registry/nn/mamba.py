@@ -210,7 +210,7 @@ class Mamba(nn.Module):
         Args:
             hidden_states: (batch, 1, d_model).
             conv_state: (batch, channels, d_conv), as ``allocate_inference_cache`` makes it.
-            ssm_state: (batch, channels, d_state), likewise.
+            ssm_state: (batch, channels, d_state), as ``allocate_inference_cache`` makes it.
 
         Returns:
             The output, (batch, 1, d_model), and both states.

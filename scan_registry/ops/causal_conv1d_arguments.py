@@ -193,7 +193,7 @@ def update_arguments(
     activation: Any,
     backend: Any,
 ) -> tuple[UpdateArguments, Options]:
-    """Those of the update, likewise."""
+    """The tensors of ``causal_conv1d_update`` in their usual forms, checked, and its options."""
     silu = as_silu(activation)
     check_tensor("x", x, ACCEPTED, x)
     if x.dim() not in (2, 3):

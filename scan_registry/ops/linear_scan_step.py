@@ -35,7 +35,7 @@ def linear_scan_step(state: Tensor, gate: Tensor, token: Tensor) -> Tensor:
             ``linear_scan`` does. No element may be there twice, as in an expanded tensor.
         gate: broadcasts to the shape of ``state``. Its dtype may differ from those of the others; float64 goes with
             float64 only, and complex numbers with a complex state.
-        token: likewise.
+        token: broadcasts to the shape of ``state``; its dtype is free as that of ``gate`` is.
 
     Returns:
         ``state``.

@@ -108,7 +108,7 @@ def selective_scan(
         B: (batch, G, N, L), where group g has Dm / G channels from g·Dm / G on, or (batch, N, L), or (Dm, N) if it
             does not change with time. If ``A`` is complex, (batch, G, N, 2·L), pairs of real and imaginary parts, or complex64
             (Dm, N).
-        C: likewise.
+        C: of the shapes that ``B`` may have; it need not have the shape of ``B``.
         D: (Dm,), or None for zeros.
         z: like ``u``, or None for no gate.
         delta_bias: (Dm,), or None for zeros.

@@ -61,7 +61,7 @@ def selective_state_update(
             infinite.
         B: (batch, N), or (batch, groups, N) with groups that divide the heads, or without heads the channels. Group g
             has those from g · heads / groups on.
-        C: likewise, of as many groups.
+        C: (batch, N) or (batch, groups, N). If both ``B`` and ``C`` have groups, they have as many.
         D: (channels,), or (heads, channels); None for zeros.
         z: like ``x``; None for no gate.
         dt_bias: like ``D``.

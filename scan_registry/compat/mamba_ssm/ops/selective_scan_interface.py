@@ -90,7 +90,7 @@ def selective_scan_fn(
         delta: like ``u``.
         A: (channels, N), float32 or complex64.
         B: (channels, N), (batch, N, L) or (batch, groups, N, L); of a complex ``A`` pairs along L, 2·L of them.
-        C: likewise.
+        C: of the shapes that ``B`` may have.
         D: (channels,).
         z: like ``u``; None for no gate.
         delta_bias: (channels,).
@@ -216,11 +216,11 @@ def mamba_inner_fn(
         out_proj_bias: (features,).
         A: (channels, N), float32 or complex64.
         B: as in ``selective_scan_fn``; None to take that of ``x_proj_weight``.
-        C: likewise.
+        C: as in ``selective_scan_fn``; None to take that of ``x_proj_weight``.
         D: (channels,).
         delta_bias: (channels,).
         B_proj_bias: (N,), of a complex ``A`` (2·N,); added where ``B`` is None.
-        C_proj_bias: likewise.
+        C_proj_bias: in the shape of ``B_proj_bias``; added where ``C`` is None.
         delta_softplus: whether step sizes are the softplus.
         checkpoint_lvl: 0 or 1.
         b_rms_weight: (N,), of a root-mean-square norm of B.
