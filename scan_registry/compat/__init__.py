@@ -6,6 +6,7 @@ each function does differently from the one that it replaces is in its docstring
 take CPU tensors, sequences of any length and of any strides, and have derivatives of any order.
 
 ``install`` makes ``mamba_ssm`` and ``causal_conv1d`` importable under their own names, for libraries that look for them.
+It also puts transformers' RecurrentGemma on this package's scan, with ``install("recurrent_gemma")``.
 """
 
 from __future__ import annotations

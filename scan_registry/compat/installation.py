@@ -1,8 +1,10 @@
-"""Makes stand-ins importable under the names of the packages that they stand in for.
+"""Makes stand-ins importable under the names of the packages that they stand in for, and puts code into transformers' models.
 
 A finder behind all others answers for these names: modules with the public names of this package's, with a
 ``__spec__`` of their own, and metadata with a version. So ``importlib.util.find_spec`` and ``importlib.metadata.version``
 find them like an installed package, which is how libraries ask whether one is there.
+
+RecurrentGemma looks for no package: its scan is a method of its own, which ``recurrent_gemma`` replaces.
 """
 
 from __future__ import annotations
@@ -55,20 +57,26 @@ STAND_INS = {
         },
     ),
 }
+#: Models of transformers whose own code is replaced, each by the module of ``compat`` of its name.
+MODELS = ("recurrent_gemma",)
 
 
 def install(*packages: str) -> None:
-    """Make ``import mamba_ssm`` and ``import causal_conv1d`` find this package's stand-ins, in this process.
+    """Make ``import mamba_ssm`` and ``import causal_conv1d`` find this package's stand-ins, and put RecurrentGemma on this
+    package's scan, in this process. Installing again changes nothing.
 
-    Call it before what uses them is imported: transformers binds them when a model's module is. Installing again
-    changes nothing.
+    Name packages before what uses them is imported: transformers binds them when a model's module is.
+    ``"recurrent_gemma"`` may be named at any time. It replaces the method of transformers in which an RG-LRU computes its
+    gates and states, so that models that were made before have the new one, too. A model that is already compiled keeps
+    its code until ``torch.compiler.reset()``.
 
     Args:
-        *packages: ``"mamba_ssm"``, ``"causal_conv1d"``.
+        *packages: ``"mamba_ssm"``, ``"causal_conv1d"``, ``"recurrent_gemma"``.
 
     Raises:
         ValueError: no package is named, or one that there is no such stand-in for.
-        ImportError: a package of this name is importable already, which is not replaced; nothing is installed then.
+        ImportError: a package of this name is importable already, which is not replaced; or transformers is not
+            installed, or its RecurrentGemma is not as expected. Nothing is installed then.
 
     Warns:
         RuntimeWarning: a model of transformers that looks for these packages was imported before; it keeps its own
@@ -76,10 +84,13 @@ def install(*packages: str) -> None:
     """
     names = _known(packages)
     if not names:
-        raise ValueError(f"install takes one name or more of {', '.join(STAND_INS)}")
-    missing = [name for name in names if name not in _finder.names]
+        raise ValueError(f"install takes one name or more of {', '.join((*STAND_INS, *MODELS))}")
+    missing = [name for name in names if name in STAND_INS and name not in _finder.names]
     for name in missing:
         _refuse_original(name)
+    for name in MODELS:
+        if name in names:
+            importlib.import_module(f"scan_registry.compat.{name}").replace()
     if not missing:
         return
     late = sorted(filter(_looked_for, [*sys.modules]))
@@ -99,7 +110,7 @@ def install(*packages: str) -> None:
 def uninstall(*packages: str) -> None:
     """Take ``install`` back; without names, for all packages. What is not installed is left alone.
 
-    Modules that have imported a function keep it.
+    Modules that have imported a function keep it. Models of RecurrentGemma have their own method again.
 
     Args:
         *packages: as of ``install``.
@@ -107,7 +118,12 @@ def uninstall(*packages: str) -> None:
     Raises:
         ValueError: there is no such stand-in.
     """
-    for name in _known(packages) or [*_finder.names]:
+    for name in _known(packages) or [*_finder.names, *MODELS]:
+        if name in MODELS:
+            # What was not imported has replaced nothing.
+            if replaced := sys.modules.get(f"scan_registry.compat.{name}"):
+                replaced.restore()
+            continue
         if name not in _finder.names:
             continue
         _finder.names.discard(name)
@@ -121,9 +137,9 @@ def uninstall(*packages: str) -> None:
 def _known(packages: Iterable[Any]) -> list[str]:
     names = [*packages]
     for name in names:
-        if not isinstance(name, str) or name not in STAND_INS:
+        if not isinstance(name, str) or name not in (*STAND_INS, *MODELS):
             raise ValueError(
-                f"{name!r} is no package with a stand-in to install; there are {', '.join(STAND_INS)}. "
+                f"{name!r} is no package with a stand-in to install; there are {', '.join((*STAND_INS, *MODELS))}. "
                 "The others are imported from scan_registry.compat"
             )
     return [*dict.fromkeys(names)]
