@@ -12,6 +12,8 @@ from scan_registry.ops import gated_scan_composed as composed
 from scan_registry.ops.gated_scan_arguments import Arguments, Options
 from scan_registry.ops.problems import StateLayout
 
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
 
 def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """States that lie as a new tensor like the first input does, and if asked for the final state, which lies as
@@ -31,7 +33,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are wanted, of what is differentiable, from the states that ``forward`` made. One of both
     gradients is there."""
-    with torch.no_grad():
+    # Below autograd, where the dispatcher may have come to by now, no derivatives are recorded.
+    with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.no_grad():
         return composed.backward(given, options, states_grad, last_grad, wanted)
 
 
