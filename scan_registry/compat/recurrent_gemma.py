@@ -98,7 +98,9 @@ def _class() -> Any:
     found = getattr(module, CLASS, None)
     version = getattr(sys.modules["transformers"], "__version__", "of this version")
     if found is None:
-        raise ImportError(f"transformers {version} has no {CLASS}, so nothing is replaced", name=MODULE)
+        raise ImportError(
+            f"transformers {version} has no {CLASS}, so nothing is replaced", name=MODULE
+        )
     own = _originals.get(found, found.forward)
     arguments = tuple(inspect.signature(own).parameters)
     if arguments != ARGUMENTS:
