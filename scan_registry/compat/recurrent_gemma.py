@@ -64,7 +64,7 @@ def forward(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
 
 
 #: The class's own ``forward``, while ours is in its place.
-_originals: dict[type, Any] = {}
+_originals: dict[Any, Any] = {}
 
 
 def replace() -> None:
