@@ -73,16 +73,32 @@ def test_sequences(given: Any, error: type[Exception], message: str) -> None:
         ({"reverse": 1}, TypeError, "reverse is 1; it must be a bool"),
         ({"return_final_state": "yes"}, TypeError, "return_final_state is 'yes'; it must be a"),
         ({"backend": "cudnn"}, ValueError, "backend is 'cudnn'; accepted are auto, cuda, triton,"),
-        ({"backend": "cuda"}, ValueError, "backend is 'cuda', which needs a CUDA device; gate is on"),
-        ({"activation": "relu"}, ValueError, "activation is 'relu'; accepted are positive, identity"),
+        (
+            {"backend": "cuda"},
+            ValueError,
+            "backend is 'cuda', which needs a CUDA device; gate is on",
+        ),
+        (
+            {"activation": "relu"},
+            ValueError,
+            "activation is 'relu'; accepted are positive, identity",
+        ),
         ({"reset": True}, TypeError, "reset must be a torch.Tensor, not bool"),
         ({"reset": RESET.float()}, TypeError, "reset has dtype torch.float32; accepted is bool"),
         ({"reset": RESET.byte()}, TypeError, "reset has dtype torch.uint8; accepted is bool"),
-        ({"reset": RESET[0]}, ValueError, r"reset has shape \(5,\); it must be \(2, 5\), batch and"),
+        (
+            {"reset": RESET[0]},
+            ValueError,
+            r"reset has shape \(5,\); it must be \(2, 5\), batch and",
+        ),
         ({"reset": RESET.T}, ValueError, r"reset has shape \(5, 2\); it must be \(2, 5\)"),
         ({"reset": RESET, "dim": 1}, ValueError, r"reset has shape \(2, 5\); it must be \(2, 3\)"),
         ({"reset": RESET.to("meta")}, ValueError, "reset is on meta, gate on cpu"),
-        ({"initial_state": torch.ones(3, 2)}, ValueError, r"initial_state has shape \(3, 2\); it m"),
+        (
+            {"initial_state": torch.ones(3, 2)},
+            ValueError,
+            r"initial_state has shape \(3, 2\); it m",
+        ),
         ({"initial_state": A.int()}, TypeError, "initial_state has dtype torch.int32, which does"),
         ({"initial_state": A.cfloat()}, TypeError, "initial_state has dtype torch.complex64"),
         ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens must be a torch.Tensor, not list"),
@@ -104,9 +120,21 @@ def test_options(option: dict[str, Any], error: type[Exception], message: str) -
     [
         (2.0, TypeError, "a_param must be a torch.Tensor, not float"),
         (A.int(), TypeError, "a_param has dtype torch.int32; accepted are float32"),
-        (A.double(), TypeError, "a_param has dtype torch.float64, x torch.float32; float64 does not"),
-        (torch.ones(5), ValueError, r"a_param has shape \(5,\); for x of shape \(2, 3, 5\) with dim"),
-        (torch.ones(3, 1), ValueError, r"a_param has shape \(3, 1\); .* it must be \(3,\), one val"),
+        (
+            A.double(),
+            TypeError,
+            "a_param has dtype torch.float64, x torch.float32; float64 does not",
+        ),
+        (
+            torch.ones(5),
+            ValueError,
+            r"a_param has shape \(5,\); for x of shape \(2, 3, 5\) with dim",
+        ),
+        (
+            torch.ones(3, 1),
+            ValueError,
+            r"a_param has shape \(3, 1\); .* it must be \(3,\), one val",
+        ),
         (torch.ones(()), ValueError, r"a_param has shape \(\)"),
     ],
     ids=str,
@@ -137,7 +165,7 @@ def test_values_of_channels_go_with_the_layout() -> None:
 def test_lower_bounds(bound: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         hgrn(X, X, bound)
-    with pytest.raises(TypeError, match="x must be a torch.Tensor, not NoneType"):
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, not NoneType"):
         hgrn(None, X)  # type: ignore[call-overload]
 
 
