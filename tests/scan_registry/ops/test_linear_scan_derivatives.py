@@ -360,7 +360,10 @@ def test_vmap_over_bounds(reverse: bool) -> None:
     def loss(gates: Tensor, tokens: Tensor, initial: Tensor, bounds: Tensor) -> Tensor:
         states, last = linear_scan(
             *(gates.unsqueeze(-1), tokens, initial),
-            **{"dim": 1, "reverse": reverse, "cu_seqlens": bounds, "return_final_state": True},
+            dim=1,
+            reverse=reverse,
+            cu_seqlens=bounds,
+            return_final_state=True,
         )
         return states.sin().sum() + last.cos().sum()
 
