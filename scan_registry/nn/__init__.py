@@ -1,9 +1,27 @@
-"""Modules: ``LSTM``, ``GRU``, ``RNN`` and ``SLSTM`` on ``rnn`` with the constructors and the state dicts of torch.nn's, and
-``Mamba`` on ``selective_scan`` with those of mamba_ssm's. A model swaps one line."""
+"""Modules: ``LSTM``, ``GRU``, ``RNN`` and ``SLSTM`` on ``rnn`` with the constructors and the state dicts of torch.nn's,
+``Mamba`` on ``selective_scan`` with those of mamba_ssm's, and ``MinGRU``, ``MinLSTM``, ``RGLRU``, ``HGRN``, ``LRU`` and
+``S5`` on ``gated_scan`` and ``linear_scan`` with the state dicts of their public implementations. A model swaps one line."""
 
 from __future__ import annotations
 
+from scan_registry.nn.hgrn import HGRN
+from scan_registry.nn.lru import LRU
 from scan_registry.nn.mamba import Mamba
+from scan_registry.nn.min_gru import MinGRU, MinLSTM
 from scan_registry.nn.modules import GRU, LSTM, RNN, SLSTM
+from scan_registry.nn.rg_lru import RGLRU
+from scan_registry.nn.s5 import S5
 
-__all__ = ["GRU", "LSTM", "RNN", "SLSTM", "Mamba"]
+__all__ = [
+    "GRU",
+    "HGRN",
+    "LRU",
+    "LSTM",
+    "RGLRU",
+    "RNN",
+    "S5",
+    "SLSTM",
+    "Mamba",
+    "MinGRU",
+    "MinLSTM",
+]

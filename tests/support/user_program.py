@@ -138,6 +138,27 @@ def modules(x: Tensor) -> Tensor:
     return out + h.sum() + c.sum() + n.sum() + m.sum()
 
 
+def layers(x: Tensor, final: bool) -> Tensor:
+    """Each layer on a scan with a sequence and with one step, and every overload of its call."""
+    width, reset = x.shape[-1], torch.zeros(x.shape[:2], dtype=torch.bool)
+    gru = nn.MinGRU(width, 1.5, activation="identity", batch_first=True, backend="auto")
+    y, state = gru(x, reset=reset, return_final_state=True)
+    assert_type(gru(x, initial_state=state, reverse=True), Tensor)
+    assert_type(gru(x, return_final_state=final), Tensor | tuple[Tensor, Tensor])
+    assert_type(gru.step(x[:, 0], state, reset=reset[:, 0]), tuple[Tensor, Tensor])
+    lstm = nn.MinLSTM(width, proj_out=True, device="cpu", dtype=torch.float32)
+    y = y + lstm(x, cu_seqlens=torch.tensor([0, 1, x.shape[1]]))
+    y = y + nn.RGLRU(width, 1, w_init_variance_scale=0.5)(x, reset=reset)
+    hgrn = nn.HGRN(width, 2, elementwise_affine=False, norm_eps=1e-6)
+    assert_type(hgrn(x, lower_bound=0.1, return_final_state=True), tuple[Tensor, Tensor])
+    y = y + hgrn(x, lower_bound=torch.rand(2 * width)) + hgrn.step(x[:, 0])[0].unsqueeze(1)
+    lru = nn.LRU(7, width, r_min=0.9, r_max=0.99, max_phase=1.0)
+    assert_type(lru(x), Tensor)
+    s5 = nn.S5(width, 6, block_count=2, bidir=True, bcInit="dense", discretization="bilinear")
+    assert_type(s5(x, 0.5, return_final_state=True), tuple[Tensor, Tensor])
+    return y + lru(x) + s5(x, torch.ones(x.shape[0]), reset=reset)
+
+
 def mamba(x: Tensor) -> Tensor:
     """The module: a sequence, and one step after the other; and what transformers calls."""
     model = nn.Mamba(x.shape[-1], d_state=8, dt_rank="auto", bias=True, backend="auto")
@@ -215,6 +236,7 @@ def main() -> None:
     assert networks().dim() == 5
     assert selective_scans(final=True).shape == (1, 4, 6)
     assert modules(torch.randn(2, 7, 5)).shape == (2, 7, 6)
+    assert layers(torch.randn(1, 7, 5), final=True).shape == (1, 7, 5)
     assert mamba(torch.randn(2, 7, 5)).shape == (2, 7, 5)
     assert replacements(gates, tokens).shape == tokens.shape
     assert "linear_scan" in inspection(gates, tokens)

@@ -1,0 +1,131 @@
+"""What the modules on scans refuse, in torch.nn's style: what was expected, and what was given."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.dispatch.select import BACKENDS
+from scan_registry.nn.mamba_checks import DTYPES
+from scan_registry.ops.arguments import refuse_layout
+
+if TYPE_CHECKING:
+    from scan_registry.nn.layer import ScanLayer
+
+_DTYPES = ", ".join(map(str, DTYPES))
+
+
+# --- Constructors -----------------------------------------------------------------------------
+
+
+def check_common(dtype: Any, backend: Any) -> None:
+    """Refuse dtypes and backends that there are not."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Refuse what is no whole number above 0."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} should be of type int, got: {type(size).__name__}")
+        if size <= 0:
+            raise ValueError(f"{name} must be greater than zero")
+
+
+def check_positive(**given: Any) -> None:
+    """Refuse what is no finite number above 0."""
+    for name, number in given.items():
+        if not isinstance(number, numbers.Real) or not math.isfinite(number) or number <= 0:
+            raise ValueError(f"{name} should be a number above 0, got: {number!r}")
+
+
+def check_choice(name: str, given: Any, choices: Sequence[str]) -> None:
+    """Refuse what is none of the choices."""
+    if given not in choices:
+        raise ValueError(f"{name} should be {' or '.join(map(repr, choices))}, got: {given!r}")
+
+
+def check_divides(name: str, parts: int, of: str, size: int) -> None:
+    """Refuse parts that do not share a size equally."""
+    if size % parts:
+        raise ValueError(f"{of} ({size}) must be divisible by {name} ({parts})")
+
+
+def check_absent(given: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuse arguments of public implementations that these modules have only one value of."""
+    for name, (value, only) in given.items():
+        if value != only:
+            raise ValueError(
+                f"{name} should be {only!r}, got: {value!r}; there is no kernel for it"
+            )
+
+
+# --- Calls ------------------------------------------------------------------------------------
+
+
+def check_input(module: ScanLayer, x: Any, *, step: bool = False) -> None:
+    """Refuse an input that does not go with the module's parameters."""
+    name, weight = type(module).__name__, module.matrix
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: Expected x to be a Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided or x.is_nested:
+        refuse_layout("x", x)
+    if x.dim() != (2 if step else 3) or x.shape[-1] != module.features:
+        leading = "batch" if step else "batch, time" if module.batch_first else "time, batch"
+        raise ValueError(
+            f"{name}: Expected x of size ({leading}, {module.features}), got {tuple(x.shape)}"
+        )
+    if x.dtype != weight.dtype and not (
+        torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+    ):
+        raise ValueError(
+            f"{name}: Expected x of dtype {weight.dtype}, as the parameters are, got {x.dtype}. "
+            f"Convert the input: x.to({weight.dtype})"
+        )
+    if x.device != weight.device:
+        raise ValueError(
+            f"{name}: Expected x and parameters on one device, got x on {x.device} and parameters on "
+            f"{weight.device}"
+        )
+
+
+def check_reset(module: ScanLayer, reset: Any, x: Tensor) -> None:
+    """Refuse what is no boolean for each step of each sequence."""
+    if reset is None:
+        return
+    name, size = type(module).__name__, tuple(x.shape[:-1])
+    if not isinstance(reset, Tensor):
+        raise TypeError(f"{name}: Expected reset to be a Tensor, got {type(reset).__name__}")
+    if reset.dtype != torch.bool:
+        raise TypeError(f"{name}: Expected reset of dtype torch.bool, got {reset.dtype}")
+    if tuple(reset.shape) != size:
+        raise ValueError(f"{name}: Expected reset of size {size}, got {tuple(reset.shape)}")
+    if reset.device != x.device:
+        raise ValueError(
+            f"{name}: Expected reset on the input's device, {x.device}, got {reset.device}"
+        )
+
+
+def check_state(module: ScanLayer, state: Any, x: Tensor) -> None:
+    """Refuse a state of one step that does not go with the input."""
+    if state is None:
+        return
+    name, size = type(module).__name__, (x.shape[0], module.channels)
+    if not isinstance(state, Tensor):
+        raise TypeError(f"{name}: Expected state to be a Tensor, got {type(state).__name__}")
+    if tuple(state.shape) != size:
+        raise ValueError(f"{name}: Expected state of size {size}, got {tuple(state.shape)}")
+    if state.device != x.device:
+        raise ValueError(
+            f"{name}: Expected state on the input's device, {x.device}, got {state.device}"
+        )
+    if state.is_complex() and not module.is_complex:
+        raise TypeError(f"{name}: Expected a real state, got {state.dtype}")

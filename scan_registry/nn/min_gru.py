@@ -1,0 +1,174 @@
+"""MinGRU and MinLSTM, with the parameters of minGRU-pytorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from scan_registry.nn.layer import Device, ScanLayer, advance_gated, map_states
+from scan_registry.nn.layer_checks import check_choice, check_positive, check_sizes
+from scan_registry.ops.gated_scan_kinds import min_gru, min_lstm
+
+if TYPE_CHECKING:
+    from scan_registry.dispatch.select import Backend
+
+Activation = Literal["positive", "identity"]
+
+
+class _Minimal(ScanLayer):
+    """What both have: one projection to all that the scan takes, and one back."""
+
+    projection: str
+    kind: str
+    parts: int
+
+    def __init__(
+        self,
+        dim: int,
+        expansion_factor: float,
+        proj_out: bool | None,
+        activation: Activation,
+        batch_first: bool,
+        device: Device,
+        dtype: torch.dtype | None,
+        backend: Backend,
+    ) -> None:
+        check_sizes(dim=dim)
+        check_positive(expansion_factor=expansion_factor)
+        check_choice("activation", activation, ("positive", "identity"))
+        channels = int(dim * expansion_factor)
+        if channels < 1:
+            raise ValueError(
+                f"dim * expansion_factor must be 1 or more, got: {dim} * {expansion_factor!r}"
+            )
+        if proj_out is None:
+            proj_out = expansion_factor != 1.0
+        if not proj_out and channels != dim:
+            raise ValueError(
+                f"proj_out should be True or None for an expansion_factor other than 1, got: {proj_out!r} "
+                f"with {expansion_factor!r}"
+            )
+        super().__init__(batch_first, dtype, backend)
+        self.features, self.channels = dim, channels
+        self.expansion_factor = expansion_factor
+        self.activation: Activation = activation
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        into = nn.Linear(dim, self.parts * channels, bias=False, **place)
+        self.add_module(self.projection, into)
+        self.to_out: nn.Module = (
+            nn.Linear(channels, dim, bias=False, **place) if proj_out else nn.Identity()
+        )
+
+    @property
+    def matrix(self) -> Tensor:
+        into: Any = self.get_submodule(self.projection)
+        weight: Tensor = into.weight
+        return weight
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the scan takes, in its order: the projection has ``hidden`` first."""
+        hidden, *gates = self.get_submodule(self.projection)(x).chunk(self.parts, dim=-1)
+        return *gates, hidden
+
+    def _sequence(self, x: Tensor, how: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+        scan: Any = {"min_gru": min_gru, "min_lstm": min_lstm}[self.kind]
+        return map_states(scan(*self._parts(x), activation=self.activation, **how), self.to_out)
+
+    def _next(self, x: Tensor, state: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+        kind = self.kind if self.activation == "positive" else f"{self.kind}_identity"
+        parts = self._parts(x)
+        state = advance_gated(kind, parts, state, reset)
+        return self.to_out(state.to(parts[0].dtype)), state
+
+    def extra_repr(self) -> str:
+        """The sizes, and what else is not the default."""
+        parts = [f"{self.features}, expansion_factor={self.expansion_factor}"]
+        if self.activation != "positive":
+            parts.append(f"activation={self.activation!r}")
+        return self._extra(*parts)
+
+
+class MinGRU(_Minimal):
+    """A minimal GRU: Feng et al., "Were RNNs all we needed?" (2024).
+
+    With z the sigmoid of ``gate``, h[t] = (1 − z) · h[t−1] + z · g(hidden); both come from one projection of the input,
+    ``hidden`` first. Parameters are those of minGRU-pytorch, ``to_hidden_and_gate.weight`` and, where there is a
+    projection back, ``to_out.weight``. Its ``prev_hidden`` and ``next_prev_hidden``, (batch, 1, channels), are
+    ``initial_state`` and the final state here, (batch, channels).
+
+    Args:
+        dim: features of the input and of the output.
+        expansion_factor: a state has ``int(dim * expansion_factor)`` channels.
+        proj_out: whether states are projected to the output; if None, where ``expansion_factor`` is not 1.
+        activation: ``"positive"``, g(x) = x + ½ from 0 on and sigmoid(x) below, or ``"identity"``, the paper's first
+            form.
+        batch_first: whether the batch comes before time.
+        device: where parameters are.
+        dtype: that of parameters.
+        backend: that of ``scan_registry.min_gru``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+    """
+
+    projection, kind, parts = "to_hidden_and_gate", "min_gru", 2
+
+    def __init__(
+        self,
+        dim: int,
+        expansion_factor: float = 1.0,
+        proj_out: bool | None = None,
+        *,
+        activation: Activation = "positive",
+        batch_first: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(
+            dim, expansion_factor, proj_out, activation, batch_first, device, dtype, backend
+        )
+
+
+class MinLSTM(_Minimal):
+    """A minimal LSTM: Feng et al., "Were RNNs all we needed?" (2024).
+
+    With f and i the sigmoids of ``forget`` and ``input``, h[t] = f / (f + i) · h[t−1] + i / (f + i) · g(hidden); all
+    three come from one projection of the input, in the order hidden, forget, input. Parameters are those of
+    minGRU-pytorch's ``minLSTM``, ``to_hidden_and_f_i_gate.weight`` and, where there is a projection back,
+    ``to_out.weight``. An initial state is taken as it is; minGRU-pytorch applies g to it.
+
+    Args:
+        dim: features of the input and of the output.
+        expansion_factor: a state has ``int(dim * expansion_factor)`` channels.
+        proj_out: whether states are projected to the output; if None, where ``expansion_factor`` is not 1.
+        activation: ``"positive"``, g(x) = x + ½ from 0 on and sigmoid(x) below, or ``"identity"``, the paper's first
+            form.
+        batch_first: whether the batch comes before time.
+        device: where parameters are.
+        dtype: that of parameters.
+        backend: that of ``scan_registry.min_lstm``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+    """
+
+    projection, kind, parts = "to_hidden_and_f_i_gate", "min_lstm", 3
+
+    def __init__(
+        self,
+        dim: int,
+        expansion_factor: float = 1.0,
+        proj_out: bool | None = None,
+        *,
+        activation: Activation = "positive",
+        batch_first: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(
+            dim, expansion_factor, proj_out, activation, batch_first, device, dtype, backend
+        )

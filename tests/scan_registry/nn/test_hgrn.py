@@ -1,0 +1,96 @@
+"""``HGRN``: the layer of flash-linear-attention, from its formulas in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scan_registry import nn
+
+
+def loop(m: nn.HGRN, x: Tensor, bound: Tensor | float, h: Tensor | None = None) -> Tensor:
+    """Forget gates from the bound up, states, and their norm times a gate."""
+    f = bound + (1 - bound) * (x @ m.f_proj.weight.T).sigmoid()
+    i = x @ m.i_proj.weight.T
+    token = (1 - f) * i * i.sigmoid()
+    states = []
+    for t in range(x.shape[1]):
+        h = token[:, t] if h is None else f[:, t] * h + token[:, t]
+        states.append(h)
+    h = torch.stack(states, 1)
+    normed = h / (h.square().mean(-1, keepdim=True) + m.g_norm.eps).sqrt()
+    if m.g_norm.weight is not None:
+        normed = normed * m.g_norm.weight
+    g = x @ m.g_proj.weight.T
+    return (normed * g * g.sigmoid()) @ m.o_proj.weight.T
+
+
+def given(**options: Any) -> tuple[nn.HGRN, Tensor]:
+    torch.manual_seed(0)
+    m = nn.HGRN(6, 2, dtype=torch.float64, **options)
+    if m.g_norm.weight is not None:
+        torch.nn.init.normal_(m.g_norm.weight)
+    return m, torch.randn(3, 14, 6).double()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_it_is_the_formula(affine: bool) -> None:
+    m, x = given(elementwise_affine=affine, norm_eps=1e-3)
+    h, bound = torch.randn(3, 12).double(), torch.rand(12).double()
+    torch.testing.assert_close(m(x), loop(m, x, 0.0))
+    torch.testing.assert_close(m(x, lower_bound=0.3), loop(m, x, 0.3))
+    found = m(x, lower_bound=bound, initial_state=h)
+    torch.testing.assert_close(found, loop(m, x, bound, h))
+
+
+@pytest.mark.parametrize("bound", [None, 0.25, "learned"])
+def test_steps_take_the_bound(bound: Any) -> None:
+    m, x = given()
+    if bound == "learned":
+        bound = torch.rand(12).double().requires_grad_()
+    whole = m(x, lower_bound=bound)
+    outputs, state = [], None
+    for token in x.unbind(1):
+        y, state = m.step(token, state, lower_bound=bound)
+        outputs.append(y)
+    found = torch.stack(outputs, 1)
+    torch.testing.assert_close(found, whole)
+    if isinstance(bound, Tensor):
+        weight = torch.randn_like(whole)
+        (one,) = torch.autograd.grad((found * weight).sum(), bound)
+        (other,) = torch.autograd.grad((whole * weight).sum(), bound)
+        torch.testing.assert_close(one, other)
+        assert one.any()
+
+
+def test_the_state_dict_is_flash_linear_attentions() -> None:
+    sizes = {name: tuple(value.shape) for name, value in given()[0].state_dict().items()}
+    assert sizes == {
+        "i_proj.weight": (12, 6),
+        "f_proj.weight": (12, 6),
+        "g_proj.weight": (12, 6),
+        "g_norm.weight": (12,),
+        "o_proj.weight": (6, 12),
+    }
+    assert "g_norm.weight" not in given(elementwise_affine=False)[0].state_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"hidden_size": -1}, ValueError, "hidden_size must be greater than zero"),
+        ({"hidden_size": "6"}, TypeError, "hidden_size should be of type int, got: str"),
+        ({"expand_ratio": 0.1}, ValueError, "hidden_size [*] expand_ratio must be 1 or more"),
+        ({"norm_eps": float("nan")}, ValueError, "norm_eps should be a number above 0"),
+    ],
+)
+def test_constructors_refuse(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        nn.HGRN(**{"hidden_size": 6} | options)
+
+
+def test_it_says_what_it_is() -> None:
+    assert nn.HGRN(6, 2).extra_repr() == "6, expand_ratio=2"

@@ -1,0 +1,125 @@
+"""``MinGRU`` and ``MinLSTM``: the paper's formulas in float64, and the parameters of minGRU-pytorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scan_registry import nn
+
+ACTIVATIONS = {
+    "positive": lambda x: torch.where(x >= 0, x + 0.5, x.sigmoid()),
+    "identity": lambda x: x,
+}
+
+
+def run(
+    gates: Callable[[Tensor], tuple[Tensor, Tensor]],
+    m: Any,
+    x: Tensor,
+    h: Tensor | None = None,
+) -> Tensor:
+    """One step after the other; ``gates`` gives what is kept of the state, and what is added."""
+    outputs = []
+    for t in range(x.shape[1]):
+        kept, added = gates(x[:, t])
+        h = added if h is None else kept * h + added
+        outputs.append(m.to_out(h))
+    return torch.stack(outputs, 1)
+
+
+def min_gru(m: nn.MinGRU, x: Tensor, h: Tensor | None = None) -> Tensor:
+    """Algorithm 6, and 1 for the identity: z = sigmoid(gate), h = (1 - z) h + z g(hidden)."""
+
+    def gates(x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, gate = (m.state_dict()["to_hidden_and_gate.weight"] @ x.T).T.chunk(2, -1)
+        z = gate.sigmoid()
+        return 1 - z, z * ACTIVATIONS[m.activation](hidden)
+
+    return run(gates, m, x, h)
+
+
+def min_lstm(m: nn.MinLSTM, x: Tensor, h: Tensor | None = None) -> Tensor:
+    """Algorithm 8, and 3 for the identity: f and i over their sum."""
+
+    def gates(x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = m.state_dict()["to_hidden_and_f_i_gate.weight"]
+        hidden, f, i = (weight @ x.T).T.chunk(3, -1)
+        f, i = f.sigmoid(), i.sigmoid()
+        return f / (f + i), i / (f + i) * ACTIVATIONS[m.activation](hidden)
+
+    return run(gates, m, x, h)
+
+
+BOTH = pytest.mark.parametrize(
+    ("of", "formula"), [(nn.MinGRU, min_gru), (nn.MinLSTM, min_lstm)], ids=["gru", "lstm"]
+)
+
+
+@BOTH
+@pytest.mark.parametrize("activation", ["positive", "identity"])
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_it_is_the_formula(of: Any, formula: Any, activation: Any, factor: float) -> None:
+    torch.manual_seed(0)
+    m = of(6, factor, activation=activation, dtype=torch.float64)
+    x, h = torch.randn(3, 20, 6).double(), torch.randn(3, int(6 * factor)).double()
+    torch.testing.assert_close(m(x), formula(m, x))
+    torch.testing.assert_close(m(x, initial_state=h), formula(m, x, h))
+
+
+def test_the_state_dict_is_min_gru_pytorchs() -> None:
+    def sizes(m: Any) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(value.shape) for name, value in m.state_dict().items()}
+
+    assert sizes(nn.MinGRU(4)) == {"to_hidden_and_gate.weight": (8, 4)}
+    assert sizes(nn.MinGRU(4, 1.5)) == {
+        "to_hidden_and_gate.weight": (12, 4),
+        "to_out.weight": (4, 6),
+    }
+    assert sizes(nn.MinGRU(4, proj_out=True)) == {
+        "to_hidden_and_gate.weight": (8, 4),
+        "to_out.weight": (4, 4),
+    }
+    assert sizes(nn.MinLSTM(4, 2)) == {
+        "to_hidden_and_f_i_gate.weight": (24, 4),
+        "to_out.weight": (4, 8),
+    }
+
+
+@BOTH
+def test_large_gates_are_finite(of: Any, formula: Any) -> None:
+    m = of(4)
+    x = torch.tensor([[[3e4], [-3e4]]]).expand(1, 2, 4)
+    y = m(x.contiguous())
+    y.square().mean().backward()
+    assert y.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in m.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"dim": 0}, ValueError, "dim must be greater than zero"),
+        ({"dim": 4.0}, TypeError, "dim should be of type int, got: float"),
+        ({"expansion_factor": -1}, ValueError, "expansion_factor should be a number above 0"),
+        ({"expansion_factor": 0.1}, ValueError, "dim [*] expansion_factor must be 1 or more"),
+        ({"expansion_factor": 2, "proj_out": False}, ValueError, "proj_out should be True or None"),
+        ({"activation": "tanh"}, ValueError, "activation should be 'positive' or 'identity'"),
+    ],
+)
+@BOTH
+def test_constructors_refuse(
+    of: Any, formula: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        of(**{"dim": 4} | options)
+
+
+def test_it_says_what_it_is() -> None:
+    assert nn.MinGRU(4).extra_repr() == "4, expansion_factor=1.0"
+    said = nn.MinLSTM(4, 2, activation="identity").extra_repr()
+    assert said == "4, expansion_factor=2, activation='identity'"

@@ -1,0 +1,199 @@
+"""``S5``: the paper's formulas in complex128, the parameters of s5-pytorch, and how they begin."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scan_registry import nn
+from scan_registry.nn.hippo import normal_hippo
+
+
+def loop(
+    m: nn.S5, x: Tensor, scale: Tensor | float = 1.0, h: Tensor | None = None, half: int = 0
+) -> Tensor:
+    """Smith et al. (2023), equations 2 and 3 and appendix A, without D; ``half`` is that of C, 1 goes backwards."""
+    B = torch.view_as_complex(m.seq.B)
+    C = m.seq.C[:, half * m.state_width : (half + 1) * m.state_width]
+    scales = torch.as_tensor(scale, dtype=torch.float64)
+    scales = scales.reshape(*scales.shape, *[1] * (2 - scales.dim())).expand(x.shape[:2])
+    h = torch.zeros(x.shape[0], m.state_width, dtype=torch.complex128) if h is None else h
+    outputs = [x[:, 0]] * x.shape[1]
+    for t in range(x.shape[1])[:: -1 if half else 1]:
+        step = scales[:, t, None] * m.seq.log_step.exp()
+        if m.seq.discretisation == "zoh":
+            A = (m.seq.Lambda * step).exp()
+            factor = (A - 1) / m.seq.Lambda
+        else:
+            factor = 1 / (1 - step / 2 * m.seq.Lambda)
+            A, factor = factor * (1 + step / 2 * m.seq.Lambda), factor * step
+        h = A * h + factor * (x[:, t].to(B.dtype) @ B.T)
+        outputs[t] = (h @ C.T).real
+    return torch.stack(outputs, 1)
+
+
+def given(**options: Any) -> tuple[nn.S5, Tensor]:
+    torch.manual_seed(0)
+    m = nn.S5(5, 6, dt_min=0.01, dt_max=0.5, dtype=torch.float64, **options)
+    return m, torch.randn(3, 13, 5).double()
+
+
+@pytest.mark.parametrize("discretization", ["zoh", "bilinear"])
+@pytest.mark.parametrize("bcInit", [None, "complex_normal"])
+def test_it_is_the_formula(discretization: Any, bcInit: Any) -> None:
+    m, x = given(block_count=2, discretization=discretization, bcInit=bcInit)
+    h = torch.randn(3, 6, dtype=torch.complex128)
+    torch.testing.assert_close(m(x), loop(m, x) + m.seq.D * x)
+    found, last = m(x, initial_state=h, return_final_state=True)
+    torch.testing.assert_close(found, loop(m, x, h=h) + m.seq.D * x)
+    assert (last.shape, last.dtype) == (h.shape, h.dtype)
+
+
+def test_both_ways() -> None:
+    m, x = given(bidir=True)
+    h = torch.randn(3, 12, dtype=torch.complex128)
+    expected = loop(m, x, h=h[:, :6]) + loop(m, x, h=h[:, 6:], half=1) + m.seq.D * x
+    found, last = m(x, initial_state=h, return_final_state=True)
+    torch.testing.assert_close(found, expected)
+    assert last.shape == h.shape
+    torch.testing.assert_close(m(x.flip(1), reverse=True, initial_state=h), found.flip(1))
+    with pytest.raises(RuntimeError, match="a bidirectional layer has no step"):
+        m.step(x[:, 0])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_resets_part_both_scans_at_the_same_place(reverse: bool) -> None:
+    m, x = given(bidir=True)
+    reset = torch.zeros(3, 13, dtype=torch.bool)
+    reset[:, 4] = True
+    cut = (
+        5 if reverse else 4
+    )  # between what is before a reset, in the direction of the first scan, and the reset
+    parts = [m(x[:, :cut], reverse=reverse), m(x[:, cut:], reverse=reverse)]
+    torch.testing.assert_close(m(x, reset=reset, reverse=reverse), torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("discretization", ["zoh", "bilinear"])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("size", [(), (3,), (3, 13)])
+def test_step_sizes_may_be_scaled(
+    size: tuple[int, ...], batch_first: bool, discretization: Any
+) -> None:
+    m, x = given(discretization=discretization, batch_first=batch_first)
+    scale = torch.rand(size).double() + 0.5
+    expected = loop(m, x, scale) + m.seq.D * x
+    if batch_first:
+        torch.testing.assert_close(m(x, scale), expected)
+        if not size:
+            torch.testing.assert_close(m(x, float(scale)), expected)
+    else:
+        given_scale = scale.T if len(size) == 2 else scale
+        torch.testing.assert_close(m(x.transpose(0, 1), given_scale).transpose(0, 1), expected)
+    state, outputs = None, []
+    for t in range(13):
+        y, state = m.step(x[:, t], state, scale[:, t] if len(size) == 2 else scale)
+        outputs.append(y)
+    torch.testing.assert_close(torch.stack(outputs, 1), expected)
+
+
+def test_the_state_dict_is_s5_pytorchs() -> None:
+    def contents(m: nn.S5) -> dict[str, tuple[Any, ...]]:
+        return {name: (*value.shape, value.dtype) for name, value in m.state_dict().items()}
+
+    narrow = nn.S5(5, 6, dtype=torch.bfloat16)
+    assert contents(narrow) == {
+        "seq.Lambda": (6, torch.complex64),
+        "seq.B": (6, 5, 2, torch.bfloat16),
+        "seq.C": (5, 6, torch.complex64),
+        "seq.D": (5, torch.bfloat16),
+        "seq.log_step": (6, torch.float32),
+    }
+    assert contents(nn.S5(5, bidir=True))["seq.C"] == (5, 10, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_conversion_keeps_imaginary_parts(dtype: torch.dtype) -> None:
+    m = nn.S5(5, 6)
+    found = copy.deepcopy(m).to(dtype).seq
+    assert found.Lambda.is_complex()
+    assert found.B.dtype == dtype
+    slack = 0.01 if dtype == torch.bfloat16 else 0
+    for one, other in ((found.Lambda, m.seq.Lambda), (found.C, m.seq.C)):
+        torch.testing.assert_close(one.to(other.dtype), other, rtol=slack, atol=slack)
+
+
+# --- How parameters begin ---------------------------------------------------------------------
+
+
+def test_eigenvalues_are_hippos() -> None:
+    """A + p pᵀ with HiPPO-LegS for A, element by element, is V Λ V*."""
+    size = 8
+    n = torch.arange(size).double()
+    A = -((2 * n[:, None] + 1) * (2 * n + 1)).sqrt().tril(-1) - (n + 1).diag()
+    p = (n + 0.5).sqrt()
+    values, vectors = normal_hippo(size, torch.device("cpu"))
+    rebuilt = vectors @ values.diag() @ vectors.mH
+    torch.testing.assert_close(rebuilt.real, A + p[:, None] * p)
+    torch.testing.assert_close(rebuilt.imag, torch.zeros_like(A))
+    assert torch.all(values.real == -0.5)
+    m = nn.S5(3, 16, block_count=2, dtype=torch.float64)
+    torch.testing.assert_close(m.seq.Lambda.detach(), values.repeat(2))
+
+
+def test_matrices_begin_as_random_numbers_in_hippos_coordinates() -> None:
+    torch.manual_seed(0)
+    m = nn.S5(300, 128, block_count=2, dtype=torch.float64)
+    _, vectors = normal_hippo(64, torch.device("cpu"))
+    basis = torch.block_diag(vectors, vectors)
+    B = basis @ torch.view_as_complex(m.seq.B.detach())
+    torch.testing.assert_close(B.imag, torch.zeros_like(B.imag))
+    assert float(B.real.std()) == pytest.approx(128**-0.5, rel=0.02)
+    C = m.seq.C.detach() @ basis.mH
+    for part in (C.real, C.imag):
+        assert float(part.std()) == pytest.approx((128 * 300) ** -0.5, rel=0.02)
+    normal = nn.S5(300, 128, bcInit="complex_normal").seq.C.detach()
+    assert float(normal.abs().square().mean()) == pytest.approx(1, rel=0.03)
+    steps = m.seq.log_step.detach().exp()
+    assert 0.001 <= float(steps.min()) < 0.0015
+    assert 0.08 < float(steps.max()) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"width": 0}, ValueError, "width must be greater than zero"),
+        ({"state_width": 1.5}, TypeError, "state_width should be of type int, got: float"),
+        (
+            {"block_count": 4},
+            ValueError,
+            r"state_width \(6\) must be divisible by block_count \(4\)",
+        ),
+        ({"dt_min": 0}, ValueError, "dt_min should be a number above 0, got: 0"),
+        ({"factor_rank": 2}, ValueError, "factor_rank should be None, got: 2"),
+        ({"liquid": True}, ValueError, "liquid should be False, got: True"),
+        ({"degree": 2}, ValueError, "degree should be 1, got: 2"),
+        ({"bcInit": "factorized"}, ValueError, "bcInit should be 'dense' or 'complex_normal'"),
+        ({"discretization": "euler"}, ValueError, "discretization should be 'zoh' or 'bilinear'"),
+    ],
+)
+def test_constructors_refuse(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        nn.S5(**{"width": 5, "state_width": 6} | options)
+
+
+def test_scales_that_do_not_fit() -> None:
+    m, x = given()
+    with pytest.raises(ValueError, match=r"a number or of size \(3,\) or \(3, 13\), got \(13,\)"):
+        m(x, torch.ones(13))
+    with pytest.raises(ValueError, match=r"a number or of size \(3,\), got \(3, 13\)"):
+        m.step(x[:, 0], None, torch.ones(3, 13))
+
+
+def test_it_says_what_it_is() -> None:
+    assert nn.S5(5).extra_repr() == "5, state_width=5"
+    said = nn.S5(5, 6, block_count=2, bidir=True, discretization="bilinear").extra_repr()
+    assert said == "5, state_width=6, block_count=2, bidir=True, discretization='bilinear'"

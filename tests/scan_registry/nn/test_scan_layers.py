@@ -1,0 +1,372 @@
+"""What ``MinGRU``, ``MinLSTM``, ``RGLRU``, ``HGRN``, ``LRU`` and ``S5`` have in common."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scan_registry import nn
+
+FEATURES, LENGTH, BATCH = 8, 9, 3
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "MinGRU": lambda **how: nn.MinGRU(FEATURES, 1.5, **how),
+    "MinGRU-identity": lambda **how: nn.MinGRU(FEATURES, activation="identity", **how),
+    "MinLSTM": lambda **how: nn.MinLSTM(FEATURES, **how),
+    "MinLSTM-identity": lambda **how: nn.MinLSTM(FEATURES, 2, activation="identity", **how),
+    "RGLRU": lambda **how: nn.RGLRU(FEATURES, 2, **how),
+    "HGRN": lambda **how: nn.HGRN(FEATURES, 2, **how),
+    "LRU": lambda **how: nn.LRU(6, FEATURES, **how),
+    "S5": lambda **how: nn.S5(FEATURES, 6, block_count=2, **how),
+    "S5-bidir": lambda **how: nn.S5(FEATURES, 6, bidir=True, **how),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch.compiler.reset()  # modules share their code, and torch compiles one so many times only
+
+
+EVERY = pytest.mark.parametrize("name", MAKERS)
+STEPPING = pytest.mark.parametrize("name", [name for name in MAKERS if name != "S5-bidir"])
+ONE_WAY = STEPPING
+
+
+def wide(name: str, **how: Any) -> Any:
+    torch.manual_seed(5)
+    return MAKERS[name](dtype=torch.float64, **how)
+
+
+def given(batch: int = BATCH) -> Tensor:
+    torch.manual_seed(6)
+    return torch.randn(batch, LENGTH, FEATURES).double()
+
+
+def state_of(m: Any, *sizes: int) -> Tensor:
+    dtype = torch.complex128 if m.is_complex else torch.float64
+    return torch.randn(*(sizes or (BATCH,)), m.channels, dtype=dtype)
+
+
+def marks(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    reset = torch.rand(BATCH, LENGTH, generator=generator) < 0.4
+    reset[0] = False
+    reset[1, 0] = True
+    return reset
+
+
+# --- One step and many ------------------------------------------------------------------------
+
+
+@STEPPING
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("with_reset", [False, True])
+def test_steps_give_what_the_sequence_does(name: str, with_state: bool, with_reset: bool) -> None:
+    m, x, reset = wide(name), given(), marks() if with_reset else None
+    state = state_of(m) if with_state else None
+    whole, last = m(x, initial_state=state, reset=reset, return_final_state=True)
+    outputs = []
+    for t in range(LENGTH):
+        before = None if state is None else state.clone()
+        y, after = m.step(x[:, t], state, reset=None if reset is None else reset[:, t])
+        assert before is None or torch.equal(before, state)  # which is not written to
+        outputs.append(y)
+        state = after
+    torch.testing.assert_close(torch.stack(outputs, 1), whole)
+    torch.testing.assert_close(state, last)
+
+
+@STEPPING
+def test_steps_have_the_derivatives_of_the_sequence(name: str) -> None:
+    m, x, reset = wide(name), given().requires_grad_(), marks()
+    first = state_of(m).requires_grad_()
+    whole, last = m(x, initial_state=first, reset=reset, return_final_state=True)
+    outputs, state = [], first
+    for t in range(LENGTH):
+        y, state = m.step(x[:, t], state, reset=reset[:, t])
+        outputs.append(y)
+    weight, end = torch.randn_like(whole), torch.randn_like(last)
+    wanted = [x, first, *m.parameters()]
+
+    def gradients(y: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        loss = (y * weight).sum() + (h * end.conj()).real.sum()
+        return torch.autograd.grad(loss, wanted)
+
+    for one, other in zip(
+        gradients(torch.stack(outputs, 1), state), gradients(whole, last), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@ONE_WAY
+def test_a_sequence_goes_on_from_its_final_state(name: str) -> None:
+    m, x = wide(name), given()
+    whole, last = m(x, return_final_state=True)
+    first, state = m(x[:, :4], return_final_state=True)
+    then, end = m(x[:, 4:], initial_state=state, return_final_state=True)
+    torch.testing.assert_close(torch.cat([first, then], 1), whole)
+    torch.testing.assert_close(end, last)
+
+
+@STEPPING
+def test_narrow_parameters_have_wide_states(name: str) -> None:
+    torch.manual_seed(0)
+    m = MAKERS[name](dtype=torch.bfloat16)
+    x = given().bfloat16()
+    y, last = m(x, return_final_state=True)
+    assert y.dtype == torch.bfloat16
+    assert last.dtype == (torch.complex64 if m.is_complex else torch.float32)
+    stepped, after = m.step(x[:, 0], last)
+    assert (stepped.dtype, after.dtype) == (y.dtype, last.dtype)
+
+
+# --- Options ----------------------------------------------------------------------------------
+
+
+@EVERY
+def test_time_comes_first_if_asked(name: str) -> None:
+    m, other = wide(name), wide(name, batch_first=False)
+    x, reset, state = given(), marks(), state_of(m)
+    y, last = m(x, initial_state=state, reset=reset, return_final_state=True)
+    found, end = other(
+        x.transpose(0, 1), initial_state=state, reset=reset.T, return_final_state=True
+    )
+    torch.testing.assert_close(found, y.transpose(0, 1))
+    torch.testing.assert_close(end, last)
+    torch.testing.assert_close(other(x.transpose(0, 1)), m(x).transpose(0, 1))
+
+
+@ONE_WAY
+def test_backwards_is_forwards_on_the_flipped_sequence(name: str) -> None:
+    m, x, reset, state = wide(name), given(), marks(), state_of(wide(name))
+    y, last = m(x, initial_state=state, reset=reset, reverse=True, return_final_state=True)
+    flipped = m(x.flip(1), initial_state=state, reset=reset.flip(1), return_final_state=True)
+    torch.testing.assert_close(y, flipped[0].flip(1))
+    torch.testing.assert_close(last, flipped[1])
+
+
+@EVERY
+def test_packed_sequences_do_not_see_each_other(name: str) -> None:
+    m, x = wide(name), given(1)
+    bounds = torch.tensor([0, 4, 4, LENGTH])
+    state = state_of(m, 1, 3)
+    y, last = m(x, initial_state=state, cu_seqlens=bounds, return_final_state=True)
+    assert last.shape == state.shape
+    for k, (begin, end) in enumerate([(0, 4), (4, 4), (4, LENGTH)]):
+        if begin == end:
+            continue
+        alone = m(x[:, begin:end], initial_state=state[:, k], return_final_state=True)
+        torch.testing.assert_close(y[:, begin:end], alone[0])
+        torch.testing.assert_close(last[:, k], alone[1])
+
+
+@ONE_WAY
+def test_a_reset_drops_whatever_came_before(name: str) -> None:
+    m, x = wide(name), given()
+    reset = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    reset[:, 4] = True
+    spoiled = state_of(m).fill_(float("nan"))
+    y = m(x, initial_state=spoiled, reset=reset)
+    assert y[:, :4].isnan().any()
+    # At a reset RG-LRU leaves its root out, so the first step of the rest is a reset, too.
+    torch.testing.assert_close(y[:, 4:], m(x[:, 4:], reset=reset[:, 4:]))
+    stepped, after = m.step(x[:, 4], spoiled, reset=reset[:, 4])
+    torch.testing.assert_close(stepped, y[:, 4])
+    assert after.isfinite().all()
+
+
+@EVERY
+def test_derivatives_pass_the_states(name: str) -> None:
+    m, x = wide(name), given()[:, :3].requires_grad_()
+    state = state_of(m).requires_grad_()
+    reset = marks()[:, :3]
+
+    def run(x: Tensor, state: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        values = dict(zip([n for n, _ in m.named_parameters()], parameters, strict=True))
+        options = {"initial_state": state, "reset": reset, "return_final_state": True}
+        y, last = torch.func.functional_call(m, values, (x,), options)
+        return y, last
+
+    assert torch.autograd.gradcheck(run, (x, state, *m.parameters()))
+
+
+# --- What modules are to torch ----------------------------------------------------------------
+
+
+@EVERY
+def test_training_lowers_the_loss(name: str) -> None:
+    torch.manual_seed(1)
+    m = MAKERS[name]()
+    x = torch.randn(4, 12, FEATURES)
+    target = x.roll(1, 1).cumsum(1).tanh()
+    readout = torch.nn.Linear(FEATURES, FEATURES)
+    optimizer = torch.optim.Adam([*m.parameters(), *readout.parameters()], 1e-2)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = (readout(m(x)) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in m.parameters())
+
+
+@EVERY
+def test_copies_compute_the_same(name: str) -> None:
+    torch.manual_seed(2)
+    m, other, x = MAKERS[name](), MAKERS[name](), given().float()
+    expected = m(x)
+    saved = io.BytesIO()
+    torch.save(m.state_dict(), saved)
+    saved.seek(0)
+    assert not torch.equal(other(x), expected)
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    for one in (other, copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert torch.equal(one(x), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if "identity" not in name])
+def test_it_compiles_to_one_graph(name: str) -> None:
+    torch.manual_seed(3)
+    m, x, reset = MAKERS[name](), given().float(), marks()
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, reset=reset), m(x, reset=reset))
+    loss, expected = compiled(x).square().sum(), m(x).square().sum()
+    wanted = [*m.parameters()]
+    for one, other in zip(
+        torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["MinGRU", "RGLRU", "S5"])
+def test_a_step_compiles_to_one_graph(name: str) -> None:
+    torch.manual_seed(3)
+    m, x = MAKERS[name](), given().float()
+    _, state = m(x, return_final_state=True)
+    compiled = torch.compile(m.step, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for one, other in zip(compiled(x[:, 0], state), m.step(x[:, 0], state), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@EVERY
+def test_autocast(name: str) -> None:
+    torch.manual_seed(4)
+    m, x = MAKERS[name](), given().float()
+    expected = m(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = m(x)
+        narrow = m(x.bfloat16())
+    assert narrow.dtype == torch.bfloat16
+    for each in (found, narrow):
+        torch.testing.assert_close(each.float(), expected, rtol=0.05, atol=0.05)
+    found.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in m.parameters())
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_other_dtypes_after_the_constructor(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    m, x = MAKERS[name](), given().float()
+    found = copy.deepcopy(m).to(dtype)(x.to(dtype))
+    assert found.dtype == dtype
+    slack = 0.15 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.float(), m(x), rtol=slack, atol=slack)
+
+
+@EVERY
+def test_dtype_and_device_are_the_constructors(name: str) -> None:
+    m = MAKERS[name](dtype=torch.float16, device="meta")
+    assert {p.device.type for p in m.parameters()} == {"meta"}
+    assert m.matrix.dtype == torch.float16
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+@EVERY
+def test_it_is_not_scripted(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"torch.jit.script cannot compile scan_registry.nn"):
+        torch.jit.script(MAKERS[name]())
+
+
+@EVERY
+def test_it_says_what_is_not_the_default(name: str) -> None:
+    said = MAKERS[name](batch_first=False, backend="reference").extra_repr()
+    assert said.endswith("batch_first=False, backend='reference'")
+    assert "batch_first" not in MAKERS[name]().extra_repr()
+
+
+# --- What they refuse -------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"dtype": torch.int32}, TypeError, "dtype should be one of"),
+        ({"backend": "metal"}, ValueError, "backend should be one of"),
+    ],
+)
+def test_constructors_refuse(
+    name: str, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        MAKERS[name](**options)
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("x", "error", "words"),
+    [
+        ([1.0], TypeError, "Expected x to be a Tensor, got list"),
+        (torch.zeros(3, 8), ValueError, r"x of size \(batch, time, 8\), got \(3, 8\)"),
+        (torch.zeros(2, 3, 7), ValueError, r"x of size \(batch, time, 8\), got \(2, 3, 7\)"),
+        (
+            torch.zeros(2, 3, 8).double(),
+            ValueError,
+            "of dtype torch.float32, as the parameters are",
+        ),
+        (torch.zeros(2, 3, 8, device="meta"), ValueError, "on one device"),
+    ],
+)
+def test_inputs_that_do_not_fit(name: str, x: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        MAKERS[name]()(x)
+
+
+@EVERY
+def test_resets_and_states_that_do_not_fit(name: str) -> None:
+    m, x = MAKERS[name](), torch.zeros(2, 3, FEATURES)
+    with pytest.raises(TypeError, match="Expected reset to be a Tensor, got bool"):
+        m(x, reset=True)
+    with pytest.raises(TypeError, match=r"Expected reset of dtype torch.bool, got torch.float32"):
+        m(x, reset=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"Expected reset of size \(2, 3\), got \(3, 2\)"):
+        m(x, reset=torch.zeros(3, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match="initial_state"):
+        m(x, initial_state=torch.zeros(2, m.channels + 1))
+
+
+@STEPPING
+def test_steps_that_do_not_fit(name: str) -> None:
+    m, x = MAKERS[name](), torch.zeros(2, FEATURES)
+    with pytest.raises(ValueError, match=r"x of size \(batch, 8\), got \(2, 1, 8\)"):
+        m.step(x.unsqueeze(1))
+    with pytest.raises(TypeError, match="Expected state to be a Tensor, got int"):
+        m.step(x, 0)
+    with pytest.raises(ValueError, match=rf"state of size \(2, {m.channels}\), got \(1, 3\)"):
+        m.step(x, torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"reset of size \(2,\), got \(2, 1\)"):
+        m.step(x, reset=torch.zeros(2, 1, dtype=torch.bool))
+    if not m.is_complex:
+        with pytest.raises(TypeError, match=r"Expected a real state, got torch.complex64"):
+            m.step(x, torch.zeros(2, m.channels, dtype=torch.complex64))
