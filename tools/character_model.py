@@ -1,6 +1,6 @@
 """Train the two models of the page on a character model, and write their losses.
 
-    python tools/character_model.py [--steps N] [--json FILE] [--device cpu]
+    python tools/character_model.py [--steps N] [--device cpu] [--json FILE]
 
 The models and their training are the code blocks of docs/pages/guides/character-model.md, which are run as they stand
 there. Both models then begin anew, and train for the steps that are asked for. ``python tools/docs.py`` draws the picture of

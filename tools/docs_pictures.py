@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -304,6 +305,47 @@ def first_call(palette: Palette) -> Canvas:
     return canvas
 
 
+# --- A model of characters --------------------------------------------------------------------
+
+
+def character_model(palette: Palette) -> Canvas:
+    """Losses of the two models of the tutorial, each point a mean over ten steps."""
+    held = results.document("cpu-character-model")
+    title = "Predicting the next character: loss against the steps of training"
+    canvas = Canvas(760, 400, palette, title)
+    canvas.text((20, 28), title, size=15, bold=True)
+    said = f"cross-entropy in nats, means over ten steps; {results.of_run('cpu-character-model')}"
+    canvas.text((20, 48), said, color=palette.faint, size=12)
+    left, right, top, bottom = 60.0, 730.0, 76.0, 346.0
+    curves = {
+        run["network"]: [fmean(run["losses"][i : i + 10]) for i in range(0, len(run["losses"]), 10)]
+        for run in held["runs"]
+    }
+    values = [value for curve in curves.values() for value in curve]
+    low, high = math.floor(2 * min(values)) / 2, math.ceil(2 * max(values)) / 2
+    steps = max(len(run["losses"]) for run in held["runs"])
+
+    def point(step: float, loss: float) -> Point:
+        along, down = step / steps, (high - loss) / (high - low)
+        return left + along * (right - left), top + down * (bottom - top)
+
+    for half in range(round(2 * low), round(2 * high) + 1):
+        at = point(0, half / 2)
+        canvas.line([at, point(steps, half / 2)], palette.grid)
+        canvas.text((left - 8, at[1] + 4), f"{half / 2:.1f}", anchor="end", color=palette.faint)
+    for step in range(0, steps + 1, 50):
+        x = point(step, low)[0]
+        canvas.text((x, bottom + 18), str(step), anchor="middle", size=12, color=palette.faint)
+    canvas.text(((left + right) / 2, bottom + 40), "steps", anchor="middle", color=palette.faint)
+    colors = (palette.ours, palette.others[0])
+    for number, (name, curve) in enumerate(curves.items()):
+        color = colors[number]
+        canvas.line([point(10 * i + 5, loss) for i, loss in enumerate(curve)], color, width=2.5)
+        label = f"{name}, at the end {curve[-1]:.2f}"
+        canvas.text((right, top + 14 + 20 * number), label, anchor="end", color=color, bold=True)
+    return canvas
+
+
 # --- How a kernel is chosen -------------------------------------------------------------------
 
 #: Boxes from the top down: a heading, and what is decided there.
@@ -354,6 +396,7 @@ PICTURES: Mapping[str, Callable[[Palette], Canvas]] = {
     "roofline-share": roofline_share,
     "lstm-step": lstm_step,
     "first-call": first_call,
+    "character-model": character_model,
     "selection": selection,
 }
 
