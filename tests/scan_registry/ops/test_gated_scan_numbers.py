@@ -47,12 +47,11 @@ def test_long_memory() -> None:
     steps = 2000
     far = torch.full((1, 1, steps), -14.5)
     x = torch.linspace(-1, 1, steps).view(1, 1, steps)
-    a_param = torch.tensor([-17.0])
     for kind, tensors in {
         "min_gru_identity": (far, x),
         "min_lstm_identity": (-far, far, x),
         "hgrn": (x, -far, torch.zeros(1)),
-        "rg_lru": (x, -far, x, a_param),
+        "rg_lru": (x, x + 1, x, torch.tensor([-16.0])),
     }.items():
         leaves = [t.clone().requires_grad_() for t in tensors]
         found, expected = gated_scan(kind, *leaves), loop(kind, *leaves)[0]
