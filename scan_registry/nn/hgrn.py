@@ -10,6 +10,7 @@ from torch.nn.functional import silu
 
 from scan_registry.nn.layer import Device, ScanLayer, advance_gated, map_states, wide
 from scan_registry.nn.layer_checks import check_positive, check_sizes
+from scan_registry.ops.gated_scan_arguments import channel_values
 from scan_registry.ops.gated_scan_kinds import hgrn
 
 if TYPE_CHECKING:
@@ -211,9 +212,12 @@ class HGRN(ScanLayer):
         lower_bound: Tensor | float | None = None,
     ) -> tuple[Tensor, Tensor]:
         i = self.i_proj(x)
-        if not isinstance(lower_bound, Tensor):
-            lower_bound = torch.tensor(0.0 if lower_bound is None else lower_bound, device=x.device)
-        state = advance_gated("hgrn", (i, self.f_proj(x)), state, reset, (lower_bound,))
+        bound: Any = channel_values("lower_bound", lower_bound, i.unsqueeze(1), 1)
+        if tuple(bound.shape) != (self.channels,):
+            raise ValueError(
+                f"HGRN: Expected lower_bound of size ({self.channels},), got {tuple(bound.shape)}"
+            )
+        state = advance_gated("hgrn", (i, self.f_proj(x)), state, reset, (bound,))
         return self._output(state.to(i.dtype), x), state
 
     def _output(self, states: Tensor, x: Tensor) -> Tensor:

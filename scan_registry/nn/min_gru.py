@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,10 @@ from scan_registry.nn.layer_checks import check_choice, check_positive, check_si
 from scan_registry.ops.gated_scan_kinds import min_gru, min_lstm
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from scan_registry.dispatch.select import Backend
+    from scan_registry.nn.layer import CallOptions
 
 Activation = Literal["positive", "identity"]
 
@@ -67,6 +70,98 @@ class _Minimal(ScanLayer):
         weight: Tensor = into.weight
         return weight
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            x: Tensor,
+            prev_hidden: Tensor | None = None,
+            return_next_prev_hidden: Literal[False] = False,
+            *,
+            return_final_state: Literal[False] = False,
+            **options: Unpack[CallOptions],
+        ) -> Tensor: ...
+
+        @overload
+        def __call__(
+            self,
+            x: Tensor,
+            prev_hidden: Tensor | None = None,
+            *,
+            return_next_prev_hidden: Literal[True],
+            **options: Unpack[CallOptions],
+        ) -> tuple[Tensor, Tensor]: ...
+
+        @overload
+        def __call__(
+            self, x: Tensor, *, return_final_state: Literal[True], **options: Unpack[CallOptions]
+        ) -> tuple[Tensor, Tensor]: ...
+
+        @overload
+        def __call__(
+            self,
+            x: Tensor,
+            prev_hidden: Tensor | None = None,
+            return_next_prev_hidden: bool = False,
+            *,
+            return_final_state: bool = False,
+            **options: Unpack[CallOptions],
+        ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        prev_hidden: Tensor | None = None,
+        return_next_prev_hidden: bool = False,
+        *,
+        initial_state: Tensor | None = None,
+        reset: Tensor | None = None,
+        reverse: bool = False,
+        cu_seqlens: Tensor | None = None,
+        return_final_state: bool = False,
+    ) -> Any:
+        """The layer's output at every step.
+
+        Args:
+            x: (batch, time, dim), or (time, batch, dim) if not ``batch_first``; of the parameters' dtype, or under
+                autocast of any.
+            prev_hidden: the initial state as minGRU-pytorch has it, (batch, 1, channels), or with ``cu_seqlens``
+                (batch, sequences, channels); instead of ``initial_state``.
+            return_next_prev_hidden: return the final state in that shape, too; instead of ``return_final_state``.
+            initial_state: (batch, channels), the state before the first step, or with ``reverse`` that after the last;
+                zero if None. With ``cu_seqlens`` (batch, sequences, channels).
+            reset: boolean, of the size of ``x`` without features. Where it is True the state starts anew: that of the
+                step before counts as zero, with ``reverse`` that of the step after.
+            reverse: go backwards in time.
+            cu_seqlens: (sequences + 1,), where sequences that are packed along time begin, and where the last one ends.
+            return_final_state: return the state after the last step, too.
+
+        Returns:
+            The output, laid out as ``x`` is, and if asked for the final state, as ``initial_state`` is described; in
+            float32, or float64. Derivatives pass through both states.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described.
+        """
+        name = type(self).__name__
+        if prev_hidden is not None:
+            if initial_state is not None:
+                raise ValueError(f"{name}: Expected prev_hidden or initial_state, got both")
+            if not isinstance(prev_hidden, Tensor) or prev_hidden.dim() != 3:
+                given = tuple(prev_hidden.shape) if isinstance(prev_hidden, Tensor) else prev_hidden
+                raise ValueError(
+                    f"{name}: Expected prev_hidden of size (batch, 1, {self.channels}), got {given!r}"
+                )
+            initial_state = prev_hidden if cu_seqlens is not None else prev_hidden.squeeze(1)
+        final = return_final_state or return_next_prev_hidden
+        found = self._run(x, initial_state, reset, reverse, cu_seqlens, final)
+        if return_next_prev_hidden and cu_seqlens is None:
+            return found[0], found[1].unsqueeze(1)
+        return found
+
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """What the scan takes, in its order: the projection has ``hidden`` first."""
         hidden, *gates = self.get_submodule(self.projection)(x).chunk(self.parts, dim=-1)
@@ -95,8 +190,8 @@ class MinGRU(_Minimal):
 
     With z the sigmoid of ``gate``, h[t] = (1 − z) · h[t−1] + z · g(hidden); both come from one projection of the input,
     ``hidden`` first. Parameters are those of minGRU-pytorch, ``to_hidden_and_gate.weight`` and, where there is a
-    projection back, ``to_out.weight``. Its ``prev_hidden`` and ``next_prev_hidden``, (batch, 1, channels), are
-    ``initial_state`` and the final state here, (batch, channels).
+    projection back, ``to_out.weight``. A call may be as there, with ``prev_hidden`` and
+    ``return_next_prev_hidden``.
 
     Args:
         dim: features of the input and of the output.

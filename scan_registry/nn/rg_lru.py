@@ -99,14 +99,14 @@ class RGLRU(ScanLayer):
 
     def _gates(self, x: Tensor) -> tuple[Tensor, ...]:
         """``x`` and the gates before their sigmoids, as the scan takes them; all of one dtype."""
-        blocks = x.unflatten(-1, (self.num_heads, -1))
+        blocks = x.reshape(-1, self.num_heads, self.width // self.num_heads).transpose(0, 1)
         gates = []
         for weight, bias in (
             (self.recurrent_gate_weight, self.recurrent_gate_bias),
             (self.input_gate_weight, self.input_gate_bias),
         ):
-            mapped = torch.einsum("...hi,hij->...hj", blocks, weight) + bias
-            gates.append(mapped.flatten(-2).to(x.dtype))
+            mapped = torch.baddbmm(bias.unsqueeze(1), blocks, weight)  # the bias in the same pass
+            gates.append(mapped.transpose(0, 1).reshape(x.shape).to(x.dtype))
         return x, *gates
 
     def _sequence(self, x: Tensor, how: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:

@@ -93,7 +93,10 @@ class S5SSM(nn.Module):
         """Decays, and what multiplies B x, both (..., states) and complex; for the step sizes times ``step_scale``,
         a number or (..., 1)."""
         poles = self.Lambda
-        steps = wide(self.log_step).exp() * step_scale
+        steps = wide(self.log_step).exp()
+        steps = steps * (
+            step_scale.to(steps.dtype) if isinstance(step_scale, Tensor) else step_scale
+        )
         if self.discretisation == "zoh":
             # Steps are short: a decay less 1 is a difference of numbers close to each other.
             return (poles * steps).exp(), torch.expm1(poles * steps) / poles
@@ -313,14 +316,14 @@ class S5(ScanLayer):
         if not isinstance(step_scale, Tensor):
             return float(step_scale)
         if step_scale.dim() == 0:
-            return wide(step_scale)
+            return step_scale
         if tuple(step_scale.shape) not in sizes:
             raise ValueError(
                 f"S5: Expected step_scale to be a number or of size {' or '.join(map(str, sizes))}, got "
                 f"{tuple(step_scale.shape)}"
             )
         missing = last - step_scale.dim()
-        return wide(step_scale)[(..., *[None] * missing)]
+        return step_scale[(..., *[None] * missing)]
 
     def _sequence(
         self, x: Tensor, how: dict[str, Any], step_scale: Tensor | float = 1.0

@@ -57,6 +57,11 @@ nn.LSTM(5, 6)(x, x)  # one state
 nn.Mamba(5, "16")  # no int
 nn.Mamba(5, dt_rank="all")  # no such rank
 nn.Mamba(8)(x, states=x)  # two states
+nn.MinGRU(8, activation="tanh")  # no such activation
+nn.RGLRU(8)  # no heads
+nn.LRU(4, 8)(x, return_final_state=True).numel()  # two results
+nn.HGRN(8)(x, lower_bounds=0.5)  # no such argument
+nn.S5(8, degree=1, bcInit="factorized")  # no such values
 nn.LSTM(5, 6)([1.0])  # no tensor
 nn.GRU(5, 6)(x)[1][0].numel()
 nn.LSTM(5, 6)(x)[1].numel()  # a tuple

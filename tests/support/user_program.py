@@ -146,6 +146,8 @@ def layers(x: Tensor, final: bool) -> Tensor:
     assert_type(gru(x, initial_state=state, reverse=True), Tensor)
     assert_type(gru(x, return_final_state=final), Tensor | tuple[Tensor, Tensor])
     assert_type(gru.step(x[:, 0], state, reset=reset[:, 0]), tuple[Tensor, Tensor])
+    _, hidden = gru(x, None, return_next_prev_hidden=True)
+    assert_type(gru(x, hidden), Tensor)
     lstm = nn.MinLSTM(width, proj_out=True, device="cpu", dtype=torch.float32)
     y = y + lstm(x, cu_seqlens=torch.tensor([0, 1, x.shape[1]]))
     y = y + nn.RGLRU(width, 1, w_init_variance_scale=0.5)(x, reset=reset)

@@ -66,6 +66,19 @@ def test_steps_take_the_bound(bound: Any) -> None:
         assert one.any()
 
 
+def test_bounds_that_do_not_fit() -> None:
+    m, x = given()
+    for call in (lambda bound: m(x, lower_bound=bound), lambda b: m.step(x[:, 0], lower_bound=b)):
+        with pytest.raises(
+            ValueError, match=r"lower_bound is 1.5; accepted are numbers from 0 to 1"
+        ):
+            call(1.5)
+        with pytest.raises(TypeError, match="lower_bound is 'none'; it must be a number"):
+            call("none")
+        with pytest.raises(ValueError, match="lower_bound"):
+            call(torch.rand(5).double())
+
+
 def test_the_state_dict_is_flash_linear_attentions() -> None:
     sizes = {name: tuple(value.shape) for name, value in given()[0].state_dict().items()}
     assert sizes == {

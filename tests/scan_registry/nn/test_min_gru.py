@@ -71,6 +71,31 @@ def test_it_is_the_formula(of: Any, formula: Any, activation: Any, factor: float
     torch.testing.assert_close(m(x, initial_state=h), formula(m, x, h))
 
 
+@BOTH
+def test_a_call_may_be_min_gru_pytorchs(of: Any, formula: Any) -> None:
+    """Its own check: a token at a time from no state is the whole."""
+    torch.manual_seed(0)
+    m, x = of(6, 1.5, dtype=torch.float64), torch.randn(2, 9, 6).double()
+    outputs, hidden = [], None
+    for token in x.unbind(1):
+        y, hidden = m(token[:, None], hidden, return_next_prev_hidden=True)
+        outputs.append(y)
+    assert hidden.shape == (2, 1, 9)
+    torch.testing.assert_close(torch.cat(outputs, 1), m(x))
+    _, last = m(x, return_final_state=True)
+    torch.testing.assert_close(hidden[:, 0], last)
+    bounds = torch.tensor([0, 4, 9])
+    first = torch.randn(2, 2, 9).double()
+    y, hidden = m(x, first, return_next_prev_hidden=True, cu_seqlens=bounds)
+    other, last = m(x, initial_state=first, return_final_state=True, cu_seqlens=bounds)
+    assert torch.equal(y, other)
+    assert torch.equal(hidden, last)
+    with pytest.raises(ValueError, match="prev_hidden or initial_state, got both"):
+        m(x, first[:, :1], initial_state=first[:, 0])
+    with pytest.raises(ValueError, match=r"prev_hidden of size \(batch, 1, 9\), got \(2, 9\)"):
+        m(x, first[:, 0])
+
+
 def test_the_state_dict_is_min_gru_pytorchs() -> None:
     def sizes(m: Any) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in m.state_dict().items()}

@@ -100,6 +100,13 @@ def test_step_sizes_may_be_scaled(
     torch.testing.assert_close(torch.stack(outputs, 1), expected)
 
 
+def test_wide_scales_leave_states_as_they_are() -> None:
+    m, x = nn.S5(5), torch.randn(2, 3, 5)
+    _, state = m(x, torch.ones(2, 3).double(), return_final_state=True)
+    assert state.dtype == torch.complex64
+    assert m.step(x[:, 0], None, torch.ones(2).double())[1].dtype == torch.complex64
+
+
 def test_the_state_dict_is_s5_pytorchs() -> None:
     def contents(m: nn.S5) -> dict[str, tuple[Any, ...]]:
         return {name: (*value.shape, value.dtype) for name, value in m.state_dict().items()}

@@ -194,7 +194,7 @@ def test_derivatives_pass_the_states(name: str) -> None:
         y, last = torch.func.functional_call(m, values, (x,), options)
         return y, last
 
-    assert torch.autograd.gradcheck(run, (x, state, *m.parameters()))
+    assert torch.autograd.gradcheck(run, (x, state, *m.parameters()), fast_mode=True)
 
 
 # --- What modules are to torch ----------------------------------------------------------------
@@ -258,6 +258,15 @@ def test_a_step_compiles_to_one_graph(name: str) -> None:
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("name", ["MinGRU", "RGLRU", "HGRN", "S5"])
+def test_it_exports_with_any_batch_and_time(name: str) -> None:
+    m, x = MAKERS[name](), given().float()
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("time")}
+    exported = torch.export.export(m, (x,), dynamic_shapes={"x": sizes}).module()
+    other = torch.randn(m.channels, 5, FEATURES)  # as many sequences as channels
+    torch.testing.assert_close(exported(other), m(other))
+
+
 @EVERY
 def test_autocast(name: str) -> None:
     torch.manual_seed(4)
@@ -289,6 +298,8 @@ def test_dtype_and_device_are_the_constructors(name: str) -> None:
     m = MAKERS[name](dtype=torch.float16, device="meta")
     assert {p.device.type for p in m.parameters()} == {"meta"}
     assert m.matrix.dtype == torch.float16
+    m.to_empty(device="cpu")
+    assert {p.device.type for p in m.parameters()} == {"cpu"}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
