@@ -126,7 +126,7 @@ def gated_scan(
 
 def run(
     kind: Any, inputs: Any, reset: Any, initial_state: Any, cu_seqlens: Any, options: Options
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """What ``gated_scan`` returns, of arguments that are not checked yet."""
     given = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
     states, last = gated_scan_derivatives.scan(*given)
