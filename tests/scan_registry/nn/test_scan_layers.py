@@ -381,3 +381,59 @@ def test_steps_that_do_not_fit(name: str) -> None:
     if not m.is_complex:
         with pytest.raises(TypeError, match=r"Expected a real state, got torch.complex64"):
             m.step(x, torch.zeros(2, m.channels, dtype=torch.complex64))
+
+
+# --- On a GPU ---------------------------------------------------------------------------------
+
+
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
+]
+
+
+class TestOnAGpu:
+    pytestmark = on_a_gpu
+
+    @EVERY
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str
+    )
+    def test_it_is_what_the_cpu_has(self, name: str, dtype: torch.dtype, tolerance: float) -> None:
+        torch.manual_seed(0)
+        m = MAKERS[name](device="cuda", dtype=dtype)
+        exact = copy.deepcopy(m).double().cpu()
+        x = torch.randn(BATCH, 100, FEATURES, device="cuda").to(dtype).requires_grad_()
+        wide_x = x.detach().double().cpu().requires_grad_()
+        reset = torch.rand(BATCH, 100) < 0.1
+        found, expected = m(x, reset=reset.cuda()), exact(wide_x, reset=reset)
+        weight = torch.randn_like(expected)
+        (ours,) = torch.autograd.grad((found * weight.to(found)).sum(), x)
+        (theirs,) = torch.autograd.grad((expected * weight).sum(), wide_x)
+        for one, other in ((found, expected), (ours, theirs)):
+            assert float(((one.double().cpu() - other).norm() / other.norm()).detach()) <= tolerance
+
+    @STEPPING
+    def test_steps_in_a_graph(self, name: str) -> None:
+        m = MAKERS[name](device="cuda")
+        x = torch.randn(BATCH, LENGTH, FEATURES, device="cuda")
+        with torch.no_grad():
+            expected, last = m(x, return_final_state=True)
+            state, now = torch.zeros_like(last), x[:, 0].clone()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                m.step(now, state)  # which loads what a graph cannot
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y, after = m.step(now, state)
+                state.copy_(after)
+            state.zero_()
+            outputs = []
+            for token in x.unbind(1):
+                now.copy_(token)
+                graph.replay()
+                outputs.append(y.clone())
+        torch.testing.assert_close(torch.stack(outputs, 1), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)

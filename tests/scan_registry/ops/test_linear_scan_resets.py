@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scan_registry import linear_scan
+from scan_registry import explain, linear_scan
 from scan_registry.ops import linear_scan as module
 
 Oracle = Callable[..., tuple[Tensor, Tensor]]
@@ -152,3 +152,20 @@ def test_the_fast_path_does_not_see_resets(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(taken) == 1
     linear_scan(x, x, reset=torch.zeros(2, 7, dtype=torch.bool))
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((2, 3, 7), -1), ((7, 2, 3), 0), ((7,), 0)], ids=str)
+def test_what_runs_is_described(shape: tuple[int, ...], dim: int) -> None:
+    """One scan over the steps of all batches, of packed sequences."""
+    x = torch.rand(shape, requires_grad=True)
+    batch = 2 if len(shape) > 1 else 1
+    reset = torch.zeros((batch, 7) if len(shape) > 1 else (7,), dtype=torch.bool)
+    calls = module.describe(x, x, reset=reset, dim=dim, reverse=True)
+    assert [*calls] == ["forward", "backward"]
+    for call in calls.values():
+        problem = call.problem
+        assert (problem.time, problem.sequences, problem.reverse) == (7 * batch, 7 * batch, True)
+        assert problem.channels == (3 if len(shape) > 1 else 1)
+    assert "linear_scan" in str(explain(linear_scan, x, x, reset=reset, dim=dim))
+    with pytest.raises(TypeError, match="reset must be"):
+        module.describe(x, x, reset=3)  # type: ignore[arg-type]
