@@ -51,7 +51,7 @@ __device__ inline void lay_out(float* rows, const Piece& piece, int count, const
     }
     if (smooth) {
 #pragma unroll
-        for (int k = 0; k < VALUES; k++) size[k] = softplus(size[k]);
+        for (int k = 0; k < VALUES; k++) size[k] = softplus<NARROW>(size[k]);
     }
     if (gated) {
 #pragma unroll

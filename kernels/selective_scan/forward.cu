@@ -132,7 +132,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
 #pragma unroll
             for (int k = 0; k < VALUES; k++) {
                 size[k] = next_delta[i].get(k) + bias[piece.channel + (CHANNEL_LAST ? k : 0)];
-                if (smooth) size[k] = softplus(size[k]);
+                if (smooth) size[k] = softplus<NARROW>(size[k]);
                 if (!WHOLE_STEPS && !Piece::has(count, k)) size[k] = 0;
                 product[k] = size[k] * now_u[i].get(k);
             }
