@@ -109,7 +109,7 @@ selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, c
                 size_sum += pair[0];
 #pragma unroll
                 for (int s = 0; s < MINE; s++)
-                    carry[s] = fast_exp2(pair[0] * decay[s]) * (pair[1] * through[s] + carry[s]);
+                    carry[s] = gate_of(pair[0] * decay[s]) * (pair[1] * through[s] + carry[s]);
             }
         }
         __syncwarp();

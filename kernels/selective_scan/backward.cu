@@ -115,7 +115,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                 for (int s = 0; s < MINE; s++) {
                     const int n = block * CAPACITY + quarter * MINE + s;
                     if (n < state_count)
-                        carry[held][s] = adjoints[of_part * state_count + n] + fast_exp2(decay[held][s] * size) * carry[held][s];
+                        carry[held][s] = adjoints[of_part * state_count + n] + gate_of(decay[held][s] * size) * carry[held][s];
                 }
             }
     };
@@ -271,7 +271,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                         load_floats(pair, pairs + 8 * held * ROW + 4 * j);
 #pragma unroll
                         for (int s = 0; s < MINE; s++)
-                            h[held][s] = fast_exp2(pair[0] * decay[held][s]) * h[held][s] + pair[1] * in[s];
+                            h[held][s] = gate_of(pair[0] * decay[held][s]) * h[held][s] + pair[1] * in[s];
                     }
                 }
             }
@@ -310,7 +310,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                             load_floats(pair, pairs + 8 * held * ROW + 4 * (half + j));
 #pragma unroll
                             for (int s = 0; s < MINE; s++) {
-                                gate[j][held][s] = fast_exp2(pair[0] * decay[held][s]);
+                                gate[j][held][s] = gate_of(pair[0] * decay[held][s]);
                                 state[j][held][s] = gate[j][held][s] * earlier_state[held][s] + pair[1] * in[s];
                             }
                         }
