@@ -244,8 +244,8 @@ _COST: dict[Direction, Callable[[Variant, SelectiveScanProblem], float]] = {
 
 
 def _may_spill(direction: Direction) -> frozenset[Variant]:
-    """float32 with more than 16 states: forwards some 40 bytes, as a lane of 8 states of two channels has no register left;
-    backwards on sm_120 up to 32, which are written before the first step and read after the last."""
+    """float32 with more than 16 states: forwards up to 32 bytes, of a lane that has 8 states of two channels; backwards on
+    sm_120 up to 40."""
     large = {"forward": ("states", 8), "backward": ("blocks", 2)}
     if direction not in large:
         return frozenset()
