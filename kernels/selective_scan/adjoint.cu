@@ -92,7 +92,7 @@ selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, c
                 const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
                 const int step = piece.time + (CHANNEL_LAST ? 0 : k);
                 float size = next_delta[i].get(k) + bias[channel], grad = next_grad[i].get(k);
-                if (smooth) size = softplus(size);
+                if (smooth) size = softplus<NARROW>(size);
                 if (!Piece::has(count, k)) size = 0;
                 if (z) grad *= next_z[i].get(k) * sigmoid(next_z[i].get(k));
                 store_float2(rows + channel * ROW + 2 * step, size, grad);
@@ -109,7 +109,7 @@ selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, c
                 size_sum += pair[0];
 #pragma unroll
                 for (int s = 0; s < MINE; s++)
-                    carry[s] = fast_exp2(pair[0] * decay[s]) * (pair[1] * through[s] + carry[s]);
+                    carry[s] = gate_of(pair[0] * decay[s]) * (pair[1] * through[s] + carry[s]);
             }
         }
         __syncwarp();

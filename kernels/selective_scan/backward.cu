@@ -52,7 +52,6 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int channel_count = int(channels), state_count = int(states), sequence_count = int(sequences), part_count = int(parts);
     const Place at = place_of(channel_count, int(time), int(group_channels), sequence_count, part_count, offsets);
-    const Place& own_place = at;
     const bool smooth = flags & 1;
     const int first = at.first + warp * CHANNELS;
     const int left = within(at.limit - first, CHANNELS);
@@ -115,7 +114,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                 for (int s = 0; s < MINE; s++) {
                     const int n = block * CAPACITY + quarter * MINE + s;
                     if (n < state_count)
-                        carry[held][s] = adjoints[of_part * state_count + n] + fast_exp2(decay[held][s] * size) * carry[held][s];
+                        carry[held][s] = adjoints[of_part * state_count + n] + gate_of(decay[held][s] * size) * carry[held][s];
                 }
             }
     };
@@ -144,29 +143,17 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
 #pragma unroll
         for (int held = 0; held < 2; held++) {
             store_floats(kept_at(block, 0, held), carry[held]);
-            if (BLOCKS > 1 && !entering) {
-                float sum[MINE], lost[MINE];
-                load_floats(sum, kept_at(block, 1, held));
-                load_floats(lost, kept_at(block, 2, held));
-#pragma unroll
-                for (int s = 0; s < MINE; s++) {
-                    add_exactly(sum[s], lost[s], decay_grad[held][s]);
-                    decay_grad[held][s] = sum[s], decay_lost[held][s] = lost[s];
-                }
-            }
+            if (BLOCKS > 1 && !entering)
+                add_kept(decay_grad[held], decay_lost[held], kept_at(block, 1, held), kept_at(block, 2, held));
             store_floats(kept_at(block, 1, held), decay_grad[held]);
             if constexpr (COMPENSATED || BLOCKS > 1) store_floats(kept_at(block, 2, held), decay_lost[held]);
         }
     };
     for (int block = 0; block < blocks; block++) begin_block(block, true), keep(block, true);
 
-    // Adds a lane's part of the sums over time for D and delta_bias, of which `alike` lanes, 2^shift from each other, have
-    // the same channel.
+    // Adds a lane's part of the sums over time for D and delta_bias.
     const auto add_over_time = [&](float of_skip, float of_bias, int alike, int shift, int channel, bool first_of_them) {
-        for (int bit = 1 << shift; bit < alike << shift; bit *= 2) {
-            of_skip += __shfl_xor_sync(~0u, of_skip, bit);
-            of_bias += __shfl_xor_sync(~0u, of_bias, bit);
-        }
+        add_alike(of_skip, of_bias, alike, shift);
         if (first_of_them) {
             skip_grads[warp * CHANNELS + channel] += of_skip;
             bias_grads[warp * CHANNELS + channel] += of_bias;
@@ -188,26 +175,17 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
         Staged staged;
         float h[2][MINE];
         const auto fetch = [&](int block) {
-            Place at = own_place;
-            at.begin = int(afresh(unsigned(at.begin))), at.batch = int(afresh(unsigned(at.batch)));
-            const Projection b(B, {B_batch, B_group, B_state, B_time}, at, flags & 2);
-            const Projection c(C, {C_batch, C_group, C_state, C_time}, at, flags & 4);
+            Place place = at;
+            place.begin = int(afresh(unsigned(at.begin))), place.batch = int(afresh(unsigned(at.batch)));
+            const Projection b(B, {B_batch, B_group, B_state, B_time}, place, flags & 2);
+            const Projection c(C, {C_batch, C_group, C_state, C_time}, place, flags & 4);
             const int again = int(afresh(unsigned(number))), from_tile = again * TIMES;
             staged.load(b, c, block * CAPACITY, state_count, from_tile, within(length - from_tile, TIMES));
 #pragma unroll
             for (int held = 0; held < 2; held++) {
                 const int channel = own + 8 * held, n = block * CAPACITY + quarter * MINE;
                 const float* const from = checkpoints + (i64(slot + again) * channel_count + first + channel) * state_count + n;
-#pragma unroll
-                for (int s = 0; s < MINE; s++) h[held][s] = 0;
-                if (channel >= left) continue;
-                if (state_count % MINE == 0 && n < state_count) {
-                    load_floats(h[held], from);
-                } else {
-#pragma unroll
-                    for (int s = 0; s < MINE; s++)
-                        if (n + s < state_count) h[held][s] = from[s];
-                }
+                load_checkpoint(h[held], from, n, state_count, channel < left);
             }
         };
         // Made anew in each tile, or they would take registers from the steps.
@@ -271,7 +249,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                         load_floats(pair, pairs + 8 * held * ROW + 4 * j);
 #pragma unroll
                         for (int s = 0; s < MINE; s++)
-                            h[held][s] = fast_exp2(pair[0] * decay[held][s]) * h[held][s] + pair[1] * in[s];
+                            h[held][s] = gate_of(pair[0] * decay[held][s]) * h[held][s] + pair[1] * in[s];
                     }
                 }
             }
@@ -310,7 +288,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                             load_floats(pair, pairs + 8 * held * ROW + 4 * (half + j));
 #pragma unroll
                             for (int s = 0; s < MINE; s++) {
-                                gate[j][held][s] = fast_exp2(pair[0] * decay[held][s]);
+                                gate[j][held][s] = gate_of(pair[0] * decay[held][s]);
                                 state[j][held][s] = gate[j][held][s] * earlier_state[held][s] + pair[1] * in[s];
                             }
                         }
@@ -369,37 +347,11 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                             to[4 * THREADS] = transposed_sum<8, 4>(out_terms);
                         }
                     }
-                    if constexpr (!NARROW) {
-#pragma unroll
-                        for (int held = 0; held < 2; held++) {
-                            float four[3][HALF];
-#pragma unroll
-                            for (int j = 0; j < HALF; j++)
-                                four[0][j] = product[j][held], four[1][j] = size_grad[j][held], four[2][j] = y[j][held];
-#pragma unroll
-                            for (int which = 0; which < 3; which++) {
-                                float* const to =
-                                    sum_at(own + 8 * held, eight + half + summed_by<4, 1>(), which + 1);
-                                const float sum = transposed_sum<4, 1>(four[which]);
-                                *to = BLOCKS > 1 && block > 0 ? *to + sum : sum;
-                            }
-                        }
-                    }
+                    if constexpr (!NARROW) add_over_lanes(product, size_grad, y, sum_at, own, eight + half, block > 0);
                     __syncwarp();
                     const bool of_half = quarter / 2 == half / HALF;
-                    if constexpr (NARROW) {
-#pragma unroll
-                        for (int held = 0; held < 2; held++)
-#pragma unroll
-                            for (int j = 0; j < 2; j++) {
-                                const float sums[3] = {of_product[held][j], of_size[held][j], of_y[held][j]};
-#pragma unroll
-                                for (int which = 0; which < 3; which++) {
-                                    float* const to = sum_at(own + 8 * held, eight + 2 * quarter + j, which + 1);
-                                    if (of_half) *to = BLOCKS > 1 && block > 0 ? *to + sums[which] : sums[which];
-                                }
-                            }
-                    }
+                    if constexpr (NARROW)
+                        put_sums(of_product, of_size, of_y, sum_at, own, eight + 2 * quarter, block > 0, of_half);
                 }
             }
             if constexpr (COMPENSATED) {

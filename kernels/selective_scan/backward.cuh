@@ -39,6 +39,18 @@ __device__ inline void add_exactly(float& x, float& lost, float y) {
     x = sum;
 }
 
+// x, and what was lost in rounding, added to what is kept of earlier tiles.
+__device__ inline void add_kept(float (&x)[MINE], float (&x_lost)[MINE], const float* kept, const float* kept_lost) {
+    float sum[MINE], lost[MINE];
+    load_floats(sum, kept);
+    load_floats(lost, kept_lost);
+#pragma unroll
+    for (int s = 0; s < MINE; s++) {
+        add_exactly(sum[s], lost[s], x[s]);
+        x[s] = sum[s], x_lost[s] = lost[s];
+    }
+}
+
 // Of a piece: δ, δ·u and dy to the rows.
 __device__ inline void lay_out(float* rows, const Piece& piece, int count, const Values& u_now, const Values& delta_now,
                                const Values& z_now, const Values& grad_now, const float* bias, bool smooth, bool gated) {
@@ -51,7 +63,7 @@ __device__ inline void lay_out(float* rows, const Piece& piece, int count, const
     }
     if (smooth) {
 #pragma unroll
-        for (int k = 0; k < VALUES; k++) size[k] = softplus(size[k]);
+        for (int k = 0; k < VALUES; k++) size[k] = softplus<NARROW>(size[k]);
     }
     if (gated) {
 #pragma unroll
@@ -102,6 +114,66 @@ __device__ inline void differentiate(const float (&found)[VALUES][4], const Piec
     for (int k = 0; k < VALUES; k++) {
         if (!Piece::has(count, k)) of_delta[k] = 0;
         of_skip[k] = inner[k] * u_now.get(k);
+    }
+}
+
+// A lane's states of one of its channels, from number `n` on, as they were kept; zeros beyond all `states`, and where there is
+// no such channel.
+__device__ inline void load_checkpoint(float (&h)[MINE], const float* from, int n, int states, bool there) {
+#pragma unroll
+    for (int s = 0; s < MINE; s++) h[s] = 0;
+    if (!there) return;
+    if (states % MINE == 0 && n < states) {
+        load_floats(h, from);
+    } else {
+#pragma unroll
+        for (int s = 0; s < MINE; s++)
+            if (n + s < states) h[s] = from[s];
+    }
+}
+
+// To where `sum_at` says, for a lane's two channels from `channel` on: d(δ·u), dδ and y of HALF steps from `step` on, summed
+// over the lanes that share a channel. They are added to those of earlier blocks of states where there are.
+template <class SumAt>
+__device__ inline void add_over_lanes(const float (&product)[HALF][2], const float (&size_grad)[HALF][2],
+                                      const float (&y)[HALF][2], const SumAt& sum_at, int channel, int step, bool later) {
+#pragma unroll
+    for (int held = 0; held < 2; held++) {
+        float four[3][HALF];
+#pragma unroll
+        for (int j = 0; j < HALF; j++)
+            four[0][j] = product[j][held], four[1][j] = size_grad[j][held], four[2][j] = y[j][held];
+#pragma unroll
+        for (int which = 0; which < 3; which++) {
+            float* const to = sum_at(channel + 8 * held, step + summed_by<4, 1>(), which + 1);
+            const float sum = transposed_sum<4, 1>(four[which]);
+            *to = BLOCKS > 1 && later ? *to + sum : sum;
+        }
+    }
+}
+
+// Likewise those of two steps that are sums already, if they are this lane's to write.
+template <class SumAt>
+__device__ inline void put_sums(const float (&product)[2][2], const float (&size_grad)[2][2], const float (&y)[2][2],
+                                const SumAt& sum_at, int channel, int step, bool later, bool mine) {
+#pragma unroll
+    for (int held = 0; held < 2; held++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const float sums[3] = {product[held][j], size_grad[held][j], y[held][j]};
+#pragma unroll
+            for (int which = 0; which < 3; which++) {
+                float* const to = sum_at(channel + 8 * held, step + j, which + 1);
+                if (mine) *to = BLOCKS > 1 && later ? *to + sums[which] : sums[which];
+            }
+        }
+}
+
+// Two numbers each, summed over the `alike` lanes, 2^shift from each other, that have the same channel.
+__device__ inline void add_alike(float& one, float& other, int alike, int shift) {
+    for (int bit = 1 << shift; bit < alike << shift; bit *= 2) {
+        one += __shfl_xor_sync(~0u, one, bit);
+        other += __shfl_xor_sync(~0u, other, bit);
     }
 }
 

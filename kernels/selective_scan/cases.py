@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from scan_registry.kernels.cases import relative_error
-from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.problem import (
     DIRECTIONS,
     INTERVAL,
@@ -19,6 +18,7 @@ from scan_registry.kernels.selective_scan.problem import (
     Layout,
     SelectiveScanProblem,
 )
+from scan_registry.kernels.selective_scan.solution import solve
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
@@ -255,116 +255,15 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         "out_grad": new(batch, channels, time),
         "final_grad": torch.randn(of_state) if setting.starts else None,
     }
-    expected = _solved(given, setting)
-    expected |= _handed_on(given, setting)
-    checkpoints = _checkpoints(given, setting)
-    given["checkpoints"] = checkpoints
+    found = solve(given, setting.softplus, PARTS)
+    given["checkpoints"] = found.checkpoints
+    expected = {**found.results, "adjoints": found.adjoints, "sizes": found.sizes}
     return Trial(
         shape,
         setting,
         dtype,
         {name: None if t is None else t.to(device) for name, t in given.items()},
         {name: t.to(device) for name, t in expected.items()},
-    )
-
-
-_LEAVES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
-_GRADS = (
-    "u_grad",
-    "delta_grad",
-    "A_grad",
-    "B_grad",
-    "C_grad",
-    "D_grad",
-    "z_grad",
-    "bias_grad",
-    "initial_grad",
-)
-
-
-def _wide(given: dict[str, Tensor | None], setting: Setting) -> list[Tensor | None]:
-    found = [given[name] for name in _LEAVES]
-    wide = [None if t is None else t.double() for t in found]
-    u, states = given["u"], given["A"]
-    assert u is not None
-    assert states is not None
-    if wide[-1] is None:
-        offsets = given["offsets"]
-        sequences = 1 if offsets is None else len(offsets) - 1
-        wide[-1] = torch.zeros(u.shape[0], sequences, *states.shape, dtype=torch.float64)
-    if given["offsets"] is None and wide[-1] is not None:
-        wide[-1] = wide[-1].squeeze(1)
-    return wide
-
-
-def _solved(given: dict[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
-    wide, offsets = _wide(given, setting), given["offsets"]
-    u, delta, A, B, C, D, z, bias, initial = wide
-    assert u is not None
-    assert delta is not None
-    assert A is not None
-    assert B is not None
-    assert C is not None
-    out, final = reference.forward(
-        u, delta, A, B, C, D, z, bias, setting.softplus, initial, offsets
-    )
-    out_grad, final_grad = given["out_grad"], given["final_grad"]
-    assert out_grad is not None
-    if final_grad is not None:
-        final_grad = final_grad.double() if offsets is not None else final_grad.double().squeeze(1)
-    wanted = tuple(t is not None for t in wide)
-    grads = reference.backward(
-        tuple(wide), setting.softplus, offsets, out_grad.double(), final_grad, wanted
-    )
-    expected = {n: g for n, g in zip(_GRADS, grads, strict=True) if g is not None}
-    expected |= {"out": out, "final_state": final}
-    if offsets is None:
-        for name in ("final_state", "initial_grad"):
-            expected[name] = expected[name].unsqueeze(1)
-    return expected
-
-
-def _handed_on(given: dict[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
-    """What each part of a sequence but its first hands on, and the sum of its step sizes."""
-    u, delta, A, _, C, _, z, bias, _ = _wide(given, setting)
-    out_grad, offsets = given["out_grad"], given["offsets"]
-    assert u is not None
-    assert delta is not None
-    assert A is not None
-    assert C is not None
-    assert out_grad is not None
-    sizes = reference.step_sizes(delta, bias, setting.softplus)
-    grad = out_grad.double() if z is None else out_grad.double() * torch.nn.functional.silu(z)
-    through = reference.per_channel(C, u.shape[1], A.dtype)
-    bounds = [0, u.shape[2]] if offsets is None else offsets.tolist()
-    of_part = u.shape[0], len(bounds) - 1, PARTS, u.shape[1]
-    handed = torch.zeros(*of_part, A.shape[1], dtype=A.dtype)
-    sums = torch.zeros(of_part, dtype=A.dtype)
-    for number, (begin, end) in enumerate(pairwise(bounds)):
-        tiles = -(-(end - begin) // INTERVAL)
-        steps = -(-tiles // PARTS) * INTERVAL
-        for part in range(1, PARTS):
-            span = range(min(end, begin + part * steps), min(end, begin + (part + 1) * steps))
-            carry = torch.zeros(u.shape[0], *A.shape, dtype=A.dtype)
-            for t in reversed(span):
-                gate = torch.exp(sizes[:, :, t, None] * A)
-                carry = gate * (grad[:, :, t, None] * through[..., t] + carry)
-            handed[:, number, part] = carry
-            sums[:, number, part] = sizes[:, :, span.start : span.stop].sum(-1)
-    return {"adjoints": handed, "sizes": sums}
-
-
-def _checkpoints(given: dict[str, Tensor | None], setting: Setting) -> Tensor:
-    """The states before every INTERVAL steps of each sequence, as the forward kernel leaves them."""
-    u, delta, A, B, C, _, _, bias, initial = _wide(given, setting)
-    assert u is not None
-    assert delta is not None
-    assert A is not None
-    assert B is not None
-    assert C is not None
-    assert initial is not None
-    return reference.checkpoints(
-        u, delta, A, B, C, bias, setting.softplus, initial, given["offsets"], INTERVAL
     )
 
 

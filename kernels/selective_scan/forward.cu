@@ -132,7 +132,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
 #pragma unroll
             for (int k = 0; k < VALUES; k++) {
                 size[k] = next_delta[i].get(k) + bias[piece.channel + (CHANNEL_LAST ? k : 0)];
-                if (smooth) size[k] = softplus(size[k]);
+                if (smooth) size[k] = softplus<NARROW>(size[k]);
                 if (!WHOLE_STEPS && !Piece::has(count, k)) size[k] = 0;
                 product[k] = size[k] * now_u[i].get(k);
             }
@@ -189,7 +189,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
                     for (int held = 0; held < 2; held++)
 #pragma unroll
                         for (int s = 0; s < WIDTH; s++)
-                            now[held][s] = fast_exp2(pair[held][j % 2 * 2] * decay[block][held][s]) * now[held][s] +
+                            now[held][s] = gate_of(pair[held][j % 2 * 2] * decay[block][held][s]) * now[held][s] +
                                            pair[held][j % 2 * 2 + 1] * in[s];
                     if constexpr (NARROW) {
                         float of_steps[4] = {};

@@ -5,6 +5,7 @@
 // steps from one state that is kept to the next. A file that includes this one defines CHANNELS of a warp, SPLIT, the
 // warps that share those channels, TIMES of a tile and CAPACITY, the states that B and C are staged for at once.
 #pragma once
+#include "../common/activations.cuh"
 #include "../common/element.cuh"
 #include "instructions.cuh"
 
@@ -25,7 +26,6 @@ static_assert(TIMES % 8 == 0);
 
 using Values = Chunk<Element, VALUES>;
 
-#define LOG2_E 1.4426950408889634f
 #define LN_2 0.6931471805599453f
 
 struct Strides3 {
@@ -269,32 +269,16 @@ __device__ inline int summed_by() {
     return index;
 }
 
-__device__ inline float sigmoid(float x) { return fast_reciprocal(1 + fast_exp2(-LOG2_E * x)); }
-
-// log(1 + e) for e up to 1, where the GPU's logarithm is wrong for small ones: e times a polynomial, to 3e-8, or to 6e-5
-// where step sizes come in 16 bits.
-__device__ inline float log1p_of(float e) {
-    float p;
-    if constexpr (NARROW) {
-        p = 0.04134729877114296f;
-        p = p * e - 0.15742722153663635f;
-        p = p * e + 0.30630096793174744f;
-        p = p * e - 0.496977835893631f;
-        p = p * e + 0.9999432563781738f;
-    } else {
-        p = 0.005253457929939032f;
-        p = p * e - 0.02958850748836994f;
-        p = p * e + 0.07836166769266129f;
-        p = p * e - 0.13674770295619965f;
-        p = p * e + 0.19111430644989014f;
-        p = p * e - 0.24844369292259216f;
-        p = p * e + 0.33319270610809326f;
-        p = p * e - 0.49999502301216125f;
-        p = p * e + 1.0f;
-    }
-    return p * e;
-}
-// Above 20 it is x, as what is added vanishes in rounding.
-__device__ inline float softplus(float x) {
-    return fmaxf(x, 0) + log1p_of(fast_exp2(-LOG2_E * fabsf(x)));
+// 2^x, for a gate. The GPU's approximation errs by up to two units in the last place, and alike for like gates; a gate near
+// 1 lets that add up over as many steps as a state lasts. So near 0 it is a polynomial, right to a unit, where the element is
+// not narrow.
+__device__ inline float gate_of(float x) {
+    if constexpr (NARROW) return fast_exp2(x);
+    float p = 0.00015461447765119374f;
+    p = p * x + 0.0013390866806730628f;
+    p = p * x + 0.009618056938052177f;
+    p = p * x + 0.055503569543361664f;
+    p = p * x + 0.24022650718688965f;
+    p = p * x + 0.6931471824645996f;
+    return fabsf(x) <= 0.5f ? 1 + x * p : fast_exp2(x);
 }

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -128,16 +130,41 @@ def _recording(
 
 def _captured(calls: Sequence[Call], turns: int) -> torch.cuda.CUDAGraph:
     """``torch.cuda.graph`` would empty the allocator's cache each time, for the next recording to fill."""
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin()
+        graph.capture_begin(pool)
         try:
-            for _ in range(turns):
-                outputs = [call() for call in calls]
-                del outputs
-        finally:
-            graph.capture_end()
+            try:
+                for _ in range(turns):
+                    outputs = [call() for call in calls]
+                    del outputs
+            finally:
+                graph.capture_end()
+        except BaseException:
+            _undo_capture(pool)
+            raise
     return graph
+
+
+def _undo_capture(pool: Any) -> None:
+    """What the end of a capture does to torch, which leaves it undone where CUDA refuses the graph.
+
+    Then the allocator believes that a capture goes on, and empties its cache no more. In versions before 2.13 so does
+    the generator of random numbers, and draws none. Undoing what was undone already raises, which is suppressed.
+    """
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # the allocator's capture has ended
+        # Older versions of torch have the former name.
+        former, name = "_cuda_endAllocateCurrentStreamToPool", "_cuda_endAllocateToPool"
+        end = getattr(torch._C, name, None) or getattr(torch._C, former)
+        end(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    # There is no function that tells the generator, but the end of a capture that succeeds.
+    with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings(), suppress(RuntimeError):
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        nothing = torch.cuda.CUDAGraph()
+        nothing.capture_begin()
+        nothing.capture_end()
 
 
 def compete(

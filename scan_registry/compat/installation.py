@@ -1,6 +1,6 @@
 """Makes stand-ins importable under the names of the packages that they stand in for, and puts code into transformers' models.
 
-A finder behind all others answers for these names: modules with the public names of this package's, with a
+A finder answers for these names: modules with the public names of this package's, with a
 ``__spec__`` of their own, and metadata with a version. So ``importlib.util.find_spec`` and ``importlib.metadata.version``
 find them like an installed package, which is how libraries ask whether one is there.
 
@@ -102,7 +102,12 @@ def install(*packages: str) -> None:
             stacklevel=2,
         )
     _finder.names.update(missing)
-    if _finder not in sys.meta_path:
+    if any(_is_folder(name) for name in missing):
+        uncovered = [finder for finder in sys.meta_path if finder is not _finder]
+        sys.meta_path[:] = [_finder, *uncovered]
+        for name in missing:
+            sys.modules.pop(name, None)
+    elif _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
     importlib.invalidate_caches()
 
@@ -145,7 +150,27 @@ def _known(packages: Iterable[Any]) -> list[str]:
     return [*dict.fromkeys(names)]
 
 
+def _is_folder(name: str) -> bool:
+    """Whether all that there is by that name is a folder that merely bears it, such as a checkout of the package: Python
+    takes any folder for a package, before it asks a later finder."""
+    if name in sys.modules:
+        spec = getattr(sys.modules[name], "__spec__", None)
+    else:
+        spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is not None or spec.submodule_search_locations is None:
+        return False
+    inside = [place.split(".")[1] for place in STAND_INS[name].modules if place]
+    return not any(
+        any(Path(folder).glob(pattern))
+        for folder in spec.submodule_search_locations
+        for place in inside
+        for pattern in (place, f"{place}.*")
+    )
+
+
 def _refuse_original(name: str) -> None:
+    if _is_folder(name):
+        return
     if name in sys.modules:
         found: Any = getattr(sys.modules[name], "__file__", None) or "this process"
     else:
@@ -171,7 +196,8 @@ def _looked_for(module: str) -> bool:
 
 
 class _Finder:
-    """Finds the modules and the metadata of what is installed. The last of all finders: it hides nothing."""
+    """Finds the modules and the metadata of what is installed. The last of all finders, as it is to hide nothing; the first
+    where a folder is to be hidden that bears a package's name."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

@@ -14,6 +14,7 @@ from scan_registry.nn.mamba_checks import (
     as_pair,
     check_constructor,
     check_hidden,
+    check_options,
     check_states,
 )
 from scan_registry.ops.causal_conv1d import causal_conv1d_update
@@ -81,6 +82,7 @@ class Mamba(nn.Module):
             dtype,
             backend,
         )
+        check_options(dt_min, dt_max, conv_bias=conv_bias, bias=bias, use_fast_path=use_fast_path)
         super().__init__()
         self.d_model = d_model
         self.d_state = d_state

@@ -56,6 +56,15 @@ def check_constructor(
         raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
 
 
+def check_options(least: float, most: float, **flags: Any) -> None:
+    """Refuse a range of step sizes that is none, and what is no bool."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} should be of type bool, got: {type(flag).__name__}")
+    if least > most:
+        raise ValueError(f"dt_min should be at most dt_max, got: {least!r} and {most!r}")
+
+
 def check_hidden(module: Mamba, x: Any) -> None:
     """Refuse an input that does not go with the module's parameters."""
     name, weight = type(module).__name__, module.in_proj.weight

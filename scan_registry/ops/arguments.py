@@ -86,6 +86,28 @@ def refuse_expanded(name: str, tensor: Tensor) -> None:
         )
 
 
+def refuse_inference(name: str, state: Any) -> None:
+    """Refuse to change a tensor in place that was made under ``torch.inference_mode()``, outside of that: torch does so,
+    too, but after the change."""
+    if isinstance(state, Tensor) and state.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{name} was made under torch.inference_mode(), and is changed in place; call this under "
+            f"torch.inference_mode(), too, or pass {name}.clone()"
+        )
+
+
+def refuse_mapped(operator: str, name: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors that ``torch.vmap`` maps over, for an operator that changes one in place."""
+    if not torch._C._are_functorch_transforms_active():
+        return
+    batched = torch._C._functorch.is_batchedtensor
+    if any(tensor is not None and batched(tensor) for tensor in tensors):
+        raise RuntimeError(
+            f"{operator} changes {name} in place, which torch.vmap does not map over; pass the mapped dimension as a "
+            "part of the batch"
+        )
+
+
 def as_bool(name: str, value: Any) -> bool:
     """A bool, or numpy's, which torch's own functions take, too; else ``TypeError``."""
     if isinstance(value, bool):
@@ -233,9 +255,18 @@ def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
         check_bounds(cu_seqlens, time)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a check can read them: not where torch compiles, maps or pretends."""
+    return not (
+        torch.compiler.is_compiling()
+        or type(tensor) is not Tensor
+        or _is_mapped(tensor)
+    )
+
+
 def check_bounds(cu_seqlens: Tensor, time: int) -> None:
     """``ValueError`` unless the bounds rise from 0 to ``time``."""
-    if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor or _is_mapped(cu_seqlens):
+    if not has_values(cu_seqlens):
         return
     rises = bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])

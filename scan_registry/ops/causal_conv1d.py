@@ -82,8 +82,10 @@ def causal_conv1d(
         bias: (channels,); None for zeros.
         initial_state: (batch, channels, width-1), the inputs before the first step, the oldest first; with
             ``cu_seqlens`` (sequences, channels, width-1). None for zeros. It is taken in the dtype of x.
-        seq_idx: (batch, time) integers, read as int32. Steps see no further back than to where the number changes. The initial state
-            precedes the first such sequence. Numbers below zero mark padding, for which y is zero.
+        seq_idx: (batch, time) integers within int32. Steps see no further back than to where the number changes. The
+            initial state precedes the first such sequence. Numbers below zero mark padding, for which y is zero. Larger
+            numbers of int64 are refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU; else only the lower
+            32 bits count.
         cu_seqlens: (sequences + 1,), int32 or int64: where sequences that are packed along time begin, and where the
             last one ends: 0, …, time. The batch is 1 then. Values that do not rise from 0 to the length of time are
             refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU; else results are of no use, but nothing

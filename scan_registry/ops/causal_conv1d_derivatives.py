@@ -16,6 +16,7 @@ from scan_registry.dispatch import policy
 from scan_registry.kernels.causal_conv1d import reference
 from scan_registry.ops import causal_conv1d_plans as plans
 from scan_registry.ops import flops
+from scan_registry.ops.arguments import refuse_mapped
 from scan_registry.ops.causal_conv1d_arguments import (
     Arguments,
     Options,
@@ -91,6 +92,7 @@ def update(given: UpdateArguments, options: Options) -> Tensor:
         return y
     if not _is_compiling():
         flops.announce()
+        refuse_mapped("causal_conv1d_update", "conv_state", *given)
     found: Tensor = _update_op(*given, options.silu, options.backend)
     return found
 

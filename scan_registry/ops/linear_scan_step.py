@@ -13,7 +13,9 @@ from scan_registry.ops.arguments import (
     COMPILED,
     common_shape,
     refuse_expanded,
+    refuse_inference,
     refuse_layout,
+    refuse_mapped,
 )
 
 __all__ = ["linear_scan_step"]
@@ -43,12 +45,16 @@ def linear_scan_step(state: Tensor, gate: Tensor, token: Tensor) -> Tensor:
     Raises:
         RuntimeError: a derivative is asked for: a tensor requires one, and ``torch.no_grad()`` or
             ``torch.inference_mode()`` is not in effect. There is none, as the state that it would need is overwritten;
-            ``linear_scan`` has derivatives.
+            ``linear_scan`` has derivatives. Or ``torch.vmap`` maps over a tensor; or the state was made under
+            ``torch.inference_mode()``, which is not in effect.
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
         ValueError: a shape does not broadcast to that of the state, or devices differ.
     """
     if not _is_usual(state, gate, token):
         _check(state, gate, token)
+    if not _is_compiling():
+        refuse_inference("state", state)
+        refuse_mapped("linear_scan_step", "state", state, gate, token)
     if torch.is_grad_enabled() and (
         state.requires_grad or gate.requires_grad or token.requires_grad
     ):

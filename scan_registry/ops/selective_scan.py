@@ -9,6 +9,7 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.ops import selective_scan_derivatives, selective_scan_problems
+from scan_registry.ops.arguments import as_bool
 from scan_registry.ops.selective_scan_arguments import BACKENDS, Options, normalised
 from scan_registry.ops.selective_scan_fast import fast_scan
 from scan_registry.ops.selective_scan_problems import KernelCall
@@ -141,9 +142,10 @@ def selective_scan(
         made = fast_scan(tensors, delta_softplus, return_final_state, backend)
         if made is not None:
             return made
+    final = as_bool("return_final_state", return_final_state)
     given = normalised(*tensors, delta_softplus, backend)
     out, last = selective_scan_derivatives.scan(given, Options(bool(delta_softplus), backend))
-    return (out, last) if return_final_state else out
+    return (out, last) if final else out
 
 
 def describe(
@@ -165,6 +167,7 @@ def describe(
     """The problems that a call of ``selective_scan`` with these arguments poses, by direction; those of derivatives
     only if they are asked for. Nothing is computed."""
     tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
+    as_bool("return_final_state", return_final_state)
     given = normalised(*tensors, cu_seqlens, delta_softplus, backend)
     if given.u.numel() == 0:
         return {}

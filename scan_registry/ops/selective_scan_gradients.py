@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,11 +51,24 @@ class Address(int):
         return self
 
 
-class GradientBuffers:
-    """What a backward pass writes: gradients, and in one tensor all partial sums, those of B beside those of C, and those
-    of D beside the bias', so that each pair is summed up at once."""
+class Sums(NamedTuple):
+    """What kernels write that is summed up: tensors of the terms of A's gradient; of B's and C's; and of D's and the bias',
+    of those that there are. ``scratch`` is what kernels hand on to each other."""
 
-    def __init__(self, given: Arguments, problem: SelectiveScanProblem) -> None:
+    A: Tensor
+    projections: Tensor
+    vectors: Tensor | None
+    scratch: Tensor | None
+
+
+class GradientBuffers:
+    """What a backward pass writes: gradients, and their terms where they are sums. Terms of one shape share a tensor, so that
+    they are summed up at once; of a single term, that is the gradient."""
+
+    def __init__(
+        self, given: Arguments, problem: SelectiveScanProblem, of_projection: Sequence[int] | None
+    ) -> None:
+        """``of_projection``: the shape of B's gradient and of C's, if it is not that which the kernel writes."""
         u, device = given.u, given.u.device
         model = torch.empty_like(u, device="meta")
         sequence, initial = maker(device, u.shape, u.dtype, model.stride()), given.initial_state
@@ -65,45 +78,67 @@ class GradientBuffers:
             **({} if given.z is None else {"z_grad": sequence}),
             **({} if initial is None else {"initial_grad": maker(device, initial.shape)}),
         }
-        of_part = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
-        of_projection = problem.ctas_of_group, *given.B.shape
-        groups: list[dict[str, tuple[int, ...]]] = [
-            {"A_grad": (*of_part, problem.states)},
-            {"B_grad": of_projection, "C_grad": of_projection},
-            {"D_grad": of_part} if given.D is not None else {},
-            {"carries": (problem.carried,)} if problem.carried else {},
-        ]
-        if given.delta_bias is not None:
-            groups[2]["bias_grad"] = of_part
+        rows = problem.batch * max(1, problem.sequences) * problem.parts
+        channels, states = given.A.shape
+        #: Before the dimensions of a gradient, that of its terms, if there are several.
+        self.rows = () if rows == 1 else (rows,)
+        self.ctas = () if problem.ctas_of_group == 1 else (problem.ctas_of_group,)
+        projection = *self.ctas, *(of_projection or given.B.shape)
+        self._A = maker(device, (*self.rows, channels, states))
+        self._projections = maker(device, (2, *projection))
+        self._second = 4 * math.prod(projection)  # bytes from B's gradient to C's
+        optional = {"D_grad": given.D, "bias_grad": given.delta_bias}
+        self._vectors = [name for name, tensor in optional.items() if tensor is not None]
+        self._new_vectors = maker(device, (len(self._vectors), *self.rows, channels))
+        of_scratch = {"carries": problem.carried}
         if problem.parts > 1:
-            groups += [{"adjoints": (*of_part, problem.states)}, {"sizes": of_part}]
-        #: Of each part of the tensor of partial sums, the first number and the shape.
-        self.places: dict[str, tuple[int, tuple[int, ...]]] = {}
+            of_scratch |= {"adjoints": rows * channels * states, "sizes": rows * channels}
+        #: Of each part of the scratch memory, where it starts, and how many numbers it has.
+        self._scratch: dict[str, tuple[int, int]] = {}
         end = 0
-        for group in groups:
-            end = -(-end // 64) * 64  # a kernel stores several numbers at once
-            for name, shape in group.items():
-                self.places[name] = end, shape
-                end += math.prod(shape)
-        self._sums = maker(device, (end,))
-        self._starts = [(name, 4 * start) for name, (start, _) in self.places.items()]
+        for name, count in of_scratch.items():
+            if count:
+                self._scratch[name] = end, count
+                end += -(-count // 64) * 64  # a kernel stores several numbers at once
+        self._new_scratch = maker(device, (end,))
 
-    def put(self, tensors: dict[str, Any]) -> Tensor:
-        """Add new tensors by the names of the kernels' pointers. Returns the one of partial sums."""
+    def put(self, tensors: dict[str, Any]) -> Sums:
+        """Add new tensors by the names of the kernels' pointers. Returns those that are summed up."""
         for name, new in self._new.items():
             tensors[name] = new()
-        sums: Tensor = self._sums()
-        first = sums.data_ptr()
-        for name, start in self._starts:
-            tensors[name] = Address(first + start)
-        return sums
+        tensors["A_grad"] = A = self._A()
+        tensors["B_grad"] = projections = self._projections()
+        tensors["C_grad"] = Address(projections.data_ptr() + self._second)
+        vectors = scratch = None
+        if self._vectors:
+            vectors = self._new_vectors()
+            first, size = vectors.data_ptr(), 4 * vectors.stride(0)
+            for number, name in enumerate(self._vectors):
+                tensors[name] = Address(first + number * size)
+        if self._scratch:
+            scratch = self._new_scratch()
+            first = scratch.data_ptr()
+            for name, (start, _) in self._scratch.items():
+                tensors[name] = Address(first + 4 * start)
+        return Sums(A, projections, vectors, scratch)
 
-    def views(self, sums: Tensor) -> dict[str, Tensor]:
-        """Its parts, as tensors."""
-        return {
-            name: sums[start : start + math.prod(shape)].view(shape)
-            for name, (start, shape) in self.places.items()
-        }
+    def views(self, sums: Sums) -> dict[str, Tensor]:
+        """All parts, as tensors by the names of the kernels' pointers."""
+        found = {"A_grad": sums.A, "B_grad": sums.projections[0], "C_grad": sums.projections[1]}
+        if sums.vectors is not None:
+            found |= dict(zip(self._vectors, sums.vectors.unbind(), strict=True))
+        for name, (start, count) in self._scratch.items():
+            assert sums.scratch is not None
+            found[name] = sums.scratch[start : start + count]
+        return found
+
+
+def shared_shape(
+    given: Arguments, problem: SelectiveScanProblem, shapes: Arguments
+) -> Sequence[int] | None:
+    """That of B's gradient and of C's, if the kernel writes as many numbers of each."""
+    of_B, groups = shapes.B.shape, {problem.groups, given.B.shape[1], given.C.shape[1]}
+    return of_B if of_B == shapes.C.shape and len(groups) == 1 else None
 
 
 def finisher(
@@ -112,43 +147,34 @@ def finisher(
     wanted: tuple[bool, ...],
     shapes: Arguments,
     buffers: GradientBuffers,
-) -> Callable[[dict[str, Any], Tensor], Gradients]:
-    """Makes the gradients that are wanted of what the kernels wrote. Those that are sums get memory of their own, even of
-    one term, as what they are summed up of is much larger together."""
+) -> Callable[[dict[str, Any], Sums], Gradients]:
+    """Makes the gradients that are wanted of what the kernels wrote."""
     needed = tuple(w and t is not None for w, t in zip(wanted, given.differentiable, strict=True))
     for_A, for_B, for_C, for_D, for_bias = (needed[i] for i in (2, 3, 4, 5, 7))
-    channels, states = given.A.shape
-    rows = problem.batch * max(1, problem.sequences) * problem.parts
-    vectors = (given.D is not None) + (given.delta_bias is not None)
     groups = given.B.shape[1], given.C.shape[1]
     of_B, of_C = shapes.B.shape, shapes.C.shape
-    alike = of_B == of_C and groups == (problem.groups, problem.groups)
+    alike = shared_shape(given, problem, shapes) is not None
     dtype, narrow = given.u.dtype, given.u.dtype != torch.float32
-    # The shape, strides and beginning of each sum's terms.
-    ctas, size = problem.ctas_of_group, rows * channels
-    whole = of_B if alike else (problem.batch, problem.groups, states, problem.time)
-    each = math.prod(whole)
-    inner = torch.empty(whole, device="meta").stride()
-    of_A = (rows, channels, states), (channels * states, states, 1), buffers.places["A_grad"][0]
-    of_both = (2, ctas, *whole), (ctas * each, each, *inner), buffers.places["B_grad"][0]
-    new_both = maker(given.u.device, (2, *whole), dtype)
-    first = "D_grad" if given.D is not None else "bias_grad"
-    of_vectors = (vectors, rows, channels), (size, channels, 1), buffers.places.get(first, (0,))[0]
+    new_both = maker(given.u.device, (2, *of_B), dtype)
+    several_rows, several_ctas = bool(buffers.rows), bool(buffers.ctas)
 
-    def finish(tensors: dict[str, Any], sums: Tensor) -> Gradients:
+    def finish(tensors: dict[str, Any], sums: Sums) -> Gradients:
         A_grad = B_grad = C_grad = D_grad = bias_grad = None
         if for_A:
-            A_grad = sums.as_strided(*of_A).sum(0)
+            A_grad = sums.A.sum(0) if several_rows else sums.A
         if for_B or for_C:
-            both = sums.as_strided(*of_both)
-            both = both[:, 0] if ctas == 1 and narrow else both.sum(1)
+            both = sums.projections
+            if several_ctas:
+                both = both.sum(1)
             if alike:
                 B_grad, C_grad = (new_both().copy_(both) if narrow else both).unbind()
             else:
                 B_grad = _of_groups(both[0], groups[0]).to(dtype).view(of_B)
                 C_grad = _of_groups(both[1], groups[1]).to(dtype).view(of_C)
         if for_D or for_bias:
-            found = sums.as_strided(*of_vectors).sum(1).unbind()
+            assert sums.vectors is not None
+            vectors = sums.vectors.sum(1) if several_rows else sums.vectors
+            found = vectors.unbind()
             D_grad, bias_grad = found[0] if for_D else None, found[-1]
         return (
             tensors["u_grad"] if needed[0] else None,

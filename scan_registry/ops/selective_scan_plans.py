@@ -27,6 +27,7 @@ from scan_registry.ops.selective_scan_gradients import (
     Gradients,
     finisher,
     maker,
+    shared_shape,
 )
 from scan_registry.ops.selective_scan_problems import (
     addresses_of,
@@ -270,7 +271,7 @@ def plan_backward(
             return prepared
         first = prepared
     launch, inputs = run, inputs_of(given)
-    buffers = GradientBuffers(grouped, problem)
+    buffers = GradientBuffers(grouped, problem, shared_shape(given, problem, shapes))
     finish = finisher(given, problem, wanted, shapes, buffers)
     gaps = final_grad is not None and not final_grad.is_contiguous()
 
@@ -297,6 +298,8 @@ def new_tensors(
     tensors["checkpoints"] = given.u.new_zeros(checkpoint_shape(given), dtype=torch.float32)
     if problem.direction == "forward":
         return {**tensors, "out": torch.empty_like(given.u)}
-    buffers = GradientBuffers(grouped, problem)
-    parts = buffers.views(buffers.put(tensors).zero_())
+    buffers = GradientBuffers(grouped, problem, None)
+    parts = buffers.views(buffers.put(tensors))
+    for part in parts.values():
+        part.zero_()
     return {**tensors, **parts, "out_grad": out_grad}

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad, profiler
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.ops import selective_state_update_plans as plans
+from scan_registry.ops.arguments import as_bool, refuse_inference, refuse_mapped
 from scan_registry.ops.derivatives import has_tangents, unobserved
 from scan_registry.ops.registration import register
 from scan_registry.ops.selective_state_update_arguments import BACKENDS, Arguments, check
@@ -77,7 +78,8 @@ def selective_state_update(
     Raises:
         RuntimeError: a derivative is asked for: a tensor requires one, and ``torch.no_grad()`` or
             ``torch.inference_mode()`` is not in effect. There is none, as the state that it would need is overwritten;
-            ``selective_scan`` has derivatives.
+            ``selective_scan`` has derivatives. Or ``torch.vmap`` maps over a tensor; or the state was made under
+            ``torch.inference_mode()``, which is not in effect.
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
         ValueError: a shape is not as described, or devices differ.
         NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
@@ -88,6 +90,8 @@ def selective_state_update(
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
     tensors = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices
+    if not _is_dynamo_compiling():
+        refuse_inference("state", state)
     if (
         backend == "auto"
         and not _is_dynamo_compiling()
@@ -99,11 +103,14 @@ def selective_state_update(
         return fast
     if not _is_compiling() and _are_tensors(tensors) and unobserved(*tensors):
         _refuse_derivatives(tensors)
+        as_bool("dt_softplus", dt_softplus)
         out = plans.step(tensors, dt_softplus, backend)
         torch.autograd.graph.increment_version(state)
         return out
     check(tensors, dt_softplus, backend)
     _refuse_derivatives(tensors)
+    if not _is_dynamo_compiling():
+        refuse_mapped("selective_state_update", "state", *tensors)
     found: Tensor = _op(*tensors, bool(dt_softplus), backend)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -52,6 +53,9 @@ class Stream:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.capturing = 0.0, None
+        #: What torch keeps of a capture: whether its generator is in one, and the pools that its allocator fills.
+        self.generating, self.pools, self.released = True, set[tuple[int, int]](), []
+        self.invalid = False  # whether CUDA refuses what is captured
         self.launched_ms = self.replayed_ms = 1.0
 
         stream = self
@@ -72,26 +76,66 @@ class Stream:
         class Graph:
             captured = 0
 
-            def capture_begin(self) -> None:
-                stream.capturing = self
+            def capture_begin(self, pool: tuple[int, int] | None = None) -> None:
+                self.pool = pool or (len(stream.pools) + 1, 0)
+                stream.capturing, stream.generating = self, False
+                stream.pools.add(self.pool)
 
             def capture_end(self) -> None:
                 stream.capturing = None
+                if stream.invalid:  # before torch does the rest
+                    stream.invalid = False
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                end_pool(0, self.pool)
+                stream.generating = True
 
             def replay(self) -> None:
                 stream.now += self.captured * stream.replayed_ms
 
+        def end_pool(device: int, pool: tuple[int, int]) -> None:
+            if pool not in stream.pools:
+                raise RuntimeError("not currently recording to mempool_id")
+            stream.pools.remove(pool)
+
+        handles = count(1)
         for name, value in {
             "Event": Event, "CUDAGraph": Graph, "Stream": lambda: None, "stream": nullcontext,
-            "synchronize": lambda: None,
+            "synchronize": lambda: None, "current_device": lambda: 0,
+            "graph_pool_handle": lambda: (0, next(handles)),
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_pool, raising=False)
+        monkeypatch.setattr(
+            *(torch._C, "_cuda_releasePool", lambda device, pool: stream.released.append(pool)),
+            raising=False,
+        )
 
     def call(self) -> None:
         if self.capturing is not None:
             self.capturing.captured += 1
         else:
             self.now += self.launched_ms
+
+
+@pytest.mark.parametrize("python", [True, False], ids=["in Python", "in CUDA"])
+def test_a_capture_that_fails_leaves_nothing_behind(
+    python: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else torch would draw no random numbers after it, and give no memory back."""
+    stream = Stream(monkeypatch)
+
+    def broken() -> None:
+        if stream.capturing is not None and python:
+            raise ValueError("no such kernel")
+        stream.invalid = stream.capturing is not None
+        stream.call()
+
+    with pytest.raises(ValueError if python else RuntimeError, match=r"no such|previous error"):
+        timing.record([broken], torch.device("cuda:0"))
+    assert stream.generating
+    assert not stream.pools
+    assert stream.released == ([] if python else [(0, 1)])  # which a graph that was captured does
+    assert timing.record([stream.call], torch.device("cuda:0")).ms() == 1.0
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,40 @@ def test_what_there_is_none_of_is_not_found() -> None:
     assert importlib.metadata.version("mamba_ssm").startswith("1.")
 
 
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_folder_of_the_name_is_no_original(
+    imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a checkout in the working directory, which Python takes for a package."""
+    (tmp_path / "mamba_ssm" / "mamba_ssm").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    if imported:
+        importlib.import_module("mamba_ssm")
+    compat.install(*NAMES)
+    for name in NAMES:
+        assert "scan.registry" in importlib.import_module(name).__version__
+    assert importlib.import_module("mamba_ssm.ops.selective_scan_interface").selective_scan_fn
+    compat.uninstall("mamba_ssm")
+    assert importlib.util.find_spec("mamba_ssm").origin is None
+    compat.install("mamba_ssm")
+    assert importlib.import_module("mamba_ssm").__version__
+    compat.uninstall()
+    importlib.invalidate_caches()
+    sys.modules.pop("mamba_ssm", None)
+
+
+def test_a_folder_with_the_packages_modules_is_an_original(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "causal_conv1d"
+    folder.mkdir()
+    (folder / "causal_conv1d_interface.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="importable already"):
+        compat.install("causal_conv1d")
+    sys.modules.pop("causal_conv1d", None)
+
+
 def test_installing_twice_changes_nothing() -> None:
     compat.install("mamba_ssm")
     module = importlib.import_module("mamba_ssm")

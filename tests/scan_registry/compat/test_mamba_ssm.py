@@ -129,6 +129,26 @@ def test_dtypes_are_the_inputs(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), wide[0], rtol=tolerance, atol=tolerance)
 
 
+def test_numbers_are_taken_for_bools() -> None:
+    """As the originals take them."""
+    torch.manual_seed(0)
+    u, A, B = torch.randn(2, 4, 6), -torch.rand(4, 3), torch.randn(2, 3, 6)
+    for function in (selective_scan_fn, selective_scan_ref):
+        given: Any = {"delta_softplus": 1, "return_last_state": 1}
+        found = function(u, u, A, B, B, **given)
+        expected = function(u, u, A, B, B, delta_softplus=True, return_last_state=True)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+        given = {"delta_softplus": 0, "return_last_state": 0}
+        assert torch.equal(function(u, u, A, B, B, **given), function(u, u, A, B, B))
+    step = u[..., 0], u[..., 0], A, B[..., 0], B[..., 0]
+    one, other = (
+        selective_state_update(torch.zeros(2, 4, 3), *step, dt_softplus=softplus)  # type: ignore[arg-type]
+        for softplus in (1, True)
+    )
+    assert torch.equal(one, other)
+
+
 def test_a_step_is_a_scan_of_one() -> None:
     given = {name: value.detach() for name, value in scan_arguments().items()}
     state = torch.zeros(BATCH, CHANNELS, STATES).double()

@@ -244,6 +244,10 @@ def test_a_step_of_float64_parameters() -> None:
         ({"expand": 0.01}, ValueError, "expand [*] d_model must be 1 or more"),
         ({"dt_rank": "all"}, TypeError, "dt_rank should be of type int or 'auto', got: str"),
         ({"dt_min": -1.0}, ValueError, "dt_min should be a number above 0"),
+        ({"dt_min": 0.2}, ValueError, "dt_min should be at most dt_max, got: 0.2 and 0.1"),
+        ({"conv_bias": "no"}, TypeError, "conv_bias should be of type bool, got: str"),
+        ({"bias": 1}, TypeError, "bias should be of type bool, got: int"),
+        ({"use_fast_path": None}, TypeError, "use_fast_path should be of type bool, got: NoneType"),
         (
             {"dt_init": "zeros"},
             ValueError,

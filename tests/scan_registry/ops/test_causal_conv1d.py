@@ -1,8 +1,7 @@
-"""``causal_conv1d`` on the CPU, against a loop over steps in float64; derivatives, torch.compile, and what it refuses."""
+"""``causal_conv1d`` on the CPU, against a loop over steps in float64; derivatives, and torch.compile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from scan_registry import causal_conv1d, causal_conv1d_update, explain
-from scan_registry.compat import causal_conv1d as replacement
 from scan_registry.kernels.causal_conv1d.reference import compute_dtype
 
 OP = torch.ops.scan_registry.causal_conv1d.default
@@ -336,75 +334,6 @@ def test_explained() -> None:
     assert "time_last_backward" in text
 
 
-X, W = torch.randn(2, 3, 8), torch.randn(3, 4)
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no tensor": (lambda: causal_conv1d([1.0], W), TypeError, "x must be a torch.Tensor, not list"),
-    "integers": (lambda: causal_conv1d(X.int(), W), TypeError, "x has dtype int32; accepted are"),
-    "two dimensions": (lambda: causal_conv1d(X[0], W), ValueError, r"x has shape \(3, 8\)"),
-    "width": (lambda: causal_conv1d(X, torch.randn(3, 9)), ValueError, "width 9; accepted are 2 to 8"),
-    "channels": (lambda: causal_conv1d(X, W[:2]), ValueError, "x has 3 channels"),
-    "conv1d": (lambda: causal_conv1d(X, W.unsqueeze(1)), ValueError, r"squeeze\(1\)"),
-    "bias": (lambda: causal_conv1d(X, W, torch.randn(4)), ValueError, r"bias has shape \(4,\)"),
-    "mix": (lambda: causal_conv1d(X.double(), W), TypeError, "float64 does not mix"),
-    "activation": (lambda: causal_conv1d(X, W, activation="relu"), ValueError, "'relu'; accepted are"),
-    "state": (
-        lambda: causal_conv1d(X, W, initial_state=torch.randn(2, 3, 4)),
-        ValueError,
-        r"initial_state has shape \(2, 3, 4\); it must be \(batch, channels, width - 1\), here \(2, 3, 3\)",
-    ),
-    "both": (
-        lambda: causal_conv1d(
-            X, W, seq_idx=torch.zeros(2, 8).int(), cu_seqlens=torch.tensor([0, 8])
-        ),
-        ValueError,
-        "seq_idx and cu_seqlens are both given",
-    ),
-    "numbers": (
-        lambda: causal_conv1d(X, W, seq_idx=torch.zeros(2, 7).int()),
-        ValueError,
-        r"seq_idx has shape \(2, 7\)",
-    ),
-    "batches": (
-        lambda: causal_conv1d(X, W, cu_seqlens=torch.tensor([0, 8])),
-        ValueError,
-        r"it must be \(1, channels, time\)",
-    ),
-    "bounds": (
-        lambda: causal_conv1d(X[:1], W, cu_seqlens=torch.tensor([0, 5, 9])),
-        ValueError,
-        "must rise from 0 to the 8 steps",
-    ),
-    "backend": (lambda: causal_conv1d(X, W, backend="cuda"), ValueError, "needs a CUDA device"),
-    "short state": (
-        lambda: causal_conv1d_update(X, torch.randn(2, 3, 2), W),
-        ValueError,
-        r"conv_state has shape \(2, 3, 2\)",
-    ),
-    "expanded state": (
-        lambda: causal_conv1d_update(X, torch.randn(1, 3, 3).expand(2, 3, 3), W),
-        ValueError,
-        "conv_state is expanded",
-    ),
-    "state's dtype": (
-        lambda: causal_conv1d_update(X, torch.randn(2, 3, 3).half(), W),
-        TypeError,
-        "conv_state has dtype float16, x float32",
-    ),
-    "positions": (
-        lambda: causal_conv1d_update(X, torch.randn(2, 3, 3), W, None, None, torch.tensor([1])),
-        ValueError,
-        "cache_seqlens has shape",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    call, error, match = REFUSED[name]
-    with pytest.raises(error, match=match):
-        call()
-
-
 def test_what_was_checked_before_is_checked_again_where_it_differs() -> None:
     """Calls of a kind that was seen go past the checks; others must not."""
     x, weight, bias = torch.randn(1, 3, 8), torch.randn(3, 4), torch.randn(3)
@@ -428,34 +357,5 @@ def test_what_was_checked_before_is_checked_again_where_it_differs() -> None:
     torch.autograd.grad(again.sum(), [weight])
 
 
-def test_updates_seen_before() -> None:
-    x, state, weight = torch.randn(2, 3), torch.zeros(2, 3, 4), torch.randn(3, 4)
-    inputs = []
-    for _ in range(5):
-        inputs.append(torch.randn_like(x))
-        version = state._version
-        y = causal_conv1d_update(inputs[-1], state, weight)
-        assert state._version > version
-    torch.testing.assert_close(y, causal_conv1d(torch.stack(inputs, -1), weight)[..., -1])
-    with pytest.raises(ValueError, match="conv_state has shape"):
-        causal_conv1d_update(x, state[..., :2], weight)
-    with pytest.raises(TypeError, match="conv_state has dtype"):
-        causal_conv1d_update(x, state.half(), weight)
-
-
 def test_sums_are_in_float32() -> None:
     assert compute_dtype(torch.bfloat16) == compute_dtype(torch.float32) == torch.float32
-
-
-def test_a_step_that_would_need_a_derivative_is_refused() -> None:
-    """Before the state changes; the replacement of causal-conv1d records none, as the original."""
-    x, state = torch.randn(2, 3), torch.randn(2, 3, 4)
-    weight, before = torch.randn(3, 4, requires_grad=True), state.clone()
-    with pytest.raises(RuntimeError, match="no derivative"):
-        causal_conv1d_update(x, state, weight)
-    assert torch.equal(state, before)
-    with torch.no_grad():
-        expected = causal_conv1d_update(x, state, weight)
-    found = replacement.causal_conv1d_update(x, before, weight)
-    assert torch.equal(found, expected)
-    assert not found.requires_grad

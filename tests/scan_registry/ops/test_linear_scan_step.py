@@ -76,6 +76,20 @@ def test_derivatives_are_refused() -> None:
         product.backward()
 
 
+def test_a_state_made_for_inference_is_not_changed_outside_of_it() -> None:
+    with torch.inference_mode():
+        state = torch.ones(2, 3)
+        linear_scan_step(state, torch.zeros(2, 3), torch.full((2, 3), 2.0))
+    with pytest.raises(RuntimeError, match=r"pass state.clone\(\)"):
+        linear_scan_step(state, torch.zeros(2, 3), torch.zeros(2, 3))
+    assert torch.equal(state.clone(), torch.full((2, 3), 2.0))
+
+
+def test_vmap_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="linear_scan_step changes state in place"):
+        torch.vmap(linear_scan_step)(*torch.rand(3, 4, 2, 5))
+
+
 def test_empty() -> None:
     assert linear_scan_step(torch.zeros(0, 3), torch.zeros(3), torch.zeros(0, 3)).shape == (0, 3)
 

@@ -34,7 +34,8 @@ def arguments(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, A
 
 
 def call(**given: Any) -> Any:
-    return scan_registry.selective_scan(**given, delta_softplus=True, return_final_state=True)
+    options = {"delta_softplus": True, "return_final_state": True}
+    return scan_registry.selective_scan(**(options | given))
 
 
 def test_it_is_the_reference() -> None:
@@ -151,6 +152,8 @@ def test_func_and_forward_mode() -> None:
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "cu_seqlens has dtype torch.float32"),
         ({"backend": "triton"}, ValueError, "needs a CUDA device; u is on cpu"),
         ({"z": torch.zeros(2, 4, 5, device="meta")}, ValueError, "z is on meta, u on cpu"),
+        ({"return_final_state": "no"}, TypeError, "return_final_state is 'no'; it must be a bool"),
+        ({"delta_softplus": 1}, TypeError, "delta_softplus is 1; it must be a bool"),
         ({"backend": "fast"}, ValueError, "backend is 'fast'"),
         ({"backend": "cuda"}, ValueError, "needs a CUDA device; u is on cpu"),
         ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "cu_seqlens"),

@@ -236,6 +236,28 @@ def test_derivatives_are_refused() -> None:
         selective_state_update(**given)
 
 
+def test_a_state_made_for_inference_is_not_changed_outside_of_it() -> None:
+    with torch.inference_mode():
+        given = drawn(2, (3,), 4)
+        selective_state_update(**given)
+        before = given["state"].clone()
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with mode, pytest.raises(RuntimeError, match=r"pass state.clone\(\)"):
+            selective_state_update(**given)
+    assert torch.equal(given["state"].clone(), before.clone())
+
+
+@pytest.mark.parametrize("mapped", ["state", "x"])
+def test_vmap_is_refused(mapped: str) -> None:
+    given = drawn(2, (3,), 4)
+
+    def step(tensor: Tensor) -> Tensor:
+        return selective_state_update(**(given | {mapped: tensor}))
+
+    with pytest.raises(RuntimeError, match="selective_state_update changes state in place"):
+        torch.vmap(step)(torch.stack([given[mapped]] * 3))
+
+
 def test_autograd_knows_that_the_state_changed() -> None:
     given = drawn(2, (6,), 8)
     weight = torch.randn(8, requires_grad=True)

@@ -2,7 +2,7 @@
 
 What the functions do differently from those that they replace: tensors of any strides; groups of B and C with every
 option; CPU tensors; gradients that are the same in every run, of the last state too, and of any order. Those that end
-in ``_ref`` compute the same in plain torch, step after step.
+in ``_ref`` compute the same in plain torch, step after step. Like the originals they take 0 and 1 for bools.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def selective_scan_fn(
         NoKernelError: ``require`` or ``SCAN_REGISTRY_REQUIRE`` allows nothing that runs on this GPU.
     """
     return selective_scan(
-        *(u, delta, A, B, C, D, z, delta_bias, delta_softplus), return_final_state=return_last_state
+        *(u, delta, A, B, C, D, z, delta_bias, bool(delta_softplus)),
+        return_final_state=bool(return_last_state),
     )
 
 
@@ -170,8 +171,8 @@ def selective_scan_ref(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``selective_scan_fn`` in plain torch."""
     return selective_scan(
-        *(u, delta, A, B, C, D, z, delta_bias, delta_softplus),
-        return_final_state=return_last_state,
+        *(u, delta, A, B, C, D, z, delta_bias, bool(delta_softplus)),
+        return_final_state=bool(return_last_state),
         backend="reference",
     )
 
@@ -365,7 +366,7 @@ def _inner(
         B_bias=B_proj_bias,
         C_bias=C_proj_bias,
     )
-    y, _ = mix(xz, weights, norms, delta_softplus=delta_softplus, backend=backend)
+    y, _ = mix(xz, weights, norms, delta_softplus=bool(delta_softplus), backend=backend)
     bias = out_proj_bias
     if bias is not None and not torch.is_autocast_enabled(y.device.type):
         bias = bias.to(y.dtype)

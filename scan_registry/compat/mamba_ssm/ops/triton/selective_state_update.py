@@ -54,4 +54,4 @@ def selective_state_update(
         NoKernelError: ``require`` or ``SCAN_REGISTRY_REQUIRE`` allows nothing that runs on this GPU.
     """
     with torch.no_grad():
-        return _update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
+        return _update(state, x, dt, A, B, C, D, z, dt_bias, bool(dt_softplus), state_batch_indices)

@@ -1,0 +1,199 @@
+"""What the kernels are to compute of a problem, in float64: outputs, gradients, and what they hand on to each other.
+
+Derivatives are written out, so that all steps are computed at once but for the recurrence itself, which is one operation
+of torch a step. ``reference.py``, which torch differentiates, takes a hundred times as long; a test compares the two.
+Tensors are as in ``problem.py``, states with a dimension of sequences. In this module steps come first, (L, B, D) and
+(L, B, D, N), so that what is read of a step lies together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from scan_registry.kernels.selective_scan.problem import INTERVAL
+from scan_registry.kernels.selective_scan.reference import step_sizes
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """results      ``out``, ``final_state`` and gradients, by name
+    adjoints     what each part of a sequence but its first hands on, (B, S, parts, D, N)
+    sizes        the sums of δ over them, (B, S, parts, D)
+    checkpoints  the states before every INTERVAL steps, as the forward kernel leaves them, in float32
+    """
+
+    results: dict[str, Tensor]
+    adjoints: Tensor
+    sizes: Tensor
+    checkpoints: Tensor
+
+
+@torch.no_grad()
+def solve(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Solution:
+    """The solution of a problem with real ``A``, whose sequences are cut into ``parts``. Tensors that may be null may
+    be None; without ``offsets``, states have one sequence."""
+    u, delta, B, C, out_grad = (
+        _steps_first(given, name) for name in ("u", "delta", "B", "C", "out_grad")
+    )
+    A, bias = _double(given, "A"), given["delta_bias"]
+    z = None if given["z"] is None else _steps_first(given, "z")
+    skip = None if given["D"] is None else _double(given, "D")
+    offsets = given["offsets"]
+    time, batch, channels = u.shape
+    bounds = [0, time] if offsets is None else [int(x) for x in offsets.tolist()]
+    spans = [*pairwise(bounds)]
+    inward, outward = _of_channels(B, channels), _of_channels(C, channels)
+
+    sizes = step_sizes(delta.transpose(1, 2), bias, softplus).transpose(1, 2)
+    gates = torch.exp(sizes.unsqueeze(-1) * A)
+    tokens = (sizes * u).unsqueeze(-1) * inward
+    of_states = len(spans), batch, *A.shape
+    initial = _state(given, "initial_state", of_states)
+    states, finals = _scan(gates, tokens, initial, spans)
+
+    y = (states * outward).sum(-1)
+    if skip is not None:
+        y = y + skip * u
+    opened = None if z is None else functional.silu(z)
+    y_grad = out_grad if opened is None else out_grad * opened
+
+    sources = y_grad.unsqueeze(-1) * outward
+    arriving = _state(given, "final_grad", of_states)
+    reaching, initial_grad = _scan_back(gates, sources, arriving, spans)
+    # Of each state, its gradient times the gate and the state before it: d(δ·A).
+    exponent_grad = states - tokens
+    exponent_grad *= reaching
+    token_grad = (reaching * inward).sum(-1)
+    delta_grad = (exponent_grad * A).sum(-1) + u * token_grad
+    if softplus:  # the sigmoid of what δ is the softplus of
+        delta_grad = delta_grad * -torch.expm1(-sizes)
+
+    u_grad = sizes * token_grad
+    results = {
+        "out": y if opened is None else y * opened,
+        "u_grad": u_grad if skip is None else u_grad + skip * y_grad,
+        "delta_grad": delta_grad,
+    }
+    if z is not None:
+        open_ = torch.sigmoid(z)
+        results["z_grad"] = out_grad * y * open_ * (1 + z * (1 - open_))
+    found = {name: x.permute(1, 2, 0).contiguous() for name, x in results.items()}
+    found |= {
+        "final_state": finals.transpose(0, 1).contiguous(),
+        "A_grad": (exponent_grad * sizes.unsqueeze(-1)).sum((0, 1)),
+        "B_grad": _of_groups(reaching, sizes * u, B.shape[2]),
+        "C_grad": _of_groups(states, y_grad, C.shape[2]),
+        "initial_grad": initial_grad.transpose(0, 1).contiguous(),
+    }
+    if skip is not None:
+        found["D_grad"] = (y_grad * u).sum((0, 1))
+    if bias is not None:
+        found["bias_grad"] = delta_grad.sum((0, 1))
+    adjoints, sums = _handed_on(gates, sources, sizes, spans, parts)
+    return Solution(found, adjoints, sums, _checkpoints(states, initial, spans))
+
+
+# --- Tensors, steps first ---------------------------------------------------------------------
+
+
+def _double(given: Mapping[str, Tensor | None], name: str) -> Tensor:
+    tensor = given[name]
+    assert tensor is not None, name
+    return tensor.double()
+
+
+def _steps_first(given: Mapping[str, Tensor | None], name: str) -> Tensor:
+    return _double(given, name).movedim(-1, 0).contiguous()
+
+
+def _state(given: Mapping[str, Tensor | None], name: str, shape: Sequence[int]) -> Tensor:
+    """One for each sequence, (S, B, D, N); zeros if there is none."""
+    if given[name] is None:
+        return torch.zeros(*shape, dtype=torch.float64)
+    return _double(given, name).transpose(0, 1)
+
+
+def _of_channels(projection: Tensor, channels: int) -> Tensor:
+    """(L, B, G, N) as (L, B, D, N)."""
+    return projection.repeat_interleave(channels // projection.shape[2], 2)
+
+
+def _of_groups(states: Tensor, factors: Tensor, groups: int) -> Tensor:
+    """Sums over a group's channels, (B, G, N, L)."""
+    products = states * factors.unsqueeze(-1)
+    sums: Tensor = products.unflatten(2, (groups, -1)).sum(3)
+    return sums.permute(1, 2, 3, 0).contiguous()
+
+
+# --- The recurrence ---------------------------------------------------------------------------
+
+
+def _scan(
+    gates: Tensor, tokens: Tensor, initial: Tensor, spans: Sequence[Span]
+) -> tuple[Tensor, Tensor]:
+    """x[t] = gates[t]·x[t-1] + tokens[t] of each sequence, and the last ones."""
+    states, finals = torch.empty_like(tokens), initial.clone()
+    steps = [*zip(tokens.unbind(), gates.unbind(), states.unbind(), strict=True)]
+    for number, (begin, end) in enumerate(spans):
+        state = initial[number]
+        for token, gate, room in steps[begin:end]:
+            state = torch.addcmul(token, gate, state, out=room)
+        finals[number] = state
+    return states, finals
+
+
+def _scan_back(
+    gates: Tensor, sources: Tensor, arriving: Tensor, spans: Sequence[Span]
+) -> tuple[Tensor, Tensor]:
+    """x[t] = sources[t] + gates[t+1]·x[t+1] of each sequence, where what arrives is added to the last step; and what
+    leaves before the first one."""
+    reaching, leaving = torch.empty_like(sources), arriving.clone()
+    steps = [*zip(sources.unbind(), gates.unbind(), reaching.unbind(), strict=True)]
+    for number, (begin, end) in enumerate(spans):
+        state, later = arriving[number], torch.ones_like(arriving[number])
+        for source, gate, room in reversed(steps[begin:end]):
+            state, later = torch.addcmul(source, later, state, out=room), gate
+        leaving[number] = later * state
+    return reaching, leaving
+
+
+# --- What kernels hand on to each other -------------------------------------------------------
+
+
+def _handed_on(
+    gates: Tensor, sources: Tensor, sizes: Tensor, spans: Sequence[Span], parts: int
+) -> tuple[Tensor, Tensor]:
+    """With nothing arriving at their ends: what leaves before the first step of each part of a sequence but its first;
+    and the sums of δ."""
+    _, batch, channels, states = gates.shape
+    leaving = gates.new_zeros(batch, len(spans), parts, channels, states)
+    sums = gates.new_zeros(batch, len(spans), parts, channels)
+    nothing = gates.new_zeros(1, batch, channels, states)
+    for number, (begin, end) in enumerate(spans):
+        steps = -(-(end - begin) // (INTERVAL * parts)) * INTERVAL
+        for part in range(1, parts):
+            first, last = (min(end, begin + place * steps) for place in (part, part + 1))
+            own = slice(first, last)
+            _, left = _scan_back(gates[own], sources[own], nothing, [(0, last - first)])
+            leaving[:, number, part] = left[0]
+            sums[:, number, part] = sizes[own].sum(0)
+    return leaving, sums
+
+
+def _checkpoints(states: Tensor, initial: Tensor, spans: Sequence[Span]) -> Tensor:
+    time, batch, channels, count = states.shape
+    slots = time // INTERVAL + len(spans)
+    kept = torch.zeros(batch, slots, channels, count, dtype=torch.float32)
+    for number, (begin, end) in enumerate(spans):
+        for place, step in enumerate(range(begin, end, INTERVAL)):
+            before = initial[number] if step == begin else states[step - 1]
+            kept[:, begin // INTERVAL + number + place] = before
+    return kept

@@ -1,0 +1,126 @@
+"""What ``causal_conv1d`` and its step refuse, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from scan_registry import causal_conv1d, causal_conv1d_update
+from scan_registry.compat import causal_conv1d as replacement
+
+X, W = torch.randn(2, 3, 8), torch.randn(3, 4)
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no tensor": (lambda: causal_conv1d([1.0], W), TypeError, "x must be a torch.Tensor, not list"),
+    "integers": (lambda: causal_conv1d(X.int(), W), TypeError, "x has dtype int32; accepted are"),
+    "two dimensions": (lambda: causal_conv1d(X[0], W), ValueError, r"x has shape \(3, 8\)"),
+    "width": (lambda: causal_conv1d(X, torch.randn(3, 9)), ValueError, "width 9; accepted are 2 to 8"),
+    "channels": (lambda: causal_conv1d(X, W[:2]), ValueError, "x has 3 channels"),
+    "conv1d": (lambda: causal_conv1d(X, W.unsqueeze(1)), ValueError, r"squeeze\(1\)"),
+    "bias": (lambda: causal_conv1d(X, W, torch.randn(4)), ValueError, r"bias has shape \(4,\)"),
+    "mix": (lambda: causal_conv1d(X.double(), W), TypeError, "float64 does not mix"),
+    "activation": (lambda: causal_conv1d(X, W, activation="relu"), ValueError, "'relu'; accepted are"),
+    "state": (
+        lambda: causal_conv1d(X, W, initial_state=torch.randn(2, 3, 4)),
+        ValueError,
+        r"initial_state has shape \(2, 3, 4\); it must be \(batch, channels, width - 1\), here \(2, 3, 3\)",
+    ),
+    "both": (
+        lambda: causal_conv1d(
+            X, W, seq_idx=torch.zeros(2, 8).int(), cu_seqlens=torch.tensor([0, 8])
+        ),
+        ValueError,
+        "seq_idx and cu_seqlens are both given",
+    ),
+    "numbers": (
+        lambda: causal_conv1d(X, W, seq_idx=torch.zeros(2, 7).int()),
+        ValueError,
+        r"seq_idx has shape \(2, 7\)",
+    ),
+    "batches": (
+        lambda: causal_conv1d(X, W, cu_seqlens=torch.tensor([0, 8])),
+        ValueError,
+        r"it must be \(1, channels, time\)",
+    ),
+    "bounds": (
+        lambda: causal_conv1d(X[:1], W, cu_seqlens=torch.tensor([0, 5, 9])),
+        ValueError,
+        "must rise from 0 to the 8 steps",
+    ),
+    "backend": (lambda: causal_conv1d(X, W, backend="cuda"), ValueError, "needs a CUDA device"),
+    "short state": (
+        lambda: causal_conv1d_update(X, torch.randn(2, 3, 2), W),
+        ValueError,
+        r"conv_state has shape \(2, 3, 2\)",
+    ),
+    "expanded state": (
+        lambda: causal_conv1d_update(X, torch.randn(1, 3, 3).expand(2, 3, 3), W),
+        ValueError,
+        "conv_state is expanded",
+    ),
+    "state's dtype": (
+        lambda: causal_conv1d_update(X, torch.randn(2, 3, 3).half(), W),
+        TypeError,
+        "conv_state has dtype float16, x float32",
+    ),
+    "positions": (
+        lambda: causal_conv1d_update(X, torch.randn(2, 3, 3), W, None, None, torch.tensor([1])),
+        ValueError,
+        "cache_seqlens has shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    call, error, match = REFUSED[name]
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_numbers_of_sequences_are_those_of_int32() -> None:
+    """Of a larger one only a part would be read, which may be that of another sequence."""
+    numbers = torch.zeros(2, 8, dtype=torch.int64)
+    numbers[:, 4:] = 2**31 - 1
+    expected = causal_conv1d(X, W, seq_idx=numbers.int())
+    assert torch.equal(causal_conv1d(X, W, seq_idx=numbers), expected)
+    numbers[1, 5:] = 2**32
+    with pytest.raises(ValueError, match="seq_idx has the number 4294967296"):
+        causal_conv1d(X, W, seq_idx=numbers)
+
+
+def test_vmap_of_the_update_is_refused() -> None:
+    state, x = torch.randn(5, 2, 3, 3), torch.randn(5, 2, 3)
+    with pytest.raises(RuntimeError, match="causal_conv1d_update changes conv_state in place"):
+        torch.vmap(lambda x, state: causal_conv1d_update(x, state, W))(x, state)
+
+
+def test_updates_seen_before() -> None:
+    x, state, weight = torch.randn(2, 3), torch.zeros(2, 3, 4), torch.randn(3, 4)
+    inputs = []
+    for _ in range(5):
+        inputs.append(torch.randn_like(x))
+        version = state._version
+        y = causal_conv1d_update(inputs[-1], state, weight)
+        assert state._version > version
+    torch.testing.assert_close(y, causal_conv1d(torch.stack(inputs, -1), weight)[..., -1])
+    with pytest.raises(ValueError, match="conv_state has shape"):
+        causal_conv1d_update(x, state[..., :2], weight)
+    with pytest.raises(TypeError, match="conv_state has dtype"):
+        causal_conv1d_update(x, state.half(), weight)
+
+
+def test_a_step_that_would_need_a_derivative_is_refused() -> None:
+    """Before the state changes; the replacement of causal-conv1d records none, as the original."""
+    x, state = torch.randn(2, 3), torch.randn(2, 3, 4)
+    weight, before = torch.randn(3, 4, requires_grad=True), state.clone()
+    with pytest.raises(RuntimeError, match="no derivative"):
+        causal_conv1d_update(x, state, weight)
+    assert torch.equal(state, before)
+    with torch.no_grad():
+        expected = causal_conv1d_update(x, state, weight)
+    found = replacement.causal_conv1d_update(x, before, weight)
+    assert torch.equal(found, expected)
+    assert not found.requires_grad
