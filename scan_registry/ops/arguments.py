@@ -100,8 +100,7 @@ def refuse_mapped(operator: str, name: str, *tensors: Tensor | None) -> None:
     """Refuse tensors that ``torch.vmap`` maps over, for an operator that changes one in place."""
     if not torch._C._are_functorch_transforms_active():
         return
-    batched = torch._C._functorch.is_batchedtensor
-    if any(tensor is not None and batched(tensor) for tensor in tensors):
+    if any(tensor is not None and _is_mapped(tensor) for tensor in tensors):
         raise RuntimeError(
             f"{operator} changes {name} in place, which torch.vmap does not map over; pass the mapped dimension as a "
             "part of the batch"
@@ -257,11 +256,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
 
 def has_values(tensor: Tensor) -> bool:
     """Whether a check can read them: not where torch compiles, maps or pretends."""
-    return not (
-        torch.compiler.is_compiling()
-        or type(tensor) is not Tensor
-        or _is_mapped(tensor)
-    )
+    return not (torch.compiler.is_compiling() or type(tensor) is not Tensor or _is_mapped(tensor))
 
 
 def check_bounds(cu_seqlens: Tensor, time: int) -> None:
