@@ -10,6 +10,7 @@ from torch import Tensor
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
 from scan_registry.ops import causal_conv1d_derivatives, causal_conv1d_plans
+from scan_registry.ops.arguments import refuse_inference
 from scan_registry.ops.causal_conv1d_arguments import normalised
 from scan_registry.ops.causal_conv1d_plans import KernelCall
 
@@ -148,9 +149,12 @@ def causal_conv1d_update(
 
     Raises:
         RuntimeError: a derivative is asked for: a tensor requires one, and ``torch.no_grad()`` or
-            ``torch.inference_mode()`` is not on. The state that it would need is overwritten.
+            ``torch.inference_mode()`` is not on. The state that it would need is overwritten. Or ``torch.vmap`` maps
+            over a tensor; or the state was made under ``torch.inference_mode()``, which is not on.
         And as ``causal_conv1d``.
     """
+    if not torch.compiler.is_compiling():
+        refuse_inference("conv_state", conv_state)
     tensors = x, conv_state, weight, bias
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise RuntimeError(

@@ -91,6 +91,17 @@ def test_numbers_of_sequences_are_those_of_int32() -> None:
         causal_conv1d(X, W, seq_idx=numbers)
 
 
+def test_a_state_made_for_inference_is_not_changed_outside_of_it() -> None:
+    x = torch.randn(2, 3)
+    with torch.inference_mode():
+        state = torch.randn(2, 3, 3)
+        causal_conv1d_update(x, state, W)
+        before = state.clone()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"pass conv_state.clone\(\)"):
+        causal_conv1d_update(x, state, W)
+    assert torch.equal(state.clone(), before.clone())
+
+
 def test_vmap_of_the_update_is_refused() -> None:
     state, x = torch.randn(5, 2, 3, 3), torch.randn(5, 2, 3)
     with pytest.raises(RuntimeError, match="causal_conv1d_update changes conv_state in place"):
