@@ -24,7 +24,8 @@ class _Sigmoids(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_one: Tensor, of_other: Tensor) -> Tensor:
         one, other = ctx.saved_tensors
-        return (of_one - of_other) * (one * other)
+        of_x: Tensor = (of_one - of_other) * (one * other)
+        return of_x
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor]:
