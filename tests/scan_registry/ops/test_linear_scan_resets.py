@@ -169,3 +169,26 @@ def test_what_runs_is_described(shape: tuple[int, ...], dim: int) -> None:
     assert "linear_scan" in str(explain(linear_scan, x, x, reset=reset, dim=dim))
     with pytest.raises(TypeError, match="reset must be"):
         module.describe(x, x, reset=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("gates_shape", [(2, 3, 7), (3, 1)], ids=str)
+def test_on_meta(gates_shape: tuple[int, ...], resets: bool, packed: bool) -> None:
+    """Nothing reads the values of resets or bounds, nor those of their derivatives."""
+    gates = torch.rand(gates_shape, device="meta", requires_grad=True)
+    tokens = torch.rand(2, 3, 7, device="meta", requires_grad=True)
+    states, last = linear_scan(
+        gates,
+        tokens,
+        reset=torch.zeros(2, 7, dtype=torch.bool, device="meta") if resets else None,
+        cu_seqlens=torch.tensor([0, 2, 7], device="meta") if packed else None,
+        return_final_state=True,
+    )
+    assert states.is_meta
+    assert states.shape == tokens.shape
+    assert last.shape == ((2, 3, 2) if packed else (2, 3))
+    first = torch.autograd.grad(states.sum() + last.sum(), (gates, tokens), create_graph=True)
+    assert [g.shape for g in first] == [gates.shape, tokens.shape]
+    (second,) = torch.autograd.grad(first[0].sum(), tokens)
+    assert second.shape == tokens.shape
