@@ -192,6 +192,8 @@ class S5(ScanLayer):
         check_sizes(width=width, state_width=state_width, block_count=block_count)
         check_divides("block_count", block_count, "state_width", state_width)
         check_positive(dt_min=dt_min, dt_max=dt_max)
+        if dt_min > dt_max:
+            raise ValueError(f"dt_min should be at most dt_max, got: {dt_min!r} and {dt_max!r}")
         check_absent(
             {"factor_rank": (factor_rank, None), "liquid": (liquid, False), "degree": (degree, 1)}
         )

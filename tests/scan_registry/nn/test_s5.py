@@ -180,6 +180,7 @@ def test_matrices_begin_as_random_numbers_in_hippos_coordinates() -> None:
             r"state_width \(6\) must be divisible by block_count \(4\)",
         ),
         ({"dt_min": 0}, ValueError, "dt_min should be a number above 0, got: 0"),
+        ({"dt_min": 0.2}, ValueError, "dt_min should be at most dt_max, got: 0.2 and 0.1"),
         ({"factor_rank": 2}, ValueError, "factor_rank should be None, got: 2"),
         ({"liquid": True}, ValueError, "liquid should be False, got: True"),
         ({"degree": 2}, ValueError, "degree should be 1, got: 2"),
