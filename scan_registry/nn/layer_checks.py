@@ -104,6 +104,8 @@ def check_reset(module: ScanLayer, reset: Any, x: Tensor) -> None:
     name, size = type(module).__name__, tuple(x.shape[:-1])
     if not isinstance(reset, Tensor):
         raise TypeError(f"{name}: Expected reset to be a Tensor, got {type(reset).__name__}")
+    if reset.layout != torch.strided or reset.is_nested:
+        refuse_layout("reset", reset)
     if reset.dtype != torch.bool:
         raise TypeError(f"{name}: Expected reset of dtype torch.bool, got {reset.dtype}")
     if tuple(reset.shape) != size:
@@ -121,11 +123,14 @@ def check_state(module: ScanLayer, state: Any, x: Tensor) -> None:
     name, size = type(module).__name__, (x.shape[0], module.channels)
     if not isinstance(state, Tensor):
         raise TypeError(f"{name}: Expected state to be a Tensor, got {type(state).__name__}")
+    if state.layout != torch.strided or state.is_nested:
+        refuse_layout("state", state)
     if tuple(state.shape) != size:
         raise ValueError(f"{name}: Expected state of size {size}, got {tuple(state.shape)}")
     if state.device != x.device:
         raise ValueError(
             f"{name}: Expected state on the input's device, {x.device}, got {state.device}"
         )
-    if state.is_complex() and not module.is_complex:
-        raise TypeError(f"{name}: Expected a real state, got {state.dtype}")
+    if not state.is_floating_point() and not (state.is_complex() and module.is_complex):
+        kind = "complex or floating-point" if module.is_complex else "floating-point"
+        raise TypeError(f"{name}: Expected a {kind} state, got {state.dtype}")
