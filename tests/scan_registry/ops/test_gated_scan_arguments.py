@@ -24,7 +24,7 @@ RESET = torch.zeros(2, 5, dtype=torch.bool)
 def test_unknown_kinds(kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gated_scan(kind, X, X)
-    with pytest.raises(TypeError, match="kind must be one of linear, .*, not NoneType"):
+    with pytest.raises(TypeError, match=r"kind must be one of linear, .*, not NoneType"):
         gated_scan(None, X, X)  # type: ignore[call-overload]
     # Who forgets the kind does not get a tensor's numbers for an answer.
     with pytest.raises(TypeError, match=r"kind must be one of .* rg_lru, hgrn, not Tensor$"):
@@ -194,7 +194,7 @@ def test_a_bound_of_numpys() -> None:
 
 @pytest.mark.parametrize("activation", [["positive"], None, {}])
 def test_activations(activation: Any) -> None:
-    with pytest.raises(ValueError, match="activation is .*; accepted are positive, identity"):
+    with pytest.raises(ValueError, match=r"activation is .*; accepted are positive, identity"):
         min_gru(X, X, activation=activation)
 
 
