@@ -123,6 +123,20 @@ def test_nothing_to_scan(shape: tuple[int, ...]) -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_final_state_shares_no_memory_with_the_states(reverse: bool) -> None:
+    for shape in ((2, 3, 7), (2, 7), (7,)):
+        gates = torch.rand(()).expand(1)
+        reset = torch.zeros(shape if len(shape) < 3 else (2, 7), dtype=torch.bool)
+        states, last = linear_scan(
+            gates, torch.rand(shape), reset=reset, reverse=reverse, return_final_state=True
+        )
+        assert last.untyped_storage().nbytes() == 4 * last.numel()
+        before = last.clone()
+        states.zero_()
+        torch.testing.assert_close(last, before)
+
+
 def test_under_transforms_and_in_one_graph() -> None:
     torch._dynamo.reset()
     gates, tokens = torch.rand(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
