@@ -383,6 +383,17 @@ def test_resets_and_states_that_do_not_fit(name: str) -> None:
 
 
 @STEPPING
+def test_a_steps_output_may_be_changed_in_place(name: str) -> None:
+    """As by a residual connection; the state stays as it is."""
+    m = MAKERS[name]()
+    with torch.no_grad():
+        y, state = m.step(torch.randn(2, FEATURES))
+        before = state.clone()
+        y += 1
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
+
+
+@STEPPING
 def test_steps_that_do_not_fit(name: str) -> None:
     m, x = MAKERS[name](), torch.zeros(2, FEATURES)
     with pytest.raises(ValueError, match=r"x of size \(batch, 8\), got \(2, 1, 8\)"):
