@@ -118,6 +118,8 @@ def _rg_lru(
     import torch
     from torch.nn.functional import softplus
 
+    if reset is not None:  # of no account there, so not to have a derivative of NaN either
+        recurrence_gate = torch.where(reset, 0, recurrence_gate)
     log_gate = -RG_LRU_SCALE * recurrence_gate.sigmoid() * softplus(a_param)
     scale = _root(-torch.expm1(2 * log_gate))
     if reset is not None:

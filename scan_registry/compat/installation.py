@@ -144,8 +144,8 @@ def _known(packages: Iterable[Any]) -> list[str]:
     for name in names:
         if not isinstance(name, str) or name not in (*STAND_INS, *MODELS):
             raise ValueError(
-                f"{name!r} is no package with a stand-in to install; there are {', '.join((*STAND_INS, *MODELS))}. "
-                "The others are imported from scan_registry.compat"
+                f"{name!r} is not what install takes; accepted are {', '.join((*STAND_INS, *MODELS))}. "
+                "Stand-ins for other packages are modules of scan_registry.compat, to be imported from there"
             )
     return [*dict.fromkeys(names)]
 

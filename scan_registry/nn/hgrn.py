@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from scan_registry.nn.layer import Device, ScanLayer, advance_gated, map_states, wide
-from scan_registry.nn.layer_checks import check_positive, check_sizes
+from scan_registry.nn.layer_checks import check_bound, check_positive, check_sizes
 from scan_registry.ops.gated_scan_arguments import channel_values
 from scan_registry.ops.gated_scan_kinds import hgrn
 
@@ -213,10 +213,7 @@ class HGRN(ScanLayer):
     ) -> tuple[Tensor, Tensor]:
         i = self.i_proj(x)
         bound: Any = channel_values("lower_bound", lower_bound, i.unsqueeze(1), 1)
-        if tuple(bound.shape) != (self.channels,):
-            raise ValueError(
-                f"HGRN: Expected lower_bound of size ({self.channels},), got {tuple(bound.shape)}"
-            )
+        check_bound(self, bound, i)
         state = advance_gated("hgrn", (i, self.f_proj(x)), state, reset, (bound,))
         return self._output(state.to(i.dtype), x), state
 

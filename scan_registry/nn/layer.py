@@ -177,7 +177,9 @@ class ScanLayer(nn.Module):
         check_input(self, x, step=True)
         check_state(self, state, x)
         check_reset(self, reset, x)
-        return self._next(x, state, reset, **more)
+        y, state = self._next(x, state, reset, **more)
+        # An output that is changed in place, as by a residual connection, is not to change the state.
+        return y.clone() if y is state else y, state
 
     def _extra(self, *parts: str) -> str:
         """What ``extra_repr`` says: ``parts``, and what of the rest is not the default."""

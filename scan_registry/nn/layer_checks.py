@@ -104,6 +104,8 @@ def check_reset(module: ScanLayer, reset: Any, x: Tensor) -> None:
     name, size = type(module).__name__, tuple(x.shape[:-1])
     if not isinstance(reset, Tensor):
         raise TypeError(f"{name}: Expected reset to be a Tensor, got {type(reset).__name__}")
+    if reset.layout != torch.strided or reset.is_nested:
+        refuse_layout("reset", reset)
     if reset.dtype != torch.bool:
         raise TypeError(f"{name}: Expected reset of dtype torch.bool, got {reset.dtype}")
     if tuple(reset.shape) != size:
@@ -114,6 +116,63 @@ def check_reset(module: ScanLayer, reset: Any, x: Tensor) -> None:
         )
 
 
+def check_previous(module: ScanLayer, state: Any, *, packed: bool) -> None:
+    """Refuse what is no state with a dimension for time, of one step, or for packed sequences."""
+    name, size = (
+        type(module).__name__,
+        f"(batch, {'sequences' if packed else 1}, {module.channels})",
+    )
+    if not isinstance(state, Tensor):
+        raise TypeError(f"{name}: Expected prev_hidden to be a Tensor, got {type(state).__name__}")
+    if state.layout != torch.strided or state.is_nested:
+        refuse_layout("prev_hidden", state)
+    if state.dim() != 3 or not (packed or state.shape[1] == 1):
+        raise ValueError(f"{name}: Expected prev_hidden of size {size}, got {tuple(state.shape)}")
+
+
+def check_bound(module: ScanLayer, bound: Tensor, x: Tensor) -> None:
+    """Refuse a lower bound of forget gates that does not go with the input of one step, as a call on a sequence does."""
+    name, size = type(module).__name__, (module.channels,)
+    if bound.layout != torch.strided or bound.is_nested:
+        refuse_layout("lower_bound", bound)
+    if tuple(bound.shape) != size:
+        raise ValueError(f"{name}: Expected lower_bound of size {size}, got {tuple(bound.shape)}")
+    if bound.dtype not in DTYPES:
+        raise TypeError(f"{name}: Expected lower_bound of dtype {_DTYPES}, got {bound.dtype}")
+    if bound.dtype == torch.float64 and x.dtype != torch.float64:
+        raise TypeError(
+            f"{name}: Expected lower_bound of dtype {x.dtype} or narrower, got {bound.dtype}"
+        )
+    if bound.device != x.device:
+        raise ValueError(
+            f"{name}: Expected lower_bound on the input's device, {x.device}, got {bound.device}"
+        )
+
+
+def check_scale(module: ScanLayer, scale: Any, sizes: Sequence[tuple[int, ...]], x: Tensor) -> None:
+    """Refuse what is no real number for all steps, or for those that ``sizes`` are the shapes of."""
+    name = type(module).__name__
+    if not isinstance(scale, Tensor):
+        if not isinstance(scale, numbers.Real):
+            raise TypeError(
+                f"{name}: Expected step_scale to be a number or a Tensor, got {type(scale).__name__}"
+            )
+        return
+    if scale.layout != torch.strided or scale.is_nested:
+        refuse_layout("step_scale", scale)
+    if scale.is_complex() or scale.dtype == torch.bool:
+        raise TypeError(f"{name}: Expected step_scale of real numbers, got {scale.dtype}")
+    if scale.dim() and tuple(scale.shape) not in sizes:
+        raise ValueError(
+            f"{name}: Expected step_scale to be a number or of size {' or '.join(map(str, sizes))}, got "
+            f"{tuple(scale.shape)}"
+        )
+    if scale.dim() and scale.device != x.device:
+        raise ValueError(
+            f"{name}: Expected step_scale on the input's device, {x.device}, got {scale.device}"
+        )
+
+
 def check_state(module: ScanLayer, state: Any, x: Tensor) -> None:
     """Refuse a state of one step that does not go with the input."""
     if state is None:
@@ -121,11 +180,14 @@ def check_state(module: ScanLayer, state: Any, x: Tensor) -> None:
     name, size = type(module).__name__, (x.shape[0], module.channels)
     if not isinstance(state, Tensor):
         raise TypeError(f"{name}: Expected state to be a Tensor, got {type(state).__name__}")
+    if state.layout != torch.strided or state.is_nested:
+        refuse_layout("state", state)
     if tuple(state.shape) != size:
         raise ValueError(f"{name}: Expected state of size {size}, got {tuple(state.shape)}")
     if state.device != x.device:
         raise ValueError(
             f"{name}: Expected state on the input's device, {x.device}, got {state.device}"
         )
-    if state.is_complex() and not module.is_complex:
-        raise TypeError(f"{name}: Expected a real state, got {state.dtype}")
+    if not state.is_floating_point() and not (state.is_complex() and module.is_complex):
+        kind = "complex or floating-point" if module.is_complex else "floating-point"
+        raise TypeError(f"{name}: Expected a {kind} state, got {state.dtype}")

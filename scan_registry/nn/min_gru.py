@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from scan_registry.nn.layer import Device, ScanLayer, advance_gated, map_states
-from scan_registry.nn.layer_checks import check_choice, check_positive, check_sizes
+from scan_registry.nn.layer_checks import (
+    check_choice,
+    check_positive,
+    check_previous,
+    check_sizes,
+)
 from scan_registry.ops.gated_scan_kinds import min_gru, min_lstm
 
 if TYPE_CHECKING:
@@ -150,11 +155,7 @@ class _Minimal(ScanLayer):
         if prev_hidden is not None:
             if initial_state is not None:
                 raise ValueError(f"{name}: Expected prev_hidden or initial_state, got both")
-            if not isinstance(prev_hidden, Tensor) or prev_hidden.dim() != 3:
-                given = tuple(prev_hidden.shape) if isinstance(prev_hidden, Tensor) else prev_hidden
-                raise ValueError(
-                    f"{name}: Expected prev_hidden of size (batch, 1, {self.channels}), got {given!r}"
-                )
+            check_previous(self, prev_hidden, packed=cu_seqlens is not None)
             initial_state = prev_hidden if cu_seqlens is not None else prev_hidden.squeeze(1)
         final = return_final_state or return_next_prev_hidden
         found = self._run(x, initial_state, reset, reverse, cu_seqlens, final)

@@ -17,6 +17,7 @@ from scan_registry.nn.layer_checks import (
     check_choice,
     check_divides,
     check_positive,
+    check_scale,
     check_sizes,
 )
 from scan_registry.ops.linear_scan import linear_scan
@@ -192,6 +193,8 @@ class S5(ScanLayer):
         check_sizes(width=width, state_width=state_width, block_count=block_count)
         check_divides("block_count", block_count, "state_width", state_width)
         check_positive(dt_min=dt_min, dt_max=dt_max)
+        if dt_min > dt_max:
+            raise ValueError(f"dt_min should be at most dt_max, got: {dt_min!r} and {dt_max!r}")
         check_absent(
             {"factor_rank": (factor_rank, None), "liquid": (liquid, False), "degree": (degree, 1)}
         )
@@ -311,18 +314,14 @@ class S5(ScanLayer):
             )
         return self._step(x, state, reset, step_scale=step_scale)
 
-    def _scale(self, step_scale: Any, sizes: list[tuple[int, ...]], *, last: int) -> Any:
-        """``step_scale`` as it multiplies step sizes in tensors of ``last`` dimensions."""
+    def _scale(self, step_scale: Any, sizes: list[tuple[int, ...]], x: Tensor) -> Any:
+        """``step_scale`` as it multiplies step sizes in tensors of the dimensions of ``x``."""
+        check_scale(self, step_scale, sizes, x)
         if not isinstance(step_scale, Tensor):
             return float(step_scale)
         if step_scale.dim() == 0:
             return step_scale
-        if tuple(step_scale.shape) not in sizes:
-            raise ValueError(
-                f"S5: Expected step_scale to be a number or of size {' or '.join(map(str, sizes))}, got "
-                f"{tuple(step_scale.shape)}"
-            )
-        missing = last - step_scale.dim()
+        missing = x.dim() - step_scale.dim()
         return step_scale[(..., *[None] * missing)]
 
     def _sequence(
@@ -332,18 +331,36 @@ class S5(ScanLayer):
         sizes = [(batch,), (batch, time) if self.batch_first else (time, batch)]
         if isinstance(step_scale, Tensor) and step_scale.dim() == 2 and not self.batch_first:
             sizes, step_scale = [(batch,), (batch, time)], step_scale.transpose(0, 1)
-        decays, scale = self.seq.discretised(self._scale(step_scale, sizes, last=3))
+        decays, scale = self.seq.discretised(self._scale(step_scale, sizes, x))
         tokens = self.seq.inputs(x, scale)
         decays = decays.to(tokens.dtype)
         if not self.bidir:
             found: Any = linear_scan(decays, tokens, **how)
             both = [found]
         else:
+            how["initial_state"] = self._halves(how["initial_state"])
             both = [linear_scan(decays, tokens, **each) for each in _both_ways(how)]
         if not how["return_final_state"]:
             return self.seq.outputs(both, x)
         states, last = zip(*both, strict=True)
         return self.seq.outputs([*states], x), torch.cat(last, -1)
+
+    def _halves(self, state: Any) -> Any:
+        """An initial state that has both scans' numbers in its last dimension, though it may broadcast there."""
+        if state is None:
+            return None
+        if not isinstance(state, Tensor):
+            raise TypeError(
+                f"S5: Expected initial_state to be a Tensor, got {type(state).__name__}"
+            )
+        if state.dim() == 0 or state.shape[-1] == 1:
+            return state.expand(*state.shape[:-1], self.channels)
+        if state.shape[-1] != self.channels:
+            raise ValueError(
+                f"S5: Expected initial_state of {self.channels} numbers for both scans, got size "
+                f"{tuple(state.shape)}"
+            )
+        return state
 
     def _next(
         self,
@@ -352,7 +369,7 @@ class S5(ScanLayer):
         reset: Tensor | None,
         step_scale: Tensor | float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        decays, scale = self.seq.discretised(self._scale(step_scale, [(x.shape[0],)], last=2))
+        decays, scale = self.seq.discretised(self._scale(step_scale, [(x.shape[0],)], x))
         tokens = self.seq.inputs(x, scale)
         state = advance(decays.to(tokens.dtype), tokens, state, reset)
         return self.seq.outputs([state], x), state

@@ -43,11 +43,13 @@ def unobserved(*tensors: Tensor | None) -> bool:
     """Whether the dispatcher would do no more than find the kernels, which costs more than this.
 
     Subclasses, lazy negations and conjugations, modes, transforms, tracers, profilers and
-    forward-mode derivatives see, or change, only what it dispatches.
+    forward-mode derivatives see, or change, only what it dispatches. For tensors on meta it finds what
+    computes nothing, where plain torch would read the values of ``cu_seqlens``.
     """
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in PLAIN_TYPES
+            or tensor.is_meta
             or tensor.is_neg()
             or tensor.is_conj()
             or tensor._is_zerotensor()

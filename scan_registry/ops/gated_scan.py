@@ -73,7 +73,7 @@ def gated_scan(
 
     With σ the sigmoid, and g(x) = x + ½ for x ≥ 0, else σ(x):
 
-    | kind | inputs, then values of channels | gate | token |
+    | kind | sequences; values for channels | gate | token |
     |---|---|---|---|
     | `linear` | gates, tokens | gates | tokens |
     | `min_gru` | gate, hidden | 1 − σ(gate) | σ(gate)·g(hidden) |
@@ -86,8 +86,8 @@ def gated_scan(
     Args:
         kind: one of the table's.
         inputs: those of the kind, in order. Sequences: (batch, channels, time), or with ``dim=1``
-            (batch, time, channels), of one shape and one dtype: float32, bfloat16, float16 or float64. Values of
-            channels: (channels,), float32 or narrower, or float64 with sequences of float64.
+            (batch, time, channels), of one shape and one dtype: float32, bfloat16, float16 or float64. Values for
+            channels: (channels,), one for each, float32 or narrower, or float64 with sequences of float64.
         initial_state: h[-1], or with ``reverse`` h[T]: broadcasts to the state's shape; zero if None. A state
             has the shape of the sequences without ``dim``; with ``cu_seqlens``, that shape with ``dim``
             counting sequences.
@@ -104,8 +104,8 @@ def gated_scan(
     Returns:
         The states, in the shape and dtype of the sequences, and if asked for the final state in float32, or float64 with
         sequences of float64. Gates, tokens and states are computed in float32, or in float64, under autocast
-        as well. Differentiable in all tensors but ``reset`` and ``cu_seqlens``, any number of times, in both modes;
-        for the first derivative only inputs and states are kept. Where no kernel fits, gates and tokens are
+        as well. Differentiable in all tensors but ``reset`` and ``cu_seqlens``, any number of times, in forward and in
+        reverse mode; for a backward pass only inputs and states are kept. Where no kernel fits, gates and tokens are
         computed by torch's operators and the rest by ``linear_scan``.
 
     Raises:

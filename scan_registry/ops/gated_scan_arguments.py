@@ -6,6 +6,7 @@ Conversions are torch's own operators, so gradients flow back through them to th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ class Arguments(NamedTuple):
 def kind_of(name: Any) -> Kind:
     """The kind of that name; ``TypeError`` or ``ValueError`` lists those there are."""
     if not isinstance(name, str):
-        raise TypeError(f"kind is {name!r}; it must be one of {', '.join(KINDS)}")
+        raise TypeError(f"kind must be one of {', '.join(KINDS)}, not {type(name).__name__}")
     if name not in KINDS:
         raise ValueError(f"kind is {name!r}; accepted are {', '.join(KINDS)}")
     return KINDS[name]
@@ -86,20 +87,26 @@ def kind_of(name: Any) -> Kind:
 
 def with_activation(kind: str, activation: Any) -> str:
     """The name of the kind that has the activation."""
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; accepted are {', '.join(ACTIVATIONS)}")
     return kind + ACTIVATIONS[activation]
 
 
 def channel_values(name: str, value: Any, x: Any, dim: Any) -> Any:
     """``value`` for each channel of ``x``: a number, or None for 0, as a tensor. All else is left to ``normalised``."""
-    if isinstance(value, Tensor) or not isinstance(x, Tensor) or x.dim() != 3:
+    if isinstance(value, Tensor) or not isinstance(x, Tensor):
         return value
     number = 0.0 if value is None else value
+    if isinstance(number, Real) and not isinstance(number, (int, float)):
+        number = float(number)  # numpy's
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(f"{name} is {value!r}; it must be a number, a tensor or None")
+        raise TypeError(
+            f"{name} must be a number, a torch.Tensor or None, not {type(value).__name__}"
+        )
     if not 0 <= number <= 1:
         raise ValueError(f"{name} is {value}; accepted are numbers from 0 to 1")
+    if x.is_nested or x.layout != torch.strided or x.dim() != 3:
+        return torch.empty(0, device=x.device)  # anything, as ``x`` is what will be refused
     channels = x.shape[2 if as_index("dim", dim) in (1, -2) else 1]
     return torch.full((channels,), number, dtype=compute_dtype(x.dtype), device=x.device)
 

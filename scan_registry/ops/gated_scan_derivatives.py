@@ -35,7 +35,7 @@ def scan(given: Arguments, options: Options) -> Outputs:
     if not _is_compiling():
         if _transforms_active() or forward_mode():
             return composed.forward(given, options)
-        if _unobserved(given):
+        if unobserved(*given.flat):
             if torch.is_grad_enabled() and differentiated(*given.differentiable):
                 made: Outputs = GatedScan.apply(options, True, *given.flat)  # type: ignore[no-untyped-call]
                 return made
@@ -43,11 +43,6 @@ def scan(given: Arguments, options: Options) -> Outputs:
         flops.announce()
     states, last = _call(given, options)
     return states, last if options.final else None
-
-
-def _unobserved(given: Arguments, *others: Tensor | None) -> bool:
-    """Whether the dispatcher would do no more than find what computes; for tensors on meta, it finds what does not."""
-    return not given.inputs[0].is_meta and unobserved(*given.flat, *others)
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
@@ -106,7 +101,7 @@ def first_derivative(
     if not _is_compiling() and any(g is not None and _is_legacy_batched(g) for g in every[-2:]):
         # Of ``is_grads_batched``, which maps over no operator that returns a list.
         return composed.backward(given, options, states_grad, last_grad, wanted)
-    if not _is_compiling() and _unobserved(given, states_grad, last_grad):
+    if not _is_compiling() and unobserved(*given.flat, states_grad, last_grad):
         return plans.backward(given, states, states_grad, last_grad, options, wanted)
     if not _is_compiling():
         flops.announce()

@@ -164,7 +164,7 @@ def min_lstm(
     """States of minLSTM: with f = σ(forget) / (σ(forget) + σ(input)), h[t] = f·h[t-1] + (1 − f)·g(hidden).
 
     By Feng et al., "Were RNNs all we needed?" (2024), https://arxiv.org/abs/2410.01201, section 3.2 and appendix B. The
-    quotient is computed without overflow, and 1 − f without a difference.
+    quotient is right where both sigmoids round to 0, and 1 − f has all its digits where f is close to 1.
 
     Args:
         forget: before the sigmoid. (batch, channels, time), or with ``dim=1`` (batch, time, channels); float32, bfloat16,
@@ -262,7 +262,7 @@ def rg_lru(
         a_param: (channels,), before the softplus; float32 or narrower, or float64 if ``x`` is.
         reset: bool, (batch, time): where a state starts anew, as at the first token of a document.
         initial_state, dim, reverse, cu_seqlens, return_final_state, backend: as for ``gated_scan``. The first step of
-            a sequence is as any other: with the published models, it is a reset.
+            a sequence is no reset unless ``reset`` says so. In the published models it is one.
 
     Returns:
         The states, and if asked for the final state, as ``gated_scan`` does, which also says what is raised.
@@ -342,14 +342,14 @@ def hgrn(
     """States of HGRN: with f = γ + (1 − γ)·σ(forget), h[t] = f·h[t-1] + (1 − f)·silu(x).
 
     By Qin et al., "Hierarchically gated recurrent neural network for sequence modeling" (2023),
-    https://arxiv.org/abs/2311.04823, of real numbers, as flash-linear-attention's layer has it. γ is ``lower_bound``.
-    1 − f is computed without a difference.
+    https://arxiv.org/abs/2311.04823, in the form with real states that flash-linear-attention's layer has. γ is
+    ``lower_bound``. 1 − f has all its digits where f is close to 1.
 
     Args:
         x: (batch, channels, time), or with ``dim=1`` (batch, time, channels); float32, bfloat16, float16 or float64.
         forget: before the sigmoid, of the shape and dtype of ``x``.
         lower_bound: the least that f can be: a number from 0 to 1, or a tensor (channels,), float32 or narrower, or float64
-            if ``x`` is, whose values are not checked. None counts as 0.
+            if ``x`` is. Values of a tensor are not checked. None counts as 0.
         initial_state, reset, dim, reverse, cu_seqlens, return_final_state, backend: as for ``gated_scan``.
 
     Returns:

@@ -116,10 +116,11 @@ def _scan(
 
 
 def _last(states: Tensor, initial: Tensor | None, bounds: Tensor | None, reverse: bool) -> Tensor:
-    """The state after each sequence; what enters those without steps."""
+    """The state after each sequence; what enters those without steps. It shares no memory with the states, or it would keep
+    all of them, and change where they are changed."""
     time = states.shape[1]
     if bounds is None:
-        return states.narrow(1, 0 if reverse else time - 1, 1)
+        return states.narrow(1, 0 if reverse else time - 1, 1).clone()
     begin, end = bounds[:-1], bounds[1:]
     last = states.index_select(1, (begin if reverse else end - 1).clamp(0, time - 1))
     nonempty = (begin < end).view(1, -1, *(1 for _ in states.shape[2:]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -50,3 +52,15 @@ def test_blocks_that_are_skipped_are_left_out(tool: Any) -> None:
     assert "train(model, steps=3)" in program
     assert "losses +=" not in program
     assert "python tools/" not in program
+
+
+def test_any_terminal_shows_what_is_written(tool: Any) -> None:
+    """The data have quotation marks and dashes that Latin-1 has not."""
+    _, after = tool.program().split("    return made\n")
+    prints, _, _ = after.partition("class GRUBlock")
+    assert "print(" in prints
+    names = {"write": lambda *_: "The “ ", "model": None}
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="latin-1")) as shown:
+        exec(compile(prints, "page", "exec"), names)
+        shown.flush()
+    assert shown.buffer.getvalue().split() == [b"The", b"?"]

@@ -154,7 +154,8 @@ def test_an_original_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("names", [("torch",), ("flashrnn",), ("mamba-ssm",), (["x"],), ()])
 def test_other_names_are_refused(names: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="mamba_ssm"):
+    message = "accepted are .*mamba_ssm.*" if names else "mamba_ssm"
+    with pytest.raises(ValueError, match=message):
         compat.install(*names)
     if names:
         with pytest.raises(ValueError, match=names[0][0]):

@@ -73,10 +73,23 @@ def test_bounds_that_do_not_fit() -> None:
             ValueError, match=r"lower_bound is 1.5; accepted are numbers from 0 to 1"
         ):
             call(1.5)
-        with pytest.raises(TypeError, match="lower_bound is 'none'; it must be a number"):
+        with pytest.raises(TypeError, match=r"lower_bound must be a number, .* not str"):
             call("none")
         with pytest.raises(ValueError, match="lower_bound"):
             call(torch.rand(5).double())
+        with pytest.raises(TypeError, match=r"lower_bound .*dtype .*torch\.int64"):
+            call(torch.ones(12, dtype=torch.int64))
+        with pytest.raises(TypeError, match=r"lower_bound is sparse; .* lower_bound.to_dense\(\)"):
+            call(torch.rand(12).double().to_sparse())
+        with pytest.raises(ValueError, match=r"lower_bound .*(on|got) meta"):
+            call(torch.rand(12, device="meta"))
+    narrow = nn.HGRN(6, 2)
+    for given_so in (
+        lambda b: narrow(x.float(), lower_bound=b),
+        lambda b: narrow.step(x[:, 0].float(), lower_bound=b),
+    ):
+        with pytest.raises(TypeError, match=r"lower_bound .*dtype .*torch\.float64"):
+            given_so(torch.rand(12).double())
 
 
 def test_the_state_dict_is_flash_linear_attentions() -> None:

@@ -92,6 +92,12 @@ def test_a_call_may_be_min_gru_pytorchs(of: Any, formula: Any) -> None:
     assert torch.equal(hidden, last)
     with pytest.raises(ValueError, match="prev_hidden or initial_state, got both"):
         m(x, first[:, :1], initial_state=first[:, 0])
+    with pytest.raises(ValueError, match=r"prev_hidden of size \(batch, 1, 9\), got \(2, 2, 9\)"):
+        m(x, torch.zeros(2, 2, 9))
+    with pytest.raises(TypeError, match=r"prev_hidden is sparse; .* prev_hidden.to_dense\(\)"):
+        m(x, torch.zeros(2, 1, 9).to_sparse())
+    with pytest.raises(TypeError, match="Expected prev_hidden to be a Tensor, got float"):
+        m(x, 0.0)
     with pytest.raises(ValueError, match=r"prev_hidden of size \(batch, 1, 9\), got \(2, 9\)"):
         m(x, first[:, 0])
 

@@ -180,6 +180,7 @@ def test_matrices_begin_as_random_numbers_in_hippos_coordinates() -> None:
             r"state_width \(6\) must be divisible by block_count \(4\)",
         ),
         ({"dt_min": 0}, ValueError, "dt_min should be a number above 0, got: 0"),
+        ({"dt_min": 0.2}, ValueError, "dt_min should be at most dt_max, got: 0.2 and 0.1"),
         ({"factor_rank": 2}, ValueError, "factor_rank should be None, got: 2"),
         ({"liquid": True}, ValueError, "liquid should be False, got: True"),
         ({"degree": 2}, ValueError, "degree should be 1, got: 2"),
@@ -198,6 +199,35 @@ def test_scales_that_do_not_fit() -> None:
         m(x, torch.ones(13))
     with pytest.raises(ValueError, match=r"a number or of size \(3,\), got \(3, 13\)"):
         m.step(x[:, 0], None, torch.ones(3, 13))
+    for scale, error, words in (
+        ("1", TypeError, "step_scale to be a number or a Tensor, got str"),
+        ([1.0], TypeError, "step_scale to be a number or a Tensor, got list"),
+        (torch.ones(3, dtype=torch.complex64), TypeError, "step_scale of real numbers"),
+        (torch.ones(3).to_sparse(), TypeError, "step_scale is sparse; "),
+        (torch.ones(3, device="meta"), ValueError, "step_scale on the input's device, cpu, got"),
+    ):
+        for call in (lambda s: m(x, s), lambda s: m.step(x[:, 0], None, s)):
+            with pytest.raises(error, match=words):
+                call(scale)
+
+
+def test_initial_states_of_both_ways_broadcast() -> None:
+    m, x = given(bidir=True)
+    for size in ((), (1,), (3, 1), (1, 12), (12,)):
+        state = torch.randn(size, dtype=torch.complex128)
+        found = m(x, initial_state=state)
+        torch.testing.assert_close(found, m(x, initial_state=state.expand(3, 12).clone()))
+    with pytest.raises(ValueError, match=r"of 12 numbers for both scans, got size \(3, 6\)"):
+        m(x, initial_state=torch.zeros(3, 6, dtype=torch.complex128))
+    with pytest.raises(TypeError, match="Expected initial_state to be a Tensor, got float"):
+        m(x, initial_state=0.0)
+
+
+def test_one_graph_of_scales_that_change() -> None:
+    m, x = given()
+    compiled = torch.compile(lambda s: m(x, s), fullgraph=True, backend="aot_eager")
+    for scale in (1.0, 0.5, 0.25, 2):
+        torch.testing.assert_close(compiled(scale), m(x, scale))
 
 
 def test_it_says_what_it_is() -> None:

@@ -335,6 +335,19 @@ def test_constructors_refuse(
 
 
 @EVERY
+def test_meta(name: str) -> None:
+    """Shapes alone, as tools that plan a model's memory ask for them."""
+    m, x = MAKERS[name](device="meta"), torch.empty(2, 5, FEATURES, device="meta")
+    reset = torch.empty(2, 5, dtype=torch.bool, device="meta")
+    y, state = m(x, reset=reset, return_final_state=True)
+    assert y.is_meta
+    assert y.shape == x.shape
+    assert state.shape == (2, m.channels)
+    (y.sum() + state.abs().sum()).backward()
+    assert all(p.grad is not None and p.grad.is_meta for p in m.parameters())
+
+
+@EVERY
 @pytest.mark.parametrize(
     ("x", "error", "words"),
     [
@@ -363,8 +376,21 @@ def test_resets_and_states_that_do_not_fit(name: str) -> None:
         m(x, reset=torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"Expected reset of size \(2, 3\), got \(3, 2\)"):
         m(x, reset=torch.zeros(3, 2, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"reset is sparse; .* pass reset.to_dense\(\)"):
+        m(x, reset=torch.zeros(2, 3, dtype=torch.bool).to_sparse())
     with pytest.raises(ValueError, match="initial_state"):
         m(x, initial_state=torch.zeros(2, m.channels + 1))
+
+
+@STEPPING
+def test_a_steps_output_may_be_changed_in_place(name: str) -> None:
+    """As by a residual connection; the state stays as it is."""
+    m = MAKERS[name]()
+    with torch.no_grad():
+        y, state = m.step(torch.randn(2, FEATURES))
+        before = state.clone()
+        y += 1
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
 
 
 @STEPPING
@@ -378,8 +404,15 @@ def test_steps_that_do_not_fit(name: str) -> None:
         m.step(x, torch.zeros(1, 3))
     with pytest.raises(ValueError, match=r"reset of size \(2,\), got \(2, 1\)"):
         m.step(x, reset=torch.zeros(2, 1, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"reset is sparse; .* pass reset.to_dense\(\)"):
+        m.step(x, reset=torch.zeros(2, dtype=torch.bool).to_sparse())
+    with pytest.raises(TypeError, match=r"state is sparse; .* pass state.to_dense\(\)"):
+        m.step(x, torch.zeros(2, m.channels).to_sparse())
+    for dtype in (torch.int64, torch.bool):  # which a call on a sequence refuses, too
+        with pytest.raises(TypeError, match=f"Expected a .*floating-point state, got {dtype}"):
+            m.step(x, torch.zeros(2, m.channels, dtype=dtype))
     if not m.is_complex:
-        with pytest.raises(TypeError, match=r"Expected a real state, got torch.complex64"):
+        with pytest.raises(TypeError, match=r"Expected a floating-point state, got torch.complex"):
             m.step(x, torch.zeros(2, m.channels, dtype=torch.complex64))
 
 

@@ -24,8 +24,11 @@ RESET = torch.zeros(2, 5, dtype=torch.bool)
 def test_unknown_kinds(kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gated_scan(kind, X, X)
-    with pytest.raises(TypeError, match="kind is None; it must be one of linear"):
+    with pytest.raises(TypeError, match=r"kind must be one of linear, .*, not NoneType"):
         gated_scan(None, X, X)  # type: ignore[call-overload]
+    # Who forgets the kind does not get a tensor's numbers for an answer.
+    with pytest.raises(TypeError, match=r"kind must be one of .* rg_lru, hgrn, not Tensor$"):
+        gated_scan(X, X)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
@@ -156,8 +159,8 @@ def test_values_of_channels_go_with_the_layout() -> None:
         (1.5, ValueError, "lower_bound is 1.5; accepted are numbers from 0 to 1"),
         (-0.1, ValueError, "lower_bound is -0.1"),
         (float("nan"), ValueError, "lower_bound is nan"),
-        ("half", TypeError, "lower_bound is 'half'; it must be a number, a tensor or None"),
-        (True, TypeError, "lower_bound is True"),
+        ("half", TypeError, "lower_bound must be a number, a torch.Tensor or None, not str"),
+        (True, TypeError, "lower_bound must be a number, .* not bool"),
         (torch.ones(5), ValueError, r"lower_bound has shape \(5,\)"),
     ],
     ids=str,
@@ -167,6 +170,32 @@ def test_lower_bounds(bound: Any, error: type[Exception], message: str) -> None:
         hgrn(X, X, bound)
     with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, not NoneType"):
         hgrn(None, X)  # type: ignore[call-overload]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("bound", [None, 0.5])
+def test_a_bound_that_is_a_number_does_not_hide_what_is_wrong_with_x(bound: float | None) -> None:
+    with pytest.raises(
+        ValueError, match=r"x has shape \(3, 5\); it must be \(batch, channels, time"
+    ):
+        hgrn(X[0], X[0], bound)
+    with pytest.raises(TypeError, match=r"x is sparse; .* x.to_dense\(\)"):
+        hgrn(X.to_sparse(), X, bound)
+    with pytest.raises(TypeError, match="x is nested; "):
+        hgrn(torch.nested.nested_tensor([X[0], X[1]]), X, bound)
+
+
+def test_a_bound_of_numpys() -> None:
+    numpy = pytest.importorskip("numpy")
+    for number in (numpy.float32(0.5), numpy.float64(0.5), numpy.int64(1)):
+        found: Any = hgrn(X, X, number)
+        torch.testing.assert_close(found, hgrn(X, X, float(number)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("activation", [["positive"], None, {}])
+def test_activations(activation: Any) -> None:
+    with pytest.raises(ValueError, match=r"activation is .*; accepted are positive, identity"):
+        min_gru(X, X, activation=activation)
 
 
 def test_narrow_values_of_channels_are_widened() -> None:

@@ -250,3 +250,19 @@ def test_gates_that_are_not_finite_do_not_count_at_a_reset() -> None:
         (grad,) = torch.autograd.grad(found.sum(), leaf)
         assert not grad[..., 2].any()
         assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_recurrence_gate_does_not_count_at_a_reset(bad: float) -> None:
+    leaves = [*torch.randn(3, 1, 2, 4), torch.rand(2)]
+    reset = torch.tensor([[False, False, True, False]])
+
+    def both() -> tuple[Tensor, tuple[Tensor, ...]]:
+        given = [t.clone().requires_grad_() for t in leaves]
+        states = rg_lru(*given, reset=reset)
+        return states, torch.autograd.grad(states.sum(), given)
+
+    expected = both()
+    leaves[1][..., 2] = bad
+    torch.testing.assert_close(both(), expected)
+    assert not expected[1][1][..., 2].any()

@@ -239,6 +239,14 @@ def test_tensors_on_meta() -> None:
         assert (t.grad.shape, t.grad.dtype) == (t.shape, t.dtype)
 
 
+def test_second_derivatives_on_meta() -> None:
+    given = [t.to("meta").requires_grad_() for t in tensors(torch.float32)]
+    states = rg_lru(*given[:4], RESET.to("meta"), initial_state=given[4])
+    first = torch.autograd.grad(states.sum(), given, create_graph=True)
+    second = torch.autograd.grad(sum(g.sum() for g in first), given[:4])
+    assert [g.shape for g in second] == [t.shape for t in given[:4]]
+
+
 def test_fake_tensors() -> None:
     """Of the CPU, with gradients; of a GPU, which this torch may not be built for."""
     from torch._subclasses.fake_tensor import FakeTensorMode

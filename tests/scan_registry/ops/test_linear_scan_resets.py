@@ -123,6 +123,20 @@ def test_nothing_to_scan(shape: tuple[int, ...]) -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_final_state_shares_no_memory_with_the_states(reverse: bool) -> None:
+    for shape in ((2, 3, 7), (2, 7), (7,)):
+        gates = torch.rand(()).expand(1)
+        reset = torch.zeros(shape if len(shape) < 3 else (2, 7), dtype=torch.bool)
+        states, last = linear_scan(
+            gates, torch.rand(shape), reset=reset, reverse=reverse, return_final_state=True
+        )
+        assert last.untyped_storage().nbytes() == 4 * last.numel()
+        before = last.clone()
+        states.zero_()
+        torch.testing.assert_close(last, before)
+
+
 def test_under_transforms_and_in_one_graph() -> None:
     torch._dynamo.reset()
     gates, tokens = torch.rand(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
@@ -169,3 +183,26 @@ def test_what_runs_is_described(shape: tuple[int, ...], dim: int) -> None:
     assert "linear_scan" in str(explain(linear_scan, x, x, reset=reset, dim=dim))
     with pytest.raises(TypeError, match="reset must be"):
         module.describe(x, x, reset=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("gates_shape", [(2, 3, 7), (3, 1)], ids=str)
+def test_on_meta(gates_shape: tuple[int, ...], resets: bool, packed: bool) -> None:
+    """Nothing reads the values of resets or bounds, nor those of their derivatives."""
+    gates = torch.rand(gates_shape, device="meta", requires_grad=True)
+    tokens = torch.rand(2, 3, 7, device="meta", requires_grad=True)
+    states, last = linear_scan(
+        gates,
+        tokens,
+        reset=torch.zeros(2, 7, dtype=torch.bool, device="meta") if resets else None,
+        cu_seqlens=torch.tensor([0, 2, 7], device="meta") if packed else None,
+        return_final_state=True,
+    )
+    assert states.is_meta
+    assert states.shape == tokens.shape
+    assert last.shape == ((2, 3, 2) if packed else (2, 3))
+    first = torch.autograd.grad(states.sum() + last.sum(), (gates, tokens), create_graph=True)
+    assert [g.shape for g in first] == [gates.shape, tokens.shape]
+    (second,) = torch.autograd.grad(first[0].sum(), tokens)
+    assert second.shape == tokens.shape
