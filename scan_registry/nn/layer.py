@@ -40,7 +40,7 @@ class ScanLayer(nn.Module):
     channels: int
 
     def __init__(self, batch_first: bool, dtype: torch.dtype | None, backend: Backend) -> None:
-        check_common(dtype, backend)
+        check_common(batch_first, dtype, backend)
         super().__init__()
         self.batch_first = batch_first
         self.backend: Backend = backend

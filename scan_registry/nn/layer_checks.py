@@ -23,8 +23,9 @@ _DTYPES = ", ".join(map(str, DTYPES))
 # --- Constructors -----------------------------------------------------------------------------
 
 
-def check_common(dtype: Any, backend: Any) -> None:
-    """Refuse dtypes and backends that there are not."""
+def check_common(batch_first: Any, dtype: Any, backend: Any) -> None:
+    """Refuse what all modules on scans refuse."""
+    check_bools(batch_first=batch_first)
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
     if backend not in BACKENDS:
@@ -38,6 +39,13 @@ def check_sizes(**sizes: Any) -> None:
             raise TypeError(f"{name} should be of type int, got: {type(size).__name__}")
         if size <= 0:
             raise ValueError(f"{name} must be greater than zero")
+
+
+def check_bools(**given: Any) -> None:
+    """Refuse what is no bool."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} should be of type bool, got: {value!r}")
 
 
 def check_positive(**given: Any) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from scan_registry.nn.layer import Device, ScanLayer, advance_gated, map_states
 from scan_registry.nn.layer_checks import (
+    check_bools,
     check_choice,
     check_positive,
     check_previous,
@@ -53,6 +54,7 @@ class _Minimal(ScanLayer):
             )
         if proj_out is None:
             proj_out = expansion_factor != 1.0
+        check_bools(proj_out=proj_out)
         if not proj_out and channels != dim:
             raise ValueError(
                 f"proj_out should be True or None for an expansion_factor other than 1, got: {proj_out!r} "

@@ -14,6 +14,7 @@ from scan_registry.nn.hippo import normal_hippo
 from scan_registry.nn.layer import Device, ScanLayer, advance, wide
 from scan_registry.nn.layer_checks import (
     check_absent,
+    check_bools,
     check_choice,
     check_divides,
     check_positive,
@@ -193,6 +194,7 @@ class S5(ScanLayer):
         check_sizes(width=width, state_width=state_width, block_count=block_count)
         check_divides("block_count", block_count, "state_width", state_width)
         check_positive(dt_min=dt_min, dt_max=dt_max)
+        check_bools(bidir=bidir)
         if dt_min > dt_max:
             raise ValueError(f"dt_min should be at most dt_max, got: {dt_min!r} and {dt_max!r}")
         check_absent(

@@ -5,28 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.layers import BATCH, EVERY, FEATURES, LENGTH, MAKERS, STEPPING
 from torch import Tensor
-
-from scan_registry import nn
-
-FEATURES, LENGTH, BATCH = 8, 9, 3
-
-MAKERS: dict[str, Callable[..., Any]] = {
-    "MinGRU": lambda **how: nn.MinGRU(FEATURES, 1.5, **how),
-    "MinGRU-identity": lambda **how: nn.MinGRU(FEATURES, activation="identity", **how),
-    "MinLSTM": lambda **how: nn.MinLSTM(FEATURES, **how),
-    "MinLSTM-identity": lambda **how: nn.MinLSTM(FEATURES, 2, activation="identity", **how),
-    "RGLRU": lambda **how: nn.RGLRU(FEATURES, 2, **how),
-    "HGRN": lambda **how: nn.HGRN(FEATURES, 2, **how),
-    "LRU": lambda **how: nn.LRU(6, FEATURES, **how),
-    "S5": lambda **how: nn.S5(FEATURES, 6, block_count=2, **how),
-    "S5-bidir": lambda **how: nn.S5(FEATURES, 6, bidir=True, **how),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +18,6 @@ def _nothing_compiled() -> None:
     torch.compiler.reset()  # modules share their code, and torch compiles one so many times only
 
 
-EVERY = pytest.mark.parametrize("name", MAKERS)
-STEPPING = pytest.mark.parametrize("name", [name for name in MAKERS if name != "S5-bidir"])
 ONE_WAY = STEPPING
 
 
@@ -316,24 +298,6 @@ def test_it_says_what_is_not_the_default(name: str) -> None:
     assert "batch_first" not in MAKERS[name]().extra_repr()
 
 
-# --- What they refuse -------------------------------------------------------------------------
-
-
-@EVERY
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"dtype": torch.int32}, TypeError, "dtype should be one of"),
-        ({"backend": "metal"}, ValueError, "backend should be one of"),
-    ],
-)
-def test_constructors_refuse(
-    name: str, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        MAKERS[name](**options)
-
-
 @EVERY
 def test_meta(name: str) -> None:
     """Shapes alone, as tools that plan a model's memory ask for them."""
@@ -347,41 +311,6 @@ def test_meta(name: str) -> None:
     assert all(p.grad is not None and p.grad.is_meta for p in m.parameters())
 
 
-@EVERY
-@pytest.mark.parametrize(
-    ("x", "error", "words"),
-    [
-        ([1.0], TypeError, "Expected x to be a Tensor, got list"),
-        (torch.zeros(3, 8), ValueError, r"x of size \(batch, time, 8\), got \(3, 8\)"),
-        (torch.zeros(2, 3, 7), ValueError, r"x of size \(batch, time, 8\), got \(2, 3, 7\)"),
-        (
-            torch.zeros(2, 3, 8).double(),
-            ValueError,
-            "of dtype torch.float32, as the parameters are",
-        ),
-        (torch.zeros(2, 3, 8, device="meta"), ValueError, "on one device"),
-    ],
-)
-def test_inputs_that_do_not_fit(name: str, x: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        MAKERS[name]()(x)
-
-
-@EVERY
-def test_resets_and_states_that_do_not_fit(name: str) -> None:
-    m, x = MAKERS[name](), torch.zeros(2, 3, FEATURES)
-    with pytest.raises(TypeError, match="Expected reset to be a Tensor, got bool"):
-        m(x, reset=True)
-    with pytest.raises(TypeError, match=r"Expected reset of dtype torch.bool, got torch.float32"):
-        m(x, reset=torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"Expected reset of size \(2, 3\), got \(3, 2\)"):
-        m(x, reset=torch.zeros(3, 2, dtype=torch.bool))
-    with pytest.raises(TypeError, match=r"reset is sparse; .* pass reset.to_dense\(\)"):
-        m(x, reset=torch.zeros(2, 3, dtype=torch.bool).to_sparse())
-    with pytest.raises(ValueError, match="initial_state"):
-        m(x, initial_state=torch.zeros(2, m.channels + 1))
-
-
 @STEPPING
 def test_a_steps_output_may_be_changed_in_place(name: str) -> None:
     """As by a residual connection; the state stays as it is."""
@@ -391,29 +320,6 @@ def test_a_steps_output_may_be_changed_in_place(name: str) -> None:
         before = state.clone()
         y += 1
     torch.testing.assert_close(state, before, rtol=0, atol=0)
-
-
-@STEPPING
-def test_steps_that_do_not_fit(name: str) -> None:
-    m, x = MAKERS[name](), torch.zeros(2, FEATURES)
-    with pytest.raises(ValueError, match=r"x of size \(batch, 8\), got \(2, 1, 8\)"):
-        m.step(x.unsqueeze(1))
-    with pytest.raises(TypeError, match="Expected state to be a Tensor, got int"):
-        m.step(x, 0)
-    with pytest.raises(ValueError, match=rf"state of size \(2, {m.channels}\), got \(1, 3\)"):
-        m.step(x, torch.zeros(1, 3))
-    with pytest.raises(ValueError, match=r"reset of size \(2,\), got \(2, 1\)"):
-        m.step(x, reset=torch.zeros(2, 1, dtype=torch.bool))
-    with pytest.raises(TypeError, match=r"reset is sparse; .* pass reset.to_dense\(\)"):
-        m.step(x, reset=torch.zeros(2, dtype=torch.bool).to_sparse())
-    with pytest.raises(TypeError, match=r"state is sparse; .* pass state.to_dense\(\)"):
-        m.step(x, torch.zeros(2, m.channels).to_sparse())
-    for dtype in (torch.int64, torch.bool):  # which a call on a sequence refuses, too
-        with pytest.raises(TypeError, match=f"Expected a .*floating-point state, got {dtype}"):
-            m.step(x, torch.zeros(2, m.channels, dtype=dtype))
-    if not m.is_complex:
-        with pytest.raises(TypeError, match=r"Expected a floating-point state, got torch.complex"):
-            m.step(x, torch.zeros(2, m.channels, dtype=torch.complex64))
 
 
 # --- On a GPU ---------------------------------------------------------------------------------
