@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.layers import BATCH, EVERY, FEATURES, LENGTH, MAKERS, STEPPING
+from layers import BATCH, EVERY, FEATURES, LENGTH, MAKERS, STEPPING
 from torch import Tensor
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.layers import EVERY, FEATURES, MAKERS, STEPPING
+from layers import EVERY, FEATURES, MAKERS, STEPPING
 
 from scan_registry import nn
 
