@@ -1,8 +1,9 @@
 """A linear scan whose states start anew where ``reset`` says so, in operators that torch differentiates.
 
-A gate of zero would hand on what is not finite, since zero times infinity is NaN. So stretches between resets are packed
-sequences of one scan, over the steps of all batches after another. There may be as many as steps, which costs
-nothing: a sequence without steps is allowed. That way nothing waits for the values of ``reset``.
+A gate of zero would pass on a state that is not finite, since zero times infinity is NaN. So the batches are put one after the
+other into a single packed scan, and a sequence of it ends before each reset. The bounds have one entry for each step, and
+entries between two resets are equal: the sequences between equal bounds are empty. So the number of sequences does not depend
+on the values of ``reset``, and the CPU does not wait for the GPU to read them.
 """
 
 from __future__ import annotations
