@@ -370,7 +370,7 @@ class Scan:
         """States, the last of each sequence, and the state before each step."""
         entering = self._wide(initial, gates)
         gates, tokens = gates.clone(), tokens.clone()
-        tokens[..., self.first] += gates[..., self.first] * entering[..., self.numbers]
+        tokens[..., self.first] += _times(gates[..., self.first], entering[..., self.numbers])
         gates[..., self.first] = 0
         states = _scanned(gates, tokens, self.reverse)
         before = _shifted(states, -1 if self.reverse else 1)
@@ -402,6 +402,11 @@ class Scan:
         return state if self.packed else state.squeeze(-1)
 
 
+def _times(gates: Tensor, states: Tensor) -> Tensor:
+    """What is left of states; nothing of one that is not finite where a gate is 0, as at a reset."""
+    return (gates * states).masked_fill(gates == 0, 0)
+
+
 def _shifted(x: Tensor, by: int) -> Tensor:
     """What is ``by`` steps earlier; anything where nothing is."""
     return x.roll(by, -1)
@@ -414,7 +419,7 @@ def _scanned(gates: Tensor, tokens: Tensor, reverse: bool) -> Tensor:
     reach, time = 1, gates.shape[-1]
     while reach < time:
         earlier = slice(None, -reach)
-        composed = tokens[..., reach:] + gates[..., reach:] * tokens[..., earlier]
+        composed = tokens[..., reach:] + _times(gates[..., reach:], tokens[..., earlier])
         tokens = torch.cat([tokens[..., :reach], composed], -1)
         gates = torch.cat([gates[..., :reach], gates[..., reach:] * gates[..., earlier]], -1)
         reach *= 2
