@@ -189,7 +189,8 @@ def _state_strides(room: StateLayout, dim: int) -> Strides:
     if room.packed:
         batch, channel, sequence = ordered(room.strides, dim)
         return Strides(0, batch, channel, sequence)
-    return Strides(0, *room.strides, 0)
+    batch, channel = room.strides
+    return Strides(0, batch, channel, 0)
 
 
 def reset_is_dense(reset: Tensor | None) -> bool:
