@@ -34,7 +34,7 @@ def scan(given: Arguments, options: Options) -> Outputs:
     if not _is_compiling():
         if _transforms_active() or forward_mode():
             return composed.forward(given, options)
-        if unobserved(*given.flat) and not given.inputs[0].is_meta:
+        if _unobserved(given):
             if torch.is_grad_enabled() and differentiated(*given.differentiable):
                 made: Outputs = GatedScan.apply(options, True, *given.flat)  # type: ignore[no-untyped-call]
                 return made
@@ -42,6 +42,11 @@ def scan(given: Arguments, options: Options) -> Outputs:
         flops.announce()
     states, last = _call(given, options)
     return states, last if options.final else None
+
+
+def _unobserved(given: Arguments, *others: Tensor | None) -> bool:
+    """Whether the dispatcher would do no more than find what computes; for tensors on meta, it finds what does not."""
+    return not given.inputs[0].is_meta and unobserved(*given.flat, *others)
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
@@ -97,7 +102,7 @@ def first_derivative(
     if again or (not _is_compiling() and has_tangents(*every)):
         with torch.enable_grad():
             return composed.backward(given, options, states_grad, last_grad, wanted)
-    if not _is_compiling() and unobserved(*given.flat, states_grad, last_grad):
+    if not _is_compiling() and _unobserved(given, states_grad, last_grad):
         return plans.backward(given, states, states_grad, last_grad, options, wanted)
     if not _is_compiling():
         flops.announce()
