@@ -74,17 +74,14 @@ def _scan(
     """The same of (batch, time, …); states before and after have as many sequences in place of time."""
     batch, time, *rest = tokens.shape
     device, reverse = tokens.device, options.reverse
-    times = torch.arange(time, device=device)
     along = (batch, time, *(1 for _ in rest))
     restarts = reset.view(along) if reset.is_contiguous() else reset.reshape(along)
     # A gate there is of no account, whatever it is.
     gates = torch.where(restarts, 0, gates)
     if bounds is None:
-        number, first = None, times == (time - 1 if reverse else 0)
+        number, first = None, torch.arange(time, device=device) == (time - 1 if reverse else 0)
     else:
-        number = torch.searchsorted(bounds, times, right=True) - 1
-        number = number.clamp(0, bounds.shape[0] - 2)
-        first = times + 1 == bounds[number + 1] if reverse else times == bounds[number]
+        number, first = derivatives.sequences_of_steps(bounds, time, reverse)
     if initial is not None:
         # What enters a sequence becomes part of its first token, unless it starts anew there.
         entering = initial if number is None else initial.index_select(1, number)
