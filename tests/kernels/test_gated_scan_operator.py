@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import threading
@@ -19,6 +20,7 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import GatedScanProblem
 from scan_registry.kernels.gated_scan.spec import FAMILY
+from scan_registry.ops import gated_scan_fast as fast
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
 
@@ -41,9 +43,12 @@ def stub() -> ModuleType:
     return module
 
 
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch, stub: ModuleType) -> list[GatedScanProblem]:
-    """Has CPU tensors taken for a GPU's, and problems given to the stub; lists those that it got."""
+@pytest.fixture(params=["fast", "general"])
+def used(
+    monkeypatch: pytest.MonkeyPatch, stub: ModuleType, request: pytest.FixtureRequest
+) -> list[GatedScanProblem]:
+    """Has CPU tensors taken for a GPU's, and problems given to the stub; lists those that it got. By the fast path, and
+    by the other."""
     found: list[GatedScanProblem] = []
 
     def prepared(problem: GatedScanProblem, device: torch.device, backend: Any) -> tuple[Run, int]:
@@ -56,6 +61,10 @@ def used(monkeypatch: pytest.MonkeyPatch, stub: ModuleType) -> list[GatedScanPro
     monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(plans, "_prepared", prepared)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    monkeypatch.setattr(fast, "_kinds", {})
+    if request.param == "general":
+        module = importlib.import_module("scan_registry.ops.gated_scan")
+        monkeypatch.setattr(module, "fast_scan", lambda *_: None)
     return found
 
 
@@ -172,6 +181,7 @@ def test_emulated_kernels_match_the_composition(
     monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(plans, "_prepared", prepared)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    monkeypatch.setattr(fast, "_kinds", {})
     close(results(kind, tensors, lambda _: way, False, **how), expected, torch.float32)
     access = "generic" if way == "gaps" else "aligned"
     assert used == [f"forward {access}", f"backward {access}"]
