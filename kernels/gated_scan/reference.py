@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels.gated_scan.kinds import Kind
-from scan_registry.kernels.linear_scan.reference import compute_dtype, preceding, state_shape
-
-__all__ = ["backward", "compute_dtype", "forward", "gates_and_tokens"]
 
 Gradients = tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What gates, tokens and states are computed in, and the dtype of a final state."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def gates_and_tokens(
@@ -92,17 +94,18 @@ def backward(
         gates, tokens = gates_and_tokens(kind, leaves[:count], leaves[count:], reset, dim)
     walk = _Walk(tokens, reset, dim, reverse, cu_seqlens)
     adjoints, ends = torch.empty_like(tokens), walk.states(final_state_grad)
-    gate, grad, out = (x.detach().unbind(walk.dim) for x in (gates, states_grad, adjoints))
-    for order, end in walk.sequences(ends):
+    gates_grad, initial = torch.empty_like(tokens), walk.states(initial_state)
+    gate, state, grad, adjoint, gate_grad = (
+        x.detach().unbind(walk.dim) for x in (gates, states, states_grad, adjoints, gates_grad)
+    )
+    for (order, end), before in zip(walk.sequences(ends), initial.unbind(walk.dim), strict=True):
         carried = end
-        for t in reversed(order):
-            adjoint = out[t].copy_(grad[t].to(adjoints.dtype) + carried)
-            carried = walk.unless_reset(t, gate[t] * adjoint)
+        for place, t in reversed([*enumerate(order)]):
+            adjoint[t].copy_(grad[t] + carried)
+            earlier = state[order[place - 1]] if place else before
+            gate_grad[t].copy_(walk.unless_reset(t, adjoint[t] * earlier))
+            carried = walk.unless_reset(t, gate[t] * adjoint[t])
         end.copy_(carried)
-    before = preceding(states, initial_state, dim=walk.dim, reverse=reverse, cu_seqlens=cu_seqlens)
-    gates_grad = adjoints * before
-    if reset is not None:
-        gates_grad.masked_fill_(reset.unsqueeze(2 if walk.dim == 1 else 1), 0)
     made = [x for x in (gates, tokens) if x.requires_grad]
     theirs = [g for x, g in ((gates, gates_grad), (tokens, adjoints)) if x.requires_grad]
     found = torch.autograd.grad(made, leaves, theirs, materialize_grads=True)
@@ -123,12 +126,14 @@ class _Walk:
 
     def states(self, given: Tensor | None) -> Tensor:
         """A copy of the states before, or after, each sequence; zeros if none are given. ``dim`` counts sequences."""
-        shape = state_shape(self._like.shape, self.dim, len(self._bounds))
+        shape = [*self._like.shape]
+        shape[self.dim] = len(self._bounds)
         made = torch.zeros(shape, dtype=self._like.dtype, device=self._like.device)
         if given is None:
             return made
-        return made.copy_(given if self._packed else given.expand(
-            state_shape(self._like.shape, self.dim, None)).unsqueeze(self.dim))  # fmt: skip
+        if self._packed:
+            return made.copy_(given)
+        return made.copy_(given.expand(self.as_state(made).shape).unsqueeze(self.dim))
 
     def as_state(self, states: Tensor) -> Tensor:
         """As users have them."""

@@ -350,7 +350,8 @@ def _packed_maps(gates: Tensor, tokens: Tensor, initial: Any, bounds: Tensor, op
         return x.movedim(0, how.dim - 1).flatten(how.dim - 1, how.dim)
 
     def apart(x: Tensor) -> Tensor:
-        return x.unflatten(how.dim, (count, -1)).movedim(how.dim - 1, 0)
+        along: Tensor = x.unflatten(how.dim, (count, x.shape[how.dim] // count))
+        return along.movedim(how.dim - 1, 0)
 
     starts = torch.arange(count, device=bounds.device).unsqueeze(1) * time + bounds[:, :-1]
     every = torch.cat([starts.flatten(), starts.new_full((1,), count * time)])

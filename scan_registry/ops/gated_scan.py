@@ -130,7 +130,7 @@ def gated_scan(
 
 def run(
     kind: Any, inputs: Any, reset: Any, initial_state: Any, cu_seqlens: Any, options: Options
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """What ``gated_scan`` returns, of arguments that are not checked yet."""
     if not _is_compiling():
         made = fast_scan(inputs, initial_state, reset, cu_seqlens, options)

@@ -7,6 +7,7 @@ nothing: a sequence without steps is allowed. That way nothing waits for the val
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,17 @@ def reset_shape(shape: Any, dim: int) -> tuple[int, ...]:
     """What ``reset`` of a scan over tensors of ``shape`` has: batch and time; time alone, where there is no more."""
     rank = len(shape)
     return (shape[dim],) if rank == 1 else (shape[batch_dim(rank, dim)], shape[dim])
+
+
+def stretches(tokens: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """Gates, tokens, bounds and options of the one scan that ``scan`` makes of such tokens, on meta."""
+    others = [n for d, n in enumerate(tokens.shape) if d != options.dim % tokens.dim()]
+    if others:
+        del others[0]  # the batch
+    steps = tokens.numel() // math.prod(others)
+    x = torch.empty(steps, *others, dtype=compute_dtype(tokens.dtype), device="meta")
+    bounds = torch.empty(steps + 1, dtype=torch.int64, device="meta")
+    return x, x, bounds, Options(-x.dim(), options.reverse, False, options.backend)
 
 
 def scan(

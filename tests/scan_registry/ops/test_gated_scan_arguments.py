@@ -165,7 +165,7 @@ def test_values_of_channels_go_with_the_layout() -> None:
 def test_lower_bounds(bound: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         hgrn(X, X, bound)
-    with pytest.raises(TypeError, match="x must be a torch.Tensor, not NoneType"):
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, not NoneType"):
         hgrn(None, X)  # type: ignore[call-overload]
 
 
