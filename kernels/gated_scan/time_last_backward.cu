@@ -10,9 +10,11 @@
 // A first pass computes what the kind needs (Values) from the inputs and composes the maps, and a second one writes the
 // gradients. Whole rows keep Values in registers from one pass to the other; for rows that are cut, they are computed
 // again. Gradients of parameters are summed over the row, or each tile where rows are cut: parameters_grad is
-// (parts, PARAMETERS, channels), with a part for each batch, or for each tile of each batch. One read of each input, of the states and of their gradient, and one write for each input: with two inputs 24 bytes per element in
-// float32, 12 in bfloat16 and float16; with three, 32 and 16. The tile pictures are in time_last_stream.cuh (staged) and
-// ../linear_scan/time_last.cuh (held in registers).
+// (parts, PARAMETERS, channels), with a part for each batch, or for each tile of each batch.
+//
+// One read of each input, of the states and of their gradient, and one write for each input: with two inputs 24 bytes per
+// element in float32, 12 in bfloat16 and float16; with three, 32 and 16. The tile pictures are in time_last_stream.cuh
+// (staged) and ../linear_scan/time_last.cuh (held in registers).
 #if STAGES
 #include "time_last_stream.cuh"
 

@@ -68,7 +68,7 @@ __device__ void copy_resets(const Ring& ring, int extra, const Sources& of, cons
 }
 
 // A lane's map with the one of the step that follows. Without resets no step forgets the state, and the question is left
-// out.
+// out. (Between lanes it is asked: a product of gates that is 0 there forgets even an infinite state.)
 template <bool RESETS>
 __device__ Affine compose_step(const Affine& first, const Step& second) {
     if constexpr (RESETS) return compose(first, second);

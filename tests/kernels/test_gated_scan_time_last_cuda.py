@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import cycle, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,11 +30,14 @@ from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
 
 KERNELS = {kernel.name.rpartition("_")[2]: kernel for kernel in time_last.kernels()}
 TOLERANCE = {"float32": 3e-6, "float16": 1e-3, "bfloat16": 8e-3}
-#: (batch, channels, time): one piece, a tile and a bit, several tiles; rows that are whole pieces and such as are not.
-ALIGNED = ((2, 3, 8), (2, 5, 520), (3, 2, 1544))
+#: (batch, channels, time): one piece, a tile and a bit, several tiles, and more rows than run at once; rows that are
+#: whole pieces and such as are not.
+ALIGNED = ((2, 3, 8), (2, 5, 520), (3, 2, 1544), (5, 41, 24))
 ODD = ((2, 3, 1), (1, 5, 130), (2, 3, 517), (2, 2, 1291))
 #: Several segments, more than the CTAs that run at once have room for; and one that is not full.
-CUT = ((1, 2, 20_488), (3, 1, 264))
+CUT = ((1, 2, 13_000), (3, 1, 264), (2, 1, 4616), (1, 3, 4104))
+#: More segments than a look-back reads one by one.
+MANY = (1, 1, 200_008)
 
 
 @dataclass(frozen=True)
@@ -230,15 +235,16 @@ def _forward(
     token: Tensor,
     blocked: Tensor,
     states: Tensor,
-    x: Tensor,
+    first: Tensor,
     span: slice,
     reverse: bool,
 ) -> Tensor:
-    steps = range(span.start, span.stop)
+    a, b, stops, out = (each.movedim(-1, 0).numpy() for each in (gate, token, blocked, states))
+    x, steps = first.numpy(), range(span.start, span.stop)
     for t in reversed(steps) if reverse else steps:
-        x = torch.where(blocked[..., t], token[..., t], gate[..., t] * x + token[..., t])
-        states[..., t] = x
-    return x
+        x = np.where(stops[t], b[t], a[t] * x + b[t])
+        out[t] = x
+    return torch.from_numpy(x)
 
 
 def _backward(
@@ -247,20 +253,22 @@ def _backward(
     states: Tensor,
     grads: Tensor,
     initial: Tensor,
-    h: Tensor,
+    after: Tensor,
     gate_grad: Tensor,
     token_grad: Tensor,
     span: slice,
     reverse: bool,
 ) -> Tensor:
-    steps = range(span.start, span.stop)
+    several = (gate, blocked, states, grads, gate_grad, token_grad)
+    a, stops, x, given, of_gate, of_token = (each.movedim(-1, 0).numpy() for each in several)
+    h, steps = after.numpy(), range(span.start, span.stop)
     for t in steps if reverse else reversed(steps):
         source = t + 1 if reverse else t - 1
-        before = states[..., source] if source in steps else initial
-        token_grad[..., t] = total = grads[..., t] + h
-        gate_grad[..., t] = torch.where(blocked[..., t], 0.0, total * before)
-        h = torch.where(blocked[..., t], 0.0, total * gate[..., t])
-    return h
+        before = x[source] if source in steps else initial.numpy()
+        of_token[t] = total = given[t] + h
+        of_gate[t] = np.where(stops[t], 0.0, total * before)
+        h = np.where(stops[t], 0.0, total * a[t])
+    return torch.from_numpy(h)
 
 
 def _offsets(time: int) -> Tensor:
@@ -290,15 +298,17 @@ def chosen(direction: Direction, dtype: str, header: str, tile: str) -> Variant:
     raise LookupError(f"no {tile} tile of {header} in {dtype}")
 
 
-def trials(header: str, dtype: str, tile: str) -> Iterator[Trial]:
-    """Every setting, with the shapes and the kinds of the header in rotation."""
+@cache
+def trials(header: str, dtype: str, tile: str) -> tuple[Trial, ...]:
+    """Every setting, with the shapes and the kinds of the header in rotation; launches leave them as they are."""
+    torch.manual_seed(0)
     kinds = cycle(kind for kind in KINDS.values() if kind.source == header)
-    shapes = {"whole": ALIGNED, "cut": CUT[:1], "generic": ODD}[tile]
+    shapes = {"whole": ALIGNED, "cut": CUT, "generic": ODD}[tile]
     settings = (*SETTINGS, *PACKED) if tile == "generic" else SETTINGS
-    for setting, shape in zip(settings, cycle(shapes)):
-        yield Trial(next(kinds), dtype, shape, setting).draw().solve()
-    if tile == "cut":
-        yield Trial(next(kinds), dtype, CUT[1], settings[2]).draw().solve()
+    return tuple(
+        Trial(next(kinds), dtype, shape, setting).draw().solve()
+        for setting, shape in zip(settings, cycle(shapes))
+    )
 
 
 def check(trial: Trial, found: dict[str, Tensor]) -> None:
@@ -333,13 +343,30 @@ def test_matches_the_formulas(
     cuda_emulator: ModuleType,
     tmp_path: Path,
 ) -> None:
-    torch.manual_seed(0)
     kernel, variant = KERNELS[direction], chosen(direction, dtype, header, tile)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     for seed, trial in enumerate(trials(header, dtype, tile)):
         found = trial.results(kernel, variant, library, seed)
         assert found is not None, trial.setting
         check(trial, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_of_many_segments(
+    dtype: str, direction: Direction, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Few enough resets that states come from afar."""
+    torch.manual_seed(0)
+    kernel, variant = KERNELS[direction], chosen(direction, dtype, "rg_lru", "cut")
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    trial = Trial(KINDS["rg_lru"], dtype, MANY, Setting(states=True, resets="none")).draw()
+    trial.tensors["parameters"].fill_(-12.0)
+    trial.tensors["reset"][:, [17, 150_000]] = True
+    found = trial.solve().results(kernel, variant, library, 0)
+    assert found is not None
+    check(trial, found)
 
 
 @pytest.mark.parametrize("tile", ["whole", "cut", "generic"])
