@@ -1,0 +1,65 @@
+// RG-LRU. With r and i the sigmoids of `recurrence_gate` and `input_gate`, and a = exp(-8 * r * softplus(a_param)):
+//
+//     h[t] = a * h[t-1] + sqrt(1 - a * a) * i * x          and where the state starts anew  h[t] = i * x
+//
+// The channel parameter is prepared, to p = 8 * softplus(a_param) / log(2), so that a = exp2(-m) with m = p * r. Special
+// functions: 5.
+//
+// a may be as close to 1 as one likes, so 1 - a * a is not a difference there: up to m = 1/2 it is m times a polynomial,
+// to 1e-7. The root is steep where a is close to 1; its derivative counts as at most 1000, as implementations cap it.
+
+struct Kind : KindOf<3, 1> {
+    struct Values {
+        float a, token;
+        float scale, slope;        // scale: the root, or 1 where the state starts anew; slope: its derivative, or 0
+        float r, r_slope;          // the sigmoid of the recurrence gate, and its derivative
+        float taken, taken_slope;  // likewise of the input gate
+    };
+    enum : bool { PADS = true };
+    __device__ static float padding(int input) { return input == 1 ? -1e4f : 0.0f; }
+
+    __device__ static float prepared(int, float a_param) { return 8 * LOG2_E * softplus(a_param); }
+    __device__ static float slope(int, float a_param) {
+        const float below = exp_below(a_param);
+        return 8 * LOG2_E * Sigmoids(a_param, below, fast_reciprocal(1 + below)).up;
+    }
+
+    // 1 - exp2(-2 m), for m from 0 on, where a = exp2(-m).
+    __device__ static float lost(float m, float a) {
+        float p = -0.007329268380999565f;
+        p = p * m + 0.04130002111196518f;
+        p = p * m - 0.15353821218013763f;
+        p = p * m + 0.44399121403694153f;
+        p = p * m - 0.9609041810035706f;
+        p = p * m + 1.3862943649291992f;
+        return m < 0.5f ? m * p : 1 - a * a;
+    }
+    __device__ static Values values(const Given& given) {
+        const float recurrence = given.input[1], gate = given.input[2];
+        const float below = exp_below(recurrence), gate_below = exp_below(gate);
+        const float both = fast_reciprocal((1 + below) * (1 + gate_below));
+        const Sigmoids r(recurrence, below, both * (1 + gate_below)), taken(gate, gate_below, both * (1 + below));
+        const float m = given.parameter[0] * r.up, a = fast_exp2(-m), square = lost(m, a);
+        // Of nothing the root is 0, and what divides by it is capped.
+        const float by_root = fast_rsqrt(square < 1e-30f ? 1e-30f : square), half = 0.5f * by_root;
+        const float scale = given.reset ? 1.0f : square * by_root;
+        return {a,
+                scale * taken.up * given.input[0],
+                scale,
+                given.reset ? 0.0f : half < 1000.0f ? half : 1000.0f,
+                r.up,
+                r.up * r.down,
+                taken.up,
+                taken.up * taken.down};
+    }
+    __device__ static Step step(const Values& of) { return {of.a, of.token}; }
+
+    __device__ static Gradients gradients(const Given& given, const Values& of, float gate_grad, float token_grad) {
+        const float x = given.input[0], to_root = token_grad * of.taken * x;
+        // da / dm = -log(2) * a, and d(1 - a * a) / dm = 2 log(2) * a * a.
+        const float to_m = of.a * (to_root * of.slope * (2 * of.a) - gate_grad) * (1 / LOG2_E);
+        return {{token_grad * of.scale * of.taken, to_m * (given.parameter[0] * of.r_slope),
+                 token_grad * of.scale * x * of.taken_slope},
+                {to_m * of.r}};
+    }
+};
