@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from scan_registry.kernels.gated_scan.triton_kernels import (
-    NUMBERS,
     all_walked,
     channel_parameters,
     put_sums,
@@ -38,7 +37,7 @@ from scan_registry.kernels.linear_scan.triton_columns import (
     own_columns,
     tile_at,
 )
-from scan_registry.kernels.linear_scan.triton_tiles import at, line, own_sequence, up_to, walked
+from scan_registry.kernels.linear_scan.triton_tiles import at, own_sequence, up_to, walked
 
 # --- Tiles --------------------------------------------------------------------------------------
 
@@ -50,6 +49,14 @@ def take(line, start, group, row, mask, STEPS: tl.constexpr):
 
 
 @triton.jit
+def resets_of(reset, where, reset_batch, CHANNELS: tl.constexpr):
+    """The bytes of a batch, alike for all its channels. The compiler is told that they are contiguous along channels, so
+    that it lays them out as it does other tiles; it still takes them one by one, as it knows nothing of their address."""
+    beside = tl.max_contiguous(where[2] >> 62, (1, CHANNELS))  # 0
+    return reset + where[1] * reset_batch + beside, 1, reset.to(tl.int64) != 0
+
+
+@triton.jit
 def put(line, start, group, row, a, mask, STEPS: tl.constexpr):
     pointers = tile_at(line, start, group, row, STEPS)
     tl.store(pointers, a.to(line[0].dtype.element_ty), mask=mask & line[2])
@@ -58,7 +65,7 @@ def put(line, start, group, row, a, mask, STEPS: tl.constexpr):
 @triton.jit
 def through_groups(
     scale, error_term, shift, x, x_error, row, group,
-    STEPS: tl.constexpr, GROUPS: tl.constexpr, bits: tl.constexpr, ANEW: tl.constexpr,
+    STEPS: tl.constexpr, GROUPS: tl.constexpr, bits: tl.constexpr,
 ):  # fmt: skip
     """From the maps up to each row: what enters each group, and what leaves the last one, with its error term."""
     is_last = row == STEPS - 1
@@ -73,7 +80,7 @@ def through_groups(
             entering = tl.where(group == g, x, entering)
         s, h = component_of_row(scales, number == g), component_of_row(shifts, number == g)
         e = component_of_row(errors, number == g)
-        x, x_error = carried(s, e, h, x, x_error, bits, ANEW)
+        x, x_error = carried(s, e, h, x, x_error, bits)
     return entering, x, x_error
 
 
@@ -84,7 +91,6 @@ def through_groups(
 def walk_forward(
     inputs, p, reset, states, x, lines, group, steps, option,
     STEPS: tl.constexpr, GROUPS: tl.constexpr, stages: tl.constexpr, KIND: tl.constexpr,
-    ANEW: tl.constexpr,
 ):  # fmt: skip
     """Scan ``steps`` of the ``lines`` that the mask admits from state ``x``; returns the last state."""
     bits: tl.constexpr = states[0].dtype.element_ty.primitive_bitwidth
@@ -94,20 +100,20 @@ def walk_forward(
     for start in tl.range(0, steps, TIMES, num_stages=stages):
         coming = place < tl.where(lines, up_to(steps - start, TIMES), 0)
         given = [take(each, start, group, row, coming, STEPS) for each in inputs]
-        anew = take(reset, start, group, row, coming, STEPS) != 0 if ANEW else False
+        anew = take(reset, start, group, row, coming & reset[2], STEPS) != 0
         # Not ``coming``, which would have to be kept for every tile that is on its way.
         here = place < up_to(left, TIMES)
         left -= TIMES
         given = [each.to(tl.float32) for each in given]
         gate, token = gate_and_token(given, p, anew, option, KIND)
-        gate = tl.where(here, tl.where(anew, 0.0, gate) if ANEW else gate, 1.0)
+        gate = tl.where(here, tl.where(anew, 0.0, gate), 1.0)
         token = tl.where(here, token, 0.0)
-        scale, error, shift = scan_maps(gate, token, 0, bits, ANEW)
+        scale, error, shift = scan_maps(gate, token, 0, bits)
         entering, x, x_error = through_groups(
-            scale, error, shift, x, x_error, row, group, STEPS, GROUPS, bits, ANEW
+            scale, error, shift, x, x_error, row, group, STEPS, GROUPS, bits
         )
-        entered = applied(gate, gate, token, entering, 16, ANEW)
-        tile = states_of_steps(gate, tl.where(row == 0, entered, token), 0, ANEW)
+        entered = applied(gate, gate, token, entering, 16)
+        tile = states_of_steps(gate, tl.where(row == 0, entered, token), 0)
         put(states, start, group, row, tile, here & lines, STEPS)
     return x
 
@@ -117,7 +123,7 @@ def forward(
     inputs, p, reset, initial_state, states, final_state, offsets, lines, group,
     sequences, time, flags,
     STEPS: tl.constexpr, GROUPS: tl.constexpr, stages: tl.constexpr, ALIGNED: tl.constexpr,
-    KIND: tl.constexpr, ANEW: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     reverse, option = flags % 2 == 1, flags // 2 % 2 == 1
     s, begin, end = own_sequence(offsets, sequences, time, ALIGNED)
@@ -127,7 +133,7 @@ def forward(
     x = walk_forward(
         all_walked(inputs, first, direction), p, walked(reset, first, direction),
         walked(states, first, direction), x, lines, group, end - begin, option,
-        STEPS, GROUPS, stages, KIND, ANEW,
+        STEPS, GROUPS, stages, KIND,
     )  # fmt: skip
     tl.store(at(final_state, s), x, mask=lines & final_state[2] & (group == 0))
 
@@ -136,7 +142,7 @@ def forward(
 def walk_backward(
     inputs, p, reset, states, states_grad, grads, initial, h, lines, group, steps, option,
     STEPS: tl.constexpr, GROUPS: tl.constexpr, stages: tl.constexpr, KIND: tl.constexpr,
-    ANEW: tl.constexpr, PARAMETERS: tl.constexpr,
+    PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """The scan of ``walk_forward`` over adjoints, against the direction of the recurrence. ``initial`` is the state
     before its first step, and ``h`` the gradient that reaches the last state. Returns the gradient that reaches
@@ -145,12 +151,12 @@ def walk_backward(
     TIMES: tl.constexpr = STEPS * GROUPS
     row = tl.arange(0, STEPS)[:, None]
     place, h_error, left = group * STEPS + row, tl.zeros_like(h), steps
-    sums = [tl.zeros(h.shape, tl.float32) for n in NUMBERS.value[:PARAMETERS]]
+    sums = [tl.zeros(h.shape, tl.float32) for n in (0, 1, 2, 3)[:PARAMETERS]]
     for start in tl.range(0, steps, TIMES, num_stages=stages):
         coming = place < tl.where(lines, up_to(steps - start, TIMES), 0)
         has_earlier = place < tl.where(lines, up_to(steps - 1 - start, TIMES), 0)
         given = [take(each, start, group, row, coming, STEPS) for each in inputs]
-        anew = take(reset, start, group, row, coming, STEPS) != 0 if ANEW else False
+        anew = take(reset, start, group, row, coming & reset[2], STEPS) != 0
         grad = take(states_grad, start, group, row, coming, STEPS).to(tl.float32)
         x = take(states, start + 1, group, row, has_earlier, STEPS).to(tl.float32)
 
@@ -159,20 +165,20 @@ def walk_backward(
         left -= TIMES
         given = [each.to(tl.float32) for each in given]
         gate, _ = gate_and_token(given, p, anew, option, KIND)
-        gate = tl.where(here, tl.where(anew, 0.0, gate) if ANEW else gate, 1.0)
-        scale, error, shift = scan_adjoints(gate, grad, 0, bits, ANEW)
-        scale, error, shift = through_gate(gate, scale, error, shift, bits, ANEW)
+        gate = tl.where(here, tl.where(anew, 0.0, gate), 1.0)
+        scale, error, shift = scan_adjoints(gate, grad, 0, bits)
+        scale, error, shift = through_gate(gate, scale, error, shift, bits)
         entering, h, h_error = through_groups(
-            scale, error, shift, h, h_error, row, group, STEPS, GROUPS, bits, ANEW
+            scale, error, shift, h, h_error, row, group, STEPS, GROUPS, bits
         )
-        adjoint = adjoints_of_steps(gate, tl.where(row == 0, grad + entering, grad), 0, ANEW)
-        gate_grad = tl.where(anew, 0.0, adjoint * x) if ANEW else adjoint * x
+        adjoint = adjoints_of_steps(gate, tl.where(row == 0, grad + entering, grad), 0)
+        gate_grad = tl.where(anew, 0.0, adjoint * x)
         of_inputs, of_parameters = gradients(given, p, anew, option, gate_grad, adjoint, KIND)
         for n in tl.static_range(len(grads)):
             put(grads[n], start, group, row, of_inputs[n], here & lines, STEPS)
         sums = [
             sums[n] + tl.sum(tl.where(here, of_parameters[n], 0.0), 0, keep_dims=True)
-            for n in NUMBERS.value[:PARAMETERS]
+            for n in (0, 1, 2, 3)[:PARAMETERS]
         ]
     return h, sums
 
@@ -182,7 +188,7 @@ def backward(
     inputs, p, reset, states, states_grad, initial_state, final_state_grad,
     grads, initial_state_grad, offsets, lines, group, sequences, time, flags,
     STEPS: tl.constexpr, GROUPS: tl.constexpr, stages: tl.constexpr, ALIGNED: tl.constexpr,
-    KIND: tl.constexpr, ANEW: tl.constexpr, PARAMETERS: tl.constexpr,
+    KIND: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """Returns partial sums of the gradients of the parameters, by channels."""
     reverse, option = flags % 2 == 1, flags // 2 % 2 == 1
@@ -195,7 +201,7 @@ def backward(
         all_walked(inputs, first, direction), p, walked(reset, first, direction),
         walked(states, first, direction), walked(states_grad, first, direction),
         all_walked(grads, first, direction), initial, h, lines, group, end - begin, option,
-        STEPS, GROUPS, stages, KIND, ANEW, PARAMETERS,
+        STEPS, GROUPS, stages, KIND, PARAMETERS,
     )  # fmt: skip
     tl.store(at(initial_state_grad, s), h, mask=lines & initial_state_grad[2] & (group == 0))
     return [of_all_groups(each, GROUPS) for each in sums]
@@ -230,20 +236,14 @@ def channel_last_forward(
         for each in (input0, input1, input2, input3)[:INPUTS]
     ]
     p = channel_parameters(parameters, where[2], channels, lines, PARAMETERS)
-    resets = line(reset, (0, where[1], where[2] * 0), (0, reset_batch, 0, 1), 0)
+    resets = resets_of(reset, where, reset_batch, CHANNELS)
     initial = lines_of(initial_state, where, state_strides, CHANNELS, 1, 0)
     out = lines_of(states, where, states_strides, CHANNELS, VECTOR, 0)
     final = lines_of(final_state, where, state_strides, CHANNELS, 1, 0)
-    if resets[2]:
-        forward(
-            inputs, p, resets, initial, out, final, offsets, lines, group,
-            sequences, time, flags, STEPS, GROUPS, STAGES, ALIGNED, KIND, 1,
-        )  # fmt: skip
-    else:
-        forward(
-            inputs, p, resets, initial, out, final, offsets, lines, group,
-            sequences, time, flags, STEPS, GROUPS, STAGES, ALIGNED, KIND, 0,
-        )  # fmt: skip
+    forward(
+        inputs, p, resets, initial, out, final, offsets, lines, group,
+        sequences, time, flags, STEPS, GROUPS, STAGES, ALIGNED, KIND,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -277,24 +277,24 @@ def channel_last_backward(
         for each in (input0_grad, input1_grad, input2_grad, input3_grad)[:INPUTS]
     ]
     p = channel_parameters(parameters, where[2], channels, lines, PARAMETERS)
-    resets = line(reset, (0, where[1], where[2] * 0), (0, reset_batch, 0, 1), 0)
+    resets = resets_of(reset, where, reset_batch, CHANNELS)
     x = lines_of(states, where, states_strides, CHANNELS, VECTOR, 0)
     x_grad = lines_of(states_grad, where, adjoint_strides, CHANNELS, VECTOR, 0)
     initial = lines_of(initial_state, where, state_strides, CHANNELS, 1, 0)
     final_grad = lines_of(final_state_grad, where, state_strides, CHANNELS, 1, 0)
     initial_grad = lines_of(initial_state_grad, where, state_strides, CHANNELS, 1, 0)
-    if resets[2]:
-        sums = backward(
-            inputs, p, resets, x, x_grad, initial, final_grad, grads, initial_grad,
-            offsets, lines, group, sequences, time, flags,
-            STEPS, GROUPS, STAGES, ALIGNED, KIND, 1, PARAMETERS,
-        )  # fmt: skip
-    else:
-        sums = backward(
-            inputs, p, resets, x, x_grad, initial, final_grad, grads, initial_grad,
-            offsets, lines, group, sequences, time, flags,
-            STEPS, GROUPS, STAGES, ALIGNED, KIND, 0, PARAMETERS,
-        )  # fmt: skip
+    sums = backward(
+        inputs, p, resets, x, x_grad, initial, final_grad, grads, initial_grad,
+        offsets, lines, group, sequences, time, flags,
+        STEPS, GROUPS, STAGES, ALIGNED, KIND, PARAMETERS,
+    )  # fmt: skip
     put_sums(
-        parameters_grad, sums, where[1], where[2], channels, sequences, lines & (group == 0), ALIGNED
+        parameters_grad,
+        sums,
+        where[1],
+        where[2],
+        channels,
+        sequences,
+        lines & (group == 0),
+        ALIGNED,
     )

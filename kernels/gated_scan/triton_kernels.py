@@ -38,10 +38,6 @@ from scan_registry.kernels.linear_scan.triton_tiles import (
     walked,
 )
 
-# Numbers that tuples of as many inputs or parameters are made by.
-NUMBERS = tl.constexpr((0, 1, 2, 3))
-
-
 # --- Tiles --------------------------------------------------------------------------------------
 
 
@@ -60,7 +56,9 @@ def put(line, base, place, a, mask, CHUNK: tl.constexpr):
 
 @triton.jit
 def is_reset(line, base, place, mask, CHUNK: tl.constexpr):
-    return reverse_chunks(tl.load(near(line, base, place), mask=mask, other=0), CHUNK) != 0
+    """Whether states start anew; nowhere if nothing is given."""
+    loaded = tl.load(near(line, base, place), mask=mask & line[2], other=0)
+    return reverse_chunks(loaded, CHUNK) != 0
 
 
 @triton.jit
@@ -78,7 +76,7 @@ def of_last(a, order, TIMES: tl.constexpr):
 @triton.jit
 def channel_parameters(parameters, c, channels, mask, COUNT: tl.constexpr):
     return [
-        tl.load(parameters + n * channels + c, mask=mask, other=0.0) for n in NUMBERS.value[:COUNT]
+        tl.load(parameters + n * channels + c, mask=mask, other=0.0) for n in (0, 1, 2, 3)[:COUNT]
     ]
 
 
@@ -94,7 +92,6 @@ def all_walked(lines, first, direction):
 def walk_forward(
     inputs, p, reset, states, x, lines, steps, option,
     TIMES: tl.constexpr, CHUNK: tl.constexpr, stages: tl.constexpr, KIND: tl.constexpr,
-    ANEW: tl.constexpr,
 ):  # fmt: skip
     """Scan the ``lines`` that the mask admits from state ``x``; returns the state after them."""
     bits: tl.constexpr = states[0].dtype.element_ty.primitive_bitwidth
@@ -103,23 +100,21 @@ def walk_forward(
         base, place, order = tile_steps(start, steps, TIMES, CHUNK)
         inside = lines & (place < up_to(steps - base, TIMES))
         present = lines & (steps_of(order, TIMES, CHUNK) < up_to(steps - base, TIMES))
-        anew = is_reset(reset, base, place, inside, CHUNK) if ANEW else present == 0
+        anew = is_reset(reset, base, place, inside, CHUNK)
         given = [take(each, base, place, inside, CHUNK) for each in inputs]
-        gate, token = gate_and_token(given, p, anew if ANEW else False, option, KIND)
-        gate = tl.where(present, tl.where(anew, 0.0, gate) if ANEW else gate, 1.0)
+        gate, token = gate_and_token(given, p, anew, option, KIND)
+        gate = tl.where(present, tl.where(anew, 0.0, gate), 1.0)
         token = tl.where(present, token, 0.0)
         if bits < 32:
-            entered = applied(gate, gate, token, x, bits, ANEW)
+            entered = applied(gate, gate, token, x, bits)
             token = tl.where(order == 0, entered, token)
-            _, _, tile = scan_maps(gate, token, 1, bits, ANEW)
+            _, _, tile = scan_maps(gate, token, 1, bits)
             x = of_last(tile, order, TIMES)
         else:
-            scale, error, shift = scan_maps(gate, token, 1, bits, ANEW)
-            tile = applied(scale, error, shift, x, bits, ANEW)
+            scale, error, shift = scan_maps(gate, token, 1, bits)
+            tile = applied(scale, error, shift, x, bits)
             scale, error = of_last(scale, order, TIMES), of_last(error, order, TIMES)
-            x, x_error = carried(
-                scale, error, of_last(shift, order, TIMES), x, x_error, bits, ANEW
-            )
+            x, x_error = carried(scale, error, of_last(shift, order, TIMES), x, x_error, bits)
         put(states, base, place, tile, inside, CHUNK)
     return x
 
@@ -128,7 +123,7 @@ def walk_forward(
 def forward(
     inputs, p, reset, initial_state, states, final_state, offsets, lines, sequences, time, flags,
     TIMES: tl.constexpr, stages: tl.constexpr, ALIGNED: tl.constexpr, REVERSE: tl.constexpr,
-    KIND: tl.constexpr, ANEW: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = flipped_chunk(states[0].dtype, ALIGNED)
     reverse, option = flags % 2 == 1, flags // 2 % 2 == 1
@@ -138,14 +133,14 @@ def forward(
     if CHUNK > 0:
         x = walk_forward(
             inputs, p, reset, states, x, lines, end, option,
-            TIMES, CHUNK * REVERSE, stages, KIND, ANEW,
+            TIMES, CHUNK * REVERSE, stages, KIND,
         )  # fmt: skip
     else:
         first, direction = tl.where(reverse, end - 1, begin), tl.where(reverse, -1, 1)
         x = walk_forward(
             all_walked(inputs, first, direction), p, walked(reset, first, direction),
             walked(states, first, direction), x, lines, end - begin, option,
-            TIMES, 0, stages, KIND, ANEW,
+            TIMES, 0, stages, KIND,
         )  # fmt: skip
     tl.store(at(final_state, s), x, mask=lines & final_state[2])
 
@@ -154,14 +149,14 @@ def forward(
 def walk_backward(
     inputs, p, reset, states, states_grad, grads, initial, h, lines, steps, option,
     TIMES: tl.constexpr, CHUNK: tl.constexpr, stages: tl.constexpr, KIND: tl.constexpr,
-    ANEW: tl.constexpr, PARAMETERS: tl.constexpr,
+    PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """The scan of ``walk_forward`` over adjoints, against the direction of the recurrence. ``initial`` is the state
     before its first step, and ``h`` the gradient that reaches the last state. Returns the gradient that reaches
     ``initial``, and those of the parameters by the step's place in its tile."""
     bits: tl.constexpr = states_grad[0].dtype.element_ty.primitive_bitwidth
     h_error = tl.zeros_like(h)
-    sums = [tl.zeros((h.shape[0], TIMES), tl.float32) for n in NUMBERS.value[:PARAMETERS]]
+    sums = [tl.zeros((h.shape[0], TIMES), tl.float32) for n in (0, 1, 2, 3)[:PARAMETERS]]
     for start in tl.range(0, steps, TIMES, num_stages=stages):
         base, place, order = tile_steps(start, steps, TIMES, CHUNK)
         inside = lines & (place < up_to(steps - base, TIMES))
@@ -175,33 +170,29 @@ def walk_backward(
             earlier, has_earlier, is_first = base - 1, inside & (place > lowest), step == lowest
         x = take(states, earlier, place, has_earlier, CHUNK)
         x = tl.where(is_first, initial, x)
-        anew = is_reset(reset, base, place, inside, CHUNK) if ANEW else present == 0
+        anew = is_reset(reset, base, place, inside, CHUNK)
         given = [take(each, base, place, inside, CHUNK) for each in inputs]
-        gate, _ = gate_and_token(given, p, anew if ANEW else False, option, KIND)
-        gate = tl.where(present, tl.where(anew, 0.0, gate) if ANEW else gate, 1.0)
+        gate, _ = gate_and_token(given, p, anew, option, KIND)
+        gate = tl.where(present, tl.where(anew, 0.0, gate), 1.0)
         grad = take(states_grad, base, place, inside, CHUNK)
 
         if bits < 32:
             grad = tl.where(order == 0, grad + h, grad)
-            _, _, adjoint = scan_adjoints(gate, grad, 1, bits, ANEW)
-            _, _, after = through_gate(gate, gate, gate, adjoint, bits, ANEW)
+            _, _, adjoint = scan_adjoints(gate, grad, 1, bits)
+            _, _, after = through_gate(gate, gate, gate, adjoint, bits)
             h = of_last(after, order, TIMES)
         else:
-            scale, error, shift = scan_adjoints(gate, grad, 1, bits, ANEW)
-            adjoint = applied(scale, error, shift, h, bits, ANEW)
-            scale, error, shift = through_gate(gate, scale, error, shift, bits, ANEW)
+            scale, error, shift = scan_adjoints(gate, grad, 1, bits)
+            adjoint = applied(scale, error, shift, h, bits)
+            scale, error, shift = through_gate(gate, scale, error, shift, bits)
             scale, error = of_last(scale, order, TIMES), of_last(error, order, TIMES)
-            h, h_error = carried(
-                scale, error, of_last(shift, order, TIMES), h, h_error, bits, ANEW
-            )
-        gate_grad = tl.where(anew, 0.0, adjoint * x) if ANEW else adjoint * x
-        of_inputs, of_parameters = gradients(
-            given, p, anew if ANEW else False, option, gate_grad, adjoint, KIND
-        )
+            h, h_error = carried(scale, error, of_last(shift, order, TIMES), h, h_error, bits)
+        gate_grad = tl.where(anew, 0.0, adjoint * x)
+        of_inputs, of_parameters = gradients(given, p, anew, option, gate_grad, adjoint, KIND)
         for n in tl.static_range(len(grads)):
             put(grads[n], base, place, of_inputs[n], inside, CHUNK)
         sums = [
-            sums[n] + tl.where(present, of_parameters[n], 0.0) for n in NUMBERS.value[:PARAMETERS]
+            sums[n] + tl.where(present, of_parameters[n], 0.0) for n in (0, 1, 2, 3)[:PARAMETERS]
         ]
     return h, sums
 
@@ -211,7 +202,7 @@ def backward(
     inputs, p, reset, states, states_grad, initial_state, final_state_grad,
     grads, initial_state_grad, offsets, lines, sequences, time, flags,
     TIMES: tl.constexpr, stages: tl.constexpr, ALIGNED: tl.constexpr, REVERSE: tl.constexpr,
-    KIND: tl.constexpr, ANEW: tl.constexpr, PARAMETERS: tl.constexpr,
+    KIND: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """Returns partial sums of the gradients of the parameters."""
     CHUNK: tl.constexpr = flipped_chunk(states[0].dtype, ALIGNED)
@@ -223,7 +214,7 @@ def backward(
     if CHUNK > 0:
         h, sums = walk_backward(
             inputs, p, reset, states, states_grad, grads, initial, h, lines, end, option,
-            TIMES, CHUNK * (1 - REVERSE), stages, KIND, ANEW, PARAMETERS,
+            TIMES, CHUNK * (1 - REVERSE), stages, KIND, PARAMETERS,
         )  # fmt: skip
     else:
         first, direction = tl.where(reverse, begin, end - 1), tl.where(reverse, 1, -1)
@@ -231,7 +222,7 @@ def backward(
             all_walked(inputs, first, direction), p, walked(reset, first, direction),
             walked(states, first, direction), walked(states_grad, first, direction),
             all_walked(grads, first, direction), initial, h, lines, end - begin, option,
-            TIMES, 0, stages, KIND, ANEW, PARAMETERS,
+            TIMES, 0, stages, KIND, PARAMETERS,
         )  # fmt: skip
     tl.store(at(initial_state_grad, s), h, mask=lines & initial_state_grad[2])
     return [tl.sum(each, 1, keep_dims=True) for each in sums]
@@ -265,16 +256,10 @@ def time_last_forward(
     initial = line(initial_state, where, state_strides, 0)
     out = line(states, where, states_strides, 0)
     final = line(final_state, where, state_strides, 0)
-    if resets[2]:
-        forward(
-            inputs, p, resets, initial, out, final, offsets, lines, sequences, time, flags,
-            TIMES, STAGES, ALIGNED, REVERSE, KIND, 1,
-        )  # fmt: skip
-    else:
-        forward(
-            inputs, p, resets, initial, out, final, offsets, lines, sequences, time, flags,
-            TIMES, STAGES, ALIGNED, REVERSE, KIND, 0,
-        )  # fmt: skip
+    forward(
+        inputs, p, resets, initial, out, final, offsets, lines, sequences, time, flags,
+        TIMES, STAGES, ALIGNED, REVERSE, KIND,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -313,18 +298,11 @@ def time_last_backward(
     initial = line(initial_state, where, state_strides, 0)
     final_grad = line(final_state_grad, where, state_strides, 0)
     initial_grad = line(initial_state_grad, where, state_strides, 0)
-    if resets[2]:
-        sums = backward(
-            inputs, p, resets, x, x_grad, initial, final_grad, grads, initial_grad,
-            offsets, lines, sequences, time, flags,
-            TIMES, STAGES, ALIGNED, REVERSE, KIND, 1, PARAMETERS,
-        )  # fmt: skip
-    else:
-        sums = backward(
-            inputs, p, resets, x, x_grad, initial, final_grad, grads, initial_grad,
-            offsets, lines, sequences, time, flags,
-            TIMES, STAGES, ALIGNED, REVERSE, KIND, 0, PARAMETERS,
-        )  # fmt: skip
+    sums = backward(
+        inputs, p, resets, x, x_grad, initial, final_grad, grads, initial_grad,
+        offsets, lines, sequences, time, flags,
+        TIMES, STAGES, ALIGNED, REVERSE, KIND, PARAMETERS,
+    )  # fmt: skip
     put_sums(parameters_grad, sums, where[1], where[2], channels, sequences, lines, ALIGNED)
 
 

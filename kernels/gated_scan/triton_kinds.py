@@ -57,7 +57,7 @@ def log_sigmoid(x):
 
 
 @triton.jit
-def one_less_exp(x):
+def one_less_exp(x, exp_x):
     """1 - exp(x) of what is at most 0: near 0 a series, lest small values lose their digits."""
     p = 1 / 362880
     p = p * x + 1 / 40320
@@ -67,7 +67,7 @@ def one_less_exp(x):
     p = p * x + 1 / 24
     p = p * x + 1 / 6
     p = p * x + 1 / 2
-    return tl.where(x > -0.5, -x * (p * x + 1), 1 - tl.exp(x))
+    return tl.where(x > -0.5, -x * (p * x + 1), 1 - exp_x)
 
 
 @triton.jit
@@ -131,8 +131,9 @@ def min_lstm_gradients(x, p, reset, option, gate_grad, token_grad):
 def rg_lru(x, p, reset, option):
     decay = RG_LRU_SCALE * softplus(tl.minimum(p[0], MOST_SOFTPLUS))
     log_gate = -sigmoids(x[1])[0] * decay
-    scale = tl.where(reset, 1.0, tl.sqrt(one_less_exp(2 * log_gate)))
-    return tl.exp(log_gate), scale * (sigmoids(x[2])[0] * x[0])
+    gate = tl.exp(log_gate)
+    scale = tl.where(reset, 1.0, tl.sqrt(one_less_exp(2 * log_gate, gate * gate)))
+    return gate, scale * (sigmoids(x[2])[0] * x[0])
 
 
 @triton.jit
@@ -141,7 +142,8 @@ def rg_lru_gradients(x, p, reset, option, gate_grad, token_grad):
     recurrent, not_recurrent = sigmoids(x[1])
     taken, not_taken = sigmoids(x[2])
     log_gate = -recurrent * decay
-    gate, root = tl.exp(log_gate), tl.sqrt(one_less_exp(2 * log_gate))
+    gate = tl.exp(log_gate)
+    root = tl.sqrt(one_less_exp(2 * log_gate, gate * gate))
     scale = tl.where(reset, 1.0, root)
     for_scaled = token_grad * scale
     for_x = for_scaled * taken
@@ -156,9 +158,12 @@ def rg_lru_gradients(x, p, reset, option, gate_grad, token_grad):
 
 @triton.jit
 def hgrn(x, p, reset, option):
-    # The gate is b + (1 - b) * sigmoid(f), so 1 less the gate is (1 - b) * sigmoid(-f).
+    # The gate is b + (1 - b) * sigmoid(f), so 1 less the gate is (1 - b) * sigmoid(-f): no difference of numbers close to
+    # 1, and what the gate is computed from where it is close to 1 itself, lest it be less by rounding at every step.
     forget, not_forget = sigmoids(x[1])
-    return p[0] + (1 - p[0]) * forget, (1 - p[0]) * not_forget * (x[0] * sigmoids(x[0])[0])
+    taken = (1 - p[0]) * not_forget
+    gate = tl.where(x[1] >= 0, 1 - taken, p[0] + (1 - p[0]) * forget)
+    return gate, taken * (x[0] * sigmoids(x[0])[0])
 
 
 @triton.jit

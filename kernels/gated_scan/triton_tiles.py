@@ -32,7 +32,16 @@ from scan_registry.kernels.gated_scan.variants import (
 from scan_registry.kernels.linear_scan import columns
 from scan_registry.kernels.linear_scan.problem import MOST_ALONG_Y
 from scan_registry.kernels.linear_scan.space import Tile
-from scan_registry.kernels.model import ITEM_SIZE, Code, Kernel, Launch, Pins, Rules, Static, Variant
+from scan_registry.kernels.model import (
+    ITEM_SIZE,
+    Code,
+    Kernel,
+    Launch,
+    Pins,
+    Rules,
+    Static,
+    Variant,
+)
 
 #: Kinds that ``triton_kinds.py`` has.
 KINDS = ("linear", "min_gru", "min_lstm", "rg_lru", "hgrn")
@@ -48,15 +57,24 @@ def _time_last(dtype: str, access: str) -> Tile:
 
 
 def _channel_last(direction: Direction, kind: str, dtype: str, access: str) -> Tile:
-    """Of a tile, 4 to 8 rows of 8 bytes in a thread. All tensors' stages take at most 80 KB of shared memory."""
+    """Of a tile, 4 to 8 rows of 4 or 8 bytes in a thread. All tensors' stages take at most 80 KB of shared memory."""
     if access == "generic":
-        return {"warps": 4, "channels": 32, "vector": 1, "steps": 8, "stages": 2}
-    size = ITEM_SIZE[dtype]
-    tensors = len(HEADERS[kind].inputs) + (2 if direction == "backward" else 0)
-    steps = 8 if direction == "forward" else 4
-    stages = 80 // (tensors * steps)
-    vector = 8 // size
-    return {"warps": 4, "channels": 64, "vector": vector, "steps": steps, "stages": min(stages, 4)}
+        return {
+            "warps": 4,
+            "channels": 32,
+            "vector": 1,
+            "steps": 8 if direction == "forward" else 4,
+            "stages": 2,
+        }
+    if direction == "forward":
+        return {
+            "warps": 4,
+            "channels": 64,
+            "vector": 8 // ITEM_SIZE[dtype],
+            "steps": 4,
+            "stages": 4,
+        }
+    return {"warps": 4, "channels": 64, "vector": 2, "steps": 4, "stages": 3}
 
 
 def _tiles(

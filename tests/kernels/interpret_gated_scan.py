@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle, product
+from itertools import cycle, pairwise, product
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class Setting:
 
     def bounds(self) -> list[tuple[int, int]]:
         ends = self.offsets or (0, self.sizes[2])
-        return list(zip(ends[:-1], ends[1:], strict=True))
+        return list(pairwise(ends))
 
 
 def draw(setting: Setting, kind: Kind) -> dict[str, Tensor]:
@@ -162,9 +162,7 @@ def within(setting: Setting, s: int) -> Tensor:
 class Run:
     """One launch of a kernel: what it is given, where that is in memory, and what is expected."""
 
-    def __init__(
-        self, layout: Layout, direction: Direction, kind: Kind, setting: Setting
-    ) -> None:
+    def __init__(self, layout: Layout, direction: Direction, kind: Kind, setting: Setting) -> None:
         self.layout, self.direction, self.kind, self.setting = layout, direction, kind, setting
         inputs = draw(setting, kind)
         self.expected = solve(setting, kind, inputs)
@@ -310,11 +308,27 @@ OMITTED: dict[Direction, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def settings(layout: Layout, direction: Direction) -> Iterator[Setting]:
+#: What scans are tested with in all ways; other kinds in a few.
+WHOLE = ("linear", "rg_lru")
+
+
+def settings(layout: Layout, direction: Direction, kind: str) -> Iterator[Setting]:
     """Problems of few tiles for generic and aligned variants."""
     time_last = layout == "time_last"
     tile: tuple[int, ...] = (2, 16) if time_last else (4, 2, 4)
     times = 16 if time_last else 8
+    for scale, reverse in ((1.0, False), (10.0, True), (100.0, False), (1e30, False)):
+        yield Setting((2, 3, times + 3), scale=scale, resets="some", reverse=reverse, tile=tile)
+    for dtype in ("bfloat16", "float16"):
+        yield Setting((2, 3, times + 3), dtype, tile=tile)
+    if kind in WHOLE:
+        yield from all_ways(layout, direction, tile, times)
+
+
+def all_ways(
+    layout: Layout, direction: Direction, tile: tuple[int, ...], times: int
+) -> Iterator[Setting]:
+    time_last = layout == "time_last"
     omitted, reverse = cycle(OMITTED[direction]), cycle((False, True))
     for sizes in ((1, 1, 1), (2, 1, times), (1, 3, times - 1), (2, 5, 2 * times + 1)):
         for resets in ("", "some"):
@@ -344,15 +358,13 @@ def settings(layout: Layout, direction: Direction) -> Iterator[Setting]:
             (2, 3, ends[-1]), resets=resets, offsets=ends, reverse=turned, tile=tile,
             omitted=next(omitted),
         )  # fmt: skip
-    for scale in (10.0, 100.0, 1e30):
-        yield Setting((1, 3, times + 3), scale=scale, tile=tile)
 
 
 def faults(direction: Direction, kinds: list[str]) -> Iterator[str]:
     """What is wrong with the kernels of a direction."""
     torch.manual_seed(0)
     for layout, kind in product(LAYOUTS, kinds):
-        for setting in settings(layout, direction):
+        for setting in settings(layout, direction, kind):
             run = Run(layout, direction, KINDS[kind], setting)
             run.launch()
             for fault in run.faults():
