@@ -50,31 +50,22 @@ KINDS = ("linear", "min_gru", "min_lstm", "rg_lru", "hgrn")
 # --- Tiles ------------------------------------------------------------------------------------
 
 
-def _time_last(dtype: str, access: str) -> Tile:
+def _time_last(direction: Direction, kind: str, dtype: str, access: str) -> Tile:
     """Aligned ones run upwards: which way 16 bytes are read is for the compiler to know."""
-    tile: Tile = {"rows": 1, "times": 256, "warps": 2}
-    return tile if access == "generic" else {**tile, "times": 512, "reverse": 0}
+    if access == "aligned":
+        return {"rows": 1, "times": 512, "warps": 2, "reverse": 0}
+    held = direction == "backward" and dtype == "float32" and HEADERS[kind].parameters
+    return {"rows": 1, "times": 128 if held else 256, "warps": 2}
 
 
 def _channel_last(direction: Direction, kind: str, dtype: str, access: str) -> Tile:
     """Of a tile, 4 to 8 rows of 4 or 8 bytes in a thread. All tensors' stages take at most 80 KB of shared memory."""
+    forward = direction == "forward"
     if access == "generic":
-        return {
-            "warps": 4,
-            "channels": 32,
-            "vector": 1,
-            "steps": 8 if direction == "forward" else 4,
-            "stages": 2,
-        }
-    if direction == "forward":
-        return {
-            "warps": 4,
-            "channels": 64,
-            "vector": 8 // ITEM_SIZE[dtype],
-            "steps": 4,
-            "stages": 4,
-        }
-    return {"warps": 4, "channels": 64, "vector": 2, "steps": 4, "stages": 3}
+        return {"warps": 4, "channels": 32, "vector": 1, "steps": 8 if forward else 4, "stages": 2}
+    few = forward and len(HEADERS[kind].inputs) < 3
+    vector = 8 // ITEM_SIZE[dtype] if few else 2
+    return {"warps": 4, "channels": 64, "vector": vector, "steps": 4, "stages": 4 if few else 3}
 
 
 def _tiles(
@@ -83,7 +74,7 @@ def _tiles(
     if kind not in KINDS:
         return ()
     if layout == "time_last":
-        return (_time_last(dtype, access),)
+        return (_time_last(direction, kind, dtype, access),)
     return (_channel_last(direction, kind, dtype, access),)
 
 
