@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from scan_registry.dispatch.policy import FallbackWarning, require
     from scan_registry.dispatch.select import NoKernelError
     from scan_registry.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+    from scan_registry.ops.gated_scan import gated_scan
+    from scan_registry.ops.gated_scan_kinds import hgrn, min_gru, min_lstm, rg_lru
     from scan_registry.ops.linear_scan import linear_scan
     from scan_registry.ops.linear_scan_step import linear_scan_step
     from scan_registry.ops.linear_scan_summary import linear_scan_summary
@@ -36,12 +38,17 @@ __all__ = [
     "causal_conv1d_update",
     "compat",
     "explain",
+    "gated_scan",
+    "hgrn",
     "linear_scan",
     "linear_scan_step",
     "linear_scan_summary",
+    "min_gru",
+    "min_lstm",
     "nn",
     "ops",
     "require",
+    "rg_lru",
     "rnn",
     "rnn_buffers",
     "selective_scan",
@@ -57,12 +64,17 @@ _HOMES = {
     "causal_conv1d_update": "scan_registry.ops.causal_conv1d",
     "compat": None,
     "explain": "scan_registry.diagnostics.explanation",
+    "gated_scan": "scan_registry.ops.gated_scan",
+    "hgrn": "scan_registry.ops.gated_scan_kinds",
     "linear_scan": "scan_registry.ops.linear_scan",
     "linear_scan_summary": "scan_registry.ops.linear_scan_summary",
     "linear_scan_step": "scan_registry.ops.linear_scan_step",
+    "min_gru": "scan_registry.ops.gated_scan_kinds",
+    "min_lstm": "scan_registry.ops.gated_scan_kinds",
     "nn": None,
     "ops": None,
     "require": "scan_registry.dispatch.policy",
+    "rg_lru": "scan_registry.ops.gated_scan_kinds",
     "rnn": "scan_registry.ops.rnn",
     "rnn_buffers": "scan_registry.ops.step_buffers",
     "selective_scan": "scan_registry.ops.selective_scan",

@@ -1,9 +1,202 @@
-"""The CUDA kernels of gated scan for contiguous channels."""
+"""The CUDA kernels of gated scan for contiguous channels: variants, what each accepts, and how it launches.
+
+Sources: ``channel_last_forward.cu`` and ``channel_last_backward.cu`` with ``channel_last.cuh``. Access ``aligned`` passes
+serially over columns of channels, whose tiles come through a ring in shared memory; ``generic`` holds tiles in registers
+and takes everything. The static parameters are those of linear_scan's kernels (``streams.py``, ``registers.py``), beside the
+kind. ``notes/README.md`` says why the tiles are what they are; no GPU has timed them yet.
+"""
 
 from __future__ import annotations
 
-from scan_registry.kernels.model import Kernel
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from scan_registry.hardware.target import OLDEST, SHARED_MEMORY, Target
+from scan_registry.kernels.gated_scan.problem import (
+    DIRECTIONS,
+    HEADERS,
+    Direction,
+    GatedScanProblem,
+    ceil_div,
+)
+from scan_registry.kernels.gated_scan.variants import (
+    FAMILY_NAME,
+    constants,
+    headers,
+    mismatch,
+    parameters,
+    space,
+)
+from scan_registry.kernels.linear_scan import registers, streams
+from scan_registry.kernels.linear_scan.space import Tile
+from scan_registry.kernels.model import (
+    ITEM_SIZE,
+    Code,
+    Kernel,
+    Launch,
+    Pins,
+    Rules,
+    Static,
+    Variant,
+)
+
+#: Columns that keep a GPU busy, a CTA to each. Fewer are made narrower, or shared by several CTAs.
+MANY_COLUMNS = 96
+#: Bytes of a CTA's ring, at most, by the CTAs that are meant to share an SM: GPUs with the least shared memory have room
+#: for one CTA.
+_RING = {3: 66_000, 2: 84_000, 1: 92_000}
+#: What drivers keep of a CTA's shared memory.
+_KEPT = 1024
+#: Time steps that are counted in 32 bits.
+_MOST_STEPS = 2**31 - 2**16
+
+
+def _tensors(direction: Direction, kind: str) -> int:
+    """Tensors that come through the ring: the inputs, and backward states and their gradients."""
+    return len(HEADERS[kind].inputs) + 2 * (direction == "backward")
+
+
+def _tiles(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
+    """For many columns, then for few."""
+    if access == "generic":
+        yield registers.WIDE
+        return
+    tensors = _tensors(direction, kind)
+    backward = direction == "backward"
+    # What gradients need of each element fills the registers.
+    steps = 4 if backward and (tensors > 4 or HEADERS[kind].parameters) else 8
+    yield _ringed(tensors, dtype, 3, {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps})
+    if ITEM_SIZE[dtype] == 4:
+        narrow = {"warps": 8, "lanes_across": 16, "vector": 1, "steps": 8 if backward else 16}
+        yield _ringed(tensors, dtype, 1, narrow)
+        return
+    # A CTA keeps the maps of `aggregate_lead` + 1 tiles, and the ring as many tiles and those on their way.
+    stages, lead = {2: (6, 3), 3: (4, 2), 4: (6, 3), 5: (5, 2)}[tensors]
+    shared = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": 8 if backward else 16}
+    yield {**shared, "stages": stages, "ctas_per_column": 4, "aggregate_lead": lead, "blocks": 1}
+
+
+def _ringed(tensors: int, dtype: str, blocks: int, tile: Tile) -> Tile:
+    """The tile with as many stages as there is room for, up to four."""
+    stage = int(tile["warps"]) * tensors * _warp_bytes(dtype, tile)
+    return {**tile, "stages": max(2, min(4, _RING[blocks] // stage)), "blocks": blocks}
+
+
+# --- Shared memory ----------------------------------------------------------------------------
+
+
+def _warp_bytes(dtype: str, tile: Tile) -> int:
+    """Of a warp's rows of one tensor, with the padding between its groups (``column_serial.cuh``)."""
+    groups = 32 // int(tile["lanes_across"])
+    return 32 * int(tile["vector"]) * int(tile["steps"]) * ITEM_SIZE[dtype] + 64 * (groups - 1)
+
+
+def _shared(direction: Direction, variant: Variant) -> int:
+    """Bytes of a CTA's ring."""
+    tile = dict(variant.statics)
+    if "stages" not in tile:
+        return 0
+    stage = int(tile["warps"]) * _warp_bytes(variant.text("dtype"), tile)
+    return int(tile["stages"]) * stage * _tensors(direction, variant.text("kind"))
+
+
+def _static_shared(variant: Variant) -> int:
+    """Of a CTA, at most: for each channel of a thread two maps and a sum; or the maps of ``aggregate_lead`` + 1 tiles and
+    of the whole tile, the states that enter two, and a sum."""
+    tile, vector = dict(variant.statics), variant.number("vector")
+    held = 32 * variant.number("warps") * vector
+    map_bytes = 8 if ITEM_SIZE[variant.text("dtype")] < 4 else 12
+    if "aggregate_lead" not in tile:
+        return held * (2 * map_bytes + 4)
+    groups = held + variant.number("lanes_across") * vector
+    return groups * ((int(tile["aggregate_lead"]) + 1) * map_bytes + 2 * 4) + 4 * held
+
+
+def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
+    """Whether an architecture's GPUs have room for the variant's shared memory. PTX is held to those with the least."""
+    if "stages" not in dict(statics):
+        return True
+    least = min(SHARED_MEMORY[each] for each in SHARED_MEMORY if each >= OLDEST)
+    room = least if target.is_ptx else SHARED_MEMORY.get(target.capability, math.inf)
+    variant = Variant(FAMILY_NAME, f"channel_last_{direction}", "cuda", statics)
+    return _shared(direction, variant) + _static_shared(variant) + _KEPT <= room
+
+
+# --- Problems ---------------------------------------------------------------------------------
+
+
+def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
+    if reason := mismatch(variant, problem):
+        return reason
+    if problem.time > _MOST_STEPS:
+        return f"{problem.time} steps; it counts {_MOST_STEPS}"
+    if variant.text("access") == "generic":
+        return None
+    chunk = problem.chunk()
+    if not problem.whole_chunks(chunk):
+        return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
+    return streams.refuses(variant, problem)
+
+
+def _cost(variant: Variant, problem: GatedScanProblem) -> float:
+    """Wide columns if they are many."""
+    if variant.text("access") == "generic":
+        return 2.0
+    is_wide = variant.number("warps") == 4
+    columns = problem.batch * ceil_div(problem.channels, 64)
+    return float(is_wide != (columns >= MANY_COLUMNS))
+
+
+def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launch:
+    """A part of the channel parameters' gradients is what a CTA has of a column."""
+    if not streams.is_streamed(variant):
+        launch = registers.channel_last_launch(variant, problem)
+        parts = ceil_div(problem.time, registers.channel_last_tile(variant)[1])
+    else:
+        launch = streams.launch(variant, problem, sm_count)
+        parts = int(dict(variant.statics).get("ctas_per_column", 1))
+    return replace(launch, scalars=problem.scalars(parts=problem.batch * parts))
+
+
+# --- Kernels ----------------------------------------------------------------------------------
+
+
+def _constants(variant: Variant) -> dict[str, Static]:
+    return {
+        "CTAS_PER_COLUMN": 1,
+        "SINGLE_WAVE": 0,
+        "COLUMN_SERIAL": int(streams.is_column_serial(variant)),
+        **constants(variant),
+    }
+
+
+def _kernel(direction: Direction) -> Kernel:
+    name = f"channel_last_{direction}"
+    return Kernel(
+        family=FAMILY_NAME,
+        name=name,
+        language="cuda",
+        parameters=parameters(direction),
+        defaults=space(partial(_tiles, direction)),
+        code=Code(
+            source=f"{name}.cu",
+            entry=f"{FAMILY_NAME}_{name}",
+            constants=_constants,
+            shared=partial(_shared, direction),
+            headers=headers(),
+        ),
+        rules=Rules(
+            accepts=_accepts,
+            kind_mismatch=mismatch,
+            exceeds_residency=streams.exceeds_residency,
+            serves=partial(_serves, direction),
+        ),
+        cost=_cost,
+        launch=_launch,
+    )
 
 
 def kernels() -> tuple[Kernel, ...]:
-    return ()
+    return tuple(_kernel(direction) for direction in DIRECTIONS)

@@ -9,13 +9,21 @@ from scan_registry.base import lazy
 if TYPE_CHECKING:
     from scan_registry.ops import (
         causal_conv1d,
+        gated_scan,
         linear_scan,
         rnn,
         selective_scan,
         selective_state_update,
     )
 
-__all__ = ["causal_conv1d", "linear_scan", "rnn", "selective_scan", "selective_state_update"]
+__all__ = [
+    "causal_conv1d",
+    "gated_scan",
+    "linear_scan",
+    "rnn",
+    "selective_scan",
+    "selective_state_update",
+]
 
 #: Families of kernels that have an operator, in the order in which commands list them; ``bench`` alone times the first.
 OPERATORS = ("linear_scan", "rnn", "causal_conv1d", "selective_scan", "selective_state_update")

@@ -41,6 +41,16 @@ def _linear_scan_backward(
     return operations
 
 
+def _gated_scan(kind: str, inputs: Any, *_: Any, **__: Any) -> int:
+    """The scan's; what computes its gates and tokens is not counted, as no activation is."""
+    return _linear_scan(inputs[0], inputs[0])
+
+
+def _gated_scan_backward(kind: str, inputs: Any, *rest: Any, **_: Any) -> int:
+    """As of a scan that is computed once more, and differentiated in gates and tokens."""
+    return 5 * int(inputs[0].numel())
+
+
 def _costs(tensor: Tensor) -> tuple[int, int]:
     """The operations of a multiplication, and of an addition."""
     return (6, 2) if tensor.is_complex() else (1, 1)
@@ -103,6 +113,8 @@ FORMULAS: dict[str, Formula] = {
     "linear_scan": _linear_scan,
     "linear_scan_backward": _linear_scan_backward,
     "linear_scan_summary": _linear_scan_summary,
+    "gated_scan": _gated_scan,
+    "gated_scan_backward": _gated_scan_backward,
     "rnn": _rnn,
     "rnn_backward": _rnn_backward,
     "selective_scan": _selective_scan,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from scan_registry.base.symbols import same_shape
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import scan
@@ -30,6 +31,7 @@ def linear_scan(
     dim: int = -1,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_final_state: Literal[False] = False,
     backend: Backend = "auto",
 ) -> Tensor: ...
@@ -44,6 +46,7 @@ def linear_scan(
     dim: int = -1,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_final_state: Literal[True],
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -58,6 +61,7 @@ def linear_scan(
     dim: int = -1,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_final_state: bool,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -71,6 +75,7 @@ def linear_scan(
     dim: int = -1,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_final_state: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -95,6 +100,9 @@ def linear_scan(
             own initial state. Empty ones are allowed. Reading them would wait for the GPU: values that
             do not rise from 0 to T are refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a
             GPU; else the states are of no use, but nothing outside the tensors is touched.
+        reset: bool, (batch, time), batch being the first dimension that is not time; (time,) if there is no other. The
+            state starts anew at such a step: what is before it, with ``reverse`` after it in time, counts as zero,
+            even if it is infinite or NaN.
         return_final_state: return the state after the last step, too.
         backend: ``"auto"`` takes the best binary installed for this GPU; ``"cuda"`` and ``"triton"``
             pin a language; ``"reference"`` is plain torch on any device.
@@ -123,6 +131,7 @@ def linear_scan(
     if (
         initial_state is None
         and cu_seqlens is None
+        and reset is None
         and reverse is False
         and return_final_state is False
         and not _is_compiling()
@@ -132,8 +141,32 @@ def linear_scan(
     ):
         return fast_states
     options = Options(dim, reverse, return_final_state, backend)
-    states, last = scan(*normalised(gates, tokens, initial_state, cu_seqlens, options))
+    given = normalised(gates, tokens, initial_state, cu_seqlens, options)
+    states, last = scan(*given) if reset is None else _with_resets(reset, *given)
     return states if last is None else (states, last)
+
+
+def _with_resets(
+    reset: Tensor,
+    gates: Tensor,
+    tokens: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor | None]:
+    """By ``gated_scan``, where its kind ``linear`` takes such tensors."""
+    from scan_registry.ops import gated_scan_arguments, gated_scan_derivatives, resets
+
+    gated_scan_arguments.check_reset(
+        reset, resets.reset_shape(tokens.shape, options.dim), tokens.device
+    )
+    alike = gates.dtype == tokens.dtype and same_shape(gates.shape, tokens.shape)
+    if alike and tokens.dim() == 3 and options.dim != -3 and not tokens.is_complex():
+        given = gated_scan_arguments.Arguments(
+            (gates, tokens), (), reset, initial_state, cu_seqlens
+        )
+        return gated_scan_derivatives.scan(given, gated_scan_arguments.Options("linear", *options))
+    return resets.scan(gates, tokens, reset, initial_state, cu_seqlens, options)
 
 
 def describe(
@@ -144,6 +177,7 @@ def describe(
     dim: int = -1,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_final_state: bool = False,
     backend: Backend = "auto",
 ) -> dict[str, KernelCall]:

@@ -162,13 +162,13 @@ def test_rg_lru_is_exact_where_a_is_close_to_1(steps: Steps) -> None:
     kind = KINDS["rg_lru"]
     torch.manual_seed(0)
     rows = drawn(kind, 5000, 1.0)
-    rows[:, 3] = torch.linspace(-40, 2, 5000)  # softplus from 4e-18 on
+    rows[:, 3] = torch.linspace(-40, 0, 5000)  # softplus from 4e-18 on
     rows[:, 4:] = torch.tensor([0.0, 0.0, 1.0])
     out, _ = steps(kind, rows)
     right = expected(kind, rows)
     assert (out[:, 0] > 1 - 1e-6).any()
     for column in range(1, 6):
-        assert ((out[:, column] - right[:, column]).abs() <= 1e-5 * right[:, column].abs()).all(), (
+        assert ((out[:, column] - right[:, column]).abs() <= 3e-6 * right[:, column].abs()).all(), (
             column
         )
 

@@ -31,6 +31,26 @@ def scans(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     return states + both[0] + packed + summary[1].unsqueeze(-1)
 
 
+def gated_scans(x: Tensor, final: bool) -> Tensor:
+    """Every overload of ``gated_scan`` and of its kinds, and resets."""
+    reset = torch.rand(x.shape[0], x.shape[2]) < 0.5
+    states = scan_registry.gated_scan("min_gru", x, x)
+    assert_type(states, Tensor)
+    both = scan_registry.gated_scan("linear", x, x, reset=reset, return_final_state=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    either = ops.gated_scan.gated_scan("rg_lru", x, x, x, x[0, :, 0], return_final_state=final)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    assert_type(scan_registry.linear_scan(x, x, reset=reset), Tensor)
+    gru = scan_registry.min_gru(x, x, activation="identity")
+    assert_type(gru, Tensor)
+    lstm = scan_registry.min_lstm(x, x, x, return_final_state=True)
+    assert_type(lstm, tuple[Tensor, Tensor])
+    lru = scan_registry.rg_lru(x, x, x, x[0, :, 0], reset, return_final_state=final)
+    assert_type(lru, Tensor | tuple[Tensor, Tensor])
+    bounded = scan_registry.hgrn(x, x, 0.5, dim=1, reverse=True)
+    return states + both[0] + gru + lstm[0] + bounded + scan_registry.hgrn(x, x)
+
+
 def steps() -> Tensor:
     """Operators of one step, in place of a state."""
     state = torch.zeros(2, 3)
@@ -189,6 +209,7 @@ def main() -> None:
     """Each of them once."""
     gates, tokens = torch.rand(2, 3, 8), torch.randn(2, 3, 8)
     assert scans(gates, tokens, final=True).shape == tokens.shape
+    assert gated_scans(tokens, final=True).shape == tokens.shape
     assert steps().shape == (2, 3)
     assert convolutions(tokens, final=True).shape == tokens.shape
     assert networks().dim() == 5

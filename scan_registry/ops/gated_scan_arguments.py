@@ -1,0 +1,262 @@
+"""What ``gated_scan`` accepts, and how its arguments become what runs.
+
+Conversions are torch's own operators, so gradients flow back through them to the dtype and shape that was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scan_registry.base.symbols import numbers, same_shape, surely
+from scan_registry.dispatch.select import BACKENDS
+from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
+from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
+from scan_registry.ops.arguments import (
+    as_bool,
+    as_index,
+    check_cu_seqlens,
+    check_initial_state,
+    refuse_layout,
+)
+
+#: Dtypes that kernels are compiled for; float64 is computed in plain torch and ``linear_scan``.
+COMPILED = (torch.float32, torch.bfloat16, torch.float16)
+ACCEPTED = (*COMPILED, torch.float64)
+#: What ``activation`` may be, and what the names of kinds end with then.
+ACTIVATIONS = {"positive": "", "identity": "_identity"}
+
+
+class Options(NamedTuple):
+    """The arguments that are no tensors. ``kind`` is a name in ``KINDS``. ``dim`` is -1 for (batch, channels, time) and
+    -2 for (batch, time, channels)."""
+
+    kind: str
+    dim: int = -1
+    reverse: bool = False
+    final: bool = False
+    backend: str = "auto"
+
+
+class Arguments(NamedTuple):
+    """Tensors as the operator takes them.
+
+    inputs         of one shape and dtype, in any strides
+    parameters     (channels,), in the dtype that states are computed in
+    reset          (batch, time), bool
+    initial_state  in its full shape, in the dtype that states are computed in
+    cu_seqlens     int64, without gaps
+    """
+
+    inputs: tuple[Tensor, ...]
+    parameters: tuple[Tensor, ...] = ()
+    reset: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """Inputs, parameters and the initial state."""
+        return *self.inputs, *self.parameters, self.initial_state
+
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """All, one after the other: what is differentiable first."""
+        return *self.differentiable, self.reset, self.cu_seqlens
+
+    @classmethod
+    def of(cls, kind: str, flat: Sequence[Any]) -> Arguments:
+        """From ``flat``."""
+        inputs = len(KINDS[kind].inputs)
+        *parameters, initial_state, reset, cu_seqlens = flat[inputs:]
+        return cls(tuple(flat[:inputs]), tuple(parameters), reset, initial_state, cu_seqlens)
+
+
+def kind_of(name: Any) -> Kind:
+    """The kind of that name; ``TypeError`` or ``ValueError`` lists those there are."""
+    if not isinstance(name, str):
+        raise TypeError(f"kind is {name!r}; it must be one of {', '.join(KINDS)}")
+    if name not in KINDS:
+        raise ValueError(f"kind is {name!r}; accepted are {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+def with_activation(kind: str, activation: Any) -> str:
+    """The name of the kind that has the activation."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; accepted are {', '.join(ACTIVATIONS)}")
+    return kind + ACTIVATIONS[activation]
+
+
+def channel_values(name: str, value: Any, x: Any, dim: Any) -> Any:
+    """``value`` for each channel of ``x``: a number, or None for 0, as a tensor. All else is left to ``normalised``."""
+    if isinstance(value, Tensor) or not isinstance(x, Tensor) or x.dim() != 3:
+        return value
+    number = 0.0 if value is None else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{name} is {value!r}; it must be a number, a tensor or None")
+    if not 0 <= number <= 1:
+        raise ValueError(f"{name} is {value}; accepted are numbers from 0 to 1")
+    channels = x.shape[2 if as_index("dim", dim) in (1, -2) else 1]
+    return torch.full((channels,), number, dtype=compute_dtype(x.dtype), device=x.device)
+
+
+def check_reset(reset: Any, shape: Sequence[int], device: torch.device) -> None:
+    """Refuse what is no bool tensor of ``shape``, the sizes of batch and time."""
+    if not isinstance(reset, Tensor):
+        raise TypeError(f"reset must be a torch.Tensor, not {type(reset).__name__}")
+    if reset.layout != torch.strided or reset.is_nested:
+        refuse_layout("reset", reset)
+    if reset.dtype != torch.bool:
+        raise TypeError(f"reset has dtype {reset.dtype}; accepted is bool")
+    if reset.device != device:
+        raise ValueError(
+            f"reset is on {reset.device}, the sequences on {device}; they must be on one device"
+        )
+    if not _agree(reset.shape, shape):
+        raise ValueError(
+            f"reset has shape {tuple(reset.shape)}; it must be {tuple(shape)}, batch and time"
+        )
+
+
+def normalised(
+    kind: Any,
+    inputs: Sequence[Any],
+    reset: Any,
+    initial_state: Any,
+    cu_seqlens: Any,
+    options: Options,
+) -> tuple[Arguments, Options]:
+    """The checked arguments, converted; an exception names what is not accepted."""
+    of = kind_of(kind)
+    names = of.inputs + of.parameters
+    if len(inputs) != len(names):
+        raise TypeError(
+            f"{of.name} takes {len(names)} tensors, {', '.join(names)}; {len(inputs)} were given"
+        )
+    given = dict(zip(names, inputs, strict=True))
+    optional = {"reset": reset, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    _check_tensors({**given, **{name: t for name, t in optional.items() if t is not None}})
+    sequences = {name: given[name] for name in of.inputs}
+    first = inputs[0]
+    options = _check_options(of, first, options)
+    _check_sequences(sequences)
+    dim, compute = options.dim, compute_dtype(first.dtype)
+    parameters = tuple(
+        [_parameter(name, given[name], of, first, options) for name in of.parameters]
+    )
+    count = None
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, first.shape[dim])
+        cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
+        count = cu_seqlens.shape[0] - 1
+    if reset is not None:
+        check_reset(reset, (first.shape[0], first.shape[dim]), first.device)
+    if initial_state is not None:
+        of_state = state_shape(first.shape, dim % 3, count)
+        check_initial_state(initial_state, of_state, first.dtype)
+        initial_state = initial_state.to(compute)
+        if not same_shape(initial_state.shape, of_state):
+            initial_state = initial_state.expand(of_state)
+    made = Arguments(tuple(inputs[: len(of.inputs)]), parameters, reset, initial_state, cu_seqlens)
+    return made, options
+
+
+def _check_tensors(present: Mapping[str, Any]) -> None:
+    """Refuse what are no dense tensors on one device."""
+    first = next(iter(present))
+    for name, value in present.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+        if value.layout != torch.strided or value.is_nested:
+            refuse_layout(name, value)
+        if value.device != present[first].device:
+            raise ValueError(
+                f"{name} is on {value.device}, {first} on {present[first].device}; they must be on one device"
+            )
+
+
+def _check_options(kind: Kind, first: Tensor, options: Options) -> Options:
+    """The options with a negative ``dim``."""
+    name, backend = kind.inputs[0], options.backend
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+    if backend in ("cuda", "triton") and first.device.type != "meta":
+        if not first.is_cuda:
+            raise ValueError(
+                f"backend is {backend!r}, which needs a CUDA device; {name} is on {first.device}"
+            )
+        if first.dtype not in COMPILED:
+            raise ValueError(
+                f"backend is {backend!r}, which has no kernel for {_short(first.dtype)}; accepted are auto and "
+                "reference"
+            )
+    if first.dim() != 3:
+        raise ValueError(
+            f"{name} has shape {tuple(first.shape)}; it must be (batch, channels, time), or with dim=1 "
+            "(batch, time, channels)"
+        )
+    dim = as_index("dim", options.dim)
+    if dim not in (-2, -1, 1, 2):
+        raise ValueError(f"dim is {dim}; accepted are -1 or 2, and 1 or -2")
+    reverse = as_bool("reverse", options.reverse)
+    final = as_bool("return_final_state", options.final)
+    return Options(kind.name, dim if dim < 0 else dim - 3, reverse, final, backend)
+
+
+def _check_sequences(sequences: Mapping[str, Tensor]) -> None:
+    """Refuse what is not of one shape and dtype."""
+    first, model = next(iter(sequences.items()))
+    for name, tensor in sequences.items():
+        if tensor.dtype not in ACCEPTED:
+            names = ", ".join(map(_short, ACCEPTED))
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted are {names}")
+        if tensor.dtype != model.dtype:
+            raise TypeError(
+                f"{name} has dtype {tensor.dtype}, {first} {model.dtype}; all sequences must have one dtype, so "
+                f"convert one of them"
+            )
+        if not _agree(tensor.shape, model.shape):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, {first} {tuple(model.shape)}; all sequences must have one "
+                "shape"
+            )
+
+
+def _parameter(name: str, tensor: Tensor, kind: Kind, first: Tensor, options: Options) -> Tensor:
+    """A value for each channel, in the dtype of the computation."""
+    compute = compute_dtype(first.dtype)
+    if tensor.dtype not in ACCEPTED:
+        names = ", ".join(map(_short, ACCEPTED))
+        raise TypeError(f"{name} has dtype {tensor.dtype}; accepted are {names}")
+    if tensor.dtype == torch.float64 and compute != torch.float64:
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}, {kind.inputs[0]} {first.dtype}; float64 does not mix with narrower "
+            "dtypes"
+        )
+    channels = first.shape[-1 if options.dim == -2 else -2]
+    if not _agree(tensor.shape, (channels,)):
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; for {kind.inputs[0]} of shape {tuple(first.shape)} with "
+            f"dim={options.dim} it must be ({channels},), one value for each channel"
+        )
+    return tensor.to(compute)
+
+
+def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two shapes are the same. Sizes that torch.compile does not know yet are taken to be, and checked when they
+    are known."""
+    one, other = numbers(one), numbers(other)
+    if len(one) != len(other) or any(surely(a != b) for a, b in zip(one, other, strict=True)):
+        return False
+    if not same_shape(one, other):
+        for a, b in zip(one, other, strict=True):
+            torch._check(a == b)
+    return True
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
