@@ -69,11 +69,12 @@ def _tiles(direction: Direction, dtype: str, kind: str, access: str) -> Iterator
     steps = 4 if backward and (tensors > 4 or HEADERS[kind].parameters) else 8
     yield _ringed(tensors, dtype, 3, {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps})
     if ITEM_SIZE[dtype] == 4:
-        narrow = {"warps": 8, "lanes_across": 16, "vector": 1, "steps": 8 if backward else 16}
+        steps = {2: 8, 3: 8, 4: 6, 5: 4}.get(tensors, 4)
+        narrow = {"warps": 8, "lanes_across": 16, "vector": 1, "steps": steps}
         yield _ringed(tensors, dtype, 1, narrow)
         return
     # A CTA keeps the maps of `aggregate_lead` + 1 tiles, and the ring as many tiles and those on their way.
-    stages, lead = {2: (6, 3), 3: (4, 2), 4: (6, 3), 5: (5, 2)}[tensors]
+    stages, lead = {2: (6, 3), 3: (4, 2), 4: (6, 3), 5: (5, 2)}.get(tensors, (4, 2))
     shared = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": 8 if backward else 16}
     yield {**shared, "stages": stages, "ctas_per_column": 4, "aggregate_lead": lead, "blocks": 1}
 
@@ -137,6 +138,9 @@ def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
     chunk = problem.chunk()
     if not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
+    ctas = int(dict(variant.statics).get("ctas_per_column", 1))
+    if problem.time <= (ctas - 1) * streams.times(variant):
+        return f"fewer tiles than the {ctas} blocks that share a column"
     return streams.refuses(variant, problem)
 
 
