@@ -44,12 +44,23 @@ struct KindOf {
 // exp(-|x|)
 __device__ inline float exp_below(float x) { return fast_exp2(-LOG2_E * fabsf(x)); }
 
-// The sigmoids of x and of -x, from exp(-|x|) and 1 / (1 + exp(-|x|)): each is right to nearly all its bits.
+// Two numbers whose sum is 1, from the smaller one. The larger one is a difference, so that one close to 1, such as a gate
+// that keeps a state for long, is right to its last bit.
+struct Shares {
+    float first, second;
+
+    __device__ Shares(bool first_is_larger, float smaller)
+        : first(first_is_larger ? 1 - smaller : smaller), second(first_is_larger ? smaller : 1 - smaller) {}
+};
+
+// The sigmoids of x and of -x, from exp(-|x|) and 1 / (1 + exp(-|x|)).
 struct Sigmoids {
     float up, down;
 
-    __device__ Sigmoids(float x, float below, float reciprocal)
-        : up(x >= 0 ? reciprocal : below * reciprocal), down(x >= 0 ? below * reciprocal : reciprocal) {}
+    __device__ Sigmoids(float x, float below, float reciprocal) {
+        const Shares shares(x >= 0, below * reciprocal);
+        up = shares.first, down = shares.second;
+    }
 };
 
 // g(x) = x + 1/2 from 0 on, and sigmoid(x) below, from the same; and its derivative, from its value.

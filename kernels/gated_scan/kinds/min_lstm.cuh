@@ -24,7 +24,8 @@ struct Kind : KindOf<3, 0> {
         const float taken = (1 + forget_below) * (apart < 0 ? 1.0f : least);
         const float both = fast_reciprocal((kept + taken) * (1 + hidden_below)), each = both * (1 + hidden_below);
         const float two = fast_reciprocal((1 + forget_below) * (1 + input_below));  // in backward kernels alone
-        return {kept * each, taken * each,
+        const Shares shares(kept >= taken, (kept < taken ? kept : taken) * each);
+        return {shares.first, shares.second,
                 given.option ? hidden : positive(hidden, hidden_below, both * (kept + taken)),
                 Sigmoids(forget, forget_below, two * (1 + input_below)).down,
                 Sigmoids(input, input_below, two * (1 + forget_below)).down};

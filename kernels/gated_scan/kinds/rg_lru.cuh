@@ -5,8 +5,10 @@
 // The channel parameter is prepared, to p = 8 * softplus(a_param) / log(2), so that a = exp2(-m) with m = p * r. Special
 // functions: 5.
 //
-// a may be as close to 1 as one likes, so 1 - a * a is not a difference there: up to m = 1/2 it is m times a polynomial,
-// to 1e-7. The root is steep where a is close to 1; its derivative counts as at most 1000, as implementations cap it.
+// a may be as close to 1 as one likes, so 1 - a is not a difference there: up to m = 1/2 it is m times a polynomial, to
+// 1e-7, and 1 - a * a is (1 - a) * (1 + a). The GPU's exponential errs by two units in the last place, alike for like
+// gates, which would add up over the steps that a state lasts. The root is steep where a is close to 1; its derivative
+// counts as at most 1000, as implementations cap it.
 
 struct Kind : KindOf<3, 1> {
     struct Values {
@@ -24,22 +26,23 @@ struct Kind : KindOf<3, 1> {
         return 8 * LOG2_E * Sigmoids(a_param, below, fast_reciprocal(1 + below)).up;
     }
 
-    // 1 - exp2(-2 m), for m from 0 on, where a = exp2(-m).
-    __device__ static float lost(float m, float a) {
-        float p = -0.007329268380999565f;
-        p = p * m + 0.04130002111196518f;
-        p = p * m - 0.15353821218013763f;
-        p = p * m + 0.44399121403694153f;
-        p = p * m - 0.9609041810035706f;
-        p = p * m + 1.3862943649291992f;
-        return m < 0.5f ? m * p : 1 - a * a;
+    // a and 1 - a, of a = exp2(-m) for m from 0 on.
+    __device__ static Shares decay(float m) {
+        float p = 0.0011542474385350943f;
+        p = p * m - 0.009541073814034462f;
+        p = p * m + 0.055490341037511826f;
+        p = p * m - 0.2402256429195404f;
+        p = p * m + 0.6931471824645996f;
+        const bool slow = m < 0.5f;
+        return Shares(slow, slow ? m * p : fast_exp2(-m));
     }
     __device__ static Values values(const Given& given) {
         const float recurrence = given.input[1], gate = given.input[2];
         const float below = exp_below(recurrence), gate_below = exp_below(gate);
         const float both = fast_reciprocal((1 + below) * (1 + gate_below));
         const Sigmoids r(recurrence, below, both * (1 + gate_below)), taken(gate, gate_below, both * (1 + below));
-        const float m = given.parameter[0] * r.up, a = fast_exp2(-m), square = lost(m, a);
+        const Shares decay = Kind::decay(given.parameter[0] * r.up);
+        const float a = decay.first, square = decay.second * (1 + a);
         // Of nothing the root is 0, and what divides by it is capped.
         const float by_root = fast_rsqrt(square < 1e-30f ? 1e-30f : square), half = 0.5f * by_root;
         const float scale = given.reset ? 1.0f : square * by_root;
