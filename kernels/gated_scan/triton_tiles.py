@@ -104,10 +104,11 @@ def _constants(variant: Variant) -> Mapping[str, Static]:
         tile["GROUPS"] = columns.groups(variant)
     return {
         "ALIGNED": int(variant.text("access") == "aligned"),
-        "KIND": kind.name,
+        "KIND": variant.text("kind"),
         "INPUTS": len(kind.inputs),
         "PARAMETERS": len(kind.parameters),
-    } | tile
+        **tile,
+    }
 
 
 def _elements(variant: Variant, direction: Direction) -> dict[str, str]:
