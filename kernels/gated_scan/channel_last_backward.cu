@@ -29,6 +29,9 @@ __device__ inline Kind::Gradients backward(const Step& step, const Given& given,
     return Kind::gradients(given, values, given.reset ? 0.0f : token_grad * earlier, token_grad);
 }
 
+// A channel parameter's gradient at a step, if it exists. That of padding is 0, if the kind has such.
+__device__ inline float counted(float grad, bool exists) { return Kind::PADS || exists ? grad : 0.0f; }
+
 // A sum with what rounding took from it.
 struct Sum {
     float sum = 0, error = 0;
@@ -141,7 +144,7 @@ struct BackwardPass {
 #pragma unroll
                 for (int i = 0; i < INPUTS; i++) to[i][v] = of.input[i];
 #pragma unroll
-                for (int p = 0; p < PARAMETERS; p++) tile_sum[v][p] += exists(left, k) ? of.parameter[p] : 0.0f;
+                for (int p = 0; p < PARAMETERS; p++) tile_sum[v][p] += counted(of.parameter[p], exists(left, k));
             }
 #pragma unroll
             for (int i = 0; i < INPUTS; i++) tiles.put(i, to_inputs[i], left, k, to[i]);
@@ -337,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gated_scan_channel
             rows_of(grads[i], grads_batch, grads_channel, grads_time).store(k, chunk);
         }
 #pragma unroll
-        for (int p = 0; p < PARAMETERS; p++) sum[p] += exists(k) ? to.parameter[p] : 0.0f;
+        for (int p = 0; p < PARAMETERS; p++) sum[p] += counted(to.parameter[p], exists(k));
     }
     if (PARAMETERS == 0 || !parameters_grad) return;
     // The tile's sum over time, of each channel.

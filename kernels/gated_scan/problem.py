@@ -45,8 +45,9 @@ LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
 MOST_INPUTS = 4
 #: By the name of a header, the kind without its option.
 HEADERS = {kind.source: kind for kind in KINDS.values() if not kind.option}
-#: Of a partial sum over time, at least this many steps but for a sequence's last.
+#: Of a partial sum over time, at least this many steps, but for the last ones of a batch.
 LEAST_PART = 32
+_LAST_PARTS = 8
 
 _INPUTS = tuple(f"input{n}" for n in range(MOST_INPUTS))
 #: The pointers of each direction, in the kernels' order.
@@ -117,7 +118,7 @@ class GatedScanProblem(LinearScanProblem):
     @property
     def most_parts(self) -> int:
         """Partial sums that a launch has at most."""
-        return self.parts + self.batch * (self.time // LEAST_PART)
+        return self.parts + self.batch * (self.time // LEAST_PART + _LAST_PARTS)
 
     def scalars(self, rows: int = 0, parts: int = 0) -> dict[str, int]:
         """Every integer parameter of the kernels, by name. ``parts`` is how many partial sums the launch makes, unless as

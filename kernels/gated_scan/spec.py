@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scan_registry.kernels.gated_scan import channel_last, time_last, triton_tiles
+from scan_registry.kernels.gated_scan.samples import samples
 from scan_registry.kernels.gated_scan.variants import FAMILY_NAME, parameters
 from scan_registry.kernels.model import Family
 
@@ -20,4 +21,6 @@ FAMILY = Family(
     summary="h[t] = gate[t] * h[t-1] + token[t], with gates and tokens computed on the way",
     folder=Path(__file__).parent,
     kernels=(*time_last.kernels(), *channel_last.kernels(), *triton_tiles.kernels()),
+    samples=samples(),
+    on_cpu=True,
 )

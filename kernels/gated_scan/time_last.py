@@ -59,12 +59,10 @@ _WHOLE: dict[tuple[Direction, int], Tile] = {
     ("backward", 2): {"pieces": 1, "stages": 3},
     ("backward", 4): {"pieces": 2, "stages": 2},
 }
-#: Rows that are cut into segments, a tile to each of a CTA's warps, which have more registers in float32.
-_CUT: dict[tuple[Direction, int], Tile] = {
-    ("forward", 2): {"rows": 16, "stages": 5},
-    ("forward", 4): {"rows": 12, "stages": 6},
-    ("backward", 2): {"rows": 16, "stages": 4},
-    ("backward", 4): {"rows": 12, "stages": 4},
+#: Rows that are cut into segments, a tile to each of a CTA's warps: as many warps as have 128 registers for each thread.
+_CUT: dict[Direction, Tile] = {
+    "forward": {"rows": 12, "stages": 6, "prefix_lead": 2, "blocks": 1},
+    "backward": {"rows": 12, "stages": 4, "prefix_lead": 2, "blocks": 1},
 }
 
 
@@ -72,10 +70,8 @@ def _tiles(direction: Direction, dtype: str, kind: str, access: str) -> Iterator
     if access == "generic":
         yield _GENERIC
         return
-    size = ITEM_SIZE[dtype]
-    yield {"warps": 1, "rows": 4, "lanes": 32, **_WHOLE[direction, size], "blocks": 4}
-    cut = {"warps": 1, "lanes": 32, "pieces": 1, **_CUT[direction, size]}
-    yield {**cut, "prefix_lead": 2, "blocks": 1}
+    yield {"warps": 1, "rows": 4, "lanes": 32, **_WHOLE[direction, ITEM_SIZE[dtype]], "blocks": 4}
+    yield {"warps": 1, "lanes": 32, "pieces": 1, **_CUT[direction]}
 
 
 # --- Shared memory ----------------------------------------------------------------------------

@@ -235,11 +235,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
 
 def check_bounds(cu_seqlens: Tensor, time: int) -> None:
     """``ValueError`` unless the bounds rise from 0 to ``time``."""
-    if (
-        torch.compiler.is_compiling()
-        or type(cu_seqlens) is not Tensor
-        or torch._C._functorch.is_batchedtensor(cu_seqlens)
-    ):
+    if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor or _is_mapped(cu_seqlens):
         return
     rises = bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
@@ -248,6 +244,13 @@ def check_bounds(cu_seqlens: Tensor, time: int) -> None:
         raise ValueError(
             f"cu_seqlens {how}; it must rise from 0 to the {time} steps of the time dimension"
         )
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether ``torch.vmap`` maps over it, at any level: its values are then no numbers that Python can see."""
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return torch._C._functorch.is_batchedtensor(tensor)
 
 
 def normalised(

@@ -239,16 +239,22 @@ def _before(
             [x.narrow(dim, 1, count - 1), edge] if reverse else [edge, x.narrow(dim, 0, count - 1)]
         )
         return torch.cat(parts, dim)
-    times = torch.arange(count, device=x.device)
-    number = torch.searchsorted(cu_seqlens, times, right=True) - 1
-    number = number.clamp(0, cu_seqlens.shape[0] - 2)
-    first = times + 1 == cu_seqlens[number + 1] if reverse else times == cu_seqlens[number]
+    number, first = sequences_of_steps(cu_seqlens, count, reverse)
     along = [1] * x.dim()
     along[dim] = count
     edge = torch.zeros_like(x)
     if boundary is not None:
         edge = boundary.index_select(dim, number)
     return torch.where(first.view(along), edge, x.roll(-1 if reverse else 1, dim))
+
+
+def sequences_of_steps(cu_seqlens: Tensor, time: int, reverse: bool) -> tuple[Tensor, Tensor]:
+    """Of each step, the number of its packed sequence, and whether it is the first that is walked there."""
+    # Mapped where the bounds are: torch expands what is not, and then warns of its strides.
+    times = torch.arange(time, device=cu_seqlens.device) + 0 * cu_seqlens[0]
+    number = torch.searchsorted(cu_seqlens, times, right=True) - 1
+    number = number.clamp(0, cu_seqlens.shape[0] - 2)
+    return number, times + 1 == cu_seqlens[number + 1] if reverse else times == cu_seqlens[number]
 
 
 def differentiable_backward(
@@ -325,16 +331,34 @@ def in_front(
 
 
 def _forward_mapped(info: Any, in_dims: Any, *args: Any) -> Any:
-    """The rule of ``torch.vmap``: one scan with a dimension more."""
+    """The rule of ``torch.vmap``: one scan with a dimension more; if ``cu_seqlens`` is mapped, one of more sequences."""
     gates, tokens, initial, bounds, *options = args
     of_gates, of_tokens, of_initial, of_bounds, *_ = in_dims
-    if of_bounds is not None:
-        raise ValueError("cu_seqlens is mapped over by vmap; all maps share one cu_seqlens")
-
     gates, tokens = in_front(info.batch_size, gates, tokens, of_gates, of_tokens)
     initial = _in_front(info.batch_size, initial, of_initial)
+    if of_bounds is not None:
+        return _packed_maps(gates, tokens, initial, bounds.movedim(of_bounds, 0), options)
     states, last = _op(gates, tokens, initial, bounds, *options)
     return (states, last), (0, 0 if Options(*options).final else None)
+
+
+def _packed_maps(gates: Tensor, tokens: Tensor, initial: Any, bounds: Tensor, options: Any) -> Any:
+    """The scans of maps that have bounds of their own, one after the other along time."""
+    how, count, time = Options(*options), bounds.shape[0], tokens.shape[options[0]]
+
+    def packed(x: Tensor) -> Tensor:
+        return x.movedim(0, how.dim - 1).flatten(how.dim - 1, how.dim)
+
+    def apart(x: Tensor) -> Tensor:
+        along: Tensor = x.unflatten(how.dim, (count, x.shape[how.dim] // count))
+        return along.movedim(how.dim - 1, 0)
+
+    starts = torch.arange(count, device=bounds.device).unsqueeze(1) * time + bounds[:, :-1]
+    every = torch.cat([starts.flatten(), starts.new_full((1,), count * time)])
+    gates = gates.expand(count, *tokens.shape[1:])
+    initial = None if initial is None else packed(initial)
+    states, last = _op(packed(gates), packed(tokens), initial, every, *options)
+    return (apart(states), apart(last) if how.final else last), (0, 0 if how.final else None)
 
 
 def _backward_impl(*args: Any) -> Any:

@@ -105,7 +105,7 @@ def channel_values(name: str, value: Any, x: Any, dim: Any) -> Any:
 
 
 def check_reset(reset: Any, shape: Sequence[int], device: torch.device) -> None:
-    """Refuse what is no bool tensor of ``shape``, the sizes of batch and time."""
+    """Refuse what is no bool tensor of ``shape``: the sizes of batch and time, or time alone."""
     if not isinstance(reset, Tensor):
         raise TypeError(f"reset must be a torch.Tensor, not {type(reset).__name__}")
     if reset.layout != torch.strided or reset.is_nested:
@@ -118,7 +118,8 @@ def check_reset(reset: Any, shape: Sequence[int], device: torch.device) -> None:
         )
     if not _agree(reset.shape, shape):
         raise ValueError(
-            f"reset has shape {tuple(reset.shape)}; it must be {tuple(shape)}, batch and time"
+            f"reset has shape {tuple(reset.shape)}; it must be {tuple(shape)}, "
+            + ("batch and time" if len(shape) == 2 else "time")
         )
 
 

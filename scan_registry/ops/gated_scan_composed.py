@@ -5,6 +5,8 @@ This runs what no kernel takes: tensors on the CPU, float64, derivatives of deri
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,7 @@ def backward(
     recorded. Gates and tokens are computed once more, so that no pass keeps them for another."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        leaves = [
+        leaves: list[Any] = [
             t if t is None or (again and t.requires_grad) else t.detach().requires_grad_(want)
             for t, want in zip(given.differentiable, wanted, strict=True)
         ]

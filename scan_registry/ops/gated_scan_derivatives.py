@@ -26,6 +26,7 @@ Gradients = tuple[Tensor | None, ...]
 
 _is_compiling = torch.compiler.is_compiling
 _transforms_active = torch._C._are_functorch_transforms_active
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _required = policy.required.get
 
 
@@ -102,6 +103,9 @@ def first_derivative(
     if again or (not _is_compiling() and has_tangents(*every)):
         with torch.enable_grad():
             return composed.backward(given, options, states_grad, last_grad, wanted)
+    if not _is_compiling() and any(g is not None and _is_legacy_batched(g) for g in every[-2:]):
+        # Of ``is_grads_batched``, which maps over no operator that returns a list.
+        return composed.backward(given, options, states_grad, last_grad, wanted)
     if not _is_compiling() and _unobserved(given, states_grad, last_grad):
         return plans.backward(given, states, states_grad, last_grad, options, wanted)
     if not _is_compiling():

@@ -157,9 +157,7 @@ def _with_resets(
     """By ``gated_scan``, where its kind ``linear`` takes such tensors."""
     from scan_registry.ops import gated_scan_arguments, gated_scan_derivatives, resets
 
-    gated_scan_arguments.check_reset(
-        reset, resets.reset_shape(tokens.shape, options.dim), tokens.device
-    )
+    _check_reset(reset, tokens, options)
     alike = gates.dtype == tokens.dtype and same_shape(gates.shape, tokens.shape)
     if alike and tokens.dim() == 3 and options.dim != -3 and not tokens.is_complex():
         given = gated_scan_arguments.Arguments(
@@ -167,6 +165,13 @@ def _with_resets(
         )
         return gated_scan_derivatives.scan(given, gated_scan_arguments.Options("linear", *options))
     return resets.scan(gates, tokens, reset, initial_state, cu_seqlens, options)
+
+
+def _check_reset(reset: Tensor, tokens: Tensor, options: Options) -> None:
+    from scan_registry.ops import gated_scan_arguments, resets
+
+    shape = resets.reset_shape(tokens.shape, options.dim)
+    gated_scan_arguments.check_reset(reset, shape, tokens.device)
 
 
 def describe(
@@ -187,8 +192,14 @@ def describe(
     given = gates, tokens, initial_state
     gates, tokens, initial_state, bounds, options = normalised(*given, cu_seqlens, options)
     wanted = [tensor is not None and tensor.requires_grad for tensor in given]
+    if reset is not None:
+        _check_reset(reset, tokens, options)
     if tokens.numel() == 0:
         return {}
+    if reset is not None:
+        from scan_registry.ops import resets
+
+        gates, tokens, bounds, options = resets.stretches(tokens, options)
     how = bounds, options.dim, options.reverse
     calls = {"forward": make_kernel_call("forward", gates, {"tokens": tokens}, *how)}
     if any(wanted):

@@ -7,6 +7,7 @@ nothing: a sequence without steps is allowed. That way nothing waits for the val
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,17 @@ def reset_shape(shape: Any, dim: int) -> tuple[int, ...]:
     """What ``reset`` of a scan over tensors of ``shape`` has: batch and time; time alone, where there is no more."""
     rank = len(shape)
     return (shape[dim],) if rank == 1 else (shape[batch_dim(rank, dim)], shape[dim])
+
+
+def stretches(tokens: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """Gates, tokens, bounds and options of the one scan that ``scan`` makes of such tokens, on meta."""
+    others = [n for d, n in enumerate(tokens.shape) if d != options.dim % tokens.dim()]
+    if others:
+        del others[0]  # the batch
+    steps = tokens.numel() // math.prod(others)
+    x = torch.empty(steps, *others, dtype=compute_dtype(tokens.dtype), device="meta")
+    bounds = torch.empty(steps + 1, dtype=torch.int64, device="meta")
+    return x, x, bounds, Options(-x.dim(), options.reverse, False, options.backend)
 
 
 def scan(
@@ -74,17 +86,14 @@ def _scan(
     """The same of (batch, time, …); states before and after have as many sequences in place of time."""
     batch, time, *rest = tokens.shape
     device, reverse = tokens.device, options.reverse
-    times = torch.arange(time, device=device)
     along = (batch, time, *(1 for _ in rest))
     restarts = reset.view(along) if reset.is_contiguous() else reset.reshape(along)
     # A gate there is of no account, whatever it is.
     gates = torch.where(restarts, 0, gates)
     if bounds is None:
-        number, first = None, times == (time - 1 if reverse else 0)
+        number, first = None, torch.arange(time, device=device) == (time - 1 if reverse else 0)
     else:
-        number = torch.searchsorted(bounds, times, right=True) - 1
-        number = number.clamp(0, bounds.shape[0] - 2)
-        first = times + 1 == bounds[number + 1] if reverse else times == bounds[number]
+        number, first = derivatives.sequences_of_steps(bounds, time, reverse)
     if initial is not None:
         # What enters a sequence becomes part of its first token, unless it starts anew there.
         entering = initial if number is None else initial.index_select(1, number)

@@ -11,6 +11,7 @@ from torch import Tensor
 from scan_registry.kernels.gated_scan import cases
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import POINTERS, integers
+from scan_registry.kernels.gated_scan.spec import FAMILY
 
 SHAPE = 2, 3, 13
 
@@ -92,6 +93,17 @@ def test_every_kind_meets_every_setting() -> None:
     shapes = tuple((1, 2, time) for time in range(1, len(cases.THOROUGH) + 1))
     met = {(trial.kind, trial.setting) for trial in cases.trials("float32", shapes, "cpu")}
     assert len(met) == len(KINDS) * len(cases.SETTINGS)
+
+
+@pytest.mark.parametrize("time", [1, 31, 200, 5000])
+def test_there_is_room_for_the_parts_of_every_launch(time: int) -> None:
+    trial = cases.draw((2, 8, time), "rg_lru", cases.Setting(packed=True), "float32", "cpu")
+    for kernel in FAMILY.kernels:
+        for case in trial.launches(kernel.name) if "backward" in kernel.name else ():
+            for variant in kernel.variants:
+                if variant.text("kind") == "rg_lru":
+                    launch = kernel.launch(variant, case.problem, 132)
+                    assert 0 < launch.scalars["parts"] <= case.problem.most_parts
 
 
 def test_memory_with_gaps_has_strides_of_its_own_for_each_tensor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import threading
@@ -18,6 +19,8 @@ from scan_registry import gated_scan, min_gru, rg_lru
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import GatedScanProblem
+from scan_registry.kernels.gated_scan.spec import FAMILY
+from scan_registry.ops import gated_scan_fast as fast
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
 
@@ -40,9 +43,12 @@ def stub() -> ModuleType:
     return module
 
 
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch, stub: ModuleType) -> list[GatedScanProblem]:
-    """Has CPU tensors taken for a GPU's, and problems given to the stub; lists those that it got."""
+@pytest.fixture(params=["fast", "general"])
+def used(
+    monkeypatch: pytest.MonkeyPatch, stub: ModuleType, request: pytest.FixtureRequest
+) -> list[GatedScanProblem]:
+    """Has CPU tensors taken for a GPU's, and problems given to the stub; lists those that it got. By the fast path, and
+    by the other."""
     found: list[GatedScanProblem] = []
 
     def prepared(problem: GatedScanProblem, device: torch.device, backend: Any) -> tuple[Run, int]:
@@ -55,6 +61,10 @@ def used(monkeypatch: pytest.MonkeyPatch, stub: ModuleType) -> list[GatedScanPro
     monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(plans, "_prepared", prepared)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    monkeypatch.setattr(fast, "_kinds", {})
+    if request.param == "general":
+        module = importlib.import_module("scan_registry.ops.gated_scan")
+        monkeypatch.setattr(module, "fast_scan", lambda *_: None)
     return found
 
 
@@ -141,6 +151,40 @@ def test_matches_the_composition(
         close(results(kind, tensors, way, False, **how), expected, dtype)
         by_linear_scan = kind == "linear" and "reset" not in how
         assert [p.direction for p in used] == ["forward", "backward"] * (not by_linear_scan)
+
+
+@pytest.mark.parametrize("way", ["rows", "channels", "gaps", "channels with gaps"])
+@pytest.mark.parametrize("kind", ["rg_lru", "min_gru_identity"])
+def test_emulated_kernels_match_the_composition(
+    monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: Path, kind: str, way: str
+) -> None:
+    """The CUDA kernels themselves, of the family's own choice."""
+    used: list[str] = []
+
+    def prepared(problem: Any, device: torch.device, backend: Any) -> tuple[Run, int]:
+        kernel = FAMILY.kernel(problem.kernel, "cuda")
+        fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
+        variant = min(fitting, key=lambda variant: kernel.cost(variant, problem))
+        library = cuda_emulator.emulated(kernel, variant, tmp_path)
+
+        def run(tensors: Mapping[str, Tensor | None]) -> None:
+            assert set(tensors) <= set(kernel.pointers)
+            used.append(f"{problem.direction} {variant.text('access')}")
+            library.run(problem, tensors, 0)
+
+        launch = kernel.launch(variant, problem, cuda_emulator.SM_COUNT)
+        return run, launch.scalars.get("parts", 0)
+
+    how = OPTIONS["resets"]
+    tensors = drawn(kind, torch.float32)
+    expected = results(kind, tensors, lambda _: "rows", True, **how)
+    monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(plans, "_prepared", prepared)
+    monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    monkeypatch.setattr(fast, "_kinds", {})
+    close(results(kind, tensors, lambda _: way, False, **how), expected, torch.float32)
+    access = "generic" if way == "gaps" else "aligned"
+    assert used == [f"forward {access}", f"backward {access}"]
 
 
 def test_channels_and_time_turned(used: list[GatedScanProblem]) -> None:

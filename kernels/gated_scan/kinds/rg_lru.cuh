@@ -13,9 +13,9 @@
 struct Kind : KindOf<3, 1> {
     struct Values {
         float a, token;
-        float scale, slope;        // scale: the root, or 1 where the state starts anew; slope: its derivative, or 0
-        float r, r_slope;          // the sigmoid of the recurrence gate, and its derivative
-        float taken, taken_slope;  // likewise of the input gate
+        float scale, slope;   // scale: the root, or 1 where the state starts anew; slope: its derivative, or 0, twice
+        float r, to_gate;     // the sigmoid of the recurrence gate; and m's derivative by that gate, times log(2)
+        float taken, falls;   // the sigmoids of the input gate, and of its negative
     };
     enum : bool { PADS = true };
     __device__ static float padding(int input) { return input == 1 ? -1e4f : 0.0f; }
@@ -23,7 +23,7 @@ struct Kind : KindOf<3, 1> {
     __device__ static float prepared(int, float a_param) { return 8 * LOG2_E * softplus(a_param); }
     __device__ static float slope(int, float a_param) {
         const float below = exp_below(a_param);
-        return 8 * LOG2_E * Sigmoids(a_param, below, fast_reciprocal(1 + below)).up;
+        return 8 * Sigmoids(a_param, below, fast_reciprocal(1 + below)).up;
     }
 
     // a and 1 - a, of a = exp2(-m) for m from 0 on.
@@ -41,28 +41,28 @@ struct Kind : KindOf<3, 1> {
         const float below = exp_below(recurrence), gate_below = exp_below(gate);
         const float both = fast_reciprocal((1 + below) * (1 + gate_below));
         const Sigmoids r(recurrence, below, both * (1 + gate_below)), taken(gate, gate_below, both * (1 + below));
-        const Shares decay = Kind::decay(given.parameter[0] * r.up);
+        const float m = given.parameter[0] * r.up;
+        const Shares decay = Kind::decay(m);
         const float a = decay.first, square = decay.second * (1 + a);
         // Of nothing the root is 0, and what divides by it is capped.
-        const float by_root = fast_rsqrt(square < 1e-30f ? 1e-30f : square), half = 0.5f * by_root;
+        const float by_root = fast_rsqrt(square < 1e-30f ? 1e-30f : square);
         const float scale = given.reset ? 1.0f : square * by_root;
         return {a,
                 scale * taken.up * given.input[0],
                 scale,
-                given.reset ? 0.0f : half < 1000.0f ? half : 1000.0f,
+                given.reset ? 0.0f : by_root < 2000.0f ? by_root : 2000.0f,
                 r.up,
-                r.up * r.down,
+                m * r.down * (1 / LOG2_E),
                 taken.up,
-                taken.up * taken.down};
+                taken.down};
     }
     __device__ static Step step(const Values& of) { return {of.a, of.token}; }
 
     __device__ static Gradients gradients(const Given& given, const Values& of, float gate_grad, float token_grad) {
-        const float x = given.input[0], to_root = token_grad * of.taken * x;
-        // da / dm = -log(2) * a, and d(1 - a * a) / dm = 2 log(2) * a * a.
-        const float to_m = of.a * (to_root * of.slope * (2 * of.a) - gate_grad) * (1 / LOG2_E);
-        return {{token_grad * of.scale * of.taken, to_m * (given.parameter[0] * of.r_slope),
-                 token_grad * of.scale * x * of.taken_slope},
-                {to_m * of.r}};
+        const float x = given.input[0], to_scale = token_grad * of.taken;
+        // da / dm = -log(2) * a, and d(1 - a * a) / dm = 2 log(2) * a * a. The factor log(2) is in `to_gate` and slope().
+        const float to_m = of.a * (to_scale * x * of.slope * of.a - gate_grad);
+        const float to_x = to_scale * of.scale;
+        return {{to_x, to_m * of.to_gate, to_x * (x * of.falls)}, {to_m * of.r}};
     }
 };

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scan_registry import (
     causal_conv1d,
     causal_conv1d_update,
+    gated_scan,
     linear_scan,
     linear_scan_summary,
     nn,
@@ -67,6 +68,16 @@ def test_scans_whose_gates_need_no_gradient() -> None:
     states = linear_scan(a, x, reverse=True)
     counts, _ = counted(lambda: states.sum().backward())
     assert counts == {OPERATORS.linear_scan_backward: 48 * 2}
+
+
+@pytest.mark.parametrize("reset", [None, torch.ones(2, 8, dtype=torch.bool)], ids=["", "reset"])
+def test_gated_scans(reset: Any) -> None:
+    """As scans whose gates want a gradient. What computes gates and tokens does not count."""
+    x = torch.rand(2, 3, 8, requires_grad=True)
+    counts, states = counted(lambda: gated_scan("min_lstm", x, x, x, reset=reset))
+    assert counts == {OPERATORS.gated_scan: 48 * 2}
+    counts, _ = counted(lambda: states.sum().backward())
+    assert counts == {OPERATORS.gated_scan_backward: 48 * 3}
 
 
 @pytest.mark.parametrize("gated", [False, True])

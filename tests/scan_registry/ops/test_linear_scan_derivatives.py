@@ -352,11 +352,35 @@ def test_vmap_within_vmap() -> None:
     torch.testing.assert_close(in_pieces(gates), linear_scan(gates, tokens.expand(2, 3, 4, 5)))
 
 
-def test_vmap_over_bounds_is_refused() -> None:
-    tokens = torch.randn(5, dtype=REAL)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_vmap_over_bounds(reverse: bool) -> None:
+    gates, tokens, initial = disc(3, 4), torch.randn(2, 3, 4, 5, dtype=REAL), disc(2, 3, 2, 5)
+    bounds = torch.tensor([[0, 2, 4], [0, 0, 4]])
+
+    def loss(gates: Tensor, tokens: Tensor, initial: Tensor, bounds: Tensor) -> Tensor:
+        states, last = linear_scan(
+            *(gates.unsqueeze(-1), tokens, initial),
+            dim=1,
+            reverse=reverse,
+            cu_seqlens=bounds,
+            return_final_state=True,
+        )
+        return states.sin().sum() + last.cos().sum()
+
+    for function in (loss, torch.func.grad(loss, argnums=(0, 1, 2))):
+        found = torch.func.vmap(function, in_dims=(None, 0, 0, 0))(gates, tokens, initial, bounds)
+        each = [function(gates, *one) for one in zip(tokens, initial, bounds, strict=True)]
+        expected = (
+            tuple(map(torch.stack, zip(*each, strict=True)))
+            if isinstance(each[0], tuple)
+            else torch.stack(each)
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_vmap_with_bounds_that_all_share() -> None:
     bounds = torch.tensor([[0, 2, 5], [0, 3, 5]])
-    with pytest.raises(ValueError, match="cu_seqlens is mapped over by vmap"):
-        torch.func.vmap(lambda b: linear_scan(tokens, tokens, cu_seqlens=b))(bounds)
+    tokens = torch.randn(5, dtype=REAL)
     together = torch.func.vmap(lambda t: linear_scan(t, t, cu_seqlens=bounds[0]))
     assert together(tokens.expand(3, 5)).shape == (3, 5)
     with pytest.raises(ValueError, match="cu_seqlens runs from 0 to 4"):
