@@ -52,6 +52,7 @@ class Setting:
     omitted   parameters that are null
     poisoned  whether states before the first reset, and that alone, are infinite or NaN
     scale     of what inputs are drawn from
+    slow      whether decays of RG-LRU are close to 1, some of which cap the slope of the root
     tile      rows and times; or channels, groups and steps
     aligned   whether it is an aligned variant
     """
@@ -64,6 +65,7 @@ class Setting:
     omitted: tuple[str, ...] = ()
     poisoned: bool = False
     scale: float = 1.0
+    slow: bool = False
     tile: tuple[int, ...] = (2, 16)
     aligned: bool = False
 
@@ -91,6 +93,8 @@ def draw(setting: Setting, kind: Kind) -> dict[str, Tensor]:
         inputs["parameters"] = torch.randn(len(kind.parameters), setting.sizes[1])
         if kind.name == "hgrn":
             inputs["parameters"] = torch.rand(1, setting.sizes[1])
+        elif setting.slow:
+            inputs["parameters"] -= 16
     if setting.resets:
         batch, _, time = setting.sizes
         reset = torch.rand(batch, time) < (1.0 if setting.resets == "all" else 0.2)
@@ -321,6 +325,8 @@ def settings(layout: Layout, direction: Direction, kind: str) -> Iterator[Settin
         yield Setting((2, 3, times + 3), scale=scale, resets="some", reverse=reverse, tile=tile)
     for dtype in ("bfloat16", "float16"):
         yield Setting((2, 3, times + 3), dtype, tile=tile)
+    if kind == "rg_lru":
+        yield Setting((2, 5, 3 * times), slow=True, tile=tile)
     if kind in WHOLE:
         yield from all_ways(layout, direction, tile, times)
 
