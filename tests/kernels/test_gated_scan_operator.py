@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import GatedScanProblem
 from scan_registry.kernels.gated_scan.spec import FAMILY
+from scan_registry.kernels.model import Launch
 from scan_registry.ops import gated_scan_fast as fast
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
@@ -429,3 +430,87 @@ def test_two_threads(used: list[GatedScanProblem]) -> None:
         thread.join()
     assert not failures
     assert len(used) == 40
+
+
+def test_where_no_kernel_fits_the_composition_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selection itself says so here, on a machine that it sees no GPU on."""
+    monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    monkeypatch.setattr(fast, "_kinds", {})
+    tensors = drawn("rg_lru", torch.float32)
+    expected = results("rg_lru", tensors, lambda _: "rows", True)
+    close(results("rg_lru", tensors, lambda _: "rows", False), expected, torch.float32)
+    assert set(fast._kinds.values()) == {None}
+
+
+def test_a_launch_says_how_many_sums_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room for partial sums is that launch's, and all of them are added up."""
+    shapes: list[torch.Size] = []
+
+    def run(tensors: Mapping[str, Tensor | None]) -> None:
+        sums = tensors["parameters_grad"]
+        assert sums is not None
+        shapes.append(sums.shape)
+        sums.copy_(torch.arange(7.0).view(7, 1, 1))
+
+    def prepared(ordinal: Any, group: Any, problem: Any, *_: Any) -> Any:
+        scalars = {"parts": 7} if problem.direction == "backward" else {}
+        launch = Launch((1, 1, 1), scalars)
+        forward = problem.direction == "forward"
+        return SimpleNamespace(
+            launch=launch,
+            decision=SimpleNamespace(launch=lambda: launch),
+            run=(lambda tensors: None) if forward else run,
+        )
+
+    monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(plans, "prepare", prepared)
+    monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    monkeypatch.setattr(fast, "_kinds", {})
+    *inputs, a_param, _ = drawn("rg_lru", torch.float32)
+    a_param.requires_grad_()
+    out = gated_scan("rg_lru", *inputs, a_param)
+    assert isinstance(out, Tensor)
+    (grad,) = torch.autograd.grad(out.sum(), a_param)
+    assert shapes == [(7, 1, 8)]
+    assert torch.equal(grad, torch.full((8,), 21.0))
+
+
+def test_plain_calls_are_planned_once(used: list[GatedScanProblem]) -> None:
+    gate, hidden = (torch.randn(SHAPE, requires_grad=True) for _ in range(2))
+    for _ in range(3):
+        min_gru(gate, hidden).sum().backward()
+    with torch.no_grad():
+        min_gru(gate, hidden)
+    assert len(used) == 7
+    kinds = [*fast._kinds.values()]
+    if kinds:  # with gradients and without
+        assert [kind is not None for kind in kinds] == [True, True]
+        assert [len(kind._backwards) for kind in kinds if kind is not None] == [1, 0]
+
+
+def test_what_the_fast_path_leaves_to_others(used: list[GatedScanProblem]) -> None:
+    gate, hidden = (torch.randn(SHAPE) for _ in range(2))
+    with pytest.raises(TypeError, match=r"hidden has dtype torch\.float64"):
+        min_gru(gate, hidden.double())
+    with pytest.raises(ValueError, match="backend is 'fast'"):
+        min_gru(gate, hidden, backend="fast")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="reverse is 1; it must be a bool"):
+        min_gru(gate, hidden, reverse=1)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="gate must be a"):
+        min_gru(None, hidden)  # type: ignore[call-overload]
+    assert not any(fast._kinds.values())
+    narrow = torch.rand(8).bfloat16()
+    out = rg_lru(gate, hidden, gate, narrow, cu_seqlens=BOUNDS.int())
+    wide = gate.double(), hidden.double(), gate.double(), narrow.double()
+    assert relative_error(out, rg_lru(*wide, cu_seqlens=BOUNDS)) <= 2e-6
+    assert not any(fast._kinds.values())
+
+
+def test_training_after_a_change_of_an_input_is_refused(used: list[GatedScanProblem]) -> None:
+    gate, hidden = (torch.randn(SHAPE, requires_grad=True) for _ in range(2))
+    out = min_gru(gate, hidden)
+    with torch.no_grad():
+        hidden.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
