@@ -41,6 +41,7 @@ from scan_registry.kernels.model import (
     Launch,
     Pins,
     Rules,
+    Tunable,
     Variant,
 )
 
@@ -66,12 +67,40 @@ _CUT: dict[Direction, Tile] = {
 }
 
 
-def _tiles(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
+#: Dtypes of which wheels have tiles for cut rows; archives grow by a fifth with those of all.
+_CUT_IN_WHEELS = ("bfloat16",)
+#: Of 16-bit elements, longer tiles, for which fewer instructions are needed: kinds of two inputs have registers for them.
+_LONGER: dict[Direction, Tile] = {
+    "forward": {"pieces": 4, "stages": 2, "blocks": 3},
+    "backward": {"pieces": 2, "stages": 3, "blocks": 3},
+}
+
+
+def _whole(tile: Tile) -> Tile:
+    return {"warps": 1, "rows": 4, "lanes": 32, **tile}
+
+
+def _cut(direction: Direction) -> Tile:
+    return {"warps": 1, "lanes": 32, "pieces": 1, **_CUT[direction]}
+
+
+def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
     if access == "generic":
         yield _GENERIC
         return
-    yield {"warps": 1, "rows": 4, "lanes": 32, **_WHOLE[direction, ITEM_SIZE[dtype]], "blocks": 4}
-    yield {"warps": 1, "lanes": 32, "pieces": 1, **_CUT[direction]}
+    yield _whole({**_WHOLE[direction, ITEM_SIZE[dtype]], "blocks": 4})
+    if dtype in _CUT_IN_WHEELS:
+        yield _cut(direction)
+
+
+def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
+    """What tuning may choose from besides."""
+    if access == "generic":
+        return
+    if dtype not in _CUT_IN_WHEELS:
+        yield _cut(direction)
+    if ITEM_SIZE[dtype] == 2 and len(HEADERS[kind].inputs) == 2:
+        yield _whole(_LONGER[direction])
 
 
 # --- Shared memory ----------------------------------------------------------------------------
@@ -153,7 +182,7 @@ def _kernel(direction: Direction) -> Kernel:
         name=name,
         language="cuda",
         parameters=parameters(direction),
-        defaults=space(partial(_tiles, direction)),
+        defaults=space(partial(_in_wheels, direction)),
         code=Code(
             source=f"{name}.cu",
             entry=f"{FAMILY_NAME}_{name}",
@@ -165,6 +194,7 @@ def _kernel(direction: Direction) -> Kernel:
         rules=Rules(accepts=_accepts, kind_mismatch=mismatch, serves=partial(_serves, direction)),
         cost=_cost,
         launch=_launch,
+        tunable=Tunable(space=space(partial(_others, direction))),
     )
 
 
