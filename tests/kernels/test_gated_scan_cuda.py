@@ -74,7 +74,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     assert checked
 
 
-def like(kernel: Kernel, **pins: str) -> Variant:
+def like(kernel: Kernel, **pins: int | str) -> Variant:
     """The first of the kernel's variants that has these static parameters."""
     return next(v for v in kernel.variants if pins.items() <= dict(v.statics).items())
 
@@ -124,6 +124,62 @@ def test_nothing_passes_a_reset(
     gates_grad = case.tensors["input0_grad"]
     assert gates_grad is not None
     assert (gates_grad[..., resets] == 0).all()
+
+
+#: Elements before and after a result.
+PAD = 1 << 12
+
+
+def surrounded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory full of a number, and in its middle a tensor of this one's shape and strides."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    around = torch.full((extent + 2 * PAD,), 77.0, dtype=tensor.dtype)
+    return around, around.as_strided(tensor.shape, tensor.stride(), PAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("tile", "dtype", "shape"),
+    [
+        ({"warps": 4}, "bfloat16", (2, 72, 70)),
+        ({"lanes_across": 16}, "float32", (1, 20, 150)),
+        ({"ctas_per_column": 4}, "bfloat16", (1, 72, 1100)),
+        ({"access": "generic"}, "float32", (2, 5, 65)),
+    ],
+    ids=["many columns", "few columns", "shared columns", "generic"],
+)
+def test_nothing_beside_the_results_is_written(
+    direction: str,
+    tile: dict[str, int | str],
+    dtype: str,
+    shape: cases.Shape,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
+) -> None:
+    """Neither past the last channel or step, nor past the parts that the launch says there are."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
+    variant = like(kernel, dtype=dtype, kind="rg_lru", **tile)
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    setting = cases.Setting(states=True, resets=True)
+    case = cases.draw(shape, "rg_lru", setting, dtype, "cpu").case(kernel.name, aligned=True)
+    assert kernel.rules.accepts(variant, case.problem) is None
+    areas = []
+    for name in case.expected:
+        result = case.tensors[name]
+        assert result is not None
+        if name == "parameters_grad":
+            scalars = kernel.launch(variant, case.problem, cuda_emulator.SM_COUNT).scalars
+            result = result[: scalars["parts"]]
+        around, case.tensors[name] = surrounded(result)
+        areas.append((around, case.tensors[name]))
+    library.run(case.problem, case.tensors, seed=0)
+    assert case.error() <= cases.TOLERANCE[dtype]
+    for around, result in areas:
+        assert result is not None
+        result.fill_(77.0)
+        assert (around == 77.0).all()
 
 
 # --- Another kind -----------------------------------------------------------------------------
