@@ -210,7 +210,12 @@ def _may_spill(direction: Direction) -> frozenset[Variant]:
     sm_100, and none on the others. With fewer elements a thread would meet others more often."""
     if direction == "forward":
         return frozenset()
-    of = {"min_gru": _wide(4, "bfloat16", 8), "min_lstm": [*_few(5, "bfloat16")][-1]}
+    wide, shared = _wide(4, "bfloat16", 8), [*_few(5, "bfloat16")][-1]
+    known = (
+        ("bfloat16", "min_gru", wide),
+        ("float16", "min_gru", wide),
+        ("bfloat16", "min_lstm", shared),
+    )
     return frozenset(
         Variant(
             FAMILY_NAME,
@@ -218,8 +223,7 @@ def _may_spill(direction: Direction) -> frozenset[Variant]:
             "cuda",
             (("dtype", dtype), ("kind", kind), ("access", "aligned"), *tile.items()),
         )
-        for kind, tile in of.items()
-        for dtype in ("bfloat16", "float16")
+        for dtype, kind, tile in known
     )
 
 

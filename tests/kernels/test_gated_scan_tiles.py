@@ -15,7 +15,7 @@ from scan_registry.kernels.gated_scan.problem import (
     GatedScanProblem,
     Strides,
 )
-from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
+from scan_registry.kernels.model import Kernel, Variant
 
 KERNELS = {kernel.name.removeprefix("channel_last_"): kernel for kernel in kernels()}
 #: SMs of an H100 or H200.
@@ -109,10 +109,3 @@ def test_a_launch_makes_no_more_parts_than_there_may_be() -> None:
                 if kernel.rules.accepts(variant, problem) is None:
                     parts = kernel.launch(variant, problem, SM_COUNT).scalars["parts"]
                     assert problem.batch <= parts <= problem.most_parts, variant
-
-
-def test_what_may_spill_are_variants_that_there_are() -> None:
-    for kernel in KERNELS.values():
-        for variant in kernel.code.may_spill:
-            assert kernel.allows(variant), variant
-            assert ITEM_SIZE[variant.text("dtype")] == 2
