@@ -38,7 +38,9 @@ from scan_registry.kernels.model import (
     Launch,
     Pins,
     Rules,
+    Space,
     Static,
+    Tunable,
     Variant,
 )
 
@@ -46,7 +48,9 @@ from scan_registry.kernels.model import (
 MANY_COLUMNS = 96
 #: Bytes of a CTA's ring, at most, by the CTAs that are meant to share an SM: GPUs with the least shared memory have room
 #: for one CTA.
-_RING = {3: 66_000, 2: 84_000, 1: 92_000}
+_RING = {5: 40_000, 3: 66_000, 1: 92_000}
+#: Dtypes of which wheels have tiles for few columns.
+_FEW_IN_WHEELS = ("float32", "bfloat16")
 #: What drivers keep of a CTA's shared memory.
 _KEPT = 1024
 #: Time steps that are counted in 32 bits.
@@ -58,18 +62,38 @@ def _tensors(direction: Direction, kind: str) -> int:
     return len(HEADERS[kind].inputs) + 2 * (direction == "backward")
 
 
-def _tiles(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
-    """For many columns, then for few: narrow ones, and wide ones that several CTAs share."""
+def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
+    """A tile for many columns, and for few."""
     if access == "generic":
         yield registers.WIDE
         return
     tensors = _tensors(direction, kind)
-    backward = direction == "backward"
     # What gradients need of each element fills the registers.
-    steps = 4 if backward and (tensors > 4 or HEADERS[kind].parameters) else 8
-    yield _ringed(tensors, dtype, 3, {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps})
-    if dtype == "float16":
+    few = direction == "backward" and (tensors > 4 or HEADERS[kind].parameters)
+    yield _wide(tensors, dtype, 4 if few else 8)
+    if dtype in _FEW_IN_WHEELS:
+        yield from _few(tensors, dtype)
+
+
+def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
+    """What tuning may choose from besides: columns of 32 channels, more steps for fewer CTAs, and tiles for few columns."""
+    if access == "generic":
         return
+    tensors = _tensors(direction, kind)
+    steps = next(_in_wheels(direction, dtype, kind, access))["steps"]
+    yield _ringed(tensors, dtype, 5, {"warps": 4, "lanes_across": 32, "vector": 1, "steps": steps})
+    if steps == 4:
+        yield {**_wide(tensors, dtype, 8), "blocks": 2}
+    if dtype not in _FEW_IN_WHEELS:
+        yield from _few(tensors, dtype)
+
+
+def _wide(tensors: int, dtype: str, steps: int) -> Tile:
+    return _ringed(tensors, dtype, 3, {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps})
+
+
+def _few(tensors: int, dtype: str) -> Iterator[Tile]:
+    """Narrow columns, and wide ones that several CTAs share."""
     # A tile's rows are as many bytes in float32 as in 16 bits.
     steps = {2: 16, 3: 16, 4: 12}.get(tensors, 8) * 2 // ITEM_SIZE[dtype]
     narrow = {"warps": 8, "lanes_across": 16, "vector": 1, "steps": steps}
@@ -78,7 +102,7 @@ def _tiles(direction: Direction, dtype: str, kind: str, access: str) -> Iterator
         return
     # A CTA keeps the maps of `aggregate_lead` + 1 tiles, and the ring as many tiles and those on their way.
     stages, lead = {2: (6, 3), 3: (4, 2), 4: (6, 3), 5: (5, 2)}.get(tensors, (4, 2))
-    shared = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": 8 if backward else 16}
+    shared = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": 16 if tensors < 4 else 8}
     yield {**shared, "stages": stages, "ctas_per_column": 4, "aggregate_lead": lead, "blocks": 1}
 
 
@@ -182,19 +206,33 @@ def _constants(variant: Variant) -> dict[str, Static]:
     }
 
 
+def _may_spill(direction: Direction, variants: Space) -> frozenset[Variant]:
+    """minGRU backward in 16 bits with wide columns, of which a thread holds 16 elements: the compiler puts 16 bytes aside on
+    sm_100, and none on sm_80 to sm_90. With half as many elements it would meet twice as often."""
+    return frozenset(
+        Variant(FAMILY_NAME, f"channel_last_{direction}", "cuda", statics)
+        for statics in variants
+        if direction == "backward"
+        and ITEM_SIZE[str(dict(statics)["dtype"])] == 2
+        and (dict(statics)["warps"], dict(statics)["steps"]) == (4, 8)
+        and dict(statics)["kind"] == "min_gru"
+    )
+
+
 def _kernel(direction: Direction) -> Kernel:
-    name = f"channel_last_{direction}"
+    name, variants = f"channel_last_{direction}", space(partial(_in_wheels, direction))
     return Kernel(
         family=FAMILY_NAME,
         name=name,
         language="cuda",
         parameters=parameters(direction),
-        defaults=space(partial(_tiles, direction)),
+        defaults=variants,
         code=Code(
             source=f"{name}.cu",
             entry=f"{FAMILY_NAME}_{name}",
             constants=_constants,
             shared=partial(_shared, direction),
+            may_spill=_may_spill(direction, variants),
             headers=headers(),
         ),
         rules=Rules(
@@ -205,6 +243,7 @@ def _kernel(direction: Direction) -> Kernel:
         ),
         cost=_cost,
         launch=_launch,
+        tunable=Tunable(space=space(partial(_others, direction))),
     )
 
 

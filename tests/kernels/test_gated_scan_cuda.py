@@ -26,12 +26,16 @@ LONG: cases.Shape = (1, 72, 1400)
 
 
 def _variants() -> Iterator[Variant]:
-    """Of every kind in float32 and bfloat16, and one in float16: every tile."""
+    """Of every kind in float32 and bfloat16, and one in float16: every tile. What tuning may choose besides of two kinds."""
     for kernel in FAMILY.kernels:
         if kernel.language == "cuda" and kernel.name.startswith("channel_last"):
             for variant in kernel.variants:
                 if variant.text("dtype") != "float16" or variant.text("kind") == "rg_lru":
                     yield variant
+            for statics in kernel.tunable.space:
+                pins = dict(statics)
+                if (pins["dtype"], pins["kind"]) in (("bfloat16", "rg_lru"), ("float16", "hgrn")):
+                    yield Variant(FAMILY.name, kernel.name, "cuda", statics)
 
 
 @cache

@@ -87,7 +87,7 @@ def test_enough_is_on_its_way_and_fits(direction: Direction) -> None:
     """Copies of at least 40 KB for each SM, in the shared memory that one has."""
     kernel = KERNELS[direction]
     hopper = Target((9, 0), "sm")
-    for variant in kernel.variants:
+    for variant in kernel.every:
         tile, ring = dict(variant.statics), kernel.code.shared(variant)
         if "stages" not in tile:
             assert ring == 0
