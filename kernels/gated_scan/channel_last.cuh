@@ -37,6 +37,14 @@ struct Counted<0, NUMBERS...> {
 template <int N>
 using Count = typename Counted<N>::All;
 
+// CTAs per SM that registers leave room for. From 12.0 on an SM's shared memory is too small for as many, and more
+// registers are needed.
+#if __CUDA_ARCH__ >= 1200
+enum : int { RESIDENT = 1 };
+#else
+enum : int { RESIDENT = BLOCKS };
+#endif
+
 struct Inputs {
     const Storage* first[4];
     i64 by_batch, by_channel, by_time;

@@ -38,6 +38,7 @@ from scan_registry.kernels.model import (
     Launch,
     Pins,
     Rules,
+    Space,
     Static,
     Variant,
 )
@@ -59,7 +60,7 @@ def _tensors(direction: Direction, kind: str) -> int:
 
 
 def _tiles(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
-    """For many columns, then for few."""
+    """For many columns, then for few: narrow ones, and wide ones that several CTAs share."""
     if access == "generic":
         yield registers.WIDE
         return
@@ -68,10 +69,13 @@ def _tiles(direction: Direction, dtype: str, kind: str, access: str) -> Iterator
     # What gradients need of each element fills the registers.
     steps = 4 if backward and (tensors > 4 or HEADERS[kind].parameters) else 8
     yield _ringed(tensors, dtype, 3, {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps})
-    if ITEM_SIZE[dtype] == 4:
-        steps = {2: 8, 3: 8, 4: 6, 5: 4}.get(tensors, 4)
-        narrow = {"warps": 8, "lanes_across": 16, "vector": 1, "steps": steps}
-        yield _ringed(tensors, dtype, 1, narrow)
+    if dtype == "float16":
+        return
+    # A tile's rows are as many bytes in float32 as in 16 bits.
+    steps = {2: 16, 3: 16, 4: 12}.get(tensors, 8) * 2 // ITEM_SIZE[dtype]
+    narrow = {"warps": 8, "lanes_across": 16, "vector": 1, "steps": steps}
+    yield _ringed(tensors, dtype, 1, narrow)
+    if dtype == "float32":
         return
     # A CTA keeps the maps of `aggregate_lead` + 1 tiles, and the ring as many tiles and those on their way.
     stages, lead = {2: (6, 3), 3: (4, 2), 4: (6, 3), 5: (5, 2)}.get(tensors, (4, 2))
@@ -145,12 +149,15 @@ def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
 
 
 def _cost(variant: Variant, problem: GatedScanProblem) -> float:
-    """Wide columns if they are many."""
+    """Wide columns if they are many; else shared ones if the GPU has room for all their CTAs, and then narrow ones."""
     if variant.text("access") == "generic":
-        return 2.0
-    is_wide = variant.number("warps") == 4
-    columns = problem.batch * ceil_div(problem.channels, 64)
-    return float(is_wide != (columns >= MANY_COLUMNS))
+        return 3.0
+    tile = dict(variant.statics)
+    order = ("wide", "narrow", "shared")
+    if problem.batch * ceil_div(problem.channels, 64) < MANY_COLUMNS:
+        order = ("shared", "narrow", "wide")
+    own = "shared" if "ctas_per_column" in tile else "narrow" if tile["vector"] == 1 else "wide"
+    return float(order.index(own))
 
 
 def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launch:
@@ -176,19 +183,33 @@ def _constants(variant: Variant) -> dict[str, Static]:
     }
 
 
+def _may_spill(direction: Direction, variants: Space) -> frozenset[Variant]:
+    """minGRU backward in 16 bits with wide columns, of which a thread holds 16 elements: the compiler puts 16 bytes aside on
+    sm_100, and none on sm_80 to sm_90. With half as many elements it would meet twice as often."""
+    return frozenset(
+        Variant(FAMILY_NAME, f"channel_last_{direction}", "cuda", statics)
+        for statics in variants
+        if direction == "backward"
+        and ITEM_SIZE[str(dict(statics)["dtype"])] == 2
+        and (dict(statics)["warps"], dict(statics)["steps"]) == (4, 8)
+        and dict(statics)["kind"] == "min_gru"
+    )
+
+
 def _kernel(direction: Direction) -> Kernel:
-    name = f"channel_last_{direction}"
+    name, variants = f"channel_last_{direction}", space(partial(_tiles, direction))
     return Kernel(
         family=FAMILY_NAME,
         name=name,
         language="cuda",
         parameters=parameters(direction),
-        defaults=space(partial(_tiles, direction)),
+        defaults=variants,
         code=Code(
             source=f"{name}.cu",
             entry=f"{FAMILY_NAME}_{name}",
             constants=_constants,
             shared=partial(_shared, direction),
+            may_spill=_may_spill(direction, variants),
             headers=headers(),
         ),
         rules=Rules(

@@ -223,7 +223,7 @@ __device__ void run_column(ColumnCta& cta, const Backward& of, const Column& col
 #endif
 
 // reset, parameters, initial_state, offsets, workspace and all gradients to write may be null.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gated_scan_channel_last_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_channel_last_backward(
     const Storage* __restrict__ input0, const Storage* __restrict__ input1, const Storage* __restrict__ input2,
     const Storage* __restrict__ input3, const float* __restrict__ parameters,
     const unsigned char* __restrict__ reset, const Storage* __restrict__ states,

@@ -102,7 +102,7 @@ __device__ void run_column(const Forward& of, const Column& column, const States
 #endif
 
 // All pointers but input0, those of the kind's other inputs, and states may be null.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gated_scan_channel_last_forward(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_channel_last_forward(
     const Storage* __restrict__ input0, const Storage* __restrict__ input1, const Storage* __restrict__ input2,
     const Storage* __restrict__ input3, const float* __restrict__ parameters,
     const unsigned char* __restrict__ reset, const State* __restrict__ initial_state, Storage* __restrict__ states,

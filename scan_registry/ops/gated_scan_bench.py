@@ -213,7 +213,8 @@ class Composition:
             for leaf in leaves:
                 leaf.requires_grad_()
             # The graph is run again and again, so nothing that it keeps may be reused for results.
-            with torch._functorch.config.patch(donated_buffer=False):
+            settings: Any = importlib.import_module("torch._functorch.config")
+            with settings.patch(donated_buffer=False):
                 out = function(*leaves)
             grad = case.contiguous(device)
             return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)

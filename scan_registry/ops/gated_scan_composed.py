@@ -1,11 +1,14 @@
 """``gated_scan`` composed of torch's operators, which compute gates and tokens, and of ``linear_scan``.
 
 This runs what no kernel takes: tensors on the CPU, float64, derivatives of derivatives, forward mode and ``torch.func``.
+Where no derivatives are recorded, that is done for a piece after the other, of some channels of some batches. What lies between
+inputs and results then stays in the caches of a CPU, and takes little memory.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +17,35 @@ from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import arguments, derivatives, resets
 from scan_registry.ops.gated_scan_arguments import Arguments, Options
+from scan_registry.ops.problems import StateLayout
+
+#: Elements of a piece, by whether it is on a GPU, and the least channels that it has.
+_PIECE = {True: 1 << 26, False: 1 << 20}
+_CHANNELS = 16
+
+_is_compiling = torch.compiler.is_compiling
 
 
 def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """States and, if asked for, the final state, of ``normalised`` arguments."""
+    if torch.is_grad_enabled() or _is_compiling() or not derivatives.unobserved(*given.flat):
+        return _forward(given, options)
+    pieces = [*_pieces(given, options)]
+    if len(pieces) < 2:
+        return _forward(given, options)
+    model = given.inputs[0]
+    states, last = torch.empty_like(model), None
+    if options.final:
+        last = StateLayout.of(model, options.dim, given.cu_seqlens).empty()
+    for piece in pieces:
+        made, ends = _forward(piece.of(given), options)
+        piece.sequence(states).copy_(made)
+        if last is not None and ends is not None:
+            piece.state(last).copy_(ends)
+    return states, last
+
+
+def _forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     gates, tokens = gates_and_tokens(given, options)
     backend = "reference" if options.backend == "reference" else "auto"
     how = arguments.Options(options.dim, options.reverse, options.final, backend)
@@ -41,6 +69,49 @@ def gates_and_tokens(given: Arguments, options: Options) -> tuple[Tensor, Tensor
     return gates, tokens.expand(given.inputs[0].shape)
 
 
+class _Piece(NamedTuple):
+    """Some channels of some batches."""
+
+    batches: slice
+    channels: slice
+    options: Options
+
+    def sequence(self, x: Tensor) -> Tensor:
+        """The piece of a tensor that is like an input."""
+        if self.options.dim == -2:
+            return x[self.batches, :, self.channels]
+        return x[self.batches, self.channels]
+
+    def state(self, x: Tensor) -> Tensor:
+        """Of one that is like a state, which is like an input if sequences are packed."""
+        return self.sequence(x) if x.dim() == 3 else x[self.batches, self.channels]
+
+    def of(self, given: Arguments) -> Arguments:
+        """Of all arguments."""
+        initial, reset = given.initial_state, given.reset
+        return Arguments(
+            tuple([self.sequence(x) for x in given.inputs]),
+            tuple([p[self.channels] for p in given.parameters]),
+            None if reset is None else reset[self.batches],
+            None if initial is None else self.state(initial),
+            given.cu_seqlens,
+        )
+
+
+def _pieces(given: Arguments, options: Options) -> Iterator[_Piece]:
+    """Of one batch, or of as many as there is room for."""
+    model = given.inputs[0]
+    batch, (channels, time) = model.shape[0], model.shape[1:]
+    if options.dim == -2:
+        channels, time = time, channels
+    room = _PIECE[model.is_cuda]
+    width = min(channels, max(_CHANNELS, room // max(1, time)))
+    height = max(1, room // max(1, channels * time))
+    for row in range(0, batch, height):
+        for begin in range(0, channels, max(1, width)):
+            yield _Piece(slice(row, row + height), slice(begin, begin + width), options)
+
+
 def backward(
     given: Arguments,
     options: Options,
@@ -50,6 +121,51 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are wanted, of what is differentiable. They are differentiable themselves where derivatives are
     recorded. Gates and tokens are computed once more, so that no pass keeps them for another."""
+    grads = states_grad, last_grad
+    if (
+        torch.is_grad_enabled()
+        or _is_compiling()
+        or not derivatives.unobserved(*given.flat, *grads)
+    ):
+        return _backward(given, options, *grads, wanted)
+    pieces = [*_pieces(given, options)]
+    if len(pieces) < 2:
+        return _backward(given, options, *grads, wanted)
+    found = [
+        torch.empty_like(t) if want and t is not None else None
+        for t, want in zip(given.differentiable, wanted, strict=True)
+    ]
+    count = len(given.inputs)
+    for total in found[count:-1]:
+        if total is not None:
+            total.zero_()
+    for piece in pieces:
+        made = _backward(
+            piece.of(given),
+            options,
+            None if states_grad is None else piece.sequence(states_grad),
+            None if last_grad is None else piece.state(last_grad),
+            wanted,
+        )
+        for place, (whole, grad) in enumerate(zip(found, made, strict=True)):
+            if whole is None or grad is None:
+                continue
+            if place < count:
+                piece.sequence(whole).copy_(grad)
+            elif place < len(found) - 1:
+                whole[piece.channels] += grad
+            else:
+                piece.state(whole).copy_(grad)
+    return tuple(found)
+
+
+def _backward(
+    given: Arguments,
+    options: Options,
+    states_grad: Tensor | None,
+    last_grad: Tensor | None,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         leaves: list[Any] = [
@@ -63,7 +179,7 @@ def backward(
             initial_state=leaves[-1],
         )
         asked_for = [t for t, want in zip(leaves, wanted, strict=True) if want and t is not None]
-        made = forward(inputs, options._replace(final=last_grad is not None))
+        made = _forward(inputs, options._replace(final=last_grad is not None))
         pairs = [
             (x, g.to(x.dtype))
             for x, g in zip(made, (states_grad, last_grad), strict=True)

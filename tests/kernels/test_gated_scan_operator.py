@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from gated_kernels import (
+    OPTIONS,
+    TOLERANCE,
+    WAYS,
+    close,
+    drawn,
+    played,
+    results,
+)
 from torch import Tensor
 
-from scan_registry import gated_scan, min_gru, rg_lru
+from scan_registry import gated_scan, min_gru
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import GatedScanProblem
@@ -24,113 +29,10 @@ from scan_registry.ops import gated_scan_fast as fast
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-BOUNDS = torch.tensor([0, 0, 9, 30, 30, 40])
-SHAPE = 2, 8, 40
-
-
-@pytest.fixture(scope="session")
-def stub() -> ModuleType:
-    """The module ``gated_scan_stub``."""
-    spec = importlib.util.spec_from_file_location(
-        "gated_scan_stub", Path(__file__).with_name("gated_scan_stub.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gated_scan_stub"] = module
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture(params=["fast", "general"])
-def used(
-    monkeypatch: pytest.MonkeyPatch, stub: ModuleType, request: pytest.FixtureRequest
-) -> list[GatedScanProblem]:
-    """Has CPU tensors taken for a GPU's, and problems given to the stub; lists those that it got. By the fast path, and
-    by the other."""
-    found: list[GatedScanProblem] = []
-
-    def prepared(problem: GatedScanProblem, device: torch.device, backend: Any) -> tuple[Run, int]:
-        def run(tensors: Mapping[str, Tensor | None]) -> None:
-            found.append(problem)
-            stub.run(problem, tensors)
-
-        return run, problem.parts
-
-    monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(plans, "_prepared", prepared)
-    monkeypatch.setattr(plans, "plan_cache", PlanCache())
-    monkeypatch.setattr(fast, "_kinds", {})
-    if request.param == "general":
-        module = importlib.import_module("scan_registry.ops.gated_scan")
-        monkeypatch.setattr(module, "fast_scan", lambda *_: None)
-    return found
-
-
-def laid(tensor: Tensor, how: str) -> Tensor:
-    """The values in memory of another layout."""
-    batch, channels, time = tensor.shape
-    if how == "channels":
-        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-    if how == "gaps":
-        room = tensor.new_full((batch, channels, 2 * time), torch.nan)
-        return room[..., 3 : time + 3].copy_(tensor)
-    if how == "channels with gaps":
-        room = tensor.new_full((batch, time, 3 * channels), torch.nan)
-        return room[..., channels : 2 * channels].copy_(tensor.transpose(1, 2)).transpose(1, 2)
-    if how == "batch last":
-        return tensor.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    return tensor.contiguous()
-
-
-WAYS = ("rows", "channels", "gaps", "channels with gaps", "batch last")
-
-
-def drawn(kind: str, dtype: torch.dtype, shape: Any = SHAPE, packed: bool = False) -> list[Tensor]:
-    """Inputs, parameters and the initial state."""
-    torch.manual_seed(0)
-    of, (batch, channels, _) = KINDS[kind], shape
-    inputs = [torch.randn(shape).to(dtype) for _ in of.inputs]
-    if kind == "linear":
-        inputs[0] = inputs[0].sigmoid()
-    parameters = [torch.rand(channels) * 0.9 for _ in of.parameters]
-    sequences = (len(BOUNDS) - 1,) if packed else ()
-    return [*inputs, *parameters, torch.randn(batch, channels, *sequences)]
-
-
-def results(
-    kind: str, tensors: list[Tensor], ways: Callable[[int], str], wide: bool, **how: Any
-) -> list[Tensor]:
-    """Outputs and gradients, of sequences that lie in some way each."""
-    leaves = [
-        laid(t.double() if wide else t, ways(n)) if t.shape == SHAPE else t.clone()
-        for n, t in enumerate(tensors)
-    ]
-    leaves = [(t.double() if wide else t).detach().requires_grad_() for t in leaves]
-    *inputs, initial = leaves
-    made = gated_scan(kind, *inputs, initial_state=initial, return_final_state=True, **how)
-    torch.manual_seed(1)
-    grads = [torch.randn(x.shape).to(x.dtype) for x in made]
-    grads[0] = laid(grads[0], ways(9))
-    assert made[0].stride() == torch.empty_like(inputs[0]).stride()
-    return [x.detach() for x in (*made, *torch.autograd.grad(made, leaves, grads))]
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "reverse": {"reverse": True},
-    "resets": {"reset": torch.rand(2, 40, generator=torch.Generator().manual_seed(0)) < 0.2},
-    "packed": {"cu_seqlens": BOUNDS},
-}
-OPTIONS["all"] = {**OPTIONS["reverse"], **OPTIONS["resets"], **OPTIONS["packed"]}
-
-
-def close(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> None:
-    assert len(found) == len(expected)
-    for place, (out, wanted) in enumerate(zip(found, expected, strict=True)):
-        assert out.shape == wanted.shape
-        assert relative_error(out, wanted) <= TOLERANCE[dtype], place
+def used(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[GatedScanProblem]:
+    return played(monkeypatch, request.param == "fast")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -334,98 +236,3 @@ def test_float64_and_the_reference_need_no_kernel(used: list[GatedScanProblem]) 
     found = min_gru(gate, hidden, backend="reference")
     assert relative_error(found, min_gru(gate.double(), hidden.double())) <= 2e-6
     assert not used
-
-
-def test_derivatives_of_derivatives(used: list[GatedScanProblem]) -> None:
-    tensors = [t.requires_grad_() for t in drawn("rg_lru", torch.float32)]
-    wide = [t.detach().double().requires_grad_() for t in tensors]
-
-    def second(leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        out = gated_scan("rg_lru", *leaves[:-1], initial_state=leaves[-1])
-        assert isinstance(out, Tensor)
-        grads = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum((g**2).sum() for g in grads), leaves)
-
-    for found, wanted in zip(second(tensors), second(wide), strict=True):
-        assert relative_error(found, wanted) <= 1e-4
-    assert [p.direction for p in used] == ["forward", "backward"]
-
-
-def test_a_model_learns(used: list[GatedScanProblem]) -> None:
-    """An optimizer's steps are those of the composition."""
-    torch.manual_seed(0)
-    x, target = torch.randn(2, 12, 4), torch.randn(2, 12, 6)
-
-    def trained(backend: Any) -> tuple[list[float], Tensor]:
-        torch.manual_seed(1)
-        project = torch.nn.Linear(4, 18)
-        a_param = torch.nn.Parameter(torch.rand(6))
-        optimizer = torch.optim.AdamW([*project.parameters(), a_param], lr=1e-2)
-        losses = []
-        for _ in range(5):
-            optimizer.zero_grad()
-            out = rg_lru(*project(x).chunk(3, -1), a_param, dim=1, backend=backend)
-            loss = (out - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, a_param.detach()
-
-    (losses, a_param), (expected, of_a) = trained("auto"), trained("reference")
-    assert [p.direction for p in used] == ["forward", "backward"] * 5
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
-    torch.testing.assert_close(a_param, of_a)
-    assert losses[-1] < losses[0]
-
-
-def test_what_a_hook_lays_otherwise(used: list[GatedScanProblem]) -> None:
-    tensors = drawn("min_gru", torch.float32)
-    wide = [t.double().requires_grad_() for t in tensors[:2]]
-    leaves = [laid(t, "channels").requires_grad_() for t in tensors[:2]]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()):
-        out = min_gru(*leaves)
-    found = torch.autograd.grad(out.sum(), leaves)
-    close([*found], [*torch.autograd.grad(min_gru(*wide).sum(), wide)], torch.float32)
-
-
-def test_what_torch_compiles(used: list[GatedScanProblem]) -> None:
-    """One graph, forwards and backwards, whose operators run kernels."""
-    tensors = drawn("rg_lru", torch.float32)
-    reset = OPTIONS["resets"]["reset"]
-
-    def function(*leaves: Tensor) -> Tensor:
-        *inputs, initial = leaves
-        made = gated_scan("rg_lru", *inputs, initial_state=initial, reset=reset)
-        assert isinstance(made, Tensor)
-        return made * 2
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    leaves = [t.requires_grad_() for t in tensors]
-    found = torch.autograd.grad(compiled(*leaves).sum(), leaves)
-    assert [p.direction for p in used] == ["forward", "backward"]
-    wide = [t.detach().double().requires_grad_() for t in tensors]
-    close([*found], [*torch.autograd.grad(function(*wide).sum(), wide)], torch.float32)
-
-
-def test_two_threads(used: list[GatedScanProblem]) -> None:
-    """Each with shapes of its own, in turn."""
-    failures: list[BaseException] = []
-
-    def work(time: int) -> None:
-        try:
-            for _ in range(10):
-                gate, hidden = (torch.randn(2, 8, time, requires_grad=True) for _ in range(2))
-                out = min_gru(gate, hidden)
-                out.sum().backward()
-                wide = gate.detach().double(), hidden.detach().double()
-                assert relative_error(out.detach(), min_gru(*wide)) <= 2e-6
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(time,)) for time in (20, 40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert len(used) == 40
