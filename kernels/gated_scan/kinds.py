@@ -46,19 +46,6 @@ class Kind:
         return self.header or self.name
 
 
-def sigmoids(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The sigmoids of x and of -x. Neither is a difference of numbers close to one another, nor is its derivative: torch
-    computes that as y * (1 - y), so it gets the smaller of both as y."""
-    import torch
-
-    of_x, of_minus_x = x.sigmoid(), (-x).sigmoid()
-    negative = x < 0
-    return (
-        torch.where(negative, of_x, 1 - of_minus_x),
-        torch.where(negative, 1 - of_x, of_minus_x),
-    )
-
-
 def positive(x: Tensor) -> Tensor:
     """g(x) = x + 1/2 from 0 on, and sigmoid(x) below: Feng et al., "Were RNNs all we needed?" (2024), appendix B."""
     import torch
@@ -71,6 +58,8 @@ def _linear(gates: Tensor, tokens: Tensor, reset: Tensor | None = None) -> tuple
 
 
 def _min_gru(gate: Tensor, hidden: Tensor, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    from scan_registry.kernels.gated_scan.functions import sigmoids
+
     taken, kept = sigmoids(gate)
     return kept, taken * positive(hidden)
 
@@ -78,6 +67,8 @@ def _min_gru(gate: Tensor, hidden: Tensor, reset: Tensor | None = None) -> tuple
 def _min_gru_identity(
     gate: Tensor, hidden: Tensor, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    from scan_registry.kernels.gated_scan.functions import sigmoids
+
     taken, kept = sigmoids(gate)
     return kept, taken * hidden
 
@@ -85,6 +76,8 @@ def _min_gru_identity(
 def _min_lstm_gates(forget: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
     """s(f) / (s(f) + s(i)) and s(i) / (s(f) + s(i)), s the sigmoid; each is the sigmoid of a difference of logarithms."""
     from torch.nn.functional import logsigmoid
+
+    from scan_registry.kernels.gated_scan.functions import sigmoids
 
     return sigmoids(logsigmoid(forget) - logsigmoid(input))
 
@@ -136,6 +129,8 @@ def _hgrn(
     x: Tensor, forget: Tensor, lower_bound: Tensor, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     from torch.nn.functional import silu
+
+    from scan_registry.kernels.gated_scan.functions import sigmoids
 
     # gate = b + (1 - b) s(f), so 1 - gate = (1 - b) s(-f): no difference of numbers close to 1.
     opened, closed = sigmoids(forget)

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from scan_registry import gated_scan, hgrn, linear_scan, min_gru, min_lstm, rg_lru
 from scan_registry.kernels.gated_scan import reference
 from scan_registry.kernels.gated_scan.kinds import KINDS
+from scan_registry.ops import gated_scan_composed as composed
 
 OPTIONS = [*every_option()]
 
@@ -94,6 +95,36 @@ def test_forward_mode_by_dual_numbers() -> None:
         found = forward_ad.unpack_dual(made).tangent
     # States are linear in x.
     torch.testing.assert_close(found, rg_lru(tangent, *others, call.options["reset"]))
+
+
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[7], {"dim": 1}, {"dim": -1}], ids=str)
+@pytest.mark.parametrize("room", [1, 20, 100])
+@pytest.mark.parametrize("kind", ["min_lstm", "rg_lru"])
+def test_pieces(
+    kind: str, room: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece of some channels after the other, or of some batches, is what all at once are."""
+    call = drawn(kind, (5, 7, 9), **options)
+    whole = run(call)
+    of_whole = gradients(whole, call.leaves, retain_graph=True)
+    of_final = gradients(whole[1:], call.leaves[:1])
+    monkeypatch.setattr(composed, "_CHANNELS", 2)
+    monkeypatch.setattr(composed, "_PIECE", {False: room})
+    made: list[int] = []
+    piece = composed._forward
+
+    def noted(given: Any, options: Any) -> Any:
+        made.append(given.inputs[0].numel())
+        return piece(given, options)
+
+    monkeypatch.setattr(composed, "_forward", noted)
+    found = run(call)
+    assert sum(made) == 5 * 7 * 9
+    assert max(made) <= max(room, 2 * 9)
+    torch.testing.assert_close(found, whole)
+    of_pieces = gradients(found, call.leaves, retain_graph=True)
+    torch.testing.assert_close(of_pieces, of_whole)
+    torch.testing.assert_close(gradients(found[1:], call.leaves[:1]), of_final)
 
 
 # --- The functions of kinds -------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from scan_registry import gated_scan, hgrn, linear_scan, min_gru, min_lstm, rg_lru
 from scan_registry.kernels.cases import relative_error
-from scan_registry.kernels.gated_scan.kinds import KINDS, RG_LRU_SCALE, sigmoids
+from scan_registry.kernels.gated_scan.functions import sigmoids
+from scan_registry.kernels.gated_scan.kinds import KINDS, RG_LRU_SCALE
 
 #: Of results, and of gradients, whose sums over time have more rounding errors.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -126,6 +127,8 @@ def test_both_sigmoids_and_their_derivatives_have_all_digits() -> None:
         torch.testing.assert_close(made.double(), value, rtol=3e-7, atol=0)
         (grad,) = torch.autograd.grad(made.sum(), x, retain_graph=True)
         torch.testing.assert_close(grad.double(), slope, rtol=5e-7, atol=0)
+        under = torch.func.grad(lambda x, number=number: sigmoids(x)[number].sum())(x.detach())
+        torch.testing.assert_close(under.double(), slope, rtol=5e-7, atol=0)
 
 
 # --- The root of RG-LRU -----------------------------------------------------------------------

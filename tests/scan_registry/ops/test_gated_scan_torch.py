@@ -159,6 +159,23 @@ def test_one_graph_of_each_kind(kind: str) -> None:
     torch.testing.assert_close(*results)
 
 
+def test_one_graph_of_transforms() -> None:
+    """Of gradients within maps, and of forward mode."""
+    gate, hidden = torch.randn(2, 3, 2, 4, 5)
+
+    def loss(gate: Tensor, hidden: Tensor) -> Tensor:
+        return min_gru(gate, hidden).sin().sum()
+
+    def tangent(gate: Tensor, hidden: Tensor) -> Tensor:
+        found: Tensor = jvp(loss, (gate, hidden), (hidden, gate))[1]
+        return found
+
+    for function in (vmap(grad(loss, (0, 1))), vmap(tangent)):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(gate, hidden), function(gate, hidden))
+
+
 def test_one_graph_of_a_bound_that_is_a_number() -> None:
     torch._dynamo.reset()
     x = torch.randn(2, 3, 5)
