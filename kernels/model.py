@@ -189,6 +189,7 @@ class Code:
     elements   variant -> dtype of what each pointer points to (Triton)
     fuses      variant -> whether products and sums may be contracted to one rounding (Triton)
     may_spill  variants that are allowed to spill registers, each an exception to justify
+    headers    files that the source includes by the name of a macro (CUDA)
     """
 
     source: str
@@ -200,6 +201,7 @@ class Code:
     elements: Callable[[Variant], Mapping[str, str]] = lambda variant: {}
     fuses: Callable[[Variant], bool] = lambda variant: True
     may_spill: frozenset[Variant] = frozenset()
+    headers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

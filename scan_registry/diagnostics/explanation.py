@@ -237,9 +237,10 @@ def _described(operator: Operator, args: Any, kwargs: Any) -> tuple[Mapping[str,
 
     types = get_type_hints(operator.function)
     given = signature(operator.function).bind(*args, **kwargs).arguments
-    tensors = {each: value for each, value in given.items() if types[each] is torch.Tensor}
+    tensors = [value for each, value in given.items() if types[each] is torch.Tensor]
     calls = operator.describe(*args, **kwargs)  # which checks them
-    return calls, next(iter(tensors.values())).device
+    first = tensors[0]
+    return calls, (first[0] if isinstance(first, tuple) else first).device
 
 
 # --- JSON -------------------------------------------------------------------------------------

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops import gated_scan_derivatives
 from scan_registry.ops.gated_scan_arguments import Options, normalised
+from scan_registry.ops.gated_scan_fast import fast_scan
 
 __all__ = ["BACKENDS", "gated_scan"]
+
+_is_compiling = torch.compiler.is_compiling
 
 
 @overload
@@ -128,6 +132,10 @@ def run(
     kind: Any, inputs: Any, reset: Any, initial_state: Any, cu_seqlens: Any, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What ``gated_scan`` returns, of arguments that are not checked yet."""
+    if not _is_compiling():
+        made = fast_scan(inputs, initial_state, reset, cu_seqlens, options)
+        if made is not None:
+            return made
     given = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
     states, last = gated_scan_derivatives.scan(*given)
     return states if last is None else (states, last)
