@@ -219,6 +219,7 @@ KERNELS_MAY = {
     "reference": {"torch"},
     "cases": {"torch"},
     "functions": {"torch"},
+    "kinds": {"torch"},  # within functions: to be read, it needs none
     "triton_columns": {"triton"},
     "triton_kernels": {"triton"},
     "triton_kinds": {"triton"},
