@@ -38,7 +38,6 @@ from scan_registry.kernels.model import (
     Launch,
     Pins,
     Rules,
-    Space,
     Static,
     Tunable,
     Variant,
@@ -206,33 +205,42 @@ def _constants(variant: Variant) -> dict[str, Static]:
     }
 
 
-def _may_spill(direction: Direction, variants: Space) -> frozenset[Variant]:
-    """minGRU backward in 16 bits with wide columns, of which a thread holds 16 elements: the compiler puts 16 bytes aside on
-    sm_100, and none on sm_80 to sm_90. With half as many elements it would meet twice as often."""
+def _may_spill(direction: Direction) -> frozenset[Variant]:
+    """Backward in 16 bits, minGRU with wide columns and minLSTM with shared ones: the compiler puts 16 and 8 bytes aside on
+    sm_100, and none on the others. With fewer elements a thread would meet others more often."""
+    if direction == "forward":
+        return frozenset()
+    wide, shared = _wide(4, "bfloat16", 8), [*_few(5, "bfloat16")][-1]
+    known = (
+        ("bfloat16", "min_gru", wide),
+        ("float16", "min_gru", wide),
+        ("bfloat16", "min_lstm", shared),
+    )
     return frozenset(
-        Variant(FAMILY_NAME, f"channel_last_{direction}", "cuda", statics)
-        for statics in variants
-        if direction == "backward"
-        and ITEM_SIZE[str(dict(statics)["dtype"])] == 2
-        and (dict(statics)["warps"], dict(statics)["steps"]) == (4, 8)
-        and dict(statics)["kind"] == "min_gru"
+        Variant(
+            FAMILY_NAME,
+            f"channel_last_{direction}",
+            "cuda",
+            (("dtype", dtype), ("kind", kind), ("access", "aligned"), *tile.items()),
+        )
+        for dtype, kind, tile in known
     )
 
 
 def _kernel(direction: Direction) -> Kernel:
-    name, variants = f"channel_last_{direction}", space(partial(_in_wheels, direction))
+    name = f"channel_last_{direction}"
     return Kernel(
         family=FAMILY_NAME,
         name=name,
         language="cuda",
         parameters=parameters(direction),
-        defaults=variants,
+        defaults=space(partial(_in_wheels, direction)),
         code=Code(
             source=f"{name}.cu",
             entry=f"{FAMILY_NAME}_{name}",
             constants=_constants,
             shared=partial(_shared, direction),
-            may_spill=_may_spill(direction, variants),
+            may_spill=_may_spill(direction),
             headers=headers(),
         ),
         rules=Rules(
