@@ -34,6 +34,8 @@ TOLERANCE = {"float32": 3e-6, "float16": 1e-3, "bfloat16": 8e-3}
 #: whole pieces and such as are not.
 ALIGNED = ((2, 3, 8), (2, 5, 520), (3, 2, 1544), (5, 41, 24))
 ODD = ((2, 3, 1), (1, 5, 130), (2, 3, 517), (2, 2, 1291))
+#: Elements before and after each sequence, and what they hold.
+PAD, AROUND = 4096, 77.0
 #: Several segments, more than the CTAs that run at once have room for; and one that is not full.
 CUT = ((1, 2, 13_000), (3, 1, 264), (2, 1, 4616), (1, 3, 4104))
 #: More segments of float32 than a look-back reads one by one.
@@ -195,7 +197,10 @@ class Trial:
         if kernel.rules.accepts(variant, problem) is not None:
             return None
         library.run(problem, tensors, seed=seed)
-        found = {name: tensors[name] for name in names}
+        found = {name: tensors[name].clone() for name in names}
+        for name in names:
+            if found[name].shape == self.shape:
+                assert _untouched(tensors[name]), name
         if "parameters_grad" in found:
             found["parameters_grad"] = found["parameters_grad"].double().sum(0)
         return found
@@ -278,12 +283,21 @@ def _offsets(time: int) -> Tensor:
 
 
 def _placed(tensor: Tensor, aligned: bool) -> Tensor:
-    """A copy of unit stride along time; unless ``aligned``, off the 16-byte grid and with gaps between rows."""
+    """A copy of unit stride along time, in the middle of memory that is full of a number; unless ``aligned``, off the
+    16-byte grid and with gaps between rows."""
     batch, channels, time = tensor.shape
-    if aligned:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    room = torch.full((batch * channels * (time + 3) + 1,), torch.nan).to(tensor.dtype)
-    return room[1:].view(batch, channels, time + 3)[..., :time].copy_(tensor)
+    gap = 0 if aligned else 3
+    size = batch * channels * (time + gap)
+    room = torch.full((size + 2 * PAD,), AROUND, dtype=tensor.dtype)
+    rows = room[PAD + gap : PAD + gap + size]
+    return rows.view(batch, channels, time + gap)[..., :time].copy_(tensor)
+
+
+def _untouched(tensor: Tensor) -> bool:
+    """Whether all that lies around such a copy is as it was; the copy itself is lost."""
+    tensor.fill_(AROUND)
+    room = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return bool((room == AROUND).all())
 
 
 def chosen(direction: Direction, dtype: str, header: str, tile: str) -> Variant:
