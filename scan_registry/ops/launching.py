@@ -20,8 +20,8 @@ _required = policy.required.get
 class PlanCache:
     """Plans of calls. A plan is a function of the tensors, made once for all calls of a kind.
 
-    Calls are of one kind if they agree in: which tensors are given, and their shapes, strides, dtypes and devices;
-    how far their addresses are aligned, up to 16 bytes; the options; and what ``require`` allows. A plan does not
+    Calls are of one kind if they agree in: which tensors are given, and their shapes, strides, dtypes, devices and
+    how far the address of each is aligned, up to 16 bytes; the options; and what ``require`` allows. A plan does not
     change: what is installed or tuned later affects only kinds that have no plan yet. When there are
     ``MOST_PLANS`` plans, all are dropped. ``csrc/plans.h`` keeps the plans of the fast path by the same rules.
     """
@@ -45,15 +45,11 @@ class PlanCache:
         *options: object,
     ) -> Callable[..., Any]:
         """The plan of calls of this kind. If there is none, ``make`` makes it from the tensors and options."""
-        facts: list[Any] = []
-        addresses = 0
-        for tensor in tensors:
-            if tensor is None:
-                facts.append(None)
-            else:
-                facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-                addresses |= tensor.data_ptr()
-        key = (make, addresses & 15, _required(), options, *facts)
+        facts = [
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
+            for t in tensors
+        ]
+        key = (make, _required(), options, *facts)
         plan: Callable[..., Any] | None = self.get(key)
         if plan is None:
             plan = make(*tensors, *options)

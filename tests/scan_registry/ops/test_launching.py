@@ -58,6 +58,12 @@ def test_a_call_of_another_kind_has_a_plan_of_its_own(tensors: Any) -> None:
     assert [planner(FIRST, None), planner(*tensors), planner(FIRST, None)] == [0, 1, 0]
 
 
+def test_plans_depend_on_the_alignment_of_each_tensor() -> None:
+    """A plan may choose its kernel by the addresses of some tensors only."""
+    planner, misaligned = Planner(), MEMORY[1:13].view(3, 4)
+    assert [planner(FIRST, misaligned), planner(misaligned, FIRST)] == [0, 1]
+
+
 def test_plans_depend_on_options_on_what_is_required_and_on_who_plans() -> None:
     planner = Planner()
     assert [planner(FIRST), planner(FIRST, options=(2, "auto"))] == [0, 1]
