@@ -218,6 +218,7 @@ print(json.dumps([before, sums, first.compat.__name__, scan_registry.compat.__na
 KERNELS_MAY = {
     "reference": {"torch"},
     "cases": {"torch"},
+    "functions": {"torch"},
     "kinds": {"torch"},  # in functions: a spec that imports it imports no torch
     "solution": {"torch"},
     "triton_columns": {"triton"},
