@@ -48,8 +48,8 @@ MANY_COLUMNS = 96
 #: Bytes of a CTA's ring, at most, by the CTAs that are meant to share an SM: GPUs with the least shared memory have room
 #: for one CTA.
 _RING = {5: 40_000, 3: 66_000, 1: 92_000}
-#: Dtypes of which wheels have tiles for few columns.
-_FEW_IN_WHEELS = ("float32", "bfloat16")
+#: Dtypes that wheels have aligned tiles of. Others are served by generic access, until tuning names tiles of theirs.
+_ALIGNED_IN_WHEELS = ("float32", "bfloat16")
 #: What drivers keep of a CTA's shared memory.
 _KEPT = 1024
 #: Time steps that are counted in 32 bits.
@@ -65,44 +65,49 @@ def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iter
     """A tile for many columns, and for few."""
     if access == "generic":
         yield registers.WIDE
-        return
-    tensors = _tensors(direction, kind)
-    # What gradients need of each element fills the registers.
-    few = direction == "backward" and (tensors > 4 or HEADERS[kind].parameters)
-    yield _wide(tensors, dtype, 4 if few else 8)
-    if dtype in _FEW_IN_WHEELS:
-        yield from _few(tensors, dtype)
+    elif dtype in _ALIGNED_IN_WHEELS:
+        yield from _whole(direction, dtype, kind)
 
 
 def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
-    """What tuning may choose from besides: columns of 32 channels, more steps for fewer CTAs, and tiles for few columns."""
+    """What tuning may choose from besides: columns of 32 channels, more steps for fewer CTAs, columns that several CTAs
+    share, and what wheels have of other dtypes."""
     if access == "generic":
         return
-    tensors = _tensors(direction, kind)
-    steps = next(_in_wheels(direction, dtype, kind, access))["steps"]
+    if dtype not in _ALIGNED_IN_WHEELS:
+        yield from _whole(direction, dtype, kind)
+    tensors, steps = _tensors(direction, kind), _steps(direction, kind)
     yield _ringed(tensors, dtype, 5, {"warps": 4, "lanes_across": 32, "vector": 1, "steps": steps})
     if steps == 4:
         yield {**_wide(tensors, dtype, 8), "blocks": 2}
-    if dtype not in _FEW_IN_WHEELS:
-        yield from _few(tensors, dtype)
+    if dtype != "float32":
+        yield _shared_column(tensors)
+
+
+def _steps(direction: Direction, kind: str) -> int:
+    """Of a wide tile. What gradients need of each element fills the registers."""
+    few = _tensors(direction, kind) > 4 or HEADERS[kind].parameters
+    return 4 if direction == "backward" and few else 8
+
+
+def _whole(direction: Direction, dtype: str, kind: str) -> Iterator[Tile]:
+    """Tiles of columns that a CTA has for itself: wide ones, and narrow ones where they are few."""
+    tensors = _tensors(direction, kind)
+    yield _wide(tensors, dtype, _steps(direction, kind))
+    # A tile's rows are as many bytes in float32 as in 16 bits.
+    steps = {2: 16, 3: 16, 4: 12}.get(tensors, 8) * 2 // ITEM_SIZE[dtype]
+    yield _ringed(tensors, dtype, 1, {"warps": 8, "lanes_across": 16, "vector": 1, "steps": steps})
 
 
 def _wide(tensors: int, dtype: str, steps: int) -> Tile:
     return _ringed(tensors, dtype, 3, {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps})
 
 
-def _few(tensors: int, dtype: str) -> Iterator[Tile]:
-    """Narrow columns, and wide ones that several CTAs share."""
-    # A tile's rows are as many bytes in float32 as in 16 bits.
-    steps = {2: 16, 3: 16, 4: 12}.get(tensors, 8) * 2 // ITEM_SIZE[dtype]
-    narrow = {"warps": 8, "lanes_across": 16, "vector": 1, "steps": steps}
-    yield _ringed(tensors, dtype, 1, narrow)
-    if dtype == "float32":
-        return
-    # A CTA keeps the maps of `aggregate_lead` + 1 tiles, and the ring as many tiles and those on their way.
+def _shared_column(tensors: int) -> Tile:
+    """A CTA keeps the maps of `aggregate_lead` + 1 tiles, and the ring as many tiles and those on their way."""
     stages, lead = {2: (6, 3), 3: (4, 2), 4: (6, 3), 5: (5, 2)}.get(tensors, (4, 2))
-    shared = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": 16 if tensors < 4 else 8}
-    yield {**shared, "stages": stages, "ctas_per_column": 4, "aggregate_lead": lead, "blocks": 1}
+    tile = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": 16 if tensors < 4 else 8}
+    return {**tile, "stages": stages, "ctas_per_column": 4, "aggregate_lead": lead, "blocks": 1}
 
 
 def _ringed(tensors: int, dtype: str, blocks: int, tile: Tile) -> Tile:
@@ -206,24 +211,23 @@ def _constants(variant: Variant) -> dict[str, Static]:
 
 
 def _may_spill(direction: Direction) -> frozenset[Variant]:
-    """Backward in 16 bits, minGRU with wide columns and minLSTM with shared ones: the compiler puts 16 and 8 bytes aside on
-    sm_100, and none on the others. With fewer elements a thread would meet others more often."""
+    """Backward in wide columns, minGRU in bfloat16 and RG-LRU in float32: the compiler puts 16 and 8 bytes aside on sm_100,
+    and none on the others. With fewer elements a thread would meet others more often."""
     if direction == "forward":
         return frozenset()
-    wide, shared = _wide(4, "bfloat16", 8), [*_few(5, "bfloat16")][-1]
-    known = (
-        ("bfloat16", "min_gru", wide),
-        ("float16", "min_gru", wide),
-        ("bfloat16", "min_lstm", shared),
-    )
     return frozenset(
         Variant(
             FAMILY_NAME,
             f"channel_last_{direction}",
             "cuda",
-            (("dtype", dtype), ("kind", kind), ("access", "aligned"), *tile.items()),
+            (
+                ("dtype", dtype),
+                ("kind", kind),
+                ("access", "aligned"),
+                *next(_whole(direction, dtype, kind)).items(),
+            ),
         )
-        for dtype, kind, tile in known
+        for dtype, kind in (("bfloat16", "min_gru"), ("float32", "rg_lru"))
     )
 
 

@@ -67,8 +67,8 @@ _CUT: dict[Direction, Tile] = {
 }
 
 
-#: Dtypes of which wheels have tiles for cut rows; archives grow by a fifth with those of all.
-_CUT_IN_WHEELS = ("bfloat16",)
+#: Dtypes that wheels have aligned tiles of. Others are served by generic access, until tuning names tiles of theirs.
+_ALIGNED_IN_WHEELS = ("float32", "bfloat16")
 #: Of 16-bit elements, longer tiles, for which fewer instructions are needed: kinds of two inputs have registers for them.
 _LONGER: dict[Direction, Tile] = {
     "forward": {"pieces": 4, "stages": 2, "blocks": 3},
@@ -84,21 +84,24 @@ def _cut(direction: Direction) -> Tile:
     return {"warps": 1, "lanes": 32, "pieces": 1, **_CUT[direction]}
 
 
+def _usual(direction: Direction, dtype: str) -> Tile:
+    return _whole({**_WHOLE[direction, ITEM_SIZE[dtype]], "blocks": 4})
+
+
 def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
     if access == "generic":
         yield _GENERIC
-        return
-    yield _whole({**_WHOLE[direction, ITEM_SIZE[dtype]], "blocks": 4})
-    if dtype in _CUT_IN_WHEELS:
-        yield _cut(direction)
+    elif dtype in _ALIGNED_IN_WHEELS:
+        yield _usual(direction, dtype)
 
 
 def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
-    """What tuning may choose from besides."""
+    """What tuning may choose from besides: rows that are cut, longer tiles, and what wheels have of other dtypes."""
     if access == "generic":
         return
-    if dtype not in _CUT_IN_WHEELS:
-        yield _cut(direction)
+    if dtype not in _ALIGNED_IN_WHEELS:
+        yield _usual(direction, dtype)
+    yield _cut(direction)
     if ITEM_SIZE[dtype] == 2 and len(HEADERS[kind].inputs) == 2:
         yield _whole(_LONGER[direction])
 

@@ -3,7 +3,8 @@
 Sources: ``triton_kernels.py`` for contiguous time and ``triton_columns.py`` for contiguous channels, on
 ``triton_kinds.py`` and ``triton_scans.py``. A variant's constants are the kind and what ``kinds.py`` says of its inputs,
 beside those of linear_scan's Triton kernels. Access ``aligned`` takes rows that are whole multiples of 16 elements, and
-``generic`` everything. Tiles are chosen so that no registers are spilled; no GPU has timed them yet.
+``generic`` everything. Wheels have the generic ones: rows that are whole are for the CUDA kernels. Tiles of those are chosen
+so that no registers are spilled; no GPU has timed them yet.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from scan_registry.kernels.model import (
     Pins,
     Rules,
     Static,
+    Tunable,
     Variant,
 )
 
@@ -60,18 +62,17 @@ def _time_last(direction: Direction, kind: str, dtype: str, access: str) -> Tile
 
 def _channel_last(direction: Direction, kind: str, dtype: str, access: str) -> Tile:
     """Of a tile, 4 to 8 rows of 4 or 8 bytes in a thread. All tensors' stages take at most 80 KB of shared memory."""
-    forward = direction == "forward"
+    few = direction == "forward" and len(HEADERS[kind].inputs) < 3
     if access == "generic":
-        return {"warps": 4, "channels": 32, "vector": 1, "steps": 8 if forward else 4, "stages": 2}
-    few = forward and len(HEADERS[kind].inputs) < 3
+        return {"warps": 4, "channels": 32, "vector": 1, "steps": 8 if few else 4, "stages": 2}
     vector = 8 // ITEM_SIZE[dtype] if few else 2
     return {"warps": 4, "channels": 64, "vector": vector, "steps": 4, "stages": 4 if few else 3}
 
 
 def _tiles(
-    layout: Layout, direction: Direction, dtype: str, kind: str, access: str
+    wanted: str, layout: Layout, direction: Direction, dtype: str, kind: str, access: str
 ) -> tuple[Tile, ...]:
-    if kind not in KINDS:
+    if kind not in KINDS or access != wanted:
         return ()
     if layout == "time_last":
         return (_time_last(direction, kind, dtype, access),)
@@ -166,7 +167,7 @@ def _kernel(layout: Layout, direction: Direction) -> Kernel:
         name=name,
         language="triton",
         parameters=parameters(direction),
-        defaults=space(partial(_tiles, layout, direction)),
+        defaults=space(partial(_tiles, "generic", layout, direction)),
         code=Code(
             source="triton_kernels.py" if layout == "time_last" else "triton_columns.py",
             entry=name,
@@ -179,6 +180,7 @@ def _kernel(layout: Layout, direction: Direction) -> Kernel:
         rules=Rules(_accepts, mismatch, serves=_serves),
         cost=_cost,
         launch=_launch,
+        tunable=Tunable(space=space(partial(_tiles, "aligned", layout, direction))),
     )
 
 

@@ -80,7 +80,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
 
 def like(kernel: Kernel, **pins: int | str) -> Variant:
     """The first of the kernel's variants that has these static parameters."""
-    return next(v for v in kernel.variants if pins.items() <= dict(v.statics).items())
+    return next(v for v in kernel.every if pins.items() <= dict(v.statics).items())
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])

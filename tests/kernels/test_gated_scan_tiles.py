@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -42,10 +43,16 @@ def posed(
 
 
 def chosen(kernel: Kernel, problem: GatedScanProblem, sm_count: int = SM_COUNT) -> Variant:
-    """The cheapest of those that can."""
+    """The cheapest of those that can, and that wheels hold."""
+    return cheapest(kernel, kernel.variants, problem, sm_count)
+
+
+def cheapest(
+    kernel: Kernel, among: Iterable[Variant], problem: GatedScanProblem, sm_count: int = SM_COUNT
+) -> Variant:
     can = [
         variant
-        for variant in kernel.variants
+        for variant in among
         if kernel.rules.accepts(variant, problem) is None
         and kernel.rules.exceeds_residency(variant, problem, sm_count) is None
     ]
@@ -62,22 +69,37 @@ def test_columns_are_as_wide_as_fills_a_gpu(direction: Direction) -> None:
         channels = int(tile["lanes_across"]) * int(tile["vector"])
         return channels, int(tile.get("ctas_per_column", 1))
 
-    for dtype in ("bfloat16", "float32", "float16"):
+    for dtype in ("bfloat16", "float32"):
         assert width(8, 4096, 2560, dtype) == (64, 1)
         assert width(16, 2048, 1024, dtype) == (64, 1)
-    assert width(1, 65536, 2048, "float32") == (16, 1)
-    assert width(1, 65536, 2048, "bfloat16") == (64, 4)
-    assert width(1, 65536, 2048, "bfloat16", sm_count=100) == (16, 1)
-    # CTAs of a column would have no tile.
-    assert width(1, 128, 2048, "bfloat16") == (16, 1)
+        assert width(1, 65536, 2048, dtype) == (16, 1)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_odd_rows_and_packed_sequences_are_for_the_generic_tile(direction: Direction) -> None:
+def test_few_columns_are_shared_where_such_tiles_are_at_hand(direction: Direction) -> None:
+    """Wheels have none of them."""
+    kernel = KERNELS[direction]
+
+    def ctas(*shape: Any, sm_count: int = SM_COUNT) -> int:
+        problem = posed(direction, *shape)
+        tile = dict(cheapest(kernel, kernel.every, problem, sm_count).statics)
+        return int(tile.get("ctas_per_column", 1))
+
+    assert ctas(1, 65536, 2048, "bfloat16") == 4
+    assert ctas(1, 65536, 2048, "float32") == 1
+    assert ctas(1, 65536, 2048, "bfloat16", sm_count=100) == 1
+    assert ctas(1, 128, 2048, "bfloat16") == 1  # CTAs of a column would have no tile
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_odd_rows_packed_sequences_and_float16_are_for_the_generic_tile(
+    direction: Direction,
+) -> None:
     kernel = KERNELS[direction]
     for problem in (
         posed(direction, 2, 100, 2049, "bfloat16"),
         posed(direction, 1, 100, 2048, "bfloat16", sequences=3),
+        posed(direction, 8, 4096, 2560, "float16"),
     ):
         assert chosen(kernel, problem).text("access") == "generic"
 
@@ -105,7 +127,7 @@ def test_a_launch_makes_no_more_parts_than_there_may_be() -> None:
     for time in (1, 31, 32, 64, 65, 100, 1000, 4096):
         for kind in HEADERS:
             problem = posed("backward", 3, time, 72, "bfloat16", kind=kind)
-            for variant in kernel.variants:
+            for variant in kernel.every:
                 if kernel.rules.accepts(variant, problem) is None:
                     parts = kernel.launch(variant, problem, SM_COUNT).scalars["parts"]
                     assert problem.batch <= parts <= problem.most_parts, variant

@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).with_name("interpret_gated_scan.py")
 
 def variant_of(kernel: Kernel, kind: str, dtype: str, access: str) -> Variant:
     wanted = {("kind", kind), ("dtype", dtype), ("access", access)}
-    return next(variant for variant in kernel.variants if wanted <= {*variant.statics})
+    return next(variant for variant in kernel.every if wanted <= {*variant.statics})
 
 
 @pytest.mark.slow
@@ -64,14 +64,15 @@ def test_rows_of_a_group_stay_in_its_threads(
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_there_is_a_variant_for_every_kind(kernel: Kernel) -> None:
-    found = {(v.text("kind"), v.text("dtype"), v.text("access")) for v in kernel.variants}
-    dtypes, accesses = ("float32", "bfloat16", "float16"), ("aligned", "generic")
-    assert found == {(k, d, a) for k in HEADERS for d in dtypes for a in accesses}
+    """In wheels, the one that takes everything."""
+    found = [(v.text("kind"), v.text("dtype"), v.text("access")) for v in kernel.variants]
+    dtypes = ("float32", "bfloat16", "float16")
+    assert sorted(found) == sorted((k, d, "generic") for k in HEADERS for d in dtypes)
 
 
 @pytest.mark.parametrize("kernel", COLUMNS, ids=lambda kernel: kernel.name)
 def test_threads_of_a_program_are_whole_groups(kernel: Kernel) -> None:
-    for variant in kernel.variants:
+    for variant in kernel.every:
         side_by_side, rest = divmod(variant.number("channels"), variant.number("vector"))
         assert rest == 0
         assert columns.groups(variant) * side_by_side == 32 * variant.number("warps")
@@ -81,7 +82,7 @@ def test_stages_fit_the_least_shared_memory() -> None:
     """A tile of each tensor that is read, for each stage."""
     least = min(SHARED_MEMORY.values())
     for kernel in COLUMNS:
-        for variant in kernel.variants:
+        for variant in kernel.every:
             tensors = len(HEADERS[variant.text("kind")].inputs) + 2 * ("backward" in kernel.name)
             size = 4 if variant.text("dtype") == "float32" else 2
             tile = 32 * variant.number("warps") * variant.number("vector") * variant.number("steps")
