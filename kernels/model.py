@@ -215,6 +215,8 @@ class Rules:
                        wait for each other
     serves             static parameters, target -> whether it is compiled for that, ahead of time or here; of those
                        of a kind, whether any such variant is
+    ships              static parameters, target -> whether wheels hold its binary; others are compiled where they are
+                       first called
     """
 
     accepts: Callable[[Variant, Any], str | None]
@@ -223,6 +225,7 @@ class Rules:
         None
     )
     serves: Callable[[Pins, Target], bool] = lambda statics, target: True
+    ships: Callable[[Pins, Target], bool] = lambda statics, target: True
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from scan_registry.kernels.gated_scan.variants import (
     headers,
     mismatch,
     parameters,
+    ships,
     space,
 )
 from scan_registry.kernels.linear_scan import registers, streams
@@ -252,6 +253,7 @@ def _kernel(direction: Direction) -> Kernel:
             kind_mismatch=mismatch,
             exceeds_residency=streams.exceeds_residency,
             serves=partial(_serves, direction),
+            ships=ships,
         ),
         cost=_cost,
         launch=_launch,

@@ -30,6 +30,7 @@ from scan_registry.kernels.gated_scan.variants import (
     headers,
     mismatch,
     parameters,
+    ships,
     space,
 )
 from scan_registry.kernels.linear_scan import registers, rings, streams
@@ -194,7 +195,12 @@ def _kernel(direction: Direction) -> Kernel:
             shared=partial(_shared, direction),
             headers=headers(),
         ),
-        rules=Rules(accepts=_accepts, kind_mismatch=mismatch, serves=partial(_serves, direction)),
+        rules=Rules(
+            accepts=_accepts,
+            kind_mismatch=mismatch,
+            serves=partial(_serves, direction),
+            ships=ships,
+        ),
         cost=_cost,
         launch=_launch,
         tunable=Tunable(space=space(partial(_others, direction))),

@@ -3,8 +3,9 @@
 Sources: ``triton_kernels.py`` for contiguous time and ``triton_columns.py`` for contiguous channels, on
 ``triton_kinds.py`` and ``triton_scans.py``. A variant's constants are the kind and what ``kinds.py`` says of its inputs,
 beside those of linear_scan's Triton kernels. Access ``aligned`` takes rows that are whole multiples of 16 elements, and
-``generic`` everything. Wheels have the generic ones: rows that are whole are for the CUDA kernels. Tiles of those are chosen
-so that no registers are spilled; no GPU has timed them yet.
+``generic`` everything. Without tuning there are the generic ones: rows that are whole are for the CUDA kernels. Tiles of
+those are chosen so that no registers are spilled; no GPU has timed them yet. Wheels have none: Triton is installed wherever
+torch is for GPUs, and compiles what is called.
 """
 
 from __future__ import annotations
@@ -82,6 +83,11 @@ def _tiles(
 def _serves(statics: Pins, target: Target) -> bool:
     """PTX, which is for GPUs that are not known, has variants that take everything."""
     return not target.is_ptx or ("access", "aligned") not in statics
+
+
+def _ships(statics: Pins, target: Target) -> bool:
+    """Never: where torch runs on a GPU there is Triton, too, and compiles what is asked for."""
+    return False
 
 
 # --- What is compiled -------------------------------------------------------------------------
@@ -177,7 +183,7 @@ def _kernel(layout: Layout, direction: Direction) -> Kernel:
             # Where error terms are kept: a sum's rounding error can be had only if its terms are rounded first.
             fuses=lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
         ),
-        rules=Rules(_accepts, mismatch, serves=_serves),
+        rules=Rules(_accepts, mismatch, serves=_serves, ships=_ships),
         cost=_cost,
         launch=_launch,
         tunable=Tunable(space=space(partial(_tiles, "aligned", layout, direction))),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import product
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.gated_scan.problem import (
     DTYPES,
     HEADERS,
@@ -21,6 +22,8 @@ from scan_registry.kernels.model import Parameter, Pins, Space, Static, Variant
 
 FAMILY_NAME = "gated_scan"
 ACCESSES = ("aligned", "generic")
+#: Capabilities of the GPUs with high-bandwidth memory.
+WITH_HBM = ((8, 0), (9, 0), (10, 0))
 
 
 @cache
@@ -42,6 +45,14 @@ def space(tiles: Callable[[str, str, str], Iterable[Tile]]) -> Space:
         return (tuple(tile.items()) for tile in tiles(str(dtype), str(name), str(access)))
 
     return Space(kinds, of)
+
+
+def ships(statics: Pins, target: Target) -> bool:
+    """Wheels have generic access for every GPU, and aligned access for those with HBM: the others' SMs have a third of the
+    bandwidth or less. float16 is compiled where it is first called."""
+    pins = dict(statics)
+    fast = not target.is_ptx and target.capability in WITH_HBM
+    return pins["dtype"] != "float16" and (fast or pins["access"] == "generic")
 
 
 def headers() -> tuple[str, ...]:

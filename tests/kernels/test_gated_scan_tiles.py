@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
 
-from scan_registry.hardware.target import SHARED_MEMORY, Target
+from scan_registry.aot.plan import plan
+from scan_registry.hardware.target import RELEASED, SHARED_MEMORY, Target
 from scan_registry.kernels.gated_scan.channel_last import kernels
 from scan_registry.kernels.gated_scan.problem import (
+    DIRECTIONS,
     HEADERS,
+    LAYOUTS,
     STRIDED,
     Direction,
     GatedScanProblem,
@@ -131,3 +135,17 @@ def test_a_launch_makes_no_more_parts_than_there_may_be() -> None:
                 if kernel.rules.accepts(variant, problem) is None:
                     parts = kernel.launch(variant, problem, SM_COUNT).scalars["parts"]
                     assert problem.batch <= parts <= problem.most_parts, variant
+
+
+@pytest.mark.parametrize("arch", RELEASED)
+def test_wheels_stay_small_and_take_every_problem(arch: str) -> None:
+    """In float32 and bfloat16, in both layouts; aligned access for GPUs with high-bandwidth memory."""
+    (jobs,) = plan([Target.parse(arch)]).values()
+    held = [job.variant for job in jobs if job.variant.family == "gated_scan"]
+    assert len(held) <= 120
+    assert {variant.language for variant in held} == {"cuda"}
+    aligned = arch in ("sm80", "sm90", "sm100")
+    found = {(v.kernel, v.text("dtype"), v.text("kind"), v.text("access")) for v in held}
+    kernels = (f"{layout}_{way}" for layout, way in product(LAYOUTS, DIRECTIONS))
+    accesses = ("aligned", "generic") if aligned else ("generic",)
+    assert found == set(product(kernels, ("float32", "bfloat16"), HEADERS, accesses))
