@@ -30,6 +30,8 @@ def samples() -> tuple[Sample, ...]:
 def _samples() -> Iterator[Sample]:
     for kind, layout, direction in product(HEADERS, LAYOUTS, DIRECTIONS):
         for dtype, access in product(DTYPES, ("aligned", "generic")):
+            if (dtype, access) == ("float16", "aligned"):
+                continue  # without tuning, generic variants take these as well
             if kind == _KIND or (dtype, access) == (_DTYPE, _ACCESS):
                 yield _sample(kind, layout, direction, dtype, access)
 

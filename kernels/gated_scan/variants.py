@@ -48,8 +48,8 @@ def space(tiles: Callable[[str, str, str], Iterable[Tile]]) -> Space:
 
 
 def ships(statics: Pins, target: Target) -> bool:
-    """Wheels have generic access for every GPU, and aligned access for those with HBM: the others' SMs have a third of the
-    bandwidth or less. float16 is compiled where it is first called."""
+    """Wheels have generic access for every GPU, and aligned access for those with HBM: the others have less bandwidth for each
+    SM. float16 is compiled where it is first called."""
     pins = dict(statics)
     fast = not target.is_ptx and target.capability in WITH_HBM
     return pins["dtype"] != "float16" and (fast or pins["access"] == "generic")
