@@ -17,7 +17,6 @@ import importlib.util
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -29,6 +28,7 @@ import torch
 from records import write_records
 from rich.console import Console
 from rich.table import Table
+from stopwatch import milliseconds
 from torch import Tensor
 
 from scan_registry import __version__, compat
@@ -91,17 +91,6 @@ def model_of(module: ModuleType, size: Size, device: torch.device, dtype: torch.
     )
     torch.manual_seed(0)
     return module.MambaForCausalLM(config).to(device, dtype)
-
-
-def milliseconds(function: Callable[[], object], device: torch.device) -> float:
-    """Of one call, until the device has done it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - begin)
 
 
 def interleaved(

@@ -18,7 +18,6 @@ import importlib.util
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ import torch
 from records import write_records
 from rich.console import Console
 from rich.table import Table
+from stopwatch import milliseconds
 from torch import Tensor
 
 from scan_registry import __version__, compat
@@ -101,17 +101,6 @@ def model_of(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
     )
     torch.manual_seed(0)
     return RecurrentGemmaForCausalLM(config).to(device, dtype)
-
-
-def milliseconds(function: Callable[[], object], device: torch.device) -> float:
-    """Of one call, until the device has done it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - begin)
 
 
 def interleaved(
