@@ -198,7 +198,7 @@ def test_what_runs_is_described(shape: tuple[int, ...], dim: int) -> None:
         ((2, 3, 4, 7), -1, (2, 3, 4, 7), torch.float16, torch.float16, "time_last"),
         ((7, 2, 3), 0, (7, 2, 3), torch.float32, torch.float32, "channel_last"),
         ((2, 7), 1, (2, 7), torch.bfloat16, torch.bfloat16, "time_last"),
-        ((7, 2), 0, (), torch.float32, torch.float32, "time_last"),
+        ((7, 2), 0, (), torch.float32, torch.float32, "channel_last"),
         ((7,), 0, (7,), torch.float32, torch.float32, "time_last"),
     ],
     ids=str,
