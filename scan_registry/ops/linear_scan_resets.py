@@ -38,11 +38,7 @@ def scan(
     if _alike(gates, tokens, options):
         given = Arguments((gates, tokens), (), *tensors[2:])
         return gated_scan_derivatives.scan(given, GatedOptions("linear", *options))
-    if (
-        not gated_scan_plans.on_gpu(tokens)
-        or not has_kernels(gates, tokens)
-        or transforms_active()
-    ):
+    if not gated_scan_plans.on_gpu(tokens) or not has_kernels(gates, tokens) or transforms_active():
         return resets.scan(*tensors, options)
     view = _View(tokens.shape, options.dim)
     of_three = GatedOptions("linear", -2, *options[1:])
