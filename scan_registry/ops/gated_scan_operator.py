@@ -62,7 +62,8 @@ class GatedScan(Operator):
         wanted = any(t is not None and t.requires_grad for t in (*inputs, initial_state))
         if is_linear(given, options):
             return linear_scan.describe(
-                *inputs,
+                inputs[0],
+                inputs[1],
                 initial_state,
                 dim=dim,
                 reverse=reverse,

@@ -130,6 +130,57 @@ def test_nothing_passes_a_reset(
     assert (gates_grad[..., resets] == 0).all()
 
 
+#: Of each header, the input that tokens are proportional to, or nearly so.
+VALUE = {"linear": 1, "min_gru": 1, "min_lstm": 2, "rg_lru": 0, "hgrn": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("access", ["aligned", "generic"])
+@pytest.mark.parametrize("layout", ["channel_last", "time_last"])
+@pytest.mark.parametrize("kind", VALUE)
+def test_of_every_kind_nothing_passes_a_reset(
+    kind: str, layout: str, access: str, bad: float, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """From the reset on, states and gradients are those of a scan that begins there."""
+    torch.manual_seed(0)
+    middle, setting = 48, cases.Setting(states=True, resets=True)
+    trial = cases.draw((1, 16, 96), kind, setting, "float32", "cpu")
+    inputs, reset, initial = trial.inputs, trial.inputs["reset"], trial.inputs["initial_state"]
+    assert reset is not None
+    assert initial is not None
+    reset[:, middle] = True
+    count = len(KINDS[kind].inputs)
+    spoilt = inputs[f"input{VALUE[kind]}"]
+    assert spoilt is not None
+    later = {
+        name: t[..., middle:] if t is not None and t.shape[-1] == 96 else t
+        for name, t in inputs.items()
+    }
+    expected = cases.solved(KINDS[kind], later, False)
+    spoilt[..., 5], initial[:] = bad, bad
+    reset[:, :middle] = False
+    for direction in ("forward", "backward"):
+        kernel = FAMILY.kernel(f"{layout}_{direction}", "cuda")
+        variant = like(kernel, dtype="float32", kind=kind, access=access)
+        library = cuda_emulator.emulated(kernel, variant, tmp_path)
+        case = trial.case(kernel.name, aligned=True)
+        states = case.tensors["states"]
+        assert states is not None
+        if direction == "backward":
+            states[..., middle:] = expected["states"][..., :]
+            states[..., :middle] = bad
+        library.run(case.problem, case.tensors, seed=0)
+        names = ["states"] if direction == "forward" else [f"input{n}_grad" for n in range(count)]
+        for name in names:
+            found = case.tensors[name]
+            assert found is not None
+            error = cases.relative_error(found[..., middle:], expected[name])
+            assert error <= cases.TOLERANCE["float32"], name
+        # Until a product of gates underflows.
+        assert direction == "backward" or not states[..., 5:8].isfinite().any()
+
+
 #: Elements before and after a result.
 PAD = 1 << 12
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -160,21 +161,59 @@ def test_a_gate_of_rg_lru_close_to_one(turned: bool) -> None:
     assert all(t.isfinite().all() for t in found)
 
 
+#: Of each header, the input that tokens are proportional to, or nearly so.
+VALUE = {"linear": 1, "min_gru": 1, "min_lstm": 2, "rg_lru": 0, "hgrn": 0}
+
+
 @pytest.mark.parametrize("turned", [False, True], ids=["time", "channels"])
-def test_what_starts_anew_forgets_what_is_not_finite(turned: bool) -> None:
-    for bad in (torch.inf, torch.nan):
-        tensors, _ = drawn("min_gru", (2, 64, 512), torch.float32, turned, {})
-        gate, hidden, initial = tensors
-        hidden[:, :, 100], initial[:] = bad, bad
-        reset = torch.zeros(2, 512, dtype=torch.bool, device="cuda")
+@pytest.mark.parametrize("time", [512, 509])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_starts_anew_forgets_what_is_not_finite(kind: str, time: int, turned: bool) -> None:
+    for dtype, bad in product((torch.float32, torch.bfloat16), (torch.inf, torch.nan)):
+        tensors, _ = drawn(kind, (2, 64, time), dtype, turned, {})
+        *inputs, initial = tensors
+        inputs[VALUE[KINDS[kind].source]][:, :, 100], initial[:] = bad, bad
+        reset = torch.zeros(2, time, dtype=torch.bool, device="cuda")
         reset[:, [0, 300]] = True
-        leaf = gate.clone().requires_grad_()
-        out = min_gru(leaf, hidden, initial_state=initial, reset=reset)
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = gated_scan(kind, *leaves, initial_state=initial, reset=reset, backend="cuda")
+        assert isinstance(out, Tensor)
         assert out[..., :100].isfinite().all()
-        assert not out[..., 100:300].isfinite().any()
+        # Until a product of gates underflows.
+        assert not out[..., 100:104].isfinite().any()
         assert out[..., 300:].isfinite().all()
-        (grad,) = torch.autograd.grad(out[..., 300:].sum(), leaf)
-        assert grad[..., 300:].isfinite().all()
+        found = torch.autograd.grad(out[..., 300:].sum(), leaves)
+        alone = [t[..., 300:].contiguous() if t.dim() == 3 else t for t in inputs]
+        wide = [t.double().requires_grad_() for t in alone]
+        right = gated_scan(kind, *wide, reset=reset[:, 300:])
+        assert isinstance(right, Tensor)
+        assert relative_error(out[..., 300:], right) <= TOLERANCE[dtype]
+        # A sum over all steps has a part of those that are not finite.
+        count = len(KINDS[kind].inputs)
+        for one, other in zip(found[:count], torch.autograd.grad(right.sum(), wide), strict=False):
+            assert relative_error(one[..., 300:], other) <= 2 * TOLERANCE[dtype]
+        if KINDS[kind].inputs[0] != "gates":
+            continue
+        assert not found[0][..., 300].any()
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["time", "channels"])
+def test_a_recurrence_gate_does_not_count_at_a_reset(turned: bool) -> None:
+    for dtype, bad in product((torch.float32, torch.bfloat16), (torch.inf, torch.nan)):
+        tensors, how = drawn("rg_lru", (2, 64, 512), dtype, turned, {"reset": True})
+        expected = results("rg_lru", tensors, False, **how)
+        tensors[1] = torch.where(how["reset"].unsqueeze(1), bad, tensors[1])
+        found = results("rg_lru", tensors, False, **how)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["time", "channels"])
+def test_the_largest_parameters_of_rg_lru(turned: bool) -> None:
+    tensors, _ = drawn("rg_lru", (2, 64, 512), torch.float32, turned, {})
+    tensors[3] = torch.full_like(tensors[3], 1e38)
+    found = compare("rg_lru", tensors, 2e-6)
+    assert all(t.isfinite().all() for t in found)
 
 
 def test_inputs_of_one_projection() -> None:
