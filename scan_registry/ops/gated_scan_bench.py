@@ -196,6 +196,8 @@ class Composition:
         if self.compiled:
             import torch
 
+            # All cases compile the same code, and after a few of them it would be left as it is.
+            torch._dynamo.reset()
             function = torch.compile(function, dynamic=False)
 
         def make() -> Call:

@@ -27,6 +27,8 @@ pytestmark = [
 ]
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+#: Numbers below this count as 0.
+NOTHING = 1e-15
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reverse": {"reverse": True},
@@ -100,7 +102,9 @@ def compare(
         zip(found, results(kind, tensors, True, **how), strict=True)
     ):
         limit = of_parameters if of_parameters is not None and place in sums else tolerance
-        assert relative_error(out, right) <= limit, place
+        # What is left of a gradient where a gate is shut: torch's own sigmoid has no digit of it right.
+        one, other = (torch.where(x.abs() < NOTHING, 0, x) for x in (out, right))
+        assert relative_error(one, other) <= limit, place
     return found
 
 

@@ -218,6 +218,8 @@ def test_baselines_compute_the_same(kind: str, layout: str) -> None:
 
 
 def test_what_compiles_is_called_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[None] = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: reset.append(None))
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     case = Case.parse("min_gru:channel_last:2,6,20:float32")
     for direction in BENCHMARK.passes:
@@ -226,6 +228,7 @@ def test_what_compiles_is_called_again_and_again(monkeypatch: pytest.MonkeyPatch
         call = make()
         assert call() is not None
         assert call() is not None
+    assert len(reset) == len(BENCHMARK.passes)
 
 
 def test_targets() -> None:
