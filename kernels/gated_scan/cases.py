@@ -281,12 +281,11 @@ def draw(
 
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
-    """Two settings for each shape and kind, all in turn."""
+    """A setting for each shape and kind, all in turn: as many shapes as there are settings have every kind with each."""
     settings = cycle(SETTINGS)
     for shape in shapes:
         for kind in KINDS:
-            for _ in range(2):
-                yield draw(shape, kind, next(settings), dtype, device)
+            yield draw(shape, kind, next(settings), dtype, device)
 
 
 def _offsets(time: int) -> Tensor:
