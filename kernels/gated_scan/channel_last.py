@@ -44,11 +44,13 @@ from scan_registry.kernels.model import (
     Variant,
 )
 
-#: Columns that keep a GPU busy, a CTA to each. Fewer are made narrower, or shared by several CTAs.
-MANY_COLUMNS = 96
-#: Bytes of a CTA's ring, at most, by the CTAs that are meant to share an SM: GPUs with the least shared memory have room
-#: for one CTA.
-_RING = {5: 40_000, 3: 66_000, 1: 92_000}
+#: Of columns of 32 channels, the fewest that make wide columns faster than narrow ones, by direction and bytes of an element.
+MANY_COLUMNS: dict[tuple[Direction, int], int] = {
+    ("forward", 2): 192,
+    ("forward", 4): 100,
+    ("backward", 2): 67,
+    ("backward", 4): 67,
+}
 #: Dtypes that wheels have aligned tiles of. Others are served by generic access, until tuning names tiles of theirs.
 _ALIGNED_IN_WHEELS = ("float32", "bfloat16")
 #: What drivers keep of a CTA's shared memory.
@@ -71,37 +73,37 @@ def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iter
 
 
 def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
-    """What tuning may choose from besides: columns of 32 channels, more steps for fewer CTAs, columns that several CTAs
-    share, and what wheels have of other dtypes."""
+    """What tuning may choose from besides: columns of 64 channels, columns that several CTAs share, and what wheels have of
+    other dtypes."""
     if access == "generic":
         return
     if dtype not in _ALIGNED_IN_WHEELS:
         yield from _whole(direction, dtype, kind)
-    tensors, steps = _tensors(direction, kind), _steps(direction, kind)
-    yield _ringed(tensors, dtype, 5, {"warps": 4, "lanes_across": 32, "vector": 1, "steps": steps})
-    if steps == 4:
-        yield {**_wide(tensors, dtype, 8), "blocks": 2}
+    steps = 4 if direction == "backward" else 8
+    yield {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps, "stages": 3, "blocks": 2}
     if dtype != "float32":
-        yield _shared_column(tensors)
-
-
-def _steps(direction: Direction, kind: str) -> int:
-    """Of a wide tile. What gradients need of each element fills the registers."""
-    few = _tensors(direction, kind) > 4 or HEADERS[kind].parameters
-    return 4 if direction == "backward" and few else 8
+        yield _shared_column(_tensors(direction, kind))
 
 
 def _whole(direction: Direction, dtype: str, kind: str) -> Iterator[Tile]:
     """Tiles of columns that a CTA has for itself: wide ones, and narrow ones where they are few."""
-    tensors = _tensors(direction, kind)
-    yield _wide(tensors, dtype, _steps(direction, kind))
-    # A tile's rows are as many bytes in float32 as in 16 bits.
-    steps = {2: 16, 3: 16, 4: 12}.get(tensors, 8) * 2 // ITEM_SIZE[dtype]
-    yield _ringed(tensors, dtype, 1, {"warps": 8, "lanes_across": 16, "vector": 1, "steps": steps})
-
-
-def _wide(tensors: int, dtype: str, steps: int) -> Tile:
-    return _ringed(tensors, dtype, 3, {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps})
+    size, tensors = ITEM_SIZE[dtype], _tensors(direction, kind)
+    wide = {"warps": 8, "lanes_across": 32, "vector": 1, "steps": 8, "stages": 3}
+    if direction == "backward":
+        yield {**wide, "blocks": 1}
+    elif size == 2:
+        yield {**wide, "blocks": 2}
+    else:
+        yield {**wide, "warps": 4, "blocks": 5}
+    narrow = {"warps": 8, "lanes_across": 16, "vector": 1}
+    if direction == "forward":
+        yield {**narrow, "steps": 16, "stages": 3, "blocks": 1}
+    elif size == 2:
+        yield {**narrow, "steps": 12, "stages": 3, "blocks": 1}
+    elif tensors > 4:
+        yield {**narrow, "steps": 12, "stages": 2, "blocks": 1}
+    else:
+        yield {**narrow, "steps": 8, "stages": 3, "blocks": 1}
 
 
 def _shared_column(tensors: int) -> Tile:
@@ -109,12 +111,6 @@ def _shared_column(tensors: int) -> Tile:
     stages, lead = {2: (6, 3), 3: (4, 2), 4: (6, 3), 5: (5, 2)}.get(tensors, (4, 2))
     tile = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": 16 if tensors < 4 else 8}
     return {**tile, "stages": stages, "ctas_per_column": 4, "aggregate_lead": lead, "blocks": 1}
-
-
-def _ringed(tensors: int, dtype: str, blocks: int, tile: Tile) -> Tile:
-    """The tile with as many stages as there is room for, up to four."""
-    stage = int(tile["warps"]) * tensors * _warp_bytes(dtype, tile)
-    return {**tile, "stages": max(2, min(4, _RING[blocks] // stage)), "blocks": blocks}
 
 
 # --- Shared memory ----------------------------------------------------------------------------
@@ -181,11 +177,13 @@ def _cost(variant: Variant, problem: GatedScanProblem) -> float:
     if variant.text("access") == "generic":
         return 3.0
     tile = dict(variant.statics)
+    direction: Direction = "forward" if problem.direction == "forward" else "backward"
+    many = MANY_COLUMNS[direction, ITEM_SIZE[problem.dtype]]
     order = ("wide", "narrow", "shared")
-    if problem.batch * ceil_div(problem.channels, 64) < MANY_COLUMNS:
+    if problem.batch * ceil_div(problem.channels, 32) < many:
         order = ("shared", "narrow", "wide")
-    own = "shared" if "ctas_per_column" in tile else "narrow" if tile["vector"] == 1 else "wide"
-    return float(order.index(own))
+    narrow = "narrow" if tile["lanes_across"] == 16 else "wide"
+    return float(order.index("shared" if "ctas_per_column" in tile else narrow))
 
 
 def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launch:
@@ -211,27 +209,6 @@ def _constants(variant: Variant) -> dict[str, Static]:
     }
 
 
-def _may_spill(direction: Direction) -> frozenset[Variant]:
-    """Backward in wide columns, minGRU in bfloat16 and RG-LRU in float32: the compiler puts 16 and 8 bytes aside on sm_100,
-    and none on the others. With fewer elements a thread would meet others more often."""
-    if direction == "forward":
-        return frozenset()
-    return frozenset(
-        Variant(
-            FAMILY_NAME,
-            f"channel_last_{direction}",
-            "cuda",
-            (
-                ("dtype", dtype),
-                ("kind", kind),
-                ("access", "aligned"),
-                *next(_whole(direction, dtype, kind)).items(),
-            ),
-        )
-        for dtype, kind in (("bfloat16", "min_gru"), ("float32", "rg_lru"))
-    )
-
-
 def _kernel(direction: Direction) -> Kernel:
     name = f"channel_last_{direction}"
     return Kernel(
@@ -245,7 +222,6 @@ def _kernel(direction: Direction) -> Kernel:
             entry=f"{FAMILY_NAME}_{name}",
             constants=_constants,
             shared=partial(_shared, direction),
-            may_spill=_may_spill(direction),
             headers=headers(),
         ),
         rules=Rules(

@@ -197,12 +197,13 @@ def surrounded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("tile", "dtype", "shape"),
     [
-        ({"warps": 4}, "bfloat16", (2, 72, 70)),
+        ({"warps": 8, "lanes_across": 32, "vector": 1}, "bfloat16", (2, 72, 70)),
+        ({"warps": 4, "vector": 2}, "bfloat16", (2, 72, 70)),
         ({"lanes_across": 16}, "float32", (1, 20, 150)),
         ({"ctas_per_column": 4}, "bfloat16", (1, 72, 1100)),
         ({"access": "generic"}, "float32", (2, 5, 65)),
     ],
-    ids=["many columns", "few columns", "shared columns", "generic"],
+    ids=["many columns", "wider columns", "few columns", "shared columns", "generic"],
 )
 def test_nothing_beside_the_results_is_written(
     direction: str,

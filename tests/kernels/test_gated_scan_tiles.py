@@ -74,9 +74,12 @@ def test_columns_are_as_wide_as_fills_a_gpu(direction: Direction) -> None:
         return channels, int(tile.get("ctas_per_column", 1))
 
     for dtype in ("bfloat16", "float32"):
-        assert width(8, 4096, 2560, dtype) == (64, 1)
-        assert width(16, 2048, 1024, dtype) == (64, 1)
+        assert width(8, 4096, 2560, dtype) == (32, 1)
+        assert width(16, 2048, 1024, dtype) == (32, 1)
         assert width(1, 65536, 2048, dtype) == (16, 1)
+        assert width(1, 8192, 2560, dtype) == (16 if direction == "forward" else 32, 1)
+    assert width(2, 8192, 2560, "float32") == (32, 1)
+    assert width(2, 8192, 2560, "bfloat16") == (16 if direction == "forward" else 32, 1)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -110,7 +113,7 @@ def test_odd_rows_packed_sequences_and_float16_are_for_the_generic_tile(
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_enough_is_on_its_way_and_fits(direction: Direction) -> None:
-    """Copies of at least 40 KB for each SM, in the shared memory that one has."""
+    """Copies of at least 32 KB for each SM, in the shared memory that one has."""
     kernel = KERNELS[direction]
     hopper = Target((9, 0), "sm")
     for variant in kernel.every:
@@ -119,11 +122,11 @@ def test_enough_is_on_its_way_and_fits(direction: Direction) -> None:
             assert ring == 0
             continue
         ahead = int(tile["stages"]) - 1 - int(tile.get("aggregate_lead", 0))
-        assert ring // int(tile["stages"]) * ahead * int(tile["blocks"]) >= 40_000, variant
+        assert ring // int(tile["stages"]) * ahead * int(tile["blocks"]) >= 32_000, variant
         assert kernel.rules.serves(variant.statics, hopper), variant
         assert ring * int(tile["blocks"]) <= SHARED_MEMORY[9, 0], variant
         if "ctas_per_column" not in tile:
-            assert kernel.rules.serves(variant.statics, Target((8, 9), "sm")), variant
+            assert kernel.rules.serves(variant.statics, Target((8, 0), "sm")), variant
 
 
 def test_a_launch_makes_no_more_parts_than_there_may_be() -> None:
