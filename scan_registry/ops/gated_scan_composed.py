@@ -18,6 +18,7 @@ from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import arguments, derivatives, resets
 from scan_registry.ops.gated_scan_arguments import Arguments, Options
 from scan_registry.ops.problems import StateLayout
+from scan_registry.ops.recomputation import Pairs, gradients
 
 #: Elements of a piece, by whether it is on a GPU, and the least channels that it has.
 _PIECE = {True: 1 << 26, False: 1 << 20}
@@ -166,37 +167,15 @@ def _backward(
     last_grad: Tensor | None,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        leaves: list[Any] = [
-            t if t is None or (again and t.requires_grad) else t.detach().requires_grad_(want)
-            for t, want in zip(given.differentiable, wanted, strict=True)
-        ]
-        count = len(given.inputs)
+    count = len(given.inputs)
+
+    def recompute(leaves: list[Any], _: bool) -> Pairs:
         inputs = given._replace(
             inputs=tuple(leaves[:count]),
             parameters=tuple(leaves[count:-1]),
             initial_state=leaves[-1],
         )
-        asked_for = [t for t, want in zip(leaves, wanted, strict=True) if want and t is not None]
         made = _forward(inputs, options._replace(final=last_grad is not None))
-        pairs = [
-            (x, g.to(x.dtype))
-            for x, g in zip(made, (states_grad, last_grad), strict=True)
-            if x is not None and g is not None and x.requires_grad
-        ]
-        found = iter(
-            torch.autograd.grad(
-                [x for x, _ in pairs],
-                asked_for,
-                [g for _, g in pairs],
-                create_graph=again,
-                materialize_grads=True,
-            )
-            if pairs and asked_for
-            else [torch.zeros_like(t) for t in asked_for]
-        )
-    return tuple(
-        next(found) if want and t is not None else None
-        for t, want in zip(leaves, wanted, strict=True)
-    )
+        return zip(made, (states_grad, last_grad), strict=True)
+
+    return gradients(given.differentiable, wanted, recompute)
