@@ -1,8 +1,8 @@
 """``gated_scan`` composed of torch's operators, which compute gates and tokens, and of ``linear_scan``.
 
-This runs what no kernel takes: tensors on the CPU, float64, derivatives of derivatives, forward mode and ``torch.func``.
-Where no derivatives are recorded, that is done for a piece after the other, of some channels of some batches. What lies between
-inputs and results then stays in the caches of a CPU, and takes little memory.
+This runs where kernels cannot: for tensors on the CPU, float64, derivatives of derivatives, forward mode and ``torch.func``.
+If no derivatives are recorded, the tensors are computed piece by piece: a piece is some channels of some batches. Gates and
+tokens of a piece stay in the caches of a CPU, and take little memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scan_registry.ops.gated_scan_arguments import Arguments, Options
 from scan_registry.ops.problems import StateLayout
 from scan_registry.ops.recomputation import Pairs, gradients
 
-#: Elements of a piece, by whether it is on a GPU, and the least channels that it has.
+#: The most elements of a piece, by whether it is on a GPU; and the fewest channels of a piece.
 _PIECE = {True: 1 << 26, False: 1 << 20}
 _CHANNELS = 16
 
@@ -59,7 +59,7 @@ def _forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def gates_and_tokens(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
-    """Of the linear scan, in the dtype of the computation. Where states start anew, the gate is anything."""
+    """Gates and tokens for a linear scan, in the dtype of the computation. At a reset the gate may be anything."""
     compute = compute_dtype(given.inputs[0].dtype)
     inputs = [x.to(compute) for x in given.inputs]
     of_channels = [p if options.dim == -2 else p.unsqueeze(-1) for p in given.parameters]
@@ -78,17 +78,17 @@ class _Piece(NamedTuple):
     options: Options
 
     def sequence(self, x: Tensor) -> Tensor:
-        """The piece of a tensor that is like an input."""
+        """This piece of a tensor with the shape of an input."""
         if self.options.dim == -2:
             return x[self.batches, :, self.channels]
         return x[self.batches, self.channels]
 
     def state(self, x: Tensor) -> Tensor:
-        """Of one that is like a state, which is like an input if sequences are packed."""
+        """This piece of a tensor with the shape of a state. With packed sequences a state has three dimensions, like an input."""
         return self.sequence(x) if x.dim() == 3 else x[self.batches, self.channels]
 
     def of(self, given: Arguments) -> Arguments:
-        """Of all arguments."""
+        """This piece of all arguments."""
         initial, reset = given.initial_state, given.reset
         return Arguments(
             tuple([self.sequence(x) for x in given.inputs]),
@@ -100,7 +100,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(given: Arguments, options: Options) -> Iterator[_Piece]:
-    """Of one batch, or of as many as there is room for."""
+    """Pieces of one batch each, or of several batches if these have few elements."""
     model = given.inputs[0]
     batch, (channels, time) = model.shape[0], model.shape[1:]
     if options.dim == -2:
@@ -120,8 +120,8 @@ def backward(
     last_grad: Tensor | None,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, of what is differentiable. They are differentiable themselves where derivatives are
-    recorded. Gates and tokens are computed once more, so that no pass keeps them for another."""
+    """The gradients that are wanted, of ``given.differentiable``. They are differentiable themselves where derivatives are
+    recorded. Gates and tokens are computed again, so the forward pass keeps none."""
     grads = states_grad, last_grad
     if (
         torch.is_grad_enabled()
