@@ -148,7 +148,7 @@ def _constants(variant: Variant) -> dict[str, Static]:
 
 def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
     """For up to 16 states and for any number; and in 16 bits for up to 64, and for few channels, which fill a GPU only
-    if two warps share them. In float32, gates take more registers, so that fewer CTAs fit on an SM."""
+    if two warps share them."""
     named = dict(kind)
     narrow = ITEM_SIZE[str(named["dtype"])] == 2
     if named["access"] == "aligned" and narrow:
@@ -160,7 +160,7 @@ def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
             (8, 8, 16, 8, 1),
         ]
     else:
-        tiles = [(4, 1, 16, 4, 3 if narrow else 2), (8, 8, 16, 8, 1)]
+        tiles = [(4, 1, 16, 4, 3), (8, 8, 16, 8, 1)]
     names = ("states", "split", "times", "warps", "ctas")
     return tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
 
@@ -244,8 +244,8 @@ _COST: dict[Direction, Callable[[Variant, SelectiveScanProblem], float]] = {
 
 
 def _may_spill(direction: Direction) -> frozenset[Variant]:
-    """float32 with more than 16 states: forwards up to 32 bytes, of a lane that has 8 states of two channels; backwards on
-    sm_120 up to 40."""
+    """float32 with more than 16 states: forwards up to 40 bytes, of a lane that has 8 states of two channels; backwards on
+    sm_120 up to 32."""
     large = {"forward": ("states", 8), "backward": ("blocks", 2)}
     if direction not in large:
         return frozenset()
