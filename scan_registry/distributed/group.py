@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     #: What users may pass as a group: None is the default one.
-    Group = Union[ProcessGroup, DeviceMesh, None]
+    Group = ProcessGroup | DeviceMesh | None
 
 _WORDS = 12  # of a header, 64 bits each, before its text: four, and the local numbers
 _LOCAL = 8
