@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 from scan_registry.base import lazy
 
 if TYPE_CHECKING:
+    from scan_registry.distributed.convolution import causal_conv1d
     from scan_registry.distributed.linear import linear_scan
     from scan_registry.distributed.summary import scan_summary
 
 __all__ = [
+    "causal_conv1d",
     "linear_scan",
     "scan_summary",
 ]
 
 _HOMES: dict[str, str | None] = {
+    "causal_conv1d": "scan_registry.distributed.convolution",
     "linear_scan": "scan_registry.distributed.linear",
     "scan_summary": "scan_registry.distributed.summary",
 }
