@@ -44,7 +44,7 @@ def choose(layout: Layout, sizes: Sequence[int], held: Sequence[Held]) -> Choice
         ]
         costs = [
             sum(
-                _cost(each.placements[place], _argument(each.letters, letter), each.elements, size)
+                _cost(each.placements[place], argument(each.letters, letter), each.elements, size)
                 for each in held
             )
             for letter in options
@@ -71,14 +71,15 @@ def _cost(now: Placement, then: Placement, count: int, ranks: int) -> float:
     return count if then.is_replicate() else count / ranks
 
 
-def _argument(letters: str, letter: str) -> Placement:
+def argument(letters: str, letter: str) -> Placement:
+    """How a tensor lies that is an argument."""
     place = letters.lower().find(letter) if letter else -1
     return Replicate() if place < 0 else Shard(place)
 
 
 def _result(letters: str, letter: str) -> Placement:
     """Likewise of a result, which is a sum over the shards of a letter that it lacks."""
-    found = _argument(letters, letter)
+    found = argument(letters, letter)
     return Partial() if letter and found.is_replicate() else found
 
 
@@ -193,7 +194,7 @@ def compute(operator: Any, args: Sequence[Any]) -> Any:
         local = [
             None
             if tensor is None or letters is None
-            else placed(tensor, mesh, [_argument(letters, letter) for letter in choice]).to_local()
+            else placed(tensor, mesh, [argument(letters, letter) for letter in choice]).to_local()
             for letters, tensor in zip(layout.inputs, tensors, strict=True)
         ]
         made = operator(*_filled(args, places, local))
@@ -229,10 +230,6 @@ def _registered(operator: str) -> bool:
     from torch._library.simple_registry import singleton
 
     return singleton.find(operator).torch_dispatch_rules.find(DTensor) is not None
-
-
-def call(name: str, tensors: Any, options: Any) -> Any:
-    return None
 
 
 register()

@@ -32,7 +32,9 @@ class Layout(NamedTuple):
 
 #: For the dimensions of linear scans, whose meaning the operator does not know.
 _NAMES = "abcdefghijklmnopqrsuvwxyz"
-_TIME = "t"
+MOST = len(_NAMES)
+#: The letter of time, where it can be sharded as well.
+TIME = "t"
 
 
 def _given(tensor: Any, letters: str) -> str | None:
@@ -43,29 +45,28 @@ def _wanted(letters: Sequence[str], wanted: Sequence[bool]) -> tuple[str | None,
     return tuple(name if want else None for name, want in zip(letters, wanted, strict=True))
 
 
-def _names(rank: int, dim: int) -> str:
+def names_of(rank: int, dim: int) -> str:
     """A letter for each dimension, and a dot for time."""
     if rank > len(_NAMES):
         return "." * rank
     return "".join("." if d == dim % rank else _NAMES[d] for d in range(rank))
 
 
-def _broadcast(tensor: Tensor, model: Tensor, letters: str) -> str:
-    """The letters of what broadcasts to ``model``, which has ``letters``."""
-    missing = len(letters) - tensor.dim()
+def broadcast(shape: Sequence[Any], whole: Sequence[Any], letters: str) -> str:
+    """The letters of a tensor that broadcasts to the shape ``whole``, whose letters are given."""
+    missing = len(letters) - len(shape)
     return "".join(
-        letters[missing + d] if size == model.shape[missing + d] else "."
-        for d, size in enumerate(tensor.shape)
+        letters[missing + d] if size == whole[missing + d] else "." for d, size in enumerate(shape)
     )
 
 
-def _state(letters: str, dim: int, packed: bool) -> str:
+def state_of(letters: str, dim: int, packed: bool) -> str:
     """Of a state: the sequence's letters without time, or with sequences in its place."""
     place = dim % len(letters)
     return letters if packed else letters[:place] + letters[place + 1 :]
 
 
-def _only(letters: str) -> str:
+def only(letters: str) -> str:
     return letters.replace(".", "")
 
 
@@ -74,39 +75,44 @@ def linear_scan(
     backend: str,
 ) -> Layout:  # fmt: skip
     """Of the operator with these arguments; likewise the functions below."""
-    names = _names(tokens.dim(), dim)
-    state = _state(names, dim, bounds is not None)
-    inputs = _broadcast(gates, tokens, names), names, _given(initial, state), _given(bounds, ".")
-    return Layout(inputs, (names, state if final else None), _only(names))
+    names = names_of(tokens.dim(), dim)
+    state = state_of(names, dim, bounds is not None)
+    inputs = (
+        broadcast(gates.shape, tokens.shape, names),
+        names,
+        _given(initial, state),
+        _given(bounds, "."),
+    )
+    return Layout(inputs, (names, state if final else None), only(names))
 
 
 def linear_scan_backward(
     gates: Tensor, states: Any, states_grad: Tensor, initial: Any, last_grad: Any, bounds: Any,
     dim: int, reverse: bool, backend: str, wanted: Sequence[bool],
 ) -> Layout:  # fmt: skip
-    names = _names(states_grad.dim(), dim)
-    state = _state(names, dim, bounds is not None)
-    of_gates = _broadcast(gates, states_grad, names)
+    names = names_of(states_grad.dim(), dim)
+    state = state_of(names, dim, bounds is not None)
+    of_gates = broadcast(gates.shape, states_grad.shape, names)
     inputs = (
         *(of_gates, _given(states, names), names, _given(initial, state)),
         *(_given(last_grad, state), _given(bounds, ".")),
     )
-    return Layout(inputs, _wanted((of_gates, names, state), wanted), _only(names))
+    return Layout(inputs, _wanted((of_gates, names, state), wanted), only(names))
 
 
 def linear_scan_summary(
     gates: Tensor, tokens: Tensor, dim: int, reverse: bool, backend: str
 ) -> Layout:
-    names = _names(tokens.dim(), dim)
-    state = _state(names, dim, False)
-    return Layout((_broadcast(gates, tokens, names), names), (state, state), _only(names))
+    names = names_of(tokens.dim(), dim)
+    state = state_of(names, dim, False)
+    return Layout((broadcast(gates.shape, tokens.shape, names), names), (state, state), only(names))
 
 
 def _gated(
     inputs: Any, parameters: Any, reset: Any, initial: Any, bounds: Any, dim: int
 ) -> tuple[list[str | None], str, str]:
     names = "bc." if dim % 3 == 2 else "b.c"
-    state = _state(names, dim, bounds is not None)
+    state = state_of(names, dim, bounds is not None)
     letters = [
         *[names for _ in inputs],
         *["c" for _ in parameters],
@@ -137,26 +143,29 @@ def gated_scan_backward(
     return Layout(tuple(letters), _wanted(results, there), "bc")
 
 
+def projection(tensor: Tensor, whole: dict[str, int], time: str = ".") -> str:
+    """Of B or C of a selective scan. Groups are sharded as channels are, so that a group's channels stay together;
+    ``whole`` is told how many groups there are."""
+    if tensor.dim() == 2:
+        return "c."
+    if tensor.dim() == 3:
+        return f"b.{time}"
+    groups = tensor.shape[1]
+    if groups == 1:
+        return f"b..{time}"
+    whole["c"] = gcd(groups, whole.get("c", groups))
+    return f"bC.{time}"
+
+
 def _selective(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any, z: Any, delta_bias: Any,
     initial: Any, bounds: Any,
 ) -> tuple[list[str], str, dict[str, int]]:  # fmt: skip
-    """The letters of all arguments that have a gradient, those of a state, and how many groups there are. A group's
-    channels stay together, so that groups are sharded as channels are."""
+    """The letters of all arguments that have a gradient, those of a state, and what shards have to divide."""
     state = "bc." if bounds is None else "b.c."
     whole: dict[str, int] = {}
-
-    def projection(tensor: Tensor) -> str:
-        if tensor.dim() == 2:
-            return "c."
-        groups = tensor.shape[1]
-        if groups == 1:
-            return "b..."
-        whole["c"] = gcd(groups, whole.get("c", groups))
-        return "bC.."
-
-    letters = ["bc.", "bc.", "c.", projection(B), projection(C), "c", "bc.", "c", state]
-    return letters, state, whole
+    of_B, of_C = projection(B, whole), projection(C, whole)
+    return ["bc.", "bc.", "c.", of_B, of_C, "c", "bc.", "c", state], state, whole
 
 
 def selective_scan(*args: Any) -> Layout:

@@ -1,4 +1,4 @@
-"""DTensors among an operator's arguments. ``scan_registry.distributed.dtensor`` knows how to compute with them.
+"""DTensors among an operator's arguments. ``scan_registry.distributed.time_shards`` knows how to compute with them.
 
 It is imported when the first DTensor is seen, since what it imports takes longer than a first call. What is below it finds
 it by name.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_HOME = "scan_registry.distributed.dtensor"
+_HOME = "scan_registry.distributed.time_shards"
 _PLAIN_TYPES = (Tensor, Parameter)
 
 
@@ -21,7 +21,7 @@ def call_sharded(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) 
     """The results of the public function ``name`` if DTensors among the tensors are sharded along time; else None. In that
     case, the function goes on as with other tensors, and torch knows the rules of its operators.
 
-    Tensors and options are in the order that ``scan_registry.distributed.dtensor`` expects them in.
+    Tensors and options are in the order that ``scan_registry.distributed.time_shards`` expects them in.
     """
     for tensor in tensors:
         if tensor is not None and type(tensor) not in _PLAIN_TYPES and _is_dtensor(tensor):
