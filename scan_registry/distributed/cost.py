@@ -1,0 +1,238 @@
+"""How long the two schedules take, by a model, and which of them to take.
+
+A sequence lies on several ranks, each with a contiguous part of time. Both schedules give each rank the state before its
+part:
+
+"reduce"  Each rank reads gates and tokens once for their summary, the product of its gates and its last state from a
+          state of zero. One all-gather exchanges summaries, two rows a channel. Then each rank scans from the right
+          state. The inputs are read twice: 5 tensors' traffic forward in place of 3, and 7 backward in place of 5.
+"pass"    Each rank scans in pieces of its channels. A piece begins when the rank before has sent its last state, and
+          its own goes to the next rank. Nothing is read twice, but the last rank waits for the first piece of all
+          others: of N ranks and P pieces, N − 1 pieces' time is lost.
+
+All functions here are pure and the same on every rank that gives them the same numbers: ranks that choose differently
+wait for each other. Times are seconds, sizes bytes. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scan_registry.distributed.machines import Machine
+
+Schedule = Literal["local", "reduce", "pass"]
+SCHEDULES: tuple[Schedule, ...] = ("reduce", "pass")
+MOST_PIECES = 64  # of "pass": so many calls of the host, at most
+#: Bytes of a time step in the least piece: kernels with channels contiguous read whole 128-byte lines.
+LEAST_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the ranks of a group have to do.
+
+    steps    time steps of each rank's part, in rank order
+    summary  bytes of a time step that a summary moves
+    scan     bytes of a time step that the scan itself moves
+    state    bytes of one state of all channels
+    most     pieces into which the channels can be cut, at most
+    """
+
+    steps: tuple[int, ...]
+    summary: float
+    scan: float
+    state: float
+    most: int = MOST_PIECES
+
+    def __post_init__(self) -> None:
+        if not self.steps or min(self.steps) < 0:
+            raise ValueError(f"steps are {self.steps}; a group has one number, 0 or more, a rank")
+        if self.most < 1:
+            raise ValueError(f"most is {self.most}; there is 1 piece at least")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.steps)
+
+
+def even(total: int, ranks: int) -> tuple[int, ...]:
+    """Parts of ``total`` steps that differ by one step at most."""
+    least, more = divmod(total, ranks)
+    return tuple(least + (rank < more) for rank in range(ranks))
+
+
+def linear_scan_work(
+    steps: Sequence[int], rows: int, itemsize: int, *, backward: bool = False, contiguous: int = 0
+) -> Work:
+    """The work of ``linear_scan``.
+
+    Forward reads gates and tokens and writes states; backward reads gates, states and the incoming gradient and writes
+    two gradients. A summary reads two of them.
+
+    rows        batch × channels
+    itemsize    bytes of an element; states are exchanged in 4 bytes, or 8 for float64
+    contiguous  channels that lie beside each other in a time step: a piece has at least ``LEAST_BYTES`` of them. 0 where
+                time is contiguous, and a piece may be one channel
+    """
+    state = rows * max(4, itemsize)
+    least = max(1, LEAST_BYTES // itemsize) if contiguous else 1
+    most = max(1, min(MOST_PIECES, (contiguous or rows) // least))
+    moved = rows * itemsize
+    return Work(tuple(steps), 2 * moved, (5 if backward else 3) * moved, state, most)
+
+
+# --- Times ------------------------------------------------------------------------------------
+
+
+def one_rank_seconds(work: Work, machine: Machine) -> float:
+    """Of one rank that scans the whole sequence by itself."""
+    return machine.launch + sum(work.steps) * work.scan / machine.memory
+
+
+def reduce_seconds(work: Work, machine: Machine) -> float:
+    """Of "reduce": the longest part's summary, an all-gather of two rows a channel, reading what was gathered, and the
+    longest part's scan. On one rank there is the scan alone."""
+    if work.ranks == 1:
+        return one_rank_seconds(work, machine)
+    longest, gathered = max(work.steps), 2 * work.state
+    local = longest * (work.summary + work.scan) + work.ranks * gathered
+    return 3 * machine.launch + local / machine.memory + machine.all_gather(work.ranks, gathered)
+
+
+def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
+    """Of "pass" in so many pieces.
+
+    The ranks are the machines of a flow shop with identical jobs, the pieces: the first piece passes every rank, and
+    the others leave behind it at the pace of the slowest rank.
+    """
+    if pieces < 1:
+        raise ValueError(f"pieces are {pieces}; there is 1 at least")
+    if work.ranks == 1:
+        return one_rank_seconds(work, machine)
+    times = [steps * work.scan / machine.memory / pieces + machine.piece for steps in work.steps]
+    through = sum(times) + machine.passing(work.ranks, work.state / pieces)
+    return through + (pieces - 1) * max(times)
+
+
+def best_pieces(work: Work, machine: Machine) -> int:
+    """The number of pieces of the shortest "pass".
+
+    With V seconds of the whole sequence's bytes, M of the longest part's, and o of a piece, the time is
+    (V − M) / P + o · P and what does not depend on P, so the best P is √((V − M) / o).
+    """
+    if work.ranks == 1:
+        return 1
+    others = (sum(work.steps) - max(work.steps)) * work.scan / machine.memory
+    others += machine.passing(work.ranks, work.state) - machine.passing(work.ranks, 0)
+    ideal = math.sqrt(others / machine.piece) if machine.piece else float(work.most)
+    low = max(1, min(work.most, int(min(ideal, work.most))))
+    return min((low, min(low + 1, work.most)), key=lambda p: pass_seconds(work, machine, p))
+
+
+# --- The choice -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule, and why.
+
+    schedule        "reduce" or "pass"; "local" where one rank has the whole sequence
+    pieces          of "pass"; 1 otherwise
+    seconds         predicted, of this schedule
+    reduce_seconds  predicted, of "reduce"
+    pass_seconds    predicted, of "pass" in the best number of pieces, or in that which was given
+    alone_seconds   predicted, of one rank with the whole sequence
+    machine         whose numbers the predictions are of
+    reasons         in words
+    """
+
+    schedule: Schedule
+    pieces: int
+    seconds: float
+    reduce_seconds: float
+    pass_seconds: float
+    alone_seconds: float
+    machine: Machine
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.schedule}, {self.pieces} pieces" if self.schedule == "pass" else self.schedule
+        )
+        return "\n  ".join([f"{head}: {_time(self.seconds)} predicted", *self.reasons])
+
+
+def choose(
+    work: Work, machine: Machine, schedule: str = "auto", pieces: int | None = None
+) -> Choice:
+    """The schedule of the shorter predicted time, or ``schedule`` where it is not "auto".
+
+    pieces  of "pass"; ``best_pieces`` unless given
+
+    Ranks have to agree: give every rank the same work and the same machine. ``ValueError`` for a schedule that there is
+    not, and for more pieces than ``work.most``.
+    """
+    if schedule not in ("auto", *SCHEDULES):
+        raise ValueError(f"schedule is {schedule!r}; accepted are auto, {', '.join(SCHEDULES)}")
+    if pieces is not None and not 1 <= pieces <= work.most:
+        raise ValueError(f"pieces are {pieces}; the channels here can be cut into 1 to {work.most}")
+    alone = one_rank_seconds(work, machine)
+    if work.ranks == 1:
+        reasons = ("one rank has the whole sequence, so nothing is exchanged",)
+        return Choice("local", 1, alone, alone, alone, alone, machine, reasons)
+    number = best_pieces(work, machine) if pieces is None else pieces
+    reduced, passed = reduce_seconds(work, machine), pass_seconds(work, machine, number)
+    chosen: Schedule = "reduce" if reduced <= passed else "pass"
+    if schedule != "auto":
+        chosen = "pass" if schedule == "pass" else "reduce"
+    reasons = (
+        _why(chosen, schedule, reduced, passed),
+        _why_reduce(work, machine, reduced),
+        _why_pass(work, machine, number, passed),
+        f"one rank with all {sum(work.steps):,} steps: {_time(alone)}",
+        f"model of {machine.name} ({machine.source})",
+    )
+    seconds = reduced if chosen == "reduce" else passed
+    return Choice(
+        *(chosen, number if chosen == "pass" else 1, seconds, reduced, passed, alone, machine),
+        reasons,
+    )
+
+
+def _why(chosen: str, schedule: str, reduced: float, passed: float) -> str:
+    if schedule == "auto":
+        return f"{chosen} has the shorter predicted time"
+    other, difference = (
+        ("pass", passed - reduced) if chosen == "reduce" else ("reduce", reduced - passed)
+    )
+    if difference >= 0:
+        return f"{chosen} was given, and is what auto would take"
+    return f"{chosen} was given; auto would take {other}, which is {_time(-difference)} shorter"
+
+
+def _why_reduce(work: Work, machine: Machine, seconds: float) -> str:
+    longest = max(work.steps)
+    return (
+        f"reduce: {_time(seconds)}, of which {_time(longest * work.summary / machine.memory)} read the summary of "
+        f"{longest:,} steps, {_time(machine.all_gather(work.ranks, 2 * work.state))} gather "
+        f"{work.ranks} × {2 * work.state:,.0f} bytes, and {_time(longest * work.scan / machine.memory)} scan"
+    )
+
+
+def _why_pass(work: Work, machine: Machine, pieces: int, seconds: float) -> str:
+    scan = max(work.steps) * work.scan / machine.memory
+    others = (sum(work.steps) - max(work.steps)) * work.scan / machine.memory / pieces
+    return (
+        f"pass: {_time(seconds)} in {pieces} of at most {work.most} pieces, of which {_time(scan)} scan, "
+        f"{_time(others)} wait for the first piece of the other ranks, "
+        f"{_time(machine.passing(work.ranks, work.state / pieces))} pass states on, and "
+        f"{_time((work.ranks - 1 + pieces) * machine.piece)} are the cost of pieces"
+    )
+
+
+def _time(seconds: float) -> str:
+    """Three digits, in µs or ms."""
+    return f"{seconds * 1e6:.3g} µs" if seconds < 999.5e-6 else f"{seconds * 1e3:.4g} ms"
