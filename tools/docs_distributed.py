@@ -81,13 +81,13 @@ def _panel(
         points = [(x(each["ranks"]), y(each[f"{schedule}_ms"])) for each in found]
         canvas.line(points, color, width=2.5)
         canvas.dots(points, color)
-        canvas.text((left + 235, 106 + 18 * number), schedule, color=color, bold=True)
+        canvas.text((left + 64, 106 + 18 * number), schedule, color=color, bold=True)
     canvas.line(
         [(x(each["ranks"]), y(ms)) for each, ms in zip(found, ideal, strict=True)],
         palette.ink, width=1.5, dashed=True,
     )  # fmt: skip
     label = "one GPU's time / ranks" if one else "the scan alone"
-    canvas.text((left + 235, 142), f"{label} (dashed)", anchor="middle", size=12)
+    canvas.text((left + 64, 142), f"{label} (dashed)")
 
 
 def files() -> dict[str, str]:

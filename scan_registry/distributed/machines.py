@@ -50,6 +50,11 @@ class Machine:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted is more than 0")
 
+    def __str__(self) -> str:
+        """All numbers, for ranks to compare."""
+        numbers = [f"{value:.4g}" for value in vars(self).values() if not isinstance(value, str)]
+        return f"{self.name} ({' '.join(numbers)})"
+
     def nodes(self, ranks: int) -> int:
         """How many nodes so many ranks fill."""
         return -(-ranks // self.ranks_per_node)

@@ -14,14 +14,18 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scan_registry.distributed.group import resolve
 from scan_registry.distributed.machines import Machine, default
+
+if TYPE_CHECKING:
+    from scan_registry.distributed.group import Group
 
 Call = Callable[[], Any]
 
@@ -148,7 +152,7 @@ def machine_of(group: dist.ProcessGroup, device: torch.device) -> Machine:
     return default(device.type, name, ranks_per_node=int(local) if local.isdecimal() else 0)
 
 
-def measure(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Machine:
+def measure(group: Group = None, device: torch.device | None = None) -> Machine:
     """Measure what the choice of a schedule goes by, on all ranks of a group, and use it for this group from then on.
 
     Every rank of the group has to call it; it takes about a second. It measures how fast memory streams
@@ -156,18 +160,16 @@ def measure(group: dist.ProcessGroup | None = None, device: torch.device | None 
     What a hop costs is not told apart from what a call costs, and stays as in the defaults.
 
     Args:
-        group: the ranks; all of them unless given.
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
         device: of this rank; that of the group's backend unless given: with gloo the CPU, else the current GPU.
 
     Returns:
         The machine, which is the same on every rank.
     """
-    group = group or dist.group.WORLD
-    if group is None:
-        raise RuntimeError("there is no process group; call torch.distributed.init_process_group")
-    device = device or _device(group)
-    watch, ranks = Stopwatch(group, device), dist.get_world_size(group)
-    start = default(device.type, ranks_per_node=_ranks_per_node(group))
+    members = resolve(group)
+    device = device or _device(members.group)
+    watch, ranks = Stopwatch(members.group, device), members.size
+    start = default(device.type, ranks_per_node=_ranks_per_node(members.group))
     streamed, gathered = _SIZES[device.type]
     memory, launch = _memory(watch, streamed)
     found = replace(
@@ -179,7 +181,7 @@ def measure(group: dist.ProcessGroup | None = None, device: torch.device | None 
     )
     if ranks > 1:
         found = _measure_messages(found, watch, gathered)
-    _measured[group] = found
+    _measured[members.group] = found
     return found
 
 
