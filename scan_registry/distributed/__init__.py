@@ -1,0 +1,26 @@
+"""One sequence over many GPUs: operators whose time dimension is cut between the ranks of a torch.distributed group.
+
+Importing this package imports no part of torch; its names load what they need when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scan_registry.base import lazy
+
+if TYPE_CHECKING:
+    from scan_registry.distributed.linear import linear_scan
+    from scan_registry.distributed.summary import scan_summary
+
+__all__ = [
+    "linear_scan",
+    "scan_summary",
+]
+
+_HOMES: dict[str, str | None] = {
+    "linear_scan": "scan_registry.distributed.linear",
+    "scan_summary": "scan_registry.distributed.summary",
+}
+
+__getattr__, __dir__ = lazy.names(globals(), _HOMES)

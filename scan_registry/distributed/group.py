@@ -1,0 +1,439 @@
+"""Groups of ranks, and how they agree on a call before it exchanges data.
+
+A call of this package is collective: every rank of the group makes it, with its own part. Were one rank to find an error and
+to raise it alone, the others would wait for its data; and ranks with different shapes would wait for each other, or read past
+what was sent. So every call *opens* with one all-gather, of equally many bytes on every rank whatever the call is about:
+
+    a header    digest of what has to be equal | failed? | number of the call | local numbers | the same in words
+    data        the call's own rows, where they are known to fit
+
+**A cache cannot make one rank skip what another does.** No rank skips the opening, as it is also what carries the data of a
+call that was agreed on before. What a session remembers is the opening's size, its *capacity*, and which calls were agreed
+on. Both change only after all ranks have read all headers and found them equal, so they change on all ranks at once. A call
+of a new kind, on any rank, is one that the others see in the opening that they take part in anyway:
+
+- Where headers are exchanged in the memory of the host, as with gloo, each rank reads all of them. A failure, or a
+  disagreement, is an error on all ranks in the same call, and the next call finds them in step.
+- With NCCL alone, reading them would wait for the GPU. So a rank reads them in a call that is new to it, and compares them
+  on the GPU in a call that was agreed on before: its rows are NaN if they differ, and its next call, or the backward pass of
+  this one, raises the error. No rank waits for data that never comes, as the opening was all that the call exchanges.
+- Calls that exchange more than their opening (packed sequences, states that are passed on, the first call of a kind) read
+  the headers first, always.
+
+A group whose ranks make calls in different orders is found out in the same way, as operators are in the digest. A rank that
+has stopped, or makes no call at all, ends the others' call by the group's timeout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    #: What users may pass as a group: None is the default one.
+    Group = ProcessGroup | DeviceMesh | None
+
+_WORDS = 12  # of a header, 64 bits each, before its text: four, and the local numbers
+_LOCAL = 8
+_HEADER = 512
+#: Of an opening, in bytes: what it begins with, and the most that it grows to.
+_CAPACITY, _MOST = 4096, 1 << 20
+
+
+#: By the name that this torch does not warn of.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# --- Ranks ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a group, and which of them this process is."""
+
+    group: ProcessGroup
+    rank: int
+    size: int
+
+    def neighbour(self, step: int) -> int | None:
+        """The rank so many further, in the group's numbers; None past its ends."""
+        other = self.rank + step
+        return other if 0 <= other < self.size else None
+
+    def position(self, reverse: bool) -> int:
+        """How many ranks' parts are scanned before this one's."""
+        return self.size - 1 - self.rank if reverse else self.rank
+
+    def rank_at(self, position: int, reverse: bool) -> int:
+        """The rank at this position of the scan."""
+        return self.size - 1 - position if reverse else position
+
+
+def resolve(group: Group = None) -> Members:
+    """The ranks of a ProcessGroup, of a one-dimensional DeviceMesh, or of the default group.
+
+    ``RuntimeError`` if there is no group yet, ``ValueError`` if this process is no member or the mesh has more
+    dimensions, ``TypeError`` for anything else.
+    """
+    if not dist.is_available():
+        raise RuntimeError("this build of torch has no torch.distributed")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group; call torch.distributed.init_process_group first, or start the program with torchrun"
+        )
+    if group is None:
+        members = dist.group.WORLD
+    elif isinstance(group, dist.ProcessGroup):
+        members = group
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not a member of the group")
+    else:
+        members = _of_mesh(group)
+    rank = dist.get_rank(members)
+    if members is None or rank < 0:
+        raise ValueError("this process is not a member of the group")
+    return Members(members, rank, dist.get_world_size(members))
+
+
+def _of_mesh(mesh: Any) -> ProcessGroup:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"group is a {type(mesh).__name__}; accepted are a ProcessGroup, a DeviceMesh of one dimension, and None"
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        example = f"mesh[{names[-1]!r}]" if names else "a mesh with names, and mesh[name]"
+        raise ValueError(
+            f"group is a mesh of {mesh.ndim} dimensions; time is cut along one, so pass {example}"
+        )
+    return mesh.get_group()
+
+
+# --- What a group remembers -------------------------------------------------------------------
+
+
+@dataclass
+class Session:
+    """What the ranks of a group have agreed on; equal on all of them.
+
+    capacity  bytes of an opening
+    agreed    kinds of calls, and what was made of the local numbers when they were first agreed on
+    calls     number of the last call
+    """
+
+    capacity: int = _CAPACITY
+    agreed: dict[Any, Any] = field(default_factory=dict)
+    calls: int = 0
+    unread: list[Unread] = field(default_factory=list)
+    kept: list[tuple[Any, Tensor]] = field(default_factory=list)
+
+
+_sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
+
+
+def session(members: Members) -> Session:
+    """The group's, for as long as there is the group."""
+    found = _sessions.get(members.group)
+    if found is None:
+        found = _sessions[members.group] = Session()
+    return found
+
+
+# --- The opening ------------------------------------------------------------------------------
+
+
+class Terms(NamedTuple):
+    """What a rank says of its call.
+
+    operator  what is called
+    common    names and values that have to be equal on all ranks; values are printed, and compared as they print
+    local     at most eight numbers of this rank alone, which all ranks get
+    number    one that has to be equal, too, and is none of a kind of calls: which forward call a backward pass is of
+    """
+
+    operator: str
+    common: tuple[tuple[str, Any], ...]
+    local: tuple[int, ...] = ()
+    number: int = 0
+
+
+class Opened(NamedTuple):
+    """What an opening brought.
+
+    local  the local numbers of each rank; None where the headers were not read
+    rows   (ranks, elements); None unless rows were given
+    """
+
+    local: tuple[tuple[int, ...], ...] | None
+    rows: Tensor | None
+
+
+class Unread(NamedTuple):
+    """Headers that were compared on a GPU: whether they were equal is known when the event has passed."""
+
+    event: Any
+    equal: Tensor
+    headers: Tensor
+    operator: str
+
+
+def agree(members: Members, terms: Terms | Exception, device: torch.device | None = None) -> Any:
+    """The local numbers of each rank, after all ranks gave equal terms. Every rank of the group has to call this.
+
+    ``terms`` are an exception where the rank's own arguments are bad. It is raised on this rank, and on the others a
+    ``RuntimeError`` that names the rank and the exception. ``ValueError`` on all ranks where terms differ; the message
+    has those of each rank. ``device`` is that of the rank's tensors.
+    """
+    return open_call(members, terms, device, None).local
+
+
+def is_agreed(members: Members, terms: Terms) -> bool:
+    """Whether all ranks have agreed on such a call before."""
+    return (terms.operator, terms.common) in session(members).agreed
+
+
+def open_call(
+    members: Members,
+    terms: Terms | Exception,
+    device: torch.device | None,
+    rows: Tensor | None = None,
+    *,
+    read: bool = True,
+) -> Opened:
+    """Open a call: exchange headers, and ``rows``, one dimension without gaps and of one size and dtype on all ranks.
+
+    ``read`` is false where the call exchanges nothing more and needs no local numbers. Errors are as for ``agree``.
+    """
+    if members.size == 1:
+        if isinstance(terms, Exception):
+            raise terms
+        return Opened((terms.local,), None if rows is None else rows.unsqueeze(0))
+    state = session(members)
+    check_unread(members)
+    state.calls += 1
+    place = _opening_device(members, device)
+    key = None if isinstance(terms, Exception) else (terms.operator, terms.common)
+    size = 0 if rows is None else rows.numel() * rows.element_size()
+    inline = (
+        rows is not None and rows.device.type == place.type and _HEADER + size <= state.capacity
+    )
+    mine = torch.zeros(state.capacity, dtype=torch.uint8, device=place)
+    header = torch.frombuffer(bytearray(_header(terms)), dtype=torch.uint8)
+    mine[:_HEADER].copy_(header)
+    if inline:
+        assert rows is not None
+        mine[_HEADER : _HEADER + size].copy_(rows.view(torch.uint8))
+    all_of_them = mine.new_empty(members.size, state.capacity)
+    _gather(all_of_them.view(-1), mine, members.group)
+    headers = all_of_them[:, :_HEADER]
+    local = None
+    known = key is not None and key in state.agreed and (inline or rows is None)
+    if read or place.type == "cpu" or not known:
+        local = _read(members, headers, terms)
+    assert isinstance(terms, Terms)
+    if local is not None and key not in state.agreed:
+        state.agreed[key] = None
+    if inline:
+        assert rows is not None
+        # A copy, as what is viewed in another dtype has to be aligned to it, and the headers are not to stay.
+        found = all_of_them[:, _HEADER : _HEADER + size].contiguous().view(rows.dtype)
+        if local is None:
+            found = _unless_different(state, headers, found, terms)
+        return Opened(local, found)
+    if rows is None:
+        return Opened(local, None)
+    if rows.device.type == place.type and state.capacity < _HEADER + size <= _MOST:
+        state.capacity = 1 << (_HEADER + size - 1).bit_length()
+    return Opened(local, all_gather(members, rows))
+
+
+def _opening_device(members: Members, device: torch.device | None) -> torch.device:
+    """Where headers are exchanged: a matter of the group alone, as a rank's tensors may be on the wrong device."""
+    kinds = {each.type for each in members.group._device_types}
+    if "cpu" in kinds or not kinds:
+        return torch.device("cpu")
+    if device is not None and device.type in kinds:
+        return device
+    kind = sorted(kinds)[0]
+    return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else 0)
+
+
+def _header(terms: Terms | Exception) -> bytes:
+    if isinstance(terms, Exception):
+        digest, failed, local, number = 0, 1, (), 0
+        text = _cut(f"{type(terms).__name__}: {terms}")
+    else:
+        digest, text = _described(terms.operator, terms.common)
+        failed, local, number = 0, terms.local, terms.number
+        assert len(local) <= _LOCAL
+    words = [digest, failed, number, len(local), *local]
+    numbers = b"".join(int(w).to_bytes(8, "little", signed=True) for w in words)
+    return numbers.ljust(8 * _WORDS, b"\0") + text.ljust(_HEADER - 8 * _WORDS, b"\0")
+
+
+@lru_cache(maxsize=1024)
+def _described(operator: str, common: tuple[tuple[str, Any], ...]) -> tuple[int, bytes]:
+    words = f"{operator}: " + ", ".join(f"{name} {value}" for name, value in common)
+    digest = blake2b(words.encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little") + 1, _cut(words)
+
+
+def _cut(text: str) -> bytes:
+    return text.encode()[: _HEADER - 8 * _WORDS]
+
+
+def _read(
+    members: Members, headers: Tensor, terms: Terms | Exception
+) -> tuple[tuple[int, ...], ...]:
+    """The local numbers of each rank; raises what ``agree`` does."""
+    found = [bytes(each) for each in headers.cpu().tolist()]
+    numbers = [_numbers(each) for each in found]
+    failed = [rank for rank, words in enumerate(numbers) if words[1]]
+    if isinstance(terms, Exception):
+        raise terms
+    if failed:
+        what = "; ".join(f"rank {rank}: {_text(found[rank])}" for rank in failed)
+        raise RuntimeError(
+            f"{terms.operator} was not run, as it failed on {len(failed)} of {members.size} ranks: {what}"
+        )
+    if len({(words[0], words[2]) for words in numbers}) > 1:
+        raise ValueError(_differences(members, found, numbers, terms))
+    return tuple(tuple(words[4 : 4 + words[3]]) for words in numbers)
+
+
+def _numbers(header: bytes) -> list[int]:
+    return [
+        int.from_bytes(header[8 * at : 8 * at + 8], "little", signed=True) for at in range(_WORDS)
+    ]
+
+
+def _text(header: bytes) -> str:
+    return header[8 * _WORDS :].rstrip(b"\0").decode(errors="ignore")
+
+
+def _differences(
+    members: Members, headers: list[bytes], numbers: list[list[int]], terms: Terms
+) -> str:
+    """Which ranks gave what."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for rank, header in enumerate(headers):
+        groups.setdefault((_text(header), numbers[rank][2]), []).append(rank)
+    words = len({text for text, _ in groups}) == 1
+    parts = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}{f' (call {number})' * words}"
+        for (text, number), ranks in groups.items()
+    ]
+    return (
+        f"{terms.operator} was not run, as the {members.size} ranks of the group do not agree: "
+        + "; ".join(parts)
+    )
+
+
+# --- Headers that are compared on a GPU -------------------------------------------------------
+
+
+def _unless_different(state: Session, headers: Tensor, rows: Tensor, terms: Terms) -> Tensor:
+    """The rows, or NaN where the headers differ, of which the group hears in its next call."""
+    words = headers[:, : 8 * 3].contiguous().view(torch.int64)
+    equal = (words == words[:1]).all()
+    kept = torch.empty((), dtype=torch.bool, pin_memory=True)
+    kept.copy_(equal, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    state.unread.append(Unread(event, kept, headers, terms.operator))
+    return torch.where(equal, rows, torch.nan)
+
+
+def check_unread(members: Members, *, wait: bool = False) -> None:
+    """Raise what was wrong with calls whose headers were compared on a GPU, as far as that is known by now, or after
+    waiting for it."""
+    state = session(members)
+    while state.unread and (wait or state.unread[0].event.query()):
+        event, equal, headers, operator = state.unread.pop(0)
+        event.synchronize()
+        if not bool(equal):
+            _read(members, headers, Terms(operator, ()))
+
+
+# --- Exchanges that ranks have agreed on ------------------------------------------------------
+
+
+def _carrier(members: Members, tensor: Tensor) -> torch.device:
+    """Where the group exchanges tensors that are on this one's device: gloo does so on the host only."""
+    if tensor.device.type == "cpu":
+        return tensor.device
+    backend = members.group._get_backend(tensor.device)
+    return torch.device("cpu") if backend.name() == "gloo" else tensor.device
+
+
+def all_gather(members: Members, row: Tensor) -> Tensor:
+    """(ranks, elements) of rows that have one size and dtype on all ranks."""
+    place = _carrier(members, row)
+    mine = row.to(place).contiguous().view(torch.uint8)
+    found = mine.new_empty(members.size * mine.numel())
+    if found.numel():
+        _gather(found, mine, members.group)
+    return found.view(row.dtype).view(members.size, row.numel()).to(row.device)
+
+
+def all_reduce(members: Members, tensor: Tensor) -> Tensor:
+    """The sum over ranks, in a new tensor."""
+    total = tensor.to(_carrier(members, tensor)).clone(memory_format=torch.contiguous_format)
+    if total.numel():
+        real = torch.view_as_real(total) if total.is_complex() else total
+        dist.all_reduce(real, group=members.group)
+    return total.to(tensor.device)
+
+
+def broadcast(members: Members, tensor: Tensor, source: int) -> Tensor:
+    """The tensor of one rank, on all of them."""
+    sent = tensor.to(_carrier(members, tensor)).contiguous()
+    if sent is tensor:
+        sent = sent.clone()
+    if sent.numel():
+        real = torch.view_as_real(sent) if sent.is_complex() else sent
+        dist.broadcast(real, dist.get_global_rank(members.group, source), group=members.group)
+    return sent.to(tensor.device)
+
+
+def send(members: Members, tensor: Tensor, to: int) -> None:
+    """Begin to send a tensor, which is kept until it has arrived."""
+    state = session(members)
+    state.kept = [(work, sent) for work, sent in state.kept if not work.is_completed()]
+    if not tensor.numel():
+        return
+    sent = tensor.to(_carrier(members, tensor)).contiguous()
+    real = torch.view_as_real(sent) if sent.is_complex() else sent
+    work = dist.isend(real, dist.get_global_rank(members.group, to), group=members.group)
+    state.kept.append((work, real))
+
+
+def receive(members: Members, like: Tensor, source: int) -> Tensor:
+    """A tensor of the shape, dtype and device of ``like``, which is sent by this rank; the host waits with gloo only."""
+    found = torch.empty(like.shape, dtype=like.dtype, device=_carrier(members, like))
+    if found.numel():
+        real = torch.view_as_real(found) if found.is_complex() else found
+        work = dist.irecv(real, dist.get_global_rank(members.group, source), group=members.group)
+        assert work is not None
+        work.wait()
+    return found.to(like.device)
+
+
+def finish(members: Members) -> None:
+    """Wait until what was sent from the host has arrived. What was sent from a GPU goes on by itself."""
+    state = session(members)
+    for work, sent in state.kept:
+        if sent.device.type == "cpu":
+            work.wait()
+    state.kept = [(work, sent) for work, sent in state.kept if sent.device.type != "cpu"]
