@@ -16,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
-import scan_registry
 from scan_registry.bench.timing import cache_bytes, free_bytes
 from scan_registry.distributed import linear_scan
 from scan_registry.distributed.cost import SCHEDULES, Choice, choose, even, linear_scan_work
 from scan_registry.distributed.machines import Machine
 from scan_registry.distributed.measure import Call, Latency, Stopwatch, all_gather, measure
 from scan_registry.kernels.model import ITEM_SIZE
+from scan_registry.ops.linear_scan import linear_scan as local_scan
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.version import __version__
 
@@ -76,7 +77,7 @@ def group_on(kind: str) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
         torch.cuda.set_device(device)
     settings: dict[str, Any] = {"timeout": _TIMEOUT}
     if not started_by_torchrun():
-        settings |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        settings |= {"store": HashStore(), "rank": 0, "world_size": 1}
     if kind == "cuda":
         settings["device_id"] = device
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", **settings)
@@ -245,7 +246,6 @@ class Part:
 
 def _one_rank(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
     def scan(gates: Tensor, tokens: Tensor) -> Tensor:
-        states: Tensor = scan_registry.linear_scan(gates, tokens, dim=case.dim)
-        return states
+        return local_scan(gates, tokens, dim=case.dim)
 
     return scan

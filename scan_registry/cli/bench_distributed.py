@@ -90,7 +90,7 @@ def show_table(bench: GroupBench) -> None:
     console, machine = screen(), bench.machine
     table = new_table(
         *("layout", "B, C, T~", "dtype", "pass", "what", "ms>", "± ms>?"),
-        *("predicted>", "host ms>?", "of one rank>"),
+        *("predicted>", "host ms>?", "of one rank>!"),
     )
     for timing in bench.timings:
         predicted = "" if timing.predicted_ms is None else f"{timing.predicted_ms:.4f}"
@@ -116,7 +116,8 @@ def show_table(bench: GroupBench) -> None:
 
 
 def _what(timing: Timing) -> str:
-    words = timing.who if timing.pieces is None else f"{timing.who}, {timing.pieces} pieces"
+    number = timing.pieces
+    words = timing.who if number is None else f"{timing.who}, {number} piece{'s' * (number > 1)}"
     return f"{words} (auto)" if timing.chosen else words
 
 

@@ -11,15 +11,18 @@ from scan_registry.base import lazy
 
 if TYPE_CHECKING:
     from scan_registry.distributed.linear import linear_scan
+    from scan_registry.distributed.measure import measure
     from scan_registry.distributed.summary import scan_summary
 
 __all__ = [
     "linear_scan",
+    "measure",
     "scan_summary",
 ]
 
 _HOMES: dict[str, str | None] = {
     "linear_scan": "scan_registry.distributed.linear",
+    "measure": "scan_registry.distributed.measure",
     "scan_summary": "scan_registry.distributed.summary",
 }
 

@@ -181,8 +181,8 @@ def choose(
         raise ValueError(f"pieces are {pieces}; the channels here can be cut into 1 to {work.most}")
     alone = one_rank_seconds(work, machine)
     if work.ranks == 1:
-        reasons = ("one rank has the whole sequence, so nothing is exchanged",)
-        return Choice("local", 1, alone, alone, alone, alone, machine, reasons)
+        why = "one rank has the whole sequence, so nothing is exchanged"
+        return Choice("local", 1, alone, alone, alone, alone, machine, (why,))
     number = best_pieces(work, machine) if pieces is None else pieces
     reduced, passed = reduce_seconds(work, machine), pass_seconds(work, machine, number)
     chosen: Schedule = "reduce" if reduced <= passed else "pass"

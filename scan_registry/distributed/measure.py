@@ -118,7 +118,7 @@ class Stopwatch:
         torch.cuda.synchronize(self.device)
         sleep = min(_MOST_SLEEP, 2e-4 + 1.5 * host)
         self._flushed.zero_()
-        torch.cuda._sleep(int(sleep * _CYCLES))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(sleep * _CYCLES))
         dist.all_reduce(self._flag, group=self.group)
         first.record()
         begin = time.perf_counter()
