@@ -20,9 +20,10 @@ from torch._C._distributed_c10d import HashStore
 
 from scan_registry.bench.timing import cache_bytes, free_bytes
 from scan_registry.distributed import linear_scan
+from scan_registry.distributed.calibration import measure
 from scan_registry.distributed.cost import SCHEDULES, Choice, choose, even, linear_scan_work
+from scan_registry.distributed.latency import Call, Latency, Stopwatch, all_gather
 from scan_registry.distributed.machines import Machine
-from scan_registry.distributed.measure import Call, Latency, Stopwatch, all_gather, measure
 from scan_registry.kernels.model import ITEM_SIZE
 from scan_registry.ops.linear_scan import linear_scan as local_scan
 from scan_registry.ops.linear_scan_bench import Case

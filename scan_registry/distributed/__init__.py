@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from scan_registry.base import lazy
 
 if TYPE_CHECKING:
+    from scan_registry.distributed.calibration import measure
     from scan_registry.distributed.linear import linear_scan
-    from scan_registry.distributed.measure import measure
     from scan_registry.distributed.summary import scan_summary
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
 
 _HOMES: dict[str, str | None] = {
     "linear_scan": "scan_registry.distributed.linear",
-    "measure": "scan_registry.distributed.measure",
+    "measure": "scan_registry.distributed.calibration",
     "scan_summary": "scan_registry.distributed.summary",
 }
 
