@@ -48,7 +48,6 @@ def work_of(sequence: LongSequence, ranks: int, backward: bool) -> Work:
         sequence.channels,
         ITEM_SIZE[sequence.dtype],
         backward=backward,
-        contiguous=sequence.channels,
     )
 
 

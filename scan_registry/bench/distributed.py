@@ -179,7 +179,7 @@ class GroupBench:
             case.batch * case.channels,
             ITEM_SIZE[case.dtype],
             backward=direction == "backward",
-            contiguous=case.channels if case.layout == "channel_last" else 0,
+            channels=case.channels,
         )
         return choose(work, self.machine, schedule)
 

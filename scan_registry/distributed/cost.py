@@ -16,7 +16,6 @@ wait for each other. Times are seconds, sizes bytes. Nothing here imports torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,8 +25,9 @@ from scan_registry.distributed.machines import Machine
 Schedule = Literal["local", "reduce", "pass"]
 SCHEDULES: tuple[Schedule, ...] = ("reduce", "pass")
 MOST_PIECES = 64  # of "pass": so many calls of the host, at most
-#: Bytes of a time step in the least piece: kernels with channels contiguous read whole 128-byte lines.
-LEAST_BYTES = 128
+#: Pieces begin and end at multiples of so many bytes of a time step, so that kernels read whole 128-byte lines where
+#: channels are contiguous.
+LINE = 128
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,33 @@ class Work:
     summary  bytes of a time step that a summary moves
     scan     bytes of a time step that the scan itself moves
     state    bytes of one state of all channels
-    most     pieces into which the channels can be cut, at most
+    lines    equal units of channels, which "pass" does not cut
     """
 
     steps: tuple[int, ...]
     summary: float
     scan: float
     state: float
-    most: int = MOST_PIECES
+    lines: int = MOST_PIECES
 
     def __post_init__(self) -> None:
         if not self.steps or min(self.steps) < 0:
             raise ValueError(f"steps are {self.steps}; a group has one number, 0 or more, a rank")
-        if self.most < 1:
-            raise ValueError(f"most is {self.most}; there is 1 piece at least")
+        if self.lines < 1:
+            raise ValueError(f"lines are {self.lines}; there is 1 at least")
 
     @property
     def ranks(self) -> int:
         return len(self.steps)
+
+    @property
+    def most(self) -> int:
+        """Pieces, at most."""
+        return min(MOST_PIECES, self.lines)
+
+    def pieces(self, wanted: int) -> int:
+        """The number that it comes to when as many pieces are wanted: all but the last have as many lines."""
+        return -(-self.lines // -(-self.lines // wanted))
 
 
 def even(total: int, ranks: int) -> tuple[int, ...]:
@@ -65,23 +74,38 @@ def even(total: int, ranks: int) -> tuple[int, ...]:
 
 
 def linear_scan_work(
-    steps: Sequence[int], rows: int, itemsize: int, *, backward: bool = False, contiguous: int = 0
+    steps: Sequence[int],
+    rows: int,
+    itemsize: int,
+    *,
+    backward: bool = False,
+    channels: int | None = None,
 ) -> Work:
     """The work of ``linear_scan``.
 
     Forward reads gates and tokens and writes states; backward reads gates, states and the incoming gradient and writes
     two gradients. A summary reads two of them.
 
-    rows        batch × channels
-    itemsize    bytes of an element; states are exchanged in 4 bytes, or 8 for float64
-    contiguous  channels that lie beside each other in a time step: a piece has at least ``LEAST_BYTES`` of them. 0 where
-                time is contiguous, and a piece may be one channel
+    rows      batch × channels
+    itemsize  bytes of an element; states are exchanged in 4 bytes, or 8 for float64 and complex64
+    channels  of the dimension that is cut into pieces; all rows unless given
     """
-    state = rows * max(4, itemsize)
-    least = max(1, LEAST_BYTES // itemsize) if contiguous else 1
-    most = max(1, min(MOST_PIECES, (contiguous or rows) // least))
     moved = rows * itemsize
-    return Work(tuple(steps), 2 * moved, (5 if backward else 3) * moved, state, most)
+    lines = max(1, -(-(rows if channels is None else channels) // line_of(itemsize)))
+    scan = (5 if backward else 3) * moved
+    return Work(tuple(steps), 2 * moved, scan, rows * max(4, itemsize), lines)
+
+
+def line_of(itemsize: int) -> int:
+    """Elements in a line."""
+    return max(1, LINE // itemsize)
+
+
+def piece_width(channels: int, pieces: int, itemsize: int) -> int:
+    """Channels of each piece but the last, when as many pieces are wanted: whole lines."""
+    line = line_of(itemsize)
+    lines = -(-channels // line)
+    return line * max(1, -(-lines // pieces))
 
 
 # --- Times ------------------------------------------------------------------------------------
@@ -120,16 +144,15 @@ def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
 def best_pieces(work: Work, machine: Machine) -> int:
     """The number of pieces of the shortest "pass".
 
-    With V seconds of the whole sequence's bytes, M of the longest part's, and o of a piece, the time is
-    (V − M) / P + o · P and what does not depend on P, so the best P is √((V − M) / o).
+    With V seconds of the whole sequence's bytes, M of the longest part's, S of the bytes of the messages, and o of a
+    piece, the time is (V − M + S) / P + o · P and what does not depend on P: without lines, P = √((V − M + S) / o).
     """
     if work.ranks == 1:
         return 1
     others = (sum(work.steps) - max(work.steps)) * work.scan / machine.memory
     others += machine.passing(work.ranks, work.state) - machine.passing(work.ranks, 0)
-    ideal = math.sqrt(others / machine.piece) if machine.piece else float(work.most)
-    low = max(1, min(work.most, int(min(ideal, work.most))))
-    return min((low, min(low + 1, work.most)), key=lambda p: pass_seconds(work, machine, p))
+    counts = sorted({work.pieces(wanted) for wanted in range(1, work.most + 1)})
+    return min(counts, key=lambda count: others / count + machine.piece * count)
 
 
 # --- The choice -------------------------------------------------------------------------------
@@ -170,7 +193,7 @@ def choose(
 ) -> Choice:
     """The schedule of the shorter predicted time, or ``schedule`` where it is not "auto".
 
-    pieces  of "pass"; ``best_pieces`` unless given
+    pieces  of "pass", wanted; ``best_pieces`` unless given
 
     Ranks have to agree: give every rank the same work and the same machine. ``ValueError`` for a schedule that there is
     not, and for more pieces than ``work.most``.
@@ -183,7 +206,7 @@ def choose(
     if work.ranks == 1:
         why = "one rank has the whole sequence, so nothing is exchanged"
         return Choice("local", 1, alone, alone, alone, alone, machine, (why,))
-    number = best_pieces(work, machine) if pieces is None else pieces
+    number = best_pieces(work, machine) if pieces is None else work.pieces(pieces)
     reduced, passed = reduce_seconds(work, machine), pass_seconds(work, machine, number)
     chosen: Schedule = "reduce" if reduced <= passed else "pass"
     if schedule != "auto":

@@ -19,6 +19,7 @@ from scan_registry.distributed.cost import (
     linear_scan_work,
     one_rank_seconds,
     pass_seconds,
+    piece_width,
     reduce_seconds,
 )
 from scan_registry.distributed.machines import MACHINES, Machine, default
@@ -38,7 +39,7 @@ def works(count: int, seed: int) -> list[Work]:
             summary=draw.choice([2, 64]),
             scan=draw.choice([3, 96]),
             state=draw.choice([4, 4096]),
-            most=draw.choice([1, 2, 7, MOST_PIECES]),
+            lines=draw.choice([1, 2, 7, 24, 40, 100]),
         )
         for _ in range(count)
     ]
@@ -95,11 +96,12 @@ def test_pass_is_what_a_simulation_takes(pieces: int) -> None:
 
 def test_no_other_number_of_pieces_is_better() -> None:
     machines = [SLOW, replace(SLOW, piece=0.01), replace(SLOW, piece=0), *MACHINES.values()]
-    for work in works(60, seed=1):
+    for work in works(200, seed=1):
         for machine in machines:
             best = best_pieces(work, machine)
-            assert 1 <= best <= work.most
-            least = min(pass_seconds(work, machine, each) for each in range(1, work.most + 1))
+            possible = {work.pieces(each) for each in range(1, work.most + 1)}
+            assert best in possible
+            least = min(pass_seconds(work, machine, each) for each in possible)
             assert pass_seconds(work, machine, best) == pytest.approx(least, rel=1e-12)
 
 
@@ -114,10 +116,18 @@ def test_traffic_of_a_linear_scan(backward: bool, scan: int) -> None:
 
 
 def test_pieces_have_whole_lines_of_memory() -> None:
-    assert linear_scan_work((4,), 10, 2).most == 10  # time is contiguous
-    assert linear_scan_work((4,), 2048, 2).most == MOST_PIECES
-    assert linear_scan_work((4,), 4 * 1024, 2, contiguous=1024).most == 16
-    assert linear_scan_work((4,), 4 * 20, 2, contiguous=20).most == 1
+    work = linear_scan_work((4, 4), 4 * 1024, 2, channels=1024)
+    assert (work.lines, work.most) == (16, 16)
+    assert linear_scan_work((4, 4), 1 << 16, 2).most == MOST_PIECES
+    assert linear_scan_work((4, 4), 20, 4).lines == 1
+    assert linear_scan_work((4, 4), 0, 4).lines == 1
+    assert [work.pieces(wanted) for wanted in (1, 2, 5, 7, 9, 16)] == [1, 2, 4, 6, 8, 16]
+    for channels, itemsize in ((1024, 2), (1000, 4), (7, 8), (1, 2)):
+        lines = linear_scan_work((4, 4), channels, itemsize)
+        for wanted in range(1, lines.most + 1):
+            width = piece_width(channels, wanted, itemsize)
+            assert width * itemsize % 128 == 0
+            assert -(-channels // width) == lines.pieces(wanted)
 
 
 def test_even_parts() -> None:
@@ -129,7 +139,7 @@ def test_even_parts() -> None:
 
 
 def chosen(total: int, ranks: int, machine: Machine = MACHINES["nvlink"]) -> Choice:
-    return choose(linear_scan_work(even(total, ranks), 1024, 2, contiguous=1024), machine)
+    return choose(linear_scan_work(even(total, ranks), 1024, 2), machine)
 
 
 def test_one_rank_exchanges_nothing() -> None:
@@ -194,12 +204,12 @@ def test_reasons_have_the_numbers() -> None:
     ("call", "said"),
     [
         (lambda work: choose(work, SLOW, "ring"), "schedule is 'ring'; accepted are auto, reduce, pass"),
-        (lambda work: choose(work, SLOW, pieces=9), "pieces are 9; .* 1 to 8"),
+        (lambda work: choose(work, SLOW, pieces=9), "pieces are 9; .* 1 to 1"),
         (lambda work: choose(work, SLOW, pieces=0), "pieces are 0"),
         (lambda work: pass_seconds(work, SLOW, 0), "pieces are 0"),
         (lambda work: replace(work, steps=(3, -1)), r"steps are \(3, -1\)"),
         (lambda work: replace(work, steps=()), r"steps are \(\)"),
-        (lambda work: replace(work, most=0), "most is 0"),
+        (lambda work: replace(work, lines=0), "lines are 0"),
         (lambda _: replace(SLOW, memory=0), "memory is 0"),
         (lambda _: replace(SLOW, call=float("nan")), "call is nan"),
     ],
