@@ -16,9 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scan_registry.distributed.cost import Work, best_pieces, choose, even, linear_scan_work
+from scan_registry.distributed.cost import (
+    Direction,
+    Work,
+    best_pieces,
+    choose,
+    even,
+    linear_scan_work,
+)
 from scan_registry.distributed.machines import MACHINES, Machine
 
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 RANKS = tuple(2**n for n in range(1, 11))
 ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -41,13 +49,13 @@ class LongSequence:
         return sum(self.steps(ranks)) * self.channels * ITEM_SIZE[self.dtype]
 
 
-def work_of(sequence: LongSequence, ranks: int, backward: bool) -> Work:
+def work_of(sequence: LongSequence, ranks: int, direction: Direction) -> Work:
     """What the ranks have to do in one pass."""
     return linear_scan_work(
         sequence.steps(ranks),
         sequence.channels,
         ITEM_SIZE[sequence.dtype],
-        backward=backward,
+        direction=direction,
     )
 
 
@@ -57,8 +65,8 @@ def rows(
     """For each number of ranks and each pass what both schedules take, in ms."""
     found = []
     for number in ranks:
-        for direction in ("forward", "backward"):
-            work = work_of(sequence, number, direction == "backward")
+        for direction in DIRECTIONS:
+            work = work_of(sequence, number, direction)
             each = choose(work, machine)
             found.append(
                 {

@@ -7,7 +7,7 @@ one call, from when all ranks are ready until the last is done, so that what a s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
@@ -21,7 +21,18 @@ from torch._C._distributed_c10d import HashStore
 from scan_registry.bench.timing import cache_bytes, free_bytes
 from scan_registry.distributed import linear_scan
 from scan_registry.distributed.calibration import measure
-from scan_registry.distributed.cost import SCHEDULES, Choice, choose, even, linear_scan_work
+from scan_registry.distributed.cost import (
+    SCHEDULES,
+    Choice,
+    Direction,
+    Work,
+    choose,
+    even,
+    linear_scan_work,
+    one_rank_seconds,
+    pass_seconds,
+    reduce_seconds,
+)
 from scan_registry.distributed.latency import Call, Latency, Stopwatch, all_gather
 from scan_registry.distributed.machines import Machine
 from scan_registry.kernels.model import ITEM_SIZE
@@ -30,6 +41,11 @@ from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.version import __version__
 
 PASSES = ("forward", "backward", "forward+backward")
+_DIRECTIONS: Mapping[str, Direction] = {
+    "forward": "forward",
+    "backward": "backward",
+    "forward+backward": "both",
+}
 COPY, GATHER, ALONE = "copy", "all-gather", "one rank"
 _TENSORS = 7  # of one call's size: gates, tokens, states, the incoming gradient, two gradients, and one to spare
 _CACHES = 3  # times which a GPU writes the size of its cache before a call
@@ -172,32 +188,34 @@ class GroupBench:
         held = torch.empty(self.ranks * rows.numel(), device=self.device)
         return lambda: all_gather(held, rows, group=self.group)
 
-    def choice(self, case: Case, direction: str, schedule: str = "auto") -> Choice:
-        """What the model makes of a pass, on the machine that was measured."""
-        work = linear_scan_work(
+    def _work(self, case: Case, direction: str) -> Work:
+        return linear_scan_work(
             even(case.time, self.ranks),
             case.batch * case.channels,
             ITEM_SIZE[case.dtype],
-            backward=direction == "backward",
+            direction=_DIRECTIONS[direction],
             channels=case.channels,
         )
-        return choose(work, self.machine, schedule)
+
+    def choice(self, case: Case, direction: str, schedule: str = "auto") -> Choice:
+        """What a call takes: one schedule for the forward pass and, if it is recorded, for the backward one."""
+        recorded = "forward" if direction == "forward" else "forward+backward"
+        return choose(self._work(case, recorded), self.machine, schedule)
 
     def _timing(self, case: Case, direction: str, who: str, latency: Latency) -> Timing:
-        parts = ("forward", "backward") if direction == PASSES[2] else (direction,)
+        work, machine = self._work(case, direction), self.machine
         predicted, pieces, chosen = None, None, None
-        choices = [self.choice(case, each) for each in parts]
         if who in SCHEDULES:
-            given = [self.choice(case, each, who) for each in parts]
-            predicted = 1e3 * sum(each.seconds for each in given)
-            if direction != PASSES[2]:
-                pieces = given[0].pieces if who == "pass" else None
-                chosen = choices[0].schedule == who
+            chosen = self.choice(case, direction).schedule == who
+            seconds = reduce_seconds(work, machine)
+            if who == "pass":
+                pieces = self.choice(case, direction, who).pieces
+                seconds = pass_seconds(work, machine, pieces)
+            predicted = 1e3 * seconds
         elif who == ALONE:
-            predicted = 1e3 * sum(each.alone_seconds for each in choices)
+            predicted = 1e3 * one_rank_seconds(work, machine)
         elif who == GATHER:
-            size = 8 * case.batch * case.channels
-            predicted = 1e3 * self.machine.all_gather(self.ranks, size)
+            predicted = 1e3 * machine.all_gather(self.ranks, 8 * case.batch * case.channels)
         ms, spread, host = (1e3 * each for each in (latency.seconds, latency.spread, latency.host))
         return Timing(case, direction, who, ms, spread, host, predicted, pieces, chosen)
 

@@ -16,7 +16,7 @@ wait for each other. Times are seconds, sizes bytes. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,8 @@ from scan_registry.distributed.machines import Machine
 
 Schedule = Literal["local", "reduce", "pass"]
 SCHEDULES: tuple[Schedule, ...] = ("reduce", "pass")
+Direction = Literal["forward", "backward", "both"]
+TENSORS: Mapping[Direction, int] = {"forward": 3, "backward": 5, "both": 8}  # that a scan moves
 MOST_PIECES = 64  # of "pass": so many calls of the host, at most
 #: Pieces begin and end at multiples of so many bytes of a time step, so that kernels read whole 128-byte lines where
 #: channels are contiguous.
@@ -39,6 +41,7 @@ class Work:
     scan     bytes of a time step that the scan itself moves
     state    bytes of one state of all channels
     lines    equal units of channels, which "pass" does not cut
+    passes   over the sequence, one after the other, which ``summary`` and ``scan`` are the sums of
     """
 
     steps: tuple[int, ...]
@@ -46,6 +49,7 @@ class Work:
     scan: float
     state: float
     lines: int = MOST_PIECES
+    passes: int = 1
 
     def __post_init__(self) -> None:
         if not self.steps or min(self.steps) < 0:
@@ -78,7 +82,7 @@ def linear_scan_work(
     rows: int,
     itemsize: int,
     *,
-    backward: bool = False,
+    direction: Direction = "forward",
     channels: int | None = None,
 ) -> Work:
     """The work of ``linear_scan``.
@@ -86,14 +90,18 @@ def linear_scan_work(
     Forward reads gates and tokens and writes states; backward reads gates, states and the incoming gradient and writes
     two gradients. A summary reads two of them.
 
+    direction one pass, or "both" of them
     rows      batch × channels
     itemsize  bytes of an element; states are exchanged in 4 bytes, or 8 for float64 and complex64
     channels  of the dimension that is cut into pieces; all rows unless given
     """
     moved = rows * itemsize
     lines = max(1, -(-(rows if channels is None else channels) // line_of(itemsize)))
-    scan = (5 if backward else 3) * moved
-    return Work(tuple(steps), 2 * moved, scan, rows * max(4, itemsize), lines)
+    tensors = TENSORS[direction]
+    passes = 2 if direction == "both" else 1
+    return Work(
+        tuple(steps), 2 * passes * moved, tensors * moved, rows * max(4, itemsize), lines, passes
+    )
 
 
 def line_of(itemsize: int) -> int:
@@ -113,7 +121,7 @@ def piece_width(channels: int, pieces: int, itemsize: int) -> int:
 
 def one_rank_seconds(work: Work, machine: Machine) -> float:
     """Of one rank that scans the whole sequence by itself."""
-    return machine.launch + sum(work.steps) * work.scan / machine.memory
+    return work.passes * machine.launch + sum(work.steps) * work.scan / machine.memory
 
 
 def reduce_seconds(work: Work, machine: Machine) -> float:
@@ -122,8 +130,9 @@ def reduce_seconds(work: Work, machine: Machine) -> float:
     if work.ranks == 1:
         return one_rank_seconds(work, machine)
     longest, gathered = max(work.steps), 2 * work.state
-    local = longest * (work.summary + work.scan) + work.ranks * gathered
-    return 3 * machine.launch + local / machine.memory + machine.all_gather(work.ranks, gathered)
+    local = longest * (work.summary + work.scan) + work.passes * work.ranks * gathered
+    exchange = 3 * machine.launch + machine.all_gather(work.ranks, gathered)
+    return local / machine.memory + work.passes * exchange
 
 
 def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
@@ -136,8 +145,9 @@ def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
         raise ValueError(f"pieces are {pieces}; there is 1 at least")
     if work.ranks == 1:
         return one_rank_seconds(work, machine)
-    times = [steps * work.scan / machine.memory / pieces + machine.piece for steps in work.steps]
-    through = sum(times) + machine.passing(work.ranks, work.state / pieces)
+    fixed = work.passes * machine.piece
+    times = [steps * work.scan / machine.memory / pieces + fixed for steps in work.steps]
+    through = sum(times) + work.passes * machine.passing(work.ranks, work.state / pieces)
     return through + (pieces - 1) * max(times)
 
 
@@ -150,9 +160,10 @@ def best_pieces(work: Work, machine: Machine) -> int:
     if work.ranks == 1:
         return 1
     others = (sum(work.steps) - max(work.steps)) * work.scan / machine.memory
-    others += machine.passing(work.ranks, work.state) - machine.passing(work.ranks, 0)
+    sent = machine.passing(work.ranks, work.state) - machine.passing(work.ranks, 0)
+    others, fixed = others + work.passes * sent, work.passes * machine.piece
     counts = sorted({work.pieces(wanted) for wanted in range(1, work.most + 1)})
-    return min(counts, key=lambda count: others / count + machine.piece * count)
+    return min(counts, key=lambda count: others / count + fixed * count)
 
 
 # --- The choice -------------------------------------------------------------------------------
@@ -240,7 +251,7 @@ def _why_reduce(work: Work, machine: Machine, seconds: float) -> str:
     longest = max(work.steps)
     return (
         f"reduce: {_time(seconds)}, of which {_time(longest * work.summary / machine.memory)} read the summary of "
-        f"{longest:,} steps, {_time(machine.all_gather(work.ranks, 2 * work.state))} gather "
+        f"{longest:,} steps, {_time(work.passes * machine.all_gather(work.ranks, 2 * work.state))} gather "
         f"{work.ranks} × {2 * work.state:,.0f} bytes, and {_time(longest * work.scan / machine.memory)} scan"
     )
 
@@ -251,8 +262,8 @@ def _why_pass(work: Work, machine: Machine, pieces: int, seconds: float) -> str:
     return (
         f"pass: {_time(seconds)} in {pieces} of at most {work.most} pieces, of which {_time(scan)} scan, "
         f"{_time(others)} wait for the first piece of the other ranks, "
-        f"{_time(machine.passing(work.ranks, work.state / pieces))} pass states on, and "
-        f"{_time((work.ranks - 1 + pieces) * machine.piece)} are the cost of pieces"
+        f"{_time(work.passes * machine.passing(work.ranks, work.state / pieces))} pass states on, and "
+        f"{_time(work.passes * (work.ranks - 1 + pieces) * machine.piece)} are the cost of pieces"
     )
 
 

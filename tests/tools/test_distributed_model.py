@@ -39,7 +39,7 @@ def test_rows_are_the_models() -> None:
     rows = json.loads(printed("--channels", "512", "--time", "100000", "--machine", "pcie", "--json"))["rows"]  # fmt: skip
     assert [row["ranks"] for row in rows[::2]] == [2**n for n in range(1, 11)]
     found = next(row for row in rows if (row["ranks"], row["direction"]) == (8, "backward"))
-    work = linear_scan_work([12500] * 8, 512, 2, backward=True)
+    work = linear_scan_work([12500] * 8, 512, 2, direction="backward")
     machine = MACHINES["pcie"]
     assert found["steps"] == 12500
     assert found["pieces"] == best_pieces(work, machine)

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -105,11 +106,9 @@ def test_no_other_number_of_pieces_is_better() -> None:
             assert pass_seconds(work, machine, best) == pytest.approx(least, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("backward", "scan"), [(False, 3 * 6 * 2), (True, 5 * 6 * 2)], ids=["forward", "backward"]
-)
-def test_traffic_of_a_linear_scan(backward: bool, scan: int) -> None:
-    work = linear_scan_work((4, 3), 6, 2, backward=backward)
+@pytest.mark.parametrize(("direction", "scan"), [("forward", 3 * 6 * 2), ("backward", 5 * 6 * 2)])
+def test_traffic_of_a_linear_scan(direction: Literal["forward", "backward"], scan: int) -> None:
+    work = linear_scan_work((4, 3), 6, 2, direction=direction)
     assert (work.steps, work.scan, work.summary) == ((4, 3), scan, 2 * 6 * 2)
     assert work.state == 6 * 4  # float32, of bfloat16 too
     assert linear_scan_work((4,), 6, 8).state == 6 * 8
@@ -128,6 +127,21 @@ def test_pieces_have_whole_lines_of_memory() -> None:
             width = piece_width(channels, wanted, itemsize)
             assert width * itemsize % 128 == 0
             assert -(-channels // width) == lines.pieces(wanted)
+
+
+def test_both_passes_take_as_long_as_one_after_the_other() -> None:
+    for machine in (SLOW, *MACHINES.values()):
+        forward, backward, both = (
+            linear_scan_work((500, 900, 0, 40), 512, 2, direction=direction)
+            for direction in ("forward", "backward", "both")
+        )
+        for seconds in (
+            one_rank_seconds,
+            reduce_seconds,
+            lambda work, machine: pass_seconds(work, machine, 3),
+        ):
+            together = seconds(forward, machine) + seconds(backward, machine)
+            assert seconds(both, machine) == pytest.approx(together)
 
 
 def test_even_parts() -> None:
