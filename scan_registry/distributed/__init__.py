@@ -11,18 +11,21 @@ from scan_registry.base import lazy
 
 if TYPE_CHECKING:
     from scan_registry.distributed.convolution import causal_conv1d
+    from scan_registry.distributed.calibration import measure
     from scan_registry.distributed.linear import linear_scan
     from scan_registry.distributed.summary import scan_summary
 
 __all__ = [
     "causal_conv1d",
     "linear_scan",
+    "measure",
     "scan_summary",
 ]
 
 _HOMES: dict[str, str | None] = {
     "causal_conv1d": "scan_registry.distributed.convolution",
     "linear_scan": "scan_registry.distributed.linear",
+    "measure": "scan_registry.distributed.calibration",
     "scan_summary": "scan_registry.distributed.summary",
 }
 

@@ -26,6 +26,7 @@ has stopped, or makes no call at all, ends the others' call by the group's timeo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -48,6 +49,7 @@ _LOCAL = 8
 _HEADER = 512
 #: Of an opening, in bytes: what it begins with, and the most that it grows to.
 _CAPACITY, _MOST = 4096, 1 << 20
+_KINDS = 4096  # of calls that are remembered
 
 
 #: By the name that this torch does not warn of.
@@ -130,6 +132,8 @@ class Session:
     capacity  bytes of an opening
     agreed    kinds of calls, and what was made of the local numbers when they were first agreed on
     calls     number of the last call
+    unread    headers that were compared on a GPU, of which nothing is known yet
+    kept      what is being sent
     """
 
     capacity: int = _CAPACITY
@@ -137,6 +141,12 @@ class Session:
     calls: int = 0
     unread: list[Unread] = field(default_factory=list)
     kept: list[tuple[Any, Tensor]] = field(default_factory=list)
+
+    def remember(self, kind: Any, value: Any) -> None:
+        """Of all ranks at once; the oldest kind is forgotten on all ranks, too."""
+        self.agreed[kind] = value
+        if len(self.agreed) > _KINDS:
+            del self.agreed[next(iter(self.agreed))]
 
 
 _sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
@@ -159,13 +169,19 @@ class Terms(NamedTuple):
     operator  what is called
     common    names and values that have to be equal on all ranks; values are printed, and compared as they print
     local     at most eight numbers of this rank alone, which all ranks get
-    number    one that has to be equal, too, and is none of a kind of calls: which forward call a backward pass is of
+    number    one that has to be equal, too, but does not make the call one of another kind, such as which forward call a
+              backward pass is of; ``spelled`` says so in words
     """
 
     operator: str
     common: tuple[tuple[str, Any], ...]
     local: tuple[int, ...] = ()
     number: int = 0
+    spelled: str = ""
+
+    @property
+    def kind(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
+        return self.operator, self.common
 
 
 class Opened(NamedTuple):
@@ -200,7 +216,7 @@ def agree(members: Members, terms: Terms | Exception, device: torch.device | Non
 
 def is_agreed(members: Members, terms: Terms) -> bool:
     """Whether all ranks have agreed on such a call before."""
-    return (terms.operator, terms.common) in session(members).agreed
+    return terms.kind in session(members).agreed
 
 
 def open_call(
@@ -223,7 +239,7 @@ def open_call(
     check_unread(members)
     state.calls += 1
     place = _opening_device(members, device)
-    key = None if isinstance(terms, Exception) else (terms.operator, terms.common)
+    kind = None if isinstance(terms, Exception) else terms.kind
     size = 0 if rows is None else rows.numel() * rows.element_size()
     inline = (
         rows is not None and rows.device.type == place.type and _HEADER + size <= state.capacity
@@ -238,12 +254,12 @@ def open_call(
     _gather(all_of_them.view(-1), mine, members.group)
     headers = all_of_them[:, :_HEADER]
     local = None
-    known = key is not None and key in state.agreed and (inline or rows is None)
+    known = kind is not None and kind in state.agreed and (inline or rows is None)
     if read or place.type == "cpu" or not known:
         local = _read(members, headers, terms)
     assert isinstance(terms, Terms)
-    if local is not None and key not in state.agreed:
-        state.agreed[key] = None
+    if local is not None and kind not in state.agreed:
+        state.remember(kind, None)
     if inline:
         assert rows is not None
         # A copy, as what is viewed in another dtype has to be aligned to it, and the headers are not to stay.
@@ -276,6 +292,8 @@ def _header(terms: Terms | Exception) -> bytes:
     else:
         digest, text = _described(terms.operator, terms.common)
         failed, local, number = 0, terms.local, terms.number
+        if terms.spelled:
+            text = _cut(f"{text.decode(errors='ignore')}, {terms.spelled}")
         assert len(local) <= _LOCAL
     words = [digest, failed, number, len(local), *local]
     numbers = b"".join(int(w).to_bytes(8, "little", signed=True) for w in words)
@@ -284,6 +302,7 @@ def _header(terms: Terms | Exception) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _described(operator: str, common: tuple[tuple[str, Any], ...]) -> tuple[int, bytes]:
+    """The digest, and the words."""
     words = f"{operator}: " + ", ".join(f"{name} {value}" for name, value in common)
     digest = blake2b(words.encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little") + 1, _cut(words)
@@ -329,10 +348,9 @@ def _differences(
     groups: dict[tuple[str, int], list[int]] = {}
     for rank, header in enumerate(headers):
         groups.setdefault((_text(header), numbers[rank][2]), []).append(rank)
-    words = len({text for text, _ in groups}) == 1
     parts = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}{f' (call {number})' * words}"
-        for (text, number), ranks in groups.items()
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
+        for (text, _), ranks in groups.items()
     ]
     return (
         f"{terms.operator} was not run, as the {members.size} ranks of the group do not agree: "
@@ -369,17 +387,17 @@ def check_unread(members: Members, *, wait: bool = False) -> None:
 # --- Exchanges that ranks have agreed on ------------------------------------------------------
 
 
-def _carrier(members: Members, tensor: Tensor) -> torch.device:
-    """Where the group exchanges tensors that are on this one's device: gloo does so on the host only."""
-    if tensor.device.type == "cpu":
-        return tensor.device
-    backend = members.group._get_backend(tensor.device)
-    return torch.device("cpu") if backend.name() == "gloo" else tensor.device
+def _carrier(members: Members, device: torch.device) -> torch.device:
+    """Where the group exchanges tensors that are on this device: gloo does so on the host only."""
+    if device.type == "cpu":
+        return device
+    backend = members.group._get_backend(device)
+    return torch.device("cpu") if backend.name() == "gloo" else device
 
 
 def all_gather(members: Members, row: Tensor) -> Tensor:
     """(ranks, elements) of rows that have one size and dtype on all ranks."""
-    place = _carrier(members, row)
+    place = _carrier(members, row.device)
     mine = row.to(place).contiguous().view(torch.uint8)
     found = mine.new_empty(members.size * mine.numel())
     if found.numel():
@@ -389,7 +407,7 @@ def all_gather(members: Members, row: Tensor) -> Tensor:
 
 def all_reduce(members: Members, tensor: Tensor) -> Tensor:
     """The sum over ranks, in a new tensor."""
-    total = tensor.to(_carrier(members, tensor)).clone(memory_format=torch.contiguous_format)
+    total = tensor.to(_carrier(members, tensor.device)).clone(memory_format=torch.contiguous_format)
     if total.numel():
         real = torch.view_as_real(total) if total.is_complex() else total
         dist.all_reduce(real, group=members.group)
@@ -398,7 +416,7 @@ def all_reduce(members: Members, tensor: Tensor) -> Tensor:
 
 def broadcast(members: Members, tensor: Tensor, source: int) -> Tensor:
     """The tensor of one rank, on all of them."""
-    sent = tensor.to(_carrier(members, tensor)).contiguous()
+    sent = tensor.to(_carrier(members, tensor.device)).contiguous()
     if sent is tensor:
         sent = sent.clone()
     if sent.numel():
@@ -413,21 +431,23 @@ def send(members: Members, tensor: Tensor, to: int) -> None:
     state.kept = [(work, sent) for work, sent in state.kept if not work.is_completed()]
     if not tensor.numel():
         return
-    sent = tensor.to(_carrier(members, tensor)).contiguous()
+    sent = tensor.to(_carrier(members, tensor.device)).contiguous()
     real = torch.view_as_real(sent) if sent.is_complex() else sent
     work = dist.isend(real, dist.get_global_rank(members.group, to), group=members.group)
     state.kept.append((work, real))
 
 
-def receive(members: Members, like: Tensor, source: int) -> Tensor:
-    """A tensor of the shape, dtype and device of ``like``, which is sent by this rank; the host waits with gloo only."""
-    found = torch.empty(like.shape, dtype=like.dtype, device=_carrier(members, like))
+def receive(
+    members: Members, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int
+) -> Tensor:
+    """A tensor that this rank sends, on ``device``. The host waits for it with gloo only."""
+    found = torch.empty(tuple(shape), dtype=dtype, device=_carrier(members, device))
     if found.numel():
         real = torch.view_as_real(found) if found.is_complex() else found
         work = dist.irecv(real, dist.get_global_rank(members.group, source), group=members.group)
         assert work is not None
         work.wait()
-    return found.to(like.device)
+    return found.to(device)
 
 
 def finish(members: Members) -> None:

@@ -1,0 +1,174 @@
+"""What ranks do in tests: each makes the whole sequence, takes its part, and compares with one process over the whole."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scan_registry import distributed, linear_scan
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. ``lengths`` are of the first ranks' parts, in turn if there are more ranks."""
+
+    shape: tuple[int, ...]  # time left out
+    lengths: tuple[int, ...]
+    dim: int = -1
+    reverse: bool = False
+    schedule: str = "reduce"
+    initial: bool = False
+    final: bool = False
+    bounds: tuple[float, ...] | None = None  # in parts of the whole time
+    gates: tuple[int, ...] | None = None  # shape, with -1 for the time
+    dtype: str = "float64"
+    seed: int = 0
+
+    def of(self, ranks: int) -> list[int]:
+        return [self.lengths[rank % len(self.lengths)] for rank in range(ranks)]
+
+
+@dataclass
+class Whole:
+    gates: Tensor
+    tokens: Tensor
+    initial: Tensor | None
+    cu_seqlens: Tensor | None
+    states_grad: Tensor
+    last_grad: Tensor
+
+
+def whole(case: Case, ranks: int) -> Whole:
+    """The same on every rank."""
+    dtype = getattr(torch, case.dtype)
+    made = torch.Generator().manual_seed(case.seed)
+    lengths, rank = case.of(ranks), len(case.shape) + 1
+    time, dim = sum(lengths), case.dim % rank
+    shape = [*case.shape]
+    shape.insert(dim, time)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, dtype=dtype, generator=made)
+
+    of_gates = shape if case.gates is None else [time if n == -1 else n for n in case.gates]
+    gates, tokens = draw(*of_gates), draw(*shape)
+    gates = gates / gates.abs().clamp(min=1)
+    cu_seqlens, state = None, [*case.shape]
+    if case.bounds is not None:
+        found = sorted(round(part * time) for part in case.bounds)
+        cu_seqlens = torch.tensor([0, *found, time])
+        state.insert(dim, len(found) + 1)
+    initial = draw(*state) if case.initial else None
+    return Whole(gates, tokens, initial, cu_seqlens, draw(*shape), draw(*state))
+
+
+def has_time(x: Tensor, case: Case, ranks: int) -> bool:
+    dim = case.dim if case.dim < 0 else case.dim - len(case.shape) - 1
+    return x.dim() >= -dim and x.shape[dim] == sum(case.of(ranks))
+
+
+def part(x: Tensor, case: Case, ranks: int, rank: int) -> Tensor:
+    """This rank's; all of what does not change with time."""
+    if not has_time(x, case, ranks):
+        return x.clone()
+    lengths = case.of(ranks)
+    dim = case.dim if case.dim < 0 else case.dim - len(case.shape) - 1
+    return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
+
+
+def compare(rank: int, ranks: int, group: Any, *cases: Case) -> None:
+    for case in cases:
+        try:
+            _compare(rank, ranks, group, case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def _compare(rank: int, ranks: int, group: Any, case: Case) -> None:
+    everything = whole(case, ranks)
+    given = everything.gates, everything.tokens, everything.initial
+    how: Any = {
+        "dim": case.dim,
+        "reverse": case.reverse,
+        "cu_seqlens": everything.cu_seqlens,
+        "return_final_state": True,
+    }
+    leaves = [x if x is None else x.clone().requires_grad_() for x in given]
+    states, last = linear_scan(*leaves, **how)
+    loss = (states * everything.states_grad.conj()).sum().real
+    if case.final:
+        loss = loss + (last * everything.last_grad.conj()).sum().real
+    wanted = torch.autograd.grad(loss, [x for x in leaves if x is not None])
+
+    mine = [part(x, case, ranks, rank).requires_grad_() for x in given[:2]]
+    if given[2] is not None:
+        mine.append(given[2].clone().requires_grad_())
+    how["return_final_state"] = case.final
+    got = distributed.linear_scan(*mine, group=group, schedule=case.schedule, **how)
+    here, end = got if case.final else (got, None)
+    close(here, part(states, case, ranks, rank))
+    loss = (here * part(everything.states_grad, case, ranks, rank).conj()).sum().real
+    if end is not None:
+        close(end, last)
+        # Each rank has a part of the loss.
+        share = (rank + 1) / sum(range(1, ranks + 1))
+        loss = loss + share * (end * everything.last_grad.conj()).sum().real
+    found = torch.autograd.grad(loss, mine)
+    inputs = [x for x in given if x is not None]
+    for place, (grad, of_whole) in enumerate(zip(found, wanted, strict=True)):
+        if place == 2 or not has_time(inputs[place], case, ranks):
+            close(summed(grad, group), of_whole)
+        else:
+            close(grad, part(of_whole, case, ranks, rank))
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    total = torch.view_as_real(x).clone() if x.is_complex() else x.clone()
+    torch.distributed.all_reduce(total, group=group)
+    return torch.view_as_complex(total) if x.is_complex() else total
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    tolerance = 1e-12 if wanted.dtype in (torch.float64, torch.complex128) else 2e-5
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def draw_cases(count: int, seed: int) -> list[Case]:
+    """Cases at random, the same for the same seed."""
+    drawn = random.Random(seed)
+    cases = []
+    for number in range(count):
+        rank = drawn.choice([1, 2, 3, 3])
+        shape = tuple(drawn.choice([1, 2, 3, 5]) for _ in range(rank - 1))
+        dim = drawn.randrange(-rank, rank)
+        lengths = tuple(drawn.choice([0, 1, 1, 2, 3, 7]) for _ in range(drawn.randint(1, 7)))
+        bounds = None
+        if drawn.random() < 0.5:
+            bounds = tuple(
+                drawn.choice([0, 1, drawn.random(), 0.5]) for _ in range(drawn.randint(0, 5))
+            )
+        gates = None
+        if drawn.random() < 0.4:
+            whole_shape = [*shape]
+            whole_shape.insert(dim % rank, -1)
+            gates = tuple(drawn.choice([n, n, 1]) for n in whole_shape)
+        cases.append(
+            Case(
+                shape,
+                lengths,
+                dim,
+                reverse=drawn.random() < 0.5,
+                schedule=drawn.choice(["reduce", "pass", "auto"]),
+                initial=drawn.random() < 0.6,
+                final=drawn.random() < 0.6,
+                bounds=bounds,
+                gates=gates,
+                dtype=drawn.choice(["float64", "float64", "complex128", "float32"]),
+                seed=number,
+            )
+        )
+    return cases
