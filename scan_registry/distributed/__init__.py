@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from scan_registry.base import lazy
 
 if TYPE_CHECKING:
-    from scan_registry.distributed.convolution import causal_conv1d
     from scan_registry.distributed.calibration import measure
+    from scan_registry.distributed.convolution import causal_conv1d
     from scan_registry.distributed.linear import linear_scan
     from scan_registry.distributed.summary import scan_summary
 

@@ -320,7 +320,7 @@ class Exchange:
         """The steps before the part of ``rank``, (batch, channels, slots), with zeros where there are none. The rank
         after the last one stands for the end of the sequence."""
         ages = self.ages()
-        found = tails[self.place_of(rank, ages)].T.view(*self.shape, self.slots)
+        found = tails[self.place_of(rank, ages)].T.contiguous().view(*self.shape, self.slots)
         return torch.where(ages <= self.steps_before(rank), found, torch.zeros_like(found))
 
     def returned(self, grads: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ def _linear_times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | 
 
 def _linear(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
     gates, tokens, initial, bounds, reset = tensors
-    dim, reverse, final, _ = options
+    dim, reverse, final, backend = options
     shape = common_shape(gates.shape, tokens.shape)
     if reset is not None or shape is None or len(shape) > layouts.MOST:
         return None
@@ -148,7 +148,8 @@ def _linear(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
     def function(local: Sequence[Any], group: Any) -> Any:
         gates, tokens, initial, bounds, _ = local
         how = {"dim": dim, "reverse": reverse, "cu_seqlens": bounds, "group": group}
-        return _public("linear_scan")(gates, tokens, initial, return_final_state=final, **how)
+        how |= {"return_final_state": final, "backend": backend}
+        return _public("linear_scan")(gates, tokens, initial, **how)
 
     outputs = names, state if final else None
     return Request(Layout(inputs, outputs, layouts.only(names)), _both(function, final))
@@ -180,7 +181,7 @@ def _gated_times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | N
 
 
 def _gated(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
-    kind, dim, reverse, final, _ = options
+    kind, dim, reverse, final, backend = options
     *inputs, initial, bounds, reset = tensors
     count = len(KINDS[kind].inputs)
     names = "bct" if dim % 3 == 2 else "btc"
@@ -200,6 +201,7 @@ def _gated(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
         *inputs, initial, bounds, reset = local
         how = {"dim": dim, "reverse": reverse, "cu_seqlens": bounds, "reset": reset}
         how |= {"initial_state": initial, "return_final_state": final, "group": group}
+        how |= {"backend": backend}
         return _public("gated_scan")(kind, *inputs, **how)
 
     outputs = names, state if final else None
@@ -217,7 +219,7 @@ def _selective_times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int
 
 def _selective(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
     A, B, C, bounds = tensors[2], tensors[3], tensors[4], tensors[-1]
-    softplus, final, _ = options
+    softplus, final, backend = options
     state = "bc." if bounds is None else "b.c."
     whole: dict[str, int] = {}
     projections = [layouts.projection(each, whole, TIME) for each in (B, C)]
@@ -229,6 +231,7 @@ def _selective(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None
     def function(local: Sequence[Any], group: Any) -> Any:
         *tensors, initial, bounds = local
         how = {"cu_seqlens": bounds, "return_final_state": final, "group": group}
+        how |= {"backend": backend}
         return _public("selective_scan")(*tensors, softplus, initial, **how)
 
     outputs = "bct", state if final else None
