@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -40,8 +39,11 @@ def _call(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     raise NotImplementedError
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _load() -> bool:
     """torch.compile traces the function that is loaded, and not how."""
     globals()["_call"] = import_module(_HOME).call
     return True
+
+
+# As torch.compiler.assume_constant_result does, but for its import of the whole compiler.
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
