@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scan_registry.distributed.group import resolve
+from scan_registry.distributed.group import resolve, session
 from scan_registry.distributed.latency import Stopwatch, all_gather
 from scan_registry.distributed.machines import Machine, default
 
@@ -76,6 +76,7 @@ def measure(group: Group = None, device: torch.device | None = None) -> Machine:
     if ranks > 1:
         found = _measure_messages(found, watch, gathered)
     _measured[members.group] = found
+    session(members).agreed.clear()  # what was decided by other numbers
     return found
 
 

@@ -6,6 +6,7 @@ belongs to a step is then one step further in time: at the border of a part, on 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,8 +33,7 @@ def differentiable(
     wanted: tuple[bool, bool, bool],
 ) -> Gradients:
     """The gradients that are wanted, by formulas in which every rank takes part."""
-    from scan_registry.distributed.linear import linear_scan
-
+    scan: Any = import_module("scan_registry.distributed.linear").linear_scan
     members, (dim, reverse, final, backend) = run.members, run.options
     time = run.shape[dim]
     mask = sum(int(want) << place for place, want in enumerate(wanted))
@@ -49,9 +49,9 @@ def differentiable(
     factor, grad = gates.to(run.compute).conj().resolve_conj(), states_grad.to(run.compute)
     behind = None
     if final:
-        behind = AllReduce.apply(run.last_grad(last_grad, grad), members)
+        behind = _apply(AllReduce, run.last_grad(last_grad, grad), members)
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=gates.device)
-    h, first_h = linear_scan(
+    h, first_h = scan(
         factor,
         factor * grad,
         behind,
@@ -61,7 +61,7 @@ def differentiable(
         cu_seqlens=bounds,
         return_final_state=True,
         schedule="pass" if run.pieces else "reduce",
-        backend=backend,  # type: ignore[arg-type]
+        backend=backend,
     )
     adjoint = grad + _before(run, h, behind, not reverse, cu_seqlens, lengths)
     gates_grad = None
@@ -95,7 +95,7 @@ def _before(
     else:
         part = parts.packed(cu_seqlens, lengths, members.rank, reverse)
     sources = [_source(lengths, rank, reverse) for rank in range(members.size)]
-    x, edge = Edge.apply(x, members, dim, reverse, sources)
+    x, edge = _apply(Edge, x, members, dim, reverse, sources)
     if part.enters is not None and sources[members.rank] is not None:
         boundary = _with_sequence(boundary, part, edge, dim)
     return before(x, boundary, run.bounds, Options(dim, reverse))
@@ -119,6 +119,10 @@ def _with_sequence(boundary: Tensor | None, part: Part, state: Tensor, dim: int)
     return boundary.index_copy(dim, number, state.unsqueeze(dim))
 
 
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)  # type: ignore[no-untyped-call]
+
+
 class AllReduce(torch.autograd.Function):
     """The sum over ranks. Each rank's gradient is one of the same sum."""
 
@@ -129,7 +133,7 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return AllReduce.apply(grad, ctx.members), None
+        return _apply(AllReduce, grad, ctx.members), None
 
 
 class Edge(torch.autograd.Function):

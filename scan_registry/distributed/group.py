@@ -92,13 +92,12 @@ def resolve(group: Group = None) -> Members:
         raise RuntimeError(
             "there is no process group; call torch.distributed.init_process_group first, or start the program with torchrun"
         )
+    members: Any = group
     if group is None:
         members = dist.group.WORLD
-    elif isinstance(group, dist.ProcessGroup):
-        members = group
-    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+    elif members is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not a member of the group")
-    else:
+    elif not isinstance(group, dist.ProcessGroup):
         members = _of_mesh(group)
     rank = dist.get_rank(members)
     if members is None or rank < 0:
@@ -286,8 +285,9 @@ def _opening_device(members: Members, device: torch.device | None) -> torch.devi
 
 
 def _header(terms: Terms | Exception) -> bytes:
+    local: tuple[int, ...] = ()
     if isinstance(terms, Exception):
-        digest, failed, local, number = 0, 1, (), 0
+        digest, failed, number = 0, 1, 0
         text = _cut(f"{type(terms).__name__}: {terms}")
     else:
         digest, text = _described(terms.operator, terms.common)

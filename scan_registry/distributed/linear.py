@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -16,7 +17,7 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
 from scan_registry.distributed import parts
-from scan_registry.distributed.decision import SCHEDULES, Schedule, pieces_of
+from scan_registry.distributed.decision import SCHEDULES, Schedule, choice_of, pieces_of
 from scan_registry.distributed.derivatives import differentiable
 from scan_registry.distributed.group import Members, Terms
 from scan_registry.distributed.run import Run
@@ -30,6 +31,7 @@ from scan_registry.ops.arguments import (
 from scan_registry.ops.linear_scan import linear_scan as scan_of_one
 
 if TYPE_CHECKING:
+    from scan_registry.distributed.cost import Choice
     from scan_registry.distributed.group import Group
 
 __all__ = ["linear_scan"]
@@ -156,7 +158,8 @@ def _linear_scan(
     if members.size == 1:
         _check_schedule(schedule)
         dim, reverse, final, backend = options
-        return scan_of_one(
+        one: Any = scan_of_one
+        return one(
             gates,
             tokens,
             initial_state,
@@ -164,7 +167,7 @@ def _linear_scan(
             reverse=reverse,
             cu_seqlens=cu_seqlens,
             return_final_state=final,
-            backend=backend,  # type: ignore[arg-type]
+            backend=backend,
         )
     try:
         call = _prepared(gates, tokens, initial_state, cu_seqlens, options, schedule)
@@ -333,16 +336,16 @@ def _agreed(members: Members, call: Call) -> _Agreed:
 
 def _decided(members: Members, call: Call, lengths: list[int]) -> int:
     """The pieces of "pass", or 0, as the first rank says: machines may differ."""
-    mine = pieces_of(
-        call.schedule,
-        members,
-        lengths,
-        tuple(call.tokens.shape),
-        call.options.dim,
-        call.tokens,
-    )
+    mine = pieces_of(choice(members, call, lengths))
     terms = Terms("the schedule of linear_scan", call.terms.common, (mine,))
     return int(groups.agree(members, terms, call.tokens.device)[0][0])
+
+
+def choice(members: Members, call: Call, lengths: Sequence[int]) -> Choice:
+    """Of the schedule, with its reasons, as this rank sees it."""
+    tokens, dim = call.tokens, call.options.dim
+    given = call.schedule, members, lengths, tokens.shape, dim, tokens.dtype, tokens.device
+    return choice_of(*given, recorded=torch.is_grad_enabled())
 
 
 # --- Derivatives ------------------------------------------------------------------------------

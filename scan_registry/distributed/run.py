@@ -20,7 +20,10 @@ from torch import Tensor
 from scan_registry.dispatch.fit import Tier
 from scan_registry.distributed import group as groups
 from scan_registry.distributed import rows
+from scan_registry.distributed.cost import piece_width
+from scan_registry.distributed.decision import axis_of
 from scan_registry.distributed.group import Members, Terms
+from scan_registry.distributed.into import backward_into, forward_into
 from scan_registry.distributed.parts import Part
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
 from scan_registry.ops.arguments import Options
@@ -169,11 +172,9 @@ class Run:
                 carry = self._receive(tokens.device, piece, -1)
             carries.append(carry)
             entered = self.with_sequence(own, part.enters, carry)
-            made, last = scan(
-                piece.sequence(gates), piece.sequence(tokens), entered, self.bounds, how
-            )
+            inputs = piece.sequence(gates), piece.sequence(tokens)
+            last = forward_into(piece.sequence(states), *inputs, entered, self.bounds, how)
             assert last is not None
-            piece.sequence(states).copy_(made)
             lasts.append(last)
             self._send(self.of_sequence(last, part.leaves), part.leaves, 1)
         groups.finish(self.members)
@@ -263,10 +264,12 @@ class Run:
         wanted: tuple[bool, bool, bool],
     ) -> Gradients:
         part = self.part
-        broadcast, initials = gates.shape != states_grad.shape, []
-        of_gates = of_tokens = None
+        of_gates, of_tokens, initials = None, None, []
         if wanted[0]:
-            of_gates = torch.zeros_like(gates) if broadcast else torch.empty_like(gates)
+            # Gates may be broadcast along what is cut: each piece then adds its part of the sum.
+            of_gates = torch.empty_like(gates)
+            if gates.shape != states_grad.shape:
+                of_gates = torch.zeros(gates.shape, dtype=self.compute, device=gates.device)
         if wanted[1]:
             of_tokens = torch.empty_like(states_grad if states is None else states)
         for piece in self.channels():
@@ -274,29 +277,23 @@ class Run:
             if part.leaves is not None:
                 carry = self._receive(states_grad.device, piece, 1)
                 own = self.with_sequence(own, part.leaves, carry)
-            sequences = (
+            initial_grad = backward_into(
+                None if of_gates is None else piece.sequence(of_gates),
+                None if of_tokens is None else piece.sequence(of_tokens),
                 piece.sequence(gates),
                 None if states is None else piece.sequence(states),
                 piece.sequence(states_grad),
-            )
-            found = first_derivative(
-                (*sequences, piece.state(entered), own, self.bounds),
+                piece.state(entered),
+                own,
+                self.bounds,
                 self.options,
-                (wanted[0], wanted[1], True),
                 self.required,
             )
-            assert found[2] is not None
-            self._send(self.of_sequence(found[2], part.enters), part.enters, -1)
-            initials.append(found[2])
-            if of_gates is not None and found[0] is not None:
-                # Gates may be broadcast along what is cut: each piece has its part of the sum.
-                place = piece.sequence(of_gates)
-                place.add_(found[0]) if broadcast else place.copy_(found[0])
-            if of_tokens is not None and found[1] is not None:
-                piece.sequence(of_tokens).copy_(found[1])
+            self._send(self.of_sequence(initial_grad, part.enters), part.enters, -1)
+            initials.append(initial_grad)
         groups.finish(self.members)
         return (
-            of_gates,
+            None if of_gates is None else of_gates.to(gates.dtype),
             of_tokens,
             _joined(initials, self.axis_of_states) if wanted[2] else None,
         )
@@ -304,10 +301,9 @@ class Run:
     # --- Pieces ------------------------------------------------------------------------------
 
     def axis(self) -> int:
-        """The dimension that pieces are cut along, negative: the longest beside time, of two the later one."""
-        dim, rank = self.options.dim, len(self.shape)
-        others = [d for d in range(-rank, 0) if d != dim]
-        return max(others, key=lambda d: (self.shape[d], d))
+        axis = axis_of(self.shape, self.options.dim)
+        assert axis is not None
+        return axis
 
     def axis_of_state(self) -> int:
         """The same dimension in the state of one sequence, negative."""
@@ -325,7 +321,7 @@ class Run:
             return
         axis = self.axis()
         size = self.shape[axis]
-        width = max(1, -(-size // self.pieces))
+        width = piece_width(size, self.pieces, self.dtype.itemsize)
         for begin in range(0, max(1, size), width):
             yield Piece(axis, self.axis_of_states(), begin, min(width, size - begin))
 
