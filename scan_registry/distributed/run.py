@@ -265,10 +265,10 @@ class Run:
     ) -> Gradients:
         part = self.part
         of_gates, of_tokens, initials = None, None, []
+        broadcast = gates.shape != states_grad.shape
         if wanted[0]:
-            # Gates may be broadcast along what is cut: each piece then adds its part of the sum.
             of_gates = torch.empty_like(gates)
-            if gates.shape != states_grad.shape:
+            if broadcast:
                 of_gates = torch.zeros(gates.shape, dtype=self.compute, device=gates.device)
         if wanted[1]:
             of_tokens = torch.empty_like(states_grad if states is None else states)
@@ -277,8 +277,11 @@ class Run:
             if part.leaves is not None:
                 carry = self._receive(states_grad.device, piece, 1)
                 own = self.with_sequence(own, part.leaves, carry)
+            found = None if of_gates is None else piece.sequence(of_gates)
+            if broadcast and found is not None:
+                found = torch.zeros_like(found)
             initial_grad = backward_into(
-                None if of_gates is None else piece.sequence(of_gates),
+                found,
                 None if of_tokens is None else piece.sequence(of_tokens),
                 piece.sequence(gates),
                 None if states is None else piece.sequence(states),
@@ -291,6 +294,9 @@ class Run:
             )
             self._send(self.of_sequence(initial_grad, part.enters), part.enters, -1)
             initials.append(initial_grad)
+            if broadcast and of_gates is not None:
+                # Gates may be broadcast along what is cut: each piece has its part of the sum.
+                piece.sequence(of_gates).add_(found)
         groups.finish(self.members)
         return (
             None if of_gates is None else of_gates.to(gates.dtype),
