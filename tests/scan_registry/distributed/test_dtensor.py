@@ -44,12 +44,12 @@ def test_tensors_that_are_no_dtensors(ranks: RankPool) -> None:
 
 @pytest.mark.slow
 def test_compiled(ranks: RankPool) -> None:
-    ranks.run(2, dtensors.check_compiled)
+    ranks.run(2, dtensors.check_compiled, limit=120)
 
 
 @pytest.mark.slow
 def test_fully_sharded_parameters(ranks: RankPool) -> None:
-    ranks.run(2, dtensors.check_fully_sharded)
+    ranks.run(2, dtensors.check_fully_sharded, limit=120)
 
 
 @pytest.mark.slow
