@@ -152,7 +152,8 @@ def _linear(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
         return _public("linear_scan")(gates, tokens, initial, **how)
 
     outputs = names, state if final else None
-    return Request(Layout(inputs, outputs, layouts.only(names)), _both(function, final))
+    others = names.replace(TIME, "")
+    return Request(Layout(inputs, outputs, others), _both(function, final))
 
 
 def _public(name: str) -> Callable[..., Any]:

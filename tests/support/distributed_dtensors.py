@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -208,6 +209,23 @@ def check_redistributed(rank: int, ranks: int, group: Any) -> None:
         x, others[0], None, None, None, None, False, True, "auto"
     )[1]
     torch.testing.assert_close(last.full_tensor(), tensors[0][..., -3:])
+
+
+def check_two_dimensions(rank: int, ranks: int, group: Any, name: str) -> None:
+    """A mesh of 2 × 2, and every pair of what its dimensions shard."""
+    # All processes that there are take part in making its groups.
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("one", "other"))
+    if rank > 3:
+        return
+    call = CALLS[name]
+    for along in product(("batch", "channels", "time"), repeat=2):
+        dims = zip(*(getattr(call, each) for each in along), strict=True)
+        parts = [
+            distribute_tensor(t, mesh, [Replicate() if d is None else Shard(d) for d in both])
+            for t, both in zip(call.tensors(), dims, strict=True)
+        ]
+        parts = [part.requires_grad_() for part in parts]
+        compare(call, call.function(*parts), parts)
 
 
 def check_plain_tensors(rank: int, ranks: int, group: Any) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import distributed_dtensors as dtensors
 import pytest
-from rank_pool import RankPool
+from rank_pool import RANKS, RankPool
 
 SHARDED = sorted(dtensors.CALLS)
 TIMED = [name for name in SHARDED if name.startswith(("causal_conv1d", "linear_scan"))]
@@ -20,6 +20,12 @@ def test_shards_are_computed_without_communication(ranks: RankPool, name: str, a
 @pytest.mark.parametrize("name", TIMED)
 def test_shards_of_time(ranks: RankPool, name: str, size: int) -> None:
     ranks.run(size, dtensors.check_time, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear_scan", "selective_scan", "causal_conv1d"])
+def test_meshes_of_two_dimensions(ranks: RankPool, name: str) -> None:
+    ranks.run(RANKS, dtensors.check_two_dimensions, name, limit=120)
 
 
 def test_shards_that_do_not_go_together(ranks: RankPool) -> None:
