@@ -226,6 +226,8 @@ def over_ranks(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     assert_type(both, tuple[Tensor, Tensor])
     either = distributed.linear_scan(gates, tokens, reverse=True, return_final_state=final)
     assert_type(either, Tensor | tuple[Tensor, Tensor])
+    gated = distributed.gated_scan("min_gru", gates, tokens, group=group)
+    assert_type(gated, Tensor)
     assert distributed.measure(group).memory > 0
     summary = distributed.scan_summary(gates, tokens, dim=-1)
     assert_type(summary, tuple[Tensor, Tensor])
