@@ -12,11 +12,13 @@ from scan_registry.base import lazy
 if TYPE_CHECKING:
     from scan_registry.distributed.calibration import measure
     from scan_registry.distributed.convolution import causal_conv1d
+    from scan_registry.distributed.gated import gated_scan
     from scan_registry.distributed.linear import linear_scan
     from scan_registry.distributed.summary import scan_summary
 
 __all__ = [
     "causal_conv1d",
+    "gated_scan",
     "linear_scan",
     "measure",
     "scan_summary",
@@ -24,6 +26,7 @@ __all__ = [
 
 _HOMES: dict[str, str | None] = {
     "causal_conv1d": "scan_registry.distributed.convolution",
+    "gated_scan": "scan_registry.distributed.gated",
     "linear_scan": "scan_registry.distributed.linear",
     "measure": "scan_registry.distributed.calibration",
     "scan_summary": "scan_registry.distributed.summary",

@@ -294,7 +294,7 @@ class Run:
             )
             self._send(self.of_sequence(initial_grad, part.enters), part.enters, -1)
             initials.append(initial_grad)
-            if broadcast and of_gates is not None:
+            if broadcast and of_gates is not None and found is not None:
                 # Gates may be broadcast along what is cut: each piece has its part of the sum.
                 piece.sequence(of_gates).add_(found)
         groups.finish(self.members)

@@ -226,9 +226,18 @@ def over_ranks(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     assert_type(both, tuple[Tensor, Tensor])
     either = distributed.linear_scan(gates, tokens, reverse=True, return_final_state=final)
     assert_type(either, Tensor | tuple[Tensor, Tensor])
+    gated = distributed.gated_scan("min_gru", gates, tokens, group=group)
+    assert_type(gated, Tensor)
     assert distributed.measure(group).memory > 0
     summary = distributed.scan_summary(gates, tokens, dim=-1)
     assert_type(summary, tuple[Tensor, Tensor])
+    filters = torch.ones(tokens.shape[1], 4)
+    y = distributed.causal_conv1d(tokens, filters, group=group)
+    assert_type(y, Tensor)
+    both = distributed.causal_conv1d(tokens, filters, return_final_state=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    either = distributed.causal_conv1d(tokens, filters, return_final_state=final)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
     torch.distributed.destroy_process_group()
     return states + both[0] + summary[1].unsqueeze(-1)
 
