@@ -6,8 +6,10 @@ import distributed_dtensors as dtensors
 import pytest
 from rank_pool import RANKS, RankPool
 
+from scan_registry import distributed
+
 SHARDED = sorted(dtensors.CALLS)
-TIMED = [name for name in SHARDED if name.startswith(("causal_conv1d", "linear_scan"))]
+TIMED = [name for name in SHARDED if name.split(",")[0] in distributed.__all__]
 
 
 @pytest.mark.parametrize("along", ["batch", "channels"])
@@ -23,7 +25,7 @@ def test_shards_of_time(ranks: RankPool, name: str, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linear_scan", "selective_scan", "causal_conv1d"])
+@pytest.mark.parametrize("name", ["linear_scan", "gated_scan", "selective_scan", "causal_conv1d"])
 def test_meshes_of_two_dimensions(ranks: RankPool, name: str) -> None:
     ranks.run(RANKS, dtensors.check_two_dimensions, name, limit=120)
 
