@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from scan_registry.distributed.calibration import measure
     from scan_registry.distributed.gated import gated_scan
     from scan_registry.distributed.linear import linear_scan
+    from scan_registry.distributed.selective import selective_scan
     from scan_registry.distributed.summary import scan_summary
 
 __all__ = [
@@ -20,12 +21,14 @@ __all__ = [
     "linear_scan",
     "measure",
     "scan_summary",
+    "selective_scan",
 ]
 
 _HOMES: dict[str, str | None] = {
     "gated_scan": "scan_registry.distributed.gated",
     "linear_scan": "scan_registry.distributed.linear",
     "measure": "scan_registry.distributed.calibration",
+    "selective_scan": "scan_registry.distributed.selective",
     "scan_summary": "scan_registry.distributed.summary",
 }
 

@@ -226,7 +226,7 @@ def prepared(
     check_schedule(schedule)
     check_tensors(gates, tokens, initial, cu_seqlens)
     gates, tokens, _, _, options = normalised(gates, tokens, None, None, options)
-    bounds = None if cu_seqlens is None else _host_bounds(cu_seqlens)
+    bounds = None if cu_seqlens is None else host_bounds(cu_seqlens)
     place = options.dim % tokens.dim()
     if initial is not None:
         shape = state_shape(tokens.shape, place, None if bounds is None else len(bounds) - 1)
@@ -248,7 +248,7 @@ def prepared(
         ("schedule", schedule),
         ("gradients", "recorded" if torch.is_grad_enabled() else "not recorded"),
     )
-    terms = Terms(operator, common, *_compared(bounds))
+    terms = Terms(operator, common, *compared(bounds))
     call = Call(gates, tokens, initial, bounds, options, schedule, terms)
     local = tokens.shape[options.dim], call.wants
     return replace(call, terms=terms._replace(local=local))
@@ -258,7 +258,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
+def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """The values, checked but for the last one."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -273,7 +274,7 @@ def _host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
     return bounds
 
 
-def _compared(bounds: tuple[int, ...] | None) -> tuple[tuple[int, ...], int, str]:
+def compared(bounds: tuple[int, ...] | None) -> tuple[tuple[int, ...], int, str]:
     """Of terms: no local numbers, a number that is another for other bounds, and what it is of."""
     if bounds is None:
         return (), 0, ""
