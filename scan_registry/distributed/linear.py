@@ -296,11 +296,13 @@ def _agreed(members: Members, call: Call) -> _Agreed:
     """What the ranks make of the call, with their rows in "reduce"."""
     memory, device = groups.session(members).agreed, call.tokens.device
     pieces, local, terms = memory.get(call.terms.kind), None, call.terms
+    # Whether a rank without gradients has to record waits for what the others say.
+    unsure = torch.is_grad_enabled() and not call.wants
     if pieces is None or pieces or call.bounds is not None:
         # The rows depend on lengths, or on what is not decided yet; or there are none.
-        local = groups.open_call(members, terms, device).local
-        assert local is not None
-        lengths = [numbers[0] for numbers in local]
+        read = pieces is None or call.bounds is not None or unsure
+        local = groups.open_call(members, terms, device, read=read).local
+        lengths = [numbers[0] for numbers in local or ()]
         if call.bounds is not None and call.bounds[-1] != sum(lengths):
             raise ValueError(
                 f"cu_seqlens ends with {call.bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
@@ -331,9 +333,8 @@ def _agreed(members: Members, call: Call) -> _Agreed:
                 row = run.forward_row(call.gates.detach(), call.tokens.detach())
         except Exception as error:
             said = error
-        # Further exchanges, and whether a rank without gradients has to record, wait for what the others say.
+        # So does what is gathered after the rows.
         more = call.options.final and call.bounds is not None
-        unsure = torch.is_grad_enabled() and not call.wants
         opened = groups.open_call(members, said, device, row, read=more or unsure)
         gathered, local = opened.rows, opened.local or local
     wants = call.wants

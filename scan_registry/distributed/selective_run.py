@@ -128,11 +128,17 @@ class Run:
         kept[list(sequences)] = True
         return torch.where(kept.to(states.device), states, 0)
 
-    def _receive(self, given: Arguments, piece: Piece, step: int) -> Tensor:
-        shape = given.u.shape[0], piece.width, given.A.shape[1]
+    def _receive(
+        self, given: Arguments, pieces: list[Piece], sequence: int | None, step: int
+    ) -> Iterator[groups.Incoming]:
+        """What comes from a neighbour, if a sequence does."""
         dtype = reference.state_dtype(given.u.dtype, given.A.dtype)
-        source = self.members.rank + step
-        return groups.receive(self.members, shape, dtype, given.u.device, source)
+        coming = []
+        for piece in pieces if sequence is not None else ():
+            shape = given.u.shape[0], piece.width, given.A.shape[1]
+            source = self.members.rank + step
+            coming.append(groups.receive(self.members, shape, dtype, given.u.device, source))
+        return iter(coming)
 
     def forward(
         self, given: Arguments, training: bool
@@ -140,10 +146,12 @@ class Run:
         """The output, the final state if it is wanted, and for each piece what entered and what a backward pass needs."""
         part, members = self.part, self.members
         out, lasts, kept = torch.empty_like(given.u), [], []
-        for piece in _pieces(given, members.size):
+        pieces = _pieces(given, members.size)
+        coming = self._receive(given, pieces, part.enters, -1)
+        for piece in pieces:
             entered = piece.state(given.initial_state)
             if part.enters is not None:
-                entered = self._with(entered, part.enters, self._receive(given, piece, -1))
+                entered = self._with(entered, part.enters, next(coming).wait())
             made = plans.forward(piece.of(given, entered), self.options, training)
             out.narrow(1, piece.begin, piece.width).copy_(made.out)
             if part.leaves is not None:
@@ -190,10 +198,12 @@ class Run:
         rooms = [None if t is None or not want else _room(t) for t, want in pairs]
         found = Arguments._make((*rooms, None))
         needed = (*wanted[:8], True)
-        for piece, (entered, checkpoints) in zip(_pieces(given, members.size), kept, strict=True):
+        pieces = _pieces(given, members.size)
+        coming = self._receive(given, pieces, part.leaves, 1)
+        for piece, (entered, checkpoints) in zip(pieces, kept, strict=True):
             own = piece.state(behind)
             if part.leaves is not None:
-                own = self._with(own, part.leaves, self._receive(given, piece, 1))
+                own = self._with(own, part.leaves, next(coming).wait())
             cut = out_grad.narrow(1, piece.begin, piece.width)
             inputs = piece.of(given, entered)
             exists = tuple(
