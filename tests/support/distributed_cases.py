@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from dataclasses import dataclass
@@ -371,6 +372,20 @@ def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[
     states = distributed.linear_scan(torch.ones(2, 4), torch.ones(2, 4), group=group)
     assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
     return (*found, seconds)
+
+
+def killed(rank: int, ranks: int, group: Any) -> tuple[str, float]:
+    """The last rank dies before its second call."""
+    gates, tokens = torch.rand(2, 4), torch.rand(2, 4)
+    distributed.linear_scan(gates, tokens, group=group)
+    if rank == ranks - 1:
+        os._exit(1)
+    begin = time.perf_counter()
+    try:
+        distributed.linear_scan(gates, tokens, group=group)
+    except RuntimeError as error:
+        return str(error), time.perf_counter() - begin
+    return "", 0.0
 
 
 def different_backward(rank: int, ranks: int, group: Any) -> str:
