@@ -110,10 +110,11 @@ def line_of(itemsize: int) -> int:
 
 
 def piece_width(channels: int, pieces: int, itemsize: int) -> int:
-    """Channels of each piece but the last, when as many pieces are wanted: whole lines."""
+    """Channels of each piece but the last, when as many pieces are wanted: whole lines, if there are enough of them."""
     line = line_of(itemsize)
-    lines = -(-channels // line)
-    return line * max(1, -(-lines // pieces))
+    if pieces > -(-channels // line):
+        line = 1
+    return line * max(1, -(-channels // (line * pieces)))
 
 
 # --- Times ------------------------------------------------------------------------------------

@@ -265,10 +265,11 @@ class Run:
     ) -> Gradients:
         part = self.part
         of_gates, of_tokens, initials = None, None, []
+        broadcast = gates.shape != states_grad.shape
         if wanted[0]:
             # Gates may be broadcast along what is cut: each piece then adds its part of the sum.
             of_gates = torch.empty_like(gates)
-            if gates.shape != states_grad.shape:
+            if broadcast:
                 of_gates = torch.zeros(gates.shape, dtype=self.compute, device=gates.device)
         if wanted[1]:
             of_tokens = torch.empty_like(states_grad if states is None else states)
@@ -288,6 +289,7 @@ class Run:
                 self.bounds,
                 self.options,
                 self.required,
+                add=broadcast,
             )
             self._send(self.of_sequence(initial_grad, part.enters), part.enters, -1)
             initials.append(initial_grad)
