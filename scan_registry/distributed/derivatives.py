@@ -120,7 +120,7 @@ def _with_sequence(boundary: Tensor | None, part: Part, state: Tensor, dim: int)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+    return function.apply(*args)
 
 
 class AllReduce(torch.autograd.Function):

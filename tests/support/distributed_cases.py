@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from scan_registry import distributed, linear_scan
-from scan_registry.distributed import cost
+from scan_registry.distributed import linear
 
 
 @dataclass(frozen=True)
@@ -82,17 +84,13 @@ def part(x: Tensor, case: Case, ranks: int, rank: int) -> Tensor:
 
 
 def compare(rank: int, ranks: int, group: Any, *cases: Case) -> None:
-    """Lines of memory are short, and "pass" is in as many pieces as they allow, so that few channels make several."""
-    usual = cost.LINE, cost.best_pieces
-    cost.LINE, cost.best_pieces = 16, lambda work, _: work.most
-    try:
-        for case in cases:
-            try:
+    for case in cases:
+        pieces = 3 if case.schedule == "pass" else 0
+        try:
+            with patch.object(linear, "pieces_of", lambda choice, pieces=pieces: pieces):
                 _compare(rank, ranks, group, case)
-            except AssertionError as error:
-                raise AssertionError(f"{case}: {error}") from error
-    finally:
-        cost.LINE, cost.best_pieces = usual
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
 
 
 def _compare(rank: int, ranks: int, group: Any, case: Case) -> None:
@@ -131,6 +129,166 @@ def _compare(rank: int, ranks: int, group: Any, case: Case) -> None:
             close(summed(grad, group), of_whole)
         else:
             close(grad, part(of_whole, case, ranks, rank))
+
+
+# --- Derivatives of derivatives, and what else calls are composed with --------------------------
+
+
+def second_derivatives(rank: int, ranks: int, group: Any, *cases: Case) -> None:
+    for case in cases:
+        _compare_second(rank, ranks, group, case)
+
+
+def _compare_second(rank: int, ranks: int, group: Any, case: Case) -> None:
+    everything = whole(case, ranks)
+    given = everything.gates, everything.tokens, everything.initial
+    how: Any = {"dim": case.dim, "reverse": case.reverse, "cu_seqlens": everything.cu_seqlens}
+    how["return_final_state"] = case.final
+
+    def derivatives(scan: Any, leaves: list[Tensor], states_grad: Tensor, share: float) -> Any:
+        """Of the squares of states, and of what the gradients make with numbers that depend on the inputs."""
+        made = scan(*leaves)
+        states, last = made if case.final else (made, None)
+        loss = (states.square() * states_grad).sum()
+        if last is not None:
+            loss = loss + share * (last.square() * everything.last_grad).sum()
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        pairs = zip(grads, leaves, strict=True)
+        again = sum((grad * (leaf.detach() + 1)).sum() for grad, leaf in pairs)
+        return grads, torch.autograd.grad(again, leaves)
+
+    leaves = [x.clone().requires_grad_() for x in given if x is not None]
+    wanted = derivatives(
+        lambda *xs: linear_scan(*xs, **how), leaves, everything.states_grad, share=1
+    )
+    mine = [part(x, case, ranks, rank).requires_grad_() for x in given[:2]]
+    if given[2] is not None:
+        mine.append(given[2].clone().requires_grad_())
+    found = derivatives(
+        lambda *xs: distributed.linear_scan(*xs, group=group, schedule=case.schedule, **how),
+        mine,
+        part(everything.states_grad, case, ranks, rank),
+        share=(rank + 1) / sum(range(1, ranks + 1)),
+    )
+    for got, expected in zip(found, wanted, strict=True):
+        for place, (grad, of_whole) in enumerate(zip(got, expected, strict=True)):
+            if place == 2:
+                close(summed(grad.detach(), group), of_whole)
+            else:
+                close(grad, part(of_whole, case, ranks, rank))
+
+
+def checkpointed(rank: int, ranks: int, group: Any) -> None:
+    """Two layers under activation checkpointing: gradients are as without."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(rank)
+    gates, tokens = (torch.rand(2, 3 + rank, 4, dtype=torch.float64) for _ in range(2))
+
+    def layers(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = distributed.linear_scan(gates, x.sin(), dim=1, group=group)
+        return x
+
+    grads = []
+    for run in (layers, lambda x: checkpoint(layers, x, use_reentrant=False)):
+        leaf = tokens.clone().requires_grad_()
+        run(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+def two_in_flight(rank: int, ranks: int, group: Any) -> None:
+    """Two calls whose backward passes run one after the other, of different sizes and against one another."""
+    case, other = Case((2, 3), (4, 0, 5), seed=1), Case((7,), (2, 3), reverse=True, seed=2)
+    losses, leaves, wanted = [], [], []
+    for each in (case, other):
+        everything = whole(each, ranks)
+        given = [x.requires_grad_() for x in (everything.gates, everything.tokens)]
+        states = linear_scan(*given, reverse=each.reverse)
+        wanted += [
+            part(grad, each, ranks, rank)
+            for grad in torch.autograd.grad((states * everything.states_grad).sum(), given)
+        ]
+        mine = [part(x.detach(), each, ranks, rank).requires_grad_() for x in given]
+        here = distributed.linear_scan(*mine, reverse=each.reverse, group=group)
+        losses.append((here * part(everything.states_grad, each, ranks, rank)).sum())
+        leaves += mine
+    for found, expected in zip(torch.autograd.grad(sum(losses), leaves), wanted, strict=True):
+        close(found, expected)
+
+
+def some_gradients(rank: int, ranks: int, group: Any) -> None:
+    """One rank's tokens alone require gradients, which reach it from the others' losses."""
+    case = Case((3,), (4, 2), seed=3)
+    everything = whole(case, ranks)
+    tokens = everything.tokens.clone().requires_grad_()
+    states = linear_scan(everything.gates, tokens)
+    (wanted,) = torch.autograd.grad((states * everything.states_grad).sum(), tokens)
+    for schedule in ("reduce", "pass"):
+        mine = part(everything.tokens, case, ranks, rank).requires_grad_(rank == 0)
+        gates = part(everything.gates, case, ranks, rank)
+        here = distributed.linear_scan(gates, mine, group=group, schedule=schedule)
+        assert here.requires_grad
+        (here * part(everything.states_grad, case, ranks, rank)).sum().backward()
+        if rank == 0:
+            close(mine.grad, part(wanted, case, ranks, rank))
+    with torch.no_grad():
+        assert not distributed.linear_scan(gates, mine, group=group).requires_grad
+    with torch.inference_mode():
+        distributed.linear_scan(gates, mine, group=group)
+
+
+# --- Failures ---------------------------------------------------------------------------------
+
+
+def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[str, str, float]:
+    """The last rank makes a mistake: the error, and how long it took; then all make a good call."""
+    bad, good = rank == ranks - 1, (torch.rand(2, 4), torch.rand(2, 4))
+    if known:
+        distributed.linear_scan(*good, group=group)
+    tokens, bounds = good[1], [0, 3, 4 * ranks]
+    # What differs from a good call: on the rank that is wrong, and on the others.
+    wrong, right = {
+        "shape": ({"gates": torch.rand(3, 4), "tokens": torch.rand(3, 4)}, {}),
+        "dtype": ({"tokens": tokens.bfloat16()}, {}),
+        "mismatch": ({"gates": torch.rand(5, 4)}, {}),
+        "no tensor": ({"tokens": None}, {}),
+        "initial_state": ({}, {"initial_state": torch.zeros(2)}),
+        "schedule": ({"schedule": "pass"}, {"schedule": "reduce"}),
+        "option": ({"schedule": "quick"}, {}),
+        "cu_seqlens": (
+            {"cu_seqlens": torch.tensor([0, 2, 4 * ranks])},
+            {"cu_seqlens": torch.tensor(bounds)},
+        ),
+        "total": ({"cu_seqlens": torch.tensor([0, 4 * ranks + 1])},) * 2,
+        "no_grad": ({}, {}),
+    }[kind]
+    arguments: Any = {"gates": good[0], "tokens": tokens, **(wrong if bad else right)}
+    torch.set_grad_enabled(not (bad and kind == "no_grad"))
+    begin = time.perf_counter()
+    try:
+        distributed.linear_scan(**arguments, group=group)
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    else:
+        found = "", ""
+    seconds = time.perf_counter() - begin
+    torch.set_grad_enabled(True)
+    states = distributed.linear_scan(torch.ones(2, 4), torch.ones(2, 4), group=group)
+    assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
+    return (*found, seconds)
+
+
+def different_backward(rank: int, ranks: int, group: Any) -> str:
+    """The ranks run their backward passes in different orders."""
+    leaf = torch.rand(2, 4, requires_grad=True)
+    losses = [distributed.linear_scan(leaf, leaf, group=group).sum() for _ in range(2)]
+    try:
+        losses[rank == 0].backward()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
