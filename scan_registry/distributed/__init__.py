@@ -11,16 +11,22 @@ from scan_registry.base import lazy
 
 if TYPE_CHECKING:
     from scan_registry.distributed.calibration import measure
+    from scan_registry.distributed.explanation import explain
+    from scan_registry.distributed.gated import gated_scan
     from scan_registry.distributed.linear import linear_scan
     from scan_registry.distributed.summary import scan_summary
 
 __all__ = [
+    "explain",
+    "gated_scan",
     "linear_scan",
     "measure",
     "scan_summary",
 ]
 
 _HOMES: dict[str, str | None] = {
+    "explain": "scan_registry.distributed.explanation",
+    "gated_scan": "scan_registry.distributed.gated",
     "linear_scan": "scan_registry.distributed.linear",
     "measure": "scan_registry.distributed.calibration",
     "scan_summary": "scan_registry.distributed.summary",

@@ -17,7 +17,7 @@ wait for each other. Times are seconds, sizes bytes. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scan_registry.distributed.machines import Machine
@@ -192,6 +192,20 @@ class Choice:
     alone_seconds: float
     machine: Machine
     reasons: tuple[str, ...]
+
+    def as_given(self, pieces: int) -> Choice:
+        """The choice of the first rank, which another rank goes by, whatever it would have chosen: ``pieces`` of "pass", or
+        0 for "reduce"."""
+        chosen: Schedule = "pass" if pieces else "reduce"
+        why = f"the first rank takes {chosen}, and all go by it; by this rank's machine it would be {self.schedule}"
+        seconds = self.pass_seconds if pieces else self.reduce_seconds
+        return replace(
+            self,
+            schedule=chosen,
+            pieces=max(1, pieces),
+            seconds=seconds,
+            reasons=(why, *self.reasons[1:]),
+        )
 
     def __str__(self) -> str:
         head = (

@@ -28,14 +28,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from scan_registry.distributed.headers import HEADER, Terms, encoded, read_headers
+
+__all__ = [
+    "Members",
+    "Opened",
+    "Session",
+    "Terms",
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "check_unread",
+    "finish",
+    "is_agreed",
+    "open_call",
+    "receive",
+    "resolve",
+    "send",
+    "session",
+]
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,9 +63,6 @@ if TYPE_CHECKING:
     #: What users may pass as a group: None is the default one.
     Group = ProcessGroup | DeviceMesh | None
 
-_WORDS = 12  # of a header, 64 bits each, before its text: four, and the local numbers
-_LOCAL = 8
-_HEADER = 512
 #: Of an opening, in bytes: what it begins with, and the most that it grows to.
 _CAPACITY, _MOST = 4096, 1 << 20
 _KINDS = 4096  # of calls that are remembered
@@ -162,27 +178,6 @@ def session(members: Members) -> Session:
 # --- The opening ------------------------------------------------------------------------------
 
 
-class Terms(NamedTuple):
-    """What a rank says of its call.
-
-    operator  what is called
-    common    names and values that have to be equal on all ranks; values are printed, and compared as they print
-    local     at most eight numbers of this rank alone, which all ranks get
-    number    one that has to be equal, too, but does not make the call one of another kind, such as which forward call a
-              backward pass is of; ``spelled`` says so in words
-    """
-
-    operator: str
-    common: tuple[tuple[str, Any], ...]
-    local: tuple[int, ...] = ()
-    number: int = 0
-    spelled: str = ""
-
-    @property
-    def kind(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
-        return self.operator, self.common
-
-
 class Opened(NamedTuple):
     """What an opening brought.
 
@@ -235,41 +230,43 @@ def open_call(
             raise terms
         return Opened((terms.local,), None if rows is None else rows.unsqueeze(0))
     state = session(members)
-    check_unread(members)
+    try:
+        check_unread(members)
+    except (RuntimeError, ValueError) as error:
+        # The others may not know yet: they find this rank in the opening, and what it says there.
+        terms, rows = error, None
     state.calls += 1
     place = _opening_device(members, device)
     kind = None if isinstance(terms, Exception) else terms.kind
     size = 0 if rows is None else rows.numel() * rows.element_size()
-    inline = (
-        rows is not None and rows.device.type == place.type and _HEADER + size <= state.capacity
-    )
-    mine = torch.zeros(state.capacity, dtype=torch.uint8, device=place)
-    header = torch.frombuffer(bytearray(_header(terms)), dtype=torch.uint8)
-    mine[:_HEADER].copy_(header)
+    inline = rows is not None and rows.device.type == place.type and HEADER + size <= state.capacity
+    mine = torch.empty(state.capacity, dtype=torch.uint8, device=place)
+    header = torch.frombuffer(bytearray(encoded(terms)), dtype=torch.uint8)
+    mine[:HEADER].copy_(header, non_blocking=True)  # else the host waits for the GPU
     if inline:
         assert rows is not None
-        mine[_HEADER : _HEADER + size].copy_(rows.view(torch.uint8))
+        mine[HEADER : HEADER + size].copy_(rows.view(torch.uint8))
     all_of_them = mine.new_empty(members.size, state.capacity)
     _gather(all_of_them.view(-1), mine, members.group)
-    headers = all_of_them[:, :_HEADER]
+    headers = all_of_them[:, :HEADER]
     local = None
     known = kind is not None and kind in state.agreed and (inline or rows is None)
     if read or place.type == "cpu" or not known:
-        local = _read(members, headers, terms)
+        local = read_headers(headers, terms)
     assert isinstance(terms, Terms)
     if local is not None and kind not in state.agreed:
         state.remember(kind, None)
     if inline:
         assert rows is not None
         # A copy, as what is viewed in another dtype has to be aligned to it, and the headers are not to stay.
-        found = all_of_them[:, _HEADER : _HEADER + size].contiguous().view(rows.dtype)
+        found = all_of_them[:, HEADER : HEADER + size].contiguous().view(rows.dtype)
         if local is None:
             found = _unless_different(state, headers, found, terms)
         return Opened(local, found)
     if rows is None:
         return Opened(local, None)
-    if rows.device.type == place.type and state.capacity < _HEADER + size <= _MOST:
-        state.capacity = 1 << (_HEADER + size - 1).bit_length()
+    if rows.device.type == place.type and state.capacity < HEADER + size <= _MOST:
+        state.capacity = 1 << (HEADER + size - 1).bit_length()
     return Opened(local, all_gather(members, rows))
 
 
@@ -282,80 +279,6 @@ def _opening_device(members: Members, device: torch.device | None) -> torch.devi
         return device
     kind = sorted(kinds)[0]
     return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else 0)
-
-
-def _header(terms: Terms | Exception) -> bytes:
-    local: tuple[int, ...] = ()
-    if isinstance(terms, Exception):
-        digest, failed, number = 0, 1, 0
-        text = _cut(f"{type(terms).__name__}: {terms}")
-    else:
-        digest, text = _described(terms.operator, terms.common)
-        failed, local, number = 0, terms.local, terms.number
-        if terms.spelled:
-            text = _cut(f"{text.decode(errors='ignore')}, {terms.spelled}")
-        assert len(local) <= _LOCAL
-    words = [digest, failed, number, len(local), *local]
-    numbers = b"".join(int(w).to_bytes(8, "little", signed=True) for w in words)
-    return numbers.ljust(8 * _WORDS, b"\0") + text.ljust(_HEADER - 8 * _WORDS, b"\0")
-
-
-@lru_cache(maxsize=1024)
-def _described(operator: str, common: tuple[tuple[str, Any], ...]) -> tuple[int, bytes]:
-    """The digest, and the words."""
-    words = f"{operator}: " + ", ".join(f"{name} {value}" for name, value in common)
-    digest = blake2b(words.encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "little") + 1, _cut(words)
-
-
-def _cut(text: str) -> bytes:
-    return text.encode()[: _HEADER - 8 * _WORDS]
-
-
-def _read(
-    members: Members, headers: Tensor, terms: Terms | Exception
-) -> tuple[tuple[int, ...], ...]:
-    """The local numbers of each rank; raises what ``agree`` does."""
-    found = [bytes(each) for each in headers.cpu().tolist()]
-    numbers = [_numbers(each) for each in found]
-    failed = [rank for rank, words in enumerate(numbers) if words[1]]
-    if isinstance(terms, Exception):
-        raise terms
-    if failed:
-        what = "; ".join(f"rank {rank}: {_text(found[rank])}" for rank in failed)
-        raise RuntimeError(
-            f"{terms.operator} was not run, as it failed on {len(failed)} of {members.size} ranks: {what}"
-        )
-    if len({(words[0], words[2]) for words in numbers}) > 1:
-        raise ValueError(_differences(members, found, numbers, terms))
-    return tuple(tuple(words[4 : 4 + words[3]]) for words in numbers)
-
-
-def _numbers(header: bytes) -> list[int]:
-    return [
-        int.from_bytes(header[8 * at : 8 * at + 8], "little", signed=True) for at in range(_WORDS)
-    ]
-
-
-def _text(header: bytes) -> str:
-    return header[8 * _WORDS :].rstrip(b"\0").decode(errors="ignore")
-
-
-def _differences(
-    members: Members, headers: list[bytes], numbers: list[list[int]], terms: Terms
-) -> str:
-    """Which ranks gave what."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for rank, header in enumerate(headers):
-        groups.setdefault((_text(header), numbers[rank][2]), []).append(rank)
-    parts = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
-        for (text, _), ranks in groups.items()
-    ]
-    return (
-        f"{terms.operator} was not run, as the {members.size} ranks of the group do not agree: "
-        + "; ".join(parts)
-    )
 
 
 # --- Headers that are compared on a GPU -------------------------------------------------------
@@ -381,7 +304,7 @@ def check_unread(members: Members, *, wait: bool = False) -> None:
         event, equal, headers, operator = state.unread.pop(0)
         event.synchronize()
         if not bool(equal):
-            _read(members, headers, Terms(operator, ()))
+            read_headers(headers, Terms(operator, ()))
 
 
 # --- Exchanges that ranks have agreed on ------------------------------------------------------

@@ -156,7 +156,7 @@ def _linear_scan(
 ) -> Any:
     members = groups.resolve(group)
     if members.size == 1:
-        _check_schedule(schedule)
+        check_schedule(schedule)
         dim, reverse, final, backend = options
         one: Any = scan_of_one
         return one(
@@ -170,12 +170,12 @@ def _linear_scan(
             backend=backend,
         )
     try:
-        call = _prepared(gates, tokens, initial_state, cu_seqlens, options, schedule)
+        call = prepared(gates, tokens, initial_state, cu_seqlens, options, schedule)
     except Exception as error:
         device = tokens.device if isinstance(tokens, Tensor) else None
         groups.agree(members, error, device)
         raise
-    states, last = _scan(members, call)
+    states, last = scan(members, call)
     return states if last is None else (states, last)
 
 
@@ -208,15 +208,22 @@ class Call:
         return _GATES * self.gates.requires_grad + _REST * rest
 
 
-def _check_schedule(schedule: Any) -> None:
+def check_schedule(schedule: Any) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}; accepted are {', '.join(SCHEDULES)}")
 
 
-def _prepared(
-    gates: Any, tokens: Any, initial: Any, cu_seqlens: Any, options: Options, schedule: Any
+def prepared(
+    gates: Any,
+    tokens: Any,
+    initial: Any,
+    cu_seqlens: Any,
+    options: Options,
+    schedule: Any,
+    operator: str = "linear_scan",
 ) -> Call:
-    _check_schedule(schedule)
+    """The checked arguments, and what is compared of them. ``operator`` is what the user calls."""
+    check_schedule(schedule)
     check_tensors(gates, tokens, initial, cu_seqlens)
     gates, tokens, _, _, options = normalised(gates, tokens, None, None, options)
     bounds = None if cu_seqlens is None else _host_bounds(cu_seqlens)
@@ -241,7 +248,7 @@ def _prepared(
         ("schedule", schedule),
         ("gradients", "recorded" if torch.is_grad_enabled() else "not recorded"),
     )
-    terms = Terms("linear_scan", common, *_compared(bounds))
+    terms = Terms(operator, common, *_compared(bounds))
     call = Call(gates, tokens, initial, bounds, options, schedule, terms)
     local = tokens.shape[options.dim], call.wants
     return replace(call, terms=terms._replace(local=local))
@@ -300,7 +307,7 @@ def _agreed(members: Members, call: Call) -> _Agreed:
         if pieces is None:
             pieces = _decided(members, call, lengths)
             groups.session(members).remember(terms.kind, pieces)
-        terms = terms._replace(operator="linear_scan's exchange")
+        terms = terms._replace(operator=f"{terms.operator}'s exchange")
     number = groups.session(members).calls
     part = parts.whole(members.position(call.options.reverse), members.size)
     bounds = None
@@ -337,7 +344,7 @@ def _agreed(members: Members, call: Call) -> _Agreed:
 def _decided(members: Members, call: Call, lengths: list[int]) -> int:
     """The pieces of "pass", or 0, as the first rank says: machines may differ."""
     mine = pieces_of(choice(members, call, lengths))
-    terms = Terms("the schedule of linear_scan", call.terms.common, (mine,))
+    terms = Terms(f"the schedule of {call.terms.operator}", call.terms.common, (mine,))
     return int(groups.agree(members, terms, call.tokens.device)[0][0])
 
 
@@ -351,7 +358,8 @@ def choice(members: Members, call: Call, lengths: Sequence[int]) -> Choice:
 # --- Derivatives ------------------------------------------------------------------------------
 
 
-def _scan(members: Members, call: Call) -> tuple[Tensor, Tensor | None]:
+def scan(members: Members, call: Call) -> tuple[Tensor, Tensor | None]:
+    """States and, if wanted, the final state; every rank has to call this."""
     run, gathered, wants = _agreed(members, call)
     if not wants or not torch.is_grad_enabled():
         with torch.no_grad():

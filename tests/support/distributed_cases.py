@@ -11,8 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from scan_registry import distributed, linear_scan
+from scan_registry import distributed, gated_scan, linear_scan
 from scan_registry.distributed import linear
+from scan_registry.kernels.gated_scan.kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,43 @@ def _compare(rank: int, ranks: int, group: Any, case: Case) -> None:
             close(summed(grad, group), of_whole)
         else:
             close(grad, part(of_whole, case, ranks, rank))
+
+
+def gated(rank: int, ranks: int, group: Any, kind: str, dim: int, packed: bool) -> None:
+    """``gated_scan`` with resets, initial and final states, against one process."""
+    torch.manual_seed(5)
+    lengths = [(3, 0, 4)[each % 3] for each in range(ranks)]
+    time, begin = sum(lengths), sum(lengths[:rank])
+    shape = (2, 3, time) if dim == -1 else (2, time, 3)
+    inputs = [torch.randn(shape, dtype=torch.float64) for _ in KINDS[kind].inputs]
+    values = [torch.rand(3, dtype=torch.float64) for _ in KINDS[kind].parameters]
+    reset = torch.rand(2, time) < 0.2
+    bounds = torch.tensor([0, time // 3, time // 3, time]) if packed else None
+    initial = torch.randn((2, 3) if not packed else (2, 3, 3), dtype=torch.float64)
+    weights = torch.randn(shape, dtype=torch.float64)
+    how: Any = {"dim": dim, "cu_seqlens": bounds, "return_final_state": True}
+
+    def cut(x: Tensor, along: int = dim) -> Tensor:
+        return x.narrow(along, begin, lengths[rank]).clone()
+
+    leaves = [x.clone().requires_grad_() for x in (*inputs, *values, initial)]
+    states, last = gated_scan(kind, *leaves[:-1], initial_state=leaves[-1], reset=reset, **how)
+    wanted = torch.autograd.grad((states * weights).sum() + last.square().sum(), leaves)
+    mine = [cut(x).requires_grad_() for x in inputs]
+    mine += [x.clone().requires_grad_() for x in (*values, initial)]
+    here, end = distributed.gated_scan(
+        kind, *mine[:-1], initial_state=mine[-1], reset=cut(reset, 1), group=group, **how
+    )
+    close(here, cut(states))
+    close(end, last)
+    loss = (here * cut(weights)).sum() + (end.square().sum() if rank == 0 else 0)
+    for place, (grad, of_whole) in enumerate(
+        zip(torch.autograd.grad(loss, mine), wanted, strict=True)
+    ):
+        if place < len(inputs):
+            close(grad, cut(of_whole))
+        else:
+            close(summed(grad, group), of_whole)
 
 
 # --- Derivatives of derivatives, and what else calls are composed with --------------------------
