@@ -23,7 +23,7 @@ from typing import Literal
 from scan_registry.distributed.machines import Machine
 
 Schedule = Literal["local", "reduce", "pass"]
-SCHEDULES: tuple[Schedule, ...] = ("reduce", "pass")
+SCHEDULES: tuple[Literal["reduce", "pass"], ...] = ("reduce", "pass")
 Direction = Literal["forward", "backward", "both"]
 TENSORS: Mapping[Direction, int] = {"forward": 3, "backward": 5, "both": 8}  # that a scan moves
 MOST_PIECES = 64  # of "pass": so many calls of the host, at most
