@@ -10,23 +10,31 @@ from typing import TYPE_CHECKING
 from scan_registry.base import lazy
 
 if TYPE_CHECKING:
+    from scan_registry.distributed import cost, machines
     from scan_registry.distributed.calibration import measure
+    from scan_registry.distributed.explanation import explain
     from scan_registry.distributed.gated import gated_scan
     from scan_registry.distributed.linear import linear_scan
     from scan_registry.distributed.selective import selective_scan
     from scan_registry.distributed.summary import scan_summary
 
 __all__ = [
+    "cost",
+    "explain",
     "gated_scan",
     "linear_scan",
+    "machines",
     "measure",
     "scan_summary",
     "selective_scan",
 ]
 
 _HOMES: dict[str, str | None] = {
+    "cost": None,
+    "explain": "scan_registry.distributed.explanation",
     "gated_scan": "scan_registry.distributed.gated",
     "linear_scan": "scan_registry.distributed.linear",
+    "machines": None,
     "measure": "scan_registry.distributed.calibration",
     "selective_scan": "scan_registry.distributed.selective",
     "scan_summary": "scan_registry.distributed.summary",

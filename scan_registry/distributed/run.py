@@ -276,6 +276,7 @@ class Run:
         of_gates, of_tokens, initials = None, None, []
         broadcast = gates.shape != states_grad.shape
         if wanted[0]:
+            # Gates may be broadcast along what is cut: each piece then adds its part of the sum.
             of_gates = torch.empty_like(gates)
             if broadcast:
                 of_gates = torch.zeros(gates.shape, dtype=self.compute, device=gates.device)
@@ -288,11 +289,8 @@ class Run:
             if part.leaves is not None:
                 carry = next(coming).wait()
                 own = self.with_sequence(own, part.leaves, carry)
-            found = None if of_gates is None else piece.sequence(of_gates)
-            if broadcast and found is not None:
-                found = torch.zeros_like(found)
             initial_grad = backward_into(
-                found,
+                None if of_gates is None else piece.sequence(of_gates),
                 None if of_tokens is None else piece.sequence(of_tokens),
                 piece.sequence(gates),
                 None if states is None else piece.sequence(states),
@@ -302,12 +300,10 @@ class Run:
                 self.bounds,
                 self.options,
                 self.required,
+                add=broadcast,
             )
             self._send(self.of_sequence(initial_grad, part.enters), part.enters, -1)
             initials.append(initial_grad)
-            if broadcast and of_gates is not None and found is not None:
-                # Gates may be broadcast along what is cut: each piece has its part of the sum.
-                piece.sequence(of_gates).add_(found)
         groups.finish(self.members)
         return (
             None if of_gates is None else of_gates.to(gates.dtype),

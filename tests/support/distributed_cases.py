@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from scan_registry import distributed, gated_scan, linear_scan, selective_scan
-from scan_registry.distributed import cost, linear
+from scan_registry.distributed import linear
 from scan_registry.kernels.gated_scan.kinds import KINDS
-
-# Of the bytes that pieces are made of whole lines of, so that few channels make more than one; and as many as there are.
-cost.LINE = 16
 
 
 @dataclass(frozen=True)

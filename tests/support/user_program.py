@@ -232,6 +232,7 @@ def over_ranks(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     out = distributed.selective_scan(tokens, sizes, A, B, B, group=group)
     assert_type(out, Tensor)
     assert distributed.measure(group).memory > 0
+    assert distributed.explain(gates, tokens).schedule == "local"
     summary = distributed.scan_summary(gates, tokens, dim=-1)
     assert_type(summary, tuple[Tensor, Tensor])
     torch.distributed.destroy_process_group()
