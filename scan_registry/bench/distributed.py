@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -173,12 +173,11 @@ class GroupBench:
         (found,) = self.watch.largest(float(short))
         return not found
 
-    def _scan(self, case: Case, schedule: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def _scan(
+        self, case: Case, schedule: Literal["reduce", "pass"]
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         def scan(gates: Tensor, tokens: Tensor) -> Tensor:
-            states: Tensor = linear_scan(
-                gates, tokens, group=self.group, dim=case.dim, schedule=schedule
-            )
-            return states
+            return linear_scan(gates, tokens, group=self.group, dim=case.dim, schedule=schedule)
 
         return scan
 

@@ -17,13 +17,13 @@ wait for each other. Times are seconds, sizes bytes. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scan_registry.distributed.machines import Machine
 
 Schedule = Literal["local", "reduce", "pass"]
-SCHEDULES: tuple[Schedule, ...] = ("reduce", "pass")
+SCHEDULES: tuple[Literal["reduce", "pass"], ...] = ("reduce", "pass")
 Direction = Literal["forward", "backward", "both"]
 TENSORS: Mapping[Direction, int] = {"forward": 3, "backward": 5, "both": 8}  # that a scan moves
 MOST_PIECES = 64  # of "pass": so many calls of the host, at most
@@ -110,10 +110,11 @@ def line_of(itemsize: int) -> int:
 
 
 def piece_width(channels: int, pieces: int, itemsize: int) -> int:
-    """Channels of each piece but the last, when as many pieces are wanted: whole lines."""
+    """Channels of each piece but the last, when as many pieces are wanted: whole lines, if there are enough of them."""
     line = line_of(itemsize)
-    lines = -(-channels // line)
-    return line * max(1, -(-lines // pieces))
+    if pieces > -(-channels // line):
+        line = 1
+    return line * max(1, -(-channels // (line * pieces)))
 
 
 # --- Times ------------------------------------------------------------------------------------
@@ -191,6 +192,20 @@ class Choice:
     alone_seconds: float
     machine: Machine
     reasons: tuple[str, ...]
+
+    def as_given(self, pieces: int) -> Choice:
+        """The choice of the first rank, which another rank goes by, whatever it would have chosen: ``pieces`` of "pass", or
+        0 for "reduce"."""
+        chosen: Schedule = "pass" if pieces else "reduce"
+        why = f"the first rank takes {chosen}, and all go by it; by this rank's machine it would be {self.schedule}"
+        seconds = self.pass_seconds if pieces else self.reduce_seconds
+        return replace(
+            self,
+            schedule=chosen,
+            pieces=max(1, pieces),
+            seconds=seconds,
+            reasons=(why, *self.reasons[1:]),
+        )
 
     def __str__(self) -> str:
         head = (

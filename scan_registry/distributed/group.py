@@ -17,8 +17,9 @@ of a new kind, on any rank, is one that the others see in the opening that they 
 - With NCCL alone, reading them would wait for the GPU. So a rank reads them in a call that is new to it, and compares them
   on the GPU in a call that was agreed on before: its rows are NaN if they differ, and its next call, or the backward pass of
   this one, raises the error. No rank waits for data that never comes, as the opening was all that the call exchanges.
-- Calls that exchange more than their opening (packed sequences, states that are passed on, the first call of a kind) read
-  the headers first, always.
+- The first call of a kind, and calls with packed sequences, read the headers first, always. So do those that gather after
+  their opening. Only a call that passes states on and was agreed on before goes on without reading: should a rank fail in
+  one, with NCCL, the others wait for its states until the group's timeout, or until their next call tells them why.
 
 A group whose ranks make calls in different orders is found out in the same way, as operators are in the digest. A rank that
 has stopped, or makes no call at all, ends the others' call by the group's timeout.
@@ -38,6 +39,7 @@ from torch import Tensor
 from scan_registry.distributed.headers import HEADER, Terms, encoded, read_headers
 
 __all__ = [
+    "Incoming",
     "Members",
     "Opened",
     "Session",
@@ -254,15 +256,14 @@ def open_call(
     if read or place.type == "cpu" or not known:
         local = read_headers(headers, terms)
     assert isinstance(terms, Terms)
+    equal = None if local is not None else _compared(state, headers, terms)
     if local is not None and kind not in state.agreed:
         state.remember(kind, None)
     if inline:
         assert rows is not None
         # A copy, as what is viewed in another dtype has to be aligned to it, and the headers are not to stay.
         found = all_of_them[:, HEADER : HEADER + size].contiguous().view(rows.dtype)
-        if local is None:
-            found = _unless_different(state, headers, found, terms)
-        return Opened(local, found)
+        return Opened(local, found if equal is None else torch.where(equal, found, torch.nan))
     if rows is None:
         return Opened(local, None)
     if rows.device.type == place.type and state.capacity < HEADER + size <= _MOST:
@@ -284,8 +285,8 @@ def _opening_device(members: Members, device: torch.device | None) -> torch.devi
 # --- Headers that are compared on a GPU -------------------------------------------------------
 
 
-def _unless_different(state: Session, headers: Tensor, rows: Tensor, terms: Terms) -> Tensor:
-    """The rows, or NaN where the headers differ, of which the group hears in its next call."""
+def _compared(state: Session, headers: Tensor, terms: Terms) -> Tensor:
+    """Whether the headers are equal, on the GPU; the group hears of it in its next call."""
     words = headers[:, : 8 * 3].contiguous().view(torch.int64)
     equal = (words == words[:1]).all()
     kept = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -293,7 +294,7 @@ def _unless_different(state: Session, headers: Tensor, rows: Tensor, terms: Term
     event = torch.cuda.Event()
     event.record()
     state.unread.append(Unread(event, kept, headers, terms.operator))
-    return torch.where(equal, rows, torch.nan)
+    return equal
 
 
 def check_unread(members: Members, *, wait: bool = False) -> None:
@@ -360,17 +361,31 @@ def send(members: Members, tensor: Tensor, to: int) -> None:
     state.kept.append((work, real))
 
 
+class Incoming(NamedTuple):
+    """A tensor that is being received."""
+
+    work: Any
+    found: Tensor
+    device: torch.device
+
+    def wait(self) -> Tensor:
+        """The tensor, which with gloo the host waits for, else the GPU's current stream."""
+        if self.work is not None:
+            self.work.wait()
+        return self.found.to(self.device)
+
+
 def receive(
     members: Members, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int
-) -> Tensor:
-    """A tensor that this rank sends, on ``device``. The host waits for it with gloo only."""
+) -> Incoming:
+    """Begin to receive what this rank sends. All that a call receives from a rank is best begun with before its first
+    kernel, since NCCL receives nothing before what is on the stream has run."""
     found = torch.empty(tuple(shape), dtype=dtype, device=_carrier(members, device))
+    work = None
     if found.numel():
         real = torch.view_as_real(found) if found.is_complex() else found
         work = dist.irecv(real, dist.get_global_rank(members.group, source), group=members.group)
-        assert work is not None
-        work.wait()
-    return found.to(device)
+    return Incoming(work, found, device)
 
 
 def finish(members: Members) -> None:

@@ -53,15 +53,19 @@ def backward_into(
     cu_seqlens: Tensor | None,
     options: Options,
     required: Tier | None = None,
+    *,
+    add: bool = False,
 ) -> Tensor:
     """Write the gradients of gates and tokens where there is room for them, and return that of the initial state.
 
-    ``gates_grad`` has the shape of ``gates``; where they are broadcast the gradient is added to it. ``required`` is what
-    ``require`` allowed in the forward pass.
+    ``gates_grad`` has the shape of ``gates``. With ``add`` their gradient is added to it, as that of gates which other
+    pieces have, too; it may then have any dtype. ``required`` is what ``require`` allowed in the forward pass.
     """
     given = gates, states, states_grad, initial_state, final_state_grad, cu_seqlens
     with policy.as_required(required):
-        found: Tensor = plan_cache.run(_plan_backward, (*given, gates_grad, tokens_grad), options)
+        found: Tensor = plan_cache.run(
+            _plan_backward, (*given, gates_grad, tokens_grad), options, add
+        )
     return found
 
 
@@ -121,13 +125,14 @@ def _plan_backward(
     gates_grad: Tensor | None,
     tokens_grad: Tensor | None,
     options: Options,
+    add: bool,
 ) -> Callable[..., Tensor]:
     model = states_grad if states is None else states
     grads = [each for each in (gates_grad, tokens_grad) if each is not None]
     room = StateLayout.of(model, options.dim, cu_seqlens)
     run: Any = None
     alike = all(each.shape == model.shape for each in (gates, *grads))
-    if grads and alike and len({each.stride() for each in grads}) == 1:
+    if grads and alike and not add and len({each.stride() for each in grads}) == 1:
         strided = (model, states_grad, grads[0])
         problem = _problem(
             "backward", gates, strided, (model, states_grad, *grads), cu_seqlens, options
@@ -143,7 +148,6 @@ def _plan_backward(
             wanted = (gates_grad is not None, tokens_grad is not None, True)
             found = plans.backward(gates, states, grad, initial, last_grad, bounds, options, wanted)
             if gates_grad is not None:
-                add = gates_grad.shape != grad.shape
                 (gates_grad.add_ if add else gates_grad.copy_)(found[0])
             if tokens_grad is not None:
                 tokens_grad.copy_(found[1])

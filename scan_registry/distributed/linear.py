@@ -226,7 +226,7 @@ def prepared(
     check_schedule(schedule)
     check_tensors(gates, tokens, initial, cu_seqlens)
     gates, tokens, _, _, options = normalised(gates, tokens, None, None, options)
-    bounds = None if cu_seqlens is None else _host_bounds(cu_seqlens)
+    bounds = None if cu_seqlens is None else host_bounds(cu_seqlens)
     place = options.dim % tokens.dim()
     if initial is not None:
         shape = state_shape(tokens.shape, place, None if bounds is None else len(bounds) - 1)
@@ -248,7 +248,7 @@ def prepared(
         ("schedule", schedule),
         ("gradients", "recorded" if torch.is_grad_enabled() else "not recorded"),
     )
-    terms = Terms(operator, common, *_compared(bounds))
+    terms = Terms(operator, common, *compared(bounds))
     call = Call(gates, tokens, initial, bounds, options, schedule, terms)
     local = tokens.shape[options.dim], call.wants
     return replace(call, terms=terms._replace(local=local))
@@ -258,7 +258,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
+def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """The values, checked but for the last one."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -273,7 +274,7 @@ def _host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
     return bounds
 
 
-def _compared(bounds: tuple[int, ...] | None) -> tuple[tuple[int, ...], int, str]:
+def compared(bounds: tuple[int, ...] | None) -> tuple[tuple[int, ...], int, str]:
     """Of terms: no local numbers, a number that is another for other bounds, and what it is of."""
     if bounds is None:
         return (), 0, ""
@@ -295,11 +296,13 @@ def _agreed(members: Members, call: Call) -> _Agreed:
     """What the ranks make of the call, with their rows in "reduce"."""
     memory, device = groups.session(members).agreed, call.tokens.device
     pieces, local, terms = memory.get(call.terms.kind), None, call.terms
+    # Whether a rank without gradients has to record waits for what the others say.
+    unsure = torch.is_grad_enabled() and not call.wants
     if pieces is None or pieces or call.bounds is not None:
         # The rows depend on lengths, or on what is not decided yet; or there are none.
-        local = groups.open_call(members, terms, device).local
-        assert local is not None
-        lengths = [numbers[0] for numbers in local]
+        read = pieces is None or call.bounds is not None or unsure
+        local = groups.open_call(members, terms, device, read=read).local
+        lengths = [numbers[0] for numbers in local or ()]
         if call.bounds is not None and call.bounds[-1] != sum(lengths):
             raise ValueError(
                 f"cu_seqlens ends with {call.bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
@@ -330,9 +333,8 @@ def _agreed(members: Members, call: Call) -> _Agreed:
                 row = run.forward_row(call.gates.detach(), call.tokens.detach())
         except Exception as error:
             said = error
-        # Further exchanges, and whether a rank without gradients has to record, wait for what the others say.
+        # So does what is gathered after the rows.
         more = call.options.final and call.bounds is not None
-        unsure = torch.is_grad_enabled() and not call.wants
         opened = groups.open_call(members, said, device, row, read=more or unsure)
         gathered, local = opened.rows, opened.local or local
     wants = call.wants

@@ -10,7 +10,7 @@ Nothing here is recorded for derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,10 +166,12 @@ class Run:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         part, how = self.part, self.options._replace(final=True)
         states, carries, lasts = torch.empty_like(tokens), [], []
-        for piece in self.channels():
+        pieces = [*self.channels()]
+        coming = self._receive(tokens.device, pieces, part.enters, -1)
+        for piece in pieces:
             own, carry = piece.state(initial), None
             if part.enters is not None:
-                carry = self._receive(tokens.device, piece, -1)
+                carry = next(coming).wait()
             carries.append(carry)
             entered = self.with_sequence(own, part.enters, carry)
             inputs = piece.sequence(gates), piece.sequence(tokens)
@@ -184,11 +186,18 @@ class Run:
         entered = self.with_sequence(initial, part.enters, carry)
         return states, _joined(lasts, self.axis_of_states), entered
 
-    def _receive(self, device: torch.device, piece: Piece, step: int) -> Tensor:
-        shape = [*self.one_state]
-        if piece.axis is not None:
-            shape[self.axis_of_state()] = piece.count
-        return groups.receive(self.members, shape, self.compute, device, self._neighbour(step))
+    def _receive(
+        self, device: torch.device, pieces: Sequence[Piece], sequence: int | None, step: int
+    ) -> Iterator[groups.Incoming]:
+        """What comes from the rank so many positions further, if a sequence does."""
+        coming = []
+        for piece in pieces if sequence is not None else ():
+            shape = [*self.one_state]
+            if piece.axis is not None:
+                shape[self.axis_of_state()] = piece.count
+            source = self._neighbour(step)
+            coming.append(groups.receive(self.members, shape, self.compute, device, source))
+        return iter(coming)
 
     def _send(self, state: Tensor | None, sequence: int | None, step: int) -> None:
         if sequence is not None:
@@ -220,9 +229,9 @@ class Run:
                 )
             except Exception as error:
                 terms = error
-        opened = groups.open_call(
-            members, terms, states_grad.device, row, read=final or bool(self.pieces)
-        )
+        # What is gathered after the opening waits for what the others say.
+        read = self.bounds is not None or (final and not self.pieces)
+        opened = groups.open_call(members, terms, states_grad.device, row, read=read)
         if final:
             last_grad = groups.all_reduce(members, self.last_grad(last_grad, states_grad))
         behind = None if last_grad is None else self.only(last_grad, part.ends)
@@ -267,21 +276,21 @@ class Run:
         of_gates, of_tokens, initials = None, None, []
         broadcast = gates.shape != states_grad.shape
         if wanted[0]:
+            # Gates may be broadcast along what is cut: each piece then adds its part of the sum.
             of_gates = torch.empty_like(gates)
             if broadcast:
                 of_gates = torch.zeros(gates.shape, dtype=self.compute, device=gates.device)
         if wanted[1]:
             of_tokens = torch.empty_like(states_grad if states is None else states)
-        for piece in self.channels():
+        pieces = [*self.channels()]
+        coming = self._receive(states_grad.device, pieces, part.leaves, 1)
+        for piece in pieces:
             own = piece.state(behind)
             if part.leaves is not None:
-                carry = self._receive(states_grad.device, piece, 1)
+                carry = next(coming).wait()
                 own = self.with_sequence(own, part.leaves, carry)
-            found = None if of_gates is None else piece.sequence(of_gates)
-            if broadcast and found is not None:
-                found = torch.zeros_like(found)
             initial_grad = backward_into(
-                found,
+                None if of_gates is None else piece.sequence(of_gates),
                 None if of_tokens is None else piece.sequence(of_tokens),
                 piece.sequence(gates),
                 None if states is None else piece.sequence(states),
@@ -291,12 +300,10 @@ class Run:
                 self.bounds,
                 self.options,
                 self.required,
+                add=broadcast,
             )
             self._send(self.of_sequence(initial_grad, part.enters), part.enters, -1)
             initials.append(initial_grad)
-            if broadcast and of_gates is not None and found is not None:
-                # Gates may be broadcast along what is cut: each piece has its part of the sum.
-                piece.sequence(of_gates).add_(found)
         groups.finish(self.members)
         return (
             None if of_gates is None else of_gates.to(gates.dtype),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from dataclasses import dataclass
@@ -11,12 +12,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from scan_registry import distributed, gated_scan, linear_scan
-from scan_registry.distributed import cost, linear
+from scan_registry import distributed, gated_scan, linear_scan, selective_scan
+from scan_registry.distributed import linear
 from scan_registry.kernels.gated_scan.kinds import KINDS
-
-# Of the bytes that pieces are made of whole lines of, so that few channels make more than one; and as many as there are.
-cost.LINE = 16
 
 
 @dataclass(frozen=True)
@@ -172,6 +170,58 @@ def gated(rank: int, ranks: int, group: Any, kind: str, dim: int, packed: bool) 
             close(summed(grad, group), of_whole)
 
 
+def selective(
+    rank: int, ranks: int, group: Any, groups: tuple[int, int], packed: bool, every: bool
+) -> None:
+    """``selective_scan``, with all that it takes or the least, against one process."""
+    torch.manual_seed(7)
+    lengths = [(3, 0, 4)[each % 3] for each in range(ranks)]
+    time, begin = sum(lengths), sum(lengths[:rank])
+    batch, channels, states = 2, 24, 3
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, dtype=torch.float64)
+
+    def projection(count: int) -> Tensor:
+        return draw(channels, states) if count == 0 else draw(batch, count, states, time)
+
+    bounds = torch.tensor([0, time // 3, time // 3, time]) if packed else None
+    given: list[Any] = [draw(batch, channels, time), draw(batch, channels, time)]
+    given += [-torch.rand(channels, states, dtype=torch.float64), *map(projection, groups)]
+    between = (3,) if packed else ()
+    optional = [draw(channels), draw(batch, channels, time), draw(channels)]
+    given += optional if every else [None] * 3
+    initial = draw(batch, *between, channels, states) if every else None
+    weights, last_weights = draw(batch, channels, time), draw(batch, *between, channels, states)
+    timed = (0, 1, *(3 + n for n, count in enumerate(groups) if count), 6)
+    how: Any = {"cu_seqlens": bounds, "return_final_state": True}
+
+    def cut(x: Tensor) -> Tensor:
+        return x.narrow(-1, begin, lengths[rank]).clone()
+
+    def with_gradient(x: Any) -> Any:
+        return None if x is None else x.clone().requires_grad_()
+
+    leaves = [with_gradient(x) for x in (*given, initial)]
+    out, last = selective_scan(*leaves[:8], True, leaves[8], **how)
+    loss = (out * weights).sum() + (last * last_weights).sum()
+    wanted = iter(torch.autograd.grad(loss, [x for x in leaves if x is not None]))
+    mine = [
+        with_gradient(cut(x) if n in timed and x is not None else x) for n, x in enumerate(given)
+    ]
+    mine.append(with_gradient(initial))
+    here, end = distributed.selective_scan(*mine[:8], True, mine[8], group=group, **how)
+    close(here, cut(out))
+    close(end, last)
+    loss = (here * cut(weights)).sum() + (end * last_weights).sum() / ranks
+    found = iter(torch.autograd.grad(loss, [x for x in mine if x is not None]))
+    for number, x in enumerate(mine):
+        if x is not None and number in timed:
+            close(next(found), cut(next(wanted)))
+        elif x is not None:
+            close(summed(next(found), group), next(wanted))
+
+
 # --- Derivatives of derivatives, and what else calls are composed with --------------------------
 
 
@@ -319,6 +369,20 @@ def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[
     states = distributed.linear_scan(torch.ones(2, 4), torch.ones(2, 4), group=group)
     assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
     return (*found, seconds)
+
+
+def killed(rank: int, ranks: int, group: Any) -> tuple[str, float]:
+    """The last rank dies before its second call."""
+    gates, tokens = torch.rand(2, 4), torch.rand(2, 4)
+    distributed.linear_scan(gates, tokens, group=group)
+    if rank == ranks - 1:
+        os._exit(1)
+    begin = time.perf_counter()
+    try:
+        distributed.linear_scan(gates, tokens, group=group)
+    except RuntimeError as error:
+        return str(error), time.perf_counter() - begin
+    return "", 0.0
 
 
 def different_backward(rank: int, ranks: int, group: Any) -> str:

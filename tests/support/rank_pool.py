@@ -20,19 +20,24 @@ GROUP_TIMEOUT = 20
 
 
 class RankPool:
-    """``RANKS`` processes. A task runs on the first so many of them, which have a group of their own."""
+    """Processes, ``RANKS`` unless given. A task runs on the first so many of them, which have a group of their own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._started = folder, 0
+    def __init__(self, folder: Path, ranks: int = RANKS) -> None:
+        self.folder, self.ranks, self._started = folder, ranks, 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def run(
-        self, size: int, function: Callable[..., Any], *args: Any, limit: float = 40
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        limit: float = 40,
+        dies: int | None = None,
     ) -> list[Any]:
         """What ``function(rank, size, group, *args)`` returns on each of the first ``size`` ranks.
 
-        ``AssertionError`` with the tracebacks of the ranks where it failed, or if one is not done within ``limit``
+        ``dies`` is a rank that is to, whose result is None. ``AssertionError`` with the tracebacks of the ranks where it failed, or if one is not done within ``limit``
         seconds; all processes are then started anew by the next task.
         """
         if not self._processes:
@@ -49,6 +54,9 @@ class RankPool:
             try:
                 good, value = pipe.recv()
             except EOFError:
+                if rank == dies:
+                    results.append(None)
+                    continue
                 failures.append(f"rank {rank} has died")
                 self.close()
                 break
@@ -66,9 +74,9 @@ class RankPool:
         context.set_forkserver_preload(["torch.distributed", *names])
         self._started += 1
         store = self.folder / f"store-{self._started}"
-        for rank in range(RANKS):
+        for rank in range(self.ranks):
             mine, theirs = context.Pipe()
-            arguments = rank, str(store), theirs, sys.path
+            arguments = rank, self.ranks, str(store), theirs, sys.path
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -84,7 +92,7 @@ class RankPool:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, store: str, pipe: Connection, path: list[str]) -> None:
+def _serve(rank: int, ranks: int, store: str, pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
     import torch
     import torch.distributed as dist
@@ -92,9 +100,9 @@ def _serve(rank: int, store: str, pipe: Connection, path: list[str]) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=GROUP_TIMEOUT)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timeout
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout
     )
-    groups = {size: dist.new_group(range(size), timeout=timeout) for size in SIZES}
+    groups = {size: dist.new_group(range(size), timeout=timeout) for size in SIZES if size <= ranks}
     while True:
         try:
             module, name, size, args = pipe.recv()

@@ -228,7 +228,11 @@ def over_ranks(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     assert_type(either, Tensor | tuple[Tensor, Tensor])
     gated = distributed.gated_scan("min_gru", gates, tokens, group=group)
     assert_type(gated, Tensor)
+    sizes, A, B = gates.abs(), -torch.ones(3, 4), torch.rand(2, 4, 8)
+    out = distributed.selective_scan(tokens, sizes, A, B, B, group=group)
+    assert_type(out, Tensor)
     assert distributed.measure(group).memory > 0
+    assert distributed.explain(gates, tokens).schedule == "local"
     summary = distributed.scan_summary(gates, tokens, dim=-1)
     assert_type(summary, tuple[Tensor, Tensor])
     filters = torch.ones(tokens.shape[1], 4)

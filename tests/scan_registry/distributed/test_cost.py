@@ -204,6 +204,16 @@ def test_a_schedule_that_is_given_is_taken() -> None:
     assert choose(linear_scan_work((5,), 8, 2), machine, "pass").schedule == "local"
 
 
+def test_all_go_by_the_first_rank() -> None:
+    choice = chosen(1 << 22, 2)
+    assert choice.schedule == "pass"
+    other = choice.as_given(0)
+    assert (other.schedule, other.pieces, other.seconds) == ("reduce", 1, choice.reduce_seconds)
+    assert "the first rank takes reduce" in other.reasons[0]
+    assert other.reasons[1:] == choice.reasons[1:]
+    assert other.as_given(5).pieces == 5
+
+
 def test_reasons_have_the_numbers() -> None:
     machine = MACHINES["nvlink"]
     text = str(chosen(1 << 20, 8))

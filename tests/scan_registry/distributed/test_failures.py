@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import distributed_cases as cases
 import pytest
-from rank_pool import RankPool
+from rank_pool import GROUP_TIMEOUT, RankPool
 
 SIZE = 3
 #: Of the rank that is wrong, and of the others: the exception, and what it says.
@@ -61,3 +63,14 @@ def test_backward_passes_in_different_orders(ranks: RankPool) -> None:
         assert "backward pass" in message
         assert "rank 0: " in message
         assert "ranks 1, 2: " in message
+
+
+def test_a_rank_that_dies_ends_the_others_call(tmp_path: Path) -> None:
+    pool = RankPool(tmp_path, 3)
+    try:
+        *others, _ = pool.run(3, cases.killed, dies=2)
+    finally:
+        pool.close()
+    for message, seconds in others:
+        assert message
+        assert seconds < GROUP_TIMEOUT + 5

@@ -65,6 +65,7 @@ def test_results_lie_where_they_are_wanted(
     before = into.backward_into(
         *(piece(gates_grad, time_last), piece(tokens_grad, time_last)),
         *(own[0], piece(states, time_last), own[2], initial, last_grad, bounds, options),
+        add=broadcast,
     )
     found = plans.backward(
         *(own[0], expected, own[2], initial, last_grad, bounds, options, (True, True, True))
@@ -98,6 +99,22 @@ def test_only_what_is_wanted_is_written(backend: str) -> None:
         for given, expected in zip((gates_grad, tokens_grad, before), found, strict=True):
             if given is not None:
                 torch.testing.assert_close(given, expected)
+
+
+def test_gradients_add_up_in_a_wider_dtype() -> None:
+    """Also of a piece of one channel, which gates of one channel do not broadcast to."""
+    options = Options(-2, False, False, "auto")
+    gates, tokens, grad = (each[..., :1].contiguous() for each in tensors(False, torch.bfloat16, 3))
+    states, _ = plans.forward(gates, tokens, None, None, options)
+    gates_grad = torch.full_like(gates, 1e4, dtype=torch.float32)
+    into.backward_into(
+        *(gates_grad, None, gates, states, grad, None, None, None, options), add=True
+    )
+    (found, _, _) = plans.backward(
+        *(gates, states, grad, None, None, None, options, (True, False, False))
+    )
+    assert found is not None
+    torch.testing.assert_close(gates_grad, 1e4 + found.float())
 
 
 def test_a_part_without_steps_passes_its_state_on() -> None:
