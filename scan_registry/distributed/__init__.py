@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 _HOMES: dict[str, str | None] = {
-    "causal_conv1d": "scan_registry.distributed.convolution",
     "cost": None,
     "explain": "scan_registry.distributed.explanation",
+    "causal_conv1d": "scan_registry.distributed.convolution",
     "gated_scan": "scan_registry.distributed.gated",
     "linear_scan": "scan_registry.distributed.linear",
     "machines": None,
