@@ -51,10 +51,19 @@ class Cases(Protocol):
         """A few for each shape, between them with every option."""
 
 
-def relative_error(out: Tensor, expected: Tensor, among: Tensor | None = None) -> float:
+def relative_error(
+    out: Tensor, expected: Tensor, among: Tensor | None = None, terms: Tensor | None = None
+) -> float:
     """‖out − expected‖ / ‖expected‖; infinite where ``out`` holds a NaN. What is expected may be a few numbers
-    that happen to cancel, of the size of those ``among`` which they are: then that size counts."""
+    that happen to cancel, of the size of those ``among`` which they are: then that size counts. Where numbers are
+    sums, ``terms`` is the root of the sum of the squares of each one's terms: then that size counts if it is larger,
+    as a sum of terms that cancel is no more exact than they are. Numbers below the smallest normal one of out's dtype
+    are as exact as that one."""
     size = expected.norm()
+    if out.is_floating_point():
+        size = size.clamp_min(torch.finfo(out.dtype).tiny * expected.numel() ** 0.5)
+    if terms is not None:
+        size = torch.maximum(size, terms.norm())
     if among is not None:
         size = torch.maximum(size, among.norm() * (expected.numel() / among.numel()) ** 0.5)
     error = (out.detach().to(expected.dtype) - expected).norm() / size.clamp_min(1e-30)

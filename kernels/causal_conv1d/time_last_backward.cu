@@ -11,6 +11,7 @@
 // them. reduction.cu adds them in a fixed order, so results are the same in every run.
 //
 // The gradient of a state comes from the lane that has its run's first step.
+#include "../common/prefetch.cuh"
 #include "time_last.cuh"
 
 // CTAs that an SM is to have room for. Fewer wait longer for each other's instructions; for more, older GPUs lack registers.
@@ -19,6 +20,8 @@ enum : int { RESIDENT = 5 };
 #else
 enum : int { RESIDENT = 4 };
 #endif
+// How many tiles before its turn the L2 reads a tile from memory. A thread's registers hold but one tile that is under way.
+enum : int { LEAD = 3 };
 enum : int { KEPT = VECTOR < TAPS - 1 ? VECTOR : TAPS - 1 };  // of each lane, what others may need
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -47,6 +50,13 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
     Inputs inputs;
     OutputGrads output_grads;
     inputs.load(in, t, time, width), output_grads.load(grads, t, time);
+    // This lane's 32 bytes of a tile, and of x or of y_grad.
+    const Storage* soon = (2 * piece.lane < piece.lanes ? in : grads - piece.stride) + piece.lane * VECTOR;
+#pragma unroll
+    for (int n = 1; n <= LEAD; n++) {
+        soon -= piece.stride;
+        if (ALIGNED && n < LEAD && n < int(steps) && t < time) prefetch(soon);
+    }
 
     // Gradients at the begin of the tile after.
     float kept[KEPT] = {};
@@ -76,6 +86,8 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
         const int own = t;
         t -= piece.stride, in -= piece.stride, grads -= piece.stride, out -= piece.stride;
         if (s > 0) inputs.load(in, t, time, width), output_grads.load(grads, t, time);
+        if (ALIGNED && s >= LEAD && t < time) prefetch(soon);
+        soon -= piece.stride;
 
         float sum[VECTOR];
         convolve(sum, x, filter, width);

@@ -64,8 +64,8 @@ PARTS = 3
 #: Of a quick check and of an attestation.
 QUICK: tuple[Shape, ...] = ((2, 32, 64, 16), (1, 38, 101, 4), (2, 80, 40, 17), (1, 64, 200, 16))
 THOROUGH: tuple[Shape, ...] = (
-    *((1, 1, 1, 1), (2, 3, 5, 2), (3, 48, 127, 16), (2, 96, 512, 16), (1, 64, 2053, 16)),
-    *((4, 200, 96, 64), (1, 10, 333, 256), (8, 1024, 64, 16), (1, 16, 4096, 8), (1, 130, 77, 40)),
+    *((7, 1, 1, 1), (2, 3, 5, 2), (3, 48, 127, 16), (2, 96, 512, 16), (4, 200, 96, 64)),
+    *((1, 64, 2053, 16), (1, 10, 333, 256), (8, 1024, 64, 16), (1, 16, 4096, 8), (1, 130, 77, 40)),
 )
 
 _SEQUENCES = ("u", "delta", "z", "out", "out_grad", "u_grad", "delta_grad", "z_grad")
@@ -91,6 +91,10 @@ def partial_shape(name: str, problem: SelectiveScanProblem) -> tuple[int, ...]:
     return (*state, problem.states) if name == "A_grad" else state
 
 
+#: Gradients that come as partial sums.
+_SUMS = ("A_grad", "B_grad", "C_grad", "D_grad", "bias_grad")
+
+
 def summed(name: str, partial: Tensor) -> Tensor:
     """The gradient that partial sums are of."""
     if name in ("B_grad", "C_grad"):
@@ -105,6 +109,7 @@ class Case:
     problem: SelectiveScanProblem
     tensors: dict[str, Tensor | None]
     expected: dict[str, Tensor]
+    terms: dict[str, Tensor]
 
     def error(self) -> float:
         """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
@@ -116,7 +121,8 @@ class Case:
         for name, expected in self.expected.items():
             out = self.tensors[name]
             assert out is not None
-            found[name] = relative_error(summed(name, out.double()), expected)
+            whole = summed(name, out.double()) if name in _SUMS else out
+            found[name] = relative_error(whole, expected, terms=self.terms.get(name))
         return found
 
 
@@ -129,6 +135,7 @@ class Trial:
     dtype: str
     inputs: dict[str, Tensor | None]
     expected: dict[str, Tensor]
+    terms: dict[str, Tensor]
 
     def __str__(self) -> str:
         return f"{self.shape} {self.setting}"
@@ -198,7 +205,7 @@ class Trial:
         else:
             for name in ("adjoints", "sizes") if parts > 1 else ():
                 tensors[name] = self.expected[name].float()
-            for name in ("A_grad", "B_grad", "C_grad", "D_grad", "bias_grad"):
+            for name in _SUMS:
                 if name in expected:
                     tensors[name] = torch.full(
                         partial_shape(name, problem), torch.nan, device=device
@@ -207,7 +214,7 @@ class Trial:
                 expected["initial_grad"], torch.nan, dtype=torch.float32
             )
             tensors["carries"] = torch.full((problem.carried,), torch.nan, device=device)
-        return Case(problem, tensors, expected)
+        return Case(problem, tensors, expected, self.terms)
 
     @property
     def _groups(self) -> int:
@@ -264,6 +271,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         dtype,
         {name: None if t is None else t.to(device) for name, t in given.items()},
         {name: t.to(device) for name, t in expected.items()},
+        {name: t.to(device) for name, t in found.terms.items()},
     )
 
 

@@ -28,12 +28,14 @@ class Solution:
     adjoints     what each part of a sequence but its first hands on, (B, S, parts, D, N)
     sizes        the sums of δ over them, (B, S, parts, D)
     checkpoints  the states before every INTERVAL steps, as the forward kernel leaves them, in float32
+    terms        of gradients that are sums over batch and time, the roots of the sums of their terms' squares
     """
 
     results: dict[str, Tensor]
     adjoints: Tensor
     sizes: Tensor
     checkpoints: Tensor
+    terms: dict[str, Tensor]
 
 
 @torch.no_grad()
@@ -86,19 +88,21 @@ def solve(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Sol
         open_ = torch.sigmoid(z)
         results["z_grad"] = out_grad * y * open_ * (1 + z * (1 - open_))
     found = {name: x.permute(1, 2, 0).contiguous() for name, x in results.items()}
+    summands = {"A_grad": exponent_grad * sizes.unsqueeze(-1)}
+    if skip is not None:
+        summands["D_grad"] = y_grad * u
+    if bias is not None:
+        summands["bias_grad"] = delta_grad
+    found |= {name: x.sum((0, 1)) for name, x in summands.items()}
     found |= {
         "final_state": finals.transpose(0, 1).contiguous(),
-        "A_grad": (exponent_grad * sizes.unsqueeze(-1)).sum((0, 1)),
         "B_grad": _of_groups(reaching, sizes * u, B.shape[2]),
         "C_grad": _of_groups(states, y_grad, C.shape[2]),
         "initial_grad": initial_grad.transpose(0, 1).contiguous(),
     }
-    if skip is not None:
-        found["D_grad"] = (y_grad * u).sum((0, 1))
-    if bias is not None:
-        found["bias_grad"] = delta_grad.sum((0, 1))
+    terms = {name: x.square().sum((0, 1)).sqrt() for name, x in summands.items()}
     adjoints, sums = _handed_on(gates, sources, sizes, spans, parts)
-    return Solution(found, adjoints, sums, _checkpoints(states, initial, spans))
+    return Solution(found, adjoints, sums, _checkpoints(states, initial, spans), terms)
 
 
 # --- Tensors, steps first ---------------------------------------------------------------------

@@ -12,6 +12,7 @@ from scan_registry.base import lazy
 if TYPE_CHECKING:
     from scan_registry.distributed import cost, machines
     from scan_registry.distributed.calibration import measure
+    from scan_registry.distributed.convolution import causal_conv1d
     from scan_registry.distributed.explanation import explain
     from scan_registry.distributed.gated import gated_scan
     from scan_registry.distributed.linear import linear_scan
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from scan_registry.distributed.summary import scan_summary
 
 __all__ = [
+    "causal_conv1d",
     "cost",
     "explain",
     "gated_scan",
@@ -32,6 +34,7 @@ __all__ = [
 _HOMES: dict[str, str | None] = {
     "cost": None,
     "explain": "scan_registry.distributed.explanation",
+    "causal_conv1d": "scan_registry.distributed.convolution",
     "gated_scan": "scan_registry.distributed.gated",
     "linear_scan": "scan_registry.distributed.linear",
     "machines": None,

@@ -12,6 +12,7 @@ from torch import Tensor
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops import gated_scan_derivatives
 from scan_registry.ops.gated_scan_arguments import Options, normalised
+from scan_registry.ops.sharded import call_sharded
 
 __all__ = ["BACKENDS", "gated_scan"]
 
@@ -128,6 +129,9 @@ def run(
     kind: Any, inputs: Any, reset: Any, initial_state: Any, cu_seqlens: Any, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What ``gated_scan`` returns, of arguments that are not checked yet."""
+    tensors = *inputs, initial_state, cu_seqlens, reset
+    if (sharded := call_sharded("gated_scan", tensors, options)) is not None:
+        return sharded  # type: ignore[no-any-return]
     given = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
     states, last = gated_scan_derivatives.scan(*given)
     return states if last is None else (states, last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.selective_scan import cases, reference
 from scan_registry.kernels.selective_scan.problem import INTERVAL
+from scan_registry.kernels.selective_scan.solution import Solution
+from scan_registry.kernels.selective_scan.spec import FAMILY
 
 #: One step, steps of one part alone, and several tiles of each part; the states, and channels in groups.
 SHAPES = ((1, 1, 1, 1), (2, 4, 5, 3), (1, 6, 101, 4), (2, 4, 232, 5))
@@ -94,3 +97,62 @@ def test_checkpoints_are_the_states_before_each_interval(
     )
     # Both are rounded to float32, each from a float64 of its own.
     torch.testing.assert_close(trial.inputs["checkpoints"], right, rtol=2e-7, atol=1e-30)
+
+
+def _tensor(given: Mapping[str, Tensor | None], name: str) -> Tensor:
+    tensor = given[name]
+    assert tensor is not None, name
+    return tensor
+
+
+def unsolved(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Solution:
+    """What is asked of a problem, all zero: of large problems in no time."""
+    offsets, (u, A, B) = given["offsets"], (_tensor(given, name) for name in ("u", "A", "B"))
+    batch, channels, time = u.shape
+    sequences = 1 if offsets is None else len(offsets) - 1
+    of_states = batch, sequences, channels, A.shape[1]
+    results = {name: torch.zeros_like(u) for name in ("out", "u_grad", "delta_grad")}
+    results |= {name: torch.zeros(of_states) for name in ("final_state", "initial_grad")}
+    results |= {"A_grad": torch.zeros_like(A)}
+    results |= {name: torch.zeros_like(B) for name in ("B_grad", "C_grad")}
+    if given["z"] is not None:
+        results |= {name: torch.zeros(channels) for name in ("D_grad", "bias_grad")}
+        results |= {"z_grad": torch.zeros_like(u)}
+    handed_on = torch.zeros(batch, sequences, parts, channels, A.shape[1])
+    checkpoints = torch.zeros(batch, time // INTERVAL + sequences, channels, A.shape[1])
+    return Solution(results, handed_on, handed_on[..., 0], checkpoints, {})
+
+
+@pytest.mark.parametrize("dtype", cases.TOLERANCE)
+def test_every_variant_takes_a_problem_of_an_attestation(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "solve", unsolved)
+    trials = [*cases.trials(dtype, cases.THOROUGH, "cpu")]
+    for kernel in FAMILY.kernels:
+        problems = [case.problem for trial in trials for case in trial.launches(kernel.name)]
+        for variant in kernel.variants:
+            if variant.text("dtype") == dtype:
+                assert not all(kernel.rules.accepts(variant, each) for each in problems), variant
+
+
+def test_a_sum_that_cancels_is_compared_with_its_terms() -> None:
+    torch.manual_seed(0)
+    case = cases.draw((2, 3, 5, 2), cases.Setting(), "float32", "cpu").case(
+        "backward", aligned=True
+    )
+    for name in ("A_grad", "D_grad", "bias_grad"):
+        partial, size = _tensor(case.tensors, name), case.terms[name].norm()
+        partial.zero_()
+        case.expected[name].fill_(0)
+        partial.view(-1)[0] = 1e-7 * size
+        assert case.errors()[name] == pytest.approx(1e-7)
+        partial.view(-1)[0] = 1e-5 * size
+        assert case.errors()[name] == pytest.approx(1e-5)
+
+
+def test_numbers_below_the_normal_ones_are_as_exact_as_the_smallest_of_these() -> None:
+    expected = torch.tensor([3.2e-7], dtype=torch.float64)
+    assert relative_error(expected.half(), expected) < 2e-3
+    assert relative_error(expected.float(), expected) < 1e-7
+    assert relative_error(torch.tensor([1e-6]).half(), expected) > 2e-3

@@ -69,7 +69,9 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "scan_registry.distributed.linear"])
+        modules = "linear", "convolution", "time_shards"
+        names = [f"scan_registry.distributed.{module}" for module in modules]
+        context.set_forkserver_preload(["torch.distributed", *names])
         self._started += 1
         store = self.folder / f"store-{self._started}"
         for rank in range(self.ranks):

@@ -235,6 +235,15 @@ def over_ranks(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     assert distributed.explain(gates, tokens).schedule == "local"
     summary = distributed.scan_summary(gates, tokens, dim=-1)
     assert_type(summary, tuple[Tensor, Tensor])
+    filters = torch.ones(tokens.shape[1], 4)
+    y = distributed.causal_conv1d(tokens, filters, group=group)
+    assert_type(y, Tensor)
+    both = distributed.causal_conv1d(tokens, filters, return_final_state=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    either = distributed.causal_conv1d(tokens, filters, return_final_state=final)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    work = distributed.cost.linear_scan_work((4, 4), 6, 4)
+    assert distributed.cost.choose(work, distributed.machines.default("cpu")).seconds > 0
     torch.distributed.destroy_process_group()
     return states + both[0] + summary[1].unsqueeze(-1)
 
