@@ -108,39 +108,31 @@ __device__ Affine composed(Affine first, Step second) {
 // Whether a tile's second pass computes gates again, since registers do not last from the first pass to the second.
 enum : bool { RECOMPUTE_GATES = CTAS_PER_COLUMN > 1 };
 
-// The resets of a lane's rows, one tile after the other. Each lane loads the reset bytes of every 32nd row of its warp's,
-// one tile before they are used. A ballot then gives all lanes the resets of all rows of the warp.
+// The resets of a lane's rows, one tile after the other. Each lane loads the reset byte of one of its warp's rows, one tile
+// before it is used. A ballot then gives all lanes the resets of all rows of the warp.
 template <bool RESETS>
 struct ResetRows {
-    enum : int { WORDS = (WARP_STEPS + 31) / 32 };
     const unsigned char* at;
-    int way, left;  // 1 or -1, the direction in time; and how many rows are left from this lane's first one on
-    unsigned next[WORDS] = {};
+    int apart, left;  // steps in time from tile to tile, negative against time; and how many rows are left
+    unsigned next = 0;
 
     __device__ ResetRows(const unsigned char* reset, i64 by_batch, const Column& column) {
-        static_assert(STEPS <= 32 && WORDS <= 2, "a bit for each row");
+        static_assert(WARP_STEPS <= 32, "a lane for each row");
         if (!RESETS) return;
         const int row = own_warp() * WARP_STEPS + column.lane;
         at = reset + column.batch * by_batch + column.origin + column.way * row;
-        way = int(column.way);
-        left = int(column.rows) - row;
+        apart = int(column.way) * CTAS_PER_COLUMN * TIMES;
+        left = column.lane < WARP_STEPS ? int(column.rows) - row : 0;
         fetch();
     }
-    __device__ void fetch() {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int w = 0; w < WORDS; w++)
-            next[w] = lane + 32 * w < WARP_STEPS && left > 32 * w ? at[32 * w * way] : 0;
-    }
+    __device__ void fetch() { next = left > 0 ? *at : 0; }
     // The resets of this lane's rows of the current tile, one bit for each row. Advances to the next tile.
     __device__ unsigned take_tile() {
         if (!RESETS) return 0;
-        const int first = threadIdx.x % 32 / LANES_ACROSS * STEPS;
-        const unsigned low = __ballot_sync(FULL_WARP, next[0] != 0);
-        const unsigned high = WORDS > 1 ? __ballot_sync(FULL_WARP, next[WORDS - 1] != 0) : 0;
-        at += way * CTAS_PER_COLUMN * TIMES, left -= CTAS_PER_COLUMN * TIMES;
+        const unsigned rows = __ballot_sync(FULL_WARP, next != 0);
+        at += apart, left -= CTAS_PER_COLUMN * TIMES;
         fetch();
-        return WORDS > 1 ? unsigned((u64(high) << 32 | low) >> first) : low >> first;
+        return rows >> (threadIdx.x % 32 / LANES_ACROSS * STEPS);
     }
 };
 #else

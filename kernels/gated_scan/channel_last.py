@@ -3,8 +3,7 @@
 Sources: ``channel_last_forward.cu`` and ``channel_last_backward.cu`` with ``channel_last.cuh``. With access ``aligned``, a CTA
 passes serially in time over a column of channels, whose tiles come through a ring in shared memory. Access ``generic`` holds
 tiles in registers, and accepts any strides and packed sequences. The static parameters are the kind and those of linear_scan's
-kernels (``streams.py``, ``registers.py``). ``notes/README.md`` says why the tiles are what they are. The tiles of wheels are
-those that an H100 ran fastest.
+kernels (``streams.py``, ``registers.py``). ``notes/README.md`` says why the tiles are what they are.
 """
 
 from __future__ import annotations

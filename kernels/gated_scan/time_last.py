@@ -5,8 +5,7 @@ ring in shared memory (``../linear_scan/time_stream.cuh``). Access ``generic`` h
 (``../linear_scan/time_last.cuh``), and accepts any strides and packed sequences. The static parameters are the kind, which is
 its header's name, and those of linear_scan's kernels (``streams.py``, ``registers.py``).
 
-Tiles are chosen so that at least 40 KB are being copied on an SM at any time, and no registers are spilled. They have run on
-an H100, but have not been compared with other tiles.
+Tiles are chosen so that at least 40 KB are being copied on an SM at any time, and no registers are spilled.
 """
 
 from __future__ import annotations
