@@ -8,12 +8,11 @@ kernels (``streams.py``, ``registers.py``). ``notes/README.md`` says why the til
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from scan_registry.hardware.target import OLDEST, SHARED_MEMORY, Target
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.gated_scan.problem import (
     DIRECTIONS,
     HEADERS,
@@ -22,6 +21,8 @@ from scan_registry.kernels.gated_scan.problem import (
     ceil_div,
 )
 from scan_registry.kernels.gated_scan.variants import (
+    ALIGNED_IN_WHEELS,
+    DRIVER_SHARED,
     FAMILY_NAME,
     constants,
     headers,
@@ -51,10 +52,6 @@ MANY_COLUMNS: dict[tuple[Direction, int], int] = {
     ("backward", 2): 67,
     ("backward", 4): 67,
 }
-#: Dtypes for which wheels have aligned tiles. Other dtypes get generic access, unless tuning selects tiles for them.
-_ALIGNED_IN_WHEELS = ("float32", "bfloat16")
-#: Bytes of a CTA's shared memory that the driver reserves.
-_KEPT = 1024
 #: The most time steps that the kernels count in 32 bits.
 _MOST_STEPS = 2**31 - 2**16
 
@@ -68,7 +65,7 @@ def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iter
     """Wheels have generic access, and two aligned tiles: one for many columns and one for few."""
     if access == "generic":
         yield registers.WIDE
-    elif dtype in _ALIGNED_IN_WHEELS:
+    elif dtype in ALIGNED_IN_WHEELS:
         yield from _whole(direction, dtype, kind)
 
 
@@ -77,7 +74,7 @@ def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterato
     that wheels have for other dtypes."""
     if access == "generic":
         return
-    if dtype not in _ALIGNED_IN_WHEELS:
+    if dtype not in ALIGNED_IN_WHEELS:
         yield from _whole(direction, dtype, kind)
     steps = 4 if direction == "backward" else 8
     yield {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps, "stages": 3, "blocks": 2}
@@ -146,14 +143,12 @@ def _static_shared(variant: Variant) -> int:
 
 
 def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
-    """Whether the GPUs of an architecture have enough shared memory for the variant. PTX may run on any of them, so the least
-    counts."""
+    """Whether the GPUs of an architecture have enough shared memory for the variant."""
     if "stages" not in dict(statics):
         return True
-    least = min(SHARED_MEMORY[each] for each in SHARED_MEMORY if each >= OLDEST)
-    room = least if target.is_ptx else SHARED_MEMORY.get(target.capability, math.inf)
     variant = Variant(FAMILY_NAME, f"channel_last_{direction}", "cuda", statics)
-    return _shared(direction, variant) + _static_shared(variant) + _KEPT <= room
+    used = _shared(direction, variant) + _static_shared(variant) + DRIVER_SHARED
+    return used <= target.shared_memory
 
 
 # --- Problems ---------------------------------------------------------------------------------

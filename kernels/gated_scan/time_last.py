@@ -10,12 +10,11 @@ Tiles are chosen so that at least 40 KB are being copied on an SM at any time, a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from scan_registry.hardware.target import OLDEST, SHARED_MEMORY, Target
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.gated_scan.problem import (
     DIRECTIONS,
     HEADERS,
@@ -24,6 +23,8 @@ from scan_registry.kernels.gated_scan.problem import (
     ceil_div,
 )
 from scan_registry.kernels.gated_scan.variants import (
+    ALIGNED_IN_WHEELS,
+    DRIVER_SHARED,
     FAMILY_NAME,
     constants,
     headers,
@@ -47,8 +48,8 @@ from scan_registry.kernels.model import (
 
 #: So many rows keep a GPU busy with a warp for each. Fewer rows, if they are long, are cut into segments.
 MANY_ROWS = 1024
-#: Bytes of a CTA's shared memory that the driver reserves, and at most how many a CTA with look-back has beside its ring.
-_KEPT, _LOOKBACK = 1024, 2048
+#: At most how many bytes of shared memory a CTA with look-back has beside its ring.
+_LOOKBACK = 2048
 
 #: Generic access has one tile for rows of any length.
 _GENERIC: Tile = {"warps": 4, "rows": 1, "steps": 1}
@@ -68,8 +69,6 @@ _CUT: dict[Direction, Tile] = {
 }
 
 
-#: Dtypes for which wheels have aligned tiles. Other dtypes get generic access, unless tuning selects tiles for them.
-_ALIGNED_IN_WHEELS = ("float32", "bfloat16")
 #: Longer tiles for 16-bit elements. They need fewer instructions per element. Only kinds of two inputs have registers for
 #: them.
 _LONGER: dict[Direction, Tile] = {
@@ -93,7 +92,7 @@ def _usual(direction: Direction, dtype: str) -> Tile:
 def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
     if access == "generic":
         yield _GENERIC
-    elif dtype in _ALIGNED_IN_WHEELS:
+    elif dtype in ALIGNED_IN_WHEELS:
         yield _usual(direction, dtype)
 
 
@@ -102,7 +101,7 @@ def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterato
     dtypes."""
     if access == "generic":
         return
-    if dtype not in _ALIGNED_IN_WHEELS:
+    if dtype not in ALIGNED_IN_WHEELS:
         yield _usual(direction, dtype)
     yield _cut(direction)
     if ITEM_SIZE[dtype] == 2 and len(HEADERS[kind].inputs) == 2:
@@ -134,15 +133,12 @@ def _shared(direction: Direction, variant: Variant) -> int:
 
 
 def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
-    """Whether the GPUs of an architecture have enough shared memory for the variant. PTX may run on any of them, so the least
-    counts."""
+    """Whether the GPUs of an architecture have enough shared memory for the variant."""
     if "stages" not in dict(statics):
         return True
-    least = min(SHARED_MEMORY[each] for each in SHARED_MEMORY if each >= OLDEST)
-    room = least if target.is_ptx else SHARED_MEMORY.get(target.capability, math.inf)
     variant = Variant(FAMILY_NAME, f"time_last_{direction}", "cuda", statics)
     extra = _LOOKBACK if "prefix_lead" in dict(statics) else 0
-    return _shared(direction, variant) + extra + _KEPT <= room
+    return _shared(direction, variant) + extra + DRIVER_SHARED <= target.shared_memory
 
 
 # --- Problems ---------------------------------------------------------------------------------

@@ -22,6 +22,10 @@ from scan_registry.kernels.model import Parameter, Pins, Space, Static, Variant
 
 FAMILY_NAME = "gated_scan"
 ACCESSES = ("aligned", "generic")
+#: Dtypes for which wheels have aligned tiles. Other dtypes get generic access, unless tuning selects tiles for them.
+ALIGNED_IN_WHEELS = ("float32", "bfloat16")
+#: Bytes of a CTA's shared memory that the driver reserves.
+DRIVER_SHARED = 1024
 #: Capabilities of the GPUs with high-bandwidth memory.
 WITH_HBM = ((8, 0), (9, 0), (10, 0))
 
