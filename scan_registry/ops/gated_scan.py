@@ -14,6 +14,7 @@ from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops import gated_scan_derivatives
 from scan_registry.ops.gated_scan_arguments import Options, normalised
 from scan_registry.ops.gated_scan_fast import fast_scan
+from scan_registry.ops.sharded import call_sharded
 
 __all__ = ["BACKENDS", "gated_scan"]
 
@@ -136,6 +137,9 @@ def run(
         made = fast_scan(inputs, initial_state, reset, cu_seqlens, options)
         if made is not None:
             return made
+    tensors = *inputs, initial_state, cu_seqlens, reset
+    if (sharded := call_sharded("gated_scan", tensors, options)) is not None:
+        return sharded  # type: ignore[no-any-return]
     given = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
     states, last = gated_scan_derivatives.scan(*given)
     return states if last is None else (states, last)

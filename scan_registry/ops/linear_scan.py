@@ -15,6 +15,7 @@ from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import scan
 from scan_registry.ops.fast_path import fast_scan
 from scan_registry.ops.problems import make_kernel_call, make_reduction_call
+from scan_registry.ops.sharded import call_sharded
 
 __all__ = ["BACKENDS", "describe", "linear_scan"]
 
@@ -140,6 +141,10 @@ def linear_scan(
         and (fast_states := fast_scan(gates, tokens, dim, backend)) is not None
     ):
         return fast_states
+    how = dim, reverse, return_final_state, backend
+    tensors = gates, tokens, initial_state, cu_seqlens, reset
+    if (sharded := call_sharded("linear_scan", tensors, how)) is not None:
+        return sharded  # type: ignore[no-any-return]
     options = Options(dim, reverse, return_final_state, backend)
     given = normalised(gates, tokens, initial_state, cu_seqlens, options)
     if reset is None:
