@@ -102,38 +102,30 @@ __device__ Affine composed(Affine first, Step second) {
 // Whether a tile's states are computed when its maps are long gone.
 enum : bool { AGAIN = CTAS_PER_COLUMN > 1 };
 
-// The resets of this lane's rows of one tile after another. A lane reads those of every 32nd row of its warp's, a tile ahead.
+// The resets of this lane's rows of one tile after another. A lane reads those of one row of its warp's, a tile ahead.
 template <bool RESETS>
 struct ResetRows {
-    enum : int { WORDS = (WARP_STEPS + 31) / 32 };
     const unsigned char* at;
-    int way, left;  // the rows that are left, from this lane's first one on
-    unsigned next[WORDS] = {};
+    int apart, left;  // from tile to tile, in time and in rows that are left
+    unsigned next = 0;
 
     __device__ ResetRows(const unsigned char* reset, i64 by_batch, const Column& column) {
-        static_assert(STEPS <= 32 && WORDS <= 2, "a bit for each row");
+        static_assert(WARP_STEPS <= 32, "a lane for each row");
         if (!RESETS) return;
         const int row = own_warp() * WARP_STEPS + column.lane;
         at = reset + column.batch * by_batch + column.origin + column.way * row;
-        way = int(column.way);
-        left = int(column.rows) - row;
+        apart = int(column.way) * CTAS_PER_COLUMN * TIMES;
+        left = column.lane < WARP_STEPS ? int(column.rows) - row : 0;
         fetch();
     }
-    __device__ void fetch() {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int w = 0; w < WORDS; w++)
-            next[w] = lane + 32 * w < WARP_STEPS && left > 32 * w ? at[32 * w * way] : 0;
-    }
+    __device__ void fetch() { next = left > 0 ? *at : 0; }
     // A bit for each of this lane's rows.
     __device__ unsigned turn() {
         if (!RESETS) return 0;
-        const int first = threadIdx.x % 32 / LANES_ACROSS * STEPS;
-        const unsigned low = __ballot_sync(FULL_WARP, next[0] != 0);
-        const unsigned high = WORDS > 1 ? __ballot_sync(FULL_WARP, next[WORDS - 1] != 0) : 0;
-        at += way * CTAS_PER_COLUMN * TIMES, left -= CTAS_PER_COLUMN * TIMES;
+        const unsigned rows = __ballot_sync(FULL_WARP, next != 0);
+        at += apart, left -= CTAS_PER_COLUMN * TIMES;
         fetch();
-        return WORDS > 1 ? unsigned((u64(high) << 32 | low) >> first) : low >> first;
+        return rows >> (threadIdx.x % 32 / LANES_ACROSS * STEPS);
     }
 };
 #else

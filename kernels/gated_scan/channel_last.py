@@ -3,7 +3,7 @@
 Sources: ``channel_last_forward.cu`` and ``channel_last_backward.cu`` with ``channel_last.cuh``. Access ``aligned`` passes
 serially over columns of channels, whose tiles come through a ring in shared memory; ``generic`` holds tiles in registers
 and takes everything. The static parameters are those of linear_scan's kernels (``streams.py``, ``registers.py``), beside the
-kind. ``notes/README.md`` says why the tiles are what they are; no GPU has timed them yet.
+kind. ``notes/README.md`` says why the tiles are what they are.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ ring in shared memory, on ``../linear_scan/time_stream.cuh``; ``generic`` holds 
 ``../linear_scan/time_last.cuh``, and takes everything. Static parameters are those of linear_scan's kernels
 (``streams.py``, ``registers.py``), beside the kind, which is its header's name.
 
-Tiles are chosen so that copies of at least 40 KB are under way on an SM, and no registers are spilled; no GPU has
-timed them yet.
+Tiles are chosen so that copies of at least 40 KB are under way on an SM, and no registers are spilled.
 """
 
 from __future__ import annotations
