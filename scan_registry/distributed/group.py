@@ -27,7 +27,7 @@ has stopped, or makes no call at all, ends the others' call by the group's timeo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -47,6 +47,7 @@ __all__ = [
     "agree",
     "all_gather",
     "all_reduce",
+    "begun",
     "broadcast",
     "check_unread",
     "finish",
@@ -378,14 +379,20 @@ class Incoming(NamedTuple):
 def receive(
     members: Members, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int
 ) -> Incoming:
-    """Begin to receive what this rank sends. All that a call receives from a rank is best begun with before its first
-    kernel, since NCCL receives nothing before what is on the stream has run."""
+    """Begin to receive what ``source`` sends."""
     found = torch.empty(tuple(shape), dtype=dtype, device=_carrier(members, device))
     work = None
     if found.numel():
         real = torch.view_as_real(found) if found.is_complex() else found
         work = dist.irecv(real, dist.get_global_rank(members.group, source), group=members.group)
     return Incoming(work, found, device)
+
+
+def begun(coming: Iterator[Incoming], passes_on: bool) -> Iterator[Incoming]:
+    """What a call receives, all of it begun with at once by a rank that passes nothing on, so that it comes while kernels
+    run: NCCL receives nothing before what was on the stream has run. A rank that passes states on begins with each when
+    it takes it, since NCCL may send nothing before it has received what was begun with."""
+    return coming if passes_on else iter([*coming])
 
 
 def finish(members: Members) -> None:

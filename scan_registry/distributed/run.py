@@ -190,14 +190,22 @@ class Run:
         self, device: torch.device, pieces: Sequence[Piece], sequence: int | None, step: int
     ) -> Iterator[groups.Incoming]:
         """What comes from the rank so many positions further, if a sequence does."""
-        coming = []
-        for piece in pieces if sequence is not None else ():
-            shape = [*self.one_state]
-            if piece.axis is not None:
-                shape[self.axis_of_state()] = piece.count
-            source = self._neighbour(step)
-            coming.append(groups.receive(self.members, shape, self.compute, device, source))
-        return iter(coming)
+        if sequence is None:
+            return iter(())
+        source = self._neighbour(step)
+        coming = (
+            groups.receive(self.members, self._shape(piece), self.compute, device, source)
+            for piece in pieces
+        )
+        passes_on = self.part.leaves if step < 0 else self.part.enters
+        return groups.begun(coming, passes_on is not None)
+
+    def _shape(self, piece: Piece) -> list[int]:
+        """Of one sequence's state in a piece."""
+        shape = [*self.one_state]
+        if piece.axis is not None:
+            shape[self.axis_of_state()] = piece.count
+        return shape
 
     def _send(self, state: Tensor | None, sequence: int | None, step: int) -> None:
         if sequence is not None:

@@ -132,13 +132,19 @@ class Run:
         self, given: Arguments, pieces: list[Piece], sequence: int | None, step: int
     ) -> Iterator[groups.Incoming]:
         """What comes from a neighbour, if a sequence does."""
+        if sequence is None:
+            return iter(())
+        members, device, (batch, _, _) = self.members, given.u.device, given.u.shape
         dtype = reference.state_dtype(given.u.dtype, given.A.dtype)
-        coming = []
-        for piece in pieces if sequence is not None else ():
-            shape = given.u.shape[0], piece.width, given.A.shape[1]
-            source = self.members.rank + step
-            coming.append(groups.receive(self.members, shape, dtype, given.u.device, source))
-        return iter(coming)
+        coming = (
+            groups.receive(
+                *(members, (batch, piece.width, given.A.shape[1]), dtype, device),
+                members.rank + step,
+            )
+            for piece in pieces
+        )
+        passes_on = self.part.leaves if step < 0 else self.part.enters
+        return groups.begun(coming, passes_on is not None)
 
     def forward(
         self, given: Arguments, training: bool
