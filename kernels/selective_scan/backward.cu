@@ -209,7 +209,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                 prefetch(checkpoints + (i64(slot + number - 1) * channel_count + first + own + 8 * (quarter / 2)) * state_count +
                          quarter % 2 * 8);
         }
-#pragma unroll(ALIGNED && NARROW ? int(PER_LANE) : 1)
+#pragma unroll(int(AT_ONCE))
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
             const int count = piece.count(left, times);
@@ -374,7 +374,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
         const Rows<Storage*> u_grads(u_grad, new_strides, batch_again, again_first, at.begin);
         const Rows<Storage*> delta_grads(delta_grad, new_strides, batch_again, again_first, at.begin);
         const Rows<Storage*> z_grads(z_grad, new_strides, batch_again, again_first, at.begin);
-#pragma unroll 1
+#pragma unroll(int(AT_ONCE_AFTER))
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
             const int count = piece.count(left, times);

@@ -17,6 +17,9 @@ enum : int {
     SHARED_STAGE = 2 * CAPACITY * TIMES,
     COMPENSATED = !NARROW && BLOCKS == 1,
     KEPT = 24,  // floats of a thread for each block of states
+    // Pieces whose loads are under way at once, before the steps and after: in float32 as many as there are registers for.
+    AT_ONCE = !ALIGNED ? 1 : NARROW ? PER_LANE : BLOCKS > 1 ? 1 : CHANNEL_LAST ? 2 : PER_LANE,
+    AT_ONCE_AFTER = !NARROW && ALIGNED && !CHANNEL_LAST && BLOCKS == 1 ? 2 : 1,
 };
 static_assert(PIECES % SHARING == 0);
 

@@ -15,6 +15,13 @@ __device__ inline void mma_tf32(float (&acc)[4], uint4 a, uint2 b) {
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
+// a·b, or 0 or 1 where that is less than 0 or more than 1.
+__device__ inline float clamped_product(float a, float b) {
+    float product;
+    asm("mul.sat.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+    return product;
+}
+
 // Bring a line to the L2 cache; a hint.
 __device__ inline void prefetch(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

@@ -148,27 +148,30 @@ def _constants(variant: Variant) -> dict[str, Static]:
 
 def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
     """For up to 16 states and for any number; and in 16 bits for up to 64, and for few channels, which fill a GPU only
-    if two warps share them. In float32, gates take more registers, so that fewer CTAs fit on an SM."""
+    if two warps share them. In float32 they always do, as its gates take long and more warps hide that."""
     named = dict(kind)
-    narrow = ITEM_SIZE[str(named["dtype"])] == 2
-    if named["access"] == "aligned" and narrow:
+    large = (8, 8, 16, 8, 1)
+    if ITEM_SIZE[str(named["dtype"])] > 2:
+        tiles = [(2, 2, 16, 4, 4), large]
+    elif named["access"] == "aligned":
         tiles = [
             (4, 1, 16, 4, 3),
             (2, 2, 32, 4, 4),
             (2, 2, 32, 4, 3),
             (8, 2, 32, 4, 2),
-            (8, 8, 16, 8, 1),
+            large,
         ]
     else:
-        tiles = [(4, 1, 16, 4, 3 if narrow else 2), (8, 8, 16, 8, 1)]
+        tiles = [(4, 1, 16, 4, 3), large]
     names = ("states", "split", "times", "warps", "ctas")
     return tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
 
 
 def _serves(statics: Pins, target: Target) -> bool:
-    """Few registers, for a fourth CTA on an SM, are enough for the code of sm_90 alone."""
-    ctas = dict(statics).get("ctas")
-    if dict(statics).get("states") != 2 or ctas is None:
+    """Few registers, for a fourth CTA on an SM, are enough in 16 bits for the code of sm_90 alone."""
+    named = dict(statics)
+    ctas = named.get("ctas")
+    if named.get("states") != 2 or named.get("dtype") == "float32" or ctas is None:
         return True
     return (ctas == 4) == (target.capability == (9, 0) and not target.is_ptx)
 
@@ -244,8 +247,8 @@ _COST: dict[Direction, Callable[[Variant, SelectiveScanProblem], float]] = {
 
 
 def _may_spill(direction: Direction) -> frozenset[Variant]:
-    """float32 with more than 16 states: forwards up to 32 bytes, of a lane that has 8 states of two channels; backwards on
-    sm_120 up to 40."""
+    """float32 with more than 16 states: forwards up to 40 bytes, of a lane that has 8 states of two channels; backwards on
+    sm_120 up to 32."""
     large = {"forward": ("states", 8), "backward": ("blocks", 2)}
     if direction not in large:
         return frozenset()

@@ -30,6 +30,8 @@ MOST_PIECES = 64  # of "pass": so many calls of the host, at most
 #: Pieces begin and end at multiples of so many bytes of a time step, so that kernels read whole 128-byte lines where
 #: channels are contiguous.
 LINE = 128
+#: Bytes in which each rank says what it was called with, before states are passed on. "reduce" says it with its summaries.
+OPENING = 4096
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
     """Of "pass" in so many pieces.
 
     The ranks are the machines of a flow shop with identical jobs, the pieces: the first piece passes every rank, and
-    the others leave behind it at the pace of the slowest rank.
+    the others leave behind it at the pace of the slowest rank. Before that ranks compare what they were called with.
     """
     if pieces < 1:
         raise ValueError(f"pieces are {pieces}; there is 1 at least")
@@ -149,7 +151,8 @@ def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
     fixed = work.passes * machine.piece
     times = [steps * work.scan / machine.memory / pieces + fixed for steps in work.steps]
     through = sum(times) + work.passes * machine.passing(work.ranks, work.state / pieces)
-    return through + (pieces - 1) * max(times)
+    opening = work.passes * machine.all_gather(work.ranks, OPENING)
+    return opening + through + (pieces - 1) * max(times)
 
 
 def best_pieces(work: Work, machine: Machine) -> int:
@@ -277,7 +280,8 @@ def _why_pass(work: Work, machine: Machine, pieces: int, seconds: float) -> str:
     return (
         f"pass: {_time(seconds)} in {pieces} of at most {work.most} pieces, of which {_time(scan)} scan, "
         f"{_time(others)} wait for the first piece of the other ranks, "
-        f"{_time(work.passes * machine.passing(work.ranks, work.state / pieces))} pass states on, and "
+        f"{_time(work.passes * machine.passing(work.ranks, work.state / pieces))} pass states on, "
+        f"{_time(work.passes * machine.all_gather(work.ranks, OPENING))} compare the calls, and "
         f"{_time(work.passes * (work.ranks - 1 + pieces) * machine.piece)} are the cost of pieces"
     )
 

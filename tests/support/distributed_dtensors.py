@@ -211,6 +211,40 @@ def check_redistributed(rank: int, ranks: int, group: Any) -> None:
     torch.testing.assert_close(last.full_tensor(), tensors[0][..., -3:])
 
 
+def check_time_with_options(rank: int, ranks: int, group: Any) -> None:
+    """Bounds, numbers of sequences and resets, plain or sharded, and what no function over ranks takes."""
+    mesh = mesh_of(group)
+    made = torch.Generator().manual_seed(1)
+    x, gates = (torch.rand(1, CHANNELS, TIME, dtype=torch.float64, generator=made) for _ in "xg")
+    weight, state = torch.rand(CHANNELS, 3, dtype=torch.float64), torch.rand(1, CHANNELS, 2)
+    bounds, numbers = torch.tensor([0, 2, 2, TIME]), torch.tensor([[0, 0, 1, 1, 1, 2, 2]])
+    reset = numbers.diff(dim=1, prepend=numbers[:, :1]) != 0
+    parts, of_gates = (distribute_tensor(t, mesh, [Shard(2)]) for t in (x, gates))
+    filters = distribute_tensor(weight, mesh, [Replicate()])
+    states = distribute_tensor(state.double(), mesh, [Replicate()])
+    of_numbers = distribute_tensor(numbers, mesh, [Shard(1)])
+    conv, scan = scan_registry.causal_conv1d, scan_registry.linear_scan
+    both = {"cu_seqlens": bounds, "return_final_state": True}
+    pairs: list[tuple[Any, Any]] = [
+        (conv(parts, filters, **both), conv(x, weight, **both)),
+        (
+            conv(parts, filters, initial_state=states, seq_idx=of_numbers),
+            conv(x, weight, initial_state=state.double(), seq_idx=numbers),
+        ),
+        (conv(parts, filters, seq_idx=numbers), conv(x, weight, seq_idx=numbers)),
+        (scan(of_gates, parts, **both), scan(gates, x, **both)),
+        (scan(of_gates, parts, reverse=True), scan(gates, x, reverse=True)),
+        (
+            scan_registry.gated_scan("linear", of_gates, parts, reset=reset),
+            scan_registry.gated_scan("linear", gates, x, reset=reset),
+        ),
+        (scan(of_gates, parts, reset=reset), scan(gates, x, reset=reset)),
+    ]
+    for found, expected in pairs:
+        for one, other in zip(outputs(found), outputs(expected), strict=True):
+            torch.testing.assert_close(one.full_tensor(), other)
+
+
 def check_two_dimensions(rank: int, ranks: int, group: Any, name: str) -> None:
     """A mesh of 2 × 2, and every pair of what its dimensions shard."""
     # All processes that there are take part in making its groups.

@@ -67,3 +67,4 @@ inline void prefetch(const void*) {}
 
 inline float fast_tanh(float x) { return std::tanh(x); }
 inline unsigned afresh(unsigned word) { return word; }
+inline float clamped_product(float a, float b) { return std::fmin(std::fmax(a * b, 0.f), 1.f); }

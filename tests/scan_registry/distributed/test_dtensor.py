@@ -24,6 +24,10 @@ def test_shards_of_time(ranks: RankPool, name: str, size: int) -> None:
     ranks.run(size, dtensors.check_time, name)
 
 
+def test_shards_of_time_with_options(ranks: RankPool) -> None:
+    ranks.run(2, dtensors.check_time_with_options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear_scan", "gated_scan", "selective_scan", "causal_conv1d"])
 def test_meshes_of_two_dimensions(ranks: RankPool, name: str) -> None:

@@ -15,16 +15,18 @@ from scan_registry.distributed import calibration, linear
 from scan_registry.distributed.cost import Choice, choose, linear_scan_work
 from scan_registry.distributed.machines import MACHINES, Machine
 
-#: Of "pass" a piece costs next to nothing, and of "reduce" an exchange very much; and the other way round.
-PASSING = replace(MACHINES["cpu"], name="passing", call=1.0, send=0.0, piece=1e-9)
-REDUCING = replace(MACHINES["cpu"], name="reducing", call=0.0, send=1.0)
+#: Messages cost next to nothing, and reading memory very much, so that nothing is read twice; and the other way round.
+PASSING = replace(
+    MACHINES["cpu"], name="passing", memory=1e3, call=0.0, send=0.0, hop=0.0, piece=1e-9
+)
+REDUCING = replace(MACHINES["cpu"], name="reducing", send=1.0)
 
 
 def explained(
     rank: int, ranks: int, group: Any, machines: list[Machine], schedule: str, recorded: bool
 ) -> tuple[Choice, int]:
     """The choice, and the pieces of the call itself."""
-    gates, tokens = (torch.rand(2, 10 + rank, 64, requires_grad=True) for _ in range(2))
+    gates, tokens = (torch.rand(2, 10 + rank, 256, requires_grad=True) for _ in range(2))
     machine = machines[rank % len(machines)]
     taken = []
     run = linear.Run
@@ -51,7 +53,7 @@ def pieces(choice: Choice) -> int:
 @pytest.mark.parametrize("machine", [PASSING, REDUCING], ids=lambda machine: machine.name)
 def test_it_is_what_the_call_does(ranks: RankPool, machine: Machine, recorded: bool) -> None:
     work = linear_scan_work(
-        [10, 11, 12], 128, 4, direction="both" if recorded else "forward", channels=64
+        [10, 11, 12], 512, 4, direction="both" if recorded else "forward", channels=256
     )
     for schedule in ("auto", "reduce", "pass"):
         expected = choose(work, machine, schedule)
