@@ -152,6 +152,7 @@ class Session:
     calls     number of the last call
     unread    headers that were compared on a GPU, of which nothing is known yet
     kept      what is being sent
+    careful   whether this rank's last call that read its headers failed
     """
 
     capacity: int = _CAPACITY
@@ -159,6 +160,7 @@ class Session:
     calls: int = 0
     unread: list[Unread] = field(default_factory=list)
     kept: list[tuple[Any, Tensor]] = field(default_factory=list)
+    careful: bool = False
 
     def remember(self, kind: Any, value: Any) -> None:
         """Of all ranks at once; the oldest kind is forgotten on all ranks, too."""
@@ -254,8 +256,10 @@ def open_call(
     headers = all_of_them[:, :HEADER]
     local = None
     known = kind is not None and kind in state.agreed and (inline or rows is None)
-    if read or place.type == "cpu" or not known:
+    if read or place.type == "cpu" or not known or state.careful:
+        state.careful = True  # until a good call: so that ranks that learned of an error at different times meet again
         local = read_headers(headers, terms)
+        state.careful = False
     assert isinstance(terms, Terms)
     equal = None if local is not None else _compared(state, headers, terms)
     if local is not None and kind not in state.agreed:

@@ -6,11 +6,13 @@ import os
 import random
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from scan_registry import distributed, gated_scan, linear_scan, selective_scan
 from scan_registry.distributed import linear
@@ -328,6 +330,21 @@ def some_gradients(rank: int, ranks: int, group: Any) -> None:
         assert not distributed.linear_scan(gates, mine, group=group).requires_grad
     with torch.inference_mode():
         distributed.linear_scan(gates, mine, group=group)
+
+
+def groups_of_all_kinds(rank: int, ranks: int, group: Any) -> list[str]:
+    """A mesh of one dimension is its group; what is refused, in words."""
+    x = torch.rand(2, 3)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    whole_group = distributed.linear_scan(x, x, group=group)
+    assert torch.equal(distributed.linear_scan(x, x, group=mesh), whole_group)
+    said = []
+    for other in (SimpleNamespace(), 3, torch.distributed.GroupMember.NON_GROUP_MEMBER):
+        try:
+            distributed.linear_scan(x, x, group=other)
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 # --- Failures ---------------------------------------------------------------------------------

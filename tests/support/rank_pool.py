@@ -16,7 +16,7 @@ from typing import Any
 RANKS = 7
 SIZES = (1, 2, 3, 4, RANKS)
 #: Of a collective, in seconds: longer than any takes that is not stuck.
-GROUP_TIMEOUT = 20
+GROUP_TIMEOUT = 60
 
 
 class RankPool:
@@ -32,7 +32,7 @@ class RankPool:
         size: int,
         function: Callable[..., Any],
         *args: Any,
-        limit: float = 40,
+        limit: float = 150,
         dies: int | None = None,
     ) -> list[Any]:
         """What ``function(rank, size, group, *args)`` returns on each of the first ``size`` ranks.

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import distributed_cases as cases
 import pytest
+import torch
 from rank_pool import GROUP_TIMEOUT, RankPool
+
+from scan_registry import distributed
 
 SIZE = 3
 #: Of the rank that is wrong, and of the others: the exception, and what it says.
@@ -36,7 +39,7 @@ def test_a_rank_refuses_its_arguments(ranks: RankPool, kind: str, known: bool) -
         assert name == "RuntimeError"
         assert f"rank 2: {exception}: " in message
         assert words in message
-    assert max(seconds for _, _, seconds in (*others, bad)) < 5
+    assert max(seconds for _, _, seconds in (*others, bad)) < GROUP_TIMEOUT / 2
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
@@ -49,7 +52,7 @@ def test_ranks_differ(ranks: RankPool, kind: str, known: bool) -> None:
         assert "ranks 0, 1: linear_scan" in message
         assert most in message
         assert one in message.partition("rank 2: ")[2]
-        assert seconds < 5
+        assert seconds < GROUP_TIMEOUT / 2
 
 
 def test_bounds_that_end_elsewhere(ranks: RankPool) -> None:
@@ -74,3 +77,16 @@ def test_a_rank_that_dies_ends_the_others_call(tmp_path: Path) -> None:
     for message, seconds in others:
         assert message
         assert seconds < GROUP_TIMEOUT + 5
+
+
+def test_groups_of_all_kinds(ranks: RankPool) -> None:
+    for said in ranks.run(SIZE, cases.groups_of_all_kinds):
+        of_namespace, of_number, of_stranger = said
+        assert of_namespace.startswith("TypeError: group is a SimpleNamespace; accepted are")
+        assert of_number.startswith("TypeError: group is a int")
+        assert of_stranger == "ValueError: this process is not a member of the group"
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        distributed.linear_scan(torch.rand(3), torch.rand(3))
