@@ -1,5 +1,5 @@
-"""Launches every installed binary of a family on small problems, for compute-sanitizer to watch: what the ``sanitize_*`` tools
-share."""
+"""What the ``sanitize_*`` tools share: they launch every installed binary of a family on small problems under
+compute-sanitizer."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Run every kernel of gated scans on few small problems, for compute-sanitizer to watch.
+"""Run every kernel of gated scans on a few small problems under compute-sanitizer.
 
     compute-sanitizer --tool memcheck --kernel-name kns=gated_scan --error-exitcode 1 \\
         python tools/sanitize_gated_scan.py
 
-and likewise ``--tool racecheck``, ``synccheck`` and ``initcheck``; memcheck and initcheck see more with
-PYTORCH_NO_CUDA_MEMORY_CACHING=1. ``--dtype`` and ``--kind`` take a part.
+and likewise with ``--tool racecheck``, ``synccheck`` and ``initcheck``. memcheck and initcheck find more with
+PYTORCH_NO_CUDA_MEMORY_CACHING=1. ``--dtype`` and ``--kind`` select a part of the binaries.
 
-Every installed binary for exactly this GPU is launched, with every option and with none, on sequences whose last tile
-is not full, in memory with gaps and without, and on packed sequences. Errors are compared with the tolerances, too. The
-exit status is 1 if one is over its limit or a binary took no problem.
+Every installed binary for exactly this GPU is launched: with every option and with none, on sequences whose last tile is not
+full, in memory with gaps and without, and on packed sequences. Errors are compared with the tolerances, too. The exit status
+is 1 if an error is over its tolerance, or if a binary accepted none of the problems.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scan_registry.kernels.model import Variant
 NOTHING = Setting()
 EVERYTHING = Setting(states=True, reverse=True, resets=True)
 PACKED = Setting(states=True, packed=True, resets=True)
-#: Columns and rows that are not full, and several tiles; and rows of whole pieces.
+#: The problems: last columns and tiles that are not full, several tiles, and rows of whole 16-byte pieces.
 POSED: tuple[tuple[Shape, Setting], ...] = (
     ((2, 72, 264), EVERYTHING),
     ((1, 72, 264), NOTHING),
@@ -44,7 +44,7 @@ def trials(kinds: Sequence[str], dtypes: Sequence[str]) -> Iterator[Trial]:
 
 
 def launches(trial: Trial, variant: Variant) -> Iterator[Any]:
-    """Of variants of the trial's kind and dtype."""
+    """The cases of a trial for a variant; none if the variant has another kind or dtype."""
     if (variant.text("kind"), variant.text("dtype")) == (KINDS[trial.kind].source, trial.dtype):
         yield from trial.launches(variant.kernel)
 

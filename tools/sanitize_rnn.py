@@ -1,18 +1,18 @@
-"""Run every kernel of recurrent networks on few small problems, for compute-sanitizer to watch.
+"""Run every kernel of recurrent networks on a few small problems, under compute-sanitizer.
 
     compute-sanitizer --tool memcheck --kernel-name kns=ward --error-exitcode 1 \\
         python tools/sanitize_rnn.py
 
-and likewise ``--tool racecheck``, ``synccheck`` and ``initcheck``; memcheck and initcheck see more with
-PYTORCH_NO_CUDA_MEMORY_CACHING=1. The names of all these kernels, and of none of torch's that run here, end
-with forward or backward. ``--dtype`` and ``--function`` take a part.
+and likewise with ``--tool racecheck``, ``synccheck`` and ``initcheck``. memcheck and initcheck find more with
+PYTORCH_NO_CUDA_MEMORY_CACHING=1. ``kns=ward`` selects the kernels whose names end with forward or backward: all of this
+family, and none of torch's kernels that run here. ``--dtype`` and ``--function`` select a part of the binaries.
 
-Every installed binary for exactly this GPU is launched: on heads that a block has for itself, once with
-nothing that may be left out and no gaps, and once with everything and gaps between rows; and, as far as it
-takes them, on wider heads whose blocks wait for each other, over more steps than their ring has room for, and
-on still wider ones, for which they wait several times in a step. The last tile of batches is not full. Errors are compared with the tolerances, too. Without
-compute-sanitizer this takes seconds. The exit status is 1 if an error is over its limit or a binary took no
-problem.
+Every installed binary for exactly this GPU is launched. On heads that one CTA computes, it is launched once without optional
+tensors and without gaps, and once with all optional tensors and gaps between rows. Binaries that spread a head over several CTAs
+are also launched on wider heads, over more steps than the ring of hidden states holds, and on still wider heads, for which CTAs
+wait for each other several times in a step. The last tile of batches is not full. Errors are compared with the tolerances, too.
+Without compute-sanitizer this takes seconds. The exit status is 1 if an error is over its tolerance, or if a binary accepted
+none of the problems.
 """
 
 from __future__ import annotations

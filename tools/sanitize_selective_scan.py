@@ -1,14 +1,15 @@
-"""Run every kernel of selective scans on few small problems, for compute-sanitizer to watch.
+"""Run every kernel of selective scans on a few small problems, under compute-sanitizer.
 
     compute-sanitizer --tool memcheck --kernel-name kns=selective_scan --error-exitcode 1 \\
         python tools/sanitize_selective_scan.py
 
-and likewise ``--tool racecheck``, ``synccheck`` and ``initcheck``; memcheck and initcheck see more with
-PYTORCH_NO_CUDA_MEMORY_CACHING=1. ``--dtype`` takes a part.
+and likewise with ``--tool racecheck``, ``synccheck`` and ``initcheck``. memcheck and initcheck find more with
+PYTORCH_NO_CUDA_MEMORY_CACHING=1. ``--dtype`` selects a part of the binaries.
 
 Every installed binary for exactly this GPU is launched, with every option and with none, on sequences whose last tile
 is not full, in memory with gaps and without, in one part and in several, and on few states and on many.
-Errors are compared with the tolerances, too. The exit status is 1 if one is over its limit or a binary took no problem.
+Errors are compared with the tolerances, too. The exit status is 1 if an error is over its tolerance, or if a binary
+accepted none of the problems.
 """
 
 from __future__ import annotations

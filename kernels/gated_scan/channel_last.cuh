@@ -5,10 +5,13 @@
 //                                                         CTAs share a column (CTAS_PER_COLUMN > 1)
 //     otherwise       ../linear_scan/channel_last.cuh     generic: any strides, packed sequences
 //
-// Inputs take the place of gates and tokens. A thread computes gate and token of each of its elements when it composes a
-// tile's maps, and keeps them, or what the gradients need besides, in registers until it knows the state that enters. Where
-// several CTAs share a column it does not: a tile is composed turns before its states are computed, which computes gates
-// again.
+// Where linear_scan's designs copy gates and tokens, these kernels copy the kind's inputs. A thread handles a tile in two
+// passes. The first pass computes the gate and the token of each element, and composes them to the tile's affine map. The
+// second pass starts from the state that enters the tile, and computes states or gradients.
+//
+// If a CTA has a column for itself, what the second pass needs stays in registers: gates and tokens forward, the kind's
+// Values backward. If several CTAs share a column, several turns lie between the two passes of a tile, which is too long to
+// hold registers. The second pass then computes the gates again (RECOMPUTE_GATES).
 #pragma once
 #if CTAS_PER_COLUMN > 1
 #include "../linear_scan/multi_cta_column.cuh"
@@ -21,24 +24,25 @@
 
 using Given = Kind::Given;
 using Values = Kind::Values;
-enum : int { INPUTS = Kind::INPUTS, PARAMETERS = Kind::PARAMETERS, ROOM = Kind::ROOM };
-// Bits of `flags`: h[t] follows from h[t+1]; the kind's option.
+enum : int { INPUTS = Kind::INPUTS, PARAMETERS = Kind::PARAMETERS, PARAMETER_SLOTS = Kind::PARAMETER_SLOTS };
+// Bits of `flags`: whether h[t] follows from h[t+1], and the kind's option.
 enum : int { AGAINST_TIME = 1, WITH_OPTION = 2 };
 
-// The numbers 0 … N - 1, for what has no default constructor.
+// MakeIndexSequence<N> is IndexSequence<0, …, N - 1>, as in the standard library, which NVRTC has not. Arrays of types
+// without a default constructor are initialized from it.
 template <int... N>
-struct Numbers {};
+struct IndexSequence {};
 template <int N, int... NUMBERS>
-struct Counted : Counted<N - 1, N - 1, NUMBERS...> {};
+struct BuildIndexSequence : BuildIndexSequence<N - 1, N - 1, NUMBERS...> {};
 template <int... NUMBERS>
-struct Counted<0, NUMBERS...> {
-    using All = Numbers<NUMBERS...>;
+struct BuildIndexSequence<0, NUMBERS...> {
+    using All = IndexSequence<NUMBERS...>;
 };
 template <int N>
-using Count = typename Counted<N>::All;
+using MakeIndexSequence = typename BuildIndexSequence<N>::All;
 
-// CTAs per SM that registers leave room for. From 12.0 on an SM's shared memory is too small for as many, and more
-// registers are needed.
+// CTAs per SM that the compiler limits registers for. From capability 12.0 on the shared memory of an SM is too small for
+// BLOCKS CTAs, so registers need not be limited for as many.
 #if __CUDA_ARCH__ >= 1200
 enum : int { RESIDENT = 1 };
 #else
@@ -50,11 +54,11 @@ struct Inputs {
     i64 by_batch, by_channel, by_time;
 };
 
-// A channel's parameters, prepared.
+// The parameters of one channel, after Kind::prepared.
 struct Channel {
-    float parameter[ROOM];
+    float parameter[PARAMETER_SLOTS];
 
-    // `parameters` are P × channels.
+    // `parameters` is a matrix (PARAMETERS, channels).
     __device__ Channel(const float* parameters, i64 channels, i64 channel, bool exists) {
 #pragma unroll
         for (int p = 0; p < PARAMETERS; p++)
@@ -62,7 +66,7 @@ struct Channel {
     }
 };
 
-// One element's inputs, of chunks that hold it as number v.
+// What a kind gets at one step of one channel: element v of each input's chunk, and the channel's parameters.
 template <int COUNT>
 __device__ Given given_of(const Chunk<Element, COUNT> (&inputs)[INPUTS], int v, const Channel& channel, bool reset,
                           bool option) {
@@ -75,7 +79,8 @@ __device__ Given given_of(const Chunk<Element, COUNT> (&inputs)[INPUTS], int v, 
     return given;
 }
 
-// Gate and token where the step exists. Padding gives the identity of itself, if the kind has such.
+// Gate and token of one step. Past the end of the sequence the map must be the identity. Kinds with PADS get there inputs
+// that make it so; for other kinds it is selected here.
 __device__ inline Step gated(const Given& given, const Values& values, bool exists) {
     Step step = Kind::step(values);
     if (given.reset) step.scale = 0;
@@ -83,7 +88,8 @@ __device__ inline Step gated(const Given& given, const Values& values, bool exis
     return step;
 }
 
-// RESETS: whether there are resets. Where there are none, a gate of 0 takes no look.
+// One step of the recurrence, and the composition of an affine map with the step after it. With RESETS, a gate of 0 drops
+// the state before it, even one that is infinite or NaN; that takes a comparison, which kernels without resets leave out.
 template <bool RESETS>
 __device__ State applied(Step step, State x) {
     return RESETS ? step(x) : step.scale * x + step.shift;
@@ -99,14 +105,15 @@ __device__ Affine composed(Affine first, Step second) {
 }
 
 #if COLUMN_SERIAL
-// Whether a tile's states are computed when its maps are long gone.
-enum : bool { AGAIN = CTAS_PER_COLUMN > 1 };
+// Whether a tile's second pass computes gates again, since registers do not last from the first pass to the second.
+enum : bool { RECOMPUTE_GATES = CTAS_PER_COLUMN > 1 };
 
-// The resets of this lane's rows of one tile after another. A lane reads those of one row of its warp's, a tile ahead.
+// The resets of a lane's rows, one tile after the other. Each lane loads the reset byte of one of its warp's rows, one tile
+// before it is used. A ballot then gives all lanes the resets of all rows of the warp.
 template <bool RESETS>
 struct ResetRows {
     const unsigned char* at;
-    int apart, left;  // from tile to tile, in time and in rows that are left
+    int apart, left;  // steps in time from tile to tile, negative against time; and how many rows are left
     unsigned next = 0;
 
     __device__ ResetRows(const unsigned char* reset, i64 by_batch, const Column& column) {
@@ -119,8 +126,8 @@ struct ResetRows {
         fetch();
     }
     __device__ void fetch() { next = left > 0 ? *at : 0; }
-    // A bit for each of this lane's rows.
-    __device__ unsigned turn() {
+    // The resets of this lane's rows of the current tile, one bit for each row. Advances to the next tile.
+    __device__ unsigned take_tile() {
         if (!RESETS) return 0;
         const unsigned rows = __ballot_sync(FULL_WARP, next != 0);
         at += apart, left -= CTAS_PER_COLUMN * TIMES;
@@ -129,7 +136,7 @@ struct ResetRows {
     }
 };
 #else
-// The resets of this thread's rows, a bit for each.
+// The resets of this thread's rows, one bit for each row.
 __device__ inline unsigned resets_of(const unsigned char* reset, i64 by_batch, const Position& at, const Walk& walk) {
     unsigned rows = 0;
     if (!reset) return rows;

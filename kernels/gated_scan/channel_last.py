@@ -1,19 +1,18 @@
 """The CUDA kernels of gated scan for contiguous channels: variants, what each accepts, and how it launches.
 
-Sources: ``channel_last_forward.cu`` and ``channel_last_backward.cu`` with ``channel_last.cuh``. Access ``aligned`` passes
-serially over columns of channels, whose tiles come through a ring in shared memory; ``generic`` holds tiles in registers
-and takes everything. The static parameters are those of linear_scan's kernels (``streams.py``, ``registers.py``), beside the
-kind. ``notes/README.md`` says why the tiles are what they are.
+Sources: ``channel_last_forward.cu`` and ``channel_last_backward.cu`` with ``channel_last.cuh``. With access ``aligned``, a CTA
+passes serially in time over a column of channels, whose tiles come through a ring in shared memory. Access ``generic`` holds
+tiles in registers, and accepts any strides and packed sequences. The static parameters are the kind and those of linear_scan's
+kernels (``streams.py``, ``registers.py``). ``notes/README.md`` says why the tiles are what they are.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from scan_registry.hardware.target import OLDEST, SHARED_MEMORY, Target
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.gated_scan.problem import (
     DIRECTIONS,
     HEADERS,
@@ -22,6 +21,8 @@ from scan_registry.kernels.gated_scan.problem import (
     ceil_div,
 )
 from scan_registry.kernels.gated_scan.variants import (
+    ALIGNED_IN_WHEELS,
+    DRIVER_SHARED,
     FAMILY_NAME,
     constants,
     headers,
@@ -44,40 +45,36 @@ from scan_registry.kernels.model import (
     Variant,
 )
 
-#: Of columns of 32 channels, the fewest that make wide columns faster than narrow ones, by direction and bytes of an element.
+#: From how many columns of 32 channels on wide columns are faster than narrow ones, by direction and bytes of an element.
 MANY_COLUMNS: dict[tuple[Direction, int], int] = {
     ("forward", 2): 192,
     ("forward", 4): 100,
     ("backward", 2): 67,
     ("backward", 4): 67,
 }
-#: Dtypes that wheels have aligned tiles of. Others are served by generic access, until tuning names tiles of theirs.
-_ALIGNED_IN_WHEELS = ("float32", "bfloat16")
-#: What drivers keep of a CTA's shared memory.
-_KEPT = 1024
-#: Time steps that are counted in 32 bits.
+#: The most time steps that the kernels count in 32 bits.
 _MOST_STEPS = 2**31 - 2**16
 
 
 def _tensors(direction: Direction, kind: str) -> int:
-    """Tensors that come through the ring: the inputs, and backward states and their gradients."""
+    """How many tensors come through the ring: the inputs, and backward the states and their gradients, too."""
     return len(HEADERS[kind].inputs) + 2 * (direction == "backward")
 
 
 def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
-    """A tile for many columns, and for few."""
+    """Wheels have generic access, and two aligned tiles: one for many columns and one for few."""
     if access == "generic":
         yield registers.WIDE
-    elif dtype in _ALIGNED_IN_WHEELS:
+    elif dtype in ALIGNED_IN_WHEELS:
         yield from _whole(direction, dtype, kind)
 
 
 def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
-    """What tuning may choose from besides: columns of 64 channels, columns that several CTAs share, and what wheels have of
-    other dtypes."""
+    """More tiles that tuning may select: columns of 64 channels, columns that several CTAs share, and for float16 the tiles
+    that wheels have for other dtypes."""
     if access == "generic":
         return
-    if dtype not in _ALIGNED_IN_WHEELS:
+    if dtype not in ALIGNED_IN_WHEELS:
         yield from _whole(direction, dtype, kind)
     steps = 4 if direction == "backward" else 8
     yield {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps, "stages": 3, "blocks": 2}
@@ -86,7 +83,7 @@ def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterato
 
 
 def _whole(direction: Direction, dtype: str, kind: str) -> Iterator[Tile]:
-    """Tiles of columns that a CTA has for itself: wide ones, and narrow ones where they are few."""
+    """Tiles of columns that one CTA scans: wide columns, and narrow ones for when wide ones are too few for the GPU."""
     size, tensors = ITEM_SIZE[dtype], _tensors(direction, kind)
     wide = {"warps": 8, "lanes_across": 32, "vector": 1, "steps": 8, "stages": 3}
     if direction == "backward":
@@ -107,7 +104,8 @@ def _whole(direction: Direction, dtype: str, kind: str) -> Iterator[Tile]:
 
 
 def _shared_column(tensors: int) -> Tile:
-    """A CTA keeps the maps of `aggregate_lead` + 1 tiles, and the ring as many tiles and those on their way."""
+    """A tile of columns that four CTAs share. A CTA keeps the maps of ``aggregate_lead`` + 1 tiles. Its ring holds as many
+    tiles, and those that are being copied."""
     stages, lead = {2: (6, 3), 3: (4, 2), 4: (6, 3), 5: (5, 2)}.get(tensors, (4, 2))
     tile = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": 16 if tensors < 4 else 8}
     return {**tile, "stages": stages, "ctas_per_column": 4, "aggregate_lead": lead, "blocks": 1}
@@ -117,7 +115,7 @@ def _shared_column(tensors: int) -> Tile:
 
 
 def _warp_bytes(dtype: str, tile: Tile) -> int:
-    """Of a warp's rows of one tensor, with the padding between its groups (``column_serial.cuh``)."""
+    """Bytes of one tensor's rows that a warp copies, with the padding between its groups (``column_serial.cuh``)."""
     groups = 32 // int(tile["lanes_across"])
     return 32 * int(tile["vector"]) * int(tile["steps"]) * ITEM_SIZE[dtype] + 64 * (groups - 1)
 
@@ -132,8 +130,9 @@ def _shared(direction: Direction, variant: Variant) -> int:
 
 
 def _static_shared(variant: Variant) -> int:
-    """Of a CTA, at most: for each channel of a thread two maps and a sum; or the maps of ``aggregate_lead`` + 1 tiles and
-    of the whole tile, the states that enter two, and a sum."""
+    """At most how many bytes a CTA has beside its ring. If it has a column for itself: two maps and a sum for each channel of
+    a thread. If several CTAs share a column: the maps of ``aggregate_lead`` + 1 tiles and of the whole tile, the states that
+    enter two tiles, and a sum."""
     tile, vector = dict(variant.statics), variant.number("vector")
     held = 32 * variant.number("warps") * vector
     map_bytes = 8 if ITEM_SIZE[variant.text("dtype")] < 4 else 12
@@ -144,13 +143,12 @@ def _static_shared(variant: Variant) -> int:
 
 
 def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
-    """Whether an architecture's GPUs have room for the variant's shared memory. PTX is held to those with the least."""
+    """Whether the GPUs of an architecture have enough shared memory for the variant."""
     if "stages" not in dict(statics):
         return True
-    least = min(SHARED_MEMORY[each] for each in SHARED_MEMORY if each >= OLDEST)
-    room = least if target.is_ptx else SHARED_MEMORY.get(target.capability, math.inf)
     variant = Variant(FAMILY_NAME, f"channel_last_{direction}", "cuda", statics)
-    return _shared(direction, variant) + _static_shared(variant) + _KEPT <= room
+    used = _shared(direction, variant) + _static_shared(variant) + DRIVER_SHARED
+    return used <= target.shared_memory
 
 
 # --- Problems ---------------------------------------------------------------------------------
@@ -173,7 +171,8 @@ def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
 
 
 def _cost(variant: Variant, problem: GatedScanProblem) -> float:
-    """Wide columns if they are many; else shared ones if the GPU has room for all their CTAs, and then narrow ones."""
+    """The order of preference, the lowest first: wide columns if there are many. If there are few: shared columns, where the
+    GPU has room for all their CTAs at once, then narrow columns."""
     if variant.text("access") == "generic":
         return 3.0
     tile = dict(variant.statics)
@@ -187,7 +186,7 @@ def _cost(variant: Variant, problem: GatedScanProblem) -> float:
 
 
 def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launch:
-    """A part of the channel parameters' gradients is what a CTA has of a column."""
+    """Each CTA of a column writes one part of the channel parameters' gradients; ``parts`` says how many there are."""
     if not streams.is_streamed(variant):
         launch = registers.channel_last_launch(variant, problem)
         parts = ceil_div(problem.time, registers.channel_last_tile(variant)[1])

@@ -4,24 +4,27 @@
 //     gate_grad[t]  = token_grad[t] * states[t-1]
 //     h[t]          = gate[t] * token_grad[t]
 //
-// which is a scan in the opposite direction. Gates are computed from the inputs again, and gate_grad and token_grad turn
-// into the gradients of the inputs and of the channel parameters. The states are read one time step further along the
-// scan than the other tensors.
+// This is a scan in the opposite direction. The kernel computes the gates from the inputs again. The kind turns gate_grad
+// and token_grad into the gradients of its inputs and channel parameters. Step t needs states[t-1], so the rows of the
+// states that are copied are one time step away from those of the other tensors.
 //
-// Of n inputs, 2 + n tensors are read and n written: 8 (n + 1) bytes per element in float32 and 4 (n + 1) in bfloat16 and
-// float16: 12 for minGRU, 16 for RG-LRU. Gradients take the place of the inputs in shared memory. The tile pictures are in
-// the headers of ../linear_scan that channel_last.cuh includes.
+// Traffic: with n inputs, n + 2 tensors are read (inputs, states, states_grad) and n are written. That is 8 (n + 1) bytes
+// per element in float32 and 4 (n + 1) in bfloat16 and float16: 12 for minGRU, 16 for RG-LRU.
 //
-// parameters_grad: each CTA writes the sums over its own time steps, as one of the parts that there are for its channels.
+// In shared memory the gradients overwrite the inputs. channel_last.cuh describes the two passes over a tile, and names the
+// headers that have the tile pictures.
+//
+// parameters_grad is (parts, PARAMETERS, channels). Each CTA sums over its own time steps, and writes one part.
 #include "channel_last.cuh"
 
-// How a gradient passes a step, h -> gate * (grad + h), of which nothing is left where the state starts anew.
+// The affine map of one step of the backward scan, h -> gate * (grad + h). At a reset it is 0.
 __device__ inline Step backward_map(const Step& step, const Given& given, float grad) {
     return {step.scale, given.reset ? 0.0f : step.scale * grad};
 }
 
-// The gradients at one step, of which the state before is `earlier` and h comes from the step after; h becomes what
-// reaches the state before. A state before a reset does not matter, even if it is not a number.
+// The gradients of the inputs and parameters at one step. `earlier` is the state before the step. `h` is the gradient
+// from the step after, and is replaced by the gradient that reaches the state before. At a reset `earlier` has no effect,
+// even if it is NaN.
 __device__ inline Kind::Gradients backward(const Step& step, const Given& given, const Values& values, float grad,
                                            float earlier, float& h) {
     const float token_grad = grad + h;
@@ -29,11 +32,11 @@ __device__ inline Kind::Gradients backward(const Step& step, const Given& given,
     return Kind::gradients(given, values, given.reset ? 0.0f : token_grad * earlier, token_grad);
 }
 
-// A channel parameter's gradient at a step, if it exists. That of padding is 0, if the kind has such.
-__device__ inline float counted(float grad, bool exists) { return Kind::PADS || exists ? grad : 0.0f; }
+// A channel parameter's gradient at a step, or 0 past the end of the sequence. For kinds with PADS it is 0 by itself.
+__device__ inline float existing_gradient(float grad, bool exists) { return Kind::PADS || exists ? grad : 0.0f; }
 
-// A sum with what rounding took from it.
-struct Sum {
+// A compensated sum: `error` collects what rounding takes from `sum`.
+struct CompensatedSum {
     float sum = 0, error = 0;
 
     __device__ void add(float x) { sum = exact_sum(sum, x, error); }
@@ -52,27 +55,27 @@ struct Backward {
     bool option;
 };
 
-// A lane's serial pass over time.
+// What a thread does for the tiles of its column; ForwardPass says when each function is called.
 template <bool RESETS>
 struct BackwardPass {
-    enum : int { GRADS = INPUTS, STATES = INPUTS + 1 };  // tiles beside the inputs'
+    enum : int { GRADS = INPUTS, STATES = INPUTS + 1 };  // places in shared memory after those of the inputs
     Rows inputs[INPUTS], grads, states;
     Results to_inputs[INPUTS];
-    unsigned wanted;  // a bit for each input
+    unsigned wanted;  // a bit for each input whose gradient is wanted
     Tiles<INPUTS + 2> tiles;
     BlockPrefix block_prefix;
     ResetRows<RESETS> composing, finishing;  // resets of the next tile to compose, and of the next to finish
     Channel channel[VECTOR];
     State initial[VECTOR];
-    Sum sum[VECTOR][ROOM];
+    CompensatedSum sum[VECTOR][PARAMETER_SLOTS];
     const bool option;
 
     template <int... I, int... V>
     __device__ BackwardPass(const Backward& of, const Column& column, const States& before, const States& after_grad,
-                            Numbers<I...>, Numbers<V...>)
+                            IndexSequence<I...>, IndexSequence<V...>)
         : inputs{Rows(of.inputs.first[I], of.inputs.by_batch, of.inputs.by_time, column)...},
           grads(of.states_grad, of.states_grad_batch, of.states_grad_time, column),
-          // The earlier state of each row; that of the walk's last is not among the states.
+          // Each row's state is that of one step earlier in the recurrence. The scan's last row needs the initial state.
           states(of.states, of.states_batch, of.states_time, column, 1),
           to_inputs{Results(of.grads[I], of.grads_batch, of.grads_time, column)...},
           wanted(((of.grads[I] ? 1u << I : 0u) | ...)),
@@ -85,7 +88,7 @@ struct BackwardPass {
         for (int v = 0; v < VECTOR; v++) block_prefix.carried[v] = after_grad.read(v), initial[v] = before.read(v);
     }
     __device__ BackwardPass(const Backward& of, const Column& column, const States& before, const States& after_grad)
-        : BackwardPass(of, column, before, after_grad, Count<INPUTS>{}, Count<VECTOR>{}) {}
+        : BackwardPass(of, column, before, after_grad, MakeIndexSequence<INPUTS>{}, MakeIndexSequence<VECTOR>{}) {}
 
     __device__ void fetch(int left) {
 #pragma unroll
@@ -97,7 +100,7 @@ struct BackwardPass {
         tiles.template copy_in<1>(STATES, states, left, 0);
         grads.advance(), states.advance();
     }
-    // This lane's rows of the tile at hand; of the states, each is read when it is needed.
+    // This lane's rows of the current tile. States are not among them: `finish` reads each when it needs it.
     struct Held {
         Chunk<Element, VECTOR> inputs[STEPS][INPUTS], grads[STEPS];
         Values values[STEPS][VECTOR];
@@ -116,7 +119,7 @@ struct BackwardPass {
     }
     __device__ bool exists(int left, int k) const { return tiles.first_own + k < left; }
     __device__ void compose_tile(Held& held, Affine (&maps)[VECTOR], int left) {
-        held.resets = composing.turn();
+        held.resets = composing.take_tile();
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
 #pragma unroll
@@ -128,8 +131,8 @@ struct BackwardPass {
             }
     }
     __device__ void finish(Held& held, State (&h)[VECTOR], int left) {
-        if (AGAIN) held.resets = finishing.turn();
-        float tile_sum[VECTOR][ROOM] = {};
+        if (RECOMPUTE_GATES) held.resets = finishing.take_tile();
+        float tile_sum[VECTOR][PARAMETER_SLOTS] = {};
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const Chunk<Element, VECTOR> earlier = tiles.template get<1>(STATES, k);
@@ -138,13 +141,13 @@ struct BackwardPass {
             for (int v = 0; v < VECTOR; v++) {
                 const State x = chosen(tiles.first_own + k + 1 == left, initial[v], earlier.get(v));
                 const Given given = this->given(held, k, v);
-                const Values values = AGAIN ? Kind::values(given) : held.values[k][v];
+                const Values values = RECOMPUTE_GATES ? Kind::values(given) : held.values[k][v];
                 const Step step = gated(given, values, exists(left, k));
                 const Kind::Gradients of = backward(step, given, values, held.grads[k].get(v), x, h[v]);
 #pragma unroll
                 for (int i = 0; i < INPUTS; i++) to[i][v] = of.input[i];
 #pragma unroll
-                for (int p = 0; p < PARAMETERS; p++) tile_sum[v][p] += counted(of.parameter[p], exists(left, k));
+                for (int p = 0; p < PARAMETERS; p++) tile_sum[v][p] += existing_gradient(of.parameter[p], exists(left, k));
             }
 #pragma unroll
             for (int i = 0; i < INPUTS; i++) tiles.put(i, to_inputs[i], left, k, to[i]);
@@ -161,7 +164,7 @@ struct BackwardPass {
             to_inputs[i].advance();
         }
     }
-    // The sums of all groups, as part `part` of what is asked for. To be called by the whole CTA.
+    // Adds the sums of all groups of the CTA, and writes them as part `part`. All threads of the CTA must call this.
     __device__ void write_sums(float* parameters_grad, const Backward& of, const Column& column, i64 part) const {
         __shared__ float sums[GROUPS][VECTOR][LANES_ACROSS];
         const int group = threadIdx.x / LANES_ACROSS, lane = threadIdx.x % LANES_ACROSS;
@@ -169,7 +172,7 @@ struct BackwardPass {
 #pragma unroll
         for (int p = 0; p < PARAMETERS; p++) {
             const i64 row = (part * PARAMETERS + p) * of.channels + column.channel;
-            __syncthreads();  // the parameter before has been read
+            __syncthreads();  // `sums` of the parameter before has been read
 #pragma unroll
             for (int v = 0; v < VECTOR; v++) sums[group][v][lane] = sum[v][p].total();
             __syncthreads();
@@ -198,9 +201,9 @@ __device__ void run_column(const Backward& of, const Column& column, const State
     for (int v = 0; v < VECTOR; v++) before_grad.write(v, pass.block_prefix.carried[v].x);
 }
 #else
-// The same pass, whose sums outlast what is called with it.
+// Forwards to a pass that it does not own, so that the caller can read the pass's sums after ColumnCta::run.
 template <class Pass>
-struct Lent {
+struct PassReference {
     using Held = typename Pass::Held;
     Pass& pass;
     decltype(Pass::tiles)& tiles = pass.tiles;
@@ -216,7 +219,7 @@ template <bool RESETS>
 __device__ void run_column(ColumnCta& cta, const Backward& of, const Column& column, const States& before,
                            const States& after_grad, i64 time, float* parameters_grad, i64 part) {
     BackwardPass<RESETS> pass(of, column, before, after_grad);
-    cta.run(Lent<BackwardPass<RESETS>>{pass}, time);
+    cta.run(PassReference<BackwardPass<RESETS>>{pass}, time);
     if (PARAMETERS) pass.write_sums(parameters_grad, of, column, part);
 }
 #endif
@@ -240,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_chann
     const Inputs inputs{{input0, input1, input2, input3}, inputs_batch, inputs_channel, inputs_time};
     Storage* const grads[] = {input0_grad, input1_grad, input2_grad, input3_grad};
     const bool option = flags & WITH_OPTION;
-    const i64 parts_each = parts / (batch > 0 ? batch : 1);  // of a batch
+    const i64 parts_each = parts / (batch > 0 ? batch : 1);  // parts for each batch
 #if COLUMN_SERIAL
 #if CTAS_PER_COLUMN > 1
     const CtaRank cta(workspace);
@@ -295,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_chann
     const Boundary before = boundary(initial_state), after_grad = boundary(final_state_grad);
     const Boundary before_grad = boundary(initial_state_grad);
     const Marks marks = walk.marks(at.first, STEPS, own_places());
-    __syncwarp();  // the lanes of a slot have written the same places
+    __syncwarp();  // lanes with the same rows have written the same marks to shared memory
 
     const Channel channel(parameters, channels, at.channel, has_channel);
     const unsigned resets = resets_of(reset, reset_batch, at, walk);
@@ -308,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_chann
         const Given given = given_at(k);
         values[k] = Kind::values(given);
         Step map = backward_map(gated(given, values[k], exists(k)), given, grad[k].get(0));
-        // A sequence starts from the gradient after it, whatever the tile's is.
+        // A packed sequence starts from the gradient of its own final state, whatever gradient enters the tile.
         if (marks.starts_at(k)) {
             const State h = after_grad.read(marks.places[k].of_first);
             map = {State(0), given.reset ? 0.0f : map.scale * (grad[k].get(0) + h)};
@@ -320,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_chann
     enter_rows(rows, h, at, walk, static_cast<u64*>(workspace), channels,
                final_state_grad ? final_state_grad + offset : nullptr,
                initial_state_grad ? initial_state_grad + offset : nullptr, state_channel);
-    float sum[ROOM] = {};
+    float sum[PARAMETER_SLOTS] = {};
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
         State x = State(0);
@@ -340,15 +343,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_chann
             rows_of(grads[i], grads_batch, grads_channel, grads_time).store(k, chunk);
         }
 #pragma unroll
-        for (int p = 0; p < PARAMETERS; p++) sum[p] += counted(to.parameter[p], exists(k));
+        for (int p = 0; p < PARAMETERS; p++) sum[p] += existing_gradient(to.parameter[p], exists(k));
     }
     if (PARAMETERS == 0 || !parameters_grad) return;
-    // The tile's sum over time, of each channel.
+    // The sum over the tile's time steps, for each channel.
     __shared__ float sums[SLOTS_PER_WARP * WARPS][LANES];
     const int slot = threadIdx.x / LANES;
 #pragma unroll
     for (int p = 0; p < PARAMETERS; p++) {
-        __syncthreads();  // the parameter before has been read
+        __syncthreads();  // `sums` of the parameter before has been read
         sums[slot][threadIdx.x % LANES] = sum[p];
         __syncthreads();
         if (slot > 0 || !has_channel) continue;

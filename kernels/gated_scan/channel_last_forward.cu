@@ -1,9 +1,11 @@
-// gated_scan, forward, channels contiguous:  h[t] = gate[t] * h[t-1] + token[t]  per channel, where gate and token follow
-// from the kind's inputs (kinds/).
+// gated_scan, forward, channels contiguous:  h[t] = gate[t] * h[t-1] + token[t]  for each channel. The kind (kinds/)
+// computes gate and token from its inputs.
 //
-// Each input is read once and the states are written once. Of n inputs that is 4 (n + 1) bytes per element in float32,
-// and 2 (n + 1) in bfloat16 and float16: 6 for minGRU, 8 for RG-LRU. States take the place of the first input in shared
-// memory. The tile pictures are in the headers of ../linear_scan that channel_last.cuh includes.
+// Traffic: each input is read once, and the states are written once. With n inputs that is 4 (n + 1) bytes per element in
+// float32, and 2 (n + 1) in bfloat16 and float16: 6 for minGRU, 8 for RG-LRU.
+//
+// In shared memory the states overwrite the first input. channel_last.cuh describes the two passes over a tile, and names
+// the headers that have the tile pictures.
 #include "channel_last.cuh"
 
 #if COLUMN_SERIAL
@@ -17,7 +19,9 @@ struct Forward {
     bool option;
 };
 
-// A lane's serial pass over time.
+// What a thread does for the tiles of its column. Tiles::run and ColumnCta::run call these functions in order: `fetch`
+// starts the copies of a later tile; `read`, `compose_tile` and `finish` compute the current tile; `leave` copies its
+// results out.
 template <bool RESETS>
 struct ForwardPass {
     Rows inputs[INPUTS];
@@ -29,7 +33,8 @@ struct ForwardPass {
     const bool option;
 
     template <int... I, int... V>
-    __device__ ForwardPass(const Forward& of, const Column& column, const States& before, Numbers<I...>, Numbers<V...>)
+    __device__ ForwardPass(const Forward& of, const Column& column, const States& before, IndexSequence<I...>,
+                           IndexSequence<V...>)
         : inputs{Rows(of.inputs.first[I], of.inputs.by_batch, of.inputs.by_time, column)...},
           states(of.states, of.states_batch, of.states_time, column),
           tiles(column, of.inputs.by_batch, of.inputs.by_time),
@@ -41,7 +46,7 @@ struct ForwardPass {
         for (int v = 0; v < VECTOR; v++) block_prefix.carried[v] = before.read(v);
     }
     __device__ ForwardPass(const Forward& of, const Column& column, const States& before)
-        : ForwardPass(of, column, before, Count<INPUTS>{}, Count<VECTOR>{}) {}
+        : ForwardPass(of, column, before, MakeIndexSequence<INPUTS>{}, MakeIndexSequence<VECTOR>{}) {}
 
     __device__ void fetch(int left) {
 #pragma unroll
@@ -66,7 +71,7 @@ struct ForwardPass {
         return gated(given, Kind::values(given), tiles.first_own + k < left);
     }
     __device__ void compose_tile(Held& held, Affine (&maps)[VECTOR], int left) {
-        const unsigned resets = composing.turn();
+        const unsigned resets = composing.take_tile();
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
 #pragma unroll
@@ -76,12 +81,12 @@ struct ForwardPass {
             }
     }
     __device__ void finish(const Held& held, State (&x)[VECTOR], int left) {
-        const unsigned resets = AGAIN ? finishing.turn() : 0;
+        const unsigned resets = RECOMPUTE_GATES ? finishing.take_tile() : 0;
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
 #pragma unroll
             for (int v = 0; v < VECTOR; v++)
-                x[v] = applied<RESETS>(AGAIN ? step(held, left, resets, k, v) : held.steps[k][v], x[v]);
+                x[v] = applied<RESETS>(RECOMPUTE_GATES ? step(held, left, resets, k, v) : held.steps[k][v], x[v]);
             tiles.put(0, states, left, k, x);
         }
     }
@@ -101,7 +106,7 @@ __device__ void run_column(const Forward& of, const Column& column, const States
 }
 #endif
 
-// All pointers but input0, those of the kind's other inputs, and states may be null.
+// Only the pointers of the kind's inputs and `states` may not be null.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_channel_last_forward(
     const Storage* __restrict__ input0, const Storage* __restrict__ input1, const Storage* __restrict__ input2,
     const Storage* __restrict__ input3, const float* __restrict__ parameters,

@@ -1,4 +1,4 @@
-"""Functions of numbers that kinds share, in torch, with derivatives that are as exact as their values."""
+"""Elementwise functions in torch that several kinds use. Their derivatives are as exact as their values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class _Sigmoids(torch.autograd.Function):
-    """Both derivatives are products of the two values. Torch's own derivative of a sigmoid y is y * (1 - y), of which
-    rounding leaves nothing where y is almost 1."""
+    """The sigmoids of x and of -x. The derivative of each is the product of both, up to the sign. Torch's own derivative of a
+    sigmoid y is y * (1 - y), which rounds to 0 where y is close to 1."""
 
     @staticmethod
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ class _Sigmoids(torch.autograd.Function):
 
 
 def sigmoids(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The sigmoids of x and of -x: neither is a difference of numbers close to one another."""
+    """The sigmoids of x and of -x. Neither is computed as 1 minus the other, which would lose digits."""
     if torch._C._are_functorch_transforms_active():
         return _transformed(x)
     if not torch.is_grad_enabled():
@@ -45,8 +45,8 @@ def sigmoids(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _transformed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in operators that ``torch.func`` transforms, at several times the cost: it takes no function such as
-    the one above in what a dispatch key has come to. The smaller of both sigmoids has an exact derivative."""
+    """The same in operators that ``torch.func`` transforms, at several times the cost. ``torch.func`` cannot transform an
+    autograd function that an operator's implementation calls. The smaller of both sigmoids has an exact derivative."""
     one, other = x.sigmoid(), (-x).sigmoid()
     negative = x < 0
     return torch.where(negative, one, 1 - other), torch.where(negative, 1 - one, other)

@@ -1,10 +1,11 @@
 """The kinds of gated scan: how gate and token of h[t] = gate[t] * h[t-1] + token[t] follow from what networks compute.
 
-A kind is one line of ``KINDS`` and, for the kernels, one header ``kinds/<header>.cuh``. The function of its line,
-in plain torch, is what the header is tested against, and what runs where no kernel does. It gets the inputs and the
-channel parameters in the kind's order, all in the dtype that states are computed in and of shapes that broadcast, and
-``reset``: True where the state starts anew, or None. It returns gate and token. The gate where a state starts anew does
-not matter: what calls the function takes 0 for it.
+A kind is one line of ``KINDS`` and, for the kernels, one header ``kinds/<header>.cuh``. The line has a function in plain
+torch. The header is tested against this function, and the function runs where no kernel does.
+
+The function gets the inputs and the channel parameters in the kind's order, and ``reset``, which is True where the state starts
+anew, or None. All numbers have the dtype that states are computed in, and shapes that broadcast. The function returns gate and
+token. At a reset the gate may be anything, since the caller takes 0 for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from scan_registry.base.frozen import dataclass
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: How steep a square root counts at most in backward passes, as in the implementations that people train with.
+#: The most that the slope of RG-LRU's square root counts in backward passes, as in the published implementations.
 MOST_SLOPE = 1000.0
 #: The factor c of RG-LRU: De et al., "Griffin" (2024), equation 3.
 RG_LRU_SCALE = 8.0
@@ -28,9 +29,9 @@ class Kind:
     """
     inputs      names of the sequences
     gates       inputs and channel parameters -> gate and token; ``reset`` is a keyword
-    parameters  names of what each channel has one float32 number of, for all times
-    header      of the kernels, without its ending; the kind's own name if it is empty
-    option      what the header's ``option`` is
+    parameters  names of the channel parameters: one float32 number for each channel, the same at all times
+    header      the name of the kernels' header without its ending; the kind's own name if it is empty
+    option      the value of ``option`` in the header, which lets two kinds share one
     """
 
     name: str
@@ -47,7 +48,7 @@ class Kind:
 
 
 def positive(x: Tensor) -> Tensor:
-    """g(x) = x + 1/2 from 0 on, and sigmoid(x) below: Feng et al., "Were RNNs all we needed?" (2024), appendix B."""
+    """g(x) = x + 1/2 for x >= 0, else sigmoid(x): Feng et al., "Were RNNs all we needed?" (2024), appendix B."""
     import torch
 
     return torch.where(x >= 0, x + 0.5, x.sigmoid())
@@ -74,7 +75,8 @@ def _min_gru_identity(
 
 
 def _min_lstm_gates(forget: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    """s(f) / (s(f) + s(i)) and s(i) / (s(f) + s(i)), s the sigmoid; each is the sigmoid of a difference of logarithms."""
+    """s(f) / (s(f) + s(i)) and s(i) / (s(f) + s(i)) with s the sigmoid. Each is computed as the sigmoid of a difference of
+    logarithms, which does not underflow."""
     from torch.nn.functional import logsigmoid
 
     from scan_registry.kernels.gated_scan.functions import sigmoids
@@ -97,10 +99,11 @@ def _min_lstm_identity(
 
 
 def _root(x: Tensor) -> Tensor:
-    """The square root, whose slope counts as ``MOST_SLOPE`` where it is steeper, at 0 as well."""
+    """The square root, with a derivative that is at most ``MOST_SLOPE``, at 0 as well."""
     import torch
 
-    # The slope is 1 / (2 sqrt(x)). Below `least` the root is a constant plus a line of that slope, which has its value.
+    # The slope is 1 / (2 sqrt(x)), which is MOST_SLOPE at `least`. Below, the sum has the value of the root, and the derivative
+    # of `line`.
     least = 0.25 / MOST_SLOPE**2
     steep = x < least
     value = torch.where(steep, least, x).sqrt()
@@ -118,7 +121,9 @@ def _rg_lru(
     import torch
     from torch.nn.functional import softplus
 
-    if reset is not None:  # of no account there, so not to have a derivative of NaN either
+    if (
+        reset is not None
+    ):  # it has no effect at a reset, and its derivative must be 0 there, even if it is NaN
         recurrence_gate = torch.where(reset, 0, recurrence_gate)
     log_gate = -RG_LRU_SCALE * recurrence_gate.sigmoid() * softplus(a_param)
     scale = _root(-torch.expm1(2 * log_gate))
@@ -140,7 +145,7 @@ def _hgrn(
     return lower_bound + above * opened, above * closed * silu(x)
 
 
-#: By name.
+#: All kinds by name.
 KINDS = {
     kind.name: kind
     for kind in (

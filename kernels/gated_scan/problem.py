@@ -1,4 +1,4 @@
-"""A gated scan as numbers: what selection and launching need to know, and no tensor.
+"""The description of a gated scan by which a kernel is selected and launched. It has sizes and strides, but no tensors.
 
 Tensors, P being the channel parameters of a kind and S the sequences that are packed along time:
 
@@ -6,15 +6,15 @@ Tensors, P being the channel parameters of a kind and S the sequences that are p
     input0_grad … input3_grad               strides, and so do their gradients. Null: the kind has no such input, or
                                             its gradient is not wanted
     parameters                              (P, C), float32, without gaps; null if P is 0
-    parameters_grad                         (parts, P, C), float32, without gaps: partial sums that are added up by
-                                            whoever asked for them. Every part is written. Null: not wanted
+    parameters_grad                         (parts, P, C), float32, without gaps: partial sums, which the operator adds
+                                            up. Every part is written. Null: not wanted
     reset                                   (B, T), a byte each, of unit stride along time: not 0 where the state starts
                                             anew; null: nowhere
     initial_state, final_state              (B, C), or (B, C, S) in any order, float32; null: zeros, or not wanted
     final_state_grad, initial_state_grad    likewise, of the strides of ``state``
     offsets                                 (S + 1,), int64; null if no sequences are packed
 
-Its scan is one of linear_scan, and so it says of itself what such a problem does.
+``GatedScanProblem`` inherits from the problem of linear_scan, whose rules for tiles and memory it shares.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
 #: The most inputs of a kind.
 MOST_INPUTS = 4
-#: By the name of a header, the kind without its option.
+#: The kinds without option, by the name of their header.
 HEADERS = {kind.source: kind for kind in KINDS.values() if not kind.option}
-#: Of a partial sum over time, at least this many steps, but for the last ones of a batch.
+#: A partial sum is over at least so many time steps, except for at most ``_LAST_PARTS`` parts of each batch.
 LEAST_PART = 32
 _LAST_PARTS = 8
 
@@ -88,11 +88,12 @@ class GatedScanProblem(LinearScanProblem):
     """One direction of one gated scan.
 
     direction    forward or backward
-    dtype        of everything but states before and after the scan, channel parameters and their gradients
+    dtype        dtype of the inputs, the states and their gradients. The states before and after the scan, the channel
+                 parameters and the gradients of these are float32
     kind         the name of the kind's header
-    option       what the header's ``option`` is
+    option       the value of ``option`` in the header
     resets       whether there is a ``reset``
-    reset_batch  from one batch of ``reset`` to the next
+    reset_batch  the stride between batches of ``reset``
     """
 
     kind: str = "linear"
@@ -102,27 +103,27 @@ class GatedScanProblem(LinearScanProblem):
 
     @property
     def inputs(self) -> int:
-        """How many sequences the kind has."""
+        """How many inputs the kind has."""
         return len(HEADERS[self.kind].inputs)
 
     @property
     def parameters(self) -> int:
-        """How many parameters a channel has."""
+        """How many channel parameters the kind has."""
         return len(HEADERS[self.kind].parameters)
 
     @property
     def parts(self) -> int:
-        """Partial sums of the channel parameters' gradients, where each is over all steps of a sequence."""
+        """How many partial sums of channel parameters' gradients there are if each is over a whole sequence."""
         return self.batch * max(1, self.sequences)
 
     @property
     def most_parts(self) -> int:
-        """Partial sums that a launch has at most."""
+        """The most partial sums that a launch writes."""
         return self.parts + self.batch * (self.time // LEAST_PART + _LAST_PARTS)
 
     def scalars(self, rows: int = 0, parts: int = 0) -> dict[str, int]:
-        """Every integer parameter of the kernels, by name. ``parts`` is how many partial sums the launch makes, unless as
-        many as the problem says; ``rows`` is what ``flags`` have from bit 2 on."""
+        """Every integer parameter of the kernels, by name. ``parts`` is how many partial sums the launch writes, 0 for
+        ``self.parts``. ``rows`` is the value of ``flags`` from bit 2 on."""
         changed = {"flags": self._scalars["flags"] + 4 * rows}
         if parts and self.direction == "backward":
             changed["parts"] = parts
@@ -154,5 +155,5 @@ class GatedScanProblem(LinearScanProblem):
         return self.strides[self._strided.index(tensor)]
 
     def has_one_gate(self) -> bool:
-        """No: gates follow from what differs from step to step."""
+        """False: gates differ from step to step."""
         return False

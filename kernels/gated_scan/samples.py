@@ -1,4 +1,4 @@
-"""The problems of gated scan that ``doctor`` asks about: of one kind all, of the others those that most people have."""
+"""The problems of gated scan that ``doctor`` checks: all problems of one kind, and the most usual ones of the other kinds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from scan_registry.kernels.gated_scan.problem import (
 )
 from scan_registry.kernels.model import ITEM_SIZE, Sample
 
-#: The kind with all problems, and the dtype and access of the others'.
+#: The kind with all problems; and the dtype and access that the problems of the other kinds have.
 _KIND, _DTYPE, _ACCESS = "min_gru", "bfloat16", "aligned"
 
 
 def samples() -> tuple[Sample, ...]:
-    """Of every layout and direction."""
+    """The problems, in every layout and direction."""
     return tuple(_samples())
 
 

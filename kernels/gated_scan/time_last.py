@@ -1,21 +1,20 @@
 """The CUDA kernels of gated scan for contiguous time: variants, what each accepts, and how it launches.
 
-Sources: ``time_last_forward.cu`` and ``time_last_backward.cu`` with their headers. Access ``aligned`` has its tiles in a
-ring in shared memory, on ``../linear_scan/time_stream.cuh``; ``generic`` holds them in registers, on
-``../linear_scan/time_last.cuh``, and takes everything. Static parameters are those of linear_scan's kernels
-(``streams.py``, ``registers.py``), beside the kind, which is its header's name.
+Sources: ``time_last_forward.cu`` and ``time_last_backward.cu`` with their headers. Access ``aligned`` copies tiles through a
+ring in shared memory (``../linear_scan/time_stream.cuh``). Access ``generic`` holds tiles in registers
+(``../linear_scan/time_last.cuh``), and accepts any strides and packed sequences. The static parameters are the kind, which is
+its header's name, and those of linear_scan's kernels (``streams.py``, ``registers.py``).
 
-Tiles are chosen so that copies of at least 40 KB are under way on an SM, and no registers are spilled.
+Tiles are chosen so that at least 40 KB are being copied on an SM at any time, and no registers are spilled.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from scan_registry.hardware.target import OLDEST, SHARED_MEMORY, Target
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.gated_scan.problem import (
     DIRECTIONS,
     HEADERS,
@@ -24,6 +23,8 @@ from scan_registry.kernels.gated_scan.problem import (
     ceil_div,
 )
 from scan_registry.kernels.gated_scan.variants import (
+    ALIGNED_IN_WHEELS,
+    DRIVER_SHARED,
     FAMILY_NAME,
     constants,
     headers,
@@ -45,31 +46,31 @@ from scan_registry.kernels.model import (
     Variant,
 )
 
-#: Rows that keep a GPU busy, a warp to each; fewer are cut into segments.
+#: So many rows keep a GPU busy with a warp for each. Fewer rows, if they are long, are cut into segments.
 MANY_ROWS = 1024
-#: What drivers keep of a CTA's shared memory, and at most what a CTA that looks back has besides its ring.
-_KEPT, _LOOKBACK = 1024, 2048
+#: At most how many bytes of shared memory a CTA with look-back has beside its ring.
+_LOOKBACK = 2048
 
-#: Of generic access: one tile for rows of any length.
+#: Generic access has one tile for rows of any length.
 _GENERIC: Tile = {"warps": 4, "rows": 1, "steps": 1}
-#: Of aligned access: a row to a warp. A lane holds the maps of its elements in registers, or backward what the
-#: derivatives need, and so of few elements: 16 forward and 8 backward in 16 bits, 8 in float32.
+#: Aligned access, whole rows: a warp has a row. A lane holds the maps of its elements in registers, or backward the kind's
+#: ``Values``. There is room for few elements: in 16 bits 16 forward and 8 backward, in float32 8.
 _WHOLE: dict[tuple[Direction, int], Tile] = {
     ("forward", 2): {"pieces": 2, "stages": 3},
     ("forward", 4): {"pieces": 2, "stages": 3},
     ("backward", 2): {"pieces": 1, "stages": 3},
     ("backward", 4): {"pieces": 2, "stages": 2},
 }
-#: Rows that are cut into segments, a tile to each of a CTA's warps: as many warps as have 128 registers for each thread.
+#: Aligned access, rows that are cut into segments: each warp of a CTA has one tile. With so many warps a thread has 128
+#: registers.
 _CUT: dict[Direction, Tile] = {
     "forward": {"rows": 12, "stages": 6, "prefix_lead": 2, "blocks": 1},
     "backward": {"rows": 12, "stages": 4, "prefix_lead": 2, "blocks": 1},
 }
 
 
-#: Dtypes that wheels have aligned tiles of. Others are served by generic access, until tuning names tiles of theirs.
-_ALIGNED_IN_WHEELS = ("float32", "bfloat16")
-#: Of 16-bit elements, longer tiles, for which fewer instructions are needed: kinds of two inputs have registers for them.
+#: Longer tiles for 16-bit elements. They need fewer instructions per element. Only kinds of two inputs have registers for
+#: them.
 _LONGER: dict[Direction, Tile] = {
     "forward": {"pieces": 4, "stages": 2, "blocks": 3},
     "backward": {"pieces": 2, "stages": 3, "blocks": 3},
@@ -91,15 +92,16 @@ def _usual(direction: Direction, dtype: str) -> Tile:
 def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
     if access == "generic":
         yield _GENERIC
-    elif dtype in _ALIGNED_IN_WHEELS:
+    elif dtype in ALIGNED_IN_WHEELS:
         yield _usual(direction, dtype)
 
 
 def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
-    """What tuning may choose from besides: rows that are cut, longer tiles, and what wheels have of other dtypes."""
+    """More tiles that tuning may select: rows that are cut, longer tiles, and for float16 the tiles that wheels have for other
+    dtypes."""
     if access == "generic":
         return
-    if dtype not in _ALIGNED_IN_WHEELS:
+    if dtype not in ALIGNED_IN_WHEELS:
         yield _usual(direction, dtype)
     yield _cut(direction)
     if ITEM_SIZE[dtype] == 2 and len(HEADERS[kind].inputs) == 2:
@@ -117,8 +119,8 @@ def copied(direction: Direction, variant: Variant) -> int:
 
 
 def _shared(direction: Direction, variant: Variant) -> int:
-    """Bytes of a CTA's ring. In a stage, after the pieces of sequences come the bytes of ``reset``; backward one piece
-    more of the states before them; and rows that are cut keep gates and tokens in float32 where the inputs were."""
+    """Bytes of a CTA's ring. A stage has the pieces of the sequences, backward one more piece of the states, and the bytes of
+    ``reset``. Forward, rows that are cut keep gates and tokens in float32 in the place of the inputs."""
     statics = dict(variant.statics)
     if "stages" not in statics:
         return 0
@@ -131,14 +133,12 @@ def _shared(direction: Direction, variant: Variant) -> int:
 
 
 def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
-    """Whether an architecture's GPUs have room for the variant's shared memory. PTX is held to those with the least."""
+    """Whether the GPUs of an architecture have enough shared memory for the variant."""
     if "stages" not in dict(statics):
         return True
-    least = min(SHARED_MEMORY[each] for each in SHARED_MEMORY if each >= OLDEST)
-    room = least if target.is_ptx else SHARED_MEMORY.get(target.capability, math.inf)
     variant = Variant(FAMILY_NAME, f"time_last_{direction}", "cuda", statics)
     extra = _LOOKBACK if "prefix_lead" in dict(statics) else 0
-    return _shared(direction, variant) + extra + _KEPT <= room
+    return _shared(direction, variant) + extra + DRIVER_SHARED <= target.shared_memory
 
 
 # --- Problems ---------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
 
 
 def _cost(variant: Variant, problem: GatedScanProblem) -> float:
-    """Whole rows, unless they are few and long."""
+    """The lowest is preferred: cut rows if rows are few and long, else whole rows."""
     if variant.text("access") == "generic":
         return 2.0
     few = problem.batch * problem.channels < MANY_ROWS
@@ -165,7 +165,8 @@ def _cost(variant: Variant, problem: GatedScanProblem) -> float:
 
 
 def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launch:
-    """A part of the channel parameters' gradients is a row's, or a tile's where rows are cut."""
+    """Each row writes one part of the channel parameters' gradients, or each tile where rows are cut; ``parts`` says how many
+    there are."""
     if not streams.is_streamed(variant):
         launch = registers.time_last_launch(variant, problem)
         return replace(launch, scalars=problem.scalars(parts=problem.batch))

@@ -4,24 +4,28 @@
 //     gate_grad[t]  = token_grad[t] * h[t-1]
 //     g[t]          = gate[t] * token_grad[t]
 //
-// which is a scan in the opposite direction over the affine maps g -> gate[t] * (states_grad[t] + g). Where a state starts
-// anew, gate_grad and g are 0. The kind turns gate_grad and token_grad into the gradients of its inputs and parameters.
+// This is a scan in the opposite direction over the affine maps g -> gate[t] * (states_grad[t] + g). At a reset gate_grad
+// and g are 0. The kind turns gate_grad and token_grad into the gradients of its inputs and channel parameters.
 //
-// A first pass computes what the kind needs (Values) from the inputs and composes the maps, and a second one writes the
-// gradients. Whole rows keep Values in registers from one pass to the other; for rows that are cut, they are computed
-// again. Gradients of parameters are summed over the row, or each tile where rows are cut: parameters_grad is
-// (parts, PARAMETERS, channels), with a part for each batch, or for each tile of each batch.
+// A tile takes two passes. The first one computes the kind's Values from the inputs, and composes the maps. The second one
+// computes the gradients. If a warp has a whole row, Values stay in registers between the passes. If a row is cut into
+// segments (CUT), the second pass computes them again.
 //
-// One read of each input, of the states and of their gradient, and one write for each input: with two inputs 24 bytes per
-// element in float32, 12 in bfloat16 and float16; with three, 32 and 16. The tile pictures are in time_last_stream.cuh
-// (staged) and ../linear_scan/time_last.cuh (held in registers).
+// parameters_grad is (parts, PARAMETERS, channels). A part is the sum over a whole row, or over one tile where rows are
+// cut; so there is a part for each batch, or for each tile of each batch.
+//
+// Traffic: each input, the states and their gradient are read once, and the gradient of each input is written once. With
+// two inputs that is 24 bytes per element in float32 and 12 in bfloat16 and float16; with three, 32 and 16.
+//
+// The tile pictures are in ../linear_scan/time_stream.cuh (STAGES > 0, through a ring in shared memory) and
+// ../linear_scan/time_last.cuh (STAGES 0, held in registers).
 #if STAGES
 #include "time_last_stream.cuh"
 
 struct Backward {
     Sources sources;
     Rows states, grads;
-    Storage* gradient[4];  // of each input, or null
+    Storage* gradient[4];  // of each input; null where it is not wanted
     Strides of_gradients;
     float* parameters_grad;
     const State *initial_state, *final_grad;
@@ -31,17 +35,17 @@ struct Backward {
 
 enum : int { KEPT = CUT ? 1 : ITEMS };
 enum : int { STATES = INPUTS, GRADS = INPUTS + 1 };  // columns of the ring after those of the inputs
-enum : int { NEXT_STATE, OF_RESETS };                // its extra pieces
+enum : int { NEXT_STATE, OF_RESETS };                // extra pieces of the ring
 
 struct BackwardPrefix : RowTilePrefix {
     Channel channel;
-    float sum[Kind::ROOM];  // of the prepared parameters' gradients, over what this lane has seen of the part
+    float sum[Kind::PARAMETER_SLOTS];  // gradients of `prepared` values, over this lane's elements of the part so far
     Values values[KEPT];
 };
 
 template <bool TURNED, bool RESETS>
 struct BackwardTiles {
-    using Tiles = Ring<INPUTS + 2, 32 * PIECES, OF_RESETS + RESET_PIECES>;  // of the states one more, past the last
+    using Tiles = Ring<INPUTS + 2, 32 * PIECES, OF_RESETS + RESET_PIECES>;  // one more piece of the states, past the tile
     using TilePrefix = BackwardPrefix;
     enum : int { SCANS = 1, HELD = 1 };
     const Backward& of;
@@ -59,7 +63,7 @@ struct BackwardTiles {
         const i64 next = at.first + TIMES;
         copy_async(ring.extra(NEXT_STATE), of.states.at<TURNED>(scans, at, at.first_row, next), next < scans.time);
     }
-    // Of a row among batches × channels; null if there is none.
+    // The state of row `row` of batches × channels; null if there is no such row, or no tensor.
     template <class S>
     __device__ S* of_row(S* states, const Position& at, unsigned row) const {
         return states && row < scans.rows ? states + of.of_state.offset(at, row) : nullptr;
@@ -102,14 +106,14 @@ struct BackwardTiles {
         const Tiles ring(stage);
         State g = tile_prefix.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at, at.row()),
                                     of_row(of.initial_grad, at, at.row()));
-        // The state before the scan's last step is not among the states: it is taken as it is, where one of this lane's
-        // items is that step.
+        // The state before the scan's last step is the initial state, which is not among the states. The lane that has that
+        // step reads it here.
         const i64 to_last = scans.time - 1 - at.first - at.lane * ITEMS;
         const int last = to_last >= 0 && to_last < ITEMS ? int(to_last) : -1;
         const State* const initial_state = last < 0 ? nullptr : of_row(of.initial_state, at, at.row());
         const State initial = initial_state ? *initial_state : State(0);
         const auto resets = read_resets<TURNED, RESETS>(ring, OF_RESETS, at.lane);
-        float sum[Kind::ROOM] = {};
+        float sum[Kind::PARAMETER_SLOTS] = {};
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const int own = at.lane * PIECES + p;
@@ -149,7 +153,7 @@ struct BackwardTiles {
                 copy_out<TURNED>(ring, j, {of.gradient[j], of.of_gradients.by_batch, of.of_gradients.by_channel}, at, scans);
         if (PARAMETERS && of.parameters_grad) add_up(tile, at, tile_prefix, sum);
     }
-    // Add the sums of a tile; after the last of a part, write those of all lanes.
+    // Add the sums of a tile. After the last tile of a part, add up all lanes and write the part.
     __device__ void add_up(const Tile& tile, const Position& at, TilePrefix& tile_prefix, const float* sum) const {
         const unsigned levels = scans.grid.levels;
 #pragma unroll
@@ -176,9 +180,9 @@ using ResetTiles = BackwardTiles<TURNED, true>;
 struct Inputs {
     Chunks chunks[STEPS];
     Steps<Element, false> grads[STEPS], states[STEPS];
-    State edge[STEPS];  // the state one step further along the walk than the last of the chunk
+    State edge[STEPS];  // the state one step further along the scan than the chunk's last
 
-    // `initial` is the state after the walk's last step.
+    // `initial` is the state before the recurrence's first step, which is the last step of this scan.
     __device__ void load_tile(const Sources& sources, const Row<Element, false>& grads_row,
                               const Row<Element, false>& states_row, State initial, const Position& at, i64 tile) {
 #pragma unroll
@@ -208,11 +212,11 @@ struct Outputs {
     }
 };
 
-// The gradients of the channel's parameters, from the sums of this lane; `to` is that of the first.
-__device__ inline void add_up(const float (&sum)[Kind::ROOM], float* to, const float* parameters, i64 channels,
+// Adds this row's lanes' sums, and writes the gradients of the channel's parameters. `to` is the place of the first one.
+__device__ inline void add_up(const float (&sum)[Kind::PARAMETER_SLOTS], float* to, const float* parameters, i64 channels,
                               const Position& at) {
     if constexpr (PARAMETERS > 0) {
-        __shared__ float of_warps[Kind::ROOM][WARPS * ROWS];
+        __shared__ float of_warps[Kind::PARAMETER_SLOTS][WARPS * ROWS];
         const int warp = threadIdx.x / 32;
 #pragma unroll
         for (int k = 0; k < PARAMETERS; k++) {
@@ -236,7 +240,7 @@ __device__ __forceinline__ void scan_row(const Sources& sources, const Row<Eleme
                                          const Row<Element, false>& states_row, const Outputs& outputs,
                                          const Boundary& before, const Boundary& before_grad,
                                          const Boundary& after_grad, const Position& at, const Walk& walk,
-                                         float (&sum)[Kind::ROOM]) {
+                                         float (&sum)[Kind::PARAMETER_SLOTS]) {
     const State initial = walk.varlen() ? State(0) : before.read(0);
     RunningPrefix carry = walk.varlen() ? State(0) : after_grad.read(0);
     const i64 time = walk.time;
@@ -260,7 +264,8 @@ __device__ __forceinline__ void scan_row(const Sources& sources, const Row<Eleme
                 const Given given = here.chunks[k].given(i, sources);
                 values[k][i] = Kind::values(given);
                 float grad = here.grads[k].get(i);
-                // A packed sequence starts from the gradient after it, whatever the run's is.
+                // A packed sequence starts from the gradient of its own final state, whatever gradient the scan has
+                // reached.
                 if (marks[k].starts_at(i)) grad += after_grad.read(marks[k].places[i].of_first);
                 Step step = backward_step(given, values[k][i], grad);
                 if (marks[k].starts_at(i)) step.scale = 0;
@@ -350,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gated_scan_time_la
     const Boundary before{initial_state ? const_cast<State*>(initial_state) + state : nullptr, state_time};
     const Boundary before_grad{initial_state_grad ? initial_state_grad + state : nullptr, state_time};
     const Boundary after_grad{final_state_grad ? const_cast<State*>(final_state_grad) + state : nullptr, state_time};
-    float sum[Kind::ROOM] = {};
+    float sum[Kind::PARAMETER_SLOTS] = {};
     scan_row(sources, {states_grad + at.offset(0, states_grad_batch, states_grad_channel), states_grad_time, walk},
              {states + at.offset(0, states_batch, states_channel), states_time, walk}, outputs, before, before_grad,
              after_grad, at, walk, sum);

@@ -1,17 +1,17 @@
-// Rows of any strides, whose tiles are held in registers: what the forward and the backward kernel share. The tile picture
-// is in ../linear_scan/time_last.cuh.
+// Time contiguous, generic access: rows of any strides, whose tiles are held in registers. The forward and the backward
+// kernel share this file. The tile picture is in ../linear_scan/time_last.cuh.
 #pragma once
 #include "../linear_scan/time_last.cuh"
 #include "time_last_gates.cuh"
 
 static_assert(!ALIGNED && VECTOR == 4);
 
-// A row of each sequence that gates and tokens are computed from, its channel's parameters, and its resets.
+// One row: where its inputs and its resets are, and its channel's parameters.
 struct Sources {
-    const Storage* input[INPUTS];  // at the first step of the walk
+    const Storage* input[INPUTS];  // at the first step of the scan
     i64 stride, time;
     Channel channel;
-    const unsigned char* reset;  // likewise
+    const unsigned char* reset;  // at the first step of the scan, or null
     int reset_stride;
     bool option;
 
@@ -28,10 +28,10 @@ struct Sources {
     }
 };
 
-// The steps [order, order + VECTOR) of a row.
+// The inputs and resets of a row's steps [order, order + VECTOR), in the order of the scan.
 struct Chunks {
     Chunk<Element, VECTOR> input[INPUTS];
-    unsigned resets;  // a bit each
+    unsigned resets;  // one bit for each step
 
     __device__ void load(const Sources& from, i64 order) {
 #pragma unroll

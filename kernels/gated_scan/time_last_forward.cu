@@ -1,11 +1,18 @@
-// gated_scan, forward, time contiguous:  h[t] = gate[t] * h[t-1] + token[t]  along each row, with gate and token computed
-// from the inputs (kind.cuh).
+// gated_scan, forward, time contiguous:  h[t] = gate[t] * h[t-1] + token[t]  along each row. The kind (kind.cuh) computes
+// gate and token from its inputs. For each tile of a row
 //
-// Each lane computes the affine maps (gate, token) of its chunk once and composes them; a warp scan gives the state that
-// enters each chunk; a second pass over the maps writes the states. Whole rows keep the maps in registers from one pass to
-// the other. Rows that are cut keep them in float32 where the inputs were in shared memory. One read of each input and one
-// write of the states: with two inputs 12 bytes per element in float32, 6 in bfloat16 and float16; with three, 16 and 8.
-// The tile pictures are in time_last_stream.cuh (staged) and ../linear_scan/time_last.cuh (held in registers).
+// 1. a lane computes the affine maps (gate, token) of its elements, and composes them;
+// 2. a warp scan over these maps gives the state that enters each lane's elements;
+// 3. a second pass over the lane's maps computes the states.
+//
+// If a warp has a whole row, the maps stay in registers between the passes. If a row is cut into segments (CUT), other
+// tiles lie between the two passes; the maps then overwrite the inputs in shared memory, in float32.
+//
+// Traffic: each input is read once, and the states are written once. With two inputs that is 12 bytes per element in
+// float32 and 6 in bfloat16 and float16; with three, 16 and 8.
+//
+// The tile pictures are in ../linear_scan/time_stream.cuh (STAGES > 0, through a ring in shared memory) and
+// ../linear_scan/time_last.cuh (STAGES 0, held in registers).
 #if STAGES
 #include "time_last_stream.cuh"
 
@@ -39,7 +46,7 @@ struct ForwardTiles {
         copy_inputs<TURNED>(ring, of.sources, at, scans);
         if (RESETS) copy_resets<TURNED>(ring, 0, of.sources, at, scans);
     }
-    // Of a row among batches × channels; null if there is none.
+    // The state of row `row` of batches × channels; null if there is no such row, or no tensor.
     template <class S>
     __device__ S* of_row(S* states, const Position& at, unsigned row) const {
         return states && row < scans.rows ? states + of.of_state.offset(at, row) : nullptr;
@@ -141,7 +148,7 @@ __device__ __forceinline__ void scan_row(const Sources& sources, const Row<Eleme
             for (int i = 0; i < VECTOR; i++) {
                 const Given given = here.chunks[k].given(i, sources);
                 Step step = gated(given, Kind::values(given));
-                // A packed sequence starts from the state before it, whatever the run's state is.
+                // A packed sequence starts from its own initial state, whatever state the scan has reached.
                 if (marks[k].starts_at(i))
                     step = {0.0f, step(before.read(marks[k].places[i].of_first))};
                 if (order + i >= time) step = {1.0f, 0.0f};
@@ -170,8 +177,8 @@ __device__ __forceinline__ void scan_row(const Sources& sources, const Row<Eleme
 }
 #endif
 
-// Inputs beyond the kind's are null; parameters, reset, initial_state, final_state and offsets may be. flags: 1 if h[t]
-// follows from h[t+1], and 2 for the kind's option.
+// The pointers of inputs that the kind has not are null; parameters, reset, initial_state, final_state and offsets may be
+// null. flags are AGAINST_TIME and WITH_OPTION.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gated_scan_time_last_forward(
     const Storage* __restrict__ input0, const Storage* __restrict__ input1, const Storage* __restrict__ input2,
     const Storage* __restrict__ input3, const float* __restrict__ parameters,

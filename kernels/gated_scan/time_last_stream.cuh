@@ -1,8 +1,10 @@
-// Rows whose tiles come through a ring in shared memory: what the forward and the backward kernel share. The tile picture
-// is in ../linear_scan/time_stream.cuh, here with LANES 32.
+// Time contiguous, aligned access: rows whose tiles come through a ring in shared memory. The forward and the backward
+// kernel share this file. The tile picture is in ../linear_scan/time_stream.cuh, here with LANES 32: a tile is part of
+// one row.
 //
-// A stage of the ring holds the tile's pieces of each sequence, and after them EXTRA ones and the tile's bytes of `reset`.
-// A lane's bytes of `reset` are ITEMS contiguous ones, which the lane copies for itself, 4 at a time where they lie so.
+// A stage of the ring holds a tile: its 16-byte pieces of each tensor, then extra pieces (backward one, the state after the
+// tile), and then the tile's bytes of `reset`. Each lane copies its own ITEMS reset bytes: 4 at a time where they start on
+// 4 bytes, else one at a time.
 #pragma once
 #include "../linear_scan/time_stream.cuh"
 #include "../common/copy_word.cuh"
@@ -10,10 +12,10 @@
 
 static_assert(LANES == 32 && !MISALIGNED);
 enum : int { RESET_WORDS = ITEMS / 4, RESET_PIECES = 2 * ITEMS };
-// Pieces that a piece of float32 numbers takes.
+// Pieces that the VECTOR elements of one piece take in float32.
 enum : int { WIDTH = sizeof(float) / sizeof(Storage) };
 
-// The sequences that gates and tokens are computed from, channel parameters and resets.
+// What gates and tokens are computed from: the inputs, the channel parameters and the resets.
 struct Sources {
     const Storage* input[4];
     Strides strides;
@@ -25,7 +27,7 @@ struct Sources {
     __device__ Rows rows(int i) const { return {input[i], strides.by_batch, strides.by_channel}; }
 };
 
-// Of a lane's items in a tile, where a state starts anew.
+// The resets of a lane's items in a tile, one byte for each.
 template <bool TURNED, bool RESETS>
 struct Resets {
     unsigned word[RESET_WORDS] = {};
@@ -55,7 +57,7 @@ __device__ void copy_resets(const Ring& ring, int extra, const Sources& of, cons
     const bool in_words = ((u64(of.reset) | u64(of.reset_batch)) & 3) == 0;
 #pragma unroll
     for (int w = 0; w < RESET_WORDS; w++) {
-        // Rows are made of whole pieces, so words lie wholly inside or outside.
+        // Rows are made of whole pieces, so a word lies wholly inside the row or wholly outside.
         const i64 first = begin + 4 * w;
         const bool inside = of.reset && first >= 0 && first < scans.time;
         copy_word_async(words + w, row + first, inside && in_words);
@@ -67,8 +69,9 @@ __device__ void copy_resets(const Ring& ring, int extra, const Sources& of, cons
     }
 }
 
-// A lane's map with the one of the step that follows. Without resets no step forgets the state, and the question is left
-// out. (Between lanes it is asked: a product of gates that is 0 there forgets even an infinite state.)
+// The composition of a lane's map with the next step. With RESETS, a gate of 0 drops the state before it, even an
+// infinite one or NaN; that takes a comparison, which is left out without RESETS. Maps of different lanes are always
+// composed with the comparison, so a product of gates that underflows to 0 there drops even an infinite state.
 template <bool RESETS>
 __device__ Affine compose_step(const Affine& first, const Step& second) {
     if constexpr (RESETS) return compose(first, second);
@@ -79,7 +82,7 @@ __device__ Affine compose_step(const Affine& first, const Step& second) {
     return {scale, error_term, shift};
 }
 
-// Float32 numbers of one piece, in WIDTH columns of the ring.
+// Write and read VECTOR float32 numbers, which take WIDTH columns of the ring.
 template <class Ring>
 __device__ void put_floats(const Ring& ring, int column, int piece, const float (&x)[VECTOR]) {
 #pragma unroll
@@ -97,7 +100,7 @@ __device__ void get_floats(const Ring& ring, int column, int piece, float (&x)[V
     }
 }
 
-// Copy in a tile of each input.
+// Start the copies of a tile of each input.
 template <bool TURNED, class Ring>
 __device__ void copy_inputs(const Ring& ring, const Sources& of, const Position& at, const Scans& scans) {
 #pragma unroll
@@ -105,13 +108,14 @@ __device__ void copy_inputs(const Ring& ring, const Sources& of, const Position&
         copy_in<TURNED>(ring, j, of.rows(j), at, scans, [&](unsigned) { return padding_of(j); });
 }
 
-// Past the end of its row a step is the identity: the inputs there are such that it is, or else the question is asked.
+// Past the end of its row a step must be the identity. Kinds with PADS get inputs there that make it so; for other kinds it
+// is selected here.
 __device__ inline Step padded(const Step& step, bool inside) {
     if (Kind::PADS) return step;
     return {inside ? step.scale : 1.0f, inside ? step.shift : 0.0f};
 }
 
-// One piece of each input, which a lane reads.
+// One piece of each input, as a lane reads it from the ring.
 template <bool TURNED>
 struct InputPieces {
     Piece<TURNED> input[INPUTS];

@@ -1,15 +1,15 @@
-"""gated_scan in Triton over contiguous channels. What it computes is said in ``triton_kernels.py``.
+"""gated_scan in Triton, channels contiguous. ``triton_kernels.py`` says what is computed, and the traffic.
 
-Columns of channels, groups of rows and how they are laid out are those of linear_scan's ``triton_columns.py``: a program
-owns CHANNELS channels of one sequence and walks them tile by tile. A group composes the maps of its STEPS rows, learns
-from all groups which state enters them, and walks them again. All rows of a group are in the same threads.
+The tiles are those of linear_scan's ``triton_columns.py``. A program owns CHANNELS channels of one sequence, and passes serially
+in time from tile to tile. For each tile, a group composes the maps of its STEPS rows, gets the state that enters it from the maps
+of all groups, and then computes the states of its rows. All rows of a group are in the same threads.
 
     order   | group 0: STEPS rows |   channels ->
       |     | group 1: STEPS rows |
       v     | …           GROUPS  |
 
-Aligned variants (ALIGNED 1) take it that channels have stride 1 and come in whole vectors, and that nothing is packed.
-The others take nothing for granted, and have VECTOR 1.
+Aligned variants (ALIGNED 1) assume that channels have stride 1 and come in whole vectors, and that no sequences are packed.
+The other variants assume nothing, and have VECTOR 1.
 """
 
 import triton
@@ -44,14 +44,15 @@ from scan_registry.kernels.linear_scan.triton_tiles import at, own_sequence, up_
 
 @triton.jit
 def take(line, start, group, row, mask, STEPS: tl.constexpr):
-    """A tile as it lies in memory; 0 where there is nothing to read."""
+    """Load a tile in the dtype of the tensor; 0 where the mask is False."""
     return tl.load(tile_at(line, start, group, row, STEPS), mask=mask, other=0)
 
 
 @triton.jit
 def resets_of(reset, where, reset_batch, CHANNELS: tl.constexpr):
-    """The bytes of a batch, alike for all its channels. The compiler is told that they are contiguous along channels, so
-    that it lays them out as it does other tiles; it still takes them one by one, as it knows nothing of their address."""
+    """The line of a batch's reset bytes, the same for all its channels. The compiler is told that they are contiguous along
+    channels, so that their tiles get the layout of other tiles. It still loads single bytes, since it does not know how the
+    address is aligned."""
     beside = tl.max_contiguous(where[2] >> 62, (1, CHANNELS))  # 0
     return reset + where[1] * reset_batch + beside, 1, reset.to(tl.int64) != 0
 
@@ -67,7 +68,8 @@ def through_groups(
     scale, error_term, shift, x, x_error, row, group,
     STEPS: tl.constexpr, GROUPS: tl.constexpr, bits: tl.constexpr,
 ):  # fmt: skip
-    """From the maps up to each row: what enters each group, and what leaves the last one, with its error term."""
+    """Apply the groups' maps one after the other. Returns the state that enters each group, the state that leaves the last
+    group, and that state's error term. The maps are given for each row, composed from the group's first row on."""
     is_last = row == STEPS - 1
     scales = component_of_all(component_of_row(scale, is_last), GROUPS)
     shifts = component_of_all(component_of_row(shift, is_last), GROUPS)
@@ -92,7 +94,8 @@ def walk_forward(
     inputs, p, reset, states, x, lines, group, steps, option,
     STEPS: tl.constexpr, GROUPS: tl.constexpr, stages: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Scan ``steps`` of the ``lines`` that the mask admits from state ``x``; returns the last state."""
+    """Scan ``steps`` time steps of the channels whose ``lines`` is True, tile by tile, from state ``x``. Returns the last
+    state."""
     bits: tl.constexpr = states[0].dtype.element_ty.primitive_bitwidth
     TIMES: tl.constexpr = STEPS * GROUPS
     row = tl.arange(0, STEPS)[:, None]
@@ -101,7 +104,7 @@ def walk_forward(
         coming = place < tl.where(lines, up_to(steps - start, TIMES), 0)
         given = [take(each, start, group, row, coming, STEPS) for each in inputs]
         anew = take(reset, start, group, row, coming & reset[2], STEPS) != 0
-        # Not ``coming``, which would have to be kept for every tile that is on its way.
+        # ``coming`` is not used here, as it would have to be kept for every tile that is being loaded.
         here = place < up_to(left, TIMES)
         left -= TIMES
         given = [each.to(tl.float32) for each in given]
@@ -144,9 +147,9 @@ def walk_backward(
     STEPS: tl.constexpr, GROUPS: tl.constexpr, stages: tl.constexpr, KIND: tl.constexpr,
     PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """The scan of ``walk_forward`` over adjoints, against the direction of the recurrence. ``initial`` is the state
-    before its first step, and ``h`` the gradient that reaches the last state. Returns the gradient that reaches
-    ``initial``, and those of the parameters by groups."""
+    """Scan adjoints, against the direction of the recurrence. ``initial`` is the state before the recurrence's first step,
+    and ``h`` the gradient that reaches the last state. Returns the gradient that reaches ``initial``, and the gradients of the
+    parameters, summed by groups."""
     bits: tl.constexpr = states_grad[0].dtype.element_ty.primitive_bitwidth
     TIMES: tl.constexpr = STEPS * GROUPS
     row = tl.arange(0, STEPS)[:, None]
@@ -190,7 +193,7 @@ def backward(
     STEPS: tl.constexpr, GROUPS: tl.constexpr, stages: tl.constexpr, ALIGNED: tl.constexpr,
     KIND: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """Returns partial sums of the gradients of the parameters, by channels."""
+    """Scan backward, and return partial sums of the gradients of the parameters, one for each channel."""
     reverse, option = flags % 2 == 1, flags // 2 % 2 == 1
     s, begin, end = own_sequence(offsets, sequences, time, ALIGNED)
     lines = lines & (begin < end)
@@ -209,7 +212,7 @@ def backward(
 
 @triton.jit
 def of_all_groups(a, GROUPS: tl.constexpr):
-    """The sum over groups, for each of them."""
+    """The sum over groups, which every group gets."""
     return tl.sum(component_of_all(a, GROUPS), 0, keep_dims=True)
 
 

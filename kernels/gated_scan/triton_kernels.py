@@ -1,17 +1,18 @@
-"""gated_scan in Triton over contiguous time: the CUDA kernels' parameters. ``triton_columns.py`` has contiguous channels.
+"""gated_scan in Triton, time contiguous. ``triton_columns.py`` is for contiguous channels. The entry points take the same
+arguments as the CUDA kernels.
 
-Tiles, lines and the ways to walk them are those of linear_scan's ``triton_kernels.py``. Here a tile's gates and tokens
-follow from the inputs, as ``triton_kinds.py`` says, and backward its gradients are turned into those of the inputs:
+Tiles are those of linear_scan's ``triton_kernels.py``, and so are lines (one row of a tensor) and the serial pass over a row's
+tiles. ``triton_kinds.py`` computes a tile's gates and tokens from the inputs, and backward the gradients of the inputs:
 
     forward    h[t]       = gate[t] * h[t-1] + token[t]
     backward   adjoint[t] = states_grad[t] + gate[t+1] * adjoint[t+1]
-               which is the token's gradient, and that of the gate is adjoint[t] * h[t-1]
+               adjoint[t] is the token's gradient, and adjoint[t] * h[t-1] is the gate's
 
-Inputs are read once in each direction, and so are states and their gradients. A program owns whole rows, so that each
-sequence gives one partial sum of the gradients of channel parameters.
+Traffic: each direction reads each of its tensors once. With n inputs that is n + 1 numbers per element forward, and 2 (n + 1)
+backward. A program owns whole rows, so each sequence gives one partial sum of the gradients of channel parameters.
 
-Aligned variants (ALIGNED 1) take it that time has stride 1 and that nothing is packed, and run in one direction only
-(REVERSE 1: from the last step to the first). The others take nothing for granted.
+Aligned variants (ALIGNED 1) assume that time has stride 1 and that no sequences are packed. Their direction in time is fixed
+(REVERSE 1: from the last step to the first). The other variants assume nothing.
 """
 
 import triton
@@ -43,7 +44,7 @@ from scan_registry.kernels.linear_scan.triton_tiles import (
 
 @triton.jit
 def take(line, base, place, mask, CHUNK: tl.constexpr):
-    """A tile in the order of the walk, in float32; 0 where there is nothing to read."""
+    """Load a tile in the order of the scan, in float32; 0 where the mask is False."""
     loaded = tl.load(near(line, base, place), mask=mask, other=0.0)
     return reverse_chunks(loaded, CHUNK).to(tl.float32)
 
@@ -56,14 +57,14 @@ def put(line, base, place, a, mask, CHUNK: tl.constexpr):
 
 @triton.jit
 def is_reset(line, base, place, mask, CHUNK: tl.constexpr):
-    """Whether states start anew; nowhere if nothing is given."""
+    """Whether the state starts anew, for each step of a tile; False everywhere without ``reset``."""
     loaded = tl.load(near(line, base, place), mask=mask & line[2], other=0)
     return reverse_chunks(loaded, CHUNK) != 0
 
 
 @triton.jit
 def steps_of(order, TIMES: tl.constexpr, CHUNK: tl.constexpr):
-    """From the tile's base to the step of each value in the order of the walk. Places are those in memory."""
+    """How many steps of memory each value, in the order of the scan, is away from the tile's base."""
     return order if CHUNK == 0 else TIMES - 1 - order
 
 
@@ -93,7 +94,7 @@ def walk_forward(
     inputs, p, reset, states, x, lines, steps, option,
     TIMES: tl.constexpr, CHUNK: tl.constexpr, stages: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Scan the ``lines`` that the mask admits from state ``x``; returns the state after them."""
+    """Scan the rows whose ``lines`` is True, tile by tile, from state ``x``. Returns the state after the last step."""
     bits: tl.constexpr = states[0].dtype.element_ty.primitive_bitwidth
     x_error = tl.zeros_like(x)
     for start in tl.range(0, steps, TIMES, num_stages=stages):
@@ -151,9 +152,9 @@ def walk_backward(
     TIMES: tl.constexpr, CHUNK: tl.constexpr, stages: tl.constexpr, KIND: tl.constexpr,
     PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """The scan of ``walk_forward`` over adjoints, against the direction of the recurrence. ``initial`` is the state
-    before its first step, and ``h`` the gradient that reaches the last state. Returns the gradient that reaches
-    ``initial``, and those of the parameters by the step's place in its tile."""
+    """Scan adjoints, against the direction of the recurrence. ``initial`` is the state before the recurrence's first step,
+    and ``h`` the gradient that reaches the last state. Returns the gradient that reaches ``initial``, and the gradients of the
+    parameters, summed over tiles for each place in a tile."""
     bits: tl.constexpr = states_grad[0].dtype.element_ty.primitive_bitwidth
     h_error = tl.zeros_like(h)
     sums = [tl.zeros((h.shape[0], TIMES), tl.float32) for n in (0, 1, 2, 3)[:PARAMETERS]]
@@ -162,7 +163,7 @@ def walk_backward(
         inside = lines & (place < up_to(steps - base, TIMES))
         step = steps_of(order, TIMES, CHUNK)
         present = lines & (step < up_to(steps - base, TIMES))
-        # Of all steps, where in or next to this tile: the lowest, or -1, and the highest, or TIMES.
+        # Where the first and the last step in memory lie from this tile's base; -1 or TIMES if they are outside the tile.
         lowest, highest = tl.where(base > 0, -1, 0), up_to(steps - 1 - base, TIMES)
         if CHUNK == 0:
             earlier, has_earlier, is_first = base + 1, lines & (place < highest), step == highest
@@ -204,7 +205,7 @@ def backward(
     TIMES: tl.constexpr, stages: tl.constexpr, ALIGNED: tl.constexpr, REVERSE: tl.constexpr,
     KIND: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """Returns partial sums of the gradients of the parameters."""
+    """Scan backward, and return partial sums of the gradients of the parameters."""
     CHUNK: tl.constexpr = flipped_chunk(states[0].dtype, ALIGNED)
     reverse, option = flags % 2 == 1, flags // 2 % 2 == 1
     s, begin, end = own_sequence(offsets, sequences, time, ALIGNED)
@@ -310,7 +311,7 @@ def time_last_backward(
 def put_sums(
     parameters_grad, sums, b, c, channels, sequences, mask, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """One partial sum for each sequence of each batch, also of sequences without a step."""
+    """Write one partial sum for each sequence of each batch, also for sequences without steps."""
     part, mask = b, mask & (parameters_grad.to(tl.int64) != 0)
     if ALIGNED == 0:
         s = tl.program_id(1) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)

@@ -1,11 +1,11 @@
-"""The kinds of gated scan in Triton: of each, gate and token of a step, and what gradients follow from theirs.
+"""The kinds of gated scan in Triton. For each kind, one function computes gate and token of a step, and one the gradients of
+the inputs and parameters.
 
-A kind is a pair of functions, and a branch in ``gate_and_token`` and in ``gradients``. Both of a pair get ``x``, the
-inputs of ``kinds.py`` in its order, in float32, and ``p``, the parameters of the channels; ``option`` is that of the
-kind's line there. The second of a pair also gets the gradients of gate and token, and returns those of the inputs and
-those of the parameters. What both compute is computed once, since the compiler finds equal terms.
+A kind is this pair of functions, and a branch in ``gate_and_token`` and in ``gradients``. Both functions get ``x``, the inputs
+in float32, and ``p``, the channel parameters, in the order of ``kinds.py``; and the ``option`` of the kind's line in that file.
+The second function also gets the gradients of gate and token. It repeats terms of the first one, which the compiler merges.
 
-No function overflows where the result does not: exponents are never positive.
+Exponents are never positive, so intermediate values do not overflow.
 """
 
 # ruff: noqa: RET505 (Triton compiles what follows a return, unless it is the other branch)
@@ -13,10 +13,10 @@ No function overflows where the result does not: exponents are never positive.
 import triton
 import triton.language as tl
 
-# How steep a square root counts at most in backward passes, and the factor c of RG-LRU, as in ``kinds.py``.
+# The most that the slope of RG-LRU's square root counts in backward passes, and RG-LRU's factor c, as in ``kinds.py``.
 MOST_SLOPE = tl.constexpr(1000.0)
 RG_LRU_SCALE = tl.constexpr(8.0)
-# The greatest argument of softplus: 8 times that is no infinity, which times 0 would be NaN.
+# The greatest argument of softplus. 8 times this is finite; infinity times 0 would be NaN.
 MOST_SOFTPLUS = tl.constexpr(1e30)
 
 
@@ -25,8 +25,8 @@ MOST_SOFTPLUS = tl.constexpr(1e30)
 
 @triton.jit
 def sigmoids(x):
-    """sigmoid(x) and sigmoid(-x), each to all its digits. Close to 1, a difference from 1 is the more exact, and what a gate
-    lacks there adds up from step to step."""
+    """sigmoid(x) and sigmoid(-x), each with all its digits. The larger one is computed as 1 minus the smaller, since a gate's
+    rounding error near 1 adds up from step to step."""
     small = tl.exp(-tl.abs(x))
     smaller = small / (1 + small)
     larger = 1 - smaller
@@ -35,7 +35,7 @@ def sigmoids(x):
 
 @triton.jit
 def log1p_of(e):
-    """log(1 + e) for e up to 1: e times a polynomial, to 3e-8."""
+    """log(1 + e) for 0 <= e <= 1: e times a polynomial, with an error of 3e-8."""
     p = 0.005253457929939032
     p = p * e - 0.02958850748836994
     p = p * e + 0.07836166769266129
@@ -59,8 +59,8 @@ def log_sigmoid(x):
 
 @triton.jit
 def decayed(x):
-    """exp(x) of what is at most 0, and 1 less its square: near 0 both of a series, lest small differences lose their digits;
-    the GPU's own function is off by a few times what a number close to 1 can tell."""
+    """exp(x) and 1 - exp(x)**2, for x <= 0. Near 0 both come from a series, so that small differences from 1 keep their digits;
+    there the GPU's own exp has an error of a few units in the last place."""
     p = 1 / 362880
     p = p * x + 1 / 40320
     p = p * x + 1 / 5040
@@ -75,7 +75,7 @@ def decayed(x):
 
 @triton.jit
 def positive(x):
-    """x + 1/2 from 0 on, and sigmoid(x) below."""
+    """g(x) = x + 1/2 for x >= 0, else sigmoid(x)."""
     return tl.where(x >= 0, x + 0.5, sigmoids(x)[0])
 
 
@@ -132,13 +132,13 @@ def min_lstm_gradients(x, p, reset, option, gate_grad, token_grad):
 
 @triton.jit
 def rg_lru_decay(a_param):
-    """8 * softplus(a_param), and finite; NaN of NaN."""
+    """8 * softplus(a_param), limited to finite values. NaN stays NaN."""
     return RG_LRU_SCALE * softplus(tl.where(a_param > MOST_SOFTPLUS, MOST_SOFTPLUS, a_param))
 
 
 @triton.jit
 def rg_lru(x, p, reset, option):
-    # Where the state starts anew the recurrence gate does not matter, even if it is not a number.
+    # At a reset the recurrence gate has no effect, even if it is NaN.
     log_gate = -sigmoids(tl.where(reset, 0.0, x[1]))[0] * rg_lru_decay(p[0])
     gate, square = decayed(log_gate)
     scale = tl.where(reset, 1.0, tl.sqrt(square))
@@ -155,7 +155,7 @@ def rg_lru_gradients(x, p, reset, option, gate_grad, token_grad):
     scale = tl.where(reset, 1.0, root)
     for_scaled = token_grad * scale
     for_x = for_scaled * taken
-    # scale is the root of 1 - gate * gate.
+    # The scale is sqrt(1 - gate * gate).
     slope = tl.minimum(0.5 / root, MOST_SLOPE)
     for_square = tl.where(reset, 0.0, token_grad * (taken * x[0]) * slope)
     for_log_gate = gate * (gate_grad - 2 * gate * for_square)
@@ -166,8 +166,8 @@ def rg_lru_gradients(x, p, reset, option, gate_grad, token_grad):
 
 @triton.jit
 def hgrn(x, p, reset, option):
-    # The gate is b + (1 - b) * sigmoid(f), so 1 less the gate is (1 - b) * sigmoid(-f): no difference of numbers close to
-    # 1, and what the gate is computed from where it is close to 1 itself, lest it be less by rounding at every step.
+    # The gate is b + (1 - b) * sigmoid(f), so 1 minus the gate is (1 - b) * sigmoid(-f), which loses no digits. Where the gate
+    # is close to 1, it is computed as 1 minus that, since a rounding error of the gate acts at every step.
     forget, not_forget = sigmoids(x[1])
     taken = (1 - p[0]) * not_forget
     gate = tl.where(x[1] >= 0, 1 - taken, p[0] + (1 - p[0]) * forget)
@@ -204,7 +204,7 @@ def gate_and_token(x, p, reset, option, KIND: tl.constexpr):
 
 @triton.jit
 def gradients(x, p, reset, option, gate_grad, token_grad, KIND: tl.constexpr):
-    """Those of the inputs and those of the parameters. The gate's is 0 where the state starts anew."""
+    """The gradients of the inputs, and those of the parameters. ``gate_grad`` is 0 at a reset."""
     if KIND == "linear":
         return linear_gradients(x, p, reset, option, gate_grad, token_grad)
     elif KIND == "min_gru":

@@ -1,17 +1,16 @@
-"""Scans of tiles whose states may start anew, forward and backward, for the Triton kernels of gated_scan.
+"""Scans over a tile with resets, forward and backward, for the Triton kernels of gated_scan.
 
 Forward, a step is the affine map h -> gate * h + token, and maps compose as in linear_scan. Backward, h is the gradient
 that reaches a state from later steps, and a step does two things:
 
-    adjoint = h + grad            of its own state, which gradients of gate and token follow from
-    h       = gate * adjoint      of the state before it
+    adjoint = h + grad            the gradient of the step's own state, from which those of gate and token follow
+    h       = gate * adjoint      the gradient that reaches the state before the step
 
-so that no gate of another step is needed. A run of such steps is the map of h to its last adjoint, scale * h + shift,
-and the gate of its last step.
+A step needs no gate but its own. Several successive steps are described by the map from h to the last adjoint,
+scale * h + shift, and the gate of the last step.
 
-A scale of 0 forgets what it is a factor of, even an infinity or NaN: where a state starts anew, the gate is 0. Scales of
-states that are stored in 32 bits have error terms, as in linear_scan: ``bits`` are those of an element in which states are
-stored.
+At a reset the gate is 0. A map with scale 0 ignores its argument, even infinity or NaN. If states are stored in 32 bits, scales
+have error terms, as in linear_scan. ``bits`` is the size of a stored state.
 """
 
 # ruff: noqa: RET505 (Triton compiles what follows a return, unless it is the other branch)
@@ -74,7 +73,7 @@ def then_apply(first_scale, first_shift, second_scale, second_shift):
 
 @triton.jit
 def states_of_steps(gate, token, axis: tl.constexpr):
-    """The states of steps whose first token holds what enters them."""
+    """The states of a group's steps. The state that enters the group is already part of the first token."""
     return tl.associative_scan((gate, token), axis, then_apply)[1]
 
 
@@ -110,7 +109,8 @@ def compose_adjoints_compensated(
 
 @triton.jit
 def scan_adjoints(gate, grad, axis: tl.constexpr, bits: tl.constexpr):
-    """The maps of what enters a tile to the adjoint of each of its steps: scale, its error term, shift."""
+    """For each step of a tile, the map from the gradient that enters the tile to the step's adjoint: scale, its error term,
+    shift."""
     ones = tl.full(gate.shape, 1.0, gate.dtype)
     if bits < 32:
         scale, shift, _ = tl.associative_scan((ones, grad, gate), axis, compose_adjoints)
@@ -123,14 +123,14 @@ def scan_adjoints(gate, grad, axis: tl.constexpr, bits: tl.constexpr):
 
 @triton.jit
 def adjoints_of_steps(gate, grad, axis: tl.constexpr):
-    """The adjoints of steps whose first gradient holds what enters them."""
+    """The adjoints of a group's steps. The gradient that enters the group is already part of the first gradient."""
     maps = (tl.full(gate.shape, 1.0, gate.dtype), grad, gate)
     return tl.associative_scan(maps, axis, compose_adjoints)[1]
 
 
 @triton.jit
 def through_gate(gate, scale, error_term, shift, bits: tl.constexpr):
-    """The map to what leaves a step, from that to its adjoint."""
+    """The map to the gradient that leaves a step, from the map to its adjoint."""
     if bits < 32:
         product, error = gate * scale, error_term
     else:
@@ -149,7 +149,7 @@ def through_gate(gate, scale, error_term, shift, bits: tl.constexpr):
 
 @triton.jit
 def applied(scale, error_term, shift, x, bits: tl.constexpr):
-    """(scale + error_term) * x + shift."""
+    """(scale + error_term) * x + shift; only shift if scale is 0."""
     if bits < 32:
         result = tl.fma(scale, x, shift)
     else:
@@ -159,7 +159,8 @@ def applied(scale, error_term, shift, x, bits: tl.constexpr):
 
 @triton.jit
 def carried(scale, error_term, shift, x, x_error, bits: tl.constexpr):
-    """The same of a state that goes from tile to tile with its error term."""
+    """Apply a tile's map to the state that enters it, ``x`` with error term ``x_error``. Returns the state that leaves the tile,
+    and its error term."""
     if bits < 32:
         return applied(scale, error_term, shift, x, bits), x_error
     else:

@@ -1,11 +1,11 @@
 """The Triton kernels of gated scan: variants, what each accepts, and how it launches.
 
-Sources: ``triton_kernels.py`` for contiguous time and ``triton_columns.py`` for contiguous channels, on
-``triton_kinds.py`` and ``triton_scans.py``. A variant's constants are the kind and what ``kinds.py`` says of its inputs,
-beside those of linear_scan's Triton kernels. Access ``aligned`` takes rows that are whole multiples of 16 elements, and
-``generic`` everything. Without tuning there are the generic ones: rows that are whole are for the CUDA kernels. Tiles of
-those are chosen so that no registers are spilled; no GPU has timed them yet. Wheels have none: Triton is installed wherever
-torch is for GPUs, and compiles what is called.
+Sources: ``triton_kernels.py`` for contiguous time and ``triton_columns.py`` for contiguous channels, which use
+``triton_kinds.py`` and ``triton_scans.py``. A variant's constants are the kind, its numbers of inputs and parameters, and those
+of linear_scan's Triton kernels. Access ``aligned`` takes rows that are whole multiples of 16 elements; ``generic`` takes all.
+Without tuning, only generic variants are used, since the CUDA kernels serve whole rows. Their tiles are chosen so that no
+registers are spilled; their speed has not been measured. Wheels have no Triton binaries: Triton is installed with torch for
+GPUs, and compiles each kernel at its first call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from scan_registry.kernels.model import (
     Variant,
 )
 
-#: Kinds that ``triton_kinds.py`` has.
+#: The kinds in ``triton_kinds.py``.
 KINDS = ("linear", "min_gru", "min_lstm", "rg_lru", "hgrn")
 
 
@@ -54,15 +54,17 @@ KINDS = ("linear", "min_gru", "min_lstm", "rg_lru", "hgrn")
 
 
 def _time_last(direction: Direction, kind: str, dtype: str, access: str) -> Tile:
-    """Aligned ones run upwards: which way 16 bytes are read is for the compiler to know."""
+    """The tile of a variant. Aligned variants scan with time only, as the compiler has to know in which order 16 bytes are
+    read."""
     if access == "aligned":
         return {"rows": 1, "times": 512, "warps": 2, "reverse": 0}
-    held = direction == "backward" and HEADERS[kind].parameters  # their sums, as well
+    held = direction == "backward" and HEADERS[kind].parameters  # and the sums of their gradients
     return {"rows": 1, "times": 128 if held else 256, "warps": 2}
 
 
 def _channel_last(direction: Direction, kind: str, dtype: str, access: str) -> Tile:
-    """Of a tile, 4 to 8 rows of 4 or 8 bytes in a thread. All tensors' stages take at most 80 KB of shared memory."""
+    """The tile of a variant: a thread has 4 to 8 rows of 4 or 8 bytes. The stages of all tensors take at most 80 KB of shared
+    memory."""
     few = direction == "forward" and len(HEADERS[kind].inputs) < 3
     if access == "generic":
         return {"warps": 4, "channels": 32, "vector": 1, "steps": 8 if few else 4, "stages": 2}
@@ -81,20 +83,20 @@ def _tiles(
 
 
 def _serves(statics: Pins, target: Target) -> bool:
-    """PTX, which is for GPUs that are not known, has variants that take everything."""
+    """Whether a target has the variant. PTX, which is for unknown GPUs, has generic variants only."""
     return not target.is_ptx or ("access", "aligned") not in statics
 
 
 def _ships(statics: Pins, target: Target) -> bool:
-    """Never: where torch runs on a GPU there is Triton, too, and compiles what is asked for."""
+    """Never: Triton is installed with torch for GPUs, and compiles kernels at their first call."""
     return False
 
 
 # --- What is compiled -------------------------------------------------------------------------
 
 
-#: Tiles of rows that a program has in hand. Backward loads directly, since asynchronous copies cannot move single
-#: 16-bit elements, which is what states come as.
+#: Stages of the loop over a row's tiles. Backward loads directly: the states are read one step apart from the other tensors,
+#: as single 16-bit elements, which asynchronous copies cannot move.
 _STAGES = {"time_last_forward": 3, "time_last_backward": 1}
 
 
@@ -119,7 +121,7 @@ def _constants(variant: Variant) -> Mapping[str, Static]:
 
 
 def _elements(variant: Variant, direction: Direction) -> dict[str, str]:
-    """What each pointer points to."""
+    """The element type of each pointer."""
     wide = ("initial_state", "final_state", "initial_state_grad", "final_state_grad")
     of = dict.fromkeys((*wide, "parameters", "parameters_grad"), "float32")
     of |= {"reset": "uint8", "offsets": "int64", "workspace": "int64"}
@@ -127,7 +129,8 @@ def _elements(variant: Variant, direction: Direction) -> dict[str, str]:
 
 
 def _divisible(variant: Variant, layout: Layout, direction: Direction) -> frozenset[str]:
-    """In the aligned variants: the sequences, their rows' length and the strides between rows."""
+    """The pointers and integers that the compiler may take for multiples of 16. In aligned variants these are the sequences,
+    the length of their rows and the strides between rows."""
     if variant.text("access") != "aligned":
         return frozenset()
     outside = ("batch", "channel") if layout == "time_last" else ("batch", "time")
@@ -180,7 +183,7 @@ def _kernel(layout: Layout, direction: Direction) -> Kernel:
             constants=_constants,
             divisible=lambda variant: _divisible(variant, layout, direction),
             elements=lambda variant: _elements(variant, direction),
-            # Where error terms are kept: a sum's rounding error can be had only if its terms are rounded first.
+            # No fused multiply-add in 32 bits, where error terms are kept: they need the rounded product.
             fuses=lambda variant: ITEM_SIZE[variant.text("dtype")] < 4,
         ),
         rules=Rules(_accepts, mismatch, serves=_serves, ships=_ships),

@@ -1,5 +1,5 @@
-"""What all CUDA kernels of gated scan have in common: their signature, their kinds of variants, and what they are
-compiled with. A variant's static parameters begin with dtype, kind and access; the kind is its header's name.
+"""What all CUDA kernels of gated scan have in common: signature, variants, compile-time constants and which variants wheels
+ship. The static parameters of a variant begin with dtype, kind and access. The kind is its header's name.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from scan_registry.kernels.model import Parameter, Pins, Space, Static, Variant
 
 FAMILY_NAME = "gated_scan"
 ACCESSES = ("aligned", "generic")
+#: Dtypes for which wheels have aligned tiles. Other dtypes get generic access, unless tuning selects tiles for them.
+ALIGNED_IN_WHEELS = ("float32", "bfloat16")
+#: Bytes of a CTA's shared memory that the driver reserves.
+DRIVER_SHARED = 1024
 #: Capabilities of the GPUs with high-bandwidth memory.
 WITH_HBM = ((8, 0), (9, 0), (10, 0))
 
@@ -34,7 +38,7 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
 
 
 def space(tiles: Callable[[str, str, str], Iterable[Tile]]) -> Space:
-    """A variant for every dtype, kind and access, and each of the tiles that they have."""
+    """The variants: for every dtype, kind and access one with each tile that ``tiles`` lists for them."""
     kinds = tuple(
         (("dtype", dtype), ("kind", kind), ("access", access))
         for dtype, kind, access in product(DTYPES, HEADERS, ACCESSES)
@@ -48,20 +52,20 @@ def space(tiles: Callable[[str, str, str], Iterable[Tile]]) -> Space:
 
 
 def ships(statics: Pins, target: Target) -> bool:
-    """Wheels have generic access for every GPU, and aligned access for those with HBM: the others have less bandwidth for each
-    SM. float16 is compiled where it is first called."""
+    """Whether wheels ship a variant. Generic access is shipped for every GPU, aligned access for GPUs with HBM, since other GPUs
+    have less bandwidth for each SM. float16 is not shipped, but compiled at its first call."""
     pins = dict(statics)
     fast = not target.is_ptx and target.capability in WITH_HBM
     return pins["dtype"] != "float16" and (fast or pins["access"] == "generic")
 
 
 def headers() -> tuple[str, ...]:
-    """The files of all kinds."""
+    """The header files of all kinds."""
     return tuple(f"kinds/{kind}.cuh" for kind in HEADERS)
 
 
 def constants(variant: Variant) -> dict[str, Static]:
-    """Of every CUDA kernel."""
+    """The constants that every CUDA kernel of the family is compiled with."""
     tile = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
     return {
         "KIND_HEADER": f'"kinds/{variant.text("kind")}.cuh"',
@@ -78,7 +82,7 @@ def constants(variant: Variant) -> dict[str, Static]:
 
 
 def mismatch(variant: Variant, problem: GatedScanProblem) -> str | None:
-    """Why the variant's kind is for other problems."""
+    """Why a variant does not fit a problem's dtype, kind or memory layout; None if it does."""
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
     if variant.text("kind") != problem.kind:

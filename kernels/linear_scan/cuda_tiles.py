@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
-from scan_registry.hardware.target import OLDEST, SHARED_MEMORY, Target
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import registers, rings, space
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
 from scan_registry.kernels.linear_scan.space import MISALIGNED, Tile
@@ -63,13 +62,11 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
     tile = {name: value for name, value in statics if isinstance(value, int)}
     if "stages" not in tile:
         return True
-    known = min(SHARED_MEMORY[each] for each in SHARED_MEMORY if each >= OLDEST)
-    room = known if target.is_ptx else SHARED_MEMORY.get(target.capability, math.inf)
     pins = dict(statics)
     dtype, access = str(pins["dtype"]), str(pins["access"])
     # Archives have machine code for every GPU with the least shared memory, so PTX runs on none of these GPUs.
     columns = 0 if target.is_ptx else rings.column_shared(dtype, tile)
-    return rings.most_shared(direction, dtype, access, tile) + columns <= room
+    return rings.most_shared(direction, dtype, access, tile) + columns <= target.shared_memory
 
 
 def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iterator[Tile]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -90,6 +91,14 @@ class Target:
     @property
     def is_ptx(self) -> bool:
         return self.kind == "compute"
+
+    @property
+    def shared_memory(self) -> float:
+        """Bytes of shared memory that a block may have on the target's GPUs; infinite where that is unknown. PTX may run on any
+        GPU from ``OLDEST`` on, so the least of these counts."""
+        if self.is_ptx:
+            return min(size for each, size in SHARED_MEMORY.items() if each >= OLDEST)
+        return SHARED_MEMORY.get(self.capability, math.inf)
 
     @property
     def label(self) -> str:

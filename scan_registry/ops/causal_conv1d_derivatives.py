@@ -27,7 +27,7 @@ from scan_registry.ops.causal_conv1d_arguments import (
 )
 from scan_registry.ops.causal_conv1d_calls import key_of, taken_as_they_are
 from scan_registry.ops.causal_conv1d_plans import Gradients, Wanted
-from scan_registry.ops.derivatives import forward_mode, has_tangents, unobserved
+from scan_registry.ops.derivatives import forward_mode, has_tangents, unobserved, wants_gradient
 from scan_registry.ops.registration import register
 from scan_registry.ops.sharded import call_sharded
 
@@ -44,7 +44,7 @@ def call(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Outputs:
     known = None if key is None else plans.seen().get(key)
     if known is not None:
         options, plan = known
-        if torch.is_grad_enabled() and _differentiated(*tensors[:4]):
+        if torch.is_grad_enabled() and wants_gradient(*tensors[:4]):
             return _record(*tensors, options, plan)  # type: ignore[no-any-return]
         return plan(*tensors)  # type: ignore[no-any-return]
     if key is None and (sharded := call_sharded("causal_conv1d", tensors, request)) is not None:
@@ -61,7 +61,7 @@ def convolve(given: Arguments, options: Options) -> Outputs:
         if _transforms_active() or forward_mode():
             return _transformed(given, options)
         if unobserved(*given):
-            if torch.is_grad_enabled() and _differentiated(*given[:4]):
+            if torch.is_grad_enabled() and wants_gradient(*given[:4]):
                 return _record(*given, options, plans.forward_plan(given, options))  # type: ignore[no-any-return]
             return plans.forward(given, options)
         flops.announce()
@@ -98,10 +98,6 @@ def update(given: UpdateArguments, options: Options) -> Tensor:
         refuse_mapped("causal_conv1d_update", "conv_state", *given)
     found: Tensor = _update_op(*given, options.silu, options.backend)
     return found
-
-
-def _differentiated(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _transformed(given: Arguments, options: Options) -> Outputs:
@@ -160,7 +156,7 @@ def _backward(
 ) -> Gradients:
     tensors = *given[:4], y_grad, last_grad
     # Under create_graph, in forward mode, and where batches of gradients are mapped over.
-    composed = (torch.is_grad_enabled() and _differentiated(*tensors)) or _transforms_active()
+    composed = (torch.is_grad_enabled() and wants_gradient(*tensors)) or _transforms_active()
     if not composed and not _is_compiling() and unobserved(*given, y_grad, last_grad):
         return plans.backward(given, y_grad, last_grad, options, wanted)
     if composed or (not _is_compiling() and has_tangents(*tensors)):
@@ -209,7 +205,7 @@ def _forward_autograd(*args: Any) -> Any:
     given, options = Arguments(*args[:6]), Options(*args[6:])
     if _transforms_active() or has_tangents(*given[:4]):
         return _forward_composed(*args)
-    if torch.is_grad_enabled() and _differentiated(*given[:4]):
+    if torch.is_grad_enabled() and wants_gradient(*given[:4]):
         return CausalConv1d.apply(*given, options, None)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _op(*args)
@@ -241,7 +237,7 @@ def _backward_fake(*args: Any) -> Any:
 
 def _backward_autograd(*args: Any) -> Any:
     tensors = *args[:4], *args[6:8]
-    differentiated = torch.is_grad_enabled() and _differentiated(*tensors)
+    differentiated = torch.is_grad_enabled() and wants_gradient(*tensors)
     if differentiated or _transforms_active() or has_tangents(*tensors):
         return _backward_composed(*args)
     with torch._C._AutoDispatchBelowAutograd():

@@ -99,7 +99,7 @@ def scan(
     """The scan of ``normalised`` arguments, differentiable; None for a final state not asked for."""
     tensors = gates, tokens, initial_state, cu_seqlens
     if not _is_compiling() and unobserved(*tensors):
-        if torch.is_grad_enabled() and _differentiated(*tensors[:3]):
+        if torch.is_grad_enabled() and wants_gradient(*tensors[:3]):
             return LinearScan.apply(*tensors, options, True)  # type: ignore[no-any-return, no-untyped-call]
         return plans.forward(*tensors, options)
     if not _is_compiling():
@@ -108,7 +108,8 @@ def scan(
     return states, last if options.final else None
 
 
-def _differentiated(*tensors: Tensor | None) -> bool:
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether any of the tensors requires a gradient."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -306,7 +307,7 @@ def _forward_autograd(
     gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any
 ) -> Any:
     tensors = gates, tokens, initial, bounds
-    recorded = torch.is_grad_enabled() and _differentiated(*tensors[:3])
+    recorded = torch.is_grad_enabled() and wants_gradient(*tensors[:3])
     if recorded or has_tangents(*tensors[:3]):
         return record(LinearScan, *tensors, Options(*options), False)
     with torch._C._AutoDispatchBelowAutograd():
@@ -386,7 +387,7 @@ def _backward_fake(*args: Any) -> Any:
 
 
 def _backward_autograd(*args: Any) -> Any:
-    differentiated = torch.is_grad_enabled() and _differentiated(*args[:5])
+    differentiated = torch.is_grad_enabled() and wants_gradient(*args[:5])
     if differentiated or has_tangents(*args[:5]):
         return _backward_composed(*args)
     with torch._C._AutoDispatchBelowAutograd():

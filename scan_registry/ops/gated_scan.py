@@ -1,6 +1,6 @@
-"""``gated_scan``: h[t] = gate[t]·h[t-1] + token[t], whose gates and tokens are computed from what a network gives.
+"""``gated_scan``: h[t] = gate[t]·h[t-1] + token[t], with gates and tokens computed from a network's outputs.
 
-Its kinds have functions of their own in ``gated_scan_kinds``.
+``gated_scan_kinds`` has one function for each kind of gates.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def gated_scan(
     return_final_state: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """States of h[t] = gate[t]·h[t-1] + token[t] along ``dim``, of which ``kind`` computes gate and token.
+    """States of h[t] = gate[t]·h[t-1] + token[t] along ``dim``. ``kind`` says how gate and token follow from the inputs.
 
     With σ the sigmoid, and g(x) = x + ½ for x ≥ 0, else σ(x):
 
-    | kind | sequences; values for channels | gate | token |
+    | kind | sequences; channel parameters | gate | token |
     |---|---|---|---|
     | `linear` | gates, tokens | gates | tokens |
     | `min_gru` | gate, hidden | 1 − σ(gate) | σ(gate)·g(hidden) |
@@ -89,15 +89,15 @@ def gated_scan(
     | `hgrn` | x, forget; lower_bound | f = lower_bound + (1 − lower_bound)·σ(forget) | (1 − f)·silu(x) |
 
     Args:
-        kind: one of the table's.
-        inputs: those of the kind, in order. Sequences: (batch, channels, time), or with ``dim=1``
-            (batch, time, channels), of one shape and one dtype: float32, bfloat16, float16 or float64. Values for
-            channels: (channels,), one for each, float32 or narrower, or float64 with sequences of float64.
+        kind: a name in the table's first column.
+        inputs: the tensors in the table's second column, in that order. Sequences: (batch, channels, time), or with
+            ``dim=1`` (batch, time, channels), of one shape and one dtype: float32, bfloat16, float16 or float64. Channel
+            parameters: (channels,), one value for each channel, float32 or narrower, or float64 with sequences of float64.
         initial_state: h[-1], or with ``reverse`` h[T]: broadcasts to the state's shape; zero if None. A state
             has the shape of the sequences without ``dim``; with ``cu_seqlens``, that shape with ``dim``
             counting sequences.
-        reset: bool, (batch, time): where a state starts anew. What is before such a step counts as zero, even if
-            it is infinite or NaN. With ``reverse``, that is what is later in time.
+        reset: bool, (batch, time): where a state starts anew. The state that the scan brings to such a step counts as
+            zero, even if it is infinite or NaN.
         dim: the time dimension, -1 or 2, or 1 or -2.
         reverse: compute h[t] = gate[t]·h[t+1] + token[t] instead.
         cu_seqlens: (sequences + 1,), int32 or int64: where sequences that are packed along ``dim`` begin, and where
@@ -132,7 +132,7 @@ def gated_scan(
 def run(
     kind: Any, inputs: Any, reset: Any, initial_state: Any, cu_seqlens: Any, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What ``gated_scan`` returns, of arguments that are not checked yet."""
+    """What ``gated_scan`` returns. The arguments are not checked yet."""
     if not _is_compiling():
         made = fast_scan(inputs, initial_state, reset, cu_seqlens, options)
         if made is not None:

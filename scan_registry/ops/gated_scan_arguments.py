@@ -1,6 +1,6 @@
-"""What ``gated_scan`` accepts, and how its arguments become what runs.
+"""What ``gated_scan`` accepts, and how its arguments are converted for the operator.
 
-Conversions are torch's own operators, so gradients flow back through them to the dtype and shape that was given.
+Conversions are torch's own operators, so gradients flow back through them to the dtype and shape that the caller gave.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from scan_registry.ops.arguments import (
 #: Dtypes that kernels are compiled for; float64 is computed in plain torch and ``linear_scan``.
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 ACCEPTED = (*COMPILED, torch.float64)
-#: What ``activation`` may be, and what the names of kinds end with then.
+#: The values of ``activation``, each with the ending of the kind's name that it selects.
 ACTIVATIONS = {"positive": "", "identity": "_identity"}
 
 
 class Options(NamedTuple):
-    """The arguments that are no tensors. ``kind`` is a name in ``KINDS``. ``dim`` is -1 for (batch, channels, time) and
+    """The arguments that are not tensors. ``kind`` is a name in ``KINDS``. ``dim`` is -1 for (batch, channels, time) and
     -2 for (batch, time, channels)."""
 
     kind: str
@@ -65,19 +65,19 @@ class Arguments(NamedTuple):
 
     @property
     def flat(self) -> tuple[Tensor | None, ...]:
-        """All, one after the other: what is differentiable first."""
+        """All tensors in one tuple, the differentiable ones first."""
         return *self.differentiable, self.reset, self.cu_seqlens
 
     @classmethod
     def of(cls, kind: str, flat: Sequence[Any]) -> Arguments:
-        """From ``flat``."""
+        """The inverse of ``flat``."""
         inputs = len(KINDS[kind].inputs)
         *parameters, initial_state, reset, cu_seqlens = flat[inputs:]
         return cls(tuple(flat[:inputs]), tuple(parameters), reset, initial_state, cu_seqlens)
 
 
 def kind_of(name: Any) -> Kind:
-    """The kind of that name; ``TypeError`` or ``ValueError`` lists those there are."""
+    """The kind called ``name``; otherwise ``TypeError`` or ``ValueError``, which list the kinds' names."""
     if not isinstance(name, str):
         raise TypeError(f"kind must be one of {', '.join(KINDS)}, not {type(name).__name__}")
     if name not in KINDS:
@@ -93,7 +93,8 @@ def with_activation(kind: str, activation: Any) -> str:
 
 
 def channel_values(name: str, value: Any, x: Any, dim: Any) -> Any:
-    """``value`` for each channel of ``x``: a number, or None for 0, as a tensor. All else is left to ``normalised``."""
+    """A number, or None for 0, as a tensor with this value for each channel of ``x``. Other arguments are returned unchanged,
+    for ``normalised`` to check."""
     if isinstance(value, Tensor) or not isinstance(x, Tensor):
         return value
     number = 0.0 if value is None else value
@@ -106,13 +107,13 @@ def channel_values(name: str, value: Any, x: Any, dim: Any) -> Any:
     if not 0 <= number <= 1:
         raise ValueError(f"{name} is {value}; accepted are numbers from 0 to 1")
     if x.is_nested or x.layout != torch.strided or x.dim() != 3:
-        return torch.empty(0, device=x.device)  # anything, as ``x`` is what will be refused
+        return torch.empty(0, device=x.device)  # any tensor will do, since ``x`` is refused later
     channels = x.shape[2 if as_index("dim", dim) in (1, -2) else 1]
     return torch.full((channels,), number, dtype=compute_dtype(x.dtype), device=x.device)
 
 
 def check_reset(reset: Any, shape: Sequence[int], device: torch.device) -> None:
-    """Refuse what is no bool tensor of ``shape``: the sizes of batch and time, or time alone."""
+    """Raise if ``reset`` is not a bool tensor of ``shape``, which is batch and time, or time alone."""
     if not isinstance(reset, Tensor):
         raise TypeError(f"reset must be a torch.Tensor, not {type(reset).__name__}")
     if reset.layout != torch.strided or reset.is_nested:
@@ -174,7 +175,7 @@ def normalised(
 
 
 def _check_tensors(present: Mapping[str, Any]) -> None:
-    """Refuse what are no dense tensors on one device."""
+    """Raise if an argument is not a dense tensor, or tensors are on several devices."""
     first = next(iter(present))
     for name, value in present.items():
         if not isinstance(value, Tensor):
@@ -188,7 +189,7 @@ def _check_tensors(present: Mapping[str, Any]) -> None:
 
 
 def _check_options(kind: Kind, first: Tensor, options: Options) -> Options:
-    """The options with a negative ``dim``."""
+    """The checked options, with a negative ``dim``."""
     name, backend = kind.inputs[0], options.backend
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
@@ -216,7 +217,7 @@ def _check_options(kind: Kind, first: Tensor, options: Options) -> Options:
 
 
 def _check_sequences(sequences: Mapping[str, Tensor]) -> None:
-    """Refuse what is not of one shape and dtype."""
+    """Raise if the sequences differ in shape or dtype, or the dtype is not accepted."""
     first, model = next(iter(sequences.items()))
     for name, tensor in sequences.items():
         if tensor.dtype not in ACCEPTED:
@@ -235,7 +236,7 @@ def _check_sequences(sequences: Mapping[str, Tensor]) -> None:
 
 
 def _parameter(name: str, tensor: Tensor, kind: Kind, first: Tensor, options: Options) -> Tensor:
-    """A value for each channel, in the dtype of the computation."""
+    """The checked channel parameter, in the dtype of the computation."""
     compute = compute_dtype(first.dtype)
     if tensor.dtype not in ACCEPTED:
         names = ", ".join(map(_short, ACCEPTED))
@@ -255,8 +256,8 @@ def _parameter(name: str, tensor: Tensor, kind: Kind, first: Tensor, options: Op
 
 
 def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two shapes are the same. Sizes that torch.compile does not know yet are taken to be, and checked when they
-    are known."""
+    """Whether two shapes are the same. Sizes that torch.compile does not know yet are assumed to agree, and checked when the
+    compiled code runs."""
     one, other = numbers(one), numbers(other)
     if len(one) != len(other) or any(surely(a != b) for a, b in zip(one, other, strict=True)):
         return False

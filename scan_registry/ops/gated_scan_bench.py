@@ -1,4 +1,4 @@
-"""What is timed of gated scans: cases, their bytes, targets, and the composition of a linear scan beside them."""
+"""The benchmark of gated scans: cases, the bytes that they move, targets, and the baselines."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-#: The kinds that are timed, the first of which other commands take; a linear scan is timed elsewhere.
+#: The kinds that are timed by default. The benchmark of ``linear_scan`` times linear scans.
 TIMED = ("min_gru", "rg_lru", "min_lstm", "hgrn")
 USUAL_KIND = TIMED[0]
 #: Batch, channels, time.
 SIZES = ("8,2560,4096", "16,1024,2048", "1,2048,65536")
 ON_CPU = "2,64,256"
-#: What share of the roofline the kernels are to reach, forward and backward.
+#: The share of the bandwidth roofline that the kernels are to reach, forward and backward.
 TARGETS = (0.80, 0.75)
 
 
@@ -90,7 +90,8 @@ class Case:
         return self.kind, self.layout, self.sizes, self.dtype
 
     def moves(self, direction: str) -> tuple[int, int]:
-        """The inputs and the states; backward inputs, states and their gradient, and the gradients of the inputs."""
+        """How many sequences a pass reads and writes. Forward reads the inputs and writes the states. Backward reads inputs,
+        states and their gradient, and writes the gradients of the inputs."""
         inputs = len(KINDS[self.kind].inputs)
         return (inputs, 1) if direction == PASSES[0] else (inputs + 2, inputs)
 
@@ -103,7 +104,7 @@ class Case:
 
     @property
     def dim(self) -> int:
-        """Time, of tensors without gaps."""
+        """The time dimension of ``contiguous`` tensors."""
         return -1 if self.layout == "time_last" else -2
 
     def contiguous(self, device: torch.device | str) -> Tensor:
@@ -120,7 +121,7 @@ class Case:
         return drawn if self.layout == "time_last" else drawn.transpose(1, 2)
 
     def parameters(self, device: torch.device | str) -> list[Tensor]:
-        """New random ones, from 0 to 0.9, which a lower bound may be."""
+        """New random channel parameters from 0 to 0.9, a range that is valid for a lower bound, too."""
         import torch
 
         kind = KINDS[self.kind]
@@ -136,8 +137,8 @@ class Case:
 
 
 def composed(case: Case) -> Callable[..., Tensor]:
-    """Gates and tokens by torch's operators, in the dtype of the sequences, and ``linear_scan``: what users write without
-    ``gated_scan``. Takes the tensors in the order of ``gated_scan``."""
+    """A function that computes gates and tokens by torch's operators, in the dtype of the sequences, and calls ``linear_scan``:
+    what users write without ``gated_scan``. It takes the tensors in the order of ``gated_scan``."""
     from scan_registry.ops.linear_scan import linear_scan
 
     kind, dim = KINDS[case.kind], case.dim
@@ -170,8 +171,8 @@ def _hgrn_with(module: str, function: str) -> Callable[[Case], Callable[..., Ten
 
 @dataclass(frozen=True)
 class Composition:
-    """A function of the same tensors, as its users call it: eager, or under torch.compile. Backward is what autograd runs,
-    on the stream that the forward pass ran on, which no graph of another stream can record."""
+    """A baseline: another function of the same tensors, eager or under torch.compile. Its backward pass is timed as autograd runs
+    it. Autograd uses the stream of the forward pass, so a CUDA graph that records another stream cannot capture it."""
 
     name: str
     function: Callable[[Case], Callable[..., Tensor]]
@@ -247,7 +248,7 @@ BASELINES = (
 
 
 class GatedScanBenchmark(Benchmark):
-    """Scans of three sizes in both layouts, and what they are to reach."""
+    """Times scans of three sizes in both layouts, and compares them with the targets."""
 
     subject = "gated scans"
     description = (
@@ -314,7 +315,7 @@ class GatedScanBenchmark(Benchmark):
         return {**timing.to_json(), "target_ms": self.target_ms(timing, results.device.type)}
 
     def target_ms(self, timing: Timing, kind: str) -> float | None:
-        """What this package is to take at most on a GPU, where there is a target."""
+        """The target: the most time that this package may take on a GPU; None where there is no target."""
         case = timing.case
         aimed = case.kind in TIMED and case.sizes.replace(" ", "") in SIZES
         if not aimed or kind != "cuda" or not timing.who.startswith(OURS):

@@ -1,8 +1,8 @@
 """``gated_scan`` composed of torch's operators, which compute gates and tokens, and of ``linear_scan``.
 
-This runs what no kernel takes: tensors on the CPU, float64, derivatives of derivatives, forward mode and ``torch.func``.
-Where no derivatives are recorded, that is done for a piece after the other, of some channels of some batches. What lies between
-inputs and results then stays in the caches of a CPU, and takes little memory.
+This runs where kernels cannot: for tensors on the CPU, float64, derivatives of derivatives, forward mode and ``torch.func``.
+If no derivatives are recorded, the tensors are computed piece by piece: a piece is some channels of some batches. Gates and
+tokens of a piece stay in the caches of a CPU, and take little memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import arguments, derivatives, resets
 from scan_registry.ops.gated_scan_arguments import Arguments, Options
 from scan_registry.ops.problems import StateLayout
+from scan_registry.ops.recomputation import Pairs, gradients
 
-#: Elements of a piece, by whether it is on a GPU, and the least channels that it has.
+#: The most elements of a piece, by whether it is on a GPU; and the fewest channels of a piece.
 _PIECE = {True: 1 << 26, False: 1 << 20}
 _CHANNELS = 16
 
@@ -58,7 +59,7 @@ def _forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def gates_and_tokens(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
-    """Of the linear scan, in the dtype of the computation. Where states start anew, the gate is anything."""
+    """Gates and tokens for a linear scan, in the dtype of the computation. At a reset the gate may be anything."""
     compute = compute_dtype(given.inputs[0].dtype)
     inputs = [x.to(compute) for x in given.inputs]
     of_channels = [p if options.dim == -2 else p.unsqueeze(-1) for p in given.parameters]
@@ -77,17 +78,17 @@ class _Piece(NamedTuple):
     options: Options
 
     def sequence(self, x: Tensor) -> Tensor:
-        """The piece of a tensor that is like an input."""
+        """This piece of a tensor with the shape of an input."""
         if self.options.dim == -2:
             return x[self.batches, :, self.channels]
         return x[self.batches, self.channels]
 
     def state(self, x: Tensor) -> Tensor:
-        """Of one that is like a state, which is like an input if sequences are packed."""
+        """This piece of a tensor with the shape of a state. With packed sequences a state has three dimensions, like an input."""
         return self.sequence(x) if x.dim() == 3 else x[self.batches, self.channels]
 
     def of(self, given: Arguments) -> Arguments:
-        """Of all arguments."""
+        """This piece of all arguments."""
         initial, reset = given.initial_state, given.reset
         return Arguments(
             tuple([self.sequence(x) for x in given.inputs]),
@@ -99,7 +100,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(given: Arguments, options: Options) -> Iterator[_Piece]:
-    """Of one batch, or of as many as there is room for."""
+    """Pieces of one batch each, or of several batches if these have few elements."""
     model = given.inputs[0]
     batch, (channels, time) = model.shape[0], model.shape[1:]
     if options.dim == -2:
@@ -119,8 +120,8 @@ def backward(
     last_grad: Tensor | None,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, of what is differentiable. They are differentiable themselves where derivatives are
-    recorded. Gates and tokens are computed once more, so that no pass keeps them for another."""
+    """The gradients that are wanted, of ``given.differentiable``. They are differentiable themselves where derivatives are
+    recorded. Gates and tokens are computed again, so the forward pass keeps none."""
     grads = states_grad, last_grad
     if (
         torch.is_grad_enabled()
@@ -166,37 +167,15 @@ def _backward(
     last_grad: Tensor | None,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        leaves: list[Any] = [
-            t if t is None or (again and t.requires_grad) else t.detach().requires_grad_(want)
-            for t, want in zip(given.differentiable, wanted, strict=True)
-        ]
-        count = len(given.inputs)
+    count = len(given.inputs)
+
+    def recompute(leaves: list[Any], _: bool) -> Pairs:
         inputs = given._replace(
             inputs=tuple(leaves[:count]),
             parameters=tuple(leaves[count:-1]),
             initial_state=leaves[-1],
         )
-        asked_for = [t for t, want in zip(leaves, wanted, strict=True) if want and t is not None]
         made = _forward(inputs, options._replace(final=last_grad is not None))
-        pairs = [
-            (x, g.to(x.dtype))
-            for x, g in zip(made, (states_grad, last_grad), strict=True)
-            if x is not None and g is not None and x.requires_grad
-        ]
-        found = iter(
-            torch.autograd.grad(
-                [x for x, _ in pairs],
-                asked_for,
-                [g for _, g in pairs],
-                create_graph=again,
-                materialize_grads=True,
-            )
-            if pairs and asked_for
-            else [torch.zeros_like(t) for t in asked_for]
-        )
-    return tuple(
-        next(found) if want and t is not None else None
-        for t, want in zip(leaves, wanted, strict=True)
-    )
+        return zip(made, (states_grad, last_grad), strict=True)
+
+    return gradients(given.differentiable, wanted, recompute)

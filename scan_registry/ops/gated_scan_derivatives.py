@@ -1,7 +1,7 @@
 """``gated_scan`` in torch: dispatch, and derivatives in both modes, of any order.
 
-The first reverse-mode derivative is by ``gated_scan_plans``, which keeps inputs and states only. Further ones, forward
-mode and ``torch.func`` are composed of operators that torch differentiates: see ``gated_scan_composed``.
+``gated_scan_plans`` computes the first reverse-mode derivative, from inputs and states alone. ``gated_scan_composed`` computes
+higher derivatives, forward mode and ``torch.func``, with operators that torch differentiates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scan_registry.dispatch import policy
 from scan_registry.ops import flops
 from scan_registry.ops import gated_scan_composed as composed
 from scan_registry.ops import gated_scan_plans as plans
-from scan_registry.ops.derivatives import forward_mode, has_tangents, unobserved
+from scan_registry.ops.derivatives import forward_mode, has_tangents, unobserved, wants_gradient
 from scan_registry.ops.gated_scan_arguments import Arguments, Options
 from scan_registry.ops.problems import StateLayout
 from scan_registry.ops.registration import register
@@ -36,7 +36,7 @@ def scan(given: Arguments, options: Options) -> Outputs:
         if _transforms_active() or forward_mode():
             return composed.forward(given, options)
         if unobserved(*given.flat):
-            if torch.is_grad_enabled() and differentiated(*given.differentiable):
+            if torch.is_grad_enabled() and wants_gradient(*given.differentiable):
                 made: Outputs = GatedScan.apply(options, True, *given.flat)  # type: ignore[no-untyped-call]
                 return made
             return plans.forward(given, options)
@@ -45,13 +45,8 @@ def scan(given: Arguments, options: Options) -> Outputs:
     return states, last if options.final else None
 
 
-def differentiated(*tensors: Tensor | None) -> bool:
-    """Whether any wants a gradient."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
 class GatedScan(torch.autograd.Function):
-    """Saves inputs and states. ``direct`` goes round the dispatcher."""
+    """Saves inputs and states for the backward pass. If ``direct``, the forward pass bypasses the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, options: Options, direct: bool, *flat: Any) -> Outputs:
@@ -94,12 +89,12 @@ def first_derivative(
 ) -> Gradients:
     """The gradients that are wanted, differentiable where derivatives are recorded."""
     every = *given.differentiable, states_grad, last_grad
-    again = (torch.is_grad_enabled() and differentiated(*every)) or _transforms_active()
+    again = (torch.is_grad_enabled() and wants_gradient(*every)) or _transforms_active()
     if again or (not _is_compiling() and has_tangents(*every)):
         with torch.enable_grad():
             return composed.backward(given, options, states_grad, last_grad, wanted)
     if not _is_compiling() and any(g is not None and _is_legacy_batched(g) for g in every[-2:]):
-        # Of ``is_grads_batched``, which maps over no operator that returns a list.
+        # ``is_grads_batched`` cannot map over operators that return a list.
         return composed.backward(given, options, states_grad, last_grad, wanted)
     if not _is_compiling() and unobserved(*given.flat, states_grad, last_grad):
         return plans.backward(given, states, states_grad, last_grad, options, wanted)
@@ -118,7 +113,7 @@ def first_derivative(
 
 
 def _call(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
-    """The operator."""
+    """Call the registered operator."""
     kind, *others = options
     tensors = given.reset, given.initial_state, given.cu_seqlens
     made: tuple[Tensor, Tensor] = _op(kind, [*given.inputs], [*given.parameters], *tensors, *others)
@@ -153,7 +148,7 @@ def _forward_autograd(*args: Any) -> Any:
     given, options = _unpacked(args)
     if _transforms_active() or has_tangents(*given.differentiable):
         return _forward_composed(*args)
-    if torch.is_grad_enabled() and differentiated(*given.differentiable):
+    if torch.is_grad_enabled() and wants_gradient(*given.differentiable):
         return GatedScan.apply(options, False, *given.flat)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _op(*args)
@@ -182,7 +177,7 @@ def _backward_impl(*args: Any) -> Any:
 
 
 def _lying_like(model: Any, grad: Tensor) -> Tensor:
-    """With the strides of a new tensor like ``model``."""
+    """The gradient with the strides of ``torch.empty_like(model)``, copied if it has others."""
     room = torch.empty_like(model)
     return grad if grad.stride() == room.stride() else room.copy_(grad)
 
@@ -198,7 +193,7 @@ def _backward_fake(*args: Any) -> Any:
 def _backward_autograd(*args: Any) -> Any:
     given, _, states_grad, last_grad, *_ = _unpacked_backward(args)
     every = *given.differentiable, states_grad, last_grad
-    again = torch.is_grad_enabled() and differentiated(*every)
+    again = torch.is_grad_enabled() and wants_gradient(*every)
     if again or _transforms_active() or has_tangents(*every):
         return _backward_composed(*args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -206,7 +201,7 @@ def _backward_autograd(*args: Any) -> Any:
 
 
 def _backward_composed(*args: Any) -> Any:
-    """In operators that torch differentiates and transforms."""
+    """The backward pass in operators that torch differentiates and transforms."""
     given, _, states_grad, last_grad, options, wanted = _unpacked_backward(args)
     with torch.enable_grad():
         found = composed.backward(given, options, states_grad, last_grad, wanted)

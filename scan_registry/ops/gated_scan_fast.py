@@ -1,7 +1,8 @@
-"""The fast path: gated scans of plain tensors on a GPU, which are checked and planned once for all calls alike.
+"""The fast path of gated scan, for plain tensors on a GPU. Calls that agree in shapes, strides, dtypes and options are checked
+and planned once.
 
-A call costs a look-up of what its tensors are, the allocation of its results and the launch. The plan of its backward
-pass is kept beside it. All other calls go through ``gated_scan_derivatives.scan``.
+A later call takes one look-up by the facts about its tensors, the allocation of its results and the launch. The plan of the
+backward pass is kept with the plan of the forward pass. All other calls go through ``gated_scan_derivatives.scan``.
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Decision
 from scan_registry.ops import gated_scan_plans as plans
-from scan_registry.ops.derivatives import PLAIN_TYPES, undisturbed, unobserved
+from scan_registry.ops.derivatives import unobserved
+from scan_registry.ops.fast_calls import call_facts
 from scan_registry.ops.gated_scan_arguments import Arguments, Options, normalised
 from scan_registry.ops.gated_scan_derivatives import first_derivative
 from scan_registry.ops.gated_scan_plans import Gradients
-from scan_registry.ops.gated_scan_problems import addresses_of, has_kernels
-from scan_registry.ops.launching import MOST_PLANS
+from scan_registry.ops.gated_scan_problems import has_kernels
+from scan_registry.ops.launching import MOST_PLANS, addresses_of
 
 Result = Tensor | tuple[Tensor, Tensor]
 
 _required = policy.required.get
 _enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
-#: Of ``Options``; an integer that is equal to a bool is none.
+#: The types of ``Options``. They are compared exactly, since an integer may be equal to a bool.
 _TYPES = [str, int, bool, bool, str]
-#: After what is differentiable come ``reset`` and ``cu_seqlens``.
+#: How many tensors of ``Arguments.flat`` are not differentiable: ``reset`` and ``cu_seqlens``, the last two.
 _OTHERS = 2
 
 
 class Kind:
-    """What is planned for calls alike.
+    """The plans of calls that agree in all facts.
 
     options  as ``normalised`` makes them
-    strides  of the tensors, in the order of ``Arguments.flat``
+    strides  the strides of the tensors, in the order of ``Arguments.flat``
     """
 
     def __init__(self, options: Options, forward: Callable[..., Any], strides: list[Any]) -> None:
@@ -51,8 +53,9 @@ class Kind:
     def backward(
         self, tensors: tuple[Any, ...], wanted: tuple[bool, ...]
     ) -> Callable[..., Gradients] | None:
-        """How a kernel makes the gradients that are wanted, of ``Arguments.flat``, states, their gradient and the final
-        state's; None if none does, or if a hook of saved tensors has laid them otherwise."""
+        """The plan of a backward pass that computes the gradients that are wanted. It takes ``Arguments.flat``, the states, their
+        gradient and the final state's gradient. None if no kernel computes them, or if a hook of saved tensors has changed
+        strides."""
         *flat, states, states_grad, last_grad = tensors
         addresses = states.data_ptr()
         for tensor, strides in zip(flat, self.strides, strict=True):
@@ -75,9 +78,9 @@ class Kind:
 
 
 class FastScan(Function):
-    """Runs a plan, and keeps the one of the backward pass."""
+    """Runs a plan under autograd."""
 
-    # What torch asks the class for at each call by a new string, and else finds last of all.
+    # torch looks these attributes up at each call, and finds them faster here than in its base classes.
     setup_context = staticmethod(Function.setup_context)
     clear_saved_tensors_on_access = boxed_grads_call = False
 
@@ -98,7 +101,7 @@ class FastScan(Function):
         *flat, states = ctx.saved_tensors
         kind, wanted = ctx.kind, needs[1:-_OTHERS]
         gradients = states_grad, last_grad
-        # The others were plain in the forward pass.
+        # The saved tensors were checked in the forward pass.
         if not _is_compiling() and not _enabled() and unobserved(*gradients):
             tensors = *flat, states, *gradients
             plan = kind.backward(tensors, wanted)
@@ -113,57 +116,25 @@ class FastScan(Function):
         return None, *found, None, None
 
 
-#: Without the search for transforms, which calls on the fast path are not under.
+#: ``FastScan.apply`` without torch's search for transforms: calls on the fast path are under none.
 _recorded: Callable[..., Any] = super(Function, FastScan).apply
 
 _kinds: dict[tuple[Any, ...], Kind | None] = {}
 
 
-def _facts(flat: tuple[Any, ...]) -> list[Any] | None:
-    """What a plan depends on, after whether derivatives are recorded; None if these are no plain tensors on a GPU."""
-    addresses, recording = 0, False
-    facts: list[Any] = [False, 0]
-    try:
-        if not plans.on_gpu(flat[0]) or not undisturbed():
-            return None
-        for tensor in flat:
-            if tensor is None:
-                facts.append(None)
-                continue
-            if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
-                return None
-            # Without an address a tensor is empty, or stands for zeros or for something else.
-            address = tensor.data_ptr()
-            if not address:
-                return None
-            addresses |= address
-            recording = recording or tensor.requires_grad
-            facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-        reset = flat[-_OTHERS]
-        if reset is not None and reset.data_ptr() & 15:
-            return None  # it is copied first
-    except (
-        AttributeError,
-        IndexError,
-        RuntimeError,
-    ):  # no tensors, or of no memory: the checks name them
-        return None
-    facts[0], facts[1] = recording and _enabled(), addresses & 15
-    return facts
-
-
 def fast_scan(
     inputs: tuple[Any, ...], initial_state: Any, reset: Any, cu_seqlens: Any, options: Options
 ) -> Result | None:
-    """The states of a call of ``gated_scan`` with arguments as given, and if asked for the final state. None if it is no
-    such call: if anything is to be converted, no kernel takes it, or the dispatcher would do more than find
-    the kernels."""
+    """The result of ``gated_scan``, or None if the fast path does not take the call: if an argument has to be converted, no
+    kernel fits, or the dispatcher would do more than find the kernels. The arguments are those of the caller, not checked."""
     flat = *inputs, initial_state, reset, cu_seqlens
-    facts = _facts(flat)
-    if facts is None or [*map(type, options)] != _TYPES:
+    found = call_facts(flat, plans.on_gpu)
+    if found is None or [*map(type, options)] != _TYPES:
         return None
-    recording = facts[0]
-    key = options, _required(), *facts
+    if reset is not None and reset.data_ptr() & 15:
+        return None  # it is copied first
+    recording, facts = found
+    key = options, _required(), recording, *facts
     try:
         kind = _kinds[key]
     except KeyError:
@@ -181,7 +152,7 @@ def fast_scan(
 
 
 def _plan(flat: tuple[Any, ...], inputs: tuple[Any, ...], options: Options) -> Kind | None:
-    """None for calls that are made otherwise. What is not accepted raises."""
+    """The plan of a call, or None if the fast path does not take it. Arguments that are not accepted raise."""
     initial_state, reset, cu_seqlens = flat[len(inputs) :]
     given, options = normalised(options.kind, inputs, reset, initial_state, cu_seqlens, options)
     taken = given.flat

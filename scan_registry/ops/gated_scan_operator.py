@@ -50,7 +50,7 @@ class GatedScan(Operator):
         return_final_state: Any = False,
         backend: Any = "auto",
     ) -> Mapping[str, KernelCall]:
-        """A linear scan without resets is ``linear_scan``'s."""
+        """The kernel calls by direction. Kind ``linear`` without resets is described by ``linear_scan``."""
         import torch
 
         from scan_registry.ops import linear_scan
@@ -140,7 +140,7 @@ class GatedScan(Operator):
     def tensors(
         self, case: Case, problem: GatedScanProblem, device: torch.device | str
     ) -> dict[str, Tensor | None]:
-        """Results are not to be believed: the backward pass gets states that no scan has made."""
+        """Random tensors to time a kernel with. The states of a backward pass are random, too, so its results mean nothing."""
         import torch
 
         inputs, parameters = case.tensors(device)
@@ -164,8 +164,8 @@ class GatedScan(Operator):
 
 
 def _rooms(problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-    """For the gradients of what is differentiable, in the order of the operator's arguments. Of a channel parameter's, the
-    first part has all of the sum."""
+    """The tensors that gradients are written to, in the order of the operator's arguments. The first part of a channel
+    parameter's gradient gets the whole sum; the other parts are zero."""
     rooms = [tensors.get(f"input{n}_grad") for n in range(problem.inputs)]
     sums = tensors.get("parameters_grad")
     if sums is not None:
@@ -189,7 +189,7 @@ def _given(case: Case, device: torch.device | str) -> tuple[Arguments, Options]:
 def _arguments(
     problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]
 ) -> tuple[Arguments, Options]:
-    """The operator's, from those of a kernel."""
+    """The operator's arguments, from the tensors of a kernel."""
     from scan_registry.ops.gated_scan_arguments import Arguments, Options
 
     inputs = [t for n in range(problem.inputs) if (t := tensors[f"input{n}"]) is not None]

@@ -1,8 +1,8 @@
-"""How a gated scan runs, forwards and backwards: by a kernel, or composed of operators. Arguments are as ``normalised``
+"""How a gated scan runs, forward and backward: by a kernel, or composed of torch's operators. Arguments are as ``normalised``
 makes them.
 
-Nothing here is recorded by autograd: ``gated_scan_derivatives`` calls both with derivatives switched off. A call with
-shapes, strides and dtypes seen before finds its selection in a plan.
+Autograd records nothing here: ``gated_scan_derivatives`` calls both passes with derivatives switched off. The kernel for calls
+that agree in shapes, strides and dtypes is selected once, and kept in a plan.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from scan_registry.ops import plans as linear_plans
 from scan_registry.ops.gated_scan_arguments import Arguments, Options
 from scan_registry.ops.gated_scan_problems import (
     KernelCall,
-    addresses_of,
     aligned_reset,
     has_kernels,
     is_linear,
     make_call,
     reset_is_dense,
 )
-from scan_registry.ops.launching import Run, plan_cache
+from scan_registry.ops.launching import Run, addresses_of, allocator, plan_cache
 from scan_registry.ops.problems import StateLayout
-from scan_registry.ops.selective_scan_gradients import maker
 from scan_registry.runtime.loader import prepare, run_reference
 
 FAMILY_NAME = "gated_scan"
@@ -40,17 +38,17 @@ _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 Outputs = tuple[Tensor, Tensor | None]
 Gradients = tuple[Tensor | None, ...]
-#: What a call does to ``Arguments.flat``, and backwards to that, states, their gradient and the final state's.
+#: A function of ``Arguments.flat``; in backward passes also of the states, their gradient and the final state's gradient.
 Plan = Callable[..., Any]
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Where kernels run."""
+    """Whether the tensor is where kernels run."""
     return bool(tensor.is_cuda)
 
 
 def _in_torch(given: Arguments, options: Options) -> bool:
-    """Whether no kernel is asked for."""
+    """Whether torch's operators compute it, by the backend, the device or the dtype."""
     return (
         not on_gpu(given.inputs[0])
         or options.backend == "reference"
@@ -61,7 +59,8 @@ def _in_torch(given: Arguments, options: Options) -> bool:
 def _prepared(
     problem: GatedScanProblem, device: torch.device, backend: Any
 ) -> tuple[Run, int] | Decision:
-    """The best kernel's launch, and how many partial sums it makes; or the decision that there is none."""
+    """How to run the best kernel, and how many partial sums of channel parameters' gradients it writes. Or the decision, if no
+    kernel fits."""
     plan = prepare(device.index, family(FAMILY_NAME), problem, backend, policy.lowest())
     launch = plan.decision.launch()
     if plan.launch is None or launch is None:
@@ -73,7 +72,8 @@ def _prepared(
 
 
 def _copies(call: KernelCall) -> Callable[[dict[str, Any]], None] | None:
-    """Replaces what has to be copied, by the names of the kernels' pointers; None if nothing has."""
+    """A function that replaces tensors by copies with the strides that the kernel needs; None if none has to be copied. It
+    changes a dictionary from the names of the kernels' pointers to tensors."""
     if not call.copied:
         return None
     strides = {n: call.inputs if n.startswith("input") else call.dense for n in call.copied}
@@ -90,7 +90,8 @@ def _copies(call: KernelCall) -> Callable[[dict[str, Any]], None] | None:
 def _named(
     model: Arguments, call: KernelCall
 ) -> Callable[[Sequence[Any], StateLayout], dict[str, Any]]:
-    """The kernels' pointers that are arguments, from those of a call like ``model``, one after the other."""
+    """A function from ``Arguments.flat`` of calls like ``model`` to a dictionary from the names of the kernels' pointers to
+    tensors."""
     count, end = len(model.inputs), len(model.inputs) + len(model.parameters)
     names = [f"input{n}" for n in range(count)]
     several, dense_reset = end - count > 1, reset_is_dense(model.reset)
@@ -114,8 +115,8 @@ def _named(
 
 
 def forward(given: Arguments, options: Options) -> Outputs:
-    """States that lie as a new tensor like the first input does, and if asked for the final state, which lies as
-    ``StateLayout`` has it."""
+    """The states, with the strides of a new tensor like the first input; and if asked for the final state, with the strides
+    of ``StateLayout``."""
     if given.reset is not None:
         given = aligned_reset(given)
     outputs: Outputs = plan_cache.run(_make_forward, given.flat, options)
@@ -144,7 +145,7 @@ def _make_forward(*args: Any) -> Plan:
 
 
 def plan_forward(given: Arguments, options: Options, addresses: int) -> Plan | Decision:
-    """How a kernel makes the states, and if asked for the final state; or the decision that none does."""
+    """The plan by which a kernel computes the states, and if asked for the final state. Or the decision, if no kernel fits."""
     first, device = given.inputs[0], given.inputs[0].device
     call = make_call("forward", given, options, addresses)
     prepared = _prepared(call.problem, device, options.backend)
@@ -153,7 +154,7 @@ def plan_forward(given: Arguments, options: Options, addresses: int) -> Plan | D
     run, final, direct = prepared[0], options.final, call.direct
     named, copy = _named(given, call), _copies(call)
     room = StateLayout.of(first, options.dim, given.cu_seqlens)
-    new_states = maker(device, first.shape, first.dtype, call.dense)
+    new_states = allocator(device, first.shape, first.dtype, call.dense)
 
     def plan(*flat: Any) -> Outputs:
         tensors = named(flat, room)
@@ -169,7 +170,7 @@ def plan_forward(given: Arguments, options: Options, addresses: int) -> Plan | D
 
 
 def _forward_of_linear(given: Arguments, options: Options) -> Plan:
-    """The states lie as gates do here, and as tokens do there."""
+    """``linear_scan`` gives states the strides of the tokens. ``gated_scan`` promises those of its first input, the gates."""
     how, room = (
         _linear_options(options),
         StateLayout.of(given.inputs[0], options.dim, given.cu_seqlens),
@@ -192,7 +193,7 @@ def _linear_options(options: Options) -> arguments.Options:
 def as_allotted(
     given: Arguments, options: Options, states: Tensor, last: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Results in the memory layout that the operator promises."""
+    """The results, copied where they do not have the strides that the operator promises."""
     model = given.inputs[0]
     room = torch.empty_like(model)
     if states.stride() != room.stride():
@@ -215,8 +216,8 @@ def backward(
     options: Options,
     wanted: tuple[bool, ...],
 ) -> Gradients:
-    """The gradients that are wanted, of what is differentiable, from the states that ``forward`` made. One of both
-    gradients is there."""
+    """The gradients that are wanted, of ``given.differentiable``. ``states`` are those that ``forward`` returned. At least one
+    of ``states_grad`` and ``last_grad`` is not None."""
     if given.reset is not None:
         given = aligned_reset(given)
     tensors = *given.flat, states, states_grad, last_grad
@@ -231,7 +232,7 @@ def _make_backward(*args: Any) -> Plan:
 
     def in_torch(*tensors: Any) -> Gradients:
         *flat, _, states_grad, last_grad = tensors
-        # Below autograd, where the dispatcher may have come to by now, no derivatives are recorded.
+        # ``composed.backward`` calls autograd. The dispatcher may have excluded autograd's keys by now.
         recorded = torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False)
         with recorded, torch.no_grad():
             given = Arguments.of(options.kind, flat)
@@ -276,7 +277,7 @@ def plan_backward(
     wanted: tuple[bool, ...],
     addresses: int,
 ) -> Plan | Decision:
-    """How a kernel makes the gradients that are wanted; or the decision that none does."""
+    """The plan by which a kernel computes the gradients that are wanted. Or the decision, if no kernel fits."""
     first, device = given.inputs[0], given.inputs[0].device
     others = {"states": states}
     if states_grad is not None:
@@ -292,8 +293,8 @@ def plan_backward(
     of_inputs = [n for n in range(inputs) if wanted[n]]
     of_parameters = wanted[inputs:-1]
     for_initial = wanted[-1] and given.initial_state is not None
-    new_grad = maker(device, first.shape, first.dtype, call.dense)
-    new_sums = maker(device, (parts, count, call.problem.channels))
+    new_grad = allocator(device, first.shape, first.dtype, call.dense)
+    new_sums = allocator(device, (parts, count, call.problem.channels))
     blank: list[Tensor | None] = [None] * len(wanted)
 
     def plan(*args: Any) -> Gradients:

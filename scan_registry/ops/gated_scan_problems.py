@@ -1,8 +1,8 @@
-"""What a gated scan poses to the kernels: problems, made of tensors, and which tensors are copied first.
+"""From the tensors of a gated scan to the problem that a kernel solves, and which tensors have to be copied first.
 
-Kernels need one dimension of unit stride, time or channels, the same in every sequence, and inputs that share their
-strides. The states lie as a new tensor like the first input does, which decides the dimension. Arguments are as
-``normalised`` makes them.
+A kernel needs one dimension of stride 1, either time or channels, which must be the same in all sequences. All inputs must have
+the same strides. The states get the strides of a new tensor like the first input, which decides the dimension. Arguments are
+as ``normalised`` makes them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from scan_registry.kernels.gated_scan.problem import (
     Strides,
 )
 from scan_registry.ops.gated_scan_arguments import COMPILED, Arguments, Options
+from scan_registry.ops.launching import addresses_of
 from scan_registry.ops.problems import StateLayout, as_new
 
-#: Memory that a copy may take for the sake of the others' strides, in sizes of the tensor.
+#: An input is copied to the strides of the others only if that takes at most so many times the tensor's own size.
 _MOST_ROOM = 2
 
 Sizes = tuple[int, int, int]
@@ -33,11 +34,12 @@ Sizes = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One kernel's part in an operator's call: its problem, and the names of what is copied first.
+    """One kernel's part in an operator's call: its problem, and the names of the tensors that are copied first. Strides are in
+    the order of the tensors' dimensions.
 
-    inputs  strides of copies of inputs, in the order of the tensors' own dimensions
-    dense   strides of what the kernel writes, and of copies of states and their gradient, likewise
-    direct  whether a new tensor like the first input has the strides ``dense``
+    inputs  strides of copies of inputs
+    dense   strides of what the kernel writes, and of copies of the states and of their gradient
+    direct  whether ``dense`` are the strides of a new tensor like the first input
     """
 
     problem: GatedScanProblem
@@ -51,30 +53,22 @@ class KernelCall:
         return ((self.problem, backend),)
 
     def fused(self) -> None:
-        """No kernel of this family does what another one does, too."""
+        """None: no kernel of this family also does the work of another."""
 
 
 def has_kernels(given: Arguments, options: Options) -> bool:
-    """Whether kernels of this family compute it. Gates that are given, and hold throughout, are ``linear_scan``'s."""
+    """Whether this family has kernels for it. ``linear_scan`` has those for kind ``linear`` without resets."""
     first = given.inputs[0]
     return first.dtype in COMPILED and first.numel() > 0 and not is_linear(given, options)
 
 
 def is_linear(given: Arguments, options: Options) -> bool:
-    """Whether it is what ``linear_scan`` computes."""
+    """Whether ``linear_scan`` computes it: kind ``linear`` without resets."""
     return options.kind == "linear" and given.reset is None
 
 
-def addresses_of(tensors: Sequence[Tensor | None]) -> int:
-    """How far the addresses of all tensors are aligned, as the plans' cache tells calls apart."""
-    found = 0
-    for tensor in tensors:
-        found |= 0 if tensor is None else tensor.data_ptr()
-    return found & 15
-
-
 def ordered(values: Sequence[int], dim: int) -> Sizes:
-    """From the order of the tensors' dimensions to batch, channels, time, and back."""
+    """Values for (batch, channels, time), from values in the order of the tensors' dimensions. Its own inverse."""
     batch, one, other = values
     return (batch, one, other) if dim == -1 else (batch, other, one)
 
@@ -86,8 +80,8 @@ def make_call(
     addresses: int,
     others: Mapping[str, Tensor] | None = None,
 ) -> KernelCall:
-    """A pass over the arguments, and backwards over ``others``, which are ``states`` and ``states_grad``. ``addresses`` say
-    how far all are aligned, up to 16 bytes."""
+    """The kernel call for one pass. ``others`` are the other tensors of a backward pass: ``states`` and ``states_grad``.
+    ``addresses`` is ``addresses_of`` all tensors."""
     first, dim = given.inputs[0], options.dim
     sizes = ordered(first.shape, dim)
     promised = ordered(as_new(first).stride(), dim)
@@ -133,7 +127,8 @@ def make_call(
 
 
 def _layout(sizes: Sizes, strides: Sizes) -> Layout | None:
-    """The dimension of unit stride, of several that have it the one of more than one element; None if there is none."""
+    """The layout by the dimension of stride 1; None if neither time nor channels has it. If both have stride 1, one of them
+    has a single element, and the other decides."""
     (_, channels, time), (_, of_channel, of_time) = sizes, strides
     if of_time == 1 and (time > 1 or channels == 1):
         return "time_last"
@@ -145,7 +140,7 @@ def _own(tensor: Tensor, dim: int, layout: Layout) -> Sizes:
 
 
 def _plain(strides: Sizes, sizes: Sizes, layout: Layout) -> Sizes:
-    """The same wherever it makes no difference: strides of dimensions of one element."""
+    """The strides, with fixed values for dimensions of one element, whose strides do not matter."""
     unit = 2 if layout == "time_last" else 1
     batch, channel, time = (
         stride if size > 1 else int(place == unit)
@@ -160,7 +155,7 @@ def _has_unit(strides: Sizes, sizes: Sizes, layout: Layout) -> bool:
 
 
 def _shared(own: Sequence[Sizes], dense: Sizes, sizes: Sizes, layout: Layout) -> Sizes:
-    """The strides that inputs are to have: those of most of them, or dense ones, whatever copies the fewest."""
+    """The strides that all inputs are to have: those of one of the inputs, or dense ones, so that the fewest are copied."""
 
     def copies(strides: Sizes) -> int:
         return sum(each != strides for each in own)
@@ -175,7 +170,7 @@ def _shared(own: Sequence[Sizes], dense: Sizes, sizes: Sizes, layout: Layout) ->
 
 
 def _has_room(strides: Sizes, sizes: Sizes) -> bool:
-    """Whether a tensor of such strides can be written, and has few gaps."""
+    """Whether a tensor with such strides has no overlapping elements, and few gaps."""
     end = 1
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1:
@@ -194,19 +189,19 @@ def _state_strides(room: StateLayout, dim: int) -> Strides:
 
 
 def reset_is_dense(reset: Tensor | None) -> bool:
-    """Whether neighbouring bytes are neighbours in time."""
+    """Whether successive time steps are successive bytes."""
     return reset is None or reset.shape[1] == 1 or reset.stride(1) == 1
 
 
 def _reset_batch(reset: Tensor | None) -> int:
-    """From batch to batch, of a dense reset or a dense copy."""
+    """The stride between batches of ``reset``, or of its dense copy if it is copied."""
     if reset is None or reset.shape[0] == 1:
         return 0
     return reset.stride(0) if reset_is_dense(reset) else reset.shape[1]
 
 
 def describe(given: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:
-    """The problems of a call by direction; those of derivatives only if it is ``differentiated``. Nothing is computed."""
+    """The kernel calls by direction; ``backward`` only if ``differentiated``. Nothing is computed."""
     if given.inputs[0].numel() == 0:
         return {}
     addresses = addresses_of(aligned_reset(given).flat)
@@ -219,7 +214,8 @@ def describe(given: Arguments, options: Options, differentiated: bool) -> dict[s
 
 
 def aligned_reset(given: Arguments) -> Arguments:
-    """With a reset that starts on 16 bytes: it is small, and its address is not to count for the others."""
+    """The arguments with a ``reset`` that starts on 16 bytes. ``reset`` is small, so it is copied rather than let its address
+    rule out aligned access to all tensors."""
     reset = given.reset
     if reset is None or reset.data_ptr() & 15 == 0:
         return given

@@ -1,10 +1,12 @@
-"""What operators keep from one call to the next: plans, each made once for all calls of a kind."""
+"""What operators keep from one call to the next: plans, each made once for all calls of a kind; and what plans are made
+with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from scan_registry.dispatch import policy
@@ -69,3 +71,41 @@ class PlanCache:
 
 #: The cache that all operators share.
 plan_cache = PlanCache()
+
+
+def addresses_of(tensors: Sequence[Tensor | None]) -> int:
+    """The lowest four bits of the addresses of all tensors, combined by "or": 0 if all start on 16 bytes."""
+    found = 0
+    for tensor in tensors:
+        found |= 0 if tensor is None else tensor.data_ptr()
+    return found & 15
+
+
+#: What torch's own compiler allocates with, past the dispatcher, on the current device; where this torch has it.
+_EMPTY: dict[str, Any] = {
+    kind: found
+    for kind in ("cpu", "cuda")
+    if (found := getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)) is not None
+}
+
+
+def allocator(
+    device: torch.device,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    strides: Any = None,
+) -> Callable[[], Any]:
+    """A function that makes new tensors of one shape and dtype, without gaps unless strides are given, at the least cost."""
+    sizes = tuple(shape)
+    steps = torch.empty(sizes, device="meta").stride() if strides is None else tuple(strides)
+    past_dispatcher = _EMPTY.get(device.type)
+
+    def by_dispatcher() -> Tensor:
+        return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
+
+    if past_dispatcher is None:
+        return by_dispatcher
+    if device.type != "cuda":
+        return lambda: past_dispatcher(sizes, steps, dtype)
+    current, index = torch._C._cuda_getDevice, device.index
+    return lambda: past_dispatcher(sizes, steps, dtype) if current() == index else by_dispatcher()

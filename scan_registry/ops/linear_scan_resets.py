@@ -1,7 +1,8 @@
-"""``linear_scan(reset=…)``: by the kernels of ``gated_scan``, whose kind ``linear`` it is, where they take such numbers, and else
-by ``resets``.
+"""``linear_scan(reset=…)``. It is the kind ``linear`` of ``gated_scan``, whose kernels compute it where they have the dtype; else
+``resets`` does.
 
-Those kernels take tensors of three dimensions. Others are seen as such ones: batch, time, and the rest as channels.
+The kernels of ``gated_scan`` take tensors of three dimensions. Other tensors are viewed as (batch, time, channels), with all
+dimensions but batch and time as channels.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def scan(
 
 
 def check(reset: Tensor, tokens: Tensor, options: Options) -> None:
-    """Refuse what is no reset of such a scan."""
+    """Raise if ``reset`` does not fit the scan."""
     check_reset(reset, resets.reset_shape(tokens.shape, options.dim), tokens.device)
 
 
 def has_kernels(gates: Tensor, tokens: Tensor) -> bool:
-    """Whether ``gated_scan`` has kernels for such numbers, after conversions that lose nothing."""
+    """Whether ``gated_scan`` has kernels for these dtypes, perhaps after a conversion to float32."""
     return gates.dtype in COMPILED and tokens.dtype in COMPILED and tokens.numel() > 0
 
 
@@ -67,7 +68,7 @@ def describe(
     options: Options,
     differentiated: bool,
 ) -> Mapping[str, KernelCall]:
-    """The problems of ``gated_scan`` that such a call poses on a GPU, by direction. Nothing is computed."""
+    """The kernel calls of ``gated_scan`` that compute it on a GPU, by direction. Nothing is computed."""
     view = _View(tokens.shape, options.dim)
     given = view.arguments(gates, tokens, reset, initial_state, cu_seqlens)
     of_three = GatedOptions("linear", -2, *options[1:])
@@ -75,31 +76,31 @@ def describe(
 
 
 def _alike(gates: Tensor, tokens: Tensor, options: Options) -> bool:
-    """Whether these are arguments of ``gated_scan`` as they are."""
+    """Whether ``gated_scan`` takes these tensors without a conversion or another view."""
     same = gates.dtype == tokens.dtype and same_shape(gates.shape, tokens.shape)
     return same and tokens.dim() == 3 and options.dim != -3 and not tokens.is_complex()
 
 
 @dataclass(frozen=True)
 class _View:
-    """Tensors of ``shape`` seen as (batch, time, channels), and back. ``dim`` is time."""
+    """Views tensors of ``shape`` as (batch, time, channels), and results in ``shape`` again. ``dim`` is time."""
 
     shape: Size
     dim: int
 
     @property
     def _places(self) -> tuple[int, int]:
-        """Of batch and time."""
+        """The dimensions of batch and time."""
         rank = len(self.shape)
         return resets.batch_dim(rank, self.dim), self.dim % rank
 
     @property
     def _rest(self) -> list[int]:
-        """The other sizes."""
+        """The sizes of the other dimensions."""
         return [n for d, n in enumerate(self.shape) if d not in self._places]
 
     def three(self, x: Tensor) -> Tensor:
-        """Of one with time, or sequences in its place."""
+        """A tensor as (batch, time, channels). In a packed state, sequences take the place of time."""
         if len(self.shape) == 1:
             return x.reshape(1, -1, 1)
         x = x.movedim(self._places, (0, 1))
@@ -125,7 +126,8 @@ class _View:
         initial_state: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> Arguments:
-        """Gates and tokens of two dtypes become float32, and gates that are broadcast a tensor of their own."""
+        """The arguments of ``gated_scan``. Gates and tokens of different dtypes are converted to float32. Gates that broadcast
+        are expanded into a new tensor."""
         if gates.dtype != tokens.dtype:
             compute = compute_dtype(tokens.dtype)
             gates, tokens = gates.to(compute), tokens.to(compute)
@@ -137,7 +139,7 @@ class _View:
             batch = self.shape[self._places[0]] if len(self.shape) > 1 else 1
             initial_state = initial_state.reshape(batch, -1)
         if not same_shape(gates.shape, self.shape):
-            # Like the tokens, since the states are to lie as these do.
+            # With the strides of the tokens, since the states get the strides of the gates.
             gates = torch.empty_like(tokens).copy_(gates.expand(self.shape))
         inputs = self.three(gates), self.three(tokens)
         return Arguments(inputs, (), reset, initial_state, cu_seqlens)

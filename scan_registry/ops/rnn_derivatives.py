@@ -15,7 +15,13 @@ from scan_registry.dispatch import policy
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Clips
 from scan_registry.ops import flops, rnn_plans
-from scan_registry.ops.derivatives import forward_mode, has_tangents, tracing_state, unobserved
+from scan_registry.ops.derivatives import (
+    forward_mode,
+    has_tangents,
+    tracing_state,
+    unobserved,
+    wants_gradient,
+)
 from scan_registry.ops.registration import register
 from scan_registry.ops.rnn_arguments import Arguments, Options
 from scan_registry.ops.rnn_plans import Outputs
@@ -32,7 +38,7 @@ def rnn(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
         if _transforms_active() or forward_mode():
             return _transformed(given, options)
         if unobserved(*given):
-            if torch.is_grad_enabled() and _differentiated(*given):
+            if torch.is_grad_enabled() and wants_gradient(*given):
                 made = Rnn.apply(*given, options, True)  # type: ignore[no-untyped-call]
             else:
                 made = rnn_plans.forward(given, options, False)
@@ -40,13 +46,9 @@ def rnn(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
         flops.announce()
     # A trace holds for calls with and without gradients, so nothing in it may depend on which is traced.
     tracing = not _is_compiling() and tracing_state() is not None
-    training = not tracing and torch.is_grad_enabled() and _differentiated(*given)
+    training = not tracing and torch.is_grad_enabled() and wants_gradient(*given)
     states, last, _ = _op(*given, *options.flat(), training)
     return states, last
-
-
-def _differentiated(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _transformed(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
@@ -132,7 +134,7 @@ def _backward(
     tensors = recurrent, states, initial, cache, states_grad, last_grad
     if cache_grad is not None and cache_grad.numel() == 0:
         cache_grad = None
-    differentiated = torch.is_grad_enabled() and _differentiated(*tensors)
+    differentiated = torch.is_grad_enabled() and wants_gradient(*tensors)
     if differentiated and options.clips != Clips():
         raise RuntimeError(
             "forward_clipval, gradient_recurrent_clipval and gradient_recurrent_cut change what "
@@ -176,7 +178,7 @@ def _forward_autograd(
     given = Arguments(inputs, recurrent, bias, initial)
     if _transforms_active() or has_tangents(*given):
         return _forward_composed(*given, *flat)
-    if torch.is_grad_enabled() and _differentiated(*given):
+    if torch.is_grad_enabled() and wants_gradient(*given):
         return tuple(Rnn.apply(*given, Options.of(*flat[:-1]), False))  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _op(*given, *flat)
@@ -202,7 +204,7 @@ def _backward_fake(*args: Any) -> Any:
 
 def _backward_autograd(*args: Any) -> Any:
     tensors = args[:6]
-    differentiated = torch.is_grad_enabled() and _differentiated(*tensors)
+    differentiated = torch.is_grad_enabled() and wants_gradient(*tensors)
     if differentiated or _transforms_active() or has_tangents(*tensors):
         return _backward_composed(*args)
     with torch._C._AutoDispatchBelowAutograd():

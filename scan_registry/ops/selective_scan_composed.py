@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops.linear_scan import linear_scan
+from scan_registry.ops.recomputation import Pairs, gradients
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 
 #: Numbers of a piece, by whether it is on a GPU: so many that it is busy, or as many as its caches hold.
@@ -69,34 +70,14 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are wanted, of all arguments but the bounds. They are differentiable themselves where
     derivatives are recorded; else there is memory for the graph of one piece only."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        leaves = [
-            t if t is None or (again and t.requires_grad) else t.detach().requires_grad_(w)
-            for t, w in zip(given.differentiable, wanted, strict=True)
-        ]
+
+    def recompute(leaves: list[Any], recorded: bool) -> Pairs:
         inputs = Arguments._make([*leaves, given.cu_seqlens])
-        asked_for = [t for t, w in zip(leaves, wanted, strict=True) if w and t is not None]
-        if again or given.u.numel() == 0:
-            made = forward(inputs, options)
-            pairs = list(zip(made, (out_grad, final_grad), strict=True))
-        else:
-            pairs = _by_pieces(inputs, options, out_grad, final_grad)
-        pairs = [(x, g.to(x.dtype)) for x, g in pairs if g is not None and x.requires_grad]
-        found = iter(
-            torch.autograd.grad(
-                [x for x, _ in pairs],
-                asked_for,
-                [g for _, g in pairs],
-                create_graph=again,
-                materialize_grads=True,
-            )
-            if pairs and asked_for
-            else [torch.zeros_like(t) for t in asked_for]
-        )
-    return tuple(
-        next(found) if w and t is not None else None for t, w in zip(leaves, wanted, strict=True)
-    )
+        if recorded or given.u.numel() == 0:
+            return zip(forward(inputs, options), (out_grad, final_grad), strict=True)
+        return _by_pieces(inputs, options, out_grad, final_grad)
+
+    return gradients(given.differentiable, wanted, recompute)
 
 
 def _by_pieces(

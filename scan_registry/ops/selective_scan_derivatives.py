@@ -16,7 +16,13 @@ from scan_registry.dispatch import policy
 from scan_registry.ops import flops
 from scan_registry.ops import selective_scan_composed as composed
 from scan_registry.ops import selective_scan_plans as plans
-from scan_registry.ops.derivatives import forward_mode, has_tangents, tracing_state, unobserved
+from scan_registry.ops.derivatives import (
+    forward_mode,
+    has_tangents,
+    tracing_state,
+    unobserved,
+    wants_gradient,
+)
 from scan_registry.ops.registration import register
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 from scan_registry.ops.selective_scan_gradients import Gradients
@@ -37,7 +43,7 @@ def scan(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
         if _transforms_active() or forward_mode():
             return composed.forward(given, options)
         if unobserved(*given):
-            if torch.is_grad_enabled() and differentiated(*given.differentiable):
+            if torch.is_grad_enabled() and wants_gradient(*given.differentiable):
                 made = SelectiveScan.apply(*given, options, True)  # type: ignore[no-untyped-call]
             else:
                 made = plans.forward(given, options, False)
@@ -45,14 +51,9 @@ def scan(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
         flops.announce()
     # A trace holds for calls with and without gradients, so nothing in it may depend on which is traced.
     tracing = not _is_compiling() and tracing_state() is not None
-    training = not tracing and torch.is_grad_enabled() and differentiated(*given.differentiable)
+    training = not tracing and torch.is_grad_enabled() and wants_gradient(*given.differentiable)
     out, last, _ = _op(*given, *options, training)
     return out, last
-
-
-def differentiated(*tensors: Tensor | None) -> bool:
-    """Whether any wants a gradient."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 class SelectiveScan(torch.autograd.Function):
@@ -101,7 +102,7 @@ def first_derivative(
 ) -> Gradients:
     """The gradients that are wanted, differentiable where derivatives are recorded."""
     every = *given.differentiable, out_grad, last_grad
-    again = (torch.is_grad_enabled() and differentiated(*every)) or _transforms_active()
+    again = (torch.is_grad_enabled() and wants_gradient(*every)) or _transforms_active()
     if again or (not _is_compiling() and has_tangents(*every)):
         with torch.enable_grad():
             return composed.backward(given, options, out_grad, last_grad, wanted)
@@ -136,7 +137,7 @@ def _forward_autograd(*args: Any) -> Any:
     given = Arguments(*tensors)
     if _transforms_active() or has_tangents(*given.differentiable):
         return _forward_composed(*args)
-    if torch.is_grad_enabled() and differentiated(*given.differentiable):
+    if torch.is_grad_enabled() and wants_gradient(*given.differentiable):
         return tuple(SelectiveScan.apply(*given, Options(softplus, backend), False))  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _op(*args)
@@ -183,7 +184,7 @@ def _backward_fake(*args: Any) -> Any:
 def _backward_autograd(*args: Any) -> Any:
     given, _, out_grad, last_grad, *_ = _unpacked(args)
     every = *given.differentiable, out_grad, last_grad
-    again = torch.is_grad_enabled() and differentiated(*every)
+    again = torch.is_grad_enabled() and wants_gradient(*every)
     if again or _transforms_active() or has_tangents(*every):
         return _backward_composed(*args)
     with torch._C._AutoDispatchBelowAutograd():

@@ -18,8 +18,9 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Decision
 from scan_registry.ops import selective_scan_plans as plans
-from scan_registry.ops.derivatives import PLAIN_TYPES, undisturbed, unobserved
-from scan_registry.ops.launching import MOST_PLANS
+from scan_registry.ops.derivatives import unobserved
+from scan_registry.ops.fast_calls import call_facts
+from scan_registry.ops.launching import MOST_PLANS, addresses_of
 from scan_registry.ops.selective_scan_arguments import (
     Arguments,
     Options,
@@ -28,7 +29,7 @@ from scan_registry.ops.selective_scan_arguments import (
 )
 from scan_registry.ops.selective_scan_derivatives import first_derivative
 from scan_registry.ops.selective_scan_gradients import Gradients
-from scan_registry.ops.selective_scan_problems import addresses_of, copies_groups, has_kernels
+from scan_registry.ops.selective_scan_problems import copies_groups, has_kernels
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -126,43 +127,16 @@ _recorded: Callable[..., Any] = super(Function, FastScan).apply
 _kinds: dict[tuple[Any, ...], Kind | None] = {}
 
 
-def _facts(tensors: tuple[Any, ...]) -> list[Any] | None:
-    """What a plan depends on, after whether derivatives are recorded; None if these are no plain tensors on a GPU."""
-    addresses, recording = 0, False
-    facts: list[Any] = [False, 0]
-    try:
-        if not plans.on_gpu(tensors[0]) or not undisturbed():
-            return None
-        for tensor in tensors:
-            if tensor is None:
-                facts.append(None)
-                continue
-            if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
-                return None
-            # Without an address a tensor is empty, or stands for zeros or for something else. Complex tensors, which
-            # may be conjugates, are planned to go elsewhere.
-            address = tensor.data_ptr()
-            if not address:
-                return None
-            addresses |= address
-            recording = recording or tensor.requires_grad
-            facts.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-    except (AttributeError, RuntimeError):  # no tensors, or of no memory: the checks name them
-        return None
-    facts[0], facts[1] = recording and _enabled(), addresses & 15
-    return facts
-
-
 def fast_scan(tensors: tuple[Any, ...], softplus: Any, final: Any, backend: Any) -> Result | None:
     """The output of a call, and with ``final`` the final state. None if it is no such call: if anything is to be
     converted, no kernel takes it, or the dispatcher would do more than find the kernels."""
-    facts = _facts(tensors)
-    if facts is None or type(softplus) is not bool or type(final) is not bool:
+    found = call_facts(tensors, plans.on_gpu)
+    if found is None or type(softplus) is not bool or type(final) is not bool:
         return None
     if type(backend) is not str:
         return None
-    recording = facts[0]
-    key = softplus, final, backend, _required(), *facts
+    recording, facts = found
+    key = softplus, final, backend, _required(), recording, *facts
     try:
         kind = _kinds[key]
     except KeyError:

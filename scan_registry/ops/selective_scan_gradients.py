@@ -10,38 +10,10 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels.selective_scan.problem import SelectiveScanProblem
+from scan_registry.ops.launching import allocator
 from scan_registry.ops.selective_scan_arguments import Arguments
 
 Gradients = tuple[Tensor | None, ...]
-
-#: What torch's own compiler allocates with, past the dispatcher, on the current device; where this torch has it.
-_EMPTY: dict[str, Any] = {
-    kind: found
-    for kind in ("cpu", "cuda")
-    if (found := getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)) is not None
-}
-
-
-def maker(
-    device: torch.device,
-    shape: Sequence[int],
-    dtype: torch.dtype = torch.float32,
-    strides: Any = None,
-) -> Callable[[], Any]:
-    """Makes new tensors of one kind, without gaps unless strides are given, at the least cost."""
-    sizes = tuple(shape)
-    steps = torch.empty(sizes, device="meta").stride() if strides is None else tuple(strides)
-    quickly = _EMPTY.get(device.type)
-
-    def carefully() -> Tensor:
-        return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
-
-    if quickly is None:
-        return carefully
-    if device.type != "cuda":
-        return lambda: quickly(sizes, steps, dtype)
-    current, here = torch._C._cuda_getDevice, device.index
-    return lambda: quickly(sizes, steps, dtype) if current() == here else carefully()
 
 
 class Address(int):
@@ -71,12 +43,12 @@ class GradientBuffers:
         """``of_projection``: the shape of B's gradient and of C's, if it is not that which the kernel writes."""
         u, device = given.u, given.u.device
         model = torch.empty_like(u, device="meta")
-        sequence, initial = maker(device, u.shape, u.dtype, model.stride()), given.initial_state
+        sequence, initial = allocator(device, u.shape, u.dtype, model.stride()), given.initial_state
         self._new = {
             "u_grad": sequence,
             "delta_grad": sequence,
             **({} if given.z is None else {"z_grad": sequence}),
-            **({} if initial is None else {"initial_grad": maker(device, initial.shape)}),
+            **({} if initial is None else {"initial_grad": allocator(device, initial.shape)}),
         }
         rows = problem.batch * max(1, problem.sequences) * problem.parts
         channels, states = given.A.shape
@@ -84,12 +56,12 @@ class GradientBuffers:
         self.rows = () if rows == 1 else (rows,)
         self.ctas = () if problem.ctas_of_group == 1 else (problem.ctas_of_group,)
         projection = *self.ctas, *(of_projection or given.B.shape)
-        self._A = maker(device, (*self.rows, channels, states))
-        self._projections = maker(device, (2, *projection))
+        self._A = allocator(device, (*self.rows, channels, states))
+        self._projections = allocator(device, (2, *projection))
         self._second = 4 * math.prod(projection)  # bytes from B's gradient to C's
         optional = {"D_grad": given.D, "bias_grad": given.delta_bias}
         self._vectors = [name for name, tensor in optional.items() if tensor is not None]
-        self._new_vectors = maker(device, (len(self._vectors), *self.rows, channels))
+        self._new_vectors = allocator(device, (len(self._vectors), *self.rows, channels))
         of_scratch = {"carries": problem.carried}
         if problem.parts > 1:
             of_scratch |= {"adjoints": rows * channels * states, "sizes": rows * channels}
@@ -100,7 +72,7 @@ class GradientBuffers:
             if count:
                 self._scratch[name] = end, count
                 end += -(-count // 64) * 64  # a kernel stores several numbers at once
-        self._new_scratch = maker(device, (end,))
+        self._new_scratch = allocator(device, (end,))
 
     def put(self, tensors: dict[str, Any]) -> Sums:
         """Add new tensors by the names of the kernels' pointers. Returns those that are summed up."""
@@ -155,7 +127,7 @@ def finisher(
     of_B, of_C = shapes.B.shape, shapes.C.shape
     alike = shared_shape(given, problem, shapes) is not None
     dtype, narrow = given.u.dtype, given.u.dtype != torch.float32
-    new_both = maker(given.u.device, (2, *of_B), dtype)
+    new_both = allocator(given.u.device, (2, *of_B), dtype)
     several_rows, several_ctas = bool(buffers.rows), bool(buffers.ctas)
 
     def finish(tensors: dict[str, Any], sums: Sums) -> Gradients:

@@ -20,17 +20,15 @@ from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.problem import INTERVAL, SelectiveScanProblem
 from scan_registry.ops import selective_scan_composed as composed
 from scan_registry.ops import selective_scan_cpu
-from scan_registry.ops.launching import Run, plan_cache
+from scan_registry.ops.launching import Run, addresses_of, allocator, plan_cache
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 from scan_registry.ops.selective_scan_gradients import (
     GradientBuffers,
     Gradients,
     finisher,
-    maker,
     shared_shape,
 )
 from scan_registry.ops.selective_scan_problems import (
-    addresses_of,
     copies_groups,
     has_kernels,
     make_problem,
@@ -154,9 +152,9 @@ def plan_forward(
     if isinstance(run, Decision):
         return run
     launch, inputs = run, inputs_of(given)
-    new_out = maker(u.device, model.shape, u.dtype, model.stride())
-    new_state = maker(u.device, state_shape(given)) if final else _nothing
-    new_checkpoints = maker(u.device, checkpoint_shape(given)) if training else _nothing
+    new_out = allocator(u.device, model.shape, u.dtype, model.stride())
+    new_state = allocator(u.device, state_shape(given)) if final else _nothing
+    new_checkpoints = allocator(u.device, checkpoint_shape(given)) if training else _nothing
 
     def plan(given: Arguments) -> tuple[Tensor, Any, Any]:
         out, last, kept = new_out(), new_state(), new_checkpoints()

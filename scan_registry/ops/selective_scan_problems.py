@@ -5,7 +5,7 @@ Arguments are as ``normalised`` makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from scan_registry.kernels.selective_scan.problem import (
     SelectiveScanProblem,
     stride_names,
 )
+from scan_registry.ops.launching import addresses_of
 from scan_registry.ops.selective_scan_arguments import COMPILED, Arguments, Options
 
 #: Of a GPU that is not there: as many as an H100 has.
@@ -169,14 +170,6 @@ def _without_kernels(given: Arguments) -> Callable[[Direction], SelectiveScanPro
         )
 
     return made
-
-
-def addresses_of(tensors: Sequence[Tensor | None]) -> int:
-    """How far the addresses of all tensors are aligned, as the plans' cache tells calls apart."""
-    found = 0
-    for tensor in tensors:
-        found |= 0 if tensor is None else tensor.data_ptr()
-    return found & 15
 
 
 def parts_of(problem: SelectiveScanProblem, device: torch.device) -> int:

@@ -25,7 +25,7 @@ extern "C" __global__ void steps(const float* in, float* out, i64 count, i64 opt
     for (i64 n = 0; n < count; n++) {
         Kind::Given given{};
         for (int i = 0; i < Kind::INPUTS; i++) given.input[i] = *in++;
-        float slope[Kind::ROOM];
+        float slope[Kind::PARAMETER_SLOTS];
         for (int p = 0; p < Kind::PARAMETERS; p++) {
             slope[p] = Kind::slope(p, *in);
             given.parameter[p] = Kind::prepared(p, *in++);

@@ -1,6 +1,6 @@
 // minGRU. With z the sigmoid of `gate`:  h[t] = (1 - z) * h[t-1] + z * g(hidden)
 //
-// g(x) is x + 1/2 from 0 on and sigmoid(x) below, which is positive; with the option it is x itself. Special functions: 3.
+// g(x) is x + 1/2 for x >= 0, else sigmoid(x), so g is positive. With the option, g(x) is x. Special functions: 3.
 
 struct Kind : KindOf<2, 0> {
     struct Values {
@@ -11,7 +11,7 @@ struct Kind : KindOf<2, 0> {
 
     __device__ static Values values(const Given& given) {
         const float gate = given.input[0], hidden = given.input[1];
-        const float below = exp_below(gate), hidden_below = exp_below(hidden);
+        const float below = exp_neg_abs(gate), hidden_below = exp_neg_abs(hidden);
         const float both = fast_reciprocal((1 + below) * (1 + hidden_below));
         const Sigmoids z(gate, below, both * (1 + hidden_below));
         return {z.down, z.up, given.option ? hidden : positive(hidden, hidden_below, both * (1 + below))};

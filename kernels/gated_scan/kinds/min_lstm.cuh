@@ -1,11 +1,14 @@
 // minLSTM. With s the sigmoid, f = s(forget) / (s(forget) + s(input)) and i = 1 - f:  h[t] = f * h[t-1] + i * g(hidden)
 //
-// g(x) is x + 1/2 from 0 on and sigmoid(x) below, which is positive; with the option it is x itself. Special functions: 5
-// forward and 6 backward.
+// g(x) is x + 1/2 for x >= 0, else sigmoid(x), so g is positive. With the option, g(x) is x. Special functions: 5 forward
+// and 6 backward.
 //
-// f is a quotient of two numbers that may both be as small as one likes, so it is computed as the sigmoid of a difference
-// of logarithms. That of s(x) is min(x, 0) - log(1 + exp(-|x|)). With d the difference of the minima, f and i are in
-// proportion as exp(d) * (1 + exp(-|input|)) and 1 + exp(-|forget|). Both are divided by exp(d) where that is above 1.
+// Both sigmoids may underflow, so f is not computed as their quotient. Since log s(x) = min(x, 0) - log(1 + exp(-|x|)),
+// with d = min(forget, 0) - min(input, 0)
+//
+//     f / i = exp(d) * (1 + exp(-|input|)) / (1 + exp(-|forget|))
+//
+// If d > 0, numerator and denominator are divided by exp(d), so nothing overflows.
 
 struct Kind : KindOf<3, 0> {
     struct Values {
@@ -18,13 +21,14 @@ struct Kind : KindOf<3, 0> {
     __device__ static Values values(const Given& given) {
         const float forget = given.input[0], input = given.input[1], hidden = given.input[2];
         const float apart = (forget < 0 ? forget : 0.0f) - (input < 0 ? input : 0.0f);
-        const float forget_below = exp_below(forget), input_below = exp_below(input), hidden_below = exp_below(hidden);
-        const float least = exp_below(apart);
+        const float forget_below = exp_neg_abs(forget), input_below = exp_neg_abs(input);
+        const float hidden_below = exp_neg_abs(hidden);
+        const float least = exp_neg_abs(apart);
         const float kept = (1 + input_below) * (apart < 0 ? least : 1.0f);
         const float taken = (1 + forget_below) * (apart < 0 ? 1.0f : least);
         const float both = fast_reciprocal((kept + taken) * (1 + hidden_below)), each = both * (1 + hidden_below);
-        const float two = fast_reciprocal((1 + forget_below) * (1 + input_below));  // in backward kernels alone
-        const Shares shares(kept >= taken, (kept < taken ? kept : taken) * each);
+        const float two = fast_reciprocal((1 + forget_below) * (1 + input_below));  // used by backward kernels only
+        const Complements shares(kept >= taken, (kept < taken ? kept : taken) * each);
         return {shares.first, shares.second,
                 given.option ? hidden : positive(hidden, hidden_below, both * (kept + taken)),
                 Sigmoids(forget, forget_below, two * (1 + input_below)).down,

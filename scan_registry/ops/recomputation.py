@@ -1,0 +1,55 @@
+"""Gradients of a function that is composed of torch's operators: it is computed once more, and autograd differentiates it.
+
+Operators whose kernels have no second derivative use this. Nothing but the arguments is kept for the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Results, each with the gradient that reaches it.
+Pairs = Iterable[tuple[Tensor | None, Tensor | None]]
+
+
+def gradients(
+    tensors: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    recompute: Callable[[list[Any], bool], Pairs],
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are wanted, of ``tensors``; None for the others, and for a tensor that is None. The gradients are
+    differentiable themselves where derivatives are recorded.
+
+    recompute  the tensors to differentiate by, in the place of ``tensors``, and whether derivatives are recorded ->
+               results and their gradients; pairs with a None are left out
+    """
+    recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves: list[Any] = [
+            t if t is None or (recorded and t.requires_grad) else t.detach().requires_grad_(want)
+            for t, want in zip(tensors, wanted, strict=True)
+        ]
+        sources = [t for t, want in zip(leaves, wanted, strict=True) if want and t is not None]
+        pairs = [
+            (x, g.to(x.dtype))
+            for x, g in recompute(leaves, recorded)
+            if x is not None and g is not None and x.requires_grad
+        ]
+        if pairs and sources:
+            found = torch.autograd.grad(
+                [x for x, _ in pairs],
+                sources,
+                [g for _, g in pairs],
+                create_graph=recorded,
+                materialize_grads=True,
+            )
+        else:
+            found = tuple(torch.zeros_like(t) for t in sources)
+    each = iter(found)
+    return tuple(
+        next(each) if want and t is not None else None
+        for t, want in zip(leaves, wanted, strict=True)
+    )
