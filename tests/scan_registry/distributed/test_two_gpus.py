@@ -1,0 +1,37 @@
+"""Over NCCL and two GPUs a scan gives what one GPU gives over the whole sequence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+RANKS = Path(__file__).parents[2] / "support" / "nccl_ranks.py"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_both_schedules_are_one_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            RANKS,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("right ") == 24
+    assert "WRONG" not in done.stdout
