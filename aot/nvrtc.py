@@ -141,7 +141,7 @@ class Nvrtc:
     def sources(self, kernel: Kernel) -> Mapping[str, str]:
         folder = ROOT / kernel.family
         texts: dict[str, str] = {}
-        pending = [kernel.code.source]
+        pending = [kernel.code.source, *kernel.code.headers]
         while pending:
             name = pending.pop()
             if name not in texts:

@@ -62,7 +62,8 @@ def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
     tuned = {kind for tuning in tunings for kind in tuning.kinds}
     borrowed = any(arch.is_ptx or tuning.capability != arch.capability for tuning in tunings)
     for variant in kernel.every if named else kernel.by_text.values():
-        if not kernel.rules.serves(variant.statics, arch):
+        rules = kernel.rules
+        if not (rules.serves(variant.statics, arch) and rules.ships(variant.statics, arch)):
             continue
         label = kernel.label(variant)
         if label in named:

@@ -36,6 +36,7 @@ _POINTER = {
     "float16": "*fp16",
     "float64": "*fp64",
     "int64": "*i64",
+    "uint8": "*u8",
 }
 
 
@@ -191,18 +192,14 @@ class Triton:
         return next((cuda for first, cuda in _CUDA_OF_TRITON if release >= first), (12, 4))
 
     def sources(self, kernel: Kernel) -> Mapping[str, str]:
-        folder = ROOT / kernel.family
         texts: dict[str, str] = {}
-        pending = [kernel.code.source]
+        pending = [(kernel.family, kernel.code.source)]
         while pending:
-            name = pending.pop()
+            family, source = pending.pop()
+            name = source if family == kernel.family else f"{family}/{source}"
             if name not in texts:
-                texts[name] = (folder / name).read_text(encoding="utf-8")
-                pending += [
-                    f"{module}.py"
-                    for of, module in _IMPORT.findall(texts[name])
-                    if of == kernel.family
-                ]
+                texts[name] = (ROOT / family / source).read_text(encoding="utf-8")
+                pending += [(of, f"{module}.py") for of, module in _IMPORT.findall(texts[name])]
         return texts
 
     def options(self, kernel: Kernel, variant: Variant, target: Target) -> tuple[str, ...]:

@@ -189,6 +189,7 @@ class Code:
     elements   variant -> dtype of what each pointer points to (Triton)
     fuses      variant -> whether products and sums may be contracted to one rounding (Triton)
     may_spill  variants that are allowed to spill registers, each an exception to justify
+    headers    files that the source includes by the name of a macro (CUDA)
     """
 
     source: str
@@ -200,6 +201,7 @@ class Code:
     elements: Callable[[Variant], Mapping[str, str]] = lambda variant: {}
     fuses: Callable[[Variant], bool] = lambda variant: True
     may_spill: frozenset[Variant] = frozenset()
+    headers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ class Rules:
                        wait for each other
     serves             static parameters, target -> whether it is compiled for that, ahead of time or here; of those
                        of a kind, whether any such variant is
+    ships              static parameters, target -> whether wheels hold its binary; others are compiled where they are
+                       first called
     """
 
     accepts: Callable[[Variant, Any], str | None]
@@ -221,6 +225,7 @@ class Rules:
         None
     )
     serves: Callable[[Pins, Target], bool] = lambda statics, target: True
+    ships: Callable[[Pins, Target], bool] = lambda statics, target: True
 
 
 @dataclass(frozen=True)

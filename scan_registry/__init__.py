@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from scan_registry.base import lazy
 
 if TYPE_CHECKING:
-    from scan_registry import compat, nn, ops
+    from scan_registry import compat, distributed, nn, ops
     from scan_registry.catalog.inventory import catalogue
     from scan_registry.diagnostics.explanation import explain
     from scan_registry.dispatch.policy import FallbackWarning, require
@@ -37,6 +37,7 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "compat",
+    "distributed",
     "explain",
     "gated_scan",
     "hgrn",
@@ -63,6 +64,7 @@ _HOMES = {
     "causal_conv1d": "scan_registry.ops.causal_conv1d",
     "causal_conv1d_update": "scan_registry.ops.causal_conv1d",
     "compat": None,
+    "distributed": None,
     "explain": "scan_registry.diagnostics.explanation",
     "gated_scan": "scan_registry.ops.gated_scan",
     "hgrn": "scan_registry.ops.gated_scan_kinds",

@@ -4,7 +4,8 @@
     python tools/docs.py --check     exit with 1, and say which ones, where they are not current
 
 Made are the command-line reference (from the parsers of scan_registry.cli), the pictures, and the tables between
-``<!-- made: NAME -->`` and ``<!-- end -->`` (both from tools/results). None of it needs a GPU. Import the package
+``<!-- made: NAME -->`` and ``<!-- end -->`` (both from tools/results, but for those of many ranks, which are the cost
+model's). None of it needs a GPU. Import the package
 whose commands are to be described: the installed one.
 """
 
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import docs_distributed
 import docs_pictures
 import docs_tables
 
@@ -129,7 +131,7 @@ def _plain(text: str) -> str:
 def made() -> dict[Path, str]:
     """Every file that is made, in whole or in part, with what it should hold."""
     files = {PAGES / "reference" / "command-line.md": command_line()}
-    for name, text in docs_pictures.files().items():
+    for name, text in {**docs_pictures.files(), **docs_distributed.files()}.items():
         files[PAGES / "assets" / name] = text
     for page in (ROOT / "README.md", *PAGES.rglob("*.md")):
         text = page.read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import docs_distributed as distributed
 import docs_results as results
 from docs_results import SHORT
 
@@ -178,6 +179,19 @@ def cold_start() -> str:
     return table(head, rows)
 
 
+# --- Many ranks -------------------------------------------------------------------------------
+
+
+def ranks_whole() -> str:
+    """One sequence on 2 to 1024 ranks, by the cost model."""
+    return table(distributed.HEAD, distributed.table_rows(distributed.WHOLE))
+
+
+def ranks_each() -> str:
+    """Parts of one length, on as many ranks, by the cost model."""
+    return table(distributed.HEAD, distributed.table_rows(distributed.EACH))
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "scans": scans,
     "scans-short": scans_short,
@@ -187,6 +201,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "flashrnn": flashrnn,
     "tiers": tiers,
     "cold-start": cold_start,
+    "ranks-whole": ranks_whole,
+    "ranks-each": ranks_each,
 }
 
 

@@ -19,19 +19,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from attest import runnable
+from sanitize import launch, takes
 
-from scan_registry.dispatch.fit import Tier, nearest_tier
-from scan_registry.kernels import family
-from scan_registry.kernels.model import Kernel, Problem, Variant
+from scan_registry.kernels.model import Variant
 from scan_registry.kernels.rnn.cases import SETTINGS, TOLERANCE, Setting, Shape, draw
 from scan_registry.kernels.rnn.problem import SIZES, Function
+
+__all__ = ["POSED", "TOGETHER", "main", "takes"]
 
 #: (batch, time, heads, units)
 ALONE: Shape = (9, 5, 2, 64)
@@ -64,20 +62,19 @@ POSED = (
 )
 
 
-def takes(kernel: Kernel, variant: Variant, problem: Problem, sm_count: int) -> bool:
-    """Whether a variant computes a problem on such a GPU."""
-    return not (
-        kernel.rules.accepts(variant, problem)
-        or kernel.rules.exceeds_residency(variant, problem, sm_count)
-    )
-
-
 def trials(functions: Sequence[Function], dtypes: Sequence[str]) -> Iterator[tuple[Posed, Any]]:
     """Every problem of every cell in every dtype, drawn and solved."""
     for dtype in dtypes:
         for function in functions:
             for posed in POSED:
                 yield posed, draw(function, posed.shape, posed.setting, dtype, "cuda")
+
+
+def launches(posed_trial: tuple[Posed, Any], variant: Variant) -> Iterator[Any]:
+    """The one of its function and dtype."""
+    posed, trial = posed_trial
+    if (variant.text("dtype"), variant.text("function")) == (trial.dtype, trial.function):
+        yield trial.case(variant.kernel, aligned=posed.aligned)
 
 
 def main() -> int:
@@ -88,46 +85,13 @@ def main() -> int:
     parser.add_argument("--function", action="append", choices=SIZES, help="may repeat")
     options = parser.parse_args()
 
-    import torch
-
-    if not torch.cuda.is_available():
-        print("error: sanitize_rnn runs kernels, and torch finds no GPU", file=sys.stderr)
-        return 2
-    from scan_registry.diagnostics.accuracy import run
-    from scan_registry.hardware.device import device
-
-    began, gpu, group = time.monotonic(), device(0), family("rnn")
     dtypes = options.dtype or [*TOLERANCE]
     functions = options.function or [*SIZES]
-    binaries = [
-        (archive, binary)
-        for archive, binary in runnable(group)
-        if nearest_tier(archive.arch, gpu) == Tier.EXACT
-        and binary.variant.text("dtype") in dtypes
-        and binary.variant.text("function") in functions
-    ]
-    launches = dict.fromkeys((str(binary) for _, binary in binaries), 0)
-    wrong = 0
-    for posed, trial in trials(functions, dtypes):
-        for archive, binary in binaries:
-            variant = binary.variant
-            if (variant.text("dtype"), variant.text("function")) != (trial.dtype, trial.function):
-                continue
-            kernel = group.kernel(variant.kernel, variant.language)
-            case = trial.case(variant.kernel, aligned=posed.aligned)
-            if not takes(kernel, variant, case.problem, gpu.sm_count):
-                continue
-            run(0, binary, partial(archive.read, binary), case)
-            launches[str(binary)] += 1
-            if not (error := case.error()) <= TOLERANCE[trial.dtype]:
-                wrong += 1
-                print(f"error: {binary} {trial}: {error:.1e}", file=sys.stderr)
-    idle = [name for name, count in launches.items() if not count]
-    for name in idle:
-        print(f"error: {name} took no problem", file=sys.stderr)
-    total, seconds = sum(launches.values()), time.monotonic() - began
-    print(f"{len(launches)} binaries, {total} launches, {wrong} wrong, {seconds:.0f} s")
-    return 1 if wrong or idle or not binaries else 0
+
+    def chosen(variant: Variant) -> bool:
+        return variant.text("dtype") in dtypes and variant.text("function") in functions
+
+    return launch("rnn", trials(functions, dtypes), launches, TOLERANCE, chosen)
 
 
 if __name__ == "__main__":

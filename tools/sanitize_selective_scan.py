@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from functools import partial
+from typing import Any
 
-from attest import runnable
+from sanitize import launch
 
-from scan_registry.dispatch.fit import Tier, nearest_tier
-from scan_registry.kernels import family
+from scan_registry.kernels.model import Variant
 from scan_registry.kernels.selective_scan.cases import TOLERANCE, Setting, Shape, Trial, draw
 
 EVERYTHING = Setting(starts=True)
@@ -44,6 +42,11 @@ def trials(dtypes: Sequence[str]) -> Iterator[Trial]:
             yield draw(shape, setting, dtype, "cuda")
 
 
+def launches(trial: Trial, variant: Variant) -> Iterator[Any]:
+    """All that there may be."""
+    yield from trial.launches(variant.kernel)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -51,43 +54,12 @@ def main() -> int:
     parser.add_argument("--dtype", action="append", choices=TOLERANCE, help="may repeat")
     options = parser.parse_args()
 
-    import torch
-
-    if not torch.cuda.is_available():
-        print(
-            "error: sanitize_selective_scan runs kernels, and torch finds no GPU", file=sys.stderr
-        )
-        return 2
-    from scan_registry.diagnostics.accuracy import run
-    from scan_registry.hardware.device import device
-
-    began, gpu, group = time.monotonic(), device(0), family("selective_scan")
     dtypes = options.dtype or [*TOLERANCE]
-    binaries = [
-        (archive, binary)
-        for archive, binary in runnable(group)
-        if nearest_tier(archive.arch, gpu) == Tier.EXACT and binary.variant.text("dtype") in dtypes
-    ]
-    launches = dict.fromkeys((str(binary) for _, binary in binaries), 0)
-    wrong = 0
-    for trial in trials(dtypes):
-        for archive, binary in binaries:
-            variant = binary.variant
-            kernel = group.kernel(variant.kernel, variant.language)
-            for case in trial.launches(variant.kernel):
-                if kernel.rules.accepts(variant, case.problem):
-                    continue
-                run(0, binary, partial(archive.read, binary), case)
-                launches[str(binary)] += 1
-                if not (error := case.error()) <= TOLERANCE[trial.dtype]:
-                    wrong += 1
-                    print(f"error: {binary} {trial}: {error:.1e}", file=sys.stderr)
-    idle = [name for name, count in launches.items() if not count]
-    for name in idle:
-        print(f"error: {name} took no problem", file=sys.stderr)
-    total, seconds = sum(launches.values()), time.monotonic() - began
-    print(f"{len(launches)} binaries, {total} launches, {wrong} wrong, {seconds:.0f} s")
-    return 1 if wrong or idle or not binaries else 0
+
+    def chosen(variant: Variant) -> bool:
+        return variant.text("dtype") in dtypes
+
+    return launch("selective_scan", trials(dtypes), launches, TOLERANCE, chosen)
 
 
 if __name__ == "__main__":

@@ -104,9 +104,9 @@ struct LookbackWarp {
     static_assert(SCANS % LOOKBACK_WARPS_OF_TURN == 0 && 32 % OWN == 0 && PLACES >= TILE_WARPS, "a lane for each tile");
     // Between two turns of a CTA, all CTAs of an H100 (132) publish aggregates. With groups of 16 a look-back reads some
     // 25 of them for each scan, in two dependent trips to the L2. For a single scan larger groups, read in one trip, are
-    // faster.
+    // faster. With resets, compensated maps in eight looks would lie in local memory.
     enum : int {
-        LOOKS = SCANS > 1 ? LEAST_GROUP / PLACES : STATE_WORDS > 1 ? 4 : 8,
+        LOOKS = SCANS > 1 ? LEAST_GROUP / PLACES : STATE_WORDS > 1 || (COMPENSATED && MAY_RESET) ? 4 : 8,
         GROUP = PLACES * LOOKS,
         KNOWN = SCANS > 1 ? LOOKS : 1,  // loads in flight for groups
     };

@@ -1,9 +1,10 @@
 """The kinds of gated scan: how gate and token of h[t] = gate[t] * h[t-1] + token[t] follow from what networks compute.
 
-A kind is one line of ``KINDS``, with a function in plain torch. The function gets the inputs and the channel parameters in
-the kind's order, all in the dtype that states are computed in and of shapes that broadcast, and ``reset``: True where the
-state starts anew, or None. It returns gate and token. The gate where a state starts anew does not matter: what calls the
-function takes 0 for it.
+A kind is one line of ``KINDS`` and, for the kernels, one header ``kinds/<header>.cuh``. The function of its line,
+in plain torch, is what the header is tested against, and what runs where no kernel does. It gets the inputs and the
+channel parameters in the kind's order, all in the dtype that states are computed in and of shapes that broadcast, and
+``reset``: True where the state starts anew, or None. It returns gate and token. The gate where a state starts anew does
+not matter: what calls the function takes 0 for it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,21 @@ class Kind:
     inputs      names of the sequences
     gates       inputs and channel parameters -> gate and token; ``reset`` is a keyword
     parameters  names of what each channel has one float32 number of, for all times
+    header      of the kernels, without its ending; the kind's own name if it is empty
+    option      what the header's ``option`` is
     """
 
     name: str
     inputs: tuple[str, ...]
     gates: Callable[..., tuple[Tensor, Tensor]]
     parameters: tuple[str, ...] = ()
+    header: str = ""
+    option: bool = False
+
+    @property
+    def source(self) -> str:
+        """The header's name without its ending."""
+        return self.header or self.name
 
 
 def positive(x: Tensor) -> Tensor:
@@ -136,9 +146,16 @@ KINDS = {
     for kind in (
         Kind("linear", ("gates", "tokens"), _linear),
         Kind("min_gru", ("gate", "hidden"), _min_gru),
-        Kind("min_gru_identity", ("gate", "hidden"), _min_gru_identity),
+        Kind("min_gru_identity", ("gate", "hidden"), _min_gru_identity, (), "min_gru", True),
         Kind("min_lstm", ("forget", "input", "hidden"), _min_lstm),
-        Kind("min_lstm_identity", ("forget", "input", "hidden"), _min_lstm_identity),
+        Kind(
+            "min_lstm_identity",
+            ("forget", "input", "hidden"),
+            _min_lstm_identity,
+            (),
+            "min_lstm",
+            True,
+        ),
         Kind("rg_lru", ("x", "recurrence_gate", "input_gate"), _rg_lru, ("a_param",)),
         Kind("hgrn", ("x", "forget"), _hgrn, ("lower_bound",)),
     )

@@ -1,4 +1,4 @@
-"""gated_scan in plain torch: what the operator is tested against.
+"""gated_scan in plain torch: what the kernels are tested and attested against.
 
 Gates and tokens by the functions of ``kinds``, then h[t] = gate[t] * h[t-1] + token[t] and its reverse-mode derivative, one
 step after the other in the dtype asked for. Sequential on purpose: no rounding but the recurrence's own.

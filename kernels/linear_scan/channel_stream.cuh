@@ -21,7 +21,7 @@ enum : int {
 };
 #include "../common/ring.cuh"
 #include "../common/lookback.cuh"
-#include "sequences.cuh"
+#include "../linear_scan/sequences.cuh"
 
 enum : int { TIMES = 32 / LANES * STEPS };
 enum : int { ROWS = 32 / LANES };  // that a warp copies at once

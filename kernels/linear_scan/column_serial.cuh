@@ -29,7 +29,7 @@
 // single elements, and write results from registers.
 #pragma once
 enum : int { THREADS = 32 * WARPS };
-#include "step.cuh"
+#include "../linear_scan/step.cuh"
 
 enum : int {
     ITEMS = 16 / sizeof(Storage),              // elements in a 16-byte piece

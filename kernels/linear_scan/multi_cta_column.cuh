@@ -23,7 +23,7 @@
 // turn t - 2 AGGREGATE_LEAD - 1.
 #pragma once
 #include "../common/tile_status.cuh"
-#include "column_serial.cuh"
+#include "../linear_scan/column_serial.cuh"
 
 enum : int {
     SLOTS = AGGREGATE_LEAD + 1,  // turns whose maps a CTA keeps

@@ -4,8 +4,8 @@
 // A walk takes time steps in order 0, 1, … time-1, forwards or backwards in time. Sequences are numbered in that
 // order, too.
 #pragma once
-#include "line.cuh"
-#include "step.cuh"
+#include "../linear_scan/line.cuh"
+#include "../linear_scan/step.cuh"
 
 // The states of one line's sequences, before or after them; null where there are none.
 struct Boundary {

@@ -19,7 +19,7 @@
 // workspace, zeroed inside the launch (workspace_init.cuh): a descriptor (tile_status.cuh) for each channel of each part
 // but the last.
 #pragma once
-#include "column_serial.cuh"
+#include "../linear_scan/column_serial.cuh"
 #include "../common/tile_status.cuh"
 #include "../common/workspace_init.cuh"
 

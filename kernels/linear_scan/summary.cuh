@@ -9,8 +9,8 @@
 // workspace, zeroed before the launch: a counter for each group of lines, padded to 16 bytes, then the maps. Null if
 // there is one segment.
 #pragma once
-#include "line.cuh"
-#include "step.cuh"
+#include "../linear_scan/line.cuh"
+#include "../linear_scan/step.cuh"
 
 enum : int { THREADS = 32 * WARPS };
 

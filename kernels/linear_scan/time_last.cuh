@@ -11,7 +11,7 @@
 // Order runs along the walk, with time or against it; either way an aligned
 // lane's chunk is 16 consecutive bytes. While a tile is computed, the next one is already loading.
 #pragma once
-#include "sequences.cuh"
+#include "../linear_scan/sequences.cuh"
 
 enum : int {
     VECTOR = ALIGNED || sizeof(Storage) > 4 ? 16 / sizeof(Storage) : 4,

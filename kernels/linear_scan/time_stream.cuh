@@ -26,7 +26,7 @@ enum : int {
 enum : int { VECTOR = 16 / sizeof(Storage) };
 #include "../common/ring.cuh"
 #include "../common/lookback.cuh"
-#include "sequences.cuh"
+#include "../linear_scan/sequences.cuh"
 
 enum : int {
     SIDE = 32 / LANES,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import track
 
+from scan_registry.cli import bench_distributed
 from scan_registry.cli.errors import INTERRUPTED, UsageError
 from scan_registry.cli.tables import new_table, screen, show
 from scan_registry.dispatch.select import NoKernelError
@@ -37,11 +38,13 @@ _TARGETS = "--targets times the project's own cases, each with the least fractio
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command's arguments: of the first operator, and of each other one under its name."""
     first, *others = operators().values()
+    names = [*(each.name for each in others), bench_distributed.NAME]
     named = _add_operator(commands, "bench", first).add_subparsers(
-        dest="timed", metavar=" | ".join(each.name for each in others)
+        dest="timed", metavar=" | ".join(names)
     )
     for each in others:
         _add_operator(named, each.name, each)
+    bench_distributed.add_parser(named)
 
 
 def _add_operator(
@@ -110,6 +113,8 @@ def _add_operator(
 
 def run(args: argparse.Namespace) -> int:
     """Time what is asked for; ``UsageError`` for arguments that cannot be meant."""
+    if args.timed == bench_distributed.NAME:
+        return bench_distributed.run(args)
     operator = operators()[args.operator]
     for backend in args.backend:
         if backend not in operator.backends:

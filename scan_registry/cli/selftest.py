@@ -15,6 +15,7 @@ from scan_registry.ops.operator import DTYPES, operators
 
 if TYPE_CHECKING:
     from scan_registry.dispatch.fit import Tier
+    from scan_registry.hardware.target import Target
     from scan_registry.kernels.cases import Trial
     from scan_registry.kernels.model import Family, Kernel
 
@@ -141,6 +142,20 @@ class _Tally:
     failure: str | None = None
 
 
+def in_wheels(
+    family: Family, dtype: str, target: Target, skipped: dict[str, str]
+) -> Iterator[Kernel]:
+    """The kernels that have variants of the dtype. Those of which wheels hold none would be compiled first, which may take
+    minutes: they are ``skipped``."""
+    for kernel in family.kernels:
+        variants = [v for v in kernel.variants if v.text("dtype") == dtype]
+        if any(kernel.rules.ships(v.statics, target) for v in variants):
+            yield kernel
+        elif variants:
+            subject = f"{family.name}.{kernel.name}, {kernel.language}, in {dtype}"
+            skipped[subject] = f"wheels hold none for {target}, and a first call compiles it"
+
+
 def _on_gpu(
     family: Family,
     ordinal: int,
@@ -151,17 +166,18 @@ def _on_gpu(
     """Whatever selection picks for a few problems, aligned and not; all kernels run on the same."""
     from scan_registry.diagnostics.accuracy import cases_of
     from scan_registry.dispatch.select import NoKernelError
+    from scan_registry.hardware.device import device
     from scan_registry.hardware.driver import DriverError
+    from scan_registry.hardware.target import Target
 
-    cases = cases_of(family.name)
+    cases, target = cases_of(family.name), Target(device(ordinal).capability)
     dtypes = dict.fromkeys(v.text("dtype") for kernel in family.kernels for v in kernel.variants)
     for dtype in dtypes:
         if only not in (None, dtype):
             skipped[f"{family.name} in {dtype}"] = f"only {only} was asked for"
             continue
         tell(dtype)
-        takers = [k for k in family.kernels if any(v.text("dtype") == dtype for v in k.variants)]
-        tallies = [(kernel, _Tally()) for kernel in takers]
+        tallies = [(kernel, _Tally()) for kernel in in_wheels(family, dtype, target, skipped)]
         for trial in cases.trials(dtype, cases.QUICK, f"cuda:{ordinal}"):
             for kernel, tally in tallies:
                 if tally.failure is None:

@@ -220,13 +220,14 @@ def decided(
     """The decisions for the kernel calls of one operator's call. Only kernels need copies; the reference does not."""
     steps: list[Step] = []
     for step, call in calls.items():
+        of = family(operators()[name].family_of(call))
         fused = call.fused() if "reduction" in calls and there.device else None
         if fused is not None:
             one = [(fused, call.alternatives(backend)[0][1])]
-            decision = select_first(there, family(name), one, min(lowest, Tier.PTX))
+            decision = select_first(there, of, one, min(lowest, Tier.PTX))
             if decision.launch():
                 return Explanation(name, there.device, (*steps, Step(step, (), decision)))
-        decision = select_first(there, family(name), call.alternatives(backend), lowest)
+        decision = select_first(there, of, call.alternatives(backend), lowest)
         steps.append(Step(step, call.copied if decision.launch() else (), decision))
     return Explanation(name, there.device, tuple(steps))
 
@@ -237,9 +238,10 @@ def _described(operator: Operator, args: Any, kwargs: Any) -> tuple[Mapping[str,
 
     types = get_type_hints(operator.function)
     given = signature(operator.function).bind(*args, **kwargs).arguments
-    tensors = {each: value for each, value in given.items() if types[each] is torch.Tensor}
+    tensors = [value for each, value in given.items() if types[each] is torch.Tensor]
     calls = operator.describe(*args, **kwargs)  # which checks them
-    return calls, next(iter(tensors.values())).device
+    first = tensors[0]
+    return calls, (first[0] if isinstance(first, tuple) else first).device
 
 
 # --- JSON -------------------------------------------------------------------------------------

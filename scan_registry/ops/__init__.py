@@ -26,6 +26,13 @@ __all__ = [
 ]
 
 #: Families of kernels that have an operator, in the order in which commands list them; ``bench`` alone times the first.
-OPERATORS = ("linear_scan", "rnn", "causal_conv1d", "selective_scan", "selective_state_update")
+OPERATORS = (
+    "linear_scan",
+    "rnn",
+    "causal_conv1d",
+    "selective_scan",
+    "selective_state_update",
+    "gated_scan",
+)
 
 __getattr__, __dir__ = lazy.names(globals(), dict.fromkeys(__all__))

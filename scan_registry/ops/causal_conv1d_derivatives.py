@@ -29,6 +29,7 @@ from scan_registry.ops.causal_conv1d_calls import key_of, taken_as_they_are
 from scan_registry.ops.causal_conv1d_plans import Gradients, Wanted
 from scan_registry.ops.derivatives import forward_mode, has_tangents, unobserved
 from scan_registry.ops.registration import register
+from scan_registry.ops.sharded import call_sharded
 
 Outputs = tuple[Tensor, Tensor | None]
 
@@ -46,6 +47,8 @@ def call(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Outputs:
         if torch.is_grad_enabled() and _differentiated(*tensors[:4]):
             return _record(*tensors, options, plan)  # type: ignore[no-any-return]
         return plan(*tensors)  # type: ignore[no-any-return]
+    if key is None and (sharded := call_sharded("causal_conv1d", tensors, request)) is not None:
+        return sharded  # type: ignore[no-any-return]
     given, options = normalised(*tensors, *request)
     if key is not None and taken_as_they_are(given, tensors) and not checks_values(given):
         plans.seen().keep(key, (options, plans.forward_plan(given, options)))

@@ -170,7 +170,7 @@ class LinearScan(torch.autograd.Function):
             if tokens_dot is not None:
                 shift = tokens_dot.to(compute)
             if gates_dot is not None:
-                shift = shift + gates_dot.to(compute) * _before(
+                shift = shift + gates_dot.to(compute) * before(
                     states.to(compute), initial, bounds, options
                 )
             states_dot, last_dot = scan(gates.to(compute), shift, initial_dot, bounds, options)
@@ -225,7 +225,7 @@ def _dispatched_backward(*args: Any) -> Gradients:
 # --- Everything else: differentiable operators ------------------------------------------------
 
 
-def _before(
+def before(
     x: Tensor, boundary: Tensor | None, cu_seqlens: Tensor | None, options: Options
 ) -> Tensor:
     """What comes before each step along the walk; ``boundary``, or zero, before the first steps."""
@@ -275,11 +275,11 @@ def differentiable_backward(
     factor, grad = gates.to(compute).conj().resolve_conj(), states_grad.to(compute)
     against = Options(options.dim, not options.reverse, True, options.backend)
     h, initial_grad = scan(factor, factor * grad, last_grad, cu_seqlens, against)
-    adjoint = grad + _before(h, last_grad, cu_seqlens, against)
+    adjoint = grad + before(h, last_grad, cu_seqlens, against)
     gates_grad = None
     if wanted[0]:
         assert states is not None
-        earlier = _before(states.to(compute), initial_state, cu_seqlens, options)
+        earlier = before(states.to(compute), initial_state, cu_seqlens, options)
         gates_grad = (adjoint * earlier.conj()).sum_to_size(gates.shape).to(gates.dtype)
     return (
         gates_grad,

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops import gated_scan_derivatives
 from scan_registry.ops.gated_scan_arguments import Options, normalised
+from scan_registry.ops.gated_scan_fast import fast_scan
+from scan_registry.ops.sharded import call_sharded
 
 __all__ = ["BACKENDS", "gated_scan"]
+
+_is_compiling = torch.compiler.is_compiling
 
 
 @overload
@@ -105,8 +110,8 @@ def gated_scan(
         The states, in the shape and dtype of the sequences, and if asked for the final state in float32, or float64 with
         sequences of float64. Gates, tokens and states are computed in float32, or in float64, under autocast
         as well. Differentiable in all tensors but ``reset`` and ``cu_seqlens``, any number of times, in forward and in
-        reverse mode; for a backward pass only inputs and states are kept. Gates and tokens are computed by torch's
-        operators, and the states by ``linear_scan``.
+        reverse mode; for a backward pass only inputs and states are kept. Where no kernel fits, gates and tokens are
+        computed by torch's operators and the rest by ``linear_scan``.
 
     Raises:
         TypeError: there are too many tensors or too few, an argument is not a tensor, or a dtype is not supported or
@@ -128,6 +133,13 @@ def run(
     kind: Any, inputs: Any, reset: Any, initial_state: Any, cu_seqlens: Any, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What ``gated_scan`` returns, of arguments that are not checked yet."""
+    if not _is_compiling():
+        made = fast_scan(inputs, initial_state, reset, cu_seqlens, options)
+        if made is not None:
+            return made
+    tensors = *inputs, initial_state, cu_seqlens, reset
+    if (sharded := call_sharded("gated_scan", tensors, options)) is not None:
+        return sharded  # type: ignore[no-any-return]
     given = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
     states, last = gated_scan_derivatives.scan(*given)
     return states if last is None else (states, last)

@@ -24,7 +24,7 @@ from scan_registry.ops.arguments import (
     refuse_layout,
 )
 
-#: Dtypes for which ``backend`` may name a language.
+#: Dtypes that kernels are compiled for; float64 is computed in plain torch and ``linear_scan``.
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 ACCEPTED = (*COMPILED, torch.float64)
 #: What ``activation`` may be, and what the names of kinds end with then.

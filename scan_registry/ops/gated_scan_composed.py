@@ -1,5 +1,6 @@
 """``gated_scan`` composed of torch's operators, which compute gates and tokens, and of ``linear_scan``.
 
+This runs what no kernel takes: tensors on the CPU, float64, derivatives of derivatives, forward mode and ``torch.func``.
 Where no derivatives are recorded, that is done for a piece after the other, of some channels of some batches. What lies between
 inputs and results then stays in the caches of a CPU, and takes little memory.
 """

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from scan_registry.base.symbols import same_shape
 from scan_registry.dispatch.select import BACKENDS, Backend
+from scan_registry.ops import operator
 from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import scan
 from scan_registry.ops.fast_path import fast_scan
-from scan_registry.ops.layout import KernelCall
 from scan_registry.ops.problems import make_kernel_call, make_reduction_call
+from scan_registry.ops.sharded import call_sharded
 
 __all__ = ["BACKENDS", "describe", "linear_scan"]
 
@@ -140,38 +141,20 @@ def linear_scan(
         and (fast_states := fast_scan(gates, tokens, dim, backend)) is not None
     ):
         return fast_states
+    how = dim, reverse, return_final_state, backend
+    tensors = gates, tokens, initial_state, cu_seqlens, reset
+    if (sharded := call_sharded("linear_scan", tensors, how)) is not None:
+        return sharded  # type: ignore[no-any-return]
     options = Options(dim, reverse, return_final_state, backend)
     given = normalised(gates, tokens, initial_state, cu_seqlens, options)
-    states, last = scan(*given) if reset is None else _with_resets(reset, *given)
+    if reset is None:
+        states, last = scan(*given)
+    else:
+        from scan_registry.ops import linear_scan_resets
+
+        gates, tokens, *others = given
+        states, last = linear_scan_resets.scan(gates, tokens, reset, *others)  # type: ignore[arg-type]
     return states if last is None else (states, last)
-
-
-def _with_resets(
-    reset: Tensor,
-    gates: Tensor,
-    tokens: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor | None]:
-    """By ``gated_scan``, where its kind ``linear`` takes such tensors."""
-    from scan_registry.ops import gated_scan_arguments, gated_scan_derivatives, resets
-
-    _check_reset(reset, tokens, options)
-    alike = gates.dtype == tokens.dtype and same_shape(gates.shape, tokens.shape)
-    if alike and tokens.dim() == 3 and options.dim != -3 and not tokens.is_complex():
-        given = gated_scan_arguments.Arguments(
-            (gates, tokens), (), reset, initial_state, cu_seqlens
-        )
-        return gated_scan_derivatives.scan(given, gated_scan_arguments.Options("linear", *options))
-    return resets.scan(gates, tokens, reset, initial_state, cu_seqlens, options)
-
-
-def _check_reset(reset: Tensor, tokens: Tensor, options: Options) -> None:
-    from scan_registry.ops import gated_scan_arguments, resets
-
-    shape = resets.reset_shape(tokens.shape, options.dim)
-    gated_scan_arguments.check_reset(reset, shape, tokens.device)
 
 
 def describe(
@@ -185,18 +168,24 @@ def describe(
     reset: Tensor | None = None,
     return_final_state: bool = False,
     backend: Backend = "auto",
-) -> dict[str, KernelCall]:
+) -> Mapping[str, operator.KernelCall]:
     """The problems that a call of ``linear_scan`` with these arguments poses, by direction; those of
-    derivatives only if they are asked for. Nothing is computed."""
+    derivatives only if they are asked for. With ``reset`` they are those of ``gated_scan``, if it has kernels for such
+    numbers. Nothing is computed."""
     options = Options(dim, reverse, return_final_state, backend)
     given = gates, tokens, initial_state
     gates, tokens, initial_state, bounds, options = normalised(*given, cu_seqlens, options)
     wanted = [tensor is not None and tensor.requires_grad for tensor in given]
     if reset is not None:
-        _check_reset(reset, tokens, options)
+        from scan_registry.ops import linear_scan_resets
+
+        linear_scan_resets.check(reset, tokens, options)
     if tokens.numel() == 0:
         return {}
     if reset is not None:
+        if not tokens.is_cpu and linear_scan_resets.has_kernels(gates, tokens):
+            fused = reset, initial_state, bounds, options, any(wanted)
+            return linear_scan_resets.describe(gates, tokens, *fused)
         from scan_registry.ops import resets
 
         gates, tokens, bounds, options = resets.stretches(tokens, options)

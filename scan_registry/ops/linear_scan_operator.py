@@ -10,6 +10,7 @@ from scan_registry.ops.benchmark import Option, known
 from scan_registry.ops.linear_scan_bench import BENCHMARK, Case
 from scan_registry.ops.operator import (
     DTYPES,
+    KernelCall,
     Operator,
     ParsedCall,
     described_tensor,
@@ -37,6 +38,7 @@ class LinearScan(Operator):
         Option("--gates-dtype", metavar="X", help="where it differs"),
         Option("--gates-shape", metavar="N,N,…", help="where they are broadcast"),
         Option("--reverse", action="store_true", help="scan from the end"),
+        Option("--reset", action="store_true", help="states start anew at some steps"),
         Option(
             "--sequences",
             type=int,
@@ -73,6 +75,12 @@ class LinearScan(Operator):
         "channel_last:8,512,8192:complex64",
     )
 
+    def family_of(self, call: KernelCall) -> str:
+        """States that start anew are scanned by ``gated_scan``."""
+        from scan_registry.ops import gated_scan_problems
+
+        return "gated_scan" if isinstance(call, gated_scan_problems.KernelCall) else self.name
+
     def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
         gates_dtype, gates_shape, bounds = dtype, shape, None
         if given.gates_dtype is not None:
@@ -91,7 +99,18 @@ class LinearScan(Operator):
         how = {"dim": -1 if given.dim is None else given.dim, "reverse": given.reverse}
         of_gates = {"gates_dtype": gates_dtype, "gates_shape": list(gates_shape)}
         record = {**how, **of_gates, "sequences": given.sequences}
-        return ParsedCall(tensors, {**how, "cu_seqlens": bounds}, record)
+        reset = None
+        if given.reset:
+            import torch
+
+            from scan_registry.ops.resets import reset_shape
+
+            dim = how["dim"]
+            if not -len(shape) <= dim < len(shape):
+                dim = -1  # the call refuses it
+            reset = torch.empty(reset_shape(shape, dim), dtype=torch.bool, device="meta")
+        record["reset"] = bool(given.reset)
+        return ParsedCall(tensors, {**how, "cu_seqlens": bounds, "reset": reset}, record)
 
     def run_on_cpu(self, problem: LinearScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
         import torch

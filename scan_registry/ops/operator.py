@@ -88,6 +88,10 @@ class Operator(Protocol):
         calls: Mapping[str, KernelCall] = self._module.describe(*args, **kwargs)
         return calls
 
+    def family_of(self, call: KernelCall) -> str:
+        """The family of kernels that a part of a call is for: the operator's own, unless it calls another operator."""
+        return self.name
+
     def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
         """The call that ``explain``'s options describe; ``ValueError`` if they cannot be meant."""
 

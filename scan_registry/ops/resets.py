@@ -54,7 +54,7 @@ def scan(
         return derivatives.scan(gates, tokens, initial_state, cu_seqlens, options)
     dtype, compute = tokens.dtype, compute_dtype(tokens.dtype)
     rank = tokens.dim()
-    gates, tokens = gates.expand(tokens.shape), tokens.to(compute)
+    gates, tokens = gates.to(compute).expand(tokens.shape), tokens.to(compute)
     if rank == 1:
         gates, tokens, reset = gates.unsqueeze(0), tokens.unsqueeze(0), reset.unsqueeze(0)
         initial_state = None if initial_state is None else initial_state.unsqueeze(0)

@@ -13,6 +13,7 @@ from scan_registry.ops.arguments import as_bool
 from scan_registry.ops.selective_scan_arguments import BACKENDS, Options, normalised
 from scan_registry.ops.selective_scan_fast import fast_scan
 from scan_registry.ops.selective_scan_problems import KernelCall
+from scan_registry.ops.sharded import call_sharded
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -142,6 +143,9 @@ def selective_scan(
         made = fast_scan(tensors, delta_softplus, return_final_state, backend)
         if made is not None:
             return made
+    how = delta_softplus, return_final_state, backend
+    if (sharded := call_sharded("selective_scan", tensors, how)) is not None:
+        return sharded  # type: ignore[no-any-return]
     final = as_bool("return_final_state", return_final_state)
     given = normalised(*tensors, delta_softplus, backend)
     out, last = selective_scan_derivatives.scan(given, Options(bool(delta_softplus), backend))

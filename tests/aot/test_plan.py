@@ -175,3 +175,13 @@ def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.Mo
     for arch, there in (("sm89", False), ("ptx80", False), ("sm90", True), ("sm120", True)):
         (jobs,) = plan([Target.parse(arch)]).values()
         assert bool(jobs) == there
+
+
+def test_what_does_not_ship_is_compiled_where_it_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = changed(FAMILY.kernels[0], ships=lambda statics, target: not target.is_ptx)
+    dtype = kernel.variants[0].text("dtype")
+    for arch, there in (("sm90", True), ("ptx80", False)):
+        assert bool(planned(monkeypatch, kernel, arch)) == there
+        assert kernel.held(dtype, Target.parse(arch))

@@ -152,10 +152,12 @@ def test_the_page_on_errors_names_every_exception() -> None:
 
 def test_the_api_page_has_every_public_name() -> None:
     page = text_of("reference/api.md")
-    for name in set(scan_registry.__all__) - {"__version__", "compat", "nn", "ops"}:
+    for name in set(scan_registry.__all__) - {"__version__", "compat", "distributed", "nn", "ops"}:
         assert f"::: scan_registry.{name}\n" in page, name
     for name in scan_registry.nn.__all__:
         assert f"::: scan_registry.nn.{name}\n" in page, name
+    for name in scan_registry.distributed.__all__:
+        assert f"::: scan_registry.distributed.{name}\n" in page, name
     for name in scan_registry.compat.__all__:
         assert f"::: scan_registry.compat.{name}" in page, name
 

@@ -68,7 +68,8 @@ def test_a_variant_that_parses() -> None:
 
 def test_names_that_do_not_exist() -> None:
     with pytest.raises(
-        KeyError, match="no kernel family 'attention'; there are: causal_conv1d, linear_scan"
+        KeyError,
+        match="no kernel family 'attention'; there are: causal_conv1d, gated_scan, linear_scan",
     ):
         family("attention")
     with pytest.raises(KeyError, match="has no triton kernel 'x'"):

@@ -146,11 +146,12 @@ def test_subpackages_are_attributes_that_nothing_loads_before(tmp_path: Path) ->
 import json, sys
 import scan_registry
 loaded = [name for name in sys.modules if name.startswith("scan_registry.")]
-listed = [name in dir(scan_registry) for name in ("compat", "nn", "ops")]
+listed = [name in dir(scan_registry) for name in ("compat", "distributed", "nn", "ops")]
 compat = scan_registry.compat
 here = [name for name in dir(compat) + dir(compat.accelerated_scan) if name[:1] != "_"]
 found = [scan_registry.nn.LSTM, compat.accelerated_scan.warp.scan, compat.accelerated_scan.triton.scan,
-         compat.sequential_scan.scan_cu, compat.flashrnn.flashrnn, scan_registry.ops.rnn.rnn]
+         compat.sequential_scan.scan_cu, compat.flashrnn.flashrnn, scan_registry.ops.rnn.rnn,
+         scan_registry.distributed.scan_summary]
 print(json.dumps([loaded, listed, here, [each.__name__ for each in found]]))
 """
     loaded, listed, here, found = fresh(script, tmp_path)
@@ -159,7 +160,7 @@ print(json.dumps([loaded, listed, here, [each.__name__ for each in found]]))
     assert {"accelerated_scan", "flashrnn", "sequential_scan", "complex", "ref", "warp"} <= set(
         here
     )
-    assert found == ["LSTM", "scan", "scan", "scan_cu", "flashrnn", "rnn"]
+    assert found == ["LSTM", "scan", "scan", "scan_cu", "flashrnn", "rnn", "scan_summary"]
 
 
 def test_what_the_readme_names_is_there_after_one_import(tmp_path: Path) -> None:
@@ -223,6 +224,8 @@ KERNELS_MAY = {
     "solution": {"torch"},
     "triton_columns": {"triton"},
     "triton_kernels": {"triton"},
+    "triton_kinds": {"triton"},
+    "triton_scans": {"triton"},
     "triton_tiles": {"triton"},
 }
 

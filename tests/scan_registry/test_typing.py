@@ -22,6 +22,7 @@ MODULES = (
     "scan_registry.compat",
     "scan_registry.compat.accelerated_scan",
     "scan_registry.compat.mamba_ssm",
+    "scan_registry.distributed",
     "scan_registry.nn",
     "scan_registry.ops",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from typing_extensions import assert_type
 
 import scan_registry
-from scan_registry import compat, nn, ops
+from scan_registry import compat, distributed, nn, ops
 from scan_registry.compat import accelerated_scan, flashrnn, mamba_ssm, sequential_scan
 from scan_registry.compat import causal_conv1d as compat_conv1d
 from scan_registry.compat.flashrnn import FlashRNNConfig
@@ -215,6 +216,40 @@ def replacements(gates: Tensor, tokens: Tensor) -> Tensor:
     return total + every.sum() + last.sum()
 
 
+def over_ranks(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
+    """Every overload of the scan over ranks, on one rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        where = f"file://{folder}/store"
+        torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+    group = torch.distributed.group.WORLD
+    states = distributed.linear_scan(gates, tokens, group=group)
+    assert_type(states, Tensor)
+    both = distributed.linear_scan(gates, tokens, schedule="reduce", return_final_state=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    either = distributed.linear_scan(gates, tokens, reverse=True, return_final_state=final)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    gated = distributed.gated_scan("min_gru", gates, tokens, group=group)
+    assert_type(gated, Tensor)
+    sizes, A, B = gates.abs(), -torch.ones(3, 4), torch.rand(2, 4, 8)
+    out = distributed.selective_scan(tokens, sizes, A, B, B, group=group)
+    assert_type(out, Tensor)
+    assert distributed.measure(group).memory > 0
+    assert distributed.explain(gates, tokens).schedule == "local"
+    summary = distributed.scan_summary(gates, tokens, dim=-1)
+    assert_type(summary, tuple[Tensor, Tensor])
+    filters = torch.ones(tokens.shape[1], 4)
+    y = distributed.causal_conv1d(tokens, filters, group=group)
+    assert_type(y, Tensor)
+    both = distributed.causal_conv1d(tokens, filters, return_final_state=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    either = distributed.causal_conv1d(tokens, filters, return_final_state=final)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    work = distributed.cost.linear_scan_work((4, 4), 6, 4)
+    assert distributed.cost.choose(work, distributed.machines.default("cpu")).seconds > 0
+    torch.distributed.destroy_process_group()
+    return states + both[0] + summary[1].unsqueeze(-1)
+
+
 def inspection(gates: Tensor, tokens: Tensor) -> str:
     """What is installed, what would run, and what is allowed to."""
     explanation = scan_registry.explain(scan_registry.linear_scan, gates, tokens)
@@ -241,6 +276,7 @@ def main() -> None:
     assert layers(torch.randn(1, 7, 5), final=True).shape == (1, 7, 5)
     assert mamba(torch.randn(2, 7, 5)).shape == (2, 7, 5)
     assert replacements(gates, tokens).shape == tokens.shape
+    assert over_ranks(gates, tokens, final=True).shape == tokens.shape
     assert "linear_scan" in inspection(gates, tokens)
 
 

@@ -317,6 +317,13 @@ inline bool __any_sync(unsigned, bool x) {
     emulator::meet(x, [&](const bool* all) { any = std::any_of(all, all + emulator::WARP, [](bool b) { return b; }); });
     return any;
 }
+inline unsigned __ballot_sync(unsigned, bool x) {
+    unsigned bits = 0;
+    emulator::meet(x, [&](const bool* all) {
+        for (int lane = 0; lane < emulator::WARP; lane++) bits |= unsigned(all[lane]) << lane;
+    });
+    return bits;
+}
 
 inline int emulated_lane() { return int(threadIdx.x % emulator::WARP); }
 template <class T>

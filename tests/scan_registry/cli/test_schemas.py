@@ -145,6 +145,14 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             *("bench", "selective_scan", "--device", "cpu"),
             *("--case", "time_last:1,4,9,3:float32"),
         ),
+        "bench-distributed": document(
+            *("bench", "distributed", "--device", "cpu"),
+            *("--case", "channel_last:1,4,9:float32"),
+        ),
+        "bench-gated_scan": document(
+            *("bench", "gated_scan", "--device", "cpu"),
+            *("--case", "hgrn:time_last:1,4,9:float32"),
+        ),
         "verify": document("verify"),
         "cache-list": document("cache", "list"),
         "cache-export": document("cache", "export", str(folder / "package"), "--wheel"),
@@ -160,6 +168,8 @@ NAMES = [
     "bench-causal_conv1d",
     "bench-selective_state_update",
     "bench-selective_scan",
+    "bench-distributed",
+    "bench-gated_scan",
     "verify",
     "cache-list",
     "cache-export",

@@ -210,9 +210,9 @@ def test_explain_knows_it(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SystemExit):
         main(["explain", "--help"])
     told = capsys.readouterr().out
-    families = "linear_scan, rnn, causal_conv1d, selective_scan, selective_state_update, scale"
-    assert f"one of {families}" in told
-    assert "of linear_scan, scale: scan from the end" in told
+    families = "linear_scan, rnn, causal_conv1d, selective_scan, selective_state_update, gated_scan"
+    assert f"one of {families}, scale" in " ".join(told.split())
+    assert "of linear_scan, gated_scan, scale: scan from the end" in told
     function = operators()["scale"].function
     assert scan_registry.explain(function, torch.rand(8)).operator == "scale"
 

@@ -1,0 +1,425 @@
+"""Random problems for the gated_scan kernels; ``selftest`` and ``tools/attest.py`` run them.
+
+What to expect is computed in float64: gate and token by the kind's line of ``kinds.py``, and the scan over them by
+doubling the steps that are combined, which takes few operations of torch however long it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
+from scan_registry.kernels.gated_scan.problem import (
+    DIRECTIONS,
+    LAYOUTS,
+    MOST_INPUTS,
+    POINTERS,
+    STRIDED,
+    Direction,
+    GatedScanProblem,
+    Layout,
+    Strides,
+    common_alignment,
+)
+
+#: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
+
+#: (batch, channels, time).
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The options of a problem.
+
+    states   whether there are states before the scan, and gradients of those after it
+    packed   whether sequences are packed along time, empty ones among them
+    resets   whether the state starts anew at some steps
+    extreme  whether inputs are so large that most gates are 0 or 1
+    """
+
+    states: bool = False
+    reverse: bool = False
+    packed: bool = False
+    resets: bool = False
+    extreme: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
+
+
+SETTINGS = (
+    Setting(),
+    Setting(states=True),
+    Setting(reverse=True),
+    Setting(states=True, resets=True),
+    Setting(states=True, reverse=True, resets=True),
+    Setting(packed=True),
+    Setting(states=True, packed=True, resets=True),
+    Setting(states=True, packed=True, reverse=True),
+    Setting(states=True, extreme=True),
+)
+#: Of a quick check and of an attestation.
+QUICK: tuple[Shape, ...] = ((2, 5, 200), (3, 33, 257), (2, 64, 512), (1, 8, 2100), (2, 48, 1))
+THOROUGH: tuple[Shape, ...] = (
+    *((1, 1, 1), (1, 7, 2), (6, 13, 3), (300, 100, 1), (50, 500, 16), (16, 64, 31)),
+    *((4, 257, 127), (2, 1536, 128), (8, 129, 129), (4, 16, 509), (2, 96, 512), (2, 520, 1023)),
+    *((8, 64, 1024), (4, 65, 1025), (2, 128, 2048), (2, 31, 4099), (1, 256, 8192), (1, 16, 32752)),
+)
+
+_KERNELS: dict[str, tuple[Layout, Direction]] = {
+    f"{layout}_{direction}": (layout, direction) for layout in LAYOUTS for direction in DIRECTIONS
+}
+_INPUTS = tuple(f"input{n}" for n in range(MOST_INPUTS))
+_INPUT_GRADS = tuple(f"{name}_grad" for name in _INPUTS)
+_SEQUENCES = (*_INPUTS, *_INPUT_GRADS, "states", "states_grad")
+#: What each direction writes.
+OUTPUTS: dict[Direction, tuple[str, ...]] = {
+    "forward": ("states", "final_state"),
+    "backward": (*_INPUT_GRADS, "parameters_grad", "initial_state_grad"),
+}
+#: Of states, the sequence that they are steps of, and the state that sequences without steps leave as it is.
+_SEQUENCE_OF = {"final_state": "states", "initial_state_grad": "input0_grad"}
+_ENTERING = {"final_state": "initial_state", "initial_state_grad": "final_state_grad"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
+
+    problem: GatedScanProblem
+    tensors: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
+
+    def error(self) -> float:
+        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
+        return max(self.errors().values())
+
+    def errors(self) -> dict[str, float]:
+        """Of each output. States are steps of a sequence, and may be few of them."""
+        found = {}
+        for name, expected in self.expected.items():
+            out = self.tensors[name]
+            assert out is not None
+            if name == "parameters_grad":
+                out = out.double().sum(0)
+            among = self.expected.get(_SEQUENCE_OF.get(name, ""))
+            found[name] = relative_error(out, expected, among)
+        return found
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Inputs of one problem in one dtype, and the results in float64. Sequences are (batch, channels, time), states
+    (batch, channels), or (batch, channels, sequences) where sequences are packed."""
+
+    shape: Shape
+    kind: str
+    setting: Setting
+    dtype: str
+    inputs: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.shape} {self.setting}".strip()
+
+    def launches(self, kernel: str) -> Iterator[Case]:
+        """All that ``kernel`` can compute this by; at last with the first output alone wanted."""
+        yield from (self.case(kernel, aligned=aligned) for aligned in (True, False))
+        yield self.case(kernel, aligned=True, alone=True)
+
+    def case(self, kernel: str, *, aligned: bool, alone: bool = False) -> Case:
+        """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps."""
+        layout, direction = _KERNELS[kernel]
+        kind, (batch, channels, time) = KINDS[self.kind], self.shape
+        outputs = OUTPUTS[direction][: 1 if alone else None]
+        expected = {name: self.expected[name] for name in outputs if name in self.expected}
+        read = {*POINTERS[direction]} - {*OUTPUTS[direction]}
+        tensors: dict[str, Tensor | None] = {
+            name: _placed(name, tensor, layout, aligned)
+            for name, tensor in self.inputs.items()
+            if tensor is not None and name in read
+        }
+        strides = {
+            "inputs": _strides(tensors["input0"]),
+            "state": _strides(self.expected["final_state"]),
+        }
+        problem = GatedScanProblem(
+            direction=direction,
+            layout=layout,
+            dtype=self.dtype,
+            gates_dtype=self.dtype,
+            outer=1,
+            batch=batch,
+            channels=channels,
+            time=time,
+            strides=(),
+            alignment=16,
+            sequences=self._sequences,
+            reverse=self.setting.reverse,
+            kind=kind.source,
+            option=kind.option,
+            resets=self.setting.resets,
+        )
+        for name, value in expected.items():
+            tensors[name] = self._poisoned(name, value, problem, aligned)
+        placed = {n: t for n, t in tensors.items() if n in _SEQUENCES and t is not None}
+        for name in ("states", "states_grad"):
+            strides[name] = _strides(placed.get(name))
+        strides["grads"] = _strides(placed.get("input0_grad"))
+        reset = tensors.get("reset")
+        whole = replace(
+            problem,
+            strides=tuple(strides[name] for name in STRIDED[direction]),
+            alignment=common_alignment(t.data_ptr() for t in placed.values()),
+            reset_batch=0 if reset is None else reset.stride(0),
+        )
+        return Case(whole, tensors, expected)
+
+    @property
+    def _sequences(self) -> int:
+        offsets = self.inputs["offsets"]
+        return 0 if offsets is None else len(offsets) - 1
+
+    def _poisoned(
+        self, name: str, like: Tensor, problem: GatedScanProblem, aligned: bool
+    ) -> Tensor:
+        """Room for an output, full of NaN. Parts of a sum are zeros, as a launch may make fewer; final states of empty
+        sequences are the initial ones, and so with their gradients, which the kernels leave alone."""
+        if name in _SEQUENCES:
+            full = torch.full_like(like, torch.nan, dtype=getattr(torch, self.dtype))
+            return _placed(name, full, problem.layout, aligned)
+        if name == "parameters_grad":
+            return torch.zeros(problem.most_parts, *like.shape, device=like.device)
+        out = torch.full_like(like, torch.nan, dtype=torch.float32)
+        offsets = self.inputs["offsets"]
+        if offsets is not None:
+            given, empty = self.inputs[_ENTERING[name]], offsets.diff() == 0
+            out[..., empty] = 0 if given is None else given[..., empty]
+        return out
+
+
+def _strides(tensor: Tensor | None) -> Strides:
+    if tensor is None:
+        return Strides(0, 0, 0, 0)
+    batch, channel, *between = tensor.stride()
+    return Strides(0, batch, channel, *(between or [0]))
+
+
+def _placed(name: str, tensor: Tensor, layout: Layout, aligned: bool) -> Tensor:
+    """Of a sequence, a copy with the layout's dimension contiguous; unless ``aligned``, off the 16-byte grid and with gaps
+    between its rows, other ones than those of sequences of other strides. The same of a reset, along time."""
+    if name == "reset":
+        return _with_gaps(tensor, 0 if aligned else 5)
+    if name not in _SEQUENCES:
+        return tensor
+    gaps = {"states": 5, "states_grad": 9} | dict.fromkeys(_INPUT_GRADS, 7)
+    turned = layout == "channel_last"
+    found = _with_gaps(
+        tensor.transpose(1, 2) if turned else tensor, 0 if aligned else gaps.get(name, 3)
+    )
+    return found.transpose(1, 2) if turned else found
+
+
+def _with_gaps(tensor: Tensor, gap: int) -> Tensor:
+    """A copy with gaps between its rows, and one before the first."""
+    *rows, length = tensor.shape
+    room = tensor.new_empty(tensor.numel() // length * (length + gap) + 1)
+    flat = room[1:] if gap else room[:-1]
+    return flat.view(*rows, length + gap)[..., :length].copy_(tensor)
+
+
+# --- Drawing ----------------------------------------------------------------------------------
+
+
+def draw(
+    shape: Shape, kind_name: str, setting: Setting, dtype: str, device: torch.device | str
+) -> Trial:
+    """Fresh random inputs, drawn and solved in float64 on the CPU: only the kernels under test run on ``device``."""
+    kind, (batch, channels, time) = KINDS[kind_name], shape
+    narrow = getattr(torch, dtype)
+    size = 12 if setting.extreme else 1.5
+    sequences = {name: (size * torch.randn(shape)).to(narrow) for name in kind.inputs}
+    if "gates" in sequences:  # given, and not to grow
+        sequences["gates"] = (1 - torch.rand(shape) ** 3).to(narrow)
+    offsets = _offsets(time) if setting.packed else None
+    of_state = (batch, channels) if offsets is None else (batch, channels, len(offsets) - 1)
+    initial, final_grad = torch.randn(2, *of_state).unbind() if setting.states else (None, None)
+    # The parameter of RG-LRU makes gates from 0.3 on at the slowest; a lower bound is from 0 to 1.
+    parameters = [
+        torch.rand(channels) * (0.9 if n == "lower_bound" else 2) for n in kind.parameters
+    ]
+    given: dict[str, Tensor | None] = {
+        **dict(zip(_INPUTS, sequences.values(), strict=False)),
+        "parameters": torch.stack(parameters) if parameters else None,
+        "reset": torch.rand(batch, time) < 0.1 if setting.resets else None,
+        "initial_state": initial,
+        "states_grad": torch.randn(shape).to(narrow),
+        "final_state_grad": final_grad,
+        "offsets": offsets,
+    }
+    expected = solved(kind, given, setting.reverse)
+    if not setting.states:
+        expected.pop("initial_state_grad")
+    # The backward pass gets the states as they were rounded.
+    given["states"] = expected["states"].to(narrow)
+    return Trial(
+        shape,
+        kind_name,
+        setting,
+        dtype,
+        {name: None if t is None else t.to(device) for name, t in given.items()},
+        {name: t.to(device) for name, t in expected.items()},
+    )
+
+
+def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
+    """A setting for each shape and kind, all in turn: as many shapes as there are settings have every kind with each."""
+    settings = cycle(SETTINGS)
+    for shape in shapes:
+        for kind in KINDS:
+            yield draw(shape, kind, next(settings), dtype, device)
+
+
+def _offsets(time: int) -> Tensor:
+    """Bounds of random sequences, the first of them empty and another one perhaps."""
+    cuts = torch.randint(0, time + 1, (min(7, time),)).sort().values
+    return torch.cat([torch.tensor([0, 0]), cuts, cuts[-1:], torch.tensor([time])])
+
+
+# --- Solving ----------------------------------------------------------------------------------
+
+
+def solved(kind: Kind, given: dict[str, Tensor | None], reverse: bool) -> dict[str, Tensor]:
+    """Every output of both directions in float64, from the kernels' pointers by name. A gradient that no state before the
+    scan has is there, too."""
+    leaves = [t.double() for n in _INPUTS if (t := given.get(n)) is not None]
+    parameters = given["parameters"]
+    of_channels = [] if parameters is None else [*parameters.double().unbind()]
+    for leaf in (*leaves, *of_channels):
+        leaf.requires_grad_()
+    reset = given["reset"]
+    with torch.enable_grad():
+        gate, token = kind.gates(
+            *leaves,
+            *(p[:, None] for p in of_channels),
+            reset=None if reset is None else reset[:, None],
+        )
+        gate, token = torch.broadcast_tensors(gate, token)
+    scan = Scan.of(given, reverse)
+    gates = gate.detach() if reset is None else gate.detach().masked_fill(reset[:, None], 0)
+    states, final_state, before = scan.forward(gates, token.detach(), given["initial_state"])
+    states_grad = given["states_grad"]
+    assert states_grad is not None
+    token_grad, initial_grad = scan.backward(gates, states_grad.double(), given["final_state_grad"])
+    gate_grad = token_grad * before
+    if reset is not None:
+        gate_grad = gate_grad.masked_fill(reset[:, None], 0)
+    found = torch.autograd.grad(
+        (gate, token), (*leaves, *of_channels), (gate_grad, token_grad), allow_unused=True
+    )
+    grads = [
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip((*leaves, *of_channels), found, strict=True)
+    ]
+    expected = {
+        "states": states,
+        "final_state": final_state,
+        "initial_state_grad": initial_grad,
+        **dict(zip(_INPUT_GRADS, grads[: len(leaves)], strict=False)),
+    }
+    if of_channels:
+        expected["parameters_grad"] = torch.stack(grads[len(leaves) :])
+    return expected
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Scans along the last dimension: which steps of time are a sequence's first and its last, and of which sequence, those
+    without steps left out."""
+
+    first: Tensor
+    last: Tensor
+    numbers: Tensor
+    sequences: int
+    packed: bool
+    reverse: bool
+
+    @classmethod
+    def of(cls, given: dict[str, Tensor | None], reverse: bool) -> Scan:
+        offsets, like = given["offsets"], given["input0"]
+        assert like is not None
+        bounds = torch.tensor([0, like.shape[-1]]) if offsets is None else offsets
+        numbers = (bounds.diff() > 0).nonzero().squeeze(1)
+        first, last = bounds[:-1][numbers], bounds[1:][numbers] - 1
+        if reverse:
+            first, last = last, first
+        return cls(first, last, numbers, len(bounds) - 1, offsets is not None, reverse)
+
+    def forward(
+        self, gates: Tensor, tokens: Tensor, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """States, the last of each sequence, and the state before each step."""
+        entering = self._wide(initial, gates)
+        gates, tokens = gates.clone(), tokens.clone()
+        tokens[..., self.first] += _times(gates[..., self.first], entering[..., self.numbers])
+        gates[..., self.first] = 0
+        states = _scanned(gates, tokens, self.reverse)
+        before = _shifted(states, -1 if self.reverse else 1)
+        before[..., self.first] = entering[..., self.numbers]
+        leaving = entering.clone()
+        leaving[..., self.numbers] = states[..., self.last]
+        return states, self._narrow(leaving), before
+
+    def backward(
+        self, gates: Tensor, states_grad: Tensor, final_grad: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of tokens and of the state before each sequence."""
+        entering = self._wide(final_grad, gates)
+        grad = states_grad.clone()
+        grad[..., self.last] += entering[..., self.numbers]
+        later = _shifted(gates, 1 if self.reverse else -1)
+        later[..., self.last] = 0
+        token_grad = _scanned(later, grad, not self.reverse)
+        leaving = entering.clone()
+        leaving[..., self.numbers] = (gates * token_grad)[..., self.first]
+        return token_grad, self._narrow(leaving)
+
+    def _wide(self, state: Tensor | None, like: Tensor) -> Tensor:
+        if state is None:
+            return like.new_zeros(*like.shape[:-1], self.sequences)
+        return state.double() if self.packed else state.double().unsqueeze(-1)
+
+    def _narrow(self, state: Tensor) -> Tensor:
+        return state if self.packed else state.squeeze(-1)
+
+
+def _times(gates: Tensor, states: Tensor) -> Tensor:
+    """What is left of states; nothing of one that is not finite where a gate is 0, as at a reset."""
+    return (gates * states).masked_fill(gates == 0, 0)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """What is ``by`` steps earlier; anything where nothing is."""
+    return x.roll(by, -1)
+
+
+def _scanned(gates: Tensor, tokens: Tensor, reverse: bool) -> Tensor:
+    """States from zeros: after each round, a step's map is composed of twice as many."""
+    if reverse:
+        return _scanned(gates.flip(-1), tokens.flip(-1), False).flip(-1)
+    reach, time = 1, gates.shape[-1]
+    while reach < time:
+        earlier = slice(None, -reach)
+        composed = tokens[..., reach:] + _times(gates[..., reach:], tokens[..., earlier])
+        tokens = torch.cat([tokens[..., :reach], composed], -1)
+        gates = torch.cat([gates[..., :reach], gates[..., reach:] * gates[..., earlier]], -1)
+        reach *= 2
+    return tokens

@@ -1,0 +1,241 @@
+"""The CUDA kernels of gated scan for contiguous channels: variants, what each accepts, and how it launches.
+
+Sources: ``channel_last_forward.cu`` and ``channel_last_backward.cu`` with ``channel_last.cuh``. Access ``aligned`` passes
+serially over columns of channels, whose tiles come through a ring in shared memory; ``generic`` holds tiles in registers
+and takes everything. The static parameters are those of linear_scan's kernels (``streams.py``, ``registers.py``), beside the
+kind. ``notes/README.md`` says why the tiles are what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from scan_registry.hardware.target import OLDEST, SHARED_MEMORY, Target
+from scan_registry.kernels.gated_scan.problem import (
+    DIRECTIONS,
+    HEADERS,
+    Direction,
+    GatedScanProblem,
+    ceil_div,
+)
+from scan_registry.kernels.gated_scan.variants import (
+    FAMILY_NAME,
+    constants,
+    headers,
+    mismatch,
+    parameters,
+    ships,
+    space,
+)
+from scan_registry.kernels.linear_scan import registers, streams
+from scan_registry.kernels.linear_scan.space import Tile
+from scan_registry.kernels.model import (
+    ITEM_SIZE,
+    Code,
+    Kernel,
+    Launch,
+    Pins,
+    Rules,
+    Static,
+    Tunable,
+    Variant,
+)
+
+#: Of columns of 32 channels, the fewest that make wide columns faster than narrow ones, by direction and bytes of an element.
+MANY_COLUMNS: dict[tuple[Direction, int], int] = {
+    ("forward", 2): 192,
+    ("forward", 4): 100,
+    ("backward", 2): 67,
+    ("backward", 4): 67,
+}
+#: Dtypes that wheels have aligned tiles of. Others are served by generic access, until tuning names tiles of theirs.
+_ALIGNED_IN_WHEELS = ("float32", "bfloat16")
+#: What drivers keep of a CTA's shared memory.
+_KEPT = 1024
+#: Time steps that are counted in 32 bits.
+_MOST_STEPS = 2**31 - 2**16
+
+
+def _tensors(direction: Direction, kind: str) -> int:
+    """Tensors that come through the ring: the inputs, and backward states and their gradients."""
+    return len(HEADERS[kind].inputs) + 2 * (direction == "backward")
+
+
+def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
+    """A tile for many columns, and for few."""
+    if access == "generic":
+        yield registers.WIDE
+    elif dtype in _ALIGNED_IN_WHEELS:
+        yield from _whole(direction, dtype, kind)
+
+
+def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
+    """What tuning may choose from besides: columns of 64 channels, columns that several CTAs share, and what wheels have of
+    other dtypes."""
+    if access == "generic":
+        return
+    if dtype not in _ALIGNED_IN_WHEELS:
+        yield from _whole(direction, dtype, kind)
+    steps = 4 if direction == "backward" else 8
+    yield {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps, "stages": 3, "blocks": 2}
+    if dtype != "float32":
+        yield _shared_column(_tensors(direction, kind))
+
+
+def _whole(direction: Direction, dtype: str, kind: str) -> Iterator[Tile]:
+    """Tiles of columns that a CTA has for itself: wide ones, and narrow ones where they are few."""
+    size, tensors = ITEM_SIZE[dtype], _tensors(direction, kind)
+    wide = {"warps": 8, "lanes_across": 32, "vector": 1, "steps": 8, "stages": 3}
+    if direction == "backward":
+        yield {**wide, "blocks": 1}
+    elif size == 2:
+        yield {**wide, "blocks": 2}
+    else:
+        yield {**wide, "warps": 4, "blocks": 5}
+    narrow = {"warps": 8, "lanes_across": 16, "vector": 1}
+    if direction == "forward":
+        yield {**narrow, "steps": 16, "stages": 3, "blocks": 1}
+    elif size == 2:
+        yield {**narrow, "steps": 12, "stages": 3, "blocks": 1}
+    elif tensors > 4:
+        yield {**narrow, "steps": 12, "stages": 2, "blocks": 1}
+    else:
+        yield {**narrow, "steps": 8, "stages": 3, "blocks": 1}
+
+
+def _shared_column(tensors: int) -> Tile:
+    """A CTA keeps the maps of `aggregate_lead` + 1 tiles, and the ring as many tiles and those on their way."""
+    stages, lead = {2: (6, 3), 3: (4, 2), 4: (6, 3), 5: (5, 2)}.get(tensors, (4, 2))
+    tile = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": 16 if tensors < 4 else 8}
+    return {**tile, "stages": stages, "ctas_per_column": 4, "aggregate_lead": lead, "blocks": 1}
+
+
+# --- Shared memory ----------------------------------------------------------------------------
+
+
+def _warp_bytes(dtype: str, tile: Tile) -> int:
+    """Of a warp's rows of one tensor, with the padding between its groups (``column_serial.cuh``)."""
+    groups = 32 // int(tile["lanes_across"])
+    return 32 * int(tile["vector"]) * int(tile["steps"]) * ITEM_SIZE[dtype] + 64 * (groups - 1)
+
+
+def _shared(direction: Direction, variant: Variant) -> int:
+    """Bytes of a CTA's ring."""
+    tile = dict(variant.statics)
+    if "stages" not in tile:
+        return 0
+    stage = int(tile["warps"]) * _warp_bytes(variant.text("dtype"), tile)
+    return int(tile["stages"]) * stage * _tensors(direction, variant.text("kind"))
+
+
+def _static_shared(variant: Variant) -> int:
+    """Of a CTA, at most: for each channel of a thread two maps and a sum; or the maps of ``aggregate_lead`` + 1 tiles and
+    of the whole tile, the states that enter two, and a sum."""
+    tile, vector = dict(variant.statics), variant.number("vector")
+    held = 32 * variant.number("warps") * vector
+    map_bytes = 8 if ITEM_SIZE[variant.text("dtype")] < 4 else 12
+    if "aggregate_lead" not in tile:
+        return held * (2 * map_bytes + 4)
+    groups = held + variant.number("lanes_across") * vector
+    return groups * ((int(tile["aggregate_lead"]) + 1) * map_bytes + 2 * 4) + 4 * held
+
+
+def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
+    """Whether an architecture's GPUs have room for the variant's shared memory. PTX is held to those with the least."""
+    if "stages" not in dict(statics):
+        return True
+    least = min(SHARED_MEMORY[each] for each in SHARED_MEMORY if each >= OLDEST)
+    room = least if target.is_ptx else SHARED_MEMORY.get(target.capability, math.inf)
+    variant = Variant(FAMILY_NAME, f"channel_last_{direction}", "cuda", statics)
+    return _shared(direction, variant) + _static_shared(variant) + _KEPT <= room
+
+
+# --- Problems ---------------------------------------------------------------------------------
+
+
+def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
+    if reason := mismatch(variant, problem):
+        return reason
+    if problem.time > _MOST_STEPS:
+        return f"{problem.time} steps; it counts {_MOST_STEPS}"
+    if variant.text("access") == "generic":
+        return None
+    chunk = problem.chunk()
+    if not problem.whole_chunks(chunk):
+        return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
+    ctas = int(dict(variant.statics).get("ctas_per_column", 1))
+    if problem.time <= (ctas - 1) * streams.times(variant):
+        return f"fewer tiles than the {ctas} blocks that share a column"
+    return streams.refuses(variant, problem)
+
+
+def _cost(variant: Variant, problem: GatedScanProblem) -> float:
+    """Wide columns if they are many; else shared ones if the GPU has room for all their CTAs, and then narrow ones."""
+    if variant.text("access") == "generic":
+        return 3.0
+    tile = dict(variant.statics)
+    direction: Direction = "forward" if problem.direction == "forward" else "backward"
+    many = MANY_COLUMNS[direction, ITEM_SIZE[problem.dtype]]
+    order = ("wide", "narrow", "shared")
+    if problem.batch * ceil_div(problem.channels, 32) < many:
+        order = ("shared", "narrow", "wide")
+    narrow = "narrow" if tile["lanes_across"] == 16 else "wide"
+    return float(order.index("shared" if "ctas_per_column" in tile else narrow))
+
+
+def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launch:
+    """A part of the channel parameters' gradients is what a CTA has of a column."""
+    if not streams.is_streamed(variant):
+        launch = registers.channel_last_launch(variant, problem)
+        parts = ceil_div(problem.time, registers.channel_last_tile(variant)[1])
+    else:
+        launch = streams.launch(variant, problem, sm_count)
+        parts = int(dict(variant.statics).get("ctas_per_column", 1))
+    return replace(launch, scalars=problem.scalars(parts=problem.batch * parts))
+
+
+# --- Kernels ----------------------------------------------------------------------------------
+
+
+def _constants(variant: Variant) -> dict[str, Static]:
+    return {
+        "CTAS_PER_COLUMN": 1,
+        "SINGLE_WAVE": 0,
+        "COLUMN_SERIAL": int(streams.is_column_serial(variant)),
+        **constants(variant),
+    }
+
+
+def _kernel(direction: Direction) -> Kernel:
+    name = f"channel_last_{direction}"
+    return Kernel(
+        family=FAMILY_NAME,
+        name=name,
+        language="cuda",
+        parameters=parameters(direction),
+        defaults=space(partial(_in_wheels, direction)),
+        code=Code(
+            source=f"{name}.cu",
+            entry=f"{FAMILY_NAME}_{name}",
+            constants=_constants,
+            shared=partial(_shared, direction),
+            headers=headers(),
+        ),
+        rules=Rules(
+            accepts=_accepts,
+            kind_mismatch=mismatch,
+            exceeds_residency=streams.exceeds_residency,
+            serves=partial(_serves, direction),
+            ships=ships,
+        ),
+        cost=_cost,
+        launch=_launch,
+        tunable=Tunable(space=space(partial(_others, direction))),
+    )
+
+
+def kernels() -> tuple[Kernel, ...]:
+    return tuple(_kernel(direction) for direction in DIRECTIONS)

@@ -1,0 +1,92 @@
+"""What all CUDA kernels of gated scan have in common: their signature, their kinds of variants, and what they are
+compiled with. A variant's static parameters begin with dtype, kind and access; the kind is its header's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import product
+
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.gated_scan.problem import (
+    DTYPES,
+    HEADERS,
+    POINTERS,
+    Direction,
+    GatedScanProblem,
+    integers,
+)
+from scan_registry.kernels.linear_scan.space import Tile
+from scan_registry.kernels.model import Parameter, Pins, Space, Static, Variant
+
+FAMILY_NAME = "gated_scan"
+ACCESSES = ("aligned", "generic")
+#: Capabilities of the GPUs with high-bandwidth memory.
+WITH_HBM = ((8, 0), (9, 0), (10, 0))
+
+
+@cache
+def parameters(direction: Direction) -> tuple[Parameter, ...]:
+    """The signature shared by all kernels of one direction."""
+    pointers = (Parameter(name, "pointer") for name in POINTERS[direction])
+    return (*pointers, *(Parameter(name, "i64") for name in integers(direction)))
+
+
+def space(tiles: Callable[[str, str, str], Iterable[Tile]]) -> Space:
+    """A variant for every dtype, kind and access, and each of the tiles that they have."""
+    kinds = tuple(
+        (("dtype", dtype), ("kind", kind), ("access", access))
+        for dtype, kind, access in product(DTYPES, HEADERS, ACCESSES)
+    )
+
+    def of(kind: Pins) -> Iterator[Pins]:
+        (_, dtype), (_, name), (_, access) = kind
+        return (tuple(tile.items()) for tile in tiles(str(dtype), str(name), str(access)))
+
+    return Space(kinds, of)
+
+
+def ships(statics: Pins, target: Target) -> bool:
+    """Wheels have generic access for every GPU, and aligned access for those with HBM: the others have less bandwidth for each
+    SM. float16 is compiled where it is first called."""
+    pins = dict(statics)
+    fast = not target.is_ptx and target.capability in WITH_HBM
+    return pins["dtype"] != "float16" and (fast or pins["access"] == "generic")
+
+
+def headers() -> tuple[str, ...]:
+    """The files of all kinds."""
+    return tuple(f"kinds/{kind}.cuh" for kind in HEADERS)
+
+
+def constants(variant: Variant) -> dict[str, Static]:
+    """Of every CUDA kernel."""
+    tile = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
+    return {
+        "KIND_HEADER": f'"kinds/{variant.text("kind")}.cuh"',
+        "ELEMENT": variant.text("dtype"),
+        "GATE_ELEMENT": variant.text("dtype"),
+        "ALIGNED": int(variant.text("access") == "aligned"),
+        "VARLEN": 0,
+        "MAY_RESET": 1,
+        "MISALIGNED": 0,
+        "STAGES": 0,
+        "PREFIX_LEAD": 0,
+        **tile,
+    }
+
+
+def mismatch(variant: Variant, problem: GatedScanProblem) -> str | None:
+    """Why the variant's kind is for other problems."""
+    if variant.text("dtype") != problem.dtype:
+        return f"dtype {variant.text('dtype')}, not {problem.dtype}"
+    if variant.text("kind") != problem.kind:
+        return f"gates of {variant.text('kind')}, not {problem.kind}"
+    if variant.text("access") == "aligned":
+        if problem.sequences > 0:
+            return "sequences are packed"
+        if not problem.plain():
+            row = "time steps" if problem.layout == "time_last" else "channels"
+            return f"{row} do not follow one another in memory"
+    return None

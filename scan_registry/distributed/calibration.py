@@ -1,0 +1,139 @@
+"""Measuring what the cost model has to know of a group.
+
+Nothing is measured unless it is asked for. A measurement is a row of collectives: hidden in a first call it would have
+to be made by every rank at that call, would keep CUDA graphs from recording it, and would make the choice of a schedule
+differ from run to run. So a group goes by the defaults of ``scan_registry.distributed.machines`` until every rank of it
+has called ``measure``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scan_registry.distributed.group import resolve, session
+from scan_registry.distributed.latency import Stopwatch, all_gather
+from scan_registry.distributed.machines import Machine, default
+
+if TYPE_CHECKING:
+    from scan_registry.distributed.group import Group
+
+_PIECES = 8  # of the chain that a piece's cost is measured with
+_SIZES = {"cuda": (1 << 26, 1 << 22), "cpu": (1 << 24, 1 << 18)}  # floats: streamed, and gathered
+
+_measured: WeakKeyDictionary[dist.ProcessGroup, Machine] = WeakKeyDictionary()
+
+
+def machine_of(group: dist.ProcessGroup, device: torch.device) -> Machine:
+    """What was measured of the group, or else the default for the device.
+
+    The default goes by the GPU's name and, for a group of all ranks, by torchrun's ``LOCAL_WORLD_SIZE``. Where these
+    differ from rank to rank, so does what is returned.
+    """
+    found = _measured.get(group)
+    if found is not None:
+        return found
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    whole = dist.get_world_size(group) == dist.get_world_size()
+    local = os.environ.get("LOCAL_WORLD_SIZE", "") if whole else ""
+    return default(device.type, name, ranks_per_node=int(local) if local.isdecimal() else 0)
+
+
+def measure(group: Group = None, device: torch.device | None = None) -> Machine:
+    """Measure what the choice of a schedule goes by, on all ranks of a group, and use it for this group from then on.
+
+    Every rank of the group has to call it; it takes about a second. It measures how fast memory streams
+    (``torch.add``), the latency and the bandwidth of an all-gather, and what passing pieces through all ranks costs.
+    What a hop costs is not told apart from what a call costs, and stays as in the defaults.
+
+    Args:
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
+        device: of this rank; that of the group's backend unless given: with gloo the CPU, else the current GPU.
+
+    Returns:
+        The machine, which is the same on every rank.
+    """
+    members = resolve(group)
+    device = device or _device(members.group)
+    watch, ranks = Stopwatch(members.group, device), members.size
+    start = default(device.type, ranks_per_node=_ranks_per_node(members.group))
+    streamed, gathered = _SIZES[device.type]
+    memory, launch = _memory(watch, streamed)
+    found = replace(
+        start,
+        name=f"{ranks} ranks on {_named(device)}",
+        memory=memory,
+        launch=launch,
+        source="measured by scan_registry.distributed.measure; hops as in the defaults",
+    )
+    if ranks > 1:
+        found = _measure_messages(found, watch, gathered)
+    _measured[members.group] = found
+    session(members).agreed.clear()  # what was decided by other numbers
+    return found
+
+
+def _memory(watch: Stopwatch, count: int) -> tuple[float, float]:
+    """Bytes a second of a large operation, and seconds of a small one."""
+    a, b, out = (torch.rand(count, device=watch.device) for _ in range(3))
+    few = torch.zeros(4, device=watch.device)
+    large, small = watch.latencies([lambda: torch.add(a, b, out=out), lambda: few.add_(1)])
+    return 3 * out.numel() * out.element_size() / large.least, small.least
+
+
+def _measure_messages(machine: Machine, watch: Stopwatch, gathered: int) -> Machine:
+    """The machine with the costs of an all-gather and of passing on."""
+    group, ranks = watch.group, dist.get_world_size(watch.group)
+    small, large = (torch.zeros(size, device=watch.device) for size in (4, gathered))
+    few, many = (torch.empty(ranks * each.numel(), device=watch.device) for each in (small, large))
+    times = watch.latencies(
+        [
+            lambda: all_gather(few, small, group=group),
+            lambda: all_gather(many, large, group=group),
+            lambda: _chain(small, 1, group),
+            lambda: _chain(small, 1 + _PIECES, group),
+        ]
+    )
+    least, most, once, often = (each.least for each in times)
+    size = large.numel() * large.element_size()
+    link = (ranks - 1) * size / max(most - least, 1e-9)
+    free = replace(machine, call=0.0, send=0.0, link=link, far_link=link)
+    piece = max(machine.launch, (often - once) / _PIECES)
+    hops = (once - ranks * piece - free.passing(ranks, 16)) / (ranks - 1)
+    return replace(
+        free, call=max(0.0, least - free.all_gather(ranks, 16)), send=max(0.0, hops), piece=piece
+    )
+
+
+def _chain(held: Tensor, pieces: int, group: dist.ProcessGroup) -> None:
+    """Messages from the first rank to the last, with a small kernel on each."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for _ in range(pieces):
+        if rank > 0:
+            dist.recv(held, dist.get_global_rank(group, rank - 1), group)
+        held.add_(1)
+        if rank < ranks - 1:
+            dist.send(held, dist.get_global_rank(group, rank + 1), group)
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    if dist.get_backend(group) == "gloo" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _ranks_per_node(group: dist.ProcessGroup) -> int:
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group)
+    return -(-len(hosts) // len(set(hosts)))
+
+
+def _named(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

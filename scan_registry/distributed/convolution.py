@@ -1,0 +1,292 @@
+"""``causal_conv1d`` of sequences whose time is cut between the ranks of a group.
+
+A rank needs the width-1 steps before its own, its halo: see ``halos``. The local operator takes them as its initial state.
+The last width-1 steps of the whole sequence are its final state, and among what ranks exchange for their halos.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from scan_registry.base.environment import flag
+from scan_registry.dispatch.select import Backend
+from scan_registry.distributed.group import Terms, agree, all_reduce, resolve
+from scan_registry.distributed.halos import Exchange, Gather, WithTail, of_run, with_initial
+from scan_registry.ops.arguments import check_bounds
+from scan_registry.ops.causal_conv1d_arguments import (
+    ACCEPTED,
+    Arguments,
+    Options,
+    check_shape,
+    check_tensor,
+    normalised,
+)
+from scan_registry.ops.causal_conv1d_derivatives import convolve
+
+if TYPE_CHECKING:
+    from scan_registry.distributed.group import Group
+
+__all__ = ["causal_conv1d"]
+
+_NAME = "distributed.causal_conv1d"
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Group = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: Literal[False] = False,
+    activation: str | None = None,
+    backend: Backend = "auto",
+) -> Tensor: ...
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Group = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: Literal[True],
+    activation: str | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Group = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool,
+    activation: str | None = None,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Group = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    activation: str | None = None,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``scan_registry.causal_conv1d`` of a sequence of which each rank holds a part: contiguous, in the order of ranks, of
+    any length, also 0.
+
+    All ranks of the group have to make the call, and its backward pass if one of them does. The sum of all ranks' losses
+    is what is differentiated.
+
+    Args:
+        x: (batch, channels, steps), this rank's part; in the dtypes and layouts of ``scan_registry.causal_conv1d``.
+        weight: (channels, width), of a width from 2 to 8; the same on all ranks, as ``bias`` is. A rank's gradient of them
+            is that of its own steps; the sum over ranks is the whole one, as data parallelism makes it.
+        bias: (channels,); None for zeros.
+        group: the ranks: a ProcessGroup, or a DeviceMesh of one dimension. None for all ranks.
+        initial_state: (batch, channels, width-1), the inputs before the first step of the whole sequence; with
+            ``cu_seqlens`` (sequences, channels, width-1). The same on all ranks; gradients are as those of ``weight``.
+        seq_idx: (batch, steps) integers within int32, those of this rank's part.
+        cu_seqlens: (sequences + 1,), int32 or int64, the bounds of packed sequences in the whole one: 0, …, the sum of all
+            ranks' steps. The same on all ranks. The batch is 1 then. Where the bounds are on the CPU, others are refused.
+        return_final_state: return the last width-1 inputs of the whole sequence, or of each packed one, too. All ranks
+            get them.
+        activation: None, or ``"silu"`` or ``"swish"``, which are the same.
+        backend: as in ``scan_registry.causal_conv1d``.
+
+    Returns:
+        This rank's part of y, and if asked for the final state. Differentiable in x, weight, bias and initial_state, any
+        number of times, in reverse mode.
+
+    Raises:
+        TypeError, ValueError: as ``scan_registry.causal_conv1d``, on the rank whose argument it is; ``ValueError`` on
+            all ranks if shapes, dtypes or options differ between them.
+        RuntimeError: another rank had such an error, which the message has; or there is no process group.
+        NoKernelError, DriverError: as ``scan_registry.causal_conv1d``.
+    """
+    y, last = _call(
+        (x, weight, bias, initial_state, seq_idx, cu_seqlens),
+        (return_final_state, activation, backend),
+        group,
+    )
+    return y if last is None else (y, last)
+
+
+@_disable_dynamo  # ranks agree on a call when it is made, and not when it is compiled
+def _call(
+    tensors: tuple[Any, ...], request: tuple[Any, ...], group: Group
+) -> tuple[Tensor, Tensor | None]:
+    members = resolve(group)
+    x = tensors[0]
+    device = x.device if isinstance(x, Tensor) else None
+    try:
+        given, options = _checked(tensors, request)
+        terms = _terms(given, options)
+    except Exception as error:
+        agree(members, error, device)
+        raise
+    exchange = Exchange(members, terms, given.weight.shape[1] - 1, given.x.shape[:2], options.final)
+    x, tail = WithTail.apply(given.x, exchange.slots)  # type: ignore[no-untyped-call]
+    halo, last = Gather.apply(tail, exchange, given.seq_idx, x.shape[-1])  # type: ignore[no-untyped-call]
+    given = given._replace(x=x)
+    if given.cu_seqlens is not None:
+        return _packed(given, options, exchange, halo)
+    state = with_initial(exchange, members.rank, halo, given.initial_state)
+    state = of_run(exchange, members.rank, given.seq_idx, state)
+    if options.final:
+        last = with_initial(exchange, members.size, last, given.initial_state)
+        last = of_run(exchange, members.size, given.seq_idx, last)
+    y, _ = convolve(given._replace(initial_state=state), options._replace(final=False))
+    return y, last if options.final else None
+
+
+# --- Arguments --------------------------------------------------------------------------------
+
+
+def _checked(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> tuple[Arguments, Options]:
+    """As for the local operator, but that bounds and the initial state are those of the whole sequence."""
+    x, weight, bias, state, seq_idx, bounds = tensors
+    local = None if bounds is not None else state
+    given, options = normalised(x, weight, bias, local, seq_idx, None, *request)
+    if bounds is None:
+        return given, options
+    if seq_idx is not None:
+        raise ValueError("seq_idx and cu_seqlens are both given; accepted is one of them")
+    check_tensor("cu_seqlens", bounds, (torch.int32, torch.int64), x)
+    if bounds.dim() != 1 or bounds.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(bounds.shape)}; it must be (sequences + 1,), with one sequence at least"
+        )
+    if x.shape[0] != 1:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; with cu_seqlens, it must be (1, channels, steps)"
+        )
+    if state is not None:
+        check_tensor("initial_state", state, ACCEPTED, x)
+        shape = bounds.shape[0] - 1, x.shape[1], weight.shape[1] - 1
+        check_shape("initial_state", state, shape, "(sequences, channels, width - 1)")
+        state = state.to(x.dtype).contiguous()
+    bounds = bounds.to(torch.int64).contiguous()
+    return given._replace(initial_state=state, cu_seqlens=bounds), options
+
+
+def _terms(given: Arguments, options: Options) -> Terms:
+    x, bounds = given.x, given.cu_seqlens
+    batch, channels, steps = x.shape
+    common = (
+        ("batch", batch),
+        ("channels", channels),
+        ("width", given.weight.shape[1]),
+        ("dtype", str(x.dtype).removeprefix("torch.")),
+        ("device", x.device.type),
+        ("initial_state", given.initial_state is not None),
+        ("seq_idx", given.seq_idx is not None),
+        ("cu_seqlens", None if bounds is None else _digest(bounds)),
+        ("silu", options.silu),
+        ("return_final_state", options.final),
+        ("gradient of x", torch.is_grad_enabled() and x.requires_grad),
+    )
+    return Terms(_NAME, common, () if bounds is None else (steps,))
+
+
+def _digest(bounds: Tensor) -> str:
+    """Of the bounds' values where they can be read without waiting for a GPU, else of their number."""
+    values = blake2b(bounds.numpy().tobytes(), digest_size=6).hexdigest() if bounds.is_cpu else ""
+    return f"{bounds.shape[0]} {values}"
+
+
+# --- Packed sequences -------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """Where this rank's steps lie in the whole sequence."""
+
+    first: int
+    steps: int
+
+
+def _packed(
+    given: Arguments, options: Options, exchange: Exchange, halo: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Of each packed sequence, what lies in this part, with a state before it."""
+    bounds, members = given.cu_seqlens, exchange.members
+    assert bounds is not None
+    if bounds.is_cpu or flag("SCAN_REGISTRY_DEBUG"):
+        check_bounds(bounds, sum(exchange.lengths))
+    part = _Part(sum(exchange.lengths[: members.rank]), exchange.lengths[members.rank])
+    state = _packed_states(bounds, part, exchange, halo, given.initial_state)
+    local = given._replace(
+        initial_state=state, cu_seqlens=(bounds - part.first).clamp(0, part.steps)
+    )
+    y, last = convolve(local, options)
+    if last is None:
+        return y, None
+    # A sequence's final state is right where its last step is. If it has none, any rank has the initial state.
+    ends = bounds[1:] - 1
+    mine = (ends >= part.first) & (ends < part.first + part.steps)
+    empty = bounds[1:] == bounds[:-1]
+    mine = torch.where(empty, torch.full_like(mine, members.rank == 0), mine)
+    last = torch.where(mine.view(-1, 1, 1), last, torch.zeros_like(last))
+    return y, _Sum.apply(last, exchange)  # type: ignore[no-untyped-call]
+
+
+def _packed_states(
+    bounds: Tensor, part: _Part, exchange: Exchange, halo: Tensor, initial: Tensor | None
+) -> Tensor:
+    """(sequences, channels, slots). At most one sequence has begun before this part and goes on here."""
+    slots, count = exchange.slots, bounds.shape[0] - 1
+    base = halo.new_zeros(count, *halo.shape[1:]) if initial is None else initial
+    if not part.steps:
+        # The halo has a gradient on every rank, or the ranks' backward passes would not meet.
+        return base + 0 * halo
+    number = torch.searchsorted(bounds, torch.full_like(bounds[:1], part.first), right=True) - 1
+    number = number.clamp(0, count - 1)
+    there = part.first - bounds[number]
+    ages = exchange.ages()
+    place = (slots - ages + there).clamp(max=slots - 1)
+    before = base.index_select(0, number).index_select(-1, place)
+    going_on = torch.where(ages <= there, halo, before)
+    sequences = torch.arange(count, device=bounds.device)
+    chosen = (sequences == number) & (there > 0)
+    return torch.where(chosen.view(-1, 1, 1), going_on, base)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return all_reduce(exchange.members, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        exchange = ctx.exchange
+        terms = Terms(f"{_NAME}, final states", exchange.terms.common, (), exchange.number)
+        agree(exchange.members, terms, grad.device)
+        return _Sum.apply(grad, exchange), None  # type: ignore[no-untyped-call]

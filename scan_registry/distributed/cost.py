@@ -1,0 +1,291 @@
+"""How long the two schedules take, by a model, and which of them to take.
+
+A sequence lies on several ranks, each with a contiguous part of time. Both schedules give each rank the state before its
+part:
+
+"reduce"  Each rank reads gates and tokens once for their summary, the product of its gates and its last state from a
+          state of zero. One all-gather exchanges summaries, two rows a channel. Then each rank scans from the right
+          state. The inputs are read twice: 5 tensors' traffic forward in place of 3, and 7 backward in place of 5.
+"pass"    Each rank scans in pieces of its channels. A piece begins when the rank before has sent its last state, and
+          its own goes to the next rank. Nothing is read twice, but the last rank waits for the first piece of all
+          others: of N ranks and P pieces, N − 1 pieces' time is lost.
+
+All functions here are pure and the same on every rank that gives them the same numbers: ranks that choose differently
+wait for each other. Times are seconds, sizes bytes. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from scan_registry.distributed.machines import Machine
+
+Schedule = Literal["local", "reduce", "pass"]
+SCHEDULES: tuple[Literal["reduce", "pass"], ...] = ("reduce", "pass")
+Direction = Literal["forward", "backward", "both"]
+TENSORS: Mapping[Direction, int] = {"forward": 3, "backward": 5, "both": 8}  # that a scan moves
+MOST_PIECES = 64  # of "pass": so many calls of the host, at most
+#: Pieces begin and end at multiples of so many bytes of a time step, so that kernels read whole 128-byte lines where
+#: channels are contiguous.
+LINE = 128
+#: Bytes in which each rank says what it was called with, before states are passed on. "reduce" says it with its summaries.
+OPENING = 4096
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the ranks of a group have to do.
+
+    steps    time steps of each rank's part, in rank order
+    summary  bytes of a time step that a summary moves
+    scan     bytes of a time step that the scan itself moves
+    state    bytes of one state of all channels
+    lines    equal units of channels, which "pass" does not cut
+    passes   over the sequence, one after the other, which ``summary`` and ``scan`` are the sums of
+    """
+
+    steps: tuple[int, ...]
+    summary: float
+    scan: float
+    state: float
+    lines: int = MOST_PIECES
+    passes: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.steps or min(self.steps) < 0:
+            raise ValueError(f"steps are {self.steps}; a group has one number, 0 or more, a rank")
+        if self.lines < 1:
+            raise ValueError(f"lines are {self.lines}; there is 1 at least")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.steps)
+
+    @property
+    def most(self) -> int:
+        """Pieces, at most."""
+        return min(MOST_PIECES, self.lines)
+
+    def pieces(self, wanted: int) -> int:
+        """The number that it comes to when as many pieces are wanted: all but the last have as many lines."""
+        return -(-self.lines // -(-self.lines // wanted))
+
+
+def even(total: int, ranks: int) -> tuple[int, ...]:
+    """Parts of ``total`` steps that differ by one step at most."""
+    least, more = divmod(total, ranks)
+    return tuple(least + (rank < more) for rank in range(ranks))
+
+
+def linear_scan_work(
+    steps: Sequence[int],
+    rows: int,
+    itemsize: int,
+    *,
+    direction: Direction = "forward",
+    channels: int | None = None,
+) -> Work:
+    """The work of ``linear_scan``.
+
+    Forward reads gates and tokens and writes states; backward reads gates, states and the incoming gradient and writes
+    two gradients. A summary reads two of them.
+
+    direction one pass, or "both" of them
+    rows      batch × channels
+    itemsize  bytes of an element; states are exchanged in 4 bytes, or 8 for float64 and complex64
+    channels  of the dimension that is cut into pieces; all rows unless given
+    """
+    moved = rows * itemsize
+    lines = max(1, -(-(rows if channels is None else channels) // line_of(itemsize)))
+    tensors = TENSORS[direction]
+    passes = 2 if direction == "both" else 1
+    return Work(
+        tuple(steps), 2 * passes * moved, tensors * moved, rows * max(4, itemsize), lines, passes
+    )
+
+
+def line_of(itemsize: int) -> int:
+    """Elements in a line."""
+    return max(1, LINE // itemsize)
+
+
+def piece_width(channels: int, pieces: int, itemsize: int) -> int:
+    """Channels of each piece but the last, when as many pieces are wanted: whole lines, if there are enough of them."""
+    line = line_of(itemsize)
+    if pieces > -(-channels // line):
+        line = 1
+    return line * max(1, -(-channels // (line * pieces)))
+
+
+# --- Times ------------------------------------------------------------------------------------
+
+
+def one_rank_seconds(work: Work, machine: Machine) -> float:
+    """Of one rank that scans the whole sequence by itself."""
+    return work.passes * machine.launch + sum(work.steps) * work.scan / machine.memory
+
+
+def reduce_seconds(work: Work, machine: Machine) -> float:
+    """Of "reduce": the longest part's summary, an all-gather of two rows a channel, reading what was gathered, and the
+    longest part's scan. On one rank there is the scan alone."""
+    if work.ranks == 1:
+        return one_rank_seconds(work, machine)
+    longest, gathered = max(work.steps), 2 * work.state
+    local = longest * (work.summary + work.scan) + work.passes * work.ranks * gathered
+    exchange = 3 * machine.launch + machine.all_gather(work.ranks, gathered)
+    return local / machine.memory + work.passes * exchange
+
+
+def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
+    """Of "pass" in so many pieces.
+
+    The ranks are the machines of a flow shop with identical jobs, the pieces: the first piece passes every rank, and
+    the others leave behind it at the pace of the slowest rank. Before that ranks compare what they were called with.
+    """
+    if pieces < 1:
+        raise ValueError(f"pieces are {pieces}; there is 1 at least")
+    if work.ranks == 1:
+        return one_rank_seconds(work, machine)
+    fixed = work.passes * machine.piece
+    times = [steps * work.scan / machine.memory / pieces + fixed for steps in work.steps]
+    through = sum(times) + work.passes * machine.passing(work.ranks, work.state / pieces)
+    opening = work.passes * machine.all_gather(work.ranks, OPENING)
+    return opening + through + (pieces - 1) * max(times)
+
+
+def best_pieces(work: Work, machine: Machine) -> int:
+    """The number of pieces of the shortest "pass".
+
+    With V seconds of the whole sequence's bytes, M of the longest part's, S of the bytes of the messages, and o of a
+    piece, the time is (V − M + S) / P + o · P and what does not depend on P: without lines, P = √((V − M + S) / o).
+    """
+    if work.ranks == 1:
+        return 1
+    others = (sum(work.steps) - max(work.steps)) * work.scan / machine.memory
+    sent = machine.passing(work.ranks, work.state) - machine.passing(work.ranks, 0)
+    others, fixed = others + work.passes * sent, work.passes * machine.piece
+    counts = sorted({work.pieces(wanted) for wanted in range(1, work.most + 1)})
+    return min(counts, key=lambda count: others / count + fixed * count)
+
+
+# --- The choice -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule, and why.
+
+    schedule        "reduce" or "pass"; "local" where one rank has the whole sequence
+    pieces          of "pass"; 1 otherwise
+    seconds         predicted, of this schedule
+    reduce_seconds  predicted, of "reduce"
+    pass_seconds    predicted, of "pass" in the best number of pieces, or in that which was given
+    alone_seconds   predicted, of one rank with the whole sequence
+    machine         whose numbers the predictions are of
+    reasons         in words
+    """
+
+    schedule: Schedule
+    pieces: int
+    seconds: float
+    reduce_seconds: float
+    pass_seconds: float
+    alone_seconds: float
+    machine: Machine
+    reasons: tuple[str, ...]
+
+    def as_given(self, pieces: int) -> Choice:
+        """The choice of the first rank, which another rank goes by, whatever it would have chosen: ``pieces`` of "pass", or
+        0 for "reduce"."""
+        chosen: Schedule = "pass" if pieces else "reduce"
+        why = f"the first rank takes {chosen}, and all go by it; by this rank's machine it would be {self.schedule}"
+        seconds = self.pass_seconds if pieces else self.reduce_seconds
+        return replace(
+            self,
+            schedule=chosen,
+            pieces=max(1, pieces),
+            seconds=seconds,
+            reasons=(why, *self.reasons[1:]),
+        )
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.schedule}, {self.pieces} pieces" if self.schedule == "pass" else self.schedule
+        )
+        return "\n  ".join([f"{head}: {_time(self.seconds)} predicted", *self.reasons])
+
+
+def choose(
+    work: Work, machine: Machine, schedule: str = "auto", pieces: int | None = None
+) -> Choice:
+    """The schedule of the shorter predicted time, or ``schedule`` where it is not "auto".
+
+    pieces  of "pass", wanted; ``best_pieces`` unless given
+
+    Ranks have to agree: give every rank the same work and the same machine. ``ValueError`` for a schedule that there is
+    not, and for more pieces than ``work.most``.
+    """
+    if schedule not in ("auto", *SCHEDULES):
+        raise ValueError(f"schedule is {schedule!r}; accepted are auto, {', '.join(SCHEDULES)}")
+    if pieces is not None and not 1 <= pieces <= work.most:
+        raise ValueError(f"pieces are {pieces}; the channels here can be cut into 1 to {work.most}")
+    alone = one_rank_seconds(work, machine)
+    if work.ranks == 1:
+        why = "one rank has the whole sequence, so nothing is exchanged"
+        return Choice("local", 1, alone, alone, alone, alone, machine, (why,))
+    number = best_pieces(work, machine) if pieces is None else work.pieces(pieces)
+    reduced, passed = reduce_seconds(work, machine), pass_seconds(work, machine, number)
+    chosen: Schedule = "reduce" if reduced <= passed else "pass"
+    if schedule != "auto":
+        chosen = "pass" if schedule == "pass" else "reduce"
+    reasons = (
+        _why(chosen, schedule, reduced, passed),
+        _why_reduce(work, machine, reduced),
+        _why_pass(work, machine, number, passed),
+        f"one rank with all {sum(work.steps):,} steps: {_time(alone)}",
+        f"model of {machine.name} ({machine.source})",
+    )
+    seconds = reduced if chosen == "reduce" else passed
+    return Choice(
+        *(chosen, number if chosen == "pass" else 1, seconds, reduced, passed, alone, machine),
+        reasons,
+    )
+
+
+def _why(chosen: str, schedule: str, reduced: float, passed: float) -> str:
+    if schedule == "auto":
+        return f"{chosen} has the shorter predicted time"
+    other, difference = (
+        ("pass", passed - reduced) if chosen == "reduce" else ("reduce", reduced - passed)
+    )
+    if difference >= 0:
+        return f"{chosen} was given, and is what auto would take"
+    return f"{chosen} was given; auto would take {other}, which is {_time(-difference)} shorter"
+
+
+def _why_reduce(work: Work, machine: Machine, seconds: float) -> str:
+    longest = max(work.steps)
+    return (
+        f"reduce: {_time(seconds)}, of which {_time(longest * work.summary / machine.memory)} read the summary of "
+        f"{longest:,} steps, {_time(work.passes * machine.all_gather(work.ranks, 2 * work.state))} gather "
+        f"{work.ranks} × {2 * work.state:,.0f} bytes, and {_time(longest * work.scan / machine.memory)} scan"
+    )
+
+
+def _why_pass(work: Work, machine: Machine, pieces: int, seconds: float) -> str:
+    scan = max(work.steps) * work.scan / machine.memory
+    others = (sum(work.steps) - max(work.steps)) * work.scan / machine.memory / pieces
+    return (
+        f"pass: {_time(seconds)} in {pieces} of at most {work.most} pieces, of which {_time(scan)} scan, "
+        f"{_time(others)} wait for the first piece of the other ranks, "
+        f"{_time(work.passes * machine.passing(work.ranks, work.state / pieces))} pass states on, "
+        f"{_time(work.passes * machine.all_gather(work.ranks, OPENING))} compare the calls, and "
+        f"{_time(work.passes * (work.ranks - 1 + pieces) * machine.piece)} are the cost of pieces"
+    )
+
+
+def _time(seconds: float) -> str:
+    """Three digits, in µs or ms."""
+    return f"{seconds * 1e6:.3g} µs" if seconds < 999.5e-6 else f"{seconds * 1e3:.4g} ms"

@@ -1,0 +1,174 @@
+"""The backward pass of ``linear_scan`` in operators that are differentiable themselves, for derivatives of derivatives.
+
+With h[t] the gradient that reaches the state before step t, it is a scan against the forward one, of the same ranks. What
+belongs to a step is then one step further in time: at the border of a part, on another rank.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from scan_registry.distributed import group as groups
+from scan_registry.distributed import parts
+from scan_registry.distributed.group import Members
+from scan_registry.distributed.parts import Part
+from scan_registry.distributed.run import Gradients, Run
+from scan_registry.ops.arguments import Options
+from scan_registry.ops.derivatives import before
+
+
+def differentiable(
+    run: Run,
+    gates: Tensor,
+    states: Tensor | None,
+    initial: Tensor | None,
+    states_grad: Tensor,
+    last_grad: Tensor | None,
+    cu_seqlens: tuple[int, ...] | None,
+    wanted: tuple[bool, bool, bool],
+) -> Gradients:
+    """The gradients that are wanted, by formulas in which every rank takes part."""
+    scan: Any = import_module("scan_registry.distributed.linear").linear_scan
+    members, (dim, reverse, final, backend) = run.members, run.options
+    time = run.shape[dim]
+    mask = sum(int(want) << place for place, want in enumerate(wanted))
+    local: Any = groups.agree(
+        members, run.backward_terms(True)._replace(local=(time, mask)), gates.device
+    )
+    if len({numbers[1] for numbers in local}) > 1:
+        raise RuntimeError(
+            "derivatives of derivatives need the same tensors to require gradients on every rank; of gates, tokens and the "
+            f"initial state, the ranks' are {[_spelled(numbers[1]) for numbers in local]}"
+        )
+    lengths = [numbers[0] for numbers in local]
+    factor, grad = gates.to(run.compute).conj().resolve_conj(), states_grad.to(run.compute)
+    behind = None
+    if final:
+        behind = _apply(AllReduce, run.last_grad(last_grad, grad), members)
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=gates.device)
+    h, first_h = scan(
+        factor,
+        factor * grad,
+        behind,
+        group=members.group,
+        dim=dim,
+        reverse=not reverse,
+        cu_seqlens=bounds,
+        return_final_state=True,
+        schedule="pass" if run.pieces else "reduce",
+        backend=backend,
+    )
+    adjoint = grad + _before(run, h, behind, not reverse, cu_seqlens, lengths)
+    gates_grad = None
+    if wanted[0]:
+        assert states is not None
+        earlier = _before(run, states.to(run.compute), initial, reverse, cu_seqlens, lengths)
+        gates_grad = (adjoint * earlier.conj()).sum_to_size(gates.shape).to(gates.dtype)
+    return (
+        gates_grad,
+        adjoint.to(states_grad.dtype) if wanted[1] else None,
+        run.only(first_h, run.part.begins) if wanted[2] else None,
+    )
+
+
+def _spelled(mask: int) -> str:
+    return "".join(letter if mask >> place & 1 else "-" for place, letter in enumerate("gti"))
+
+
+def _before(
+    run: Run,
+    x: Tensor,
+    boundary: Tensor | None,
+    reverse: bool,
+    cu_seqlens: tuple[int, ...] | None,
+    lengths: list[int],
+) -> Tensor:
+    """What comes before each step in the order of a scan; ``boundary``, or zero, before the first steps of sequences."""
+    members, dim = run.members, run.options.dim
+    if cu_seqlens is None:
+        part = parts.whole(members.position(reverse), members.size)
+    else:
+        part = parts.packed(cu_seqlens, lengths, members.rank, reverse)
+    sources = [_source(lengths, rank, reverse) for rank in range(members.size)]
+    x, edge = _apply(Edge, x, members, dim, reverse, sources)
+    if part.enters is not None and sources[members.rank] is not None:
+        boundary = _with_sequence(boundary, part, edge, dim)
+    return before(x, boundary, run.bounds, Options(dim, reverse))
+
+
+def _source(lengths: list[int], rank: int, reverse: bool) -> int | None:
+    """The rank that has the step before this one's first."""
+    others = range(rank + 1, len(lengths)) if reverse else range(rank - 1, -1, -1)
+    return next((other for other in others if lengths[other]), None)
+
+
+def _with_sequence(boundary: Tensor | None, part: Part, state: Tensor, dim: int) -> Tensor:
+    if part.bounds is None:
+        return state
+    assert part.enters is not None
+    if boundary is None:
+        shape = [*state.shape]
+        shape.insert(len(shape) + 1 + dim, len(part.bounds) - 1)
+        boundary = state.new_zeros(shape)
+    number = torch.tensor([part.enters], device=state.device)
+    return boundary.index_copy(dim, number, state.unsqueeze(dim))
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
+
+
+class AllReduce(torch.autograd.Function):
+    """The sum over ranks. Each rank's gradient is one of the same sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, members: Members) -> Tensor:
+        ctx.members = members
+        return groups.all_reduce(members, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _apply(AllReduce, grad, ctx.members), None
+
+
+class Edge(torch.autograd.Function):
+    """``x`` itself, and the last step of the rank that ``sources`` has for this one; zero for None.
+
+    ``x`` passes through, so that every rank that uses it takes part in the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, members: Members, dim: int, reverse: bool, sources: list[int | None]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.given = members, dim, reverse, sources
+        shape = [*x.shape]
+        del shape[dim]
+        ctx.shape = x.shape
+        found = groups.all_gather(members, _last(x, dim, reverse).reshape(-1))
+        source = sources[members.rank]
+        edge = x.new_zeros(shape) if source is None else found[source].reshape(shape)
+        return x.view_as(x), edge
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, edge_grad: Tensor) -> Any:
+        members, dim, reverse, sources = ctx.given
+        found = groups.all_gather(members, edge_grad.reshape(-1))
+        mine = [rank for rank, source in enumerate(sources) if source == members.rank]
+        if mine:
+            grad = grad.clone()
+            _last(grad, dim, reverse).add_(found[mine].sum(0).reshape(edge_grad.shape))
+        return grad, None, None, None, None
+
+
+def _last(x: Tensor, dim: int, reverse: bool) -> Tensor:
+    """The last step in the order of a scan; zero where there is none."""
+    if x.shape[dim] == 0:
+        return x.sum(dim)
+    return x.select(dim, 0 if reverse else x.shape[dim] - 1)

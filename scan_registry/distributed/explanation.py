@@ -1,0 +1,69 @@
+"""What a call would do, and why: the decision that the call itself goes by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from scan_registry.dispatch.select import Backend
+from scan_registry.distributed import group as groups
+from scan_registry.distributed import linear
+from scan_registry.distributed.cost import Choice
+from scan_registry.distributed.decision import Schedule, pieces_of
+from scan_registry.distributed.group import Terms
+from scan_registry.ops.arguments import Options
+
+if TYPE_CHECKING:
+    from scan_registry.distributed.group import Group
+
+__all__ = ["explain"]
+
+
+def explain(
+    gates: Tensor,
+    tokens: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    group: Group = None,
+    dim: int = -1,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    schedule: Schedule = "auto",
+    backend: Backend = "auto",
+) -> Choice:
+    """The schedule that ``scan_registry.distributed.linear_scan`` would take for this call, and why. Nothing is scanned.
+
+    Every rank of the group has to call it, as the choice depends on the parts of all of them. Print it to read the
+    reasons.
+
+    Args:
+        gates, tokens, initial_state, group, dim, reverse, cu_seqlens, return_final_state, schedule, backend: as for
+            ``scan_registry.distributed.linear_scan``. With gradients disabled it is the choice of a forward pass alone.
+
+    Returns:
+        A ``Choice``: the schedule, the number of pieces, predicted seconds of both schedules and of one rank with the
+            whole sequence, and reasons in words. The same on every rank of alike machines; where ranks differ the first
+            rank's schedule counts, and the reasons say so.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for ``scan_registry.distributed.linear_scan``.
+    """
+    members = groups.resolve(group)
+    options = Options(dim, reverse, return_final_state, backend)
+    try:
+        call = linear.prepared(
+            gates, tokens, initial_state, cu_seqlens, options, schedule, "explain"
+        )
+    except Exception as error:
+        groups.agree(members, error, tokens.device if isinstance(tokens, Tensor) else None)
+        raise
+    local = groups.agree(members, call.terms, call.tokens.device)
+    lengths = [numbers[0] for numbers in local]
+    mine = linear.choice(members, call, lengths)
+    said = Terms("explain's schedule", call.terms.common, (pieces_of(mine),))
+    first = groups.agree(members, said, call.tokens.device)[0][0]
+    if first == pieces_of(mine):
+        return mine
+    return mine.as_given(first)

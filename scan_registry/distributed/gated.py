@@ -1,0 +1,159 @@
+"""``gated_scan`` of a sequence whose time is cut between the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from scan_registry.dispatch.select import Backend
+from scan_registry.distributed import group as groups
+from scan_registry.distributed.decision import Schedule
+from scan_registry.distributed.linear import check_schedule, prepared, scan
+from scan_registry.ops import arguments
+from scan_registry.ops.gated_scan import run as scan_of_one
+from scan_registry.ops.gated_scan_arguments import Options, normalised
+from scan_registry.ops.gated_scan_composed import gates_and_tokens
+
+if TYPE_CHECKING:
+    from scan_registry.distributed.group import Group
+
+__all__ = ["gated_scan"]
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+@overload
+def gated_scan(
+    kind: str,
+    *inputs: Tensor,
+    initial_state: Tensor | None = None,
+    reset: Tensor | None = None,
+    group: Group = None,
+    dim: int = -1,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: Literal[False] = False,
+    schedule: Schedule = "auto",
+    backend: Backend = "auto",
+) -> Tensor: ...
+
+
+@overload
+def gated_scan(
+    kind: str,
+    *inputs: Tensor,
+    initial_state: Tensor | None = None,
+    reset: Tensor | None = None,
+    group: Group = None,
+    dim: int = -1,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: Literal[True],
+    schedule: Schedule = "auto",
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def gated_scan(
+    kind: str,
+    *inputs: Tensor,
+    initial_state: Tensor | None = None,
+    reset: Tensor | None = None,
+    group: Group = None,
+    dim: int = -1,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool,
+    schedule: Schedule = "auto",
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def gated_scan(
+    kind: str,
+    *inputs: Tensor,
+    initial_state: Tensor | None = None,
+    reset: Tensor | None = None,
+    group: Group = None,
+    dim: int = -1,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    schedule: Schedule = "auto",
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """States of h[t] = gate[t]·h[t-1] + token[t] along a ``dim`` that the ranks of a group share.
+
+    ``kind`` computes gate and token, as in ``scan_registry.gated_scan``. What is said of ranks, of their parts, of gradients
+    and of errors in ``scan_registry.distributed.linear_scan`` holds here. Gates and tokens are computed by torch's operators,
+    in float32 or float64, and kept for a backward pass.
+
+    Args:
+        kind: as for ``scan_registry.gated_scan``.
+        inputs: this rank's, as for ``scan_registry.gated_scan``. Values for channels are the same on every rank; the sum of
+            the ranks' gradients is theirs.
+        initial_state: as for ``scan_registry.distributed.linear_scan``.
+        reset: this rank's, (batch, time) and bool, or None: where a state starts anew. The gate is zero at such a step, so
+            the state before it has to be finite.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
+        dim: the time dimension, -1 or 2, or 1 or -2.
+        reverse: compute h[t] = gate[t]·h[t+1] + token[t] instead, from the last rank to the first.
+        cu_seqlens: bounds along the time of all ranks, as for ``scan_registry.distributed.linear_scan``.
+        return_final_state: return the state after the last step, too, or that of each packed sequence.
+        schedule: as for ``scan_registry.distributed.linear_scan``.
+        backend: as for ``scan_registry.gated_scan``.
+
+    Returns:
+        This rank's states, in the dtype of the sequences, and if asked for the final state, which is the same on every rank.
+        Differentiable in all tensors but ``reset`` and ``cu_seqlens``, twice.
+
+    Raises:
+        TypeError: as for ``scan_registry.gated_scan``, or the group is of another type.
+        ValueError: as for ``scan_registry.gated_scan``, or what has to be the same differs between ranks.
+        RuntimeError: there is no process group, or another rank refused its arguments.
+        NoKernelError: as for ``scan_registry.gated_scan``.
+    """
+    run = _untraced if _is_compiling() else _gated_scan
+    options = Options(kind, dim, reverse, return_final_state, backend)
+    return run(inputs, initial_state, reset, group, cu_seqlens, options, schedule)  # type: ignore[no-any-return]
+
+
+def _gated_scan(
+    inputs: tuple[Any, ...],
+    initial: Any,
+    reset: Any,
+    group: Any,
+    cu_seqlens: Any,
+    options: Options,
+    schedule: Any,
+) -> Any:
+    members = groups.resolve(group)
+    if members.size == 1:
+        check_schedule(schedule)
+        return scan_of_one(options.kind, inputs, reset, initial, cu_seqlens, options)
+    first = next((each for each in inputs if isinstance(each, Tensor)), None)
+    try:
+        given, options = normalised(options.kind, inputs, reset, None, None, options)
+        gates, tokens = gates_and_tokens(given, options)
+        if reset is not None:
+            along = reset.unsqueeze(-1 if options.dim == -2 else -2)
+            gates = gates.masked_fill(along, 0)
+        backend = "reference" if options.backend == "reference" else "auto"
+        how = arguments.Options(options.dim, options.reverse, options.final, backend)
+        call = prepared(
+            gates, tokens, initial, cu_seqlens, how, schedule, f"gated_scan {options.kind}"
+        )
+    except Exception as error:
+        groups.agree(members, error, None if first is None else first.device)
+        raise
+    states, last = scan(members, call)
+    states = states.to(given.inputs[0].dtype)
+    return states if last is None else (states, last)
+
+
+# A graph of torch.compile ends before a call, and the next begins behind it.
+_untraced = _disable_dynamo(_gated_scan)

@@ -1,0 +1,231 @@
+"""Which dimensions of an operator's tensors are the same one, by letters, as in ``torch.einsum``.
+
+A tensor has one letter for each of its dimensions; a dot stands for a dimension that stays whole, as time does here.
+What a letter stands for can be sharded: each rank then computes its part by itself. A tensor without that letter is the
+same on all ranks if it is an argument. If it is a result, each rank has a summand of it, as of a weight's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """The letters of one call.
+
+    inputs   of each tensor among the arguments, in order; None for one that is not given
+    outputs  of each result; None for an empty tensor that stands for none
+    letters  those that can be sharded. What has the same letter in upper case is sharded with it: groups of channels,
+             which are fewer
+    whole    what the number of a letter's shards has to divide, where there is such a number
+    """
+
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+    letters: str
+    whole: Mapping[str, int] = {}
+
+
+#: For the dimensions of linear scans, whose meaning the operator does not know.
+_NAMES = "abcdefghijklmnopqrsuvwxyz"
+MOST = len(_NAMES)
+#: The letter of time, where it can be sharded as well.
+TIME = "t"
+
+
+def _given(tensor: Any, letters: str) -> str | None:
+    return None if tensor is None else letters
+
+
+def _wanted(letters: Sequence[str], wanted: Sequence[bool]) -> tuple[str | None, ...]:
+    return tuple(name if want else None for name, want in zip(letters, wanted, strict=True))
+
+
+def names_of(rank: int, dim: int) -> str:
+    """A letter for each dimension, and a dot for time."""
+    if rank > len(_NAMES):
+        return "." * rank
+    return "".join("." if d == dim % rank else _NAMES[d] for d in range(rank))
+
+
+def broadcast(shape: Sequence[Any], whole: Sequence[Any], letters: str) -> str:
+    """The letters of a tensor that broadcasts to the shape ``whole``, whose letters are given."""
+    missing = len(letters) - len(shape)
+    return "".join(
+        letters[missing + d] if size == whole[missing + d] else "." for d, size in enumerate(shape)
+    )
+
+
+def state_of(letters: str, dim: int, packed: bool) -> str:
+    """Of a state: the sequence's letters without time, or with sequences in its place."""
+    place = dim % len(letters)
+    return letters if packed else letters[:place] + letters[place + 1 :]
+
+
+def only(letters: str) -> str:
+    return letters.replace(".", "")
+
+
+def linear_scan(
+    gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, dim: int, reverse: bool, final: bool,
+    backend: str,
+) -> Layout:  # fmt: skip
+    """Of the operator with these arguments; likewise the functions below."""
+    names = names_of(tokens.dim(), dim)
+    state = state_of(names, dim, bounds is not None)
+    inputs = (
+        broadcast(gates.shape, tokens.shape, names),
+        names,
+        _given(initial, state),
+        _given(bounds, "."),
+    )
+    return Layout(inputs, (names, state if final else None), only(names))
+
+
+def linear_scan_backward(
+    gates: Tensor, states: Any, states_grad: Tensor, initial: Any, last_grad: Any, bounds: Any,
+    dim: int, reverse: bool, backend: str, wanted: Sequence[bool],
+) -> Layout:  # fmt: skip
+    names = names_of(states_grad.dim(), dim)
+    state = state_of(names, dim, bounds is not None)
+    of_gates = broadcast(gates.shape, states_grad.shape, names)
+    inputs = (
+        *(of_gates, _given(states, names), names, _given(initial, state)),
+        *(_given(last_grad, state), _given(bounds, ".")),
+    )
+    return Layout(inputs, _wanted((of_gates, names, state), wanted), only(names))
+
+
+def linear_scan_summary(
+    gates: Tensor, tokens: Tensor, dim: int, reverse: bool, backend: str
+) -> Layout:
+    names = names_of(tokens.dim(), dim)
+    state = state_of(names, dim, False)
+    return Layout((broadcast(gates.shape, tokens.shape, names), names), (state, state), only(names))
+
+
+def _gated(
+    inputs: Any, parameters: Any, reset: Any, initial: Any, bounds: Any, dim: int
+) -> tuple[list[str | None], str, str]:
+    names = "bc." if dim % 3 == 2 else "b.c"
+    state = state_of(names, dim, bounds is not None)
+    letters = [
+        *[names for _ in inputs],
+        *["c" for _ in parameters],
+        *(_given(reset, "b."), _given(initial, state), _given(bounds, ".")),
+    ]
+    return letters, names, state
+
+
+def gated_scan(
+    kind: str, inputs: Any, parameters: Any, reset: Any, initial: Any, bounds: Any, dim: int,
+    reverse: bool, final: bool, backend: str,
+) -> Layout:  # fmt: skip
+    letters, names, state = _gated(inputs, parameters, reset, initial, bounds, dim)
+    return Layout(tuple(letters), (names, state if final else None), "bc")
+
+
+def gated_scan_backward(
+    kind: str, inputs: Any, parameters: Any, reset: Any, initial: Any, bounds: Any, states: Tensor,
+    states_grad: Any, last_grad: Any, dim: int, reverse: bool, backend: str, wanted: Sequence[bool],
+) -> Layout:  # fmt: skip
+    letters, names, state = _gated(inputs, parameters, reset, initial, bounds, dim)
+    letters += [names, _given(states_grad, names), _given(last_grad, state)]
+    results = [*[names for _ in inputs], *["c" for _ in parameters], state]
+    there = [
+        want and t is not None
+        for t, want in zip([*inputs, *parameters, initial], wanted, strict=True)
+    ]
+    return Layout(tuple(letters), _wanted(results, there), "bc")
+
+
+def projection(tensor: Tensor, whole: dict[str, int], time: str = ".") -> str:
+    """Of B or C of a selective scan. Groups are sharded as channels are, so that a group's channels stay together;
+    ``whole`` is told how many groups there are."""
+    if tensor.dim() == 2:
+        return "c."
+    if tensor.dim() == 3:
+        return f"b.{time}"
+    groups = tensor.shape[1]
+    if groups == 1:
+        return f"b..{time}"
+    whole["c"] = gcd(groups, whole.get("c", groups))
+    return f"bC.{time}"
+
+
+def _selective(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any, z: Any, delta_bias: Any,
+    initial: Any, bounds: Any,
+) -> tuple[list[str], str, dict[str, int]]:  # fmt: skip
+    """The letters of all arguments that have a gradient, those of a state, and what shards have to divide."""
+    state = "bc." if bounds is None else "b.c."
+    whole: dict[str, int] = {}
+    of_B, of_C = projection(B, whole), projection(C, whole)
+    return ["bc.", "bc.", "c.", of_B, of_C, "c", "bc.", "c", state], state, whole
+
+
+def selective_scan(*args: Any) -> Layout:
+    *tensors, _, _, _ = args
+    letters, state, whole = _selective(*tensors)
+    inputs = [_given(t, names) for t, names in zip(tensors, [*letters, "."], strict=True)]
+    return Layout(tuple(inputs), ("bc.", state, _CHECKPOINTS), "bc", whole)
+
+
+#: Of the states that forward keeps for backward, (batch, intervals, channels, states); or an empty tensor.
+_CHECKPOINTS = "b.c."
+
+
+def selective_scan_backward(*args: Any) -> Layout:
+    tensors, others = args[:10], args[10:]
+    checkpoints, _, last_grad, _, _, wanted = others
+    letters, state, whole = _selective(*tensors)
+    kept = _CHECKPOINTS if checkpoints.dim() == 4 else "."
+    inputs = [_given(t, names) for t, names in zip(tensors, [*letters, "."], strict=True)]
+    inputs += [kept, "bc.", _given(last_grad, state)]
+    there = [want and t is not None for t, want in zip(tensors[:9], wanted, strict=True)]
+    return Layout(tuple(inputs), _wanted(letters, there), "bc", whole)
+
+
+def _convolution(
+    x: Tensor, weight: Tensor, bias: Any, initial: Any, seq_idx: Any, bounds: Any
+) -> tuple[list[str | None], str, str]:
+    state = "bc." if bounds is None else ".c."
+    letters = [
+        *("bc.", "c.", _given(bias, "c"), _given(initial, state)),
+        *(_given(seq_idx, "b."), _given(bounds, ".")),
+    ]
+    return letters, state, "bc" if bounds is None else "c"
+
+
+def causal_conv1d(*args: Any) -> Layout:
+    *tensors, _, final, _ = args
+    inputs, state, letters = _convolution(*tensors)
+    return Layout(tuple(inputs), ("bc.", state if final else None), letters)
+
+
+def causal_conv1d_backward(*args: Any) -> Layout:
+    tensors, (_, last_grad, _, _, wanted) = args[:6], args[6:]
+    inputs, state, letters = _convolution(*tensors)
+    inputs += ["bc.", _given(last_grad, state)]
+    return Layout(tuple(inputs), _wanted(("bc.", "c.", "c", state), wanted), letters)
+
+
+#: By the operators' names.
+LAYOUTS: dict[str, Callable[..., Layout]] = {
+    function.__name__: function
+    for function in (
+        linear_scan,
+        linear_scan_backward,
+        linear_scan_summary,
+        gated_scan,
+        gated_scan_backward,
+        selective_scan,
+        selective_scan_backward,
+        causal_conv1d,
+        causal_conv1d_backward,
+    )
+}

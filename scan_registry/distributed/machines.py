@@ -1,0 +1,140 @@
+"""What a cost model has to know of the machines that a group runs on: how fast memory streams, and what a message takes.
+
+Every rank of a group has to hold the same machine, or ranks choose differently and wait for each other. So defaults go
+by what a group agrees on, and what is measured is agreed on among the ranks (``scan_registry.distributed.measure``).
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a group runs. Times are seconds, and rates are bytes per second.
+
+    name            in words
+    memory          what one rank streams: reads and writes of a large elementwise operation
+    call            what an all-gather costs besides its hops: its kernel's start, and handing over to it and back
+    send            the same of a message to the next rank
+    piece           what a piece of "pass" costs a rank besides its bytes: launches, a receive and a send
+    launch          what a kernel takes that has next to no bytes
+    hop             of a message to the next rank of the same node
+    link            between two ranks of the same node, in one direction
+    far_hop         of a message to a rank of another node
+    far_link        between two ranks of different nodes, in one direction
+    ranks_per_node  how many ranks share a node; ranks are numbered node by node
+    source          where the numbers are from
+    """
+
+    name: str
+    memory: float
+    call: float
+    send: float
+    piece: float
+    launch: float
+    hop: float
+    link: float
+    far_hop: float
+    far_link: float
+    ranks_per_node: int
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("call", "send", "piece", "launch", "hop", "far_hop"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; a time is 0 or more")
+        for name in ("memory", "link", "far_link", "ranks_per_node"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted is more than 0")
+
+    def __str__(self) -> str:
+        """All numbers, for ranks to compare."""
+        numbers = [f"{value:.4g}" for value in vars(self).values() if not isinstance(value, str)]
+        return f"{self.name} ({' '.join(numbers)})"
+
+    def nodes(self, ranks: int) -> int:
+        """How many nodes so many ranks fill."""
+        return -(-ranks // self.ranks_per_node)
+
+    def all_gather(self, ranks: int, size: float) -> float:
+        """Seconds of an all-gather in which each rank gives ``size`` bytes.
+
+        That of a ring, as NCCL's own model has it (src/graph/tuning.cc, ``ncclTopoTuneModel``): ranks − 1 steps, of
+        which nodes − 1 cross nodes, and in each the bytes of one rank go over the slowest link.
+        """
+        if ranks < 2:
+            return 0.0
+        far = self.nodes(ranks) - 1
+        hops = far * self.far_hop + (ranks - 1 - far) * self.hop
+        return self.call + hops + (ranks - 1) * size / (self.far_link if far else self.link)
+
+    def passing(self, ranks: int, size: float) -> float:
+        """Seconds that a message of ``size`` bytes takes from the first rank through all others to the last, each of
+        which sends it on with a call of its own."""
+        if ranks < 2:
+            return 0.0
+        far = self.nodes(ranks) - 1
+        near = ranks - 1 - far
+        hops = far * (self.far_hop + size / self.far_link) + near * (self.hop + size / self.link)
+        return (ranks - 1) * self.send + hops
+
+
+_NCCL = "hops: NCCL's src/graph/tuning.cc, ring, LL128"
+_CALL = (
+    "call: 45 µs of an all-gather measured on two H200s, less its hop; send: taken to be the same"
+)
+_PIECE = "piece and launch: assumed"
+_H100 = "memory: torch.add on an H100, measured (tools/results/h100-bench.json)"
+_FAR = {"far_hop": 4.0e-6, "far_link": 50e9}
+_FAR_SOURCE = "between nodes: 400 Gb/s for each rank"
+
+#: Machines whose numbers are known, by name. Each ``source`` says which of them are measured.
+MACHINES: Mapping[str, Machine] = {
+    "nvlink": Machine(
+        name="H100s on NVLink",
+        memory=3.04e12, call=43e-6, send=43e-6, piece=30e-6, launch=4e-6,
+        hop=1.9e-6, link=450e9, **_FAR, ranks_per_node=8,
+        source=f"{_H100}; {_CALL}; {_NCCL}; link: NVLink 4's data sheet; {_FAR_SOURCE}; {_PIECE}",
+    ),
+    "pcie": Machine(
+        name="GPUs on PCIe",
+        memory=1.6e12, call=43e-6, send=43e-6, piece=30e-6, launch=4e-6,
+        hop=2.5e-6, link=25e9, **_FAR, ranks_per_node=8,
+        source=f"memory: of a GPU with 2 TB/s, assumed; {_CALL}; {_NCCL}; link: PCIe 4.0 × 16, less its "
+        f"protocol; {_FAR_SOURCE}; {_PIECE}",
+    ),
+    "nodes": Machine(
+        name="one H100 a node",
+        memory=3.04e12, call=43e-6, send=43e-6, piece=30e-6, launch=4e-6,
+        hop=4.0e-6, link=50e9, **_FAR, ranks_per_node=1,
+        source=f"{_H100}; {_CALL}; {_NCCL}; {_FAR_SOURCE}; {_PIECE}",
+    ),
+    "cpu": Machine(
+        name="processes of one machine, gloo",
+        memory=1e10, call=100e-6, send=50e-6, piece=120e-6, launch=5e-6,
+        hop=50e-6, link=1.5e9, far_hop=100e-6, far_link=1e9, ranks_per_node=1 << 20,
+        source="measured with two processes on two cores of an x86-64 machine, torch 2.13, in round numbers; between "
+        "nodes: assumed",
+    ),
+}  # fmt: skip
+
+
+def default(device: str, name: str = "", *, ranks_per_node: int = 0) -> Machine:
+    """The machine to assume where nothing was measured.
+
+    device          "cuda" or "cpu"
+    name            the GPU's, such as "NVIDIA H100 PCIe"; one with PCIe in it is taken to have no NVLink
+    ranks_per_node  how many of the group's ranks share a node; 0 where that is unknown: as the machine states
+    """
+    if device != "cuda":
+        found = MACHINES["cpu"]
+    elif ranks_per_node == 1:
+        found = MACHINES["nodes"]
+    else:
+        found = MACHINES["pcie" if "pcie" in name.lower() else "nvlink"]
+    if ranks_per_node in (0, found.ranks_per_node):
+        return found
+    return replace(found, ranks_per_node=ranks_per_node)

@@ -1,0 +1,132 @@
+"""Where a rank's part of time lies among packed sequences: what enters it, what leaves it, and who takes part in that.
+
+Pure arithmetic on bounds and lengths. A recurrence that runs backward in time is one that runs forward in mirrored time, so
+only the forward one is thought through here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+#: Steps of a part, from the first to the one after the last, in the part's own numbers.
+Steps = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of the time. Positions count ranks in the order in which they are scanned.
+
+    position  this rank's
+    enters    the sequence whose state, of a step before this part, enters it; None if a sequence begins with the part
+    leaves    the sequence whose state leaves it for the next part; None if a sequence ends with the part
+    tail      the steps of ``leaves`` here; None for all steps, whatever their number
+    head      the steps of ``enters`` here; None for all steps
+    earlier   positions whose steps lead from the beginning of ``enters`` to this part
+    later     positions whose steps lead from this part to the end of ``leaves``
+    begins    sequences whose first step is here; the first position has the empty ones
+    ends      sequences whose last step is here; the first position has the empty ones
+    bounds    of the sequences in this part, in its own numbers; None where nothing is packed
+    """
+
+    position: int
+    enters: int | None
+    leaves: int | None
+    tail: Steps | None
+    head: Steps | None
+    earlier: range
+    later: range
+    begins: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    bounds: tuple[int, ...] | None = None
+
+
+def whole(position: int, ranks: int) -> Part:
+    """The part of one sequence that all ranks share, of whatever lengths."""
+    first, last = position == 0, position == ranks - 1
+    return Part(
+        position,
+        None if first else 0,
+        None if last else 0,
+        tail=None,
+        head=None,
+        earlier=range(position),
+        later=range(position + 1, ranks),
+        begins=(0,) if first else (),
+        ends=(0,) if last else (),
+    )
+
+
+def packed(bounds: Sequence[int], lengths: Sequence[int], rank: int, reverse: bool) -> Part:
+    """The part of a rank among sequences that are packed along the time of all ranks.
+
+    ``bounds`` rise from 0 to the sum of the ranks' ``lengths``.
+    """
+    if not reverse:
+        return _packed(bounds, lengths, rank)
+    total, count, time = bounds[-1], len(bounds) - 2, lengths[rank]
+    mirrored = _packed(
+        [total - each for each in reversed(bounds)],
+        [*reversed(lengths)],
+        len(lengths) - 1 - rank,
+    )
+
+    def number(sequence: int | None) -> int | None:
+        return None if sequence is None else count - sequence
+
+    def steps(given: Steps | None) -> Steps | None:
+        return None if given is None else (time - given[1], time - given[0])
+
+    assert mirrored.bounds is not None
+    return replace(
+        mirrored,
+        enters=number(mirrored.enters),
+        leaves=number(mirrored.leaves),
+        tail=steps(mirrored.tail),
+        head=steps(mirrored.head),
+        begins=tuple(count - each for each in mirrored.begins),
+        ends=tuple(count - each for each in mirrored.ends),
+        bounds=tuple(time - each for each in reversed(mirrored.bounds)),
+    )
+
+
+def _packed(bounds: Sequence[int], lengths: Sequence[int], position: int) -> Part:
+    starts = [0, *accumulate(lengths)]
+    start, end = starts[position], starts[position + 1]
+    enters, leaves = _across(bounds, start), _across(bounds, end)
+    tail, head = (0, 0), (0, 0)
+    earlier = later = range(0)
+    if enters is not None:
+        head = 0, min(bounds[enters + 1], end) - start
+        # The first position that ends after the sequence has begun.
+        earlier = range(bisect_right(starts, bounds[enters], 1) - 1, position)
+    if leaves is not None:
+        tail = max(bounds[leaves], start) - start, end - start
+        # Up to the last position that starts before the sequence ends.
+        later = range(position + 1, bisect_left(starts, bounds[leaves + 1], 0, len(lengths)))
+    pairs = list(pairwise(bounds))
+    empty = [j for j, (a, b) in enumerate(pairs) if a == b] if position == 0 else []
+    begins = [j for j, (a, b) in enumerate(pairs) if a < b and start <= a < end]
+    ends = [j for j, (a, b) in enumerate(pairs) if a < b and start < b <= end]
+    return Part(
+        position,
+        enters,
+        leaves,
+        tail,
+        head,
+        earlier,
+        later,
+        tuple(sorted(begins + empty)),
+        tuple(sorted(ends + empty)),
+        tuple(min(max(each - start, 0), end - start) for each in bounds),
+    )
+
+
+def _across(bounds: Sequence[int], time: int) -> int | None:
+    """The sequence that has steps on both sides of this time."""
+    if time >= bounds[-1]:
+        return None
+    number = bisect_right(bounds, time) - 1
+    return None if bounds[number] == time else number

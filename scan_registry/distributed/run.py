@@ -1,0 +1,376 @@
+"""The two schedules of ``linear_scan``, forward and backward, on what a rank has.
+
+"reduce"  Each rank summarizes its part and one exchange brings all summaries to all ranks, so that each knows the state
+          that its part starts from, and scans. Backward the same, the other way round.
+"pass"    Each rank scans its channels in pieces. A piece starts when the rank before has sent its last state, and sends
+          its own as soon as it is done. Backward the gradients are passed on, the other way round.
+
+Nothing here is recorded for derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.dispatch.fit import Tier
+from scan_registry.distributed import group as groups
+from scan_registry.distributed import rows
+from scan_registry.distributed.cost import piece_width
+from scan_registry.distributed.decision import axis_of
+from scan_registry.distributed.group import Members, Terms
+from scan_registry.distributed.into import backward_into, forward_into
+from scan_registry.distributed.parts import Part
+from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
+from scan_registry.ops.arguments import Options
+from scan_registry.ops.derivatives import first_derivative, scan
+
+#: Of gates, tokens and the initial state.
+Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A call that the ranks agreed on.
+
+    options  of the scan; ``final`` is whether the caller wants the final state
+    shape    of this rank's states
+    pieces   of "pass"; 0 is "reduce"
+    number   of the call, for its backward pass
+    bounds   of the sequences in this part; None where nothing is packed
+    """
+
+    members: Members
+    terms: Terms
+    options: Options
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    part: Part
+    pieces: int
+    number: int
+    bounds: Tensor | None
+    required: Tier | None = None
+
+    # --- Shapes ------------------------------------------------------------------------------
+
+    @property
+    def one_state(self) -> tuple[int, ...]:
+        """The shape of the state of one sequence."""
+        return state_shape(self.shape, self.options.dim % len(self.shape), None)
+
+    @property
+    def compute(self) -> torch.dtype:
+        return compute_dtype(self.dtype)
+
+    @property
+    def sequences(self) -> int | None:
+        return None if self.part.bounds is None else len(self.part.bounds) - 1
+
+    def _ranks(self, positions: range) -> range:
+        """The ranks at these positions, in the same order."""
+        if not self.options.reverse:
+            return positions
+        last = self.members.size - 1
+        return range(last - positions.start, last - positions.stop, -positions.step)
+
+    def _neighbour(self, step: int) -> int:
+        """The rank so many positions further, which there is."""
+        return self.members.rank + (-step if self.options.reverse else step)
+
+    # --- States of one sequence and of all ---------------------------------------------------
+
+    def of_sequence(self, states: Tensor | None, sequence: int | None) -> Tensor | None:
+        """The state of one sequence among those of all."""
+        if states is None or self.sequences is None or sequence is None:
+            return states
+        return states.select(self.options.dim, sequence)
+
+    def with_sequence(
+        self, states: Tensor | None, sequence: int | None, state: Tensor | None
+    ) -> Tensor | None:
+        """All states, that of one sequence replaced. None is zero, for both."""
+        if sequence is None:
+            return states
+        if self.sequences is None:
+            return state
+        if states is None:
+            if state is None:
+                return None
+            of_all = [*state.shape]
+            of_all.insert(len(of_all) + 1 + self.options.dim, self.sequences)
+            states = state.new_zeros(of_all)
+        else:
+            states = states.clone()
+        place = states.select(self.options.dim, sequence)
+        if state is None:
+            place.zero_()
+        else:
+            place.copy_(state)
+        return states
+
+    def only(self, states: Tensor, sequences: tuple[int, ...]) -> Tensor:
+        """States, zero but for those of some sequences; where nothing is packed, for all or none."""
+        if self.sequences is None:
+            return states if sequences else torch.zeros_like(states)
+        kept = torch.zeros(self.sequences, dtype=torch.bool)
+        kept[list(sequences)] = True
+        along = [1] * states.dim()
+        along[self.options.dim] = self.sequences
+        return torch.where(kept.to(states.device).view(along), states, 0)
+
+    # --- Forward -----------------------------------------------------------------------------
+
+    def forward_row(self, gates: Tensor, tokens: Tensor) -> Tensor:
+        """What this rank tells the others in "reduce"."""
+        dim, reverse, _, backend = self.options
+        return rows.forward_row(gates, tokens, dim, reverse, _summary(backend), self.part.tail)
+
+    def forward(
+        self, gates: Tensor, tokens: Tensor, initial: Tensor | None, gathered: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The states, the final state if it is wanted, and the states that this part started from; ``gathered`` are all
+        ranks' rows, in "reduce"."""
+        part = self.part
+        if gathered is None:
+            states, last, entered = self._pass_forward(gates, tokens, initial)
+        else:
+            before = self.of_sequence(initial, part.enters)
+            carry = rows.fold(gathered, self._ranks(part.earlier), before, self.one_state)
+            entered = self.with_sequence(initial, part.enters, carry)
+            states, last = self._scan(gates, tokens, entered)
+        if not self.options.final:
+            return states, None, entered
+        if self.sequences is not None:
+            assert last is not None
+            return states, groups.all_reduce(self.members, self.only(last, part.ends)), entered
+        if gathered is None:
+            assert last is not None
+            source = self.members.rank_at(self.members.size - 1, self.options.reverse)
+            return states, groups.broadcast(self.members, last, source), entered
+        everyone = self._ranks(range(self.members.size))
+        return states, rows.fold(gathered, everyone, initial, self.one_state), entered
+
+    def _scan(
+        self, gates: Tensor, tokens: Tensor, entered: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        wanted = self.options.final and self.sequences is not None
+        how = self.options._replace(final=wanted)
+        return scan(gates, tokens, entered, self.bounds, how)
+
+    def _pass_forward(
+        self, gates: Tensor, tokens: Tensor, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        part, how = self.part, self.options._replace(final=True)
+        states, carries, lasts = torch.empty_like(tokens), [], []
+        pieces = [*self.channels()]
+        coming = self._receive(tokens.device, pieces, part.enters, -1)
+        for piece in pieces:
+            own, carry = piece.state(initial), None
+            if part.enters is not None:
+                carry = next(coming).wait()
+            carries.append(carry)
+            entered = self.with_sequence(own, part.enters, carry)
+            inputs = piece.sequence(gates), piece.sequence(tokens)
+            last = forward_into(piece.sequence(states), *inputs, entered, self.bounds, how)
+            assert last is not None
+            lasts.append(last)
+            self._send(self.of_sequence(last, part.leaves), part.leaves, 1)
+        groups.finish(self.members)
+        carry = None
+        if carries[0] is not None:
+            carry = _joined([c for c in carries if c is not None], self.axis_of_state)
+        entered = self.with_sequence(initial, part.enters, carry)
+        return states, _joined(lasts, self.axis_of_states), entered
+
+    def _receive(
+        self, device: torch.device, pieces: Sequence[Piece], sequence: int | None, step: int
+    ) -> Iterator[groups.Incoming]:
+        """What comes from the rank so many positions further, if a sequence does."""
+        if sequence is None:
+            return iter(())
+        source = self._neighbour(step)
+        coming = (
+            groups.receive(self.members, self._shape(piece), self.compute, device, source)
+            for piece in pieces
+        )
+        passes_on = self.part.leaves if step < 0 else self.part.enters
+        return groups.begun(coming, passes_on is not None)
+
+    def _shape(self, piece: Piece) -> list[int]:
+        """Of one sequence's state in a piece."""
+        shape = [*self.one_state]
+        if piece.axis is not None:
+            shape[self.axis_of_state()] = piece.count
+        return shape
+
+    def _send(self, state: Tensor | None, sequence: int | None, step: int) -> None:
+        if sequence is not None:
+            assert state is not None
+            groups.send(self.members, state, self._neighbour(step))
+
+    # --- Backward ----------------------------------------------------------------------------
+
+    def backward(
+        self,
+        gates: Tensor,
+        states: Tensor | None,
+        entered: Tensor | None,
+        states_grad: Tensor,
+        last_grad: Tensor | None,
+        wanted: tuple[bool, bool, bool],
+    ) -> Gradients:
+        """The gradients that are wanted on this rank. Every rank has to call this; the final state's gradient is summed
+        over ranks, and that of the initial state is there where it enters, zero elsewhere."""
+        part, members = self.part, self.members
+        groups.check_unread(members, wait=True)
+        dim, reverse, final, backend = self.options
+        terms: Terms | Exception = self.backward_terms(False)
+        row = None
+        if not self.pieces:
+            try:
+                row = rows.backward_row(
+                    gates, states_grad, dim, reverse, _summary(backend), part.head
+                )
+            except Exception as error:
+                terms = error
+        # What is gathered after the opening waits for what the others say.
+        read = self.bounds is not None or (final and not self.pieces)
+        opened = groups.open_call(members, terms, states_grad.device, row, read=read)
+        if final:
+            last_grad = groups.all_reduce(members, self.last_grad(last_grad, states_grad))
+        behind = None if last_grad is None else self.only(last_grad, part.ends)
+        tensors = gates, states, states_grad, entered
+        if opened.rows is None:
+            found = self._pass_backward(*tensors, behind, wanted)
+        else:
+            before = self.of_sequence(last_grad, part.leaves)
+            last = range(part.later.stop - 1, part.later.start - 1, -1)
+            carry = rows.fold(opened.rows, self._ranks(last), before, self.one_state)
+            behind = self.with_sequence(behind, part.leaves, carry)
+            found = None, None, None
+            if any(wanted):
+                given = *tensors, behind, self.bounds
+                found = first_derivative(given, self.options, wanted, self.required)
+        gates_grad, tokens_grad, initial_grad = found
+        if initial_grad is not None:
+            initial_grad = self.only(initial_grad, part.begins)
+        return gates_grad, tokens_grad, initial_grad
+
+    def backward_terms(self, create_graph: bool) -> Terms:
+        common = (*self.terms.common, ("create_graph", create_graph))
+        operator = f"{self.terms.operator}'s backward pass"
+        return Terms(operator, common, (), self.number, f"of call {self.number}")
+
+    def last_grad(self, last_grad: Tensor | None, like: Tensor) -> Tensor:
+        if last_grad is not None:
+            return last_grad
+        shape = state_shape(self.shape, self.options.dim % len(self.shape), self.sequences)
+        return torch.zeros(shape, dtype=self.compute, device=like.device)
+
+    def _pass_backward(
+        self,
+        gates: Tensor,
+        states: Tensor | None,
+        states_grad: Tensor,
+        entered: Tensor | None,
+        behind: Tensor | None,
+        wanted: tuple[bool, bool, bool],
+    ) -> Gradients:
+        part = self.part
+        of_gates, of_tokens, initials = None, None, []
+        broadcast = gates.shape != states_grad.shape
+        if wanted[0]:
+            # Gates may be broadcast along what is cut: each piece then adds its part of the sum.
+            of_gates = torch.empty_like(gates)
+            if broadcast:
+                of_gates = torch.zeros(gates.shape, dtype=self.compute, device=gates.device)
+        if wanted[1]:
+            of_tokens = torch.empty_like(states_grad if states is None else states)
+        pieces = [*self.channels()]
+        coming = self._receive(states_grad.device, pieces, part.leaves, 1)
+        for piece in pieces:
+            own = piece.state(behind)
+            if part.leaves is not None:
+                carry = next(coming).wait()
+                own = self.with_sequence(own, part.leaves, carry)
+            initial_grad = backward_into(
+                None if of_gates is None else piece.sequence(of_gates),
+                None if of_tokens is None else piece.sequence(of_tokens),
+                piece.sequence(gates),
+                None if states is None else piece.sequence(states),
+                piece.sequence(states_grad),
+                piece.state(entered),
+                own,
+                self.bounds,
+                self.options,
+                self.required,
+                add=broadcast,
+            )
+            self._send(self.of_sequence(initial_grad, part.enters), part.enters, -1)
+            initials.append(initial_grad)
+        groups.finish(self.members)
+        return (
+            None if of_gates is None else of_gates.to(gates.dtype),
+            of_tokens,
+            _joined(initials, self.axis_of_states) if wanted[2] else None,
+        )
+
+    # --- Pieces ------------------------------------------------------------------------------
+
+    def axis(self) -> int:
+        axis = axis_of(self.shape, self.options.dim)
+        assert axis is not None
+        return axis
+
+    def axis_of_state(self) -> int:
+        """The same dimension in the state of one sequence, negative."""
+        axis = self.axis()
+        return axis if axis > self.options.dim else axis + 1
+
+    def axis_of_states(self) -> int:
+        """The same in the states of all sequences."""
+        return self.axis_of_state() if self.sequences is None else self.axis()
+
+    def channels(self) -> Iterator[Piece]:
+        """The pieces; one where there is no dimension beside time."""
+        if len(self.shape) == 1:
+            yield Piece(None, 0, 0, 1)
+            return
+        axis = self.axis()
+        size = self.shape[axis]
+        width = piece_width(size, self.pieces, self.dtype.itemsize)
+        for begin in range(0, max(1, size), width):
+            yield Piece(axis, self.axis_of_states(), begin, min(width, size - begin))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some channels; all of them where there is no axis."""
+
+    axis: int | None
+    axis_of_states: int
+    begin: int
+    count: int
+
+    def sequence(self, x: Tensor) -> Tensor:
+        """Of what has a time, or broadcasts to that."""
+        return x if self.axis is None else rows.cut(x, self.axis, self.begin, self.count)
+
+    def state(self, x: Tensor | None) -> Tensor | None:
+        """Of states of all sequences."""
+        if x is None or self.axis is None:
+            return x
+        return x.narrow(self.axis_of_states, self.begin, self.count)
+
+
+def _joined(pieces: list[Tensor], axis: Callable[[], int]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis())
+
+
+def _summary(backend: str) -> Any:
+    """The backend of summaries, which no Triton kernel makes."""
+    return "reference" if backend == "reference" else "auto"

@@ -1,0 +1,249 @@
+"""``selective_scan`` of a sequence whose time is cut between the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import Backend
+from scan_registry.distributed import group as groups
+from scan_registry.distributed import parts
+from scan_registry.distributed.group import Terms
+from scan_registry.distributed.linear import compared, host_bounds
+from scan_registry.distributed.selective_run import Run, SelectiveScan
+from scan_registry.kernels.selective_scan import reference
+from scan_registry.ops.arguments import as_bool
+from scan_registry.ops.selective_scan import selective_scan as scan_of_one
+from scan_registry.ops.selective_scan_arguments import Arguments, Options, normalised
+
+if TYPE_CHECKING:
+    from scan_registry.distributed.group import Group
+
+__all__ = ["selective_scan"]
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    group: Group = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: Literal[False] = False,
+    backend: Backend = "auto",
+) -> Tensor: ...
+
+
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    group: Group = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: Literal[True],
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    group: Group = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    *,
+    group: Group = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The output of a selective scan along a time that the ranks of a group share.
+
+    The formula is that of ``scan_registry.selective_scan``. Each rank holds a contiguous part of the time, in the order of
+    ranks, of any length; 0 is one. What is said of ranks, gradients and errors in
+    ``scan_registry.distributed.linear_scan`` holds here.
+
+    Args:
+        u: this rank's, as for ``scan_registry.selective_scan``.
+        delta: this rank's, like ``u``.
+        A: the same on every rank, as are ``D``, ``delta_bias``, and ``B`` and ``C`` that do not change with time; the sum
+            of the ranks' gradients is theirs.
+        B: this rank's, as for ``scan_registry.selective_scan``.
+        C: this rank's, as for ``scan_registry.selective_scan``.
+        D: as for ``scan_registry.selective_scan``.
+        z: this rank's, like ``u``, or None for no gate.
+        delta_bias: as for ``scan_registry.selective_scan``.
+        delta_softplus: as for ``scan_registry.selective_scan``.
+        initial_state: the state before the whole sequence, (batch, Dm, N), or before each packed one, (batch, sequences, Dm,
+            N). Every rank passes the same values, or every rank None. Its gradient is on the rank where a state enters the
+            scan, and zero on the others.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
+        cu_seqlens: bounds along the time of all ranks, as for ``scan_registry.distributed.linear_scan``.
+        return_final_state: return the state after the last step, too, or that of each packed sequence.
+        backend: as for ``scan_registry.selective_scan``.
+
+    Returns:
+        This rank's output, in the dtype of ``u``, and if asked for the final state, which is the same on every rank.
+        Differentiable in all tensors, once.
+
+    Raises:
+        TypeError: as for ``scan_registry.selective_scan``, or the group is of another type.
+        ValueError: as for ``scan_registry.selective_scan``, or what has to be the same differs between ranks.
+        RuntimeError: there is no process group, another rank refused its arguments, or a second derivative is asked for.
+        NoKernelError: as for ``scan_registry.selective_scan``.
+    """
+    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
+    run = _untraced if _is_compiling() else _selective_scan
+    return run(tensors, group, cu_seqlens, delta_softplus, return_final_state, backend)  # type: ignore[no-any-return]
+
+
+def _selective_scan(
+    tensors: tuple[Any, ...], group: Any, cu_seqlens: Any, softplus: Any, final: Any, backend: Any
+) -> Any:
+    members = groups.resolve(group)
+    if members.size == 1:
+        one: Any = scan_of_one
+        how = {"cu_seqlens": cu_seqlens, "return_final_state": final, "backend": backend}
+        return one(*tensors[:8], softplus, tensors[8], **how)
+    try:
+        given, bounds, terms = _prepared(tensors, cu_seqlens, softplus, final, backend)
+    except Exception as error:
+        device = tensors[0].device if isinstance(tensors[0], Tensor) else None
+        groups.agree(members, error, device)
+        raise
+    local = groups.agree(members, terms, given.u.device)
+    lengths = [numbers[0] for numbers in local]
+    if bounds is None:
+        part = parts.whole(members.rank, members.size)
+    elif bounds[-1] != sum(lengths):
+        raise ValueError(
+            f"cu_seqlens ends with {bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
+        )
+    else:
+        part = parts.packed(bounds, lengths, members.rank, False)
+        given = given._replace(cu_seqlens=torch.tensor(part.bounds, device=given.u.device))
+    options = Options(bool(softplus), backend)
+    number = groups.session(members).calls
+    run = Run(members, terms, options, part, bool(final), number, policy.required.get())
+    if any(numbers[1] for numbers in local):
+        wants = any(t is not None and t.requires_grad for t in given.differentiable)
+        anchor = None if wants else torch.zeros((), requires_grad=True)
+        out, last = SelectiveScan.apply(*given, anchor, run)  # type: ignore[no-untyped-call]
+    else:
+        with torch.no_grad():
+            out, last, _ = run.forward(given, False)
+    return (out, last) if final else out
+
+
+# A graph of torch.compile ends before a call, and the next begins behind it.
+_untraced = _disable_dynamo(_selective_scan)
+
+
+def _prepared(
+    tensors: tuple[Any, ...], cu_seqlens: Any, softplus: Any, final: Any, backend: Any
+) -> tuple[Arguments, tuple[int, ...] | None, Terms]:
+    """The checked arguments, bounds along the time of all ranks, and what is compared."""
+    as_bool("return_final_state", final)
+    u, delta, A, B, C, D, z, delta_bias, initial = tensors
+    given = normalised(u, delta, A, B, C, D, z, delta_bias, None, None, softplus, backend)
+    bounds = None
+    if cu_seqlens is not None:
+        if not isinstance(cu_seqlens, Tensor):
+            raise TypeError(f"cu_seqlens must be a torch.Tensor, not {type(cu_seqlens).__name__}")
+        bounds = host_bounds(cu_seqlens)
+    if initial is not None:
+        given = given._replace(initial_state=_initial(initial, given, bounds))
+    batch, channels, time = given.u.shape
+    shapes = {"u": (batch, channels, "T"), "A": tuple(given.A.shape)}
+    for name in "BC":
+        projection = getattr(given, name)
+        # Without time, which is the last of four dimensions.
+        shapes[name] = tuple(projection.shape)[: projection.dim() // 4 * 3 or 2]
+    names = [name for name in ("D", "z", "delta_bias") if getattr(given, name) is not None]
+    common = (
+        *((name, f"({', '.join(map(str, shape))})") for name, shape in shapes.items()),
+        ("dtype", str(given.u.dtype).removeprefix("torch.")),
+        ("of A", str(given.A.dtype).removeprefix("torch.")),
+        ("on", given.u.device.type),
+        ("with", " ".join(names) or None),
+        ("delta_softplus", bool(softplus)),
+        ("initial_state", None if initial is None else "given"),
+        ("cu_seqlens", None if bounds is None else "given"),
+        ("return_final_state", bool(final)),
+        ("gradients", "recorded" if torch.is_grad_enabled() else "not recorded"),
+    )
+    wants = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in given.differentiable
+    )
+    terms = Terms("selective_scan", common, *compared(bounds))
+    return given, bounds, terms._replace(local=(time, int(wants)))
+
+
+def _initial(initial: Any, given: Arguments, bounds: tuple[int, ...] | None) -> Tensor:
+    state = reference.state_dtype(given.u.dtype, given.A.dtype)
+    if not isinstance(initial, Tensor):
+        raise TypeError(f"initial_state must be a torch.Tensor, not {type(initial).__name__}")
+    between = () if bounds is None else (len(bounds) - 1,)
+    shape = (given.u.shape[0], *between, *given.A.shape)
+    if tuple(initial.shape) != shape:
+        raise ValueError(
+            f"initial_state has shape {tuple(initial.shape)}; for u of shape {tuple(given.u.shape)} and "
+            f"{given.A.shape[1]} states it must be {shape}"
+        )
+    if initial.device != given.u.device:
+        raise ValueError(
+            f"initial_state is on {initial.device}, u on {given.u.device}; they must be on one device"
+        )
+    if initial.is_complex() and not state.is_complex:
+        raise TypeError(
+            f"initial_state has dtype {initial.dtype}, which does not go with states of {state}"
+        )
+    return initial.to(state)

@@ -1,0 +1,269 @@
+"""How a selective scan over ranks runs: pieces of channels, forward and backward.
+
+A piece starts when the rank before has sent its last state, and sends its own as soon as it is done. A summary, as in
+``linear_scan``, would cost as much as the scan. Backward the gradients of states are passed on, the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.fit import Tier
+from scan_registry.distributed import group as groups
+from scan_registry.distributed.group import Members, Terms
+from scan_registry.distributed.parts import Part
+from scan_registry.kernels.selective_scan import reference
+from scan_registry.ops import selective_scan_plans as plans
+from scan_registry.ops.selective_scan_arguments import Arguments, Options
+from scan_registry.ops.selective_scan_derivatives import first_derivative
+
+#: Pieces for each rank but the first: of N ranks, a pass takes 1 + 1 / this times an N-th of one rank's time.
+PIECES, MOST = 8, 64
+
+_DIFFERENTIABLE = 9
+
+
+# --- Pieces -----------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Channels from ``begin`` on, of so many in all."""
+
+    begin: int
+    width: int
+    channels: int
+
+    def state(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.narrow(-2, self.begin, self.width)
+
+    def places(self, given: Arguments) -> Iterator[Tensor | None]:
+        """The piece of each tensor in a tuple that is like the arguments; without the bounds."""
+        for name, x in zip(Arguments._fields[:_DIFFERENTIABLE], given, strict=False):
+            if x is None or name == "initial_state":
+                yield self.state(x)
+            elif name in ("u", "delta", "z"):
+                yield x.narrow(1, self.begin, self.width)
+            elif x.dim() < 3:
+                yield x.narrow(0, self.begin, self.width)
+            elif x.shape[1] == 1:
+                yield x
+            else:  # groups of channels
+                size = self.channels // x.shape[1]
+                yield x.narrow(1, self.begin // size, self.width // size)
+
+    def of(self, given: Arguments, entered: Tensor | None) -> Arguments:
+        *others, _ = self.places(given)
+        return Arguments._make((*others, entered, given.cu_seqlens))
+
+
+def _pieces(given: Arguments, ranks: int) -> list[Piece]:
+    """Of whole groups of channels."""
+    channels = given.u.shape[1]
+    unit = math.lcm(
+        *(channels // x.shape[1] for x in (given.B, given.C) if x.dim() == 4 and x.shape[1] > 1)
+    )
+    units = max(1, channels // unit)
+    width = unit * -(-units // min(units, PIECES * (ranks - 1), MOST))
+    return [
+        Piece(begin, min(width, channels - begin), channels)
+        for begin in range(0, max(1, channels), width)
+    ]
+
+
+def _is_shared(x: Tensor) -> bool:
+    """Whether it is a B or C of all channels, or a gradient of one: each piece has its part of the sum."""
+    return x.dim() == 4 and x.shape[1] == 1
+
+
+def _room(x: Tensor) -> Tensor:
+    """For the gradient of an argument."""
+    if not _is_shared(x):
+        return torch.empty_like(x)
+    return torch.zeros(x.shape, dtype=reference.compute_dtype(x.dtype), device=x.device)
+
+
+# --- Passes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A call that the ranks agreed on."""
+
+    members: Members
+    terms: Terms
+    options: Options
+    part: Part
+    final: bool
+    number: int
+    required: Tier | None
+
+    def _of(self, states: Tensor, sequence: int) -> Tensor:
+        """The state of one sequence."""
+        return states if self.part.bounds is None else states.select(1, sequence)
+
+    def _with(self, states: Tensor | None, sequence: int, state: Tensor) -> Tensor:
+        """All states, that of one sequence replaced."""
+        if self.part.bounds is None:
+            return state
+        if states is None:
+            count = len(self.part.bounds) - 1
+            states = state.new_zeros(state.shape[0], count, *state.shape[1:])
+        else:
+            states = states.clone()
+        states.select(1, sequence).copy_(state)
+        return states
+
+    def _only(self, states: Tensor, sequences: tuple[int, ...]) -> Tensor:
+        """States, zero but for those of some sequences."""
+        if self.part.bounds is None:
+            return states if sequences else torch.zeros_like(states)
+        kept = torch.zeros(len(self.part.bounds) - 1, 1, 1, dtype=torch.bool)
+        kept[list(sequences)] = True
+        return torch.where(kept.to(states.device), states, 0)
+
+    def _receive(
+        self, given: Arguments, pieces: list[Piece], sequence: int | None, step: int
+    ) -> Iterator[groups.Incoming]:
+        """What comes from a neighbour, if a sequence does."""
+        if sequence is None:
+            return iter(())
+        members, device, (batch, _, _) = self.members, given.u.device, given.u.shape
+        dtype = reference.state_dtype(given.u.dtype, given.A.dtype)
+        coming = (
+            groups.receive(
+                *(members, (batch, piece.width, given.A.shape[1]), dtype, device),
+                members.rank + step,
+            )
+            for piece in pieces
+        )
+        passes_on = self.part.leaves if step < 0 else self.part.enters
+        return groups.begun(coming, passes_on is not None)
+
+    def forward(
+        self, given: Arguments, training: bool
+    ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor | None, Tensor]]]:
+        """The output, the final state if it is wanted, and for each piece what entered and what a backward pass needs."""
+        part, members = self.part, self.members
+        out, lasts, kept = torch.empty_like(given.u), [], []
+        pieces = _pieces(given, members.size)
+        coming = self._receive(given, pieces, part.enters, -1)
+        for piece in pieces:
+            entered = piece.state(given.initial_state)
+            if part.enters is not None:
+                entered = self._with(entered, part.enters, next(coming).wait())
+            made = plans.forward(piece.of(given, entered), self.options, training)
+            out.narrow(1, piece.begin, piece.width).copy_(made.out)
+            if part.leaves is not None:
+                groups.send(members, self._of(made.last, part.leaves), members.rank + 1)
+            lasts.append(made.last)
+            kept.append((entered, made.checkpoints))
+        groups.finish(members)
+        if not self.final:
+            return out, None, kept
+        last = torch.cat(lasts, -2)
+        if part.bounds is None:
+            return out, groups.broadcast(members, last, members.size - 1), kept
+        return out, groups.all_reduce(members, self._only(last, part.ends)), kept
+
+    def backward(
+        self,
+        given: Arguments,
+        kept: list[tuple[Tensor | None, Tensor]],
+        out_grad: Tensor | None,
+        last_grad: Tensor | None,
+        wanted: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        part, members = self.part, self.members
+        operator = f"{self.terms.operator}'s backward pass"
+        again = torch.is_grad_enabled()
+        terms = Terms(
+            *(operator, (*self.terms.common, ("create_graph", again))),
+            number=self.number,
+            spelled=f"of call {self.number}",
+        )
+        groups.agree(members, terms, given.u.device)
+        if again:
+            raise RuntimeError(
+                "selective_scan over ranks has first derivatives only, and create_graph asks for further ones; "
+                "scan_registry.distributed.linear_scan has second ones"
+            )
+        if out_grad is None:
+            out_grad = torch.zeros_like(given.u)
+        behind = None
+        if self.final:
+            total = groups.all_reduce(members, self._last_grad(given, last_grad))
+            behind = self._only(total, part.ends)
+        pairs = zip(given.differentiable, wanted, strict=True)
+        rooms = [None if t is None or not want else _room(t) for t, want in pairs]
+        found = Arguments._make((*rooms, None))
+        needed = (*wanted[:8], True)
+        pieces = _pieces(given, members.size)
+        coming = self._receive(given, pieces, part.leaves, 1)
+        for piece, (entered, checkpoints) in zip(pieces, kept, strict=True):
+            own = piece.state(behind)
+            if part.leaves is not None:
+                own = self._with(own, part.leaves, next(coming).wait())
+            cut = out_grad.narrow(1, piece.begin, piece.width)
+            inputs = piece.of(given, entered)
+            exists = tuple(
+                want and t is not None
+                for want, t in zip(needed, inputs.differentiable, strict=True)
+            )
+            grads: tuple[Tensor | None, ...] = (None,) * _DIFFERENTIABLE
+            if any(exists):
+                with policy.as_required(self.required):
+                    grads = first_derivative(inputs, checkpoints, cut, own, self.options, exists)
+            before = grads[-1]
+            if part.enters is not None:
+                assert before is not None
+                groups.send(members, self._of(before, part.enters), members.rank - 1)
+            if before is not None:
+                before = self._only(before, part.begins)
+            found_here = zip(
+                found.differentiable, piece.places(found), (*grads[:8], before), strict=True
+            )
+            for room, place, grad in found_here:
+                if room is not None and place is not None and grad is not None:
+                    place.add_(grad) if _is_shared(room) else place.copy_(grad)
+        groups.finish(members)
+        made = zip(found.differentiable, given.differentiable, strict=True)
+        return tuple(x if x is None or t is None else x.to(t.dtype) for x, t in made)
+
+    def _last_grad(self, given: Arguments, last_grad: Tensor | None) -> Tensor:
+        if last_grad is not None:
+            return last_grad
+        between = () if self.part.bounds is None else (len(self.part.bounds) - 1,)
+        dtype = reference.state_dtype(given.u.dtype, given.A.dtype)
+        shape = given.u.shape[0], *between, *given.A.shape
+        return torch.zeros(shape, dtype=dtype, device=given.u.device)
+
+
+class SelectiveScan(torch.autograd.Function):
+    """Saves the arguments, and for each piece what entered it and its checkpoints."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
+        *tensors, _, run = args
+        given = Arguments(*tensors)
+        out, last, kept = run.forward(given, True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given, *(each for pair in kept for each in pair))
+        ctx.run = run
+        return out, last
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: Tensor | None, last_grad: Tensor | None) -> Any:
+        tensors = ctx.saved_tensors
+        count = len(Arguments._fields)
+        given, kept = Arguments(*tensors[:count]), tensors[count:]
+        pairs = list(zip(kept[::2], kept[1::2], strict=True))
+        wanted = tuple(ctx.needs_input_grad[:_DIFFERENTIABLE])
+        found = ctx.run.backward(given, pairs, out_grad, last_grad, wanted)
+        return *found, None, None, None

@@ -1,0 +1,49 @@
+"""DTensors among an operator's arguments. ``scan_registry.distributed.time_shards`` knows how to compute with them.
+
+It is imported when the first DTensor is seen, since what it imports takes longer than a first call. What is below it finds
+it by name.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+_HOME = "scan_registry.distributed.time_shards"
+_PLAIN_TYPES = (Tensor, Parameter)
+
+
+def call_sharded(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """The results of the public function ``name`` if DTensors among the tensors are sharded along time; else None. In that
+    case, the function goes on as with other tensors, and torch knows the rules of its operators.
+
+    Tensors and options are in the order that ``scan_registry.distributed.time_shards`` expects them in.
+    """
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in _PLAIN_TYPES and _is_dtensor(tensor):
+            _load()
+            return _call(name, tensors, options)
+    return None
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    kind = type(tensor)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
+
+
+def _call(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """``_load`` puts another one in its place."""
+    raise NotImplementedError
+
+
+def _load() -> bool:
+    """torch.compile traces the function that is loaded, and not how."""
+    globals()["_call"] = import_module(_HOME).call
+    return True
+
+
+# As torch.compiler.assume_constant_result does, but for its import of the whole compiler.
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]

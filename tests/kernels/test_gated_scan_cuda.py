@@ -1,0 +1,339 @@
+"""The CUDA kernels of gated_scan for contiguous channels on the CPU, against the kinds' lines in float64."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from scan_registry.kernels import ROOT
+from scan_registry.kernels.gated_scan import cases
+from scan_registry.kernels.gated_scan.kinds import KINDS
+from scan_registry.kernels.gated_scan.spec import FAMILY
+from scan_registry.kernels.model import Kernel, Variant
+
+#: (batch, channels, time): columns that are not full, rows of whole pieces and not, one step, and several tiles.
+SHAPES: tuple[cases.Shape, ...] = ((2, 72, 72), (1, 24, 152), (2, 5, 65), (3, 33, 37), (2, 8, 1))
+#: For variants whose tiles depend on others that run at the same time.
+LONG: cases.Shape = (1, 72, 1400)
+
+
+def _variants() -> Iterator[Variant]:
+    """Of every kind in float32 and bfloat16, and one in float16: every tile. What tuning may choose besides of two kinds."""
+    for kernel in FAMILY.kernels:
+        if kernel.language == "cuda" and kernel.name.startswith("channel_last"):
+            for variant in kernel.variants:
+                if variant.text("dtype") != "float16" or variant.text("kind") == "rg_lru":
+                    yield variant
+            for statics in kernel.tunable.space:
+                pins = dict(statics)
+                if (pins["dtype"], pins["kind"]) in (("bfloat16", "rg_lru"), ("float16", "hgrn")):
+                    yield Variant(FAMILY.name, kernel.name, "cuda", statics)
+
+
+@cache
+def trials(source: str, dtype: str) -> tuple[cases.Trial, ...]:
+    """Every kind of a header with every setting; shapes take turns."""
+    torch.manual_seed(0)
+    names = [name for name, kind in KINDS.items() if kind.source == source]
+    count = len(SHAPES)
+    return tuple(
+        cases.draw(SHAPES[(number + turn) % count], name, setting, dtype, "cpu")
+        for name in names
+        for number, setting in enumerate(cases.SETTINGS)
+        for turn in (0, 2)
+    )
+
+
+@cache
+def long(source: str, dtype: str) -> tuple[cases.Trial, ...]:
+    torch.manual_seed(1)
+    settings = (cases.Setting(states=True), cases.Setting(True, reverse=True, resets=True))
+    return tuple(cases.draw(LONG, source, setting, dtype, "cpu") for setting in settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", list(_variants()), ids=str)
+def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
+    """With every option, in whatever order the CTAs and their threads run."""
+    kernel = FAMILY.kernel(variant.kernel, "cuda")
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    source, dtype = variant.text("kind"), variant.text("dtype")
+    cut = {"ctas_per_column", "prefix_lead"} & {*dict(variant.statics)}
+    checked = 0
+    for trial in (*trials(source, dtype), *(long(source, dtype) if cut else ())):
+        for case in trial.launches(kernel.name):
+            if kernel.rules.accepts(variant, case.problem) is None:
+                library.run(case.problem, case.tensors, seed=checked)
+                errors = case.errors()
+                assert max(errors.values()) <= cases.TOLERANCE[dtype], (str(trial), errors)
+                checked += 1
+    assert checked
+
+
+def like(kernel: Kernel, **pins: int | str) -> Variant:
+    """The first of the kernel's variants that has these static parameters."""
+    return next(v for v in kernel.every if pins.items() <= dict(v.statics).items())
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+@pytest.mark.parametrize("access", ["aligned", "generic"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_nothing_passes_a_reset(
+    direction: str, access: str, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Whatever states and gradients are on its other side: infinite, or not a number."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
+    variant = like(kernel, dtype="float32", kind="linear", access=access)
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    setting = cases.Setting(states=True, resets=True, reverse=reverse)
+    trial = cases.draw((1, 16, 90), "linear", setting, "float32", "cpu")
+    # The states before these resets are NaN, and what reaches them from later steps is infinite.
+    resets = torch.tensor([20, 41]) if not reverse else torch.tensor([68, 49])
+    reset = trial.inputs["reset"]
+    assert reset is not None
+    reset.fill_(False)[:, resets] = True
+    one, other = sorted(resets.tolist())
+    spoilt = slice(None, one) if not reverse else slice(other + 1, None)
+    tokens, grads = trial.inputs["input1"], trial.inputs["states_grad"]
+    assert tokens is not None
+    assert grads is not None
+    tokens[..., spoilt] = torch.nan
+    late = slice(other, None) if not reverse else slice(None, one + 1)
+    grads[..., late] = torch.inf
+    case = trial.case(kernel.name, aligned=True)
+    states = case.tensors["states"]
+    assert states is not None
+    if direction == "backward":
+        states[..., spoilt] = torch.nan
+    library.run(case.problem, case.tensors, seed=0)
+    if direction == "forward":
+        assert states[..., spoilt].isnan().all()
+        clean = slice(one, None) if not reverse else slice(None, other + 1)
+        assert states[..., clean].isfinite().all()
+        return
+    clean = slice(one, other) if not reverse else slice(one + 1, other + 1)
+    for name in ("input0_grad", "input1_grad"):
+        found = case.tensors[name]
+        assert found is not None
+        assert found[..., clean].isfinite().all(), name
+    gates_grad = case.tensors["input0_grad"]
+    assert gates_grad is not None
+    assert (gates_grad[..., resets] == 0).all()
+
+
+#: Of each header, the input that tokens are proportional to, or nearly so.
+VALUE = {"linear": 1, "min_gru": 1, "min_lstm": 2, "rg_lru": 0, "hgrn": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("access", ["aligned", "generic"])
+@pytest.mark.parametrize("layout", ["channel_last", "time_last"])
+@pytest.mark.parametrize("kind", VALUE)
+def test_of_every_kind_nothing_passes_a_reset(
+    kind: str, layout: str, access: str, bad: float, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """From the reset on, states and gradients are those of a scan that begins there."""
+    torch.manual_seed(0)
+    middle, setting = 48, cases.Setting(states=True, resets=True)
+    trial = cases.draw((1, 16, 96), kind, setting, "float32", "cpu")
+    inputs, reset, initial = trial.inputs, trial.inputs["reset"], trial.inputs["initial_state"]
+    assert reset is not None
+    assert initial is not None
+    reset[:, middle] = True
+    count = len(KINDS[kind].inputs)
+    spoilt = inputs[f"input{VALUE[kind]}"]
+    assert spoilt is not None
+    later = {
+        name: t[..., middle:] if t is not None and t.shape[-1] == 96 else t
+        for name, t in inputs.items()
+    }
+    expected = cases.solved(KINDS[kind], later, False)
+    spoilt[..., 5], initial[:] = bad, bad
+    reset[:, :middle] = False
+    for direction in ("forward", "backward"):
+        kernel = FAMILY.kernel(f"{layout}_{direction}", "cuda")
+        variant = like(kernel, dtype="float32", kind=kind, access=access)
+        library = cuda_emulator.emulated(kernel, variant, tmp_path)
+        case = trial.case(kernel.name, aligned=True)
+        states = case.tensors["states"]
+        assert states is not None
+        if direction == "backward":
+            states[..., middle:] = expected["states"][..., :]
+            states[..., :middle] = bad
+        library.run(case.problem, case.tensors, seed=0)
+        names = ["states"] if direction == "forward" else [f"input{n}_grad" for n in range(count)]
+        for name in names:
+            found = case.tensors[name]
+            assert found is not None
+            error = cases.relative_error(found[..., middle:], expected[name])
+            assert error <= cases.TOLERANCE["float32"], name
+        # Until a product of gates underflows.
+        assert direction == "backward" or not states[..., 5:8].isfinite().any()
+
+
+#: Elements before and after a result.
+PAD = 1 << 12
+
+
+def surrounded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory full of a number, and in its middle a tensor of this one's shape and strides."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    around = torch.full((extent + 2 * PAD,), 77.0, dtype=tensor.dtype)
+    return around, around.as_strided(tensor.shape, tensor.stride(), PAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("tile", "dtype", "shape"),
+    [
+        ({"warps": 8, "lanes_across": 32, "vector": 1}, "bfloat16", (2, 72, 70)),
+        ({"warps": 4, "vector": 2}, "bfloat16", (2, 72, 70)),
+        ({"lanes_across": 16}, "float32", (1, 20, 150)),
+        ({"ctas_per_column": 4}, "bfloat16", (1, 72, 1100)),
+        ({"access": "generic"}, "float32", (2, 5, 65)),
+    ],
+    ids=["many columns", "wider columns", "few columns", "shared columns", "generic"],
+)
+def test_nothing_beside_the_results_is_written(
+    direction: str,
+    tile: dict[str, int | str],
+    dtype: str,
+    shape: cases.Shape,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
+) -> None:
+    """Neither past the last channel or step, nor past the parts that the launch says there are."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
+    variant = like(kernel, dtype=dtype, kind="rg_lru", **tile)
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    setting = cases.Setting(states=True, resets=True)
+    case = cases.draw(shape, "rg_lru", setting, dtype, "cpu").case(kernel.name, aligned=True)
+    assert kernel.rules.accepts(variant, case.problem) is None
+    areas = []
+    for name in case.expected:
+        result = case.tensors[name]
+        assert result is not None
+        if name == "parameters_grad":
+            scalars = kernel.launch(variant, case.problem, cuda_emulator.SM_COUNT).scalars
+            result = result[: scalars["parts"]]
+        around, case.tensors[name] = surrounded(result)
+        areas.append((around, case.tensors[name]))
+    library.run(case.problem, case.tensors, seed=0)
+    assert case.error() <= cases.TOLERANCE[dtype]
+    for around, result in areas:
+        assert result is not None
+        result.fill_(77.0)
+        assert (around == 77.0).all()
+
+
+# --- Another kind -----------------------------------------------------------------------------
+
+#: Of a kind without padding, and whose parameter is a time constant: two things that the others do not have.
+DECAY = """
+// h[t] = exp(-exp(rate) * step) * h[t-1] + step * x
+struct Kind : KindOf<2, 1> {
+    struct Values {
+        float gate, step;
+        float x;
+    };
+    __device__ static float prepared(int, float rate) { return fast_exp2(LOG2_E * rate); }
+    __device__ static float slope(int, float rate) { return prepared(0, rate); }
+    __device__ static Values values(const Given& given) {
+        const float step = 0.1f + given.input[1] * given.input[1];
+        return {fast_exp2(-LOG2_E * given.parameter[0] * step), step, given.input[0]};
+    }
+    __device__ static Step step(const Values& of) { return {of.gate, of.step * of.x}; }
+    __device__ static Gradients gradients(const Given& given, const Values& of, float gate_grad, float token_grad) {
+        const float to_exponent = -gate_grad * of.gate;
+        const float to_step = to_exponent * given.parameter[0] + token_grad * of.x;
+        return {{token_grad * of.step, to_step * 2 * given.input[1]}, {to_exponent * of.step}};
+    }
+};
+"""
+LINE = """
+def _decay(x, step, rate, reset=None):
+    step = 0.1 + step * step
+    return (-rate.exp() * step).exp(), step * x
+
+
+KINDS["decay"] = Kind("decay", ("x", "step"), _decay, ("rate",))
+"""
+#: Run where the copy is what is imported: compiles every access of both directions and compares.
+ADDED = """
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, sys.argv[1])
+import cuda_emulator
+import scan_registry.kernels
+
+root, out = Path(sys.argv[2]), Path(sys.argv[3])
+scan_registry.kernels.__path__.insert(0, str(root))
+scan_registry.kernels.ROOT = root
+from scan_registry.aot import nvrtc
+from scan_registry.kernels.gated_scan import cases
+from scan_registry.kernels.gated_scan.spec import FAMILY
+
+nvrtc.ROOT = root
+torch.manual_seed(0)
+settings = [
+    cases.Setting(states=True, resets=True),
+    cases.Setting(states=True, reverse=True),
+    cases.Setting(states=True, packed=True, resets=True),
+]
+trials = [
+    cases.draw(shape, "decay", setting, "float32", "cpu")
+    for shape in ((2, 8, 72), (1, 24, 33))
+    for setting in settings
+]
+for kernel in FAMILY.kernels:
+    if kernel.language != "cuda":
+        continue
+    for access in ("aligned", "generic"):
+        pins = {"dtype": "float32", "kind": "decay", "access": access}
+        variant = next(v for v in kernel.variants if pins.items() <= dict(v.statics).items())
+        library = cuda_emulator.emulated(kernel, variant, out)
+        checked = 0
+        for case in (case for trial in trials for case in trial.launches(kernel.name)):
+            if kernel.rules.accepts(variant, case.problem) is None:
+                library.run(case.problem, case.tensors, seed=0)
+                errors = case.errors()
+                assert max(errors.values()) <= cases.TOLERANCE["float32"], (variant, errors)
+                checked += 1
+        assert checked, variant
+        print(kernel.name, access, checked)
+"""
+
+
+@pytest.mark.slow
+def test_a_kind_is_one_header_and_one_line(cuda_emulator: ModuleType, tmp_path: Path) -> None:
+    """What a user does in a copy of the family's folder, and no more: all kernels then have the kind."""
+    root, out = tmp_path / "kernels", tmp_path / "emulated"
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns("__pycache__"))
+    out.mkdir()
+    family = root / "gated_scan"
+    (family / "kinds" / "decay.cuh").write_text(DECAY, encoding="utf-8")
+    with (family / "kinds.py").open("a", encoding="utf-8") as kinds:
+        kinds.write(LINE)
+    script = tmp_path / "added.py"
+    script.write_text(ADDED, encoding="utf-8")
+    command = [sys.executable, script, Path(cuda_emulator.__file__).parent, root, out]
+    ran = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, encoding="utf-8", check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert len(ran.stdout.splitlines()) >= 4

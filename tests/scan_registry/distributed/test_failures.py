@@ -1,0 +1,92 @@
+"""What is wrong on one rank is an error on all of them, at once, and the next call is a good one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import distributed_cases as cases
+import pytest
+import torch
+from rank_pool import GROUP_TIMEOUT, RankPool
+
+from scan_registry import distributed
+
+SIZE = 3
+#: Of the rank that is wrong, and of the others: the exception, and what it says.
+OWN = {
+    "mismatch": ("ValueError", "they must broadcast"),
+    "no tensor": ("TypeError", "tokens must be a torch.Tensor, not NoneType"),
+    "option": ("ValueError", "schedule is 'quick'"),
+}
+DIFFERENT = {
+    "shape": ("shape (2, T)", "shape (3, T)"),
+    "dtype": ("tokens float32", "tokens bfloat16"),
+    "initial_state": ("initial_state given", "initial_state None"),
+    "schedule": ("schedule reduce", "schedule pass"),
+    "cu_seqlens": ("cu_seqlens [0, 3, 12]", "cu_seqlens [0, 2, 12]"),
+    "no_grad": ("gradients recorded", "gradients not recorded"),
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+@pytest.mark.parametrize("kind", OWN)
+def test_a_rank_refuses_its_arguments(ranks: RankPool, kind: str, known: bool) -> None:
+    *others, bad = ranks.run(SIZE, cases.failure, kind, known)
+    exception, words = OWN[kind]
+    assert bad[0] == exception
+    assert words in bad[1]
+    for name, message, _ in others:
+        assert name == "RuntimeError"
+        assert f"rank 2: {exception}: " in message
+        assert words in message
+    assert max(seconds for _, _, seconds in (*others, bad)) < GROUP_TIMEOUT / 2
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_ranks_differ(ranks: RankPool, kind: str, known: bool) -> None:
+    found = ranks.run(SIZE, cases.failure, kind, known)
+    most, one = DIFFERENT[kind]
+    for name, message, seconds in found:
+        assert name == "ValueError", message
+        assert "ranks 0, 1: linear_scan" in message
+        assert most in message
+        assert one in message.partition("rank 2: ")[2]
+        assert seconds < GROUP_TIMEOUT / 2
+
+
+def test_bounds_that_end_elsewhere(ranks: RankPool) -> None:
+    for name, message, _ in ranks.run(SIZE, cases.failure, "total", False):
+        assert name == "ValueError"
+        assert "cu_seqlens ends with 13; the ranks have [4, 4, 4] steps, 12 together" in message
+
+
+def test_backward_passes_in_different_orders(ranks: RankPool) -> None:
+    for message in ranks.run(SIZE, cases.different_backward):
+        assert "backward pass" in message
+        assert "rank 0: " in message
+        assert "ranks 1, 2: " in message
+
+
+def test_a_rank_that_dies_ends_the_others_call(tmp_path: Path) -> None:
+    pool = RankPool(tmp_path, 3)
+    try:
+        *others, _ = pool.run(3, cases.killed, dies=2)
+    finally:
+        pool.close()
+    for message, seconds in others:
+        assert message
+        assert seconds < GROUP_TIMEOUT + 5
+
+
+def test_groups_of_all_kinds(ranks: RankPool) -> None:
+    for said in ranks.run(SIZE, cases.groups_of_all_kinds):
+        of_namespace, of_number, of_stranger = said
+        assert of_namespace.startswith("TypeError: group is a SimpleNamespace; accepted are")
+        assert of_number.startswith("TypeError: group is a int")
+        assert of_stranger == "ValueError: this process is not a member of the group"
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        distributed.linear_scan(torch.rand(3), torch.rand(3))

@@ -1,0 +1,82 @@
+"""A scan over ranks gives what one process gives over the whole sequence."""
+
+from __future__ import annotations
+
+import distributed_cases as cases
+import pytest
+from distributed_cases import Case, compare, draw_cases
+from rank_pool import SIZES, RankPool
+
+UNEVEN, EMPTY = (4, 3, 6), (0, 5, 0, 0, 2, 1, 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_uneven_and_empty_parts(ranks: RankPool, size: int) -> None:
+    ranks.run(
+        size,
+        compare,
+        *(
+            Case((2, 9), lengths, dim, reverse, schedule, initial=True, final=True)
+            for lengths in (UNEVEN, EMPTY, (0,))
+            for dim in (1, -1)
+            for reverse in (False, True)
+            for schedule in ("reduce", "pass")
+        ),
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sequences_that_cross_ranks(ranks: RankPool, size: int) -> None:
+    """Borders in the midst of parts, at the borders of ranks (there are 12 steps for three of them), and empty sequences."""
+    ranks.run(
+        size,
+        compare,
+        *(
+            Case((9,), (4, 3, 5), dim, reverse, schedule, True, True, bounds)
+            for bounds in ((), (0.1, 0.9), (4 / 12, 4 / 12, 7 / 12), (0, 0.5, 0.5, 1))
+            for dim, reverse in ((0, False), (-1, True))
+            for schedule in ("reduce", "pass")
+        ),
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_drawn(ranks: RankPool, size: int) -> None:
+    ranks.run(size, compare, *draw_cases(60, size))
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_second_derivatives(ranks: RankPool, size: int) -> None:
+    ranks.run(
+        size,
+        cases.second_derivatives,
+        Case((2, 3), (2, 0, 3)),
+        Case((3,), EMPTY, reverse=True, initial=True, final=True),
+        Case((3,), (2, 3, 1), 0, initial=True, final=True, bounds=(0.2, 0.2, 0.5)),
+        Case((3,), (2, 3, 1), reverse=True, schedule="pass", final=True, bounds=(0.5, 0.7)),
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_activation_checkpointing(ranks: RankPool, size: int) -> None:
+    ranks.run(size, cases.checkpointed)
+
+
+def test_two_calls_in_flight(ranks: RankPool) -> None:
+    ranks.run(3, cases.two_in_flight)
+
+
+def test_gradients_of_some_ranks_only(ranks: RankPool) -> None:
+    ranks.run(3, cases.some_gradients)
+
+
+def test_drawn_cases_hold_what_matters() -> None:
+    drawn = [case for size in SIZES for case in draw_cases(60, size)]
+    for has in (
+        lambda case: 0 in case.lengths,
+        lambda case: case.bounds and case.schedule == "pass" and case.reverse,
+        lambda case: case.bounds and case.schedule == "reduce" and case.final and case.initial,
+        lambda case: case.gates and case.schedule == "pass",
+        lambda case: len(case.shape) == 0,
+    ):
+        assert sum(bool(has(case)) for case in drawn) > 5

@@ -1,0 +1,116 @@
+"""Processes that are the ranks of gloo groups, started once for all tests of a module."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+RANKS = 7
+SIZES = (1, 2, 3, 4, RANKS)
+#: Of a collective, in seconds: longer than any takes that is not stuck.
+GROUP_TIMEOUT = 60
+
+
+class RankPool:
+    """Processes, ``RANKS`` unless given. A task runs on the first so many of them, which have a group of their own."""
+
+    def __init__(self, folder: Path, ranks: int = RANKS) -> None:
+        self.folder, self.ranks, self._started = folder, ranks, 0
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        limit: float = 150,
+        dies: int | None = None,
+    ) -> list[Any]:
+        """What ``function(rank, size, group, *args)`` returns on each of the first ``size`` ranks.
+
+        ``dies`` is a rank that is to, whose result is None. ``AssertionError`` with the tracebacks of the ranks where it failed, or if one is not done within ``limit``
+        seconds; all processes are then started anew by the next task.
+        """
+        if not self._processes:
+            self._start()
+        task = function.__module__, function.__qualname__, size, args
+        for pipe in self._pipes[:size]:
+            pipe.send(task)
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes[:size]):
+            if not pipe.poll(limit):
+                failures.append(f"rank {rank} was not done after {limit} s")
+                self.close()
+                break
+            try:
+                good, value = pipe.recv()
+            except EOFError:
+                if rank == dies:
+                    results.append(None)
+                    continue
+                failures.append(f"rank {rank} has died")
+                self.close()
+                break
+            (results if good else failures).append(value if good else f"rank {rank}:\n{value}")
+        if failures:
+            # What of the task is still under way on a rank would meet the next one.
+            self.close()
+        assert not failures, "\n".join(failures)
+        return results
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        modules = "linear", "convolution", "time_shards"
+        names = [f"scan_registry.distributed.{module}" for module in modules]
+        context.set_forkserver_preload(["torch.distributed", *names])
+        self._started += 1
+        store = self.folder / f"store-{self._started}"
+        for rank in range(self.ranks):
+            mine, theirs = context.Pipe()
+            arguments = rank, self.ranks, str(store), theirs, sys.path
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, ranks: int, store: str, pipe: Connection, path: list[str]) -> None:
+    sys.path[:] = path
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=GROUP_TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout
+    )
+    groups = {size: dist.new_group(range(size), timeout=timeout) for size in SIZES if size <= ranks}
+    while True:
+        try:
+            module, name, size, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            function = getattr(import_module(module), name)
+            answer = True, function(rank, size, groups[size], *args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
