@@ -25,7 +25,7 @@ from scan_registry.ops.selective_scan_arguments import Arguments, Options
 from scan_registry.ops.selective_scan_derivatives import first_derivative
 
 #: Pieces for each rank but the first: of N ranks, a pass takes 1 + 1 / this times an N-th of one rank's time.
-PIECES, MOST = 8, 64
+PIECES, MOST = 4, 64
 
 _DIFFERENTIABLE = 9
 
