@@ -52,9 +52,11 @@ def steps(cuda_emulator: ModuleType, tmp_path: Path) -> Steps:
     """A kind, and of each step its inputs, channel parameters, reset, and gradients of gate and token -> gate, token and
     gradients; and the padding."""
     files = [*FOLDER.glob("*.cuh"), *FOLDER.glob("kinds/*.cuh")]
-    texts = {path.relative_to(FOLDER).as_posix(): path.read_text("utf-8") for path in files}
+    texts = {
+        path.relative_to(FOLDER).as_posix(): path.read_text(encoding="utf-8") for path in files
+    }
     common = (ROOT / "common").glob("*.cuh")
-    texts |= {f"../common/{path.name}": path.read_text("utf-8") for path in common}
+    texts |= {f"../common/{path.name}": path.read_text(encoding="utf-8") for path in common}
 
     def run(kind: Kind, rows: Tensor) -> tuple[Tensor, Tensor]:
         constants = {

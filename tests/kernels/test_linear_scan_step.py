@@ -13,7 +13,7 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 
 #: The affine maps that a position's elements and the padding give, of each direction: scale and shift; then the gradients.
 MAPS = """
-#include "step.cuh"
+#include "../linear_scan/step.cuh"
 extern "C" __global__ void maps(const float* in, float* out) {
     const auto put = [&](int at, Step step) { out[at] = step.scale, out[at + 1] = step.shift; };
     put(0, ForwardStep::map(in[0], in[1]));

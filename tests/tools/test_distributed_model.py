@@ -30,7 +30,12 @@ def drawn(load_tool: Callable[[str], ModuleType]) -> ModuleType:
 
 def printed(*words: str) -> str:
     done = subprocess.run(
-        [sys.executable, TOOL, *words], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, TOOL, *words],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
+        timeout=60,
     )
     return done.stdout
 

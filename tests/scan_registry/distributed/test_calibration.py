@@ -56,6 +56,7 @@ def test_ranks_measure_the_same(tmp_path: Path) -> None:
             env=ENVIRONMENT,
             stderr=subprocess.PIPE,
             text=True,
+            encoding="utf-8",
         )
         for rank in range(2)
     ]
@@ -80,6 +81,7 @@ def test_torchrun_times_both_schedules() -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
         timeout=LIMIT,
     )

@@ -29,6 +29,7 @@ def test_both_schedules_are_one_gpus() -> None:
         ],
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
         timeout=150,
     )

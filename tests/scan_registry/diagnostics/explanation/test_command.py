@@ -45,6 +45,7 @@ def test_whatever_is_installed_has_the_schemas_form(
         "gates_shape": [2, 8, 4096],
         "dim": -1,
         "reverse": False,
+        "reset": False,
         "sequences": None,
         "backend": "auto",
     }
