@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from scan_registry.distributed.group import Group
 
 _PIECES = 8  # messages in a row from rank to rank, from which the cost of a piece is measured
-_SIZES = {"cuda": (1 << 26, 1 << 22), "cpu": (1 << 24, 1 << 18)}  # numbers of floats: for torch.add, and for the all-gather
+#: Numbers of floats: for torch.add, and for the all-gather.
+_SIZES = {"cuda": (1 << 26, 1 << 22), "cpu": (1 << 24, 1 << 18)}
 
 _measured: WeakKeyDictionary[dist.ProcessGroup, Machine] = WeakKeyDictionary()
 

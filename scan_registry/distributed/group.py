@@ -18,8 +18,8 @@ kind, the other ranks see its header in the opening of their own call. When the 
   agreed on before, it compares them on the GPU. If they differ, the gathered rows are NaN, and the rank's next call, or the
   backward pass of this one, raises the error. No rank waits for missing data, as the opening is all that such a call exchanges.
 - The first call of a kind, and calls with packed sequences, always read the headers first. So do calls that have a further
-  collective after the opening. The exception is a ``linear_scan`` with the schedule "pass" that was agreed on before: it goes
-  on without reading. If a rank fails in such a call, with NCCL, the others wait for its states until the group's timeout, or
+  collective after the opening. The exception is a ``linear_scan`` or ``gated_scan`` with the schedule "pass" that was agreed
+  on before: it goes on without reading. If a rank fails in such a call, with NCCL, the others wait for its states until the group's timeout, or
   until their next call raises the error.
 
 Ranks that make calls in different orders are detected in the same way, as the digest contains the operator. If a rank has
@@ -248,7 +248,8 @@ def open_call(
     inline = rows is not None and rows.device.type == place.type and HEADER + size <= state.capacity
     mine = torch.empty(state.capacity, dtype=torch.uint8, device=place)
     header = torch.frombuffer(bytearray(encoded(terms)), dtype=torch.uint8)
-    mine[:HEADER].copy_(header, non_blocking=True)  # a blocking copy would make the CPU wait for the GPU
+    # A blocking copy would make the CPU wait for the GPU.
+    mine[:HEADER].copy_(header, non_blocking=True)
     if inline:
         assert rows is not None
         mine[HEADER : HEADER + size].copy_(rows.view(torch.uint8))
@@ -258,7 +259,8 @@ def open_call(
     local = None
     known = kind is not None and kind in state.agreed and (inline or rows is None)
     if read or place.type == "cpu" or not known or state.careful:
-        state.careful = True  # until a call succeeds: ranks may learn of an error in different calls
+        # Read headers until a call succeeds: ranks may learn of an error in different calls.
+        state.careful = True
         local = read_headers(headers, terms)
         state.careful = False
     assert isinstance(terms, Terms)

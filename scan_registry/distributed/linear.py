@@ -38,7 +38,8 @@ __all__ = ["linear_scan"]
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
-_GATES, _REST = 1, 2  # bits of a local number: the rank wants gradients of gates, of tokens or the initial state
+#: Bits of a local number: the rank wants gradients of gates, or of tokens or the initial state.
+_GATES, _REST = 1, 2
 
 
 @overload
@@ -224,7 +225,7 @@ def prepared(
     schedule: Any,
     operator: str = "linear_scan",
 ) -> Call:
-    """The checked arguments, with the terms that ranks compare. ``operator`` is the name of the function that the user calls."""
+    """The checked arguments, with the terms that ranks compare. ``operator`` names the function that the user calls."""
     check_schedule(schedule)
     check_tensors(gates, tokens, initial, cu_seqlens)
     gates, tokens, _, _, options = normalised(gates, tokens, None, None, options)

@@ -25,8 +25,8 @@ from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 from scan_registry.ops.selective_scan_derivatives import first_derivative
 
-#: ``PIECES`` · (ranks − 1) pieces, at most ``MOST``: without fixed costs, the pipeline then takes 1 + 1 / ``PIECES`` times as long
-#: as one rank's part.
+#: A call has ``PIECES`` · (ranks − 1) pieces, at most ``MOST``. Without fixed costs, the pipeline then takes 1 + 1 / ``PIECES``
+#: times as long as one rank's part alone.
 PIECES, MOST = 4, 64
 
 _DIFFERENTIABLE = 9
@@ -151,7 +151,7 @@ class Run:
     def forward(
         self, given: Arguments, training: bool
     ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor | None, Tensor]]]:
-        """The output, the final state if it is wanted, and for each piece its initial states and the checkpoints for backward."""
+        """The output, the final state if it is wanted, and each piece's initial states and checkpoints for backward."""
         part, members = self.part, self.members
         out, lasts, kept = torch.empty_like(given.u), [], []
         pieces = _pieces(given, members.size)
