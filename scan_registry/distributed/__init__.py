@@ -1,6 +1,6 @@
 """One sequence over many GPUs: operators whose time dimension is cut between the ranks of a torch.distributed group.
 
-Importing this package imports no part of torch; its names load what they need when they are first used.
+Importing this package does not import torch. Each name imports what it needs on first use.
 """
 
 from __future__ import annotations

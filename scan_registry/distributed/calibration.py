@@ -1,9 +1,8 @@
-"""Measuring what the cost model has to know of a group.
+"""Measures the numbers of a group that the cost model needs.
 
-Nothing is measured unless it is asked for. A measurement is a row of collectives: hidden in a first call it would have
-to be made by every rank at that call, would keep CUDA graphs from recording it, and would make the choice of a schedule
-differ from run to run. So a group goes by the defaults of ``scan_registry.distributed.machines`` until every rank of it
-has called ``measure``.
+Nothing is measured unless a user calls ``measure``. A measurement consists of many collectives. Hidden in the first call of
+an operator, it would keep CUDA graphs from recording that call, and the choice of a schedule would differ from run to run.
+Until every rank of a group has called ``measure``, the group uses the defaults of ``scan_registry.distributed.machines``.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ from scan_registry.distributed.machines import Machine, default
 if TYPE_CHECKING:
     from scan_registry.distributed.group import Group
 
-_PIECES = 8  # of the chain that a piece's cost is measured with
-_SIZES = {"cuda": (1 << 26, 1 << 22), "cpu": (1 << 24, 1 << 18)}  # floats: streamed, and gathered
+_PIECES = 8  # messages in a row from rank to rank, from which the cost of a piece is measured
+#: Numbers of floats: for torch.add, and for the all-gather.
+_SIZES = {"cuda": (1 << 26, 1 << 22), "cpu": (1 << 24, 1 << 18)}
 
 _measured: WeakKeyDictionary[dist.ProcessGroup, Machine] = WeakKeyDictionary()
 
 
 def machine_of(group: dist.ProcessGroup, device: torch.device) -> Machine:
-    """What was measured of the group, or else the default for the device.
+    """The machine that ``measure`` found for the group, or else the default for the device.
 
-    The default goes by the GPU's name and, for a group of all ranks, by torchrun's ``LOCAL_WORLD_SIZE``. Where these
-    differ from rank to rank, so does what is returned.
+    The default depends on the GPU's name and, for a group of all ranks, on torchrun's ``LOCAL_WORLD_SIZE``. Where these
+    differ from rank to rank, the returned machine differs, too.
     """
     found = _measured.get(group)
     if found is not None:
@@ -47,18 +47,20 @@ def machine_of(group: dist.ProcessGroup, device: torch.device) -> Machine:
 
 
 def measure(group: Group = None, device: torch.device | None = None) -> Machine:
-    """Measure what the choice of a schedule goes by, on all ranks of a group, and use it for this group from then on.
+    """Measure the numbers by which ``schedule="auto"`` chooses, and use them for later calls with this group.
 
-    Every rank of the group has to call it; it takes about a second. It measures how fast memory streams
-    (``torch.add``), the latency and the bandwidth of an all-gather, and what passing pieces through all ranks costs.
-    What a hop costs is not told apart from what a call costs, and stays as in the defaults.
+    Every rank of the group has to call ``measure``, which takes about a second. It measures the memory bandwidth
+    (``torch.add``), the latency and the bandwidth of an all-gather, and the cost of passing pieces through all ranks.
+    The cost of a hop cannot be told apart from the fixed cost of a message, and keeps its default. Times are those of GPU
+    streams, without the CPU's time to launch a call.
 
     Args:
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
-        device: of this rank; that of the group's backend unless given: with gloo the CPU, else the current GPU.
+        device: this rank's device. Unless given: the CPU if the group's backend is gloo or there is no GPU, else the
+            current GPU.
 
     Returns:
-        The machine, which is the same on every rank.
+        The measured machine, which is the same on every rank.
     """
     members = resolve(group)
     device = device or _device(members.group)
@@ -76,12 +78,12 @@ def measure(group: Group = None, device: torch.device | None = None) -> Machine:
     if ranks > 1:
         found = _measure_messages(found, watch, gathered)
     _measured[members.group] = found
-    session(members).agreed.clear()  # what was decided by other numbers
+    session(members).agreed.clear()  # schedules that were chosen by other numbers
     return found
 
 
 def _memory(watch: Stopwatch, count: int) -> tuple[float, float]:
-    """Bytes a second of a large operation, and seconds of a small one."""
+    """Bytes per second of a large elementwise operation, and seconds of a small one."""
     a, b, out = (torch.rand(count, device=watch.device) for _ in range(3))
     few = torch.zeros(4, device=watch.device)
     large, small = watch.latencies([lambda: torch.add(a, b, out=out), lambda: few.add_(1)])
@@ -89,7 +91,7 @@ def _memory(watch: Stopwatch, count: int) -> tuple[float, float]:
 
 
 def _measure_messages(machine: Machine, watch: Stopwatch, gathered: int) -> Machine:
-    """The machine with the costs of an all-gather and of passing on."""
+    """The machine with the measured costs of an all-gather and of messages from rank to rank."""
     group, ranks = watch.group, dist.get_world_size(watch.group)
     small, large = (torch.zeros(size, device=watch.device) for size in (4, gathered))
     few, many = (torch.empty(ranks * each.numel(), device=watch.device) for each in (small, large))
@@ -113,7 +115,7 @@ def _measure_messages(machine: Machine, watch: Stopwatch, gathered: int) -> Mach
 
 
 def _chain(held: Tensor, pieces: int, group: dist.ProcessGroup) -> None:
-    """Messages from the first rank to the last, with a small kernel on each."""
+    """Send messages from the first rank through all others to the last, with a small kernel on each rank."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for _ in range(pieces):
         if rank > 0:

@@ -1,7 +1,7 @@
 """``causal_conv1d`` of sequences whose time is cut between the ranks of a group.
 
-A rank needs the width-1 steps before its own, its halo: see ``halos``. The local operator takes them as its initial state.
-The last width-1 steps of the whole sequence are its final state, and among what ranks exchange for their halos.
+A rank needs the width-1 steps before its part, its halo, which ``halos`` exchanges. The local operator takes the halo as its
+initial state. The final state of the whole sequence is its last width-1 steps, which the same exchange brings to all ranks.
 """
 
 from __future__ import annotations
@@ -97,23 +97,26 @@ def causal_conv1d(
     activation: str | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``scan_registry.causal_conv1d`` of a sequence of which each rank holds a part: contiguous, in the order of ranks, of
-    any length, also 0.
+    """``scan_registry.causal_conv1d`` of a sequence whose time is cut between the ranks of a group.
 
-    All ranks of the group have to make the call, and its backward pass if one of them does. The sum of all ranks' losses
-    is what is differentiated.
+    Each rank holds a contiguous part of time, in rank order. A part may have any length, including 0. All ranks of the
+    group have to make the call, and if one of them runs its backward pass, all have to. Gradients are those of the sum of
+    all ranks' losses.
 
     Args:
         x: (batch, channels, steps), this rank's part; in the dtypes and layouts of ``scan_registry.causal_conv1d``.
-        weight: (channels, width), of a width from 2 to 8; the same on all ranks, as ``bias`` is. A rank's gradient of them
-            is that of its own steps; the sum over ranks is the whole one, as data parallelism makes it.
+        weight: (channels, width), of a width from 2 to 8. ``weight`` and ``bias`` are the same on all ranks. A rank's
+            gradients of them cover its own steps; the sum over ranks is the gradient of the whole sequence.
         bias: (channels,); None for zeros.
         group: the ranks: a ProcessGroup, or a DeviceMesh of one dimension. None for all ranks.
         initial_state: (batch, channels, width-1), the inputs before the first step of the whole sequence; with
-            ``cu_seqlens`` (sequences, channels, width-1). The same on all ranks; gradients are as those of ``weight``.
-        seq_idx: (batch, steps) integers within int32, those of this rank's part.
-        cu_seqlens: (sequences + 1,), int32 or int64, the bounds of packed sequences in the whole one: 0, …, the sum of all
-            ranks' steps. The same on all ranks. The batch is 1 then. Where the bounds are on the CPU, others are refused.
+            ``cu_seqlens`` (sequences, channels, width-1). The same on all ranks. The sum of its gradients over ranks is the
+            gradient of the whole sequence.
+        seq_idx: (batch, steps), integers in the range of int32, for this rank's steps.
+        cu_seqlens: (sequences + 1,), int32 or int64, the bounds of packed sequences along the time of all ranks: 0, …, the
+            sum of all ranks' steps. The same on all ranks, and with a batch of 1. Values are checked and compared between
+            ranks if the tensor is on the CPU. Values on a GPU are not compared, and are checked only if
+            ``SCAN_REGISTRY_DEBUG`` is set.
         return_final_state: return the last width-1 inputs of the whole sequence, or of each packed one, too. All ranks
             get them.
         activation: None, or ``"silu"`` or ``"swish"``, which are the same.
@@ -126,7 +129,9 @@ def causal_conv1d(
     Raises:
         TypeError, ValueError: as ``scan_registry.causal_conv1d``, on the rank whose argument it is; ``ValueError`` on
             all ranks if shapes, dtypes or options differ between them.
-        RuntimeError: another rank had such an error, which the message has; or there is no process group.
+        RuntimeError: there is no process group, or another rank refused its arguments; the message has that rank's error.
+            With NCCL, ranks whose arguments are as in an earlier call may raise these errors only in the next call or in
+            the backward pass; the results of the call itself are then not valid.
         NoKernelError, DriverError: as ``scan_registry.causal_conv1d``.
     """
     y, last = _call(
@@ -137,7 +142,7 @@ def causal_conv1d(
     return y if last is None else (y, last)
 
 
-@_disable_dynamo  # ranks agree on a call when it is made, and not when it is compiled
+@_disable_dynamo  # ranks compare their arguments when a call runs, not when it is compiled
 def _call(
     tensors: tuple[Any, ...], request: tuple[Any, ...], group: Group
 ) -> tuple[Tensor, Tensor | None]:
@@ -169,7 +174,7 @@ def _call(
 
 
 def _checked(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> tuple[Arguments, Options]:
-    """As for the local operator, but that bounds and the initial state are those of the whole sequence."""
+    """Checked as for the local operator, except that bounds and the initial state are those of the whole sequence."""
     x, weight, bias, state, seq_idx, bounds = tensors
     local = None if bounds is not None else state
     given, options = normalised(x, weight, bias, local, seq_idx, None, *request)
@@ -215,7 +220,7 @@ def _terms(given: Arguments, options: Options) -> Terms:
 
 
 def _digest(bounds: Tensor) -> str:
-    """Of the bounds' values where they can be read without waiting for a GPU, else of their number."""
+    """The number of the bounds, and a digest of their values if these are on the CPU: reading a GPU's would wait."""
     values = blake2b(bounds.numpy().tobytes(), digest_size=6).hexdigest() if bounds.is_cpu else ""
     return f"{bounds.shape[0]} {values}"
 
@@ -233,7 +238,7 @@ class _Part(NamedTuple):
 def _packed(
     given: Arguments, options: Options, exchange: Exchange, halo: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Of each packed sequence, what lies in this part, with a state before it."""
+    """The output of this rank's part of packed sequences, and their final states if wanted."""
     bounds, members = given.cu_seqlens, exchange.members
     assert bounds is not None
     if bounds.is_cpu or flag("SCAN_REGISTRY_DEBUG"):
@@ -246,7 +251,8 @@ def _packed(
     y, last = convolve(local, options)
     if last is None:
         return y, None
-    # A sequence's final state is right where its last step is. If it has none, any rank has the initial state.
+    # Only the rank with a sequence's last step has its right final state. That of an empty sequence is its initial state,
+    # which the first rank contributes.
     ends = bounds[1:] - 1
     mine = (ends >= part.first) & (ends < part.first + part.steps)
     empty = bounds[1:] == bounds[:-1]
@@ -258,11 +264,11 @@ def _packed(
 def _packed_states(
     bounds: Tensor, part: _Part, exchange: Exchange, halo: Tensor, initial: Tensor | None
 ) -> Tensor:
-    """(sequences, channels, slots). At most one sequence has begun before this part and goes on here."""
+    """Initial states of this part, (sequences, channels, slots). At most one sequence continues from an earlier part."""
     slots, count = exchange.slots, bounds.shape[0] - 1
     base = halo.new_zeros(count, *halo.shape[1:]) if initial is None else initial
     if not part.steps:
-        # The halo has a gradient on every rank, or the ranks' backward passes would not meet.
+        # The halo needs a gradient on every rank, or this rank would miss the collective of the backward pass.
         return base + 0 * halo
     number = torch.searchsorted(bounds, torch.full_like(bounds[:1], part.first), right=True) - 1
     number = number.clamp(0, count - 1)
@@ -277,7 +283,7 @@ def _packed_states(
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, on all of them."""
+    """The sum over ranks, on every rank (an all-reduce)."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:

@@ -1,17 +1,19 @@
-"""How long the two schedules take, by a model, and which of them to take.
+"""A cost model of the two schedules, and the choice between them.
 
-A sequence lies on several ranks, each with a contiguous part of time. Both schedules give each rank the state before its
-part:
+A sequence lies on several ranks, each with a contiguous part of time. Both schedules bring to each rank the state before
+its part:
 
-"reduce"  Each rank reads gates and tokens once for their summary, the product of its gates and its last state from a
-          state of zero. One all-gather exchanges summaries, two rows a channel. Then each rank scans from the right
-          state. The inputs are read twice: 5 tensors' traffic forward in place of 3, and 7 backward in place of 5.
-"pass"    Each rank scans in pieces of its channels. A piece begins when the rank before has sent its last state, and
-          its own goes to the next rank. Nothing is read twice, but the last rank waits for the first piece of all
-          others: of N ranks and P pieces, N − 1 pieces' time is lost.
+"reduce"  Each rank reads gates and tokens once to compute its summary: the product of its gates, and the last state of a
+          scan that starts from zero. One all-gather exchanges the summaries, two values for each channel. Then each rank
+          scans from the right state. The inputs are read twice: forward moves 5 tensors through memory in place of 3,
+          and backward 7 in place of 5.
+"pass"    Each rank scans its channels in pieces. A piece begins when the state before it has come from the previous
+          rank, and the piece's last state goes to the next rank. Nothing is read twice. But the last rank waits until
+          the first piece has passed through all others: with N ranks and P pieces, the time of N − 1 pieces is lost.
 
-All functions here are pure and the same on every rank that gives them the same numbers: ranks that choose differently
-wait for each other. Times are seconds, sizes bytes. Nothing here imports torch.
+The model counts the time of GPUs, memory and links. It leaves out the CPU's time to launch a call. All functions of this
+module are pure: the same numbers give the same results on every rank. Times are in seconds, and sizes in bytes. The module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ Schedule = Literal["local", "reduce", "pass"]
 SCHEDULES: tuple[Literal["reduce", "pass"], ...] = ("reduce", "pass")
 Direction = Literal["forward", "backward", "both"]
 TENSORS: Mapping[Direction, int] = {"forward": 3, "backward": 5, "both": 8}  # that a scan moves
-MOST_PIECES = 64  # of "pass": so many calls of the host, at most
-#: Pieces begin and end at multiples of so many bytes of a time step, so that kernels read whole 128-byte lines where
-#: channels are contiguous.
+MOST_PIECES = 64  # of "pass"; the CPU launches each of them
+#: The channels of a piece are a multiple of this many bytes at each time step, so that kernels read whole 128-byte lines
+#: where channels are contiguous.
 LINE = 128
-#: Bytes in which each rank says what it was called with, before states are passed on. "reduce" says it with its summaries.
+#: Bytes of a rank's header, in the all-gather that compares the ranks' arguments before "pass" sends states. "reduce" sends
+#: the header together with the summary.
 OPENING = 4096
 
 
@@ -39,11 +42,11 @@ class Work:
     """What the ranks of a group have to do.
 
     steps    time steps of each rank's part, in rank order
-    summary  bytes of a time step that a summary moves
-    scan     bytes of a time step that the scan itself moves
+    summary  bytes that a summary moves for each time step
+    scan     bytes that the scan itself moves for each time step
     state    bytes of one state of all channels
-    lines    equal units of channels, which "pass" does not cut
-    passes   over the sequence, one after the other, which ``summary`` and ``scan`` are the sums of
+    lines    number of equal units of channels; "pass" does not cut inside a unit
+    passes   number of passes over the sequence: 2 for forward and backward, over which ``summary`` and ``scan`` are sums
     """
 
     steps: tuple[int, ...]
@@ -65,16 +68,16 @@ class Work:
 
     @property
     def most(self) -> int:
-        """Pieces, at most."""
+        """The largest number of pieces."""
         return min(MOST_PIECES, self.lines)
 
     def pieces(self, wanted: int) -> int:
-        """The number that it comes to when as many pieces are wanted: all but the last have as many lines."""
+        """The actual number of pieces if ``wanted`` are asked for. All pieces but the last have the same number of lines."""
         return -(-self.lines // -(-self.lines // wanted))
 
 
 def even(total: int, ranks: int) -> tuple[int, ...]:
-    """Parts of ``total`` steps that differ by one step at most."""
+    """The lengths of parts of ``total`` steps that differ by at most one step."""
     least, more = divmod(total, ranks)
     return tuple(least + (rank < more) for rank in range(ranks))
 
@@ -90,12 +93,12 @@ def linear_scan_work(
     """The work of ``linear_scan``.
 
     Forward reads gates and tokens and writes states; backward reads gates, states and the incoming gradient and writes
-    two gradients. A summary reads two of them.
+    two gradients. A summary reads two tensors.
 
-    direction one pass, or "both" of them
+    direction "forward", "backward", or "both" passes
     rows      batch × channels
-    itemsize  bytes of an element; states are exchanged in 4 bytes, or 8 for float64 and complex64
-    channels  of the dimension that is cut into pieces; all rows unless given
+    itemsize  bytes of an element; ranks exchange states in 4 bytes for each element, or 8 for float64 and complex64
+    channels  size of the dimension that is cut into pieces; all rows unless given
     """
     moved = rows * itemsize
     lines = max(1, -(-(rows if channels is None else channels) // line_of(itemsize)))
@@ -107,12 +110,12 @@ def linear_scan_work(
 
 
 def line_of(itemsize: int) -> int:
-    """Elements in a line."""
+    """The number of elements in ``LINE`` bytes."""
     return max(1, LINE // itemsize)
 
 
 def piece_width(channels: int, pieces: int, itemsize: int) -> int:
-    """Channels of each piece but the last, when as many pieces are wanted: whole lines, if there are enough of them."""
+    """Channels of each piece but the last, if ``pieces`` are wanted: whole lines, unless there are fewer lines than pieces."""
     line = line_of(itemsize)
     if pieces > -(-channels // line):
         line = 1
@@ -123,13 +126,13 @@ def piece_width(channels: int, pieces: int, itemsize: int) -> int:
 
 
 def one_rank_seconds(work: Work, machine: Machine) -> float:
-    """Of one rank that scans the whole sequence by itself."""
+    """The time of one rank that scans the whole sequence by itself."""
     return work.passes * machine.launch + sum(work.steps) * work.scan / machine.memory
 
 
 def reduce_seconds(work: Work, machine: Machine) -> float:
-    """Of "reduce": the longest part's summary, an all-gather of two rows a channel, reading what was gathered, and the
-    longest part's scan. On one rank there is the scan alone."""
+    """The time of "reduce": the longest part's summary, an all-gather of the summaries, reading all ranks' summaries, and
+    the longest part's scan. On one rank it is the time of the scan alone."""
     if work.ranks == 1:
         return one_rank_seconds(work, machine)
     longest, gathered = max(work.steps), 2 * work.state
@@ -139,10 +142,10 @@ def reduce_seconds(work: Work, machine: Machine) -> float:
 
 
 def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
-    """Of "pass" in so many pieces.
+    """The time of "pass" with this number of pieces.
 
-    The ranks are the machines of a flow shop with identical jobs, the pieces: the first piece passes every rank, and
-    the others leave behind it at the pace of the slowest rank. Before that ranks compare what they were called with.
+    The ranks form a pipeline: the first piece passes through every rank, and the other pieces follow it at the pace of
+    the slowest rank. An all-gather precedes the pipeline, in which the ranks compare their arguments.
     """
     if pieces < 1:
         raise ValueError(f"pieces are {pieces}; there is 1 at least")
@@ -156,10 +159,11 @@ def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
 
 
 def best_pieces(work: Work, machine: Machine) -> int:
-    """The number of pieces of the shortest "pass".
+    """The number of pieces with which "pass" takes the shortest time.
 
-    With V seconds of the whole sequence's bytes, M of the longest part's, S of the bytes of the messages, and o of a
-    piece, the time is (V − M + S) / P + o · P and what does not depend on P: without lines, P = √((V − M + S) / o).
+    Let V be the seconds in which the whole sequence's bytes move through memory, M those of the longest part, S the seconds
+    of the messages' bytes, and o the fixed cost of a piece. The terms that depend on the number of pieces P are
+    (V − M + S) / P + o · P. If P could be any number, the best would be √((V − M + S) / o).
     """
     if work.ranks == 1:
         return 1
@@ -175,16 +179,16 @@ def best_pieces(work: Work, machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, and why.
+    """A schedule, and the reasons for it.
 
     schedule        "reduce" or "pass"; "local" where one rank has the whole sequence
-    pieces          of "pass"; 1 otherwise
-    seconds         predicted, of this schedule
-    reduce_seconds  predicted, of "reduce"
-    pass_seconds    predicted, of "pass" in the best number of pieces, or in that which was given
-    alone_seconds   predicted, of one rank with the whole sequence
-    machine         whose numbers the predictions are of
-    reasons         in words
+    pieces          number of pieces of "pass"; 1 otherwise
+    seconds         predicted time of this schedule
+    reduce_seconds  predicted time of "reduce"
+    pass_seconds    predicted time of "pass", with the best number of pieces or the given one
+    alone_seconds   predicted time of one rank with the whole sequence
+    machine         the machine that the predictions are made for
+    reasons         the reasons in words
     """
 
     schedule: Schedule
@@ -197,8 +201,8 @@ class Choice:
     reasons: tuple[str, ...]
 
     def as_given(self, pieces: int) -> Choice:
-        """The choice of the first rank, which another rank goes by, whatever it would have chosen: ``pieces`` of "pass", or
-        0 for "reduce"."""
+        """This choice with the first rank's schedule, which every rank has to take. ``pieces`` is the first rank's number of
+        pieces of "pass", or 0 for "reduce"."""
         chosen: Schedule = "pass" if pieces else "reduce"
         why = f"the first rank takes {chosen}, and all go by it; by this rank's machine it would be {self.schedule}"
         seconds = self.pass_seconds if pieces else self.reduce_seconds
@@ -220,12 +224,12 @@ class Choice:
 def choose(
     work: Work, machine: Machine, schedule: str = "auto", pieces: int | None = None
 ) -> Choice:
-    """The schedule of the shorter predicted time, or ``schedule`` where it is not "auto".
+    """The schedule with the shorter predicted time, or ``schedule`` where it is not "auto".
 
-    pieces  of "pass", wanted; ``best_pieces`` unless given
+    pieces  wanted number of pieces of "pass"; ``best_pieces`` unless given
 
-    Ranks have to agree: give every rank the same work and the same machine. ``ValueError`` for a schedule that there is
-    not, and for more pieces than ``work.most``.
+    Ranks with the same work and the same machine choose the same schedule. ``ValueError`` for an unknown schedule, and for
+    more pieces than ``work.most``.
     """
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule is {schedule!r}; accepted are auto, {', '.join(SCHEDULES)}")

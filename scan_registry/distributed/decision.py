@@ -1,4 +1,4 @@
-"""Which schedule a call takes, by the model of ``cost``, and how its channels are cut into pieces."""
+"""Chooses the schedule of a call by the model of ``cost``, and the dimension that "pass" cuts into pieces."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 def axis_of(shape: Sequence[int], dim: int) -> int | None:
-    """The dimension that pieces are cut along, negative: the longest beside time, of two the later one. None if time is
-    the only one. ``dim`` is negative."""
+    """The dimension that "pass" cuts into pieces, as a negative number: the longest besides time, and of equally long
+    ones the last. None if time is the only dimension. ``dim``, the time dimension, is negative."""
     others = [d for d in range(-len(shape), 0) if d != dim]
     return max(others, key=lambda d: (shape[d], d), default=None)
 
@@ -33,7 +33,7 @@ def choice_of(
     device: torch.device,
     recorded: bool,
 ) -> cost.Choice:
-    """What the model says of a call whose ranks have so many steps; ``recorded`` is whether it has a backward pass."""
+    """The model's choice for a call whose ranks have these ``steps``. ``recorded``: count the backward pass, too."""
     axis = axis_of(shape, dim)
     work = cost.linear_scan_work(
         steps,
@@ -46,5 +46,5 @@ def choice_of(
 
 
 def pieces_of(choice: cost.Choice) -> int:
-    """The pieces of "pass"; 0 is "reduce"."""
+    """The number of pieces of "pass", or 0 for "reduce"."""
     return choice.pieces if choice.schedule == "pass" else 0

@@ -1,7 +1,7 @@
-"""The backward pass of ``linear_scan`` in operators that are differentiable themselves, for derivatives of derivatives.
+"""The backward pass of ``linear_scan``, written with differentiable operators, for second derivatives.
 
-With h[t] the gradient that reaches the state before step t, it is a scan against the forward one, of the same ranks. What
-belongs to a step is then one step further in time: at the border of a part, on another rank.
+Let h[t] be the gradient that reaches the state before step t. h is a scan over the same ranks, in the direction opposite to
+the forward scan. The gradient of a step needs h of its neighbour in time, which may be on another rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def differentiable(
     cu_seqlens: tuple[int, ...] | None,
     wanted: tuple[bool, bool, bool],
 ) -> Gradients:
-    """The gradients that are wanted, by formulas in which every rank takes part."""
+    """The wanted gradients. All ranks have to call this, since it contains collectives."""
     scan: Any = import_module("scan_registry.distributed.linear").linear_scan
     members, (dim, reverse, final, backend) = run.members, run.options
     time = run.shape[dim]
@@ -88,7 +88,7 @@ def _before(
     cu_seqlens: tuple[int, ...] | None,
     lengths: list[int],
 ) -> Tensor:
-    """What comes before each step in the order of a scan; ``boundary``, or zero, before the first steps of sequences."""
+    """``x`` at the step before each step, in scan order; ``boundary``, or zero, before the first steps of sequences."""
     members, dim = run.members, run.options.dim
     if cu_seqlens is None:
         part = parts.whole(members.position(reverse), members.size)
@@ -102,7 +102,7 @@ def _before(
 
 
 def _source(lengths: list[int], rank: int, reverse: bool) -> int | None:
-    """The rank that has the step before this one's first."""
+    """The rank that holds the step before the first step of ``rank``, in scan order. None if there is no such step."""
     others = range(rank + 1, len(lengths)) if reverse else range(rank - 1, -1, -1)
     return next((other for other in others if lengths[other]), None)
 
@@ -124,7 +124,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 class AllReduce(torch.autograd.Function):
-    """The sum over ranks. Each rank's gradient is one of the same sum."""
+    """The sum over ranks (an all-reduce). Its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, members: Members) -> Tensor:
@@ -137,9 +137,9 @@ class AllReduce(torch.autograd.Function):
 
 
 class Edge(torch.autograd.Function):
-    """``x`` itself, and the last step of the rank that ``sources`` has for this one; zero for None.
+    """``x`` itself, and the last step of the rank that ``sources`` names for this rank; zero for None.
 
-    ``x`` passes through, so that every rank that uses it takes part in the backward pass.
+    ``x`` is an output, so that the backward pass, which is a collective, runs on every rank that uses ``x``.
     """
 
     @staticmethod
@@ -168,7 +168,7 @@ class Edge(torch.autograd.Function):
 
 
 def _last(x: Tensor, dim: int, reverse: bool) -> Tensor:
-    """The last step in the order of a scan; zero where there is none."""
+    """The last step in scan order; zero for a part without steps."""
     if x.shape[dim] == 0:
         return x.sum(dim)
     return x.select(dim, 0 if reverse else x.shape[dim] - 1)

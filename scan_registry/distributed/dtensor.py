@@ -1,7 +1,7 @@
-"""The operators on DTensors: each rank computes its shards by itself where these are of batch or of channels.
+"""The operators on DTensors that are sharded along batch or channels: each rank computes its own shards.
 
-The rules are torch's own kind for an operator and a subclass of tensors (``torch.library.register_torch_dispatch``). A
-rule sees every argument, None and bool among them, which sharding strategies are cached without.
+The rules are registered with ``torch.library.register_torch_dispatch``. DTensor's own sharding strategies do not fit: their
+cache ignores arguments such as None and bools. A rule of ``register_torch_dispatch`` sees every argument.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from scan_registry.ops.registration import NAMESPACE
 
 __all__ = ["Layout", "choose", "register"]
 
-#: Which letter is sharded over each dimension of a mesh; an empty one if none is.
+#: For each dimension of a mesh the letter that is sharded over it (see ``layouts``); an empty string if none is.
 Choice = tuple[str, ...]
 
 
 class Held(NamedTuple):
-    """How a tensor lies now: its letters, its placements, and how many elements it has in all."""
+    """A DTensor before the call: its letters, its placements, and the number of elements of the whole tensor."""
 
     letters: str
     placements: tuple[Placement, ...]
@@ -34,8 +34,8 @@ class Held(NamedTuple):
 
 
 def choose(layout: Layout, sizes: Sequence[int], held: Sequence[Held]) -> Choice:
-    """The letters to shard over a mesh of these sizes, by the elements that have to be sent; none rather than one if
-    that is the same."""
+    """The letters to shard over a mesh of these sizes, such that the fewest elements have to be sent. Where sharding saves
+    nothing, no letter is sharded."""
     chosen: list[str] = []
     for place, size in enumerate(sizes):
         options = [
@@ -54,7 +54,7 @@ def choose(layout: Layout, sizes: Sequence[int], held: Sequence[Held]) -> Choice
 
 
 def _fits(layout: Layout, letter: str, sizes: Sequence[int], chosen: Sequence[str]) -> bool:
-    """Whether the letter can be sharded over the next dimension of the mesh as well."""
+    """Whether the letter can be sharded over the next dimension of the mesh, on top of those chosen so far."""
     shards = sizes[len(chosen)]
     for size, other in zip(sizes, chosen, strict=False):
         shards *= size if other == letter else 1
@@ -63,7 +63,7 @@ def _fits(layout: Layout, letter: str, sizes: Sequence[int], chosen: Sequence[st
 
 
 def _cost(now: Placement, then: Placement, count: int, ranks: int) -> float:
-    """How many elements each rank sends or receives, about."""
+    """About how many elements each rank sends or receives to change the placement."""
     if now == then or now.is_replicate():
         return 0
     if now.is_partial():
@@ -72,20 +72,20 @@ def _cost(now: Placement, then: Placement, count: int, ranks: int) -> float:
 
 
 def argument(letters: str, letter: str) -> Placement:
-    """How a tensor lies that is an argument."""
+    """The placement of an argument, if ``letter`` is sharded."""
     place = letters.lower().find(letter) if letter else -1
     return Replicate() if place < 0 else Shard(place)
 
 
 def _result(letters: str, letter: str) -> Placement:
-    """Likewise of a result, which is a sum over the shards of a letter that it lacks."""
+    """The placement of a result, if ``letter`` is sharded. A result without that letter is a sum over shards (``Partial``)."""
     found = argument(letters, letter)
     return Partial() if letter and found.is_replicate() else found
 
 
 def mesh_of(operator: str, tensors: Sequence[Tensor | None]) -> DeviceMesh:
-    """The mesh of the DTensors among the tensors. What is no DTensor may only hold integers or bools: bounds and numbers
-    of sequences, which are the same on all ranks.
+    """The mesh of the DTensors among the tensors. Plain tensors may only hold integers or bools, such as the bounds of
+    packed sequences, and are taken to be the same on all ranks.
 
     Raises:
         TypeError: a tensor of floating-point numbers is no DTensor.
@@ -109,7 +109,7 @@ def mesh_of(operator: str, tensors: Sequence[Tensor | None]) -> DeviceMesh:
 
 
 def placed(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The tensor in these placements; if it is no DTensor, it is the same on all ranks."""
+    """The tensor in these placements. A plain tensor is taken to be the same on all ranks."""
     if not isinstance(tensor, DTensor):
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if tuple(tensor.placements) == tuple(placements):
@@ -125,7 +125,7 @@ def wrapped(
     letters: str,
     sizes: dict[str, int],
 ) -> DTensor:
-    """The DTensor of which each rank has ``local``; ``sizes`` are those of the whole dimensions, by letter."""
+    """The DTensor whose shard on each rank is ``local``. ``sizes`` are the global sizes by letter."""
     shape = tuple(
         sizes.get(letter, size) for letter, size in zip(letters, local.shape, strict=True)
     )
@@ -136,7 +136,7 @@ def wrapped(
 
 
 def sizes_of(layout: Layout, tensors: Sequence[Tensor | None]) -> dict[str, int]:
-    """Of the whole dimensions, by letter."""
+    """The global sizes of dimensions by letter."""
     found: dict[str, int] = {}
     for letters, tensor in zip(layout.inputs, tensors, strict=True):
         if letters is not None and tensor is not None:
@@ -146,7 +146,7 @@ def sizes_of(layout: Layout, tensors: Sequence[Tensor | None]) -> dict[str, int]
 
 
 def held(layout: Layout, tensors: Sequence[Tensor | None]) -> list[Held]:
-    """How the DTensors lie now."""
+    """The letters and placements of the DTensors before the call."""
     return [
         Held(letters, tuple(tensor.placements), tensor.numel())
         for letters, tensor in zip(layout.inputs, tensors, strict=True)
@@ -161,7 +161,7 @@ _KINDS = ("Tensor", "Optional[Tensor]", "List[Tensor]")
 
 
 def _places(operator: Any) -> list[int]:
-    """Which arguments are tensors, may be, or are lists of them."""
+    """The places of arguments that are tensors, optional tensors, or lists of tensors."""
     return [n for n, a in enumerate(operator._schema.arguments) if str(a.type) in _KINDS]
 
 
@@ -174,7 +174,7 @@ def _flat(args: Sequence[Any], places: Sequence[int]) -> Iterator[Tensor | None]
 
 
 def _filled(args: Sequence[Any], places: Sequence[int], flat: Sequence[Any]) -> list[Any]:
-    """The arguments with those tensors in their places."""
+    """The arguments with their tensors replaced by those of ``flat``."""
     new, left = list(args), iter(flat)
     for place in places:
         if isinstance(args[place], (list, tuple)):
@@ -185,7 +185,7 @@ def _filled(args: Sequence[Any], places: Sequence[int], flat: Sequence[Any]) -> 
 
 
 def compute(operator: Any, args: Sequence[Any]) -> Any:
-    """The operator's results, DTensors, of arguments among which there are some. No derivative is recorded."""
+    """The operator's results as DTensors, if some arguments are DTensors. Records nothing for autograd."""
     name, places = operator._schema.name.partition("::")[2], _places(operator)
     layout, tensors = LAYOUTS[name](*args), list(_flat(args, places))
     mesh = mesh_of(name, tensors)
@@ -211,14 +211,14 @@ def compute(operator: Any, args: Sequence[Any]) -> Any:
 
 
 def _rule(cls: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """What torch calls. It looks the function up by name, as the package may have been imported again."""
+    """The function that torch calls. It looks ``compute`` up by name, as the package may have been imported again."""
     names = [argument.name for argument in operator._schema.arguments]
     given = [*args, *((kwargs or {})[name] for name in names[len(args) :])]
     return import_module(__name__).compute(operator, given)
 
 
 def register() -> None:
-    """Tell torch the rules, once in a process."""
+    """Register the rules with torch, once in a process."""
     for name in LAYOUTS:
         operator = f"{NAMESPACE}::{name}"
         if _registered(operator):

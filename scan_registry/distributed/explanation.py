@@ -1,4 +1,4 @@
-"""What a call would do, and why: the decision that the call itself goes by."""
+"""``explain``: the schedule that a call would take, and why."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def explain(
 ) -> Choice:
     """The schedule that ``scan_registry.distributed.linear_scan`` would take for this call, and why. Nothing is scanned.
 
-    Every rank of the group has to call it, as the choice depends on the parts of all of them. Print it to read the
-    reasons.
+    Every rank of the group has to call ``explain``, as the choice depends on the lengths of all parts. Print the result to
+    read the reasons.
 
     Args:
         gates, tokens, initial_state, group, dim, reverse, cu_seqlens, return_final_state, schedule, backend: as for
@@ -44,8 +44,8 @@ def explain(
 
     Returns:
         A ``Choice``: the schedule, the number of pieces, predicted seconds of both schedules and of one rank with the
-            whole sequence, and reasons in words. The same on every rank of alike machines; where ranks differ the first
-            rank's schedule counts, and the reasons say so.
+            whole sequence, and reasons in words. Where ranks run on different machines, all take the first rank's
+            schedule, and the reasons say so; the predicted seconds are then those of each rank's own machine.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for ``scan_registry.distributed.linear_scan``.

@@ -86,26 +86,27 @@ def gated_scan(
     schedule: Schedule = "auto",
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """States of h[t] = gate[t]·h[t-1] + token[t] along a ``dim`` that the ranks of a group share.
+    """States of h[t] = gate[t]·h[t-1] + token[t] along a time dimension that is cut between the ranks of a group.
 
-    ``kind`` computes gate and token, as in ``scan_registry.gated_scan``. What is said of ranks, of their parts, of gradients
-    and of errors in ``scan_registry.distributed.linear_scan`` holds here. Gates and tokens are computed by torch's operators,
-    in float32 or float64, and kept for a backward pass.
+    ``kind`` says how gate and token follow from the inputs, as in ``scan_registry.gated_scan``. Ranks, parts, gradients and
+    errors are as in ``scan_registry.distributed.linear_scan``. With several ranks, torch's operators compute gates and tokens
+    in float32 or float64, and the backward pass keeps them: the fused kernels of ``scan_registry.gated_scan`` are not used.
 
     Args:
         kind: as for ``scan_registry.gated_scan``.
-        inputs: this rank's, as for ``scan_registry.gated_scan``. Values for channels are the same on every rank; the sum of
-            the ranks' gradients is theirs.
+        inputs: this rank's part of the sequences, as for ``scan_registry.gated_scan``. Channel parameters are the same on
+            every rank; the sum of the ranks' gradients is their gradient.
         initial_state: as for ``scan_registry.distributed.linear_scan``.
-        reset: this rank's, (batch, time) and bool, or None: where a state starts anew. The gate is zero at such a step, so
-            the state before it has to be finite.
+        reset: (batch, time) and bool, for this rank's steps, or None. True where a state starts anew. With several ranks
+            the gate is set to zero at such a step, so the state before that step has to be finite.
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         dim: the time dimension, -1 or 2, or 1 or -2.
         reverse: compute h[t] = gate[t]·h[t+1] + token[t] instead, from the last rank to the first.
         cu_seqlens: bounds along the time of all ranks, as for ``scan_registry.distributed.linear_scan``.
-        return_final_state: return the state after the last step, too, or that of each packed sequence.
+        return_final_state: also return the state after the last step, or that of each packed sequence.
         schedule: as for ``scan_registry.distributed.linear_scan``.
-        backend: as for ``scan_registry.gated_scan``.
+        backend: as for ``scan_registry.gated_scan``. With several ranks ``"reference"`` is passed on to the scan, and any
+            other value means ``"auto"``.
 
     Returns:
         This rank's states, in the dtype of the sequences, and if asked for the final state, which is the same on every rank.
@@ -155,5 +156,5 @@ def _gated_scan(
     return states if last is None else (states, last)
 
 
-# A graph of torch.compile ends before a call, and the next begins behind it.
+# torch.compile breaks the graph at this call.
 _untraced = _disable_dynamo(_gated_scan)

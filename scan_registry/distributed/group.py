@@ -1,28 +1,29 @@
-"""Groups of ranks, and how they agree on a call before it exchanges data.
+"""Groups of ranks, and how they compare a call's arguments before they exchange data.
 
-A call of this package is collective: every rank of the group makes it, with its own part. Were one rank to find an error and
-to raise it alone, the others would wait for its data; and ranks with different shapes would wait for each other, or read past
-what was sent. So every call *opens* with one all-gather, of equally many bytes on every rank whatever the call is about:
+A call of this package is collective: every rank of the group makes it, with its own part. If one rank raised an error alone,
+the others would wait for its data. Ranks with different shapes would wait for each other, or read past the data that was sent.
+So every call *opens* with one all-gather, the *opening*. It has the same number of bytes on every rank, whatever the call is:
 
     a header    digest of what has to be equal | failed? | number of the call | local numbers | the same in words
     data        the call's own rows, where they are known to fit
 
-**A cache cannot make one rank skip what another does.** No rank skips the opening, as it is also what carries the data of a
-call that was agreed on before. What a session remembers is the opening's size, its *capacity*, and which calls were agreed
-on. Both change only after all ranks have read all headers and found them equal, so they change on all ranks at once. A call
-of a new kind, on any rank, is one that the others see in the opening that they take part in anyway:
+**No rank skips an opening, whatever it has cached.** The opening also carries the data of calls that were agreed on before. A
+``Session`` remembers the size of the opening (its *capacity*), and the calls that were agreed on. Both change only after all
+ranks have read all headers and found them equal, so they change on all ranks in the same call. If a rank makes a call of a new
+kind, the other ranks see its header in the opening of their own call. When the headers are read depends on the backend:
 
-- Where headers are exchanged in the memory of the host, as with gloo, each rank reads all of them. A failure, or a
-  disagreement, is an error on all ranks in the same call, and the next call finds them in step.
-- With NCCL alone, reading them would wait for the GPU. So a rank reads them in a call that is new to it, and compares them
-  on the GPU in a call that was agreed on before: its rows are NaN if they differ, and its next call, or the backward pass of
-  this one, raises the error. No rank waits for data that never comes, as the opening was all that the call exchanges.
-- The first call of a kind, and calls with packed sequences, read the headers first, always. So do those that gather after
-  their opening. Only a call that passes states on and was agreed on before goes on without reading: should a rank fail in
-  one, with NCCL, the others wait for its states until the group's timeout, or until their next call tells them why.
+- If headers are exchanged in CPU memory, as with gloo, each rank reads all of them. A failure or a disagreement is an error on
+  all ranks in the same call, and the next call can succeed.
+- With NCCL alone, reading headers would wait for the GPU. A rank reads them in a call that is new to it. In a call that was
+  agreed on before, it compares them on the GPU. If they differ, the gathered rows are NaN, and the rank's next call, or the
+  backward pass of this one, raises the error. No rank waits for missing data, as the opening is all that such a call exchanges.
+- The first call of a kind, and calls with packed sequences, always read the headers first. So do calls that have a further
+  collective after the opening. The exception is a ``linear_scan`` or ``gated_scan`` with the schedule "pass" that was agreed
+  on before: it goes on without reading. If a rank fails in such a call, with NCCL, the others wait for its states until the group's timeout, or
+  until their next call raises the error.
 
-A group whose ranks make calls in different orders is found out in the same way, as operators are in the digest. A rank that
-has stopped, or makes no call at all, ends the others' call by the group's timeout.
+Ranks that make calls in different orders are detected in the same way, as the digest contains the operator. If a rank has
+stopped, or makes no call at all, the others' call ends by the group's timeout.
 """
 
 from __future__ import annotations
@@ -63,15 +64,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    #: What users may pass as a group: None is the default one.
+    #: The types that users may pass as a group. None is the default group.
     Group = ProcessGroup | DeviceMesh | None
 
-#: Of an opening, in bytes: what it begins with, and the most that it grows to.
+#: Initial and largest capacity of an opening, in bytes.
 _CAPACITY, _MOST = 4096, 1 << 20
-_KINDS = 4096  # of calls that are remembered
+_KINDS = 4096  # the most kinds of calls that a session remembers
 
 
-#: By the name that this torch does not warn of.
+#: The name of this function depends on torch's version; newer versions warn of the old name.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # --- Ranks ------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ class Members:
     size: int
 
     def neighbour(self, step: int) -> int | None:
-        """The rank so many further, in the group's numbers; None past its ends."""
+        """The rank ``step`` further in the group; None if there is no such rank."""
         other = self.rank + step
         return other if 0 <= other < self.size else None
 
@@ -145,13 +146,13 @@ def _of_mesh(mesh: Any) -> ProcessGroup:
 
 @dataclass
 class Session:
-    """What the ranks of a group have agreed on; equal on all of them.
+    """The state of a group between calls. ``capacity``, ``agreed`` and ``calls`` are equal on all ranks.
 
     capacity  bytes of an opening
-    agreed    kinds of calls, and what was made of the local numbers when they were first agreed on
+    agreed    kinds of calls that all ranks agreed on; for each, the schedule that was chosen in its first call, if any
     calls     number of the last call
-    unread    headers that were compared on a GPU, of which nothing is known yet
-    kept      what is being sent
+    unread    headers that are being compared on a GPU; the CPU does not know the result yet
+    kept      tensors that are being sent
     careful   whether this rank's last call that read its headers failed
     """
 
@@ -163,7 +164,7 @@ class Session:
     careful: bool = False
 
     def remember(self, kind: Any, value: Any) -> None:
-        """Of all ranks at once; the oldest kind is forgotten on all ranks, too."""
+        """All ranks call this in the same call. If there are too many kinds, all ranks forget the oldest one."""
         self.agreed[kind] = value
         if len(self.agreed) > _KINDS:
             del self.agreed[next(iter(self.agreed))]
@@ -173,7 +174,7 @@ _sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
 
 
 def session(members: Members) -> Session:
-    """The group's, for as long as there is the group."""
+    """The group's session, which lives as long as the group."""
     found = _sessions.get(members.group)
     if found is None:
         found = _sessions[members.group] = Session()
@@ -184,7 +185,7 @@ def session(members: Members) -> Session:
 
 
 class Opened(NamedTuple):
-    """What an opening brought.
+    """The result of an opening.
 
     local  the local numbers of each rank; None where the headers were not read
     rows   (ranks, elements); None unless rows were given
@@ -195,7 +196,7 @@ class Opened(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """Headers that were compared on a GPU: whether they were equal is known when the event has passed."""
+    """Headers that a GPU compares. ``equal`` is valid once the event has completed."""
 
     event: Any
     equal: Tensor
@@ -204,11 +205,11 @@ class Unread(NamedTuple):
 
 
 def agree(members: Members, terms: Terms | Exception, device: torch.device | None = None) -> Any:
-    """The local numbers of each rank, after all ranks gave equal terms. Every rank of the group has to call this.
+    """Compare the terms of all ranks, and return the local numbers of each rank. Every rank of the group has to call this.
 
-    ``terms`` are an exception where the rank's own arguments are bad. It is raised on this rank, and on the others a
-    ``RuntimeError`` that names the rank and the exception. ``ValueError`` on all ranks where terms differ; the message
-    has those of each rank. ``device`` is that of the rank's tensors.
+    ``terms`` is an exception if the rank's own arguments are bad. This rank then raises the exception, and the others a
+    ``RuntimeError`` that names the rank and the exception. If terms differ, all ranks raise a ``ValueError`` whose message
+    has the terms of each rank. ``device`` is the device of the rank's tensors.
     """
     return open_call(members, terms, device, None).local
 
@@ -226,9 +227,9 @@ def open_call(
     *,
     read: bool = True,
 ) -> Opened:
-    """Open a call: exchange headers, and ``rows``, one dimension without gaps and of one size and dtype on all ranks.
+    """Open a call: exchange headers and ``rows``, a contiguous vector of the same size and dtype on all ranks.
 
-    ``read`` is false where the call exchanges nothing more and needs no local numbers. Errors are as for ``agree``.
+    ``read`` is false if the call may go on before this rank has read the headers. Errors are as for ``agree``.
     """
     if members.size == 1:
         if isinstance(terms, Exception):
@@ -238,7 +239,7 @@ def open_call(
     try:
         check_unread(members)
     except (RuntimeError, ValueError) as error:
-        # The others may not know yet: they find this rank in the opening, and what it says there.
+        # The other ranks may not know of the error yet: this rank's header in the opening tells them.
         terms, rows = error, None
     state.calls += 1
     place = _opening_device(members, device)
@@ -247,7 +248,8 @@ def open_call(
     inline = rows is not None and rows.device.type == place.type and HEADER + size <= state.capacity
     mine = torch.empty(state.capacity, dtype=torch.uint8, device=place)
     header = torch.frombuffer(bytearray(encoded(terms)), dtype=torch.uint8)
-    mine[:HEADER].copy_(header, non_blocking=True)  # else the host waits for the GPU
+    # A blocking copy would make the CPU wait for the GPU.
+    mine[:HEADER].copy_(header, non_blocking=True)
     if inline:
         assert rows is not None
         mine[HEADER : HEADER + size].copy_(rows.view(torch.uint8))
@@ -257,7 +259,8 @@ def open_call(
     local = None
     known = kind is not None and kind in state.agreed and (inline or rows is None)
     if read or place.type == "cpu" or not known or state.careful:
-        state.careful = True  # until a good call: so that ranks that learned of an error at different times meet again
+        # Read headers until a call succeeds: ranks may learn of an error in different calls.
+        state.careful = True
         local = read_headers(headers, terms)
         state.careful = False
     assert isinstance(terms, Terms)
@@ -266,7 +269,7 @@ def open_call(
         state.remember(kind, None)
     if inline:
         assert rows is not None
-        # A copy, as what is viewed in another dtype has to be aligned to it, and the headers are not to stay.
+        # A copy: a view in another dtype has to be aligned to it, and the headers' memory can be freed.
         found = all_of_them[:, HEADER : HEADER + size].contiguous().view(rows.dtype)
         return Opened(local, found if equal is None else torch.where(equal, found, torch.nan))
     if rows is None:
@@ -277,7 +280,7 @@ def open_call(
 
 
 def _opening_device(members: Members, device: torch.device | None) -> torch.device:
-    """Where headers are exchanged: a matter of the group alone, as a rank's tensors may be on the wrong device."""
+    """The device for headers. Its kind depends on the group alone, as a rank's tensors may be on a wrong device."""
     kinds = {each.type for each in members.group._device_types}
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")
@@ -291,7 +294,7 @@ def _opening_device(members: Members, device: torch.device | None) -> torch.devi
 
 
 def _compared(state: Session, headers: Tensor, terms: Terms) -> Tensor:
-    """Whether the headers are equal, on the GPU; the group hears of it in its next call."""
+    """Whether the headers are equal, as a tensor on the GPU. ``check_unread`` raises the error in a later call."""
     words = headers[:, : 8 * 3].contiguous().view(torch.int64)
     equal = (words == words[:1]).all()
     kept = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -303,8 +306,8 @@ def _compared(state: Session, headers: Tensor, terms: Terms) -> Tensor:
 
 
 def check_unread(members: Members, *, wait: bool = False) -> None:
-    """Raise what was wrong with calls whose headers were compared on a GPU, as far as that is known by now, or after
-    waiting for it."""
+    """Raise the errors of earlier calls whose headers a GPU compared. Without ``wait`` only comparisons that have finished
+    are checked."""
     state = session(members)
     while state.unread and (wait or state.unread[0].event.query()):
         event, equal, headers, operator = state.unread.pop(0)
@@ -317,7 +320,7 @@ def check_unread(members: Members, *, wait: bool = False) -> None:
 
 
 def _carrier(members: Members, device: torch.device) -> torch.device:
-    """Where the group exchanges tensors that are on this device: gloo does so on the host only."""
+    """The device on which the group exchanges tensors of ``device``: the CPU with gloo."""
     if device.type == "cpu":
         return device
     backend = members.group._get_backend(device)
@@ -325,7 +328,7 @@ def _carrier(members: Members, device: torch.device) -> torch.device:
 
 
 def all_gather(members: Members, row: Tensor) -> Tensor:
-    """(ranks, elements) of rows that have one size and dtype on all ranks."""
+    """All ranks' rows as a tensor (ranks, elements). Rows have the same size and dtype on all ranks."""
     place = _carrier(members, row.device)
     mine = row.to(place).contiguous().view(torch.uint8)
     found = mine.new_empty(members.size * mine.numel())
@@ -355,7 +358,7 @@ def broadcast(members: Members, tensor: Tensor, source: int) -> Tensor:
 
 
 def send(members: Members, tensor: Tensor, to: int) -> None:
-    """Begin to send a tensor, which is kept until it has arrived."""
+    """Begin to send a tensor, and keep it alive until the send has completed."""
     state = session(members)
     state.kept = [(work, sent) for work, sent in state.kept if not work.is_completed()]
     if not tensor.numel():
@@ -374,7 +377,7 @@ class Incoming(NamedTuple):
     device: torch.device
 
     def wait(self) -> Tensor:
-        """The tensor, which with gloo the host waits for, else the GPU's current stream."""
+        """The tensor. With gloo the CPU waits for it, with NCCL the GPU's current stream."""
         if self.work is not None:
             self.work.wait()
         return self.found.to(self.device)
@@ -393,14 +396,14 @@ def receive(
 
 
 def begun(coming: Iterator[Incoming], passes_on: bool) -> Iterator[Incoming]:
-    """What a call receives, all of it begun with at once by a rank that passes nothing on, so that it comes while kernels
-    run: NCCL receives nothing before what was on the stream has run. A rank that passes states on begins with each when
-    it takes it, since NCCL may send nothing before it has received what was begun with."""
+    """The receives of a call. If this rank passes no state on, all receives begin at once, so that data arrives while
+    kernels run: NCCL begins a receive only after the kernels that were on the stream before it. If this rank passes states
+    on, each receive begins when its state is needed, since a send may have to wait for receives that began before it."""
     return coming if passes_on else iter([*coming])
 
 
 def finish(members: Members) -> None:
-    """Wait until what was sent from the host has arrived. What was sent from a GPU goes on by itself."""
+    """Wait until sends from CPU memory have completed. Sends from a GPU continue without the CPU."""
     state = session(members)
     for work, sent in state.kept:
         if sent.device.type == "cpu":

@@ -1,8 +1,9 @@
-"""Halos: the steps before a rank's part of time, as far as its convolution reaches back.
+"""Halos: the width-1 steps before a rank's part of time, which its convolution reads.
 
-They are of the rank before, or of several where parts are short. Ranks exchange their *tails*, the last steps of each part,
-in the opening of the call, and each picks its halo among them; how many steps a tail has goes with it. Backwards, ranks
-exchange the gradients of their halos, and each adds up those of its tail.
+A halo comes from the rank before, or from several ranks if parts are shorter than width-1 steps. In the opening of a call (see
+``group``), ranks exchange their *tails*, the last steps of each part, together with the number of steps in a tail. Each rank
+picks its halo from the tails. In the backward pass, ranks exchange the gradients of their halos, and each rank adds up the
+gradients that belong to its tail.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ __all__ = ["Exchange", "Gather", "WithTail", "of_run", "with_initial"]
 
 @dataclass
 class Exchange:
-    """One call's exchanges.
+    """The exchanges of one call, forward and backward.
 
-    slots    width - 1: of a tail, a halo or a state
+    slots    width - 1, the number of steps of a tail, a halo or a state
     shape    batch and channels
-    number   of the call, by which a backward pass is known to be of the same
-    valid    (ranks, slots), which slots of the tails hold steps; the last ones
+    number   number of the call; ranks compare it in the backward pass
+    valid    (ranks, slots), which slots of the tails hold steps; a short tail fills the last slots
     before   (ranks · slots,), how many steps are in the tails up to and including a slot
-    numbers  (ranks · slots, batch), of the tails' sequences, if there is ``seq_idx``
-    lengths  of the parts, with packed sequences
+    numbers  (ranks · slots, batch), ``seq_idx`` of the tails' steps, if there is ``seq_idx``
+    lengths  lengths of all ranks' parts, with packed sequences
     """
 
     members: Members
@@ -51,7 +52,7 @@ class Exchange:
         return self.valid, self.before
 
     def first(self, tail: Tensor, seq_idx: Tensor | None, steps: int) -> Tensor:
-        """All ranks' tails, (ranks · slots, batch · channels). It is the opening of the call."""
+        """All ranks' tails, (ranks · slots, batch · channels), exchanged in the opening of the call."""
         slots, (batch, _) = self.slots, self.shape
         rows = [tail.new_full((1,), min(steps, slots)), tail.permute(2, 0, 1).flatten()]
         width = 0
@@ -78,7 +79,7 @@ class Exchange:
         return found[:, 1:end].reshape(self.members.size * slots, -1)
 
     def again(self, what: str, rows: list[Tensor]) -> Tensor:
-        """(ranks, tensors, slots, batch · channels) of all ranks' tensors (batch, channels, slots)."""
+        """All ranks' tensors ``rows``, each (batch, channels, slots), as (ranks, tensors, slots, batch · channels)."""
         terms = Terms(f"{self.terms.operator}, {what}", self.terms.common, (), self.number)
         row = torch.stack([each.permute(2, 0, 1).flatten(1) for each in rows])
         opened = open_call(self.members, terms, row.device, row.flatten(), read=False)
@@ -86,31 +87,31 @@ class Exchange:
         return opened.rows.view(self.members.size, *row.shape)
 
     def steps_before(self, rank: int) -> Tensor:
-        """How many steps are in the tails of the ranks before; if below ``slots``, the number of all steps before."""
+        """How many steps the tails of earlier ranks hold. If fewer than ``slots``, it is the number of all earlier steps."""
         _, before = self.counted
         return before[rank * self.slots - 1] if rank else torch.zeros_like(before[0])
 
     def ages(self) -> Tensor:
-        """How far back each slot's step is, the last being 1."""
+        """How many steps back the step of each slot is; 1 for the last slot."""
         return torch.arange(self.slots, 0, -1, device=self.counted[1].device)
 
     def place_of(self, rank: int, ages: Tensor) -> Tensor:
-        """The place among all tails of the step so far before the part of ``rank``, if there is such a step."""
+        """Where in all tails the steps are that lie ``ages`` steps before the part of ``rank``, if there are such steps."""
         _, before = self.counted
         return torch.searchsorted(before, self.steps_before(rank) - ages + 1).clamp(
             max=before.shape[0] - 1
         )
 
     def picked(self, tails: Tensor, rank: int) -> Tensor:
-        """The steps before the part of ``rank``, (batch, channels, slots), with zeros where there are none. The rank
-        after the last one stands for the end of the sequence."""
+        """The steps before the part of ``rank``, (batch, channels, slots), with zeros where there are none. ``rank`` may
+        be the number of ranks: the result is then the last steps of the whole sequence."""
         ages = self.ages()
         found = tails[self.place_of(rank, ages)].T.contiguous().view(*self.shape, self.slots)
         return torch.where(ages <= self.steps_before(rank), found, torch.zeros_like(found))
 
     def returned(self, grads: Tensor) -> Tensor:
-        """The gradient of this rank's tail, from (ranks, 1 or 2, slots, batch · channels): those of the halos, and with
-        ``final`` those of the final states."""
+        """The gradient of this rank's tail. ``grads`` are all ranks' gradients of halos, and with ``final`` those of the
+        final states: (ranks, 1 or 2, slots, batch · channels)."""
         valid, before = self.counted
         rank, slots = self.members.rank, self.slots
         wide = torch.float64 if grads.dtype == torch.float64 else torch.float32
@@ -132,7 +133,7 @@ def _integers(dtype: torch.dtype) -> torch.dtype:
 
 
 def _bits(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Integers as the bits of floating-point numbers, with which they are sent."""
+    """Integers, viewed as floating-point numbers of the same bits, so that they can be sent in one tensor with these."""
     return numbers.to(_integers(dtype)).contiguous().view(dtype)
 
 
@@ -144,7 +145,7 @@ def _tail(x: Tensor, slots: int) -> Tensor:
 
 
 class WithTail(torch.autograd.Function):
-    """x and its tail. The tail's gradient is added to that of x in place, which takes no pass over x."""
+    """x and its tail. The backward pass adds the tail's gradient to that of x in place, which does not read all of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: int) -> tuple[Tensor, Tensor]:
@@ -157,13 +158,13 @@ class WithTail(torch.autograd.Function):
         tail_grad = tail_grad[..., tail_grad.shape[-1] - count :]
         if torch.is_grad_enabled():
             return x_grad + functional.pad(tail_grad, (steps, 0)), None
-        # The gradient is the convolution's own, and new: nothing else has seen this view of x.
+        # In place: the convolution's backward pass has just made this gradient, and nothing else refers to it.
         x_grad[..., steps:] += tail_grad
         return x_grad, None
 
 
 class Gather(torch.autograd.Function):
-    """This rank's halo, and with ``final`` the last steps of the sequence, of all ranks' tails."""
+    """Exchanges tails. Returns this rank's halo, and with ``final`` the last steps of the whole sequence."""
 
     @staticmethod
     def forward(
@@ -185,7 +186,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """What ``Gather`` is the transpose of: the gradient of this rank's tail."""
+    """The transpose of ``Gather``: from gradients of halos to the gradient of this rank's tail."""
 
     @staticmethod
     def forward(ctx: Any, halo_grad: Tensor, last_grad: Tensor, exchange: Exchange) -> Tensor:
@@ -199,7 +200,7 @@ class Scatter(torch.autograd.Function):
 
 
 def with_initial(exchange: Exchange, rank: int, halo: Tensor, initial: Tensor | None) -> Tensor:
-    """The halo, with inputs of the initial state where it reaches back to before the first step."""
+    """The halo. Steps before the first step of the whole sequence are taken from the initial state."""
     if initial is None:
         return halo
     ages, there = exchange.ages(), exchange.steps_before(rank)
@@ -208,11 +209,12 @@ def with_initial(exchange: Exchange, rank: int, halo: Tensor, initial: Tensor | 
 
 
 def of_run(exchange: Exchange, rank: int, seq_idx: Tensor | None, state: Tensor) -> Tensor:
-    """Zeros for inputs of other runs than that of the step after them, or at the end, of the last step."""
+    """The state, with zeros for steps of another run of ``seq_idx`` than the step that follows the state. At the end of the
+    sequence, the run that counts is that of the last step."""
     if exchange.numbers is None or seq_idx is None:
         return state
     ages, there = exchange.ages().flip(0), exchange.steps_before(rank)
-    # What precedes all steps belongs to the first one's run.
+    # Steps before the whole sequence belong to the run of its first step.
     numbers = exchange.numbers[exchange.place_of(rank, torch.minimum(ages, there))]
     own = numbers[:1]
     if rank < exchange.members.size and seq_idx.shape[-1]:

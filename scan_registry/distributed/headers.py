@@ -1,4 +1,7 @@
-"""What each rank says of a call: a header of equally many bytes, with numbers that are compared and words for errors."""
+"""Headers: what each rank tells the others about a call, in a fixed number of bytes.
+
+Ranks compare the numbers of a header. Its text is for error messages.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,19 @@ from torch import Tensor
 
 #: Bytes of a header.
 HEADER = 512
-_WORDS = 12  # of 64 bits each, before the text: digest, whether it failed, number, how many local numbers, and these
+_WORDS = 12  # of 64 bits each, before the text: digest, failed, number, count of local numbers, local numbers
 _LOCAL = 8
 
 
 class Terms(NamedTuple):
-    """What a rank says of its call.
+    """What a rank's header says about its call.
 
-    operator  what is called
-    common    names and values that have to be equal on all ranks; values are printed, and compared as they print
-    local     at most eight numbers of this rank alone, which all ranks get
-    number    one that has to be equal, too, but does not make the call one of another kind, such as which forward call a
-              backward pass is of; ``spelled`` says so in words
+    operator  name of the operator
+    common    names and values that have to be equal on all ranks; the values' text is compared
+    local     at most eight numbers that may differ between ranks; all ranks receive them
+    number    a number that has to be equal on all ranks, but is no part of the call's kind, such as the number of the
+              forward call that a backward pass belongs to
+    spelled   ``number`` in words, for error messages
     """
 
     operator: str
@@ -36,7 +40,7 @@ class Terms(NamedTuple):
 
 
 def encoded(terms: Terms | Exception) -> bytes:
-    """A rank's header."""
+    """The bytes of a rank's header."""
     local: tuple[int, ...] = ()
     if isinstance(terms, Exception):
         digest, failed, number = 0, 1, 0
@@ -53,7 +57,7 @@ def encoded(terms: Terms | Exception) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _described(operator: str, common: tuple[tuple[str, Any], ...]) -> tuple[int, str]:
-    """The digest, and the words."""
+    """The digest of operator and values, and the values in words."""
     words = ", ".join(f"{name} {value}" for name, value in common)
     digest = blake2b(f"{operator}: {words}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little") + 1, words
@@ -64,7 +68,7 @@ def _cut(text: str) -> bytes:
 
 
 def read_headers(headers: Tensor, terms: Terms | Exception) -> tuple[tuple[int, ...], ...]:
-    """The local numbers of each rank; raises what ``agree`` does."""
+    """The local numbers of each rank. Raises the errors that ``group.agree`` describes."""
     found = [bytes(each) for each in headers.cpu().tolist()]
     numbers = [_numbers(each) for each in found]
     failed = [rank for rank, words in enumerate(numbers) if words[1]]
@@ -91,7 +95,7 @@ def _text(header: bytes) -> str:
 
 
 def _differences(headers: list[bytes], numbers: list[list[int]], terms: Terms) -> str:
-    """Which ranks gave what."""
+    """An error message that says which ranks gave which terms."""
     groups: dict[tuple[str, int], list[int]] = {}
     for rank, header in enumerate(headers):
         groups.setdefault((_text(header), numbers[rank][2]), []).append(rank)

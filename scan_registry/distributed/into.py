@@ -1,8 +1,8 @@
-"""Scans that write into memory that is there, such as some channels of a larger tensor: so that a scan in pieces moves no
-byte more than one of all channels.
+"""Scans that write into existing memory, such as some channels of a larger tensor.
 
-Where no kernel can write so (the reference, gates whose gradient is a sum), results are made and copied. Arguments are as
-``normalised`` makes them, and nothing here is recorded for derivatives.
+A scan in pieces then moves no more bytes than a scan of all channels. Where no kernel can write into the memory (the reference,
+or gates whose gradient is a sum), results are computed in new tensors and copied. Arguments are as ``normalised`` makes them.
+Nothing here is recorded for derivatives.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ def backward_into(
     *,
     add: bool = False,
 ) -> Tensor:
-    """Write the gradients of gates and tokens where there is room for them, and return that of the initial state.
+    """Write the gradients of gates and tokens into the given tensors, and return that of the initial state.
 
-    ``gates_grad`` has the shape of ``gates``. With ``add`` their gradient is added to it, as that of gates which other
-    pieces have, too; it may then have any dtype. ``required`` is what ``require`` allowed in the forward pass.
+    ``gates_grad`` has the shape of ``gates``. With ``add`` the gradient is added to ``gates_grad``, which may then have any
+    dtype: pieces that share broadcast gates add their parts of the sum. ``required`` is the tier that ``require`` allowed in
+    the forward pass.
     """
     given = gates, states, states_grad, initial_state, final_state_grad, cu_seqlens
     with policy.as_required(required):
@@ -189,9 +190,10 @@ def _problem(
     cu_seqlens: Tensor | None,
     options: Options,
 ) -> LinearScanProblem | None:
-    """The problem of tensors where they lie; None where they do not fit a kernel so, or there is nothing to do.
+    """The kernel problem of these tensors without copies; None if no kernel takes their strides, or if they are empty.
 
-    strided  those that have strides of their own after the gates, in the kernels' order
+    strided  the tensors besides the gates whose strides a kernel takes, in the kernels' order
+    aligned  the tensors besides the gates whose addresses decide the alignment
     """
     model = strided[0]
     if model.numel() == 0 or options.backend == "reference":

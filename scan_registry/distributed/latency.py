@@ -1,4 +1,4 @@
-"""How long calls take that all ranks of a group make together."""
+"""Measures the latency of calls that all ranks of a group make together."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch.distributed as dist
 
 Call = Callable[[], Any]
 
-#: The former name of torch before 2.13, which warns of it.
+#: ``all_gather_into_tensor`` is the older name; torch warns of it from 2.13 on.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-WARM_UP, ROUNDS = 3, 9  # calls of each measurement
-_CYCLES = 2e9  # of a GPU's clock a second, about
+WARM_UP, ROUNDS = 3, 9  # calls before and in each measurement
+_CYCLES = 2e9  # cycles per second of a GPU's clock, about
 _MOST_SLEEP = 0.05  # seconds
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Of one call, in seconds, the largest of all ranks.
+    """The latency of one call in seconds. Each round counts with the largest value of all ranks.
 
-    seconds  from when all ranks are ready until the last is done: the median of all rounds
+    seconds  from when all ranks are ready until the last rank is done: the median of all rounds
     spread   the longest round less the shortest
-    least    of the shortest round, which other processes on the machine disturb the least
-    host     in which the host is through with it; on the CPU the same
+    least    the shortest round, which other processes on the machine disturb the least
+    host     how long the call occupies the CPU: the median of all rounds. For CPU tensors equal to ``seconds``
     """
 
     seconds: float
@@ -40,9 +40,11 @@ class Latency:
 class Stopwatch:
     """Times calls that all ranks of a group make together.
 
-    On a GPU the clock is the stream's: ranks meet in an all-reduce on the stream, between which and the end of the call
-    lie two events. Before that the GPU sleeps for as long as the host takes for the call, so that launches are not what
-    is measured. On the CPU it is the wall clock after a barrier.
+    On a GPU, two CUDA events on the current stream measure the time: one after an all-reduce in which ranks wait for each
+    other, one after the call. Before the all-reduce the GPU sleeps for about as long as the CPU takes to launch the call,
+    at most 50 ms, so that launches are not part of the time. A call that waits for the GPU while it is launched waits for
+    this sleep, too: ``host`` then includes the sleep, and the launches after the wait are part of the time. On the CPU the
+    time is that of the wall clock after a barrier.
 
     flush: bytes that a GPU writes before each call, so that no cache holds the call's inputs.
     """
@@ -55,7 +57,8 @@ class Stopwatch:
     def latencies(
         self, calls: list[Call | None], warm_up: int = WARM_UP, rounds: int = ROUNDS
     ) -> list[Latency]:
-        """Of each call, all of them interleaved. Every rank gives as many; None where it has no part in one."""
+        """The latency of each call; rounds of the calls are interleaved. Every rank passes equally many calls, and None for a
+        call that it takes no part in."""
         found: list[list[tuple[float, float]]] = [[] for _ in calls]
         hosts = [0.0] * len(calls)
         for number in range(-warm_up, rounds):
@@ -78,7 +81,7 @@ class Stopwatch:
         return found
 
     def largest(self, *values: float) -> list[float]:
-        """Of all ranks, each value's largest: the same on all of them."""
+        """The largest of all ranks for each value; the same result on every rank."""
         held = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(held, dist.ReduceOp.MAX, self.group)
         return [float(value) for value in held.tolist()]

@@ -1,8 +1,9 @@
-"""Which dimensions of an operator's tensors are the same one, by letters, as in ``torch.einsum``.
+"""Names the dimensions of an operator's tensors by letters, as in ``torch.einsum``.
 
-A tensor has one letter for each of its dimensions; a dot stands for a dimension that stays whole, as time does here.
-What a letter stands for can be sharded: each rank then computes its part by itself. A tensor without that letter is the
-same on all ranks if it is an argument. If it is a result, each rank has a summand of it, as of a weight's gradient.
+A tensor has one letter for each of its dimensions. Dimensions with the same letter are sharded together. A dot stands for a
+dimension that cannot be sharded, such as time. If a letter is sharded, each rank computes its shards without communication. An
+argument without that letter is replicated. A result without that letter is a sum over ranks (``Partial``), such as the gradient
+of a weight.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 class Layout(NamedTuple):
     """The letters of one call.
 
-    inputs   of each tensor among the arguments, in order; None for one that is not given
-    outputs  of each result; None for an empty tensor that stands for none
-    letters  those that can be sharded. What has the same letter in upper case is sharded with it: groups of channels,
-             which are fewer
-    whole    what the number of a letter's shards has to divide, where there is such a number
+    inputs   letters of each tensor among the arguments, in order; None for a tensor that is not given
+    outputs  letters of each result; None for an empty tensor in place of a result that is not wanted
+    letters  the letters that can be sharded. A dimension with the upper-case letter is sharded together with the letter:
+             groups of channels, for example
+    whole    for some letters a number that the number of shards has to divide
     """
 
     inputs: tuple[str | None, ...]
@@ -30,10 +31,10 @@ class Layout(NamedTuple):
     whole: Mapping[str, int] = {}
 
 
-#: For the dimensions of linear scans, whose meaning the operator does not know.
+#: Letters for the dimensions of linear scans. "t" is left out: it stands for time.
 _NAMES = "abcdefghijklmnopqrsuvwxyz"
 MOST = len(_NAMES)
-#: The letter of time, where it can be sharded as well.
+#: The letter of time, in ``time_shards`` alone.
 TIME = "t"
 
 
@@ -61,7 +62,7 @@ def broadcast(shape: Sequence[Any], whole: Sequence[Any], letters: str) -> str:
 
 
 def state_of(letters: str, dim: int, packed: bool) -> str:
-    """Of a state: the sequence's letters without time, or with sequences in its place."""
+    """The letters of a state. Its dimensions are those of the sequence without time, or with packed sequences in its place."""
     place = dim % len(letters)
     return letters if packed else letters[:place] + letters[place + 1 :]
 
@@ -74,7 +75,7 @@ def linear_scan(
     gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, dim: int, reverse: bool, final: bool,
     backend: str,
 ) -> Layout:  # fmt: skip
-    """Of the operator with these arguments; likewise the functions below."""
+    """The layout of the operator with these arguments. The functions below do the same for the other operators."""
     names = names_of(tokens.dim(), dim)
     state = state_of(names, dim, bounds is not None)
     inputs = (
@@ -144,8 +145,8 @@ def gated_scan_backward(
 
 
 def projection(tensor: Tensor, whole: dict[str, int], time: str = ".") -> str:
-    """Of B or C of a selective scan. Groups are sharded as channels are, so that a group's channels stay together;
-    ``whole`` is told how many groups there are."""
+    """The letters of B or C of a selective scan. Groups are sharded together with channels, so that a group's channels
+    stay on one rank; ``whole`` receives the number of groups."""
     if tensor.dim() == 2:
         return "c."
     if tensor.dim() == 3:
@@ -161,7 +162,7 @@ def _selective(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any, z: Any, delta_bias: Any,
     initial: Any, bounds: Any,
 ) -> tuple[list[str], str, dict[str, int]]:  # fmt: skip
-    """The letters of all arguments that have a gradient, those of a state, and what shards have to divide."""
+    """The letters of all arguments that have a gradient, those of a state, and ``Layout.whole``."""
     state = "bc." if bounds is None else "b.c."
     whole: dict[str, int] = {}
     of_B, of_C = projection(B, whole), projection(C, whole)
@@ -175,7 +176,7 @@ def selective_scan(*args: Any) -> Layout:
     return Layout(tuple(inputs), ("bc.", state, _CHECKPOINTS), "bc", whole)
 
 
-#: Of the states that forward keeps for backward, (batch, intervals, channels, states); or an empty tensor.
+#: The letters of the states that forward keeps for backward: (batch, intervals, channels, states), or an empty tensor.
 _CHECKPOINTS = "b.c."
 
 
@@ -214,7 +215,7 @@ def causal_conv1d_backward(*args: Any) -> Layout:
     return Layout(tuple(inputs), _wanted(("bc.", "c.", "c", state), wanted), letters)
 
 
-#: By the operators' names.
+#: The layout functions by the operators' names.
 LAYOUTS: dict[str, Callable[..., Layout]] = {
     function.__name__: function
     for function in (

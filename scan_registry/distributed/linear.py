@@ -38,7 +38,8 @@ __all__ = ["linear_scan"]
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
-_GATES, _REST = 1, 2  # what a rank wants gradients of, in its local numbers
+#: Bits of a local number: the rank wants gradients of gates, or of tokens or the initial state.
+_GATES, _REST = 1, 2
 
 
 @overload
@@ -102,42 +103,44 @@ def linear_scan(
     schedule: Schedule = "auto",
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """States of x[t] = gates[t] * x[t-1] + tokens[t] along a ``dim`` that the ranks of a group share.
+    """States of x[t] = gates[t] * x[t-1] + tokens[t] along a time dimension that is cut between the ranks of a group.
 
-    Each rank holds a contiguous part of the time, in the order of ranks, of any length; 0 is one. Every rank of the group
-    has to make the call, and, if any rank's tensors require gradients, a backward pass through its own results: a rank
-    without a loss of its own takes ``(states.sum() * 0).backward()``. States and gradients are those of
-    ``scan_registry.linear_scan`` over the whole sequence, where the loss is the sum of all ranks' losses.
+    Each rank holds a contiguous part of time, in rank order. A part may have any length, including 0. Every rank of the
+    group has to make the call. If any rank's tensors require gradients, every rank has to run a backward pass through its
+    own results; a rank without a loss of its own runs ``(states.sum() * 0).backward()``. States and gradients are those of
+    ``scan_registry.linear_scan`` over the whole sequence, up to rounding, for the sum of all ranks' losses.
 
     Args:
-        gates: this rank's, as for ``scan_registry.linear_scan``.
-        tokens: this rank's, as for ``scan_registry.linear_scan``. All dimensions but ``dim`` are the same on every rank,
-            and so are dtypes and the kind of device.
-        initial_state: the state before the whole sequence, with ``reverse`` behind it, or before each packed sequence.
-            Every rank passes the same values, or every rank None. Its gradient is on the rank where a state enters the
-            scan, and zero on the others: the sum over ranks is the gradient, as of any replicated parameter.
+        gates: this rank's part, as for ``scan_registry.linear_scan``.
+        tokens: this rank's part, as for ``scan_registry.linear_scan``. All dimensions but ``dim`` have the same size on
+            every rank. Dtypes and the kind of device are the same, too.
+        initial_state: the state before the whole sequence (after it, with ``reverse``), or before each packed sequence.
+            Every rank passes the same values, or every rank None; the values are not compared. The gradient is nonzero
+            only on the rank at which a sequence's scan starts. The sum over ranks is the gradient, as of any replicated
+            parameter.
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         dim: the time dimension.
         reverse: compute x[t] = gates[t] * x[t+1] + tokens[t] instead, from the last rank to the first.
-        cu_seqlens: bounds of sequences that are packed along the time of all ranks: 0, …, the sum of the ranks' lengths. The
-            same values on every rank; they are read by the host, which waits for the GPU.
-        return_final_state: return the state after the last step, too, or that of each packed sequence.
-        schedule: ``"reduce"`` reads the inputs twice and exchanges once. ``"pass"`` reads them once, some channels at a
-            time, and passes states on from rank to rank. ``"auto"`` takes what a model of the ranks' machines says is
-            faster.
+        cu_seqlens: bounds of sequences that are packed along the time of all ranks: 0, …, the sum of the ranks' lengths.
+            The same values on every rank. The CPU reads the values, and waits for the GPU if they are there.
+        return_final_state: also return the state after the last step, or that of each packed sequence.
+        schedule: ``"reduce"`` reads the inputs twice and exchanges summaries in one all-gather. ``"pass"`` reads the inputs
+            once, some channels at a time, and sends states from rank to rank. ``"auto"`` takes the schedule that a cost
+            model predicts to be faster, which ``scan_registry.distributed.explain`` shows.
         backend: as for ``scan_registry.linear_scan``.
 
     Returns:
-        This rank's states, and if asked for the final state, which is the same on every rank; its gradient is the sum of
-        the ranks'. Differentiable in gates, tokens and initial_state, twice; all ranks have to ask for the same second
-        derivatives.
+        This rank's states, and if asked for the final state, which is the same on every rank. Every rank may use the final
+        state in its loss: the ranks' gradients of it are summed. Differentiable in gates, tokens and initial_state, twice.
+        For second derivatives, the same tensors have to require gradients on every rank.
 
     Raises:
         TypeError: a tensor or the group is not of a type or dtype that is accepted.
         ValueError: shapes or options are not accepted, or differ between ranks; the message has those of each rank.
-        RuntimeError: there is no process group, or another rank refused its arguments; the message names the rank and
-            what was wrong. What is wrong on one rank is an error on all of them, before data is exchanged. With NCCL, ranks
-            whose arguments are as in an earlier call may learn of it in the next call, or in the backward pass.
+        RuntimeError: there is no process group, or another rank refused its arguments; the message names the rank and its
+            error. An argument that is wrong on one rank is an error on all ranks. With NCCL, ranks whose arguments are as
+            in an earlier call may raise it only in the next call or in the backward pass, and the results of the call
+            itself are then not valid. With the schedule "pass" such a rank may wait until the group's timeout.
         NoKernelError: as for ``scan_registry.linear_scan``.
     """
     options = Options(dim, reverse, return_final_state, backend)
@@ -179,7 +182,7 @@ def _linear_scan(
     return states if last is None else (states, last)
 
 
-# A graph of torch.compile ends before a call, and the next begins behind it.
+# torch.compile breaks the graph at this call.
 _untraced = _disable_dynamo(_linear_scan)
 
 
@@ -188,7 +191,7 @@ _untraced = _disable_dynamo(_linear_scan)
 
 @dataclass(frozen=True)
 class Call:
-    """A rank's arguments, as kernels take them. ``cu_seqlens`` are those of all ranks, in numbers of the host."""
+    """A rank's checked arguments. ``bounds`` are the values of ``cu_seqlens``, along the time of all ranks."""
 
     gates: Tensor
     tokens: Tensor
@@ -222,7 +225,7 @@ def prepared(
     schedule: Any,
     operator: str = "linear_scan",
 ) -> Call:
-    """The checked arguments, and what is compared of them. ``operator`` is what the user calls."""
+    """The checked arguments, with the terms that ranks compare. ``operator`` names the function that the user calls."""
     check_schedule(schedule)
     check_tensors(gates, tokens, initial, cu_seqlens)
     gates, tokens, _, _, options = normalised(gates, tokens, None, None, options)
@@ -259,7 +262,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """The values, checked but for the last one."""
+    """The values of ``cu_seqlens``. They are checked, except that the last one is the number of steps of all ranks."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -275,7 +278,8 @@ def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
 
 
 def compared(bounds: tuple[int, ...] | None) -> tuple[tuple[int, ...], int, str]:
-    """Of terms: no local numbers, a number that is another for other bounds, and what it is of."""
+    """The fields ``local``, ``number`` and ``spelled`` of the terms of a call with these bounds: no local numbers, a digest of
+    the bounds, and the bounds in words."""
     if bounds is None:
         return (), 0, ""
     number = int.from_bytes(blake2b(repr(bounds).encode(), digest_size=7).digest(), "little")
@@ -289,17 +293,17 @@ def compared(bounds: tuple[int, ...] | None) -> tuple[tuple[int, ...], int, str]
 class _Agreed(NamedTuple):
     run: Run
     rows: Tensor | None
-    wants: int  # of all ranks, as far as they are known
+    wants: int  # gradients that any rank wants, as far as this rank knows
 
 
 def _agreed(members: Members, call: Call) -> _Agreed:
-    """What the ranks make of the call, with their rows in "reduce"."""
+    """Agree with the other ranks on the call and its schedule. With "reduce", also exchange the summaries."""
     memory, device = groups.session(members).agreed, call.tokens.device
     pieces, local, terms = memory.get(call.terms.kind), None, call.terms
-    # Whether a rank without gradients has to record waits for what the others say.
+    # A rank that wants no gradients has to record a backward pass if another rank wants some, so it reads the headers.
     unsure = torch.is_grad_enabled() and not call.wants
     if pieces is None or pieces or call.bounds is not None:
-        # The rows depend on lengths, or on what is not decided yet; or there are none.
+        # A summary needs all ranks' lengths (packed), or the schedule is not known yet, or it is "pass", without summaries.
         read = pieces is None or call.bounds is not None or unsure
         local = groups.open_call(members, terms, device, read=read).local
         lengths = [numbers[0] for numbers in local or ()]
@@ -333,7 +337,7 @@ def _agreed(members: Members, call: Call) -> _Agreed:
                 row = run.forward_row(call.gates.detach(), call.tokens.detach())
         except Exception as error:
             said = error
-        # So does what is gathered after the rows.
+        # A collective after this one needs headers that were read.
         more = call.options.final and call.bounds is not None
         opened = groups.open_call(members, said, device, row, read=more or unsure)
         gathered, local = opened.rows, opened.local or local
@@ -344,14 +348,14 @@ def _agreed(members: Members, call: Call) -> _Agreed:
 
 
 def _decided(members: Members, call: Call, lengths: list[int]) -> int:
-    """The pieces of "pass", or 0, as the first rank says: machines may differ."""
+    """The number of pieces of "pass", or 0 for "reduce". The first rank's choice counts, as machines may differ."""
     mine = pieces_of(choice(members, call, lengths))
     terms = Terms(f"the schedule of {call.terms.operator}", call.terms.common, (mine,))
     return int(groups.agree(members, terms, call.tokens.device)[0][0])
 
 
 def choice(members: Members, call: Call, lengths: Sequence[int]) -> Choice:
-    """Of the schedule, with its reasons, as this rank sees it."""
+    """This rank's choice of the schedule, with its reasons."""
     tokens, dim = call.tokens, call.options.dim
     given = call.schedule, members, lengths, tokens.shape, dim, tokens.dtype, tokens.device
     return choice_of(*given, recorded=torch.is_grad_enabled())
@@ -361,12 +365,12 @@ def choice(members: Members, call: Call, lengths: Sequence[int]) -> Choice:
 
 
 def scan(members: Members, call: Call) -> tuple[Tensor, Tensor | None]:
-    """States and, if wanted, the final state; every rank has to call this."""
+    """The states, and if wanted the final state. Every rank has to call this."""
     run, gathered, wants = _agreed(members, call)
     if not wants or not torch.is_grad_enabled():
         with torch.no_grad():
             return run.forward(call.gates, call.tokens, call.initial, gathered)[:2]
-    # Where no tensor of this rank requires a gradient, its part of the backward pass has to run all the same.
+    # If no tensor of this rank requires a gradient, this makes autograd run the rank's backward pass all the same.
     anchor = None if call.wants else torch.zeros((), requires_grad=True)
     keep = bool(wants & _GATES)
     inputs = call.gates, call.tokens, call.initial, anchor
@@ -374,7 +378,7 @@ def scan(members: Members, call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 class _LinearScan(torch.autograd.Function):
-    """Saves gates, and states and what entered them if gates want a gradient on any rank."""
+    """Saves gates. If any rank wants the gradient of gates, also saves states and the states that the part started from."""
 
     @staticmethod
     def forward(

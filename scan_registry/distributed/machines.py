@@ -1,8 +1,7 @@
-"""What a cost model has to know of the machines that a group runs on: how fast memory streams, and what a message takes.
+"""The numbers of a machine that the cost model needs: memory bandwidth, and the costs of messages and launches.
 
-Every rank of a group has to hold the same machine, or ranks choose differently and wait for each other. So defaults go
-by what a group agrees on, and what is measured is agreed on among the ranks (``scan_registry.distributed.measure``).
-Nothing here imports torch.
+The defaults are in ``MACHINES``. ``scan_registry.distributed.measure`` measures a group, with the same result on every rank.
+If ranks have different machines, the first rank's choice of a schedule counts. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a group runs. Times are seconds, and rates are bytes per second.
+    """The machine that a group runs on. Times are in seconds, and rates in bytes per second.
 
-    name            in words
-    memory          what one rank streams: reads and writes of a large elementwise operation
-    call            what an all-gather costs besides its hops: its kernel's start, and handing over to it and back
-    send            the same of a message to the next rank
-    piece           what a piece of "pass" costs a rank besides its bytes: launches, a receive and a send
-    launch          what a kernel takes that has next to no bytes
-    hop             of a message to the next rank of the same node
-    link            between two ranks of the same node, in one direction
-    far_hop         of a message to a rank of another node
-    far_link        between two ranks of different nodes, in one direction
+    name            description in words
+    memory          memory bandwidth of one rank: reads and writes of a large elementwise operation
+    call            fixed time of an all-gather besides its hops: its kernel's start, and the synchronization of streams
+    send            fixed time of a message to the next rank
+    piece           fixed time of a piece of "pass" on a rank, without its bytes: launches, a receive and a send
+    launch          time of a kernel that moves next to no bytes
+    hop             latency of a message to the next rank of the same node
+    link            bandwidth between two ranks of the same node, in one direction
+    far_hop         latency of a message to a rank of another node
+    far_link        bandwidth between two ranks of different nodes, in one direction
     ranks_per_node  how many ranks share a node; ranks are numbered node by node
     source          where the numbers are from
     """
@@ -51,19 +50,19 @@ class Machine:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted is more than 0")
 
     def __str__(self) -> str:
-        """All numbers, for ranks to compare."""
+        """The name and all numbers."""
         numbers = [f"{value:.4g}" for value in vars(self).values() if not isinstance(value, str)]
         return f"{self.name} ({' '.join(numbers)})"
 
     def nodes(self, ranks: int) -> int:
-        """How many nodes so many ranks fill."""
+        """The number of nodes that ``ranks`` ranks occupy."""
         return -(-ranks // self.ranks_per_node)
 
     def all_gather(self, ranks: int, size: float) -> float:
         """Seconds of an all-gather in which each rank gives ``size`` bytes.
 
-        That of a ring, as NCCL's own model has it (src/graph/tuning.cc, ``ncclTopoTuneModel``): ranks − 1 steps, of
-        which nodes − 1 cross nodes, and in each the bytes of one rank go over the slowest link.
+        The all-gather is a ring, as in NCCL's own model (src/graph/tuning.cc, ``ncclTopoTuneModel``). It has ranks − 1
+        steps, of which nodes − 1 cross nodes. In each step the bytes of one rank go over the slowest link.
         """
         if ranks < 2:
             return 0.0
@@ -72,8 +71,8 @@ class Machine:
         return self.call + hops + (ranks - 1) * size / (self.far_link if far else self.link)
 
     def passing(self, ranks: int, size: float) -> float:
-        """Seconds that a message of ``size`` bytes takes from the first rank through all others to the last, each of
-        which sends it on with a call of its own."""
+        """Seconds that a message of ``size`` bytes takes from the first rank through all others to the last. Each rank
+        sends it to the next rank by a call of its own."""
         if ranks < 2:
             return 0.0
         far = self.nodes(ranks) - 1
@@ -129,8 +128,8 @@ def default(device: str, name: str = "", *, ranks_per_node: int = 0) -> Machine:
     """The machine to assume where nothing was measured.
 
     device          "cuda" or "cpu"
-    name            the GPU's, such as "NVIDIA H100 PCIe"; one with PCIe in it is taken to have no NVLink
-    ranks_per_node  how many of the group's ranks share a node; 0 where that is unknown: as the machine states
+    name            name of the GPU, such as "NVIDIA H100 PCIe"; a GPU with PCIe in its name is taken to have no NVLink
+    ranks_per_node  how many of the group's ranks share a node; 0 if unknown, for the machine's own number
     """
     if device != "cuda":
         found = MACHINES["cpu"]

@@ -1,7 +1,8 @@
-"""Where a rank's part of time lies among packed sequences: what enters it, what leaves it, and who takes part in that.
+"""Where a rank's part of time lies among packed sequences.
 
-Pure arithmetic on bounds and lengths. A recurrence that runs backward in time is one that runs forward in mirrored time, so
-only the forward one is thought through here.
+The module computes which sequences continue from an earlier part or into a later one, and which ranks hold them. It is pure
+arithmetic on bounds and lengths. A scan in reverse is a forward scan in mirrored time, so the code treats forward scans and
+mirrors the result.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-#: Steps of a part, from the first to the one after the last, in the part's own numbers.
+#: A range of steps: the first, and the one after the last, counted from the beginning of the part.
 Steps = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of the time. Positions count ranks in the order in which they are scanned.
+    """One rank's part of time. A position is a rank's place in scan order.
 
-    position  this rank's
-    enters    the sequence whose state, of a step before this part, enters it; None if a sequence begins with the part
-    leaves    the sequence whose state leaves it for the next part; None if a sequence ends with the part
-    tail      the steps of ``leaves`` here; None for all steps, whatever their number
-    head      the steps of ``enters`` here; None for all steps
-    earlier   positions whose steps lead from the beginning of ``enters`` to this part
-    later     positions whose steps lead from this part to the end of ``leaves``
-    begins    sequences whose first step is here; the first position has the empty ones
-    ends      sequences whose last step is here; the first position has the empty ones
-    bounds    of the sequences in this part, in its own numbers; None where nothing is packed
+    position  this rank's position
+    enters    the sequence that continues from the part before, whose state enters this part; None if there is none
+    leaves    the sequence that continues in the next part, whose state leaves this part; None if there is none
+    tail      the steps of ``leaves`` in this part; None for all steps
+    head      the steps of ``enters`` in this part; None for all steps
+    earlier   positions before this one that hold steps of ``enters``
+    later     positions after this one that hold steps of ``leaves``
+    begins    sequences whose first step is in this part; the first position also has all empty sequences
+    ends      sequences whose last step is in this part; the first position also has all empty sequences
+    bounds    bounds of the sequences in this part, counted from its beginning; None where nothing is packed
     """
 
     position: int
@@ -44,7 +45,7 @@ class Part:
 
 
 def whole(position: int, ranks: int) -> Part:
-    """The part of one sequence that all ranks share, of whatever lengths."""
+    """The part at this position of one sequence that is cut between all ranks, for parts of any lengths."""
     first, last = position == 0, position == ranks - 1
     return Part(
         position,
@@ -60,7 +61,7 @@ def whole(position: int, ranks: int) -> Part:
 
 
 def packed(bounds: Sequence[int], lengths: Sequence[int], rank: int, reverse: bool) -> Part:
-    """The part of a rank among sequences that are packed along the time of all ranks.
+    """The part of a rank, with sequences that are packed along the time of all ranks.
 
     ``bounds`` rise from 0 to the sum of the ranks' ``lengths``.
     """

@@ -1,8 +1,9 @@
-"""What parts of a sequence tell each other: two rows a channel, the affine map of a stretch of steps.
+"""Summaries of a range of steps: the affine map from the state before the steps to the state after them.
 
-Forward, the state after a stretch is ``product * state_before + state_from_zero``. Backward, with h[t] the gradient that
-reaches the state before step t, h[t] = conj(gates[t]) * (grad[t] + h[t+1]) is a recurrence of the same kind against the forward
-one, and the gradient that reaches the state before a stretch is ``product * gradient_behind + gradient_from_zero``.
+A summary is two values for each channel; a *row* is a rank's summary as one vector. Forward, the state after the steps is
+``product * state_before + state_from_zero``. Backward, let h[t] be the gradient that reaches the state before step t. Then
+h[t] = conj(gates[t]) * (grad[t] + h[t+1]) is a linear recurrence in the opposite direction, and the gradient that reaches the
+state before the steps is ``product * gradient_behind + gradient_from_zero``.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from scan_registry.ops.linear_scan_summary import linear_scan_summary
 
 
 def cut(x: Tensor, dim: int, begin: int, count: int) -> Tensor:
-    """Some steps; all of what does not change with time. ``dim`` is negative."""
+    """``count`` elements of ``x`` along ``dim``, from ``begin`` on. ``x`` itself if it broadcasts along ``dim``, which is
+    negative."""
     if x.dim() < -dim or x.shape[dim] == 1 or (begin == 0 and x.shape[dim] == count):
         return x
     return x.narrow(dim, begin, count)
 
 
 def _stretch(gates: Tensor, tokens: Tensor, dim: int, steps: Steps | None) -> tuple[Tensor, Tensor]:
-    """The gates and tokens of a stretch. Gates of one step for all of them stay so."""
+    """The gates and tokens of a range of steps. Gates that broadcast along time are not cut."""
     time = tokens.shape[dim]
     begin, end = (0, time) if steps is None else steps
     inputs = tokens if end - begin == time else tokens.narrow(dim, begin, end - begin)
@@ -36,7 +38,7 @@ def _stretch(gates: Tensor, tokens: Tensor, dim: int, steps: Steps | None) -> tu
 def forward_row(
     gates: Tensor, tokens: Tensor, dim: int, reverse: bool, backend: Any, steps: Steps | None
 ) -> Tensor:
-    """Of ``steps``, all unless given: the product and the last state from zero, one after the other."""
+    """The summary of ``steps`` (all steps if None) as one vector: the products of gates, then the last states from zero."""
     gates, tokens = _stretch(gates, tokens, dim, steps)
     summary = linear_scan_summary(gates, tokens, dim=dim, reverse=reverse, backend=backend)
     return torch.cat([each.reshape(-1) for each in summary])
@@ -45,10 +47,11 @@ def forward_row(
 def backward_row(
     gates: Tensor, grad: Tensor, dim: int, reverse: bool, backend: Any, steps: Steps | None
 ) -> Tensor:
-    """Of ``steps``: the product and the gradient before them from zero behind, with ``grad`` that of states.
+    """The backward summary of ``steps`` (all steps if None) as one vector. ``grad`` is the gradient of the states.
 
-    The sums λ[t] = grad[t] + conj(gates[t+1]) * λ[t+1] are a recurrence whose gates lie a step further, so that nothing has
-    to be multiplied first: the summary reads gates and gradients where they lie.
+    The vector holds the products of gates, then the gradients before the steps if the gradient behind them is zero. They are
+    computed from the recurrence λ[t] = grad[t] + conj(gates[t+1]) * λ[t+1]. It needs no product of gates and gradients in
+    advance: its kernel reads both tensors in place, with gates shifted by one step.
     """
     gates, grad = _stretch(gates, grad, dim, steps)
     compute, count = compute_dtype(grad.dtype), grad.shape[dim]
@@ -81,9 +84,10 @@ def _step(gates: Tensor, dim: int, step: int) -> Tensor:
 def fold(
     rows: Tensor, ranks: range, before: Tensor | None, shape: tuple[int, ...]
 ) -> Tensor | None:
-    """The state of ``shape`` after the stretches of ``ranks``, in this order; ``before``, or zero if None, is the one before.
+    """The state after the steps of ``ranks``, in this order, from their summaries. Its shape is ``shape``.
 
-    ``rows`` are all ranks', (ranks, 2 · elements). None is zero.
+    ``rows`` are all ranks' summaries, (ranks, 2 · elements). ``before`` is the state before the steps. None is a state of zero,
+    as an argument and as a result.
     """
     if not ranks:
         return before

@@ -1,11 +1,12 @@
-"""The two schedules of ``linear_scan``, forward and backward, on what a rank has.
+"""The two schedules of ``linear_scan`` on one rank, forward and backward.
 
-"reduce"  Each rank summarizes its part and one exchange brings all summaries to all ranks, so that each knows the state
-          that its part starts from, and scans. Backward the same, the other way round.
-"pass"    Each rank scans its channels in pieces. A piece starts when the rank before has sent its last state, and sends
-          its own as soon as it is done. Backward the gradients are passed on, the other way round.
+"reduce"  Each rank computes a summary of its part. One all-gather brings all summaries to all ranks. From the summaries
+          each rank computes the state that its part starts from, and scans.
+"pass"    Each rank scans its channels in pieces. A piece starts when the state before it has come from the rank before.
+          As soon as the piece is done, its last state goes to the next rank.
 
-Nothing here is recorded for derivatives.
+The backward pass of either schedule runs from the last rank to the first, with gradients in place of states. Nothing here is
+recorded for derivatives.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from scan_registry.kernels.linear_scan.reference import compute_dtype, state_sha
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.derivatives import first_derivative, scan
 
-#: Of gates, tokens and the initial state.
+#: The gradients of gates, tokens and the initial state.
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
@@ -37,11 +38,11 @@ Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 class Run:
     """A call that the ranks agreed on.
 
-    options  of the scan; ``final`` is whether the caller wants the final state
-    shape    of this rank's states
-    pieces   of "pass"; 0 is "reduce"
-    number   of the call, for its backward pass
-    bounds   of the sequences in this part; None where nothing is packed
+    options  options of the scan; ``final`` is whether the caller wants the final state
+    shape    shape of this rank's states
+    pieces   number of pieces of "pass", or 0 for "reduce"
+    number   number of the call; ranks compare it in the backward pass
+    bounds   bounds of the sequences in this part; None where nothing is packed
     """
 
     members: Members
@@ -71,20 +72,20 @@ class Run:
         return None if self.part.bounds is None else len(self.part.bounds) - 1
 
     def _ranks(self, positions: range) -> range:
-        """The ranks at these positions, in the same order."""
+        """The ranks at these positions of the scan, in the same order."""
         if not self.options.reverse:
             return positions
         last = self.members.size - 1
         return range(last - positions.start, last - positions.stop, -positions.step)
 
     def _neighbour(self, step: int) -> int:
-        """The rank so many positions further, which there is."""
+        """The rank ``step`` positions further in scan order. The caller makes sure that there is one."""
         return self.members.rank + (-step if self.options.reverse else step)
 
     # --- States of one sequence and of all ---------------------------------------------------
 
     def of_sequence(self, states: Tensor | None, sequence: int | None) -> Tensor | None:
-        """The state of one sequence among those of all."""
+        """The state of one sequence, out of the states of all packed sequences."""
         if states is None or self.sequences is None or sequence is None:
             return states
         return states.select(self.options.dim, sequence)
@@ -92,7 +93,7 @@ class Run:
     def with_sequence(
         self, states: Tensor | None, sequence: int | None, state: Tensor | None
     ) -> Tensor | None:
-        """All states, that of one sequence replaced. None is zero, for both."""
+        """The states of all sequences, with that of one sequence replaced. None stands for zero in ``states`` and ``state``."""
         if sequence is None:
             return states
         if self.sequences is None:
@@ -113,7 +114,8 @@ class Run:
         return states
 
     def only(self, states: Tensor, sequences: tuple[int, ...]) -> Tensor:
-        """States, zero but for those of some sequences; where nothing is packed, for all or none."""
+        """The states of ``sequences``, and zero for the others. Where nothing is packed, the state is kept if ``sequences`` is
+        not empty."""
         if self.sequences is None:
             return states if sequences else torch.zeros_like(states)
         kept = torch.zeros(self.sequences, dtype=torch.bool)
@@ -125,15 +127,15 @@ class Run:
     # --- Forward -----------------------------------------------------------------------------
 
     def forward_row(self, gates: Tensor, tokens: Tensor) -> Tensor:
-        """What this rank tells the others in "reduce"."""
+        """This rank's summary, which it sends to the others in "reduce"."""
         dim, reverse, _, backend = self.options
         return rows.forward_row(gates, tokens, dim, reverse, _summary(backend), self.part.tail)
 
     def forward(
         self, gates: Tensor, tokens: Tensor, initial: Tensor | None, gathered: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The states, the final state if it is wanted, and the states that this part started from; ``gathered`` are all
-        ranks' rows, in "reduce"."""
+        """The states, the final state if it is wanted, and the states that this part started from. ``gathered`` are all
+        ranks' summaries in "reduce", and None in "pass"."""
         part = self.part
         if gathered is None:
             states, last, entered = self._pass_forward(gates, tokens, initial)
@@ -189,7 +191,7 @@ class Run:
     def _receive(
         self, device: torch.device, pieces: Sequence[Piece], sequence: int | None, step: int
     ) -> Iterator[groups.Incoming]:
-        """What comes from the rank so many positions further, if a sequence does."""
+        """The states that come from the rank ``step`` positions further; none if ``sequence`` is None."""
         if sequence is None:
             return iter(())
         source = self._neighbour(step)
@@ -201,7 +203,7 @@ class Run:
         return groups.begun(coming, passes_on is not None)
 
     def _shape(self, piece: Piece) -> list[int]:
-        """Of one sequence's state in a piece."""
+        """The shape of one sequence's state in a piece."""
         shape = [*self.one_state]
         if piece.axis is not None:
             shape[self.axis_of_state()] = piece.count
@@ -223,8 +225,8 @@ class Run:
         last_grad: Tensor | None,
         wanted: tuple[bool, bool, bool],
     ) -> Gradients:
-        """The gradients that are wanted on this rank. Every rank has to call this; the final state's gradient is summed
-        over ranks, and that of the initial state is there where it enters, zero elsewhere."""
+        """The gradients that are wanted on this rank. Every rank has to call this. The ranks' gradients of the final state
+        are summed. The gradient of the initial state is zero on ranks where no sequence's scan starts."""
         part, members = self.part, self.members
         groups.check_unread(members, wait=True)
         dim, reverse, final, backend = self.options
@@ -237,7 +239,7 @@ class Run:
                 )
             except Exception as error:
                 terms = error
-        # What is gathered after the opening waits for what the others say.
+        # A collective after the opening needs headers that were read.
         read = self.bounds is not None or (final and not self.pieces)
         opened = groups.open_call(members, terms, states_grad.device, row, read=read)
         if final:
@@ -284,7 +286,7 @@ class Run:
         of_gates, of_tokens, initials = None, None, []
         broadcast = gates.shape != states_grad.shape
         if wanted[0]:
-            # Gates may be broadcast along what is cut: each piece then adds its part of the sum.
+            # Gates may broadcast along the dimension that is cut into pieces: each piece then adds its part of the gradient.
             of_gates = torch.empty_like(gates)
             if broadcast:
                 of_gates = torch.zeros(gates.shape, dtype=self.compute, device=gates.device)
@@ -327,16 +329,16 @@ class Run:
         return axis
 
     def axis_of_state(self) -> int:
-        """The same dimension in the state of one sequence, negative."""
+        """The dimension that is cut into pieces, in the state of one sequence; negative."""
         axis = self.axis()
         return axis if axis > self.options.dim else axis + 1
 
     def axis_of_states(self) -> int:
-        """The same in the states of all sequences."""
+        """The dimension that is cut into pieces, in the states of all sequences; negative."""
         return self.axis_of_state() if self.sequences is None else self.axis()
 
     def channels(self) -> Iterator[Piece]:
-        """The pieces; one where there is no dimension beside time."""
+        """The pieces; a single one if time is the only dimension."""
         if len(self.shape) == 1:
             yield Piece(None, 0, 0, 1)
             return
@@ -349,7 +351,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some channels; all of them where there is no axis."""
+    """A range of channels; all channels if ``axis`` is None."""
 
     axis: int | None
     axis_of_states: int
@@ -357,11 +359,11 @@ class Piece:
     count: int
 
     def sequence(self, x: Tensor) -> Tensor:
-        """Of what has a time, or broadcasts to that."""
+        """This piece of a tensor that has the dimensions of the sequence, or broadcasts to them."""
         return x if self.axis is None else rows.cut(x, self.axis, self.begin, self.count)
 
     def state(self, x: Tensor | None) -> Tensor | None:
-        """Of states of all sequences."""
+        """This piece of the states of all sequences."""
         if x is None or self.axis is None:
             return x
         return x.narrow(self.axis_of_states, self.begin, self.count)
@@ -372,5 +374,5 @@ def _joined(pieces: list[Tensor], axis: Callable[[], int]) -> Tensor:
 
 
 def _summary(backend: str) -> Any:
-    """The backend of summaries, which no Triton kernel makes."""
+    """The backend for summaries. No Triton kernel computes summaries, so "triton" becomes "auto"."""
     return "reference" if backend == "reference" else "auto"

@@ -105,34 +105,35 @@ def selective_scan(
     return_final_state: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The output of a selective scan along a time that the ranks of a group share.
+    """The output of a selective scan along a time dimension that is cut between the ranks of a group.
 
-    The formula is that of ``scan_registry.selective_scan``. Each rank holds a contiguous part of the time, in the order of
-    ranks, of any length; 0 is one. What is said of ranks, gradients and errors in
-    ``scan_registry.distributed.linear_scan`` holds here.
+    The formula is that of ``scan_registry.selective_scan``. Each rank holds a contiguous part of time, in rank order. A part
+    may have any length, including 0. Every call passes states on from rank to rank, as the schedule "pass" of
+    ``scan_registry.distributed.linear_scan`` does. The rules for ranks and gradients are those of that function. All ranks
+    compare their arguments, and raise errors, before data is exchanged.
 
     Args:
-        u: this rank's, as for ``scan_registry.selective_scan``.
-        delta: this rank's, like ``u``.
-        A: the same on every rank, as are ``D``, ``delta_bias``, and ``B`` and ``C`` that do not change with time; the sum
-            of the ranks' gradients is theirs.
-        B: this rank's, as for ``scan_registry.selective_scan``.
-        C: this rank's, as for ``scan_registry.selective_scan``.
+        u: this rank's part, as for ``scan_registry.selective_scan``.
+        delta: this rank's part, like ``u``.
+        A: the same on every rank, as are ``D``, ``delta_bias``, and ``B`` and ``C`` if they do not change with time. The sum
+            of the ranks' gradients is the gradient of such a tensor.
+        B: this rank's part, as for ``scan_registry.selective_scan``.
+        C: this rank's part, as for ``scan_registry.selective_scan``.
         D: as for ``scan_registry.selective_scan``.
-        z: this rank's, like ``u``, or None for no gate.
+        z: this rank's part, like ``u``, or None for no gate.
         delta_bias: as for ``scan_registry.selective_scan``.
         delta_softplus: as for ``scan_registry.selective_scan``.
         initial_state: the state before the whole sequence, (batch, Dm, N), or before each packed one, (batch, sequences, Dm,
-            N). Every rank passes the same values, or every rank None. Its gradient is on the rank where a state enters the
-            scan, and zero on the others.
+            N). Every rank passes the same values, or every rank None; the values are not compared. The gradient is nonzero
+            only on the rank at which a sequence's scan starts.
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         cu_seqlens: bounds along the time of all ranks, as for ``scan_registry.distributed.linear_scan``.
-        return_final_state: return the state after the last step, too, or that of each packed sequence.
+        return_final_state: also return the state after the last step, or that of each packed sequence.
         backend: as for ``scan_registry.selective_scan``.
 
     Returns:
         This rank's output, in the dtype of ``u``, and if asked for the final state, which is the same on every rank.
-        Differentiable in all tensors, once.
+        Differentiable once, in all floating-point and complex tensors.
 
     Raises:
         TypeError: as for ``scan_registry.selective_scan``, or the group is of another type.
@@ -183,14 +184,14 @@ def _selective_scan(
     return (out, last) if final else out
 
 
-# A graph of torch.compile ends before a call, and the next begins behind it.
+# torch.compile breaks the graph at this call.
 _untraced = _disable_dynamo(_selective_scan)
 
 
 def _prepared(
     tensors: tuple[Any, ...], cu_seqlens: Any, softplus: Any, final: Any, backend: Any
 ) -> tuple[Arguments, tuple[int, ...] | None, Terms]:
-    """The checked arguments, bounds along the time of all ranks, and what is compared."""
+    """The checked arguments, the bounds along the time of all ranks, and the terms that ranks compare."""
     as_bool("return_final_state", final)
     u, delta, A, B, C, D, z, delta_bias, initial = tensors
     given = normalised(u, delta, A, B, C, D, z, delta_bias, None, None, softplus, backend)

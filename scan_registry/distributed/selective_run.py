@@ -1,7 +1,8 @@
-"""How a selective scan over ranks runs: pieces of channels, forward and backward.
+"""The forward and backward pass of a selective scan over ranks, in pieces of channels.
 
-A piece starts when the rank before has sent its last state, and sends its own as soon as it is done. A summary, as in
-``linear_scan``, would cost as much as the scan. Backward the gradients of states are passed on, the other way round.
+A piece starts when the state before it has come from the rank before. As soon as the piece is done, its last state goes to the
+next rank. The backward pass sends gradients of states from the last rank to the first. There is no schedule "reduce", as a
+summary would cost as much as the scan.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 from scan_registry.ops.selective_scan_derivatives import first_derivative
 
-#: Pieces for each rank but the first: of N ranks, a pass takes 1 + 1 / this times an N-th of one rank's time.
+#: A call has ``PIECES`` · (ranks − 1) pieces, at most ``MOST``. Without fixed costs, the pipeline then takes 1 + 1 / ``PIECES``
+#: times as long as one rank's part alone.
 PIECES, MOST = 4, 64
 
 _DIFFERENTIABLE = 9
@@ -34,7 +36,7 @@ _DIFFERENTIABLE = 9
 
 
 class Piece(NamedTuple):
-    """Channels from ``begin`` on, of so many in all."""
+    """``width`` channels from ``begin`` on, of ``channels`` in all."""
 
     begin: int
     width: int
@@ -44,7 +46,7 @@ class Piece(NamedTuple):
         return None if x is None else x.narrow(-2, self.begin, self.width)
 
     def places(self, given: Arguments) -> Iterator[Tensor | None]:
-        """The piece of each tensor in a tuple that is like the arguments; without the bounds."""
+        """The piece of each tensor of ``given``, which may hold arguments or their gradients. The bounds are left out."""
         for name, x in zip(Arguments._fields[:_DIFFERENTIABLE], given, strict=False):
             if x is None or name == "initial_state":
                 yield self.state(x)
@@ -64,7 +66,7 @@ class Piece(NamedTuple):
 
 
 def _pieces(given: Arguments, ranks: int) -> list[Piece]:
-    """Of whole groups of channels."""
+    """The pieces, each of whole groups of channels."""
     channels = given.u.shape[1]
     unit = math.lcm(
         *(channels // x.shape[1] for x in (given.B, given.C) if x.dim() == 4 and x.shape[1] > 1)
@@ -78,12 +80,12 @@ def _pieces(given: Arguments, ranks: int) -> list[Piece]:
 
 
 def _is_shared(x: Tensor) -> bool:
-    """Whether it is a B or C of all channels, or a gradient of one: each piece has its part of the sum."""
+    """Whether all channels share this B or C. Each piece then has a part of its gradient."""
     return x.dim() == 4 and x.shape[1] == 1
 
 
 def _room(x: Tensor) -> Tensor:
-    """For the gradient of an argument."""
+    """Memory for the gradient of an argument; zeros if pieces add to it."""
     if not _is_shared(x):
         return torch.empty_like(x)
     return torch.zeros(x.shape, dtype=reference.compute_dtype(x.dtype), device=x.device)
@@ -109,7 +111,7 @@ class Run:
         return states if self.part.bounds is None else states.select(1, sequence)
 
     def _with(self, states: Tensor | None, sequence: int, state: Tensor) -> Tensor:
-        """All states, that of one sequence replaced."""
+        """The states of all sequences, with that of one sequence replaced."""
         if self.part.bounds is None:
             return state
         if states is None:
@@ -121,7 +123,7 @@ class Run:
         return states
 
     def _only(self, states: Tensor, sequences: tuple[int, ...]) -> Tensor:
-        """States, zero but for those of some sequences."""
+        """The states of ``sequences``, and zero for the others."""
         if self.part.bounds is None:
             return states if sequences else torch.zeros_like(states)
         kept = torch.zeros(len(self.part.bounds) - 1, 1, 1, dtype=torch.bool)
@@ -131,7 +133,7 @@ class Run:
     def _receive(
         self, given: Arguments, pieces: list[Piece], sequence: int | None, step: int
     ) -> Iterator[groups.Incoming]:
-        """What comes from a neighbour, if a sequence does."""
+        """The states that come from the neighbour ``step`` ranks further; none if ``sequence`` is None."""
         if sequence is None:
             return iter(())
         members, device, (batch, _, _) = self.members, given.u.device, given.u.shape
@@ -149,7 +151,7 @@ class Run:
     def forward(
         self, given: Arguments, training: bool
     ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor | None, Tensor]]]:
-        """The output, the final state if it is wanted, and for each piece what entered and what a backward pass needs."""
+        """The output, the final state if it is wanted, and each piece's initial states and checkpoints for backward."""
         part, members = self.part, self.members
         out, lasts, kept = torch.empty_like(given.u), [], []
         pieces = _pieces(given, members.size)
@@ -246,7 +248,7 @@ class Run:
 
 
 class SelectiveScan(torch.autograd.Function):
-    """Saves the arguments, and for each piece what entered it and its checkpoints."""
+    """Saves the arguments, and for each piece its initial states and its checkpoints."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""What a part of a sequence does to the state before it, for those who build a scan over ranks of their own."""
+"""``scan_summary``: the affine map of a part of a sequence, for users who write their own scan over ranks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ def scan_summary(
     reverse: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The affine map of this rank's part of a sequence, without any exchange.
+    """The affine map of this rank's part of a sequence, from the state before the part to the state after it.
 
-    The state after the part is ``product * state_before + state_from_zero``. A part of no steps has the map 1 and 0. Maps of
-    parts that follow one another compose: the second after the first is ``(p2 * p1, p2 * s1 + s2)``, which is itself the
-    recurrence that ``scan_registry.linear_scan`` computes. So of the gathered maps of all ranks, in the order of the scan, the
-    state after each part is ``linear_scan(products, states, initial_state, dim=0)``.
+    The function does not communicate. The state after the part is ``product * state_before + state_from_zero``. A part without
+    steps has the map 1 and 0. The maps of two parts in a row, ``(p1, s1)`` and then ``(p2, s2)``, compose to
+    ``(p2 * p1, p2 * s1 + s2)``. ``scan_registry.linear_scan`` computes the same recurrence: if ``products`` and ``states`` are
+    the gathered maps of all ranks, stacked in scan order, the states after each part are
+    ``linear_scan(products, states, initial_state, dim=0)``.
 
     Args:
-        gates: this rank's, as for ``scan_registry.linear_scan``.
-        tokens: this rank's, as for ``scan_registry.linear_scan``.
+        gates: this rank's part, as for ``scan_registry.linear_scan``.
+        tokens: this rank's part, as for ``scan_registry.linear_scan``.
         dim: the time dimension.
-        reverse: of x[t] = gates[t] * x[t+1] + tokens[t].
+        reverse: the map of x[t] = gates[t] * x[t+1] + tokens[t] instead.
         backend: as for ``scan_registry.linear_scan_summary``.
 
     Returns:
-        The product of the gates, and the last state from a state of zero: both in the shape of a state, that of ``tokens``
-        without ``dim``, and in float32, or float64 or complex64 for such tokens. Differentiable, any number of times.
+        The product of the gates, and the last state of a scan that starts from zero. Both have the shape of ``tokens`` without
+        ``dim``. Both are float32, or float64 or complex64 if ``tokens`` are. Differentiable any number of times.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.

@@ -1,7 +1,7 @@
-"""The public functions on DTensors that are sharded along time: on their local parts, the functions of this package.
+"""The public functions on DTensors that are sharded along time.
 
-A rule for an operator could not do so, since it is below autograd, and the backward pass is another exchange. So the public
-functions look here first.
+They call the functions of ``scan_registry.distributed`` on the local parts. The dispatch rules of ``dtensor`` cannot do this:
+they run below autograd, and the backward pass needs an exchange of its own. So the public functions call this module first.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ __all__ = ["call"]
 
 
 class Request(NamedTuple):
-    """A call that is understood.
+    """A call that a function of ``scan_registry.distributed`` supports.
 
-    layout    of its tensors and results, time among the letters
-    function  computes the results of local tensors and a group
+    layout    layout of its tensors and results, with a letter for time
+    function  computes the results from local tensors and a group
     """
 
     layout: Layout
     function: Callable[..., Any]
 
 
-#: The tensors of a call, and its options, as a request; None for one that no function of this package takes.
+#: Makes a request from the tensors and options of a call; None if no function of ``scan_registry.distributed`` supports it.
 Reader = Callable[[Sequence[Any], Sequence[Any]], "Request | None"]
 
 
 def call(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    """The results of the public function, of tensors among which there are DTensors; None if none of these is sharded
-    along time."""
+    """The results of the public function for tensors among which there are DTensors. None if no DTensor is sharded along
+    time, or if no function of ``scan_registry.distributed`` supports the call."""
     if not all(each is None or isinstance(each, Tensor) for each in tensors):
-        return None  # the public function names what is not accepted
+        return None  # the public function raises the error
     if any(each is None for each in tensors[: _REQUIRED[name]]) or name not in distributed.__all__:
         return None
     dimensions = _TIMES[name](tensors, options)
@@ -58,7 +58,7 @@ def call(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
 
 @_disable_dynamo
 def _run(name: str, tensors: Sequence[Any], options: Sequence[Any], place: int) -> Any:
-    """Time is sharded over dimension ``place`` of the mesh."""
+    """The results of a call whose time is sharded over dimension ``place`` of the mesh, or None as in ``call``."""
     mesh = dtensor.mesh_of(name, tensors)
     request = _READERS[name](tensors, options)
     if request is None:
@@ -90,7 +90,7 @@ def _run(name: str, tensors: Sequence[Any], options: Sequence[Any], place: int) 
 
 
 def _local(tensor: Tensor, mesh: DeviceMesh, letters: str, chosen: Sequence[str]) -> Tensor:
-    """A rank's part. Its gradient is a summand over the shards of a letter that the tensor lacks."""
+    """A rank's part. If a letter is sharded that the tensor lacks, the part's gradient is ``Partial``."""
     placements = [dtensor.argument(letters, letter) for letter in chosen]
     gradients: list[Placement] = [
         Partial() if letter and now.is_replicate() else now
@@ -101,7 +101,8 @@ def _local(tensor: Tensor, mesh: DeviceMesh, letters: str, chosen: Sequence[str]
 
 
 class _Once(torch.autograd.Function):
-    """What all ranks have. They have its whole gradient, too, of which one takes all."""
+    """A result that is the same on all ranks. All ranks have its whole gradient, so only one rank passes it on: the function
+    below sums over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, takes: bool) -> Tensor:
@@ -117,7 +118,7 @@ class _Once(torch.autograd.Function):
 
 
 def _linear_times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | None]:
-    """The dimension of time in each tensor; None where there is none."""
+    """The time dimension of each tensor; None for a tensor without time."""
     gates, tokens, *_, reset = tensors
     rank, dim = max(gates.dim(), tokens.dim()), options[0]
     back = dim if dim < 0 else dim - rank
@@ -162,7 +163,7 @@ def _public(name: str) -> Callable[..., Any]:
 
 
 def _both(function: Callable[..., Any], final: bool) -> Callable[..., Any]:
-    """With None in the place of a final state that is not asked for."""
+    """The function with two results: None in place of a final state that is not asked for."""
 
     def call(*args: Any) -> Any:
         made = function(*args)
@@ -225,7 +226,7 @@ def _selective(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None
     whole: dict[str, int] = {}
     projections = [layouts.projection(each, whole, TIME) for each in (B, C)]
     if A.is_complex() and any(TIME in each for each in projections):
-        return None  # pairs of numbers, which shards of an odd length would part
+        return None  # time holds pairs of numbers, which a shard of odd length would split
     letters = ["bct", "bct", "c.", *projections, "c", "bct", "c", state, "."]
     inputs = [None if t is None else names for t, names in zip(tensors, letters, strict=True)]
 
