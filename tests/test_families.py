@@ -16,7 +16,10 @@ from scan_registry.ops import OPERATORS
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Where the parts of families are. ``csrc`` holds C, some of it their code for the CPU.
-HOMES = tuple(ROOT / "scan_registry" / name for name in ("ops", "nn", "compat", "csrc"))
+#: ``distributed`` has their operators over ranks.
+HOMES = tuple(
+    ROOT / "scan_registry" / name for name in ("ops", "nn", "compat", "csrc", "distributed")
+)
 #: Tools that work on every family; others are programs for people who work on one.
 TOOLS = ("attest.py", "tune.py", "dev.py", "compare.py", "records.py")
 #: What names families all the same, and why.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ class RankPool:
         modules = "linear", "convolution", "time_shards"
         names = [f"scan_registry.distributed.{module}" for module in modules]
         context.set_forkserver_preload(["torch.distributed", *names])
+        # The server's own sys.path begins with the working folder, whose scan_registry may be the sources.
+        here = os.getcwd()
+        os.chdir(self.folder)
+        try:
+            ensure_running()
+        finally:
+            os.chdir(here)
         self._started += 1
         store = self.folder / f"store-{self._started}"
         for rank in range(self.ranks):

@@ -70,7 +70,7 @@ def test_ranks_measure_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_times_both_schedules() -> None:
+def test_torchrun_times_both_schedules(tmp_path: Path) -> None:
     case = "channel_last:1,32,65:float32"
     done = subprocess.run(
         [
@@ -79,6 +79,7 @@ def test_torchrun_times_both_schedules() -> None:
             *("--device", "cpu", "--case", case, "--json"),
         ],
         env=ENVIRONMENT,
+        cwd=tmp_path,  # the working folder is imported from first
         capture_output=True,
         text=True,
         encoding="utf-8",

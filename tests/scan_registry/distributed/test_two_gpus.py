@@ -14,7 +14,7 @@ RANKS = Path(__file__).parents[2] / "support" / "nccl_ranks.py"
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_both_schedules_are_one_gpus() -> None:
+def test_both_schedules_are_one_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     done = subprocess.run(
@@ -27,6 +27,7 @@ def test_both_schedules_are_one_gpus() -> None:
             "2",
             RANKS,
         ],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         encoding="utf-8",
