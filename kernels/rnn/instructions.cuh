@@ -2,6 +2,7 @@
 // instructions of sm_80 and later.
 #pragma once
 #include "../common/approximations.cuh"
+#include "../common/prefetch.cuh"
 #include "../common/ptx.cuh"
 
 // acc += A·B, 16 × 8, for a warp. A is 16 × 16 of 16 bits, or 16 × 8 of 32: a lane holds two words of row
@@ -50,11 +51,6 @@ __device__ inline unsigned clock_cycles() {
     unsigned cycles;
     asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
     return cycles;
-}
-
-// Bring a line to the L2 cache; a hint.
-__device__ inline void prefetch(const void* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 // The GPU's own approximation, to 11 bits.

@@ -2,6 +2,7 @@
 // instructions of sm_80 and later.
 #pragma once
 #include "../common/approximations.cuh"
+#include "../common/prefetch.cuh"
 #include "../common/ptx.cuh"
 
 // acc += A·B, 16 × 8, for a warp, of numbers of which the 13 last bits are not seen. A is 16 × 8: a lane holds of row
@@ -20,11 +21,6 @@ __device__ inline float clamped_product(float a, float b) {
     float product;
     asm("mul.sat.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
     return product;
-}
-
-// Bring a line to the L2 cache; a hint.
-__device__ inline void prefetch(const void* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 // The same word, from which nothing that was computed before can be reused.

@@ -32,7 +32,8 @@ def _variants() -> Iterator[Variant]:
         if kernel.language == "cuda" and kernel.name.startswith("channel_last"):
             for variant in kernel.variants:
                 kind, dtype = variant.text("kind"), variant.text("dtype")
-                # Kinds take turns, as what is of a kind is the same in every dtype, which takes long to compile here.
+                # One dtype for each kind, in turn: each variant takes seconds to compile, and a kind's code is the
+                # same in both dtypes.
                 turn = ("bfloat16", "float32")[[*HEADERS].index(kind) % 2]
                 if dtype in (turn, "float16") and (dtype != "float16" or kind == "rg_lru"):
                     yield variant

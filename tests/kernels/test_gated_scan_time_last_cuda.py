@@ -338,7 +338,7 @@ def check(trial: Trial, found: dict[str, Tensor]) -> None:
 
 
 QUICK = (("min_gru", "bfloat16"), ("rg_lru", "float32"))
-#: Kinds take turns, as what is of a kind is the same in every dtype, which takes long to compile here.
+#: One dtype for each kind, in turn: each variant takes seconds to compile, and a kind's code is the same in both.
 IN_TURN = zip(HEADERS, cycle(("bfloat16", "float32")), strict=False)
 CHECKED = dict.fromkeys((*QUICK, *IN_TURN, ("rg_lru", "bfloat16"), ("min_lstm", "float16")))
 

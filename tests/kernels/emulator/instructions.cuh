@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "../common/approximations.cuh"
+#include "../common/prefetch.cuh"
 #include "../common/ptx.cuh"
 
 // Of a warp's product: the 16 values of a row or a column of which four lanes hold two words each.
@@ -63,7 +64,6 @@ inline unsigned clock_cycles() {
     return cycles += 100;
 }
 inline void fence() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
-inline void prefetch(const void*) {}
 
 inline float fast_tanh(float x) { return std::tanh(x); }
 inline unsigned afresh(unsigned word) { return word; }

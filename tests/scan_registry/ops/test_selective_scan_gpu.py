@@ -91,8 +91,8 @@ def results(given: dict[str, Tensor], wide: bool, **options: Any) -> list[Tensor
 
 
 def compare(given: dict[str, Tensor], tolerance: float, **options: Any) -> list[Tensor]:
-    """The gradient of A sums a product of two states' errors over all steps that these last. Where they last hundreds,
-    float32 itself is over its tolerance, so there it may be off by twice what torch's operators in float32 are."""
+    """Rounding errors of the gradient of A add up over the steps that a state lasts. In float32, where they exceed the
+    tolerance, up to twice the error of torch's own float32 operators is allowed. All else is held to the tolerance."""
     found = results(given, False, **options)
     options.pop("backend", None)
     names = ["out", "final_state", *given]
