@@ -97,6 +97,7 @@ class Case:
     problem: GatedScanProblem
     tensors: dict[str, Tensor | None]
     expected: dict[str, Tensor]
+    terms: dict[str, Tensor]
 
     def error(self) -> float:
         """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
@@ -111,14 +112,15 @@ class Case:
             if name == "parameters_grad":
                 out = out.double().sum(0)
             among = self.expected.get(_SEQUENCE_OF.get(name, ""))
-            found[name] = relative_error(out, expected, among)
+            found[name] = relative_error(out, expected, among, self.terms.get(name))
         return found
 
 
 @dataclass(frozen=True)
 class Trial:
     """Inputs of one problem in one dtype, and the results in float64. Sequences are (batch, channels, time), states
-    (batch, channels), or (batch, channels, sequences) where sequences are packed."""
+    (batch, channels), or (batch, channels, sequences) where sequences are packed. A gradient that is a sum over steps
+    has in ``terms`` the root of the sum of its terms' squares."""
 
     shape: Shape
     kind: str
@@ -126,6 +128,7 @@ class Trial:
     dtype: str
     inputs: dict[str, Tensor | None]
     expected: dict[str, Tensor]
+    terms: dict[str, Tensor]
 
     def __str__(self) -> str:
         return f"{self.kind} {self.shape} {self.setting}".strip()
@@ -181,7 +184,7 @@ class Trial:
             alignment=common_alignment(t.data_ptr() for t in placed.values()),
             reset_batch=0 if reset is None else reset.stride(0),
         )
-        return Case(whole, tensors, expected)
+        return Case(whole, tensors, expected, self.terms)
 
     @property
     def _sequences(self) -> int:
@@ -265,7 +268,7 @@ def draw(
         "final_state_grad": final_grad,
         "offsets": offsets,
     }
-    expected = solved(kind, given, setting.reverse)
+    expected, terms = solved(kind, given, setting.reverse)
     if not setting.states:
         expected.pop("initial_state_grad")
     # The backward pass gets the states as they were rounded.
@@ -277,6 +280,7 @@ def draw(
         dtype,
         {name: None if t is None else t.to(device) for name, t in given.items()},
         {name: t.to(device) for name, t in expected.items()},
+        {name: t.to(device) for name, t in terms.items()},
     )
 
 
@@ -297,21 +301,19 @@ def _offsets(time: int) -> Tensor:
 # --- Solving ----------------------------------------------------------------------------------
 
 
-def solved(kind: Kind, given: dict[str, Tensor | None], reverse: bool) -> dict[str, Tensor]:
-    """Every output of both directions in float64, from the kernels' pointers by name. A gradient that no state before the
-    scan has is there, too."""
-    leaves = [t.double() for n in _INPUTS if (t := given.get(n)) is not None]
-    parameters = given["parameters"]
+def solved(
+    kind: Kind, given: dict[str, Tensor | None], reverse: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Every output of both directions in float64, from the kernels' pointers by name, and of those that are sums over steps
+    the root of the sum of the terms' squares. A gradient that no state before the scan has is an output, too."""
+    sequences = [t.double() for n in _INPUTS if (t := given.get(n)) is not None]
+    parameters, reset = given["parameters"], given["reset"]
+    # A parameter's copy for each step has the terms of the parameter's gradient.
     of_channels = [] if parameters is None else [*parameters.double().unbind()]
-    for leaf in (*leaves, *of_channels):
-        leaf.requires_grad_()
-    reset = given["reset"]
+    of_steps = [p[:, None].expand_as(sequences[0]).clone() for p in of_channels]
+    leaves = [leaf.requires_grad_() for leaf in (*sequences, *of_steps)]
     with torch.enable_grad():
-        gate, token = kind.gates(
-            *leaves,
-            *(p[:, None] for p in of_channels),
-            reset=None if reset is None else reset[:, None],
-        )
+        gate, token = kind.gates(*leaves, reset=None if reset is None else reset[:, None])
         gate, token = torch.broadcast_tensors(gate, token)
     scan = Scan.of(given, reverse)
     gates = gate.detach() if reset is None else gate.detach().masked_fill(reset[:, None], 0)
@@ -322,22 +324,22 @@ def solved(kind: Kind, given: dict[str, Tensor | None], reverse: bool) -> dict[s
     gate_grad = token_grad * before
     if reset is not None:
         gate_grad = gate_grad.masked_fill(reset[:, None], 0)
-    found = torch.autograd.grad(
-        (gate, token), (*leaves, *of_channels), (gate_grad, token_grad), allow_unused=True
-    )
+    found = torch.autograd.grad((gate, token), leaves, (gate_grad, token_grad), allow_unused=True)
     grads = [
         torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip((*leaves, *of_channels), found, strict=True)
+        for leaf, grad in zip(leaves, found, strict=True)
     ]
     expected = {
         "states": states,
         "final_state": final_state,
         "initial_state_grad": initial_grad,
-        **dict(zip(_INPUT_GRADS, grads[: len(leaves)], strict=False)),
+        **dict(zip(_INPUT_GRADS, grads[: len(sequences)], strict=False)),
     }
-    if of_channels:
-        expected["parameters_grad"] = torch.stack(grads[len(leaves) :])
-    return expected
+    if not of_channels:
+        return expected, {}
+    of_parameters = torch.stack(grads[len(sequences) :])
+    expected["parameters_grad"] = of_parameters.sum((1, 3))
+    return expected, {"parameters_grad": of_parameters.square().sum((1, 3)).sqrt()}
 
 
 @dataclass(frozen=True)

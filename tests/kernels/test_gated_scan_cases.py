@@ -115,3 +115,18 @@ def test_memory_with_gaps_has_strides_of_its_own_for_each_tensor() -> None:
     assert len({strides.time for strides in gaps.strides}) == len(gaps.strides)
     assert (whole.reset_batch, gaps.reset_batch) == (16, 21)
     assert (whole.inputs, whole.parameters, whole.parts) == (3, 1, 2)
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.parameters])
+def test_a_sum_over_steps_that_cancels_is_compared_with_its_terms(kind: str) -> None:
+    torch.manual_seed(0)
+    case = cases.draw((2, 3, 7), kind, cases.Setting(), "float32", "cpu").case(
+        "time_last_backward", aligned=True
+    )
+    partial, size = case.tensors["parameters_grad"], case.terms["parameters_grad"].norm()
+    assert partial is not None
+    case.expected["parameters_grad"].fill_(0)
+    for error in (1e-7, 1e-5):
+        partial.zero_()
+        partial.view(-1)[0] = error * size
+        assert case.errors()["parameters_grad"] == pytest.approx(error)

@@ -57,7 +57,7 @@ def run(problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]) -> None
     kind = next(k for k in KINDS.values() if (k.source, k.option) == (problem.kind, problem.option))
     # Operators are run below autograd, which it takes here.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        found = solved(kind, names, problem.reverse)
+        found, _ = solved(kind, names, problem.reverse)
     if problem.direction == "backward":  # the states that it gets are those that forward made
         kept = given["states"]
         assert kept is not None
