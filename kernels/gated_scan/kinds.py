@@ -126,7 +126,10 @@ def _rg_lru(
     ):  # it has no effect at a reset, and its derivative must be 0 there, even if it is NaN
         recurrence_gate = torch.where(reset, 0, recurrence_gate)
     log_gate = -RG_LRU_SCALE * recurrence_gate.sigmoid() * softplus(a_param)
-    scale = _root(-torch.expm1(2 * log_gate))
+    # 1 - gate², from log(gate) since gate may be near 1. Autograd would take the derivative of expm1 as its result plus 1, which
+    # loses the digits of a gate near 0: in the sum, expm1 gives the value alone and exp the derivative.
+    square = (2 * log_gate).exp()
+    scale = _root(square.detach() - square - torch.expm1(2 * log_gate).detach())
     if reset is not None:
         scale = torch.where(reset, 1.0, scale)
     return log_gate.exp(), scale * (input_gate.sigmoid() * x)
