@@ -15,6 +15,10 @@ logistic function and p for the pre-activation of a gate (p = Wx + R·h + b, but
 as it is; of sLSTM first whichever of e and k is not 1, k where i decides m' and −e elsewhere, so that the
 sign tells which; then log σ(f), and z and o after theirs. Narrow dtypes could not hold what the exponents
 are made of: their errors would grow with every step that k goes through.
+
+``reset`` (B, T) says before which steps the states start anew: from ``reset_states`` (states, B, N, D), or
+from zeros. The states that were there are of no account then, even if they are not finite, and get no
+gradient.
 """
 
 from __future__ import annotations
@@ -212,6 +216,8 @@ def forward(
     bias: Tensor,
     initial: Tensor | None = None,
     clips: Clips = Clips(),  # noqa: B008
+    reset: Tensor | None = None,
+    reset_states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """States (states, B, T, N, D) and cache (B, T, cache, N, D), in the dtype of ``inputs``; torch can
     differentiate it, once or more, in both modes. There must be a step."""
@@ -220,8 +226,11 @@ def forward(
     x, b = inputs.to(compute), bias.to(compute)
     weight = previous_first(recurrent.to(compute))
     now: Tensors = _initial(initial, x, len(sizes.states)).unbind(0)
+    anew = None if reset is None else _anew(reset_states, x, len(sizes.states))
     states, cache = [], []
     for t in range(time):
+        if reset is not None and anew is not None:
+            now = torch.where(_of_units(reset[:, t]), anew, torch.stack(tuple(now))).unbind(0)
         terms = torch.matmul(now[0].transpose(0, 1), weight)
         terms = terms.view(heads, batch, sizes.recurrent, dim).permute(1, 2, 0, 3)
         now, kept = step(function, x[:, t], terms, b, now, clips.forward)
@@ -242,8 +251,11 @@ def backward(
     final_grad: Tensor | None = None,
     clips: Clips = Clips(),  # noqa: B008
     cache_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """gates_grad (B, T, bias, N, D) and initial_grad (states, B, N, D), in the dtype of ``states``.
+    reset: Tensor | None = None,
+    reset_states: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """gates_grad (B, T, bias, N, D), initial_grad (states, B, N, D), and where there are ``reset_states``
+    their gradient; in the dtype of ``states``.
 
     ``states_grad`` is that of all states, or of h alone, (1, B, T, N, D); ``cache_grad`` is that of a
     cache that was differentiated, as in second derivatives. torch can differentiate this, too.
@@ -257,10 +269,14 @@ def backward(
     weight = recurrent.to(compute).permute(1, 0, 2, 3).reshape(heads, -1, dim)
     gates: list[Tensor] = []
     grads = [*_initial(final_grad, known[0], len(sizes.states)).unbind(0)]
+    anew = None if reset is None else _anew(reset_states, known[0], len(sizes.states))
+    reset_grad = None if anew is None or reset_states is None else torch.zeros_like(start)
     for t in reversed(range(time)):
         for k, grad in enumerate(given[:, :, t]):
             grads[k] = grads[k] + grad
         before = known[:, :, t - 1] if t > 0 else start
+        if reset is not None and anew is not None:
+            before = torch.where(_of_units(reset[:, t]), anew, before)
         made = step_back(
             function,
             kept[:, t].unbind(1),
@@ -275,7 +291,13 @@ def backward(
             through = gates[-1][:, : sizes.recurrent].permute(2, 0, 1, 3)
             by_r = torch.matmul(through.reshape(heads, batch, -1), weight).transpose(0, 1)
             grads[0] = grads[0] + by_r.clamp(-clips.recurrent, clips.recurrent)
-    return torch.stack(gates[::-1], 1).to(dtype), torch.stack(grads).to(dtype)
+        if reset is not None:
+            begins, all_of_them = _of_units(reset[:, t]), torch.stack(grads)
+            if reset_grad is not None:
+                reset_grad = reset_grad + torch.where(begins, all_of_them, 0)
+            grads = [*torch.where(begins, 0, all_of_them).unbind(0)]
+    made = torch.stack(gates[::-1], 1), torch.stack(grads)
+    return tuple(t.to(dtype) for t in (made if reset_grad is None else (*made, reset_grad)))
 
 
 def parameter_grads(
@@ -284,6 +306,8 @@ def parameter_grads(
     states: Tensor,
     initial: Tensor | None,
     wanted: tuple[bool, bool] = (True, True),
+    reset: Tensor | None = None,
+    reset_states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of ``inputs``, a view of ``gates_grad``; of ``recurrent``, in its dtype; and of
     ``bias``, in the dtype of the computation: these two if they are wanted."""
@@ -292,6 +316,9 @@ def parameter_grads(
     if wanted[0]:
         first = _initial(initial, states[0], 1)[0]
         before = torch.cat([first.unsqueeze(1), states[0]], 1).narrow(1, 0, gates_grad.shape[1])
+        if reset is not None:
+            anew = _anew(reset_states, states[0], 1)[0].unsqueeze(1)
+            before = torch.where(_of_units(reset), anew, before)
         recurrent = _by_head(gates_grad.narrow(2, 0, sizes.recurrent), before)
     if wanted[1]:
         bias = gates_grad.sum((0, 1), dtype=compute_dtype(gates_grad.dtype))
@@ -319,6 +346,18 @@ def previous_first(recurrent: Tensor) -> Tensor:
     """R as (N, previous, gate and new)."""
     gates, heads, dim, _ = recurrent.shape
     return recurrent.permute(1, 3, 0, 2).reshape(heads, dim, gates * dim)
+
+
+def _of_units(reset: Tensor) -> Tensor:
+    """``reset`` as it broadcasts over heads and units."""
+    return reset.unsqueeze(-1).unsqueeze(-1)
+
+
+def _anew(given: Tensor | None, like: Tensor, count: int) -> Tensor:
+    """The first ``count`` states that a reset sets: those given, (count, B, N, D), or zeros."""
+    if given is None:
+        return like.new_zeros(count, 1, 1, 1)
+    return given[:count].to(like.dtype)
 
 
 def _initial(given: Tensor | None, like: Tensor, count: int) -> Tensor:

@@ -10,10 +10,11 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn.problem import Direction, Function, RnnBackend
-from scan_registry.ops import rnn_derivatives, rnn_layout, rnn_plans
+from scan_registry.ops import rnn_derivatives, rnn_layout, rnn_plans, rnn_resets, rnn_segments
 from scan_registry.ops.rnn_arguments import (
     BACKENDS,
     Options,
+    Resets,
     clips_of,
     normalised,
 )
@@ -27,6 +28,10 @@ def rnn(
     b: Tensor | None,
     states: Tensor | None = None,
     *,
+    reset: Tensor | None = None,
+    reset_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     function: Function = "lstm",
     backend: RnnBackend = "auto",
     gradient_recurrent_cut: bool = False,
@@ -52,7 +57,18 @@ def rnn(
         R: (gates, N, D, D), the recurrent matrix of each gate and head: ``R[g, n, new, previous]``. Any D
             from 1 up.
         b: (gates, N, D); None for zeros.
-        states: (S, B, 1, N, D), the states before the first step; None for zeros.
+        states: (S, B, 1, N, D), the states before the first step; None for zeros. With ``cu_seqlens`` (S, B,
+            sequences, N, D).
+        reset: (B, T), bool: where it is True the states start anew. Those before that step then count for
+            nothing, even if they are infinite or NaN, and get no gradient from it.
+        reset_states: as ``states``: what the states are then; None for zeros. For a network that starts from
+            learned states these are the learned ones, and ``states`` those that the last call left.
+        cu_seqlens: (sequences + 1,), int32 or int64, on the device of ``Wx`` or on the CPU: where sequences
+            that are packed along time begin, and where the last one ends: 0, …, T. Sequences may be empty.
+            They run beside one another as rows of a batch, in batches of similar lengths.
+        max_seqlen: the most steps that a sequence has. With it the values of ``cu_seqlens`` are not read, so
+            the CPU does not wait for the GPU, and ``torch.compile`` has one graph. All sequences are then
+            padded to it. States of longer sequences are of no use.
         function: ``"lstm"``, ``"gru"``, ``"elman"`` or ``"slstm"``.
         backend: ``"auto"`` takes the best that this GPU has; ``"cuda_fused"`` takes all steps in one
             launch, ``"cuda_alternating"`` a product of matrices and a launch at each step, and
@@ -63,7 +79,7 @@ def rnn(
         forward_clipval: h is clipped to ± this after every step; its gradient passes as if it were not.
 
     Returns:
-        The states after each step, (S, B, T, N, D), and after the last one, (S, B, 1, N, D), in the dtype
+        The states after each step, (S, B, T, N, D), and after the last one, laid out as ``states``, in the dtype
         of ``Wx`` (autocast's, where that is on), to which R and the initial states are converted. Sums
         and the states that are carried are in float32 where that dtype is narrower. Differentiable in
         all tensors, any number of times and in both modes; the first derivative is a kernel, others
@@ -71,8 +87,8 @@ def rnn(
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
-        ValueError: a shape is not as described, devices differ, or an option is out of range; or a clip
-            or cut under ``torch.func`` or in forward mode.
+        ValueError: a shape is not as described, devices differ, or an option is out of range;
+            ``reset_states`` without ``reset``, ``max_seqlen`` without ``cu_seqlens``; or a clip or cut under ``torch.func`` or in forward mode.
         RuntimeError: a second derivative with a clip or cut, which change what the first one is.
         NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
             on this GPU; the message lists what there is.
@@ -82,7 +98,12 @@ def rnn(
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
     clips = clips_of(forward_clipval, gradient_recurrent_clipval, gradient_recurrent_cut)
-    given, options = normalised(Wx, R, b, states, function, backend, clips)
+    resets = Resets(reset, reset_states, cu_seqlens, max_seqlen)
+    given, options = normalised(Wx, R, b, states, function, backend, clips, resets)
+    if (reset is not None or resets.packed) and (
+        (cut := rnn_resets.cuts_at_resets(given, options)) or resets.packed
+    ):
+        return rnn_segments.rnn(given, options, resets, cut)
     every, last = rnn_derivatives.rnn(given, options)
     return every, last.unsqueeze(2)
 
@@ -112,6 +133,10 @@ def describe(
     b: Tensor | None,
     states: Tensor | None = None,
     *,
+    reset: Tensor | None = None,
+    reset_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     function: Function = "lstm",
     backend: RnnBackend = "auto",
     gradient_recurrent_cut: bool = False,
@@ -119,16 +144,22 @@ def describe(
     forward_clipval: float | None = None,
 ) -> dict[str, Pass]:
     """The problems that a call of ``rnn`` with these arguments poses, by direction; that of derivatives
-    only if they are asked for. Nothing is computed."""
+    only if they are asked for; of packed sequences, those of their first batch of rows, which has the longest.
+    Nothing is computed."""
     clips = clips_of(forward_clipval, gradient_recurrent_clipval, gradient_recurrent_cut)
-    given, options = normalised(Wx, R, b, states, function, backend, clips)
+    resets = Resets(reset, reset_states, cu_seqlens, max_seqlen)
+    given, options = normalised(Wx, R, b, states, function, backend, clips, resets)
     if given.inputs.numel() == 0:
         return {}
-    wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states))
+    wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states, reset_states))
+    in_rows = reset is not None or resets.packed
+    if in_rows:
+        given = given._replace(inputs=rnn_segments.first_batch(given, resets))
     tensors = rnn_plans.forward_tensors(given.inputs, function, wanted)
     padded = bool(given.inputs.shape[-1] % rnn_layout.UNITS)
-    copied = [name for name, t in given._asdict().items() if padded and t is not None]
-    if not padded and tensors["inputs"] is not given.inputs:
+    arguments = given._replace(reset=None, reset_states=None)._asdict()
+    copied = [name for name, t in arguments.items() if padded and t is not None]
+    if not padded and (in_rows or tensors["inputs"] is not given.inputs):
         copied = ["inputs"]
     passes = {"forward": Pass("forward", options, tensors, wanted, tuple(copied))}
     if wanted:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, RnnBackend, Scope
-from scan_registry.ops.arguments import as_bool, refuse_layout
+from scan_registry.ops.arguments import as_bool, as_index, check_cu_seqlens, refuse_layout
 
 BACKENDS: tuple[RnnBackend, ...] = get_args(RnnBackend)
 FUNCTIONS: tuple[Function, ...] = tuple(SIZES)
@@ -55,24 +55,50 @@ class Options(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Tensors as the operator takes them: of one dtype, but for a bias in that of the computation."""
+    """Tensors as the operator takes them: of one dtype, but for a bias in that of the computation, and
+    ``reset`` (B, T), which is bool. ``reset_states`` are like ``initial``, (states, B, N, D)."""
 
     inputs: Tensor
     recurrent: Tensor
     bias: Tensor
     initial: Tensor | None
+    reset: Tensor | None = None
+    reset_states: Tensor | None = None
+
+
+class Resets(NamedTuple):
+    """Where states start anew, and where packed sequences do, as ``rnn`` is given them."""
+
+    reset: Any = None
+    reset_states: Any = None
+    cu_seqlens: Any = None
+    max_seqlen: Any = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether there are packed sequences."""
+        return self.cu_seqlens is not None
 
 
 def normalised(
-    Wx: Any, R: Any, b: Any, states: Any, function: Any, backend: Any, clips: Clips
+    Wx: Any,
+    R: Any,
+    b: Any,
+    states: Any,
+    function: Any,
+    backend: Any,
+    clips: Clips,
+    resets: Resets = Resets(),  # noqa: B008
 ) -> tuple[Arguments, Options]:
-    """The checked arguments, converted; an exception names what is not accepted."""
+    """The checked arguments, converted; an exception names what is not accepted. States of packed sequences are
+    (states, B, sequences, N, D)."""
     if function not in FUNCTIONS:
         raise ValueError(f"function is {function!r}; accepted are {', '.join(FUNCTIONS)}")
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
-    _check_tensors(Wx, R, b, states)
-    _check_shapes(Wx, R, b, states, function)
+    _check_tensors(Wx, R, b, states, resets.reset_states)
+    _check_shapes(Wx, R, b, states, function, resets)
+    _check_resets(Wx, resets)
     if (
         Wx.device.type in ("cpu", "cuda")
         and not Wx.is_cuda
@@ -89,8 +115,11 @@ def normalised(
         bias = Wx.new_zeros(SIZES[function].bias, heads, dim, dtype=of_bias)
     else:
         bias = b.to(of_bias)
-    initial = None if states is None else states.squeeze(2).to(dtype)
-    given = Arguments(Wx.to(dtype), R.to(dtype), bias, initial)
+    initial, anew = (
+        t if t is None else (t if resets.packed else t.squeeze(2)).to(dtype)
+        for t in (states, resets.reset_states)
+    )
+    given = Arguments(Wx.to(dtype), R.to(dtype), bias, initial, resets.reset, anew)
     return given, Options(function, backend, clips)
 
 
@@ -124,8 +153,8 @@ def clips_of(forward: Any, recurrent: Any, cut: Any) -> Clips:
     )
 
 
-def _check_tensors(Wx: Any, R: Any, b: Any, states: Any) -> None:
-    optional = {"b": b, "states": states}
+def _check_tensors(Wx: Any, R: Any, b: Any, states: Any, reset_states: Any) -> None:
+    optional = {"b": b, "states": states, "reset_states": reset_states}
     given = {"Wx": Wx, "R": R, **{k: v for k, v in optional.items() if v is not None}}
     for name, value in given.items():
         if not isinstance(value, Tensor):
@@ -147,7 +176,7 @@ def _check_tensors(Wx: Any, R: Any, b: Any, states: Any) -> None:
 
 
 def _check_shapes(
-    Wx: Tensor, R: Tensor, b: Tensor | None, states: Tensor | None, name: Any
+    Wx: Tensor, R: Tensor, b: Tensor | None, states: Tensor | None, name: Any, resets: Resets
 ) -> None:
     sizes = SIZES[name]
     if Wx.dim() != 5 or Wx.shape[2] != sizes.inputs:
@@ -156,14 +185,55 @@ def _check_shapes(
             "heads, units)"
         )
     batch, _, _, heads, dim = Wx.shape
+    rows = 1
+    if resets.packed:
+        check_offsets(resets.cu_seqlens, Wx)
+        rows = resets.cu_seqlens.shape[0] - 1
+    of_state = (len(sizes.states), batch, rows, heads, dim)
     expected: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
         ("R", R, (sizes.recurrent, heads, dim, dim)),
         ("b", b, (sizes.bias, heads, dim)),
-        ("states", states, (len(sizes.states), batch, 1, heads, dim)),
+        ("states", states, of_state),
+        ("reset_states", resets.reset_states, of_state),
     ]
     for argument, tensor, shape in expected:
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(
                 f"{argument} has shape {tuple(tensor.shape)}; for {name} and Wx of shape "
-                f"{tuple(Wx.shape)} it must be {shape}"
+                f"{tuple(Wx.shape)}{of_sequences(resets)} it must be {shape}"
             )
+
+
+def of_sequences(resets: Resets) -> str:
+    """What an error says of packed sequences."""
+    return f" with {resets.cu_seqlens.shape[0] - 1} packed sequences" if resets.packed else ""
+
+
+def check_offsets(cu_seqlens: Any, Wx: Tensor) -> None:
+    """Refuse bounds of packed sequences that are none."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a torch.Tensor, not {type(cu_seqlens).__name__}")
+    if cu_seqlens.layout != torch.strided or cu_seqlens.is_nested:
+        refuse_layout("cu_seqlens", cu_seqlens)
+    if cu_seqlens.device != Wx.device and not cu_seqlens.is_cpu:
+        raise ValueError(
+            f"cu_seqlens is on {cu_seqlens.device}, Wx on {Wx.device}; accepted are Wx's device, and the CPU"
+        )
+    check_cu_seqlens(cu_seqlens, Wx.shape[1])
+
+
+def _check_resets(Wx: Tensor, resets: Resets) -> None:
+    if resets.reset is not None:
+        from scan_registry.ops.gated_scan_arguments import (
+            check_reset,
+        )  # which most calls can do without
+
+        check_reset(resets.reset, Wx.shape[:2], Wx.device)
+    elif resets.reset_states is not None:
+        raise ValueError("reset_states are given without reset, which says where states start anew")
+    if resets.max_seqlen is None:
+        return
+    if not resets.packed:
+        raise ValueError("max_seqlen is given without cu_seqlens, whose longest sequence it is")
+    if as_index("max_seqlen", resets.max_seqlen) < 0:
+        raise ValueError(f"max_seqlen is {resets.max_seqlen}; it must be 0 at least")

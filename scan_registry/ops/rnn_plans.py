@@ -31,6 +31,7 @@ from scan_registry.ops.rnn_layout import (
     known_states,
     widened,
 )
+from scan_registry.ops.rnn_resets import check_reset, without_kernels
 from scan_registry.ops.step_buffers import Key, StepBuffers, rnn_buffers
 from scan_registry.runtime.loader import prepare_first, run_reference
 
@@ -139,7 +140,7 @@ def _step_buffers(problem: RnnProblem, like: Tensor) -> Iterator[StepBuffers]:
 
 
 def _in_torch(inputs: Tensor, backend: str) -> bool:
-    """Whether only plain torch will do."""
+    """Whether only plain torch will do, whatever kernels there are."""
     return not inputs.is_cuda or backend == "reference" or inputs.dtype not in COMPILED
 
 
@@ -168,18 +169,27 @@ def _plan_forward(
     recurrent: Tensor,
     bias: Tensor,
     initial: Tensor | None,
+    reset: Tensor | None,
+    reset_states: Tensor | None,
     options: Options,
     training: bool,
 ) -> Callable[..., Any]:
     function = options.function
     _check(inputs, recurrent, bias, function)
+    check_reset(reset, inputs.shape[:2])
 
-    def nothing(inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any) -> Outputs:
+    def nothing(
+        inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any, reset: Any, anew: Any
+    ) -> Outputs:
         made = empty_outputs(inputs, function, training)
         return made._replace(last=_first(initial, made.last))
 
-    def by_reference(inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any) -> Outputs:
-        states, cache = reference.forward(function, inputs, recurrent, bias, initial, options.clips)
+    def by_reference(
+        inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any, reset: Any, anew: Any
+    ) -> Outputs:
+        states, cache = reference.forward(
+            function, inputs, recurrent, bias, initial, options.clips, reset, anew
+        )
         made = empty_outputs(inputs, function, training)
         if made.cache.numel():
             made.cache.copy_(cache)
@@ -191,6 +201,7 @@ def _plan_forward(
         return nothing
     if _in_torch(inputs, options.backend):
         return by_reference
+    options = without_kernels(options, reset)
     tensors = forward_tensors(inputs, function, training)
     found = _prepared(alternatives("forward", options, tensors, training), inputs.device)
     if isinstance(found, Decision):
@@ -198,7 +209,9 @@ def _plan_forward(
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
     problem, run = found
 
-    def plan(inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any) -> Outputs:
+    def plan(
+        inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any, reset: Any, anew: Any
+    ) -> Outputs:
         given = widened(blocked(inputs, 3))
         made = empty_outputs(given, function, training)
         start = None if initial is None else dense(widened(initial))
@@ -267,10 +280,13 @@ def backward(
     states_grad: Tensor,
     final_grad: Tensor | None,
     options: Options,
-) -> tuple[Tensor, Tensor]:
-    """gates_grad (B, T, bias, N, D) and initial_grad (states, B, N, D)."""
-    tensors = recurrent, states, initial, cache, states_grad, final_grad
-    gradients: tuple[Tensor, Tensor] = _run(_plan_backward, tensors, options)
+    reset: Tensor | None = None,
+    reset_states: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """gates_grad (B, T, bias, N, D), initial_grad (states, B, N, D), and where there are ``reset_states``
+    their gradient."""
+    tensors = recurrent, states, initial, cache, states_grad, final_grad, reset, reset_states
+    gradients: tuple[Tensor, ...] = _run(_plan_backward, tensors, options)
     return gradients
 
 
@@ -284,11 +300,13 @@ def _run(make: Callable[..., Any], tensors: Sequence[Tensor | None], *options: o
     return plan_cache.run(make, tensors, *options)
 
 
-def empty_gradients(states: Tensor, function: Function) -> tuple[Tensor, Tensor]:
-    """Room for what ``backward`` makes."""
+def empty_gradients(
+    states: Tensor, function: Function, from_given: bool = False
+) -> tuple[Tensor, ...]:
+    """Room for what ``backward`` makes; ``from_given`` where there are ``reset_states``."""
     count, batch, _, heads, dim = states.shape
     gates = empty_like_inputs(states[0], (), (SIZES[function].bias, heads, dim))
-    return gates, states.new_empty(count, batch, heads, dim)
+    return gates, *(states.new_empty(count, batch, heads, dim) for _ in range(1 + from_given))
 
 
 def _plan_backward(
@@ -298,29 +316,37 @@ def _plan_backward(
     cache: Tensor,
     states_grad: Tensor,
     final_grad: Tensor | None,
+    reset: Tensor | None,
+    reset_states: Tensor | None,
     options: Options,
 ) -> Callable[..., Any]:
     function = options.function
+    check_reset(reset, states.shape[1:3])
+    from_given = reset_states is not None
 
     def nothing(
-        recurrent: Any, states: Tensor, initial: Any, cache: Any, grad: Any, end: Any
-    ) -> Any:
-        gates_grad, initial_grad = empty_gradients(states, function)
-        return gates_grad, _first(end, initial_grad)
+        recurrent: Any, states: Tensor, initial: Any, cache: Any, grad: Any, end: Any,
+        reset: Any, anew: Any,
+    ) -> Any:  # fmt: skip
+        gates_grad, initial_grad, *more = empty_gradients(states, function, from_given)
+        return gates_grad, _first(end, initial_grad), *(each.zero_() for each in more)
 
     def by_reference(
-        recurrent: Tensor, states: Tensor, initial: Any, cache: Tensor, grad: Tensor, end: Any
-    ) -> Any:
-        made = empty_gradients(states, function)
+        recurrent: Tensor, states: Tensor, initial: Any, cache: Tensor, grad: Tensor, end: Any,
+        reset: Any, anew: Any,
+    ) -> Any:  # fmt: skip
+        made = empty_gradients(states, function, from_given)
         found = reference.backward(
-            function, recurrent, states, initial, kept(cache, states), grad, end, options.clips
-        )
+            function, recurrent, states, initial, kept(cache, states), grad, end, options.clips,
+            reset=reset, reset_states=anew,
+        )  # fmt: skip
         return tuple(room.copy_(each) for room, each in zip(made, found, strict=True))
 
     if states.numel() == 0:
         return nothing
     if _in_torch(states, options.backend):
         return by_reference
+    options = without_kernels(options, reset)
     strided = backward_tensors(states, cache, states_grad, function)
     found = _prepared(alternatives("backward", options, strided, True), states.device)
     if isinstance(found, Decision):
@@ -329,8 +355,9 @@ def _plan_backward(
     problem, run = found
 
     def plan(
-        recurrent: Tensor, states: Tensor, initial: Any, cache: Tensor, grad: Tensor, end: Any
-    ) -> Any:
+        recurrent: Tensor, states: Tensor, initial: Any, cache: Tensor, grad: Tensor, end: Any,
+        reset: Any, anew: Any,
+    ) -> Any:  # fmt: skip
         dim = states.shape[-1]
         known, given = known_states(states), widened(blocked(grad, 2))
         known_cache = widened(blocked(cache, 3)) if cache.numel() else None

@@ -32,21 +32,32 @@ def draw(
     return tuple(tensor.requires_grad_(grad) for tensor in drawn)  # type: ignore[return-value]
 
 
-def plainly(function: Function, wx: Tensor, r: Tensor, b: Tensor, states: Any = None) -> Tensor:
+def plainly(
+    function: Function,
+    wx: Tensor,
+    r: Tensor,
+    b: Tensor,
+    states: Any = None,
+    reset: Tensor | None = None,
+    reset_states: Any = None,
+) -> Tensor:
     """The formulas as they stand in the docstring, in operators that torch differentiates; every state
     after each step, (S, B, T, N, D). Shares no code with the package."""
     batch, time, _, heads, dim = wx.shape
     count = {"lstm": 2, "gru": 1, "elman": 1, "slstm": 4}[function]
     now = wx.new_zeros(count, batch, heads, dim) if states is None else states[:, :, 0]
+    anew = torch.zeros_like(now) if reset_states is None else reset_states[:, :, 0]
     every = []
     for t in range(time):
+        if reset is not None:
+            now = torch.where(reset[:, t, None, None], anew, now)
         h, *rest = now
         rh = torch.einsum("gndp,bnp->bgnd", r, h)
         if function == "gru":
             g = rh[:, 0] + b[0]
-            reset = torch.sigmoid(wx[:, t, 0] + rh[:, 1] + b[1])
+            forgetting = torch.sigmoid(wx[:, t, 0] + rh[:, 1] + b[1])
             update = torch.sigmoid(wx[:, t, 1] + rh[:, 2] + b[2])
-            new = torch.tanh(wx[:, t, 2] + b[3] + reset * g)
+            new = torch.tanh(wx[:, t, 2] + b[3] + forgetting * g)
             now = torch.stack([update * h + (1 - update) * new])
         elif function == "elman":
             now = torch.tanh(wx[:, t] + rh + b).transpose(0, 1)

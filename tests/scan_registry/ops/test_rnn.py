@@ -312,7 +312,7 @@ def test_opcheck(function: Function, grad: bool, dtype: torch.dtype) -> None:
     wx, r, b, states = (t.detach() for t in draw(function, (2, 3, 2, 4), dtype))
     bias = b if dtype == torch.float64 else b.float()
     tensors = [t.requires_grad_(grad) for t in (wx, r, bias, states.squeeze(2))]
-    torch.library.opcheck(OP, (*tensors, function, "auto", *NO_CLIPS, grad))
+    torch.library.opcheck(OP, (*tensors, None, None, function, "auto", *NO_CLIPS, grad))
 
 
 @pytest.mark.parametrize("time_first", [False, True])
@@ -322,11 +322,11 @@ def test_opcheck_of_the_backward_operator(function: Function, time_first: bool) 
     if time_first:
         wx = wx.transpose(0, 1).contiguous().transpose(0, 1)
     start = states.squeeze(2)
-    every, last, cache = OP(wx, r, b, start, function, "auto", *NO_CLIPS, True)
-    given = r, every, start, cache, torch.randn_like(every), torch.randn_like(last)
+    every, last, cache = OP(wx, r, b, start, None, None, function, "auto", *NO_CLIPS, True)
+    given = r, every, start, None, None, cache, torch.randn_like(every), torch.randn_like(last)
     torch.library.opcheck(
         BACKWARD,
-        (*(t.requires_grad_() for t in given), function, "auto", *NO_CLIPS),
+        (*(t if t is None else t.requires_grad_() for t in given), function, "auto", *NO_CLIPS),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 

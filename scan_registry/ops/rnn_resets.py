@@ -1,0 +1,48 @@
+"""What calls of ``rnn`` with resets run, and what the operator refuses of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from scan_registry.ops.arguments import has_values
+from scan_registry.ops.derivatives import forward_mode, tracing_state, transforms_active
+from scan_registry.ops.recording import is_capturing
+from scan_registry.ops.rnn_arguments import COMPILED, Arguments, Options
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def cuts_at_resets(given: Arguments, options: Options) -> bool:
+    """Whether a call cuts its sequences at resets, and runs the pieces as a batch of their own: on a GPU, whose
+    kernels know of no resets. Where the values of ``reset`` cannot be read, plain torch runs."""
+    inputs, reset = given.inputs, given.reset
+    if reset is None or not inputs.is_cuda or options.backend == "reference":
+        return False
+    if inputs.dtype not in COMPILED or _is_compiling() or not has_values(reset):
+        return False
+    watched = transforms_active() or forward_mode() or tracing_state() is not None
+    return not watched and not is_capturing(inputs)
+
+
+def without_kernels(options: Options, reset: Tensor | None) -> Options:
+    """The options of the operator on a GPU, where no kernel knows of resets."""
+    if reset is None:
+        return options
+    if options.backend != "auto":
+        raise ValueError(
+            f"backend is {options.backend!r}, and where the values of reset cannot be read, as in compiled graphs, "
+            "there is plain torch only; accepted are auto and reference"
+        )
+    return options._replace(backend="reference")
+
+
+def check_reset(reset: Tensor | None, shape: Sequence[int]) -> None:
+    """Refuse what the operator itself may be called with."""
+    if reset is not None and (reset.dtype != torch.bool or tuple(reset.shape) != tuple(shape)):
+        raise ValueError(
+            f"the operator's reset has shape {tuple(reset.shape)} and dtype {reset.dtype}; it must have "
+            f"{tuple(shape)} and torch.bool"
+        )

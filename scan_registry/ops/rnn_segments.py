@@ -1,0 +1,215 @@
+"""Sequences that are packed along time, or cut at resets, as batches of rows for ``rnn``.
+
+A row holds a segment: a packed sequence, or what lies between two resets. So segments run beside one
+another, where in one row they would run one after the other. Rows of a batch are as long as its longest
+segment. Segments whose lengths differ much go in batches of their own, so that less than half of what is
+computed is padding; there are at most as many batches as a length has bits.
+
+Steps are counted over batches, B·T of them, and so are sequences, B·Q of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from scan_registry.ops import rnn_derivatives
+from scan_registry.ops.arguments import has_values
+from scan_registry.ops.rnn_arguments import Arguments, Options, Resets
+
+
+class Rows(NamedTuple):
+    """A batch of rows.
+
+    steps      (rows, length): the step at each place of each row; beyond a segment's end its last one
+    sequences  (rows,): the sequence that each segment is of
+    anew       (rows,), bool: whether a reset comes first; None if none does
+    reset      (rows, length), bool: resets within rows; None if there are none
+    """
+
+    steps: Tensor
+    sequences: Tensor
+    anew: Tensor | None
+    reset: Tensor | None
+
+
+class Layout(NamedTuple):
+    """All batches of rows, and where to find what they make, one batch after the other.
+
+    places  (B·T,): the place of each step
+    last    (B·Q,): the place of each sequence's last step
+    empty   (B·Q,), bool: sequences without steps; None if there are none
+    """
+
+    batches: tuple[Rows, ...]
+    places: Tensor
+    last: Tensor
+    empty: Tensor | None
+
+
+def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[Tensor, Tensor]:
+    """States (states, B, T, N, D) and those after the last step of each sequence (states, B, Q, N, D), of
+    ``normalised`` arguments; differentiable. ``cut``: sequences are cut at resets."""
+    inputs, recurrent, bias, initial, reset, reset_states = given
+    batch, time = inputs.shape[:2]
+    if not resets.packed:
+        initial, reset_states = (
+            t if t is None else t.unsqueeze(2) for t in (initial, reset_states)
+        )
+    layout = layout_of(inputs, reset, resets, cut)
+    steps = inputs.flatten(0, 1)
+    start = None if initial is None else initial.flatten(1, 2)
+    anew = None if reset_states is None else reset_states.flatten(1, 2)
+    made = []
+    for rows in layout.batches:
+        count, length = rows.steps.shape
+        x = steps.index_select(0, rows.steps.flatten()).unflatten(0, (count, length))
+        before, restart = (
+            t if t is None else t.index_select(1, rows.sequences) for t in (start, anew)
+        )
+        if rows.anew is not None:
+            before = _chosen(rows.anew, restart, before)
+        restart = None if rows.reset is None else restart
+        of_rows = Arguments(x, recurrent, bias, before, rows.reset, restart)
+        made.append(rnn_derivatives.rnn(of_rows, options)[0].flatten(1, 2))
+    sequences = layout.last.shape[0] // max(batch, 1)
+    if not made:  # there is no step
+        states, last = rnn_derivatives.rnn(given._replace(initial=None), options)
+        if initial is None:
+            return states, last.unsqueeze(2).repeat(1, 1, sequences, 1, 1)
+        return states, initial.clone()
+    every = made[0] if len(made) == 1 else torch.cat(made, 1)
+    last = every.index_select(1, layout.last)
+    if layout.empty is not None:
+        last = _chosen(layout.empty, start, last)
+    states = every.index_select(1, layout.places).unflatten(1, (batch, time))
+    return states, last.unflatten(1, (batch, sequences))
+
+
+def first_batch(given: Arguments, resets: Resets) -> Tensor:
+    """What a kernel takes for the inputs of the first batch of rows on a GPU, on meta. Where values cannot be
+    read, that of sequences as they were given."""
+    inputs, reset = given.inputs, given.reset
+    read = [t for t in (reset, resets.cu_seqlens) if t is not None]
+    rows = inputs.shape[:2]
+    if resets.max_seqlen is not None and reset is None:
+        rows = torch.Size((rows[0] * (resets.cu_seqlens.shape[0] - 1), resets.max_seqlen))
+    elif all(has_values(t) and not t.is_meta for t in read):
+        rows = layout_of(inputs, reset, resets, True).batches[0].steps.shape
+    return inputs.new_empty(*rows, *inputs.shape[2:], device="meta")
+
+
+def _chosen(which: Tensor, given: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Of states (states, rows, N, D), ``given`` in rows where ``which`` is true, else ``other``; None: zeros."""
+    if given is None and other is None:
+        return None
+    where = which.unsqueeze(-1).unsqueeze(-1)
+    return torch.where(where, 0 if given is None else given, 0 if other is None else other)  # type: ignore[call-overload, no-any-return]
+
+
+def layout_of(inputs: Tensor, reset: Tensor | None, resets: Resets, cut: bool) -> Layout:
+    """The layout for inputs (B, T, …), on their device."""
+    bounds, longest = resets.cu_seqlens, resets.max_seqlen
+    size = inputs.shape[0], inputs.shape[1]
+    if longest is not None and not cut and not (bounds.is_cpu and has_values(bounds)):
+        return _layout_of_length(inputs, reset, bounds.to(inputs.device).long(), longest)
+    if longest is not None and bounds.is_cpu:
+        _check_longest(bounds, longest)
+    return _layout_of_values(size, inputs.device, reset, bounds, cut)
+
+
+def _check_longest(bounds: Tensor, longest: int) -> None:
+    found = int(bounds.diff().max())
+    if found > longest:
+        raise ValueError(
+            f"max_seqlen is {longest}, and the longest sequence in cu_seqlens has {found} steps"
+        )
+
+
+@torch.compiler.disable
+def _layout_of_values(
+    size: tuple[int, int],
+    device: torch.device,
+    reset: Tensor | None,
+    bounds: Tensor | None,
+    cut: bool,
+) -> Layout:
+    """The layout for the values of ``reset`` and bounds, which this waits for where they are on a GPU."""
+    batch, time = size
+    edges = torch.tensor([0, time]) if bounds is None else bounds.detach().cpu().long()
+    marks = None if reset is None else reset.detach()
+    if marks is not None and cut:
+        marks = marks.cpu()
+    begin, end = edges[:-1], edges[1:]
+    filled = end > begin
+    begins = torch.zeros(batch, time, dtype=torch.bool)
+    begins[:, begin[filled]] = True
+    if cut and marks is not None:
+        begins |= marks
+    first = begins.flatten().nonzero().flatten()
+    lengths = torch.cat([first, first.new_tensor([batch * time])]).diff()
+    row, column = first // max(time, 1), first % max(time, 1)
+    sequences = row * len(begin) + torch.bucketize(column, edges, right=True) - 1
+    anew = marks.flatten()[first] if cut and marks is not None else None
+
+    batches, offset = [], 0
+    base = torch.empty_like(first)
+    for chosen in _buckets(lengths):
+        own, length = lengths[chosen].unsqueeze(1), int(lengths[chosen].max())
+        within = torch.arange(length).minimum(own - 1)
+        steps = first[chosen].unsqueeze(1) + within
+        base[chosen] = offset + torch.arange(len(chosen)) * length
+        offset += steps.numel()
+        inside = None
+        if marks is not None and not cut:
+            beyond = torch.arange(length) >= own
+            inside = marks.flatten()[steps.to(device)] & ~beyond.to(device)
+        moved = steps, sequences[chosen], None if anew is None else anew[chosen]
+        batches.append(Rows(*(t if t is None else t.to(device) for t in moved), inside))  # type: ignore[arg-type]
+    places = (base - first).repeat_interleave(lengths) + torch.arange(batch * time)
+    last = torch.zeros(batch, len(begin), dtype=torch.int64)
+    if time:
+        at = torch.arange(batch).unsqueeze(1) * time + (end - 1).clamp_min(0)
+        last = places[at]
+    empty = None if bool(filled.all()) else (~filled).repeat(batch).to(device)
+    return Layout(tuple(batches), places.to(device), last.flatten().to(device), empty)
+
+
+def _buckets(lengths: Tensor) -> list[Tensor]:
+    """Segments by number, in batches of similar lengths: the longest of one is less than twice the shortest,
+    unless all are one batch with less padding than that."""
+    if not len(lengths):
+        return []
+    everything = torch.arange(len(lengths))
+    if int(lengths.max()) * len(lengths) <= 2 * int(lengths.sum()):
+        return [everything]
+    bits = lengths.double().log2().floor()
+    return [everything[bits == each] for each in bits.unique().flip(0)]
+
+
+def _layout_of_length(inputs: Tensor, reset: Tensor | None, bounds: Tensor, longest: int) -> Layout:
+    """One batch of rows of a length that is known, computed where ``bounds`` are: nobody waits for values."""
+    (batch, time), device = inputs.shape[:2], inputs.device
+    longest = max(longest, 1)
+    begin, length = bounds[:-1], bounds.diff()
+    sequences = begin.shape[0]
+    lead = torch.arange(batch, device=device)
+    along = torch.arange(longest, device=device)
+    within = along.minimum((length - 1).clamp_min(0).unsqueeze(1))
+    steps = (begin.unsqueeze(1) + within).clamp(0, max(time - 1, 0))
+    steps = (lead.view(-1, 1, 1) * time + steps).flatten(0, 1)
+    inside = None
+    if reset is not None:
+        inside = reset.reshape(-1)[steps] & (along < length.unsqueeze(1)).repeat(batch, 1)
+    times = torch.arange(time, device=device)
+    own = (torch.bucketize(times, bounds, right=True) - 1).clamp(0, sequences - 1)
+    places = own * longest + (times - begin[own]).clamp(0, longest - 1)
+    last = torch.arange(sequences, device=device) * longest + (length - 1).clamp(0, longest - 1)
+    row = lead.unsqueeze(1) * (sequences * longest)
+    all_of_them = torch.arange(batch * sequences, device=device)
+    batches = (Rows(steps, all_of_them, None, inside),) if time else ()
+    return Layout(
+        batches, (row + places).flatten(), (row + last).flatten(), (length == 0).repeat(batch)
+    )
