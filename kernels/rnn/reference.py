@@ -296,8 +296,9 @@ def backward(
             if reset_grad is not None:
                 reset_grad = reset_grad + torch.where(begins, all_of_them, 0)
             grads = [*torch.where(begins, 0, all_of_them).unbind(0)]
-    made = torch.stack(gates[::-1], 1), torch.stack(grads)
-    return tuple(t.to(dtype) for t in (made if reset_grad is None else (*made, reset_grad)))
+    found = [torch.stack(gates[::-1], 1), torch.stack(grads)]
+    found += [] if reset_grad is None else [reset_grad]
+    return tuple(each.to(dtype) for each in found)
 
 
 def parameter_grads(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.ops.arguments import refuse_layout
@@ -111,7 +112,57 @@ def _go_together(one: Tensor, other: Tensor) -> bool:
     return all(t.is_floating_point() and t.dtype != torch.float64 for t in (one, other))
 
 
-def states_of(module: Recurrent[Any], hx: Any, x: Tensor, batch: int | None) -> list[Tensor] | None:
+def check_reset(module: Recurrent[Any], reset: Any, reset_hx: Any, x: Tensor) -> None:
+    """Refuse what is no boolean for each step of each sequence."""
+    name, size = type(module).__name__, tuple(x.shape[:-1])
+    if reset is None:
+        if reset_hx is not None:
+            raise ValueError(f"{name}: Expected reset beside reset_hx, got reset_hx alone")
+        return
+    if not isinstance(reset, Tensor):
+        raise TypeError(f"{name}: Expected reset to be a Tensor, got {type(reset).__name__}")
+    if reset.layout != torch.strided or reset.is_nested:
+        refuse_layout("reset", reset)
+    if reset.dtype != torch.bool:
+        raise ValueError(f"{name}: Expected reset of dtype torch.bool, got {reset.dtype}")
+    if tuple(reset.shape) != size:
+        raise RuntimeError(f"{name}: Expected reset of size {size}, got {tuple(reset.shape)}")
+    if reset.device != x.device:
+        raise RuntimeError(
+            f"{name}: Expected reset on the input's device, {x.device}, got {reset.device}"
+        )
+
+
+def check_packed_reset(
+    module: Recurrent[Any], reset: Any, reset_hx: Any, packed: PackedSequence
+) -> None:
+    """Refuse what is no ``PackedSequence`` of a boolean for each step."""
+    if reset is None:
+        check_reset(module, reset, reset_hx, packed.data)
+        return
+    name = type(module).__name__
+    if not isinstance(reset, PackedSequence):
+        raise TypeError(
+            f"{name}: Expected reset to be a PackedSequence, as the input is, got {type(reset).__name__}"
+        )
+    check_reset(module, reset.data, reset_hx, packed.data)
+    order, other = packed.sorted_indices, reset.sorted_indices
+    alike = torch.equal(packed.batch_sizes, reset.batch_sizes) and (order is None) == (
+        other is None
+    )
+    if (
+        alike and order is not None and other is not None and order.is_cpu
+    ):  # else it would wait for a GPU
+        alike = torch.equal(order, other)
+    if not alike:
+        raise RuntimeError(
+            f"{name}: Expected reset packed as the input is, got other lengths or another order"
+        )
+
+
+def states_of(
+    module: Recurrent[Any], hx: Any, x: Tensor, batch: int | None, called: str = "hx"
+) -> list[Tensor] | None:
     """The states before the first step, checked; ``batch`` is None where ``input`` has none."""
     if hx is None:
         return None
@@ -119,14 +170,14 @@ def states_of(module: Recurrent[Any], hx: Any, x: Tensor, batch: int | None) -> 
     rows = module.num_layers * (2 if module.bidirectional else 1)
     size = (rows, module.hidden_size) if batch is None else (rows, batch, module.hidden_size)
     if len(states) == 1:
-        given, names = [hx], ["hx"]
+        given, names = [hx], [called]
         expected = "a Tensor"
     else:
         given = [*hx] if isinstance(hx, (tuple, list)) else [hx]
-        names = [f"hx[{k}] ({state})" for k, state in enumerate(states)]
+        names = [f"{called}[{k}] ({state})" for k, state in enumerate(states)]
         expected = f"a tuple of {len(states)} Tensors, ({', '.join(states)})"
     if len(given) != len(states) or not all(isinstance(state, Tensor) for state in given):
-        raise TypeError(f"{name}: Expected hx to be {expected}, got {_kind(hx)}")
+        raise TypeError(f"{name}: Expected {called} to be {expected}, got {_kind(hx)}")
     for what, state in zip(names, given, strict=True):
         if state.layout != torch.strided or state.is_nested:
             refuse_layout(what, state)

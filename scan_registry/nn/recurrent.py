@@ -9,10 +9,11 @@ import torch
 import torch.fx
 from torch import Tensor
 from torch.nn.functional import dropout, linear
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
 from scan_registry.nn import checks
+from scan_registry.nn.packing import Packing, Resets, turned_resets
 from scan_registry.ops.rnn import rnn
 from scan_registry.ops.rnn_layout import padded
 
@@ -96,61 +97,99 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
     if TYPE_CHECKING:  # calls go through torch.nn.Module's, which has no types
 
         @overload
-        def __call__(self, input: Tensor, hx: StateT | None = None) -> tuple[Tensor, StateT]: ...
+        def __call__(
+            self,
+            input: Tensor,
+            hx: StateT | None = None,
+            *,
+            reset: Tensor | None = None,
+            reset_hx: StateT | None = None,
+        ) -> tuple[Tensor, StateT]: ...
 
         @overload
         def __call__(
-            self, input: PackedSequence, hx: StateT | None = None
+            self,
+            input: PackedSequence,
+            hx: StateT | None = None,
+            *,
+            reset: PackedSequence | None = None,
+            reset_hx: StateT | None = None,
         ) -> tuple[PackedSequence, StateT]: ...
 
-        def __call__(self, input: Any, hx: Any = None) -> Any: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    @overload
-    def forward(self, input: Tensor, hx: StateT | None = None) -> tuple[Tensor, StateT]: ...
-
-    @overload
     def forward(
-        self, input: PackedSequence, hx: StateT | None = None
-    ) -> tuple[PackedSequence, StateT]: ...
-
-    def forward(self, input: Any, hx: Any = None) -> Any:
+        self, input: Any, hx: Any = None, *, reset: Any = None, reset_hx: Any = None
+    ) -> Any:
         """As torch.nn's: the last layer's h at every step, and the states after the last step.
 
         Args:
             input: (T, B, I), with ``batch_first`` (B, T, I), unbatched (T, I), or a ``PackedSequence``.
             hx: the states before the first step, (layers · directions, B, H) each, without B if
                 unbatched; a tuple where there are several. Zeros if None.
+            reset: bool, laid out as ``input`` and without I: the first steps of episodes, at which the
+                states of all layers start anew. What comes before is not seen after it, even if it is
+                infinite or NaN. The direction that goes backwards starts anew at the steps before, which
+                are the last ones of episodes. For a ``PackedSequence`` another one, packed alike.
+            reset_hx: as ``hx``: what the states are then. Zeros if None.
 
         Returns:
             h, laid out as ``input`` and with directions · H features; and states as ``hx``. Strides are
             those of torch.nn's: time is outermost in memory, also with ``batch_first``.
 
         Raises:
-            TypeError: ``input`` or ``hx`` is no tensor, no dense one, or no tuple of as many.
-            ValueError: ``input`` has neither 2 nor 3 dimensions, or a dtype is not the parameters'.
+            TypeError: ``input``, ``reset`` or a state is no tensor, no dense one, or no tuple of as many.
+            ValueError: ``input`` has neither 2 nor 3 dimensions, a dtype is not the parameters', or
+                ``reset_hx`` is given without ``reset``.
             RuntimeError: another size is not as described, or devices differ. These are the types that
                 torch.nn raises.
         """
         if isinstance(input, torch.fx.Proxy):
-            return self._traced(input, hx)
+            return self._traced(input, hx, reset, reset_hx)
         if isinstance(input, PackedSequence):
-            checks.check_input(self, input.data, packed=True)
-            x, lengths = pad_packed_sequence(input)
-            states = checks.states_of(self, hx, x, x.shape[1])
-            out, last = self._layers(x, states, lengths.to(x.device))
-            return _packed_like(input, out, lengths), _as_given(last)
+            return self._packed(input, hx, reset, reset_hx)
         checks.check_input(self, input)
-        if input.dim() == 2:
-            states = checks.states_of(self, hx, input, None)
-            if states is not None:
-                states = [state.unsqueeze(1) for state in states]
-            out, last = self._layers(input.unsqueeze(1), states)
+        checks.check_reset(self, reset, reset_hx, input)
+        x = input if input.dim() == 3 else input.unsqueeze(1)
+        first = self.batch_first and input.dim() == 3
+        x = x.transpose(0, 1) if first else x
+        batch = x.shape[1] if input.dim() == 3 else None
+        states = _batched(checks.states_of(self, hx, input, batch), batch)
+        resets = None
+        if reset is not None:
+            anew = checks.states_of(self, reset_hx, input, batch, "reset_hx")
+            marks = reset if first else reset.reshape(x.shape[:2]).transpose(0, 1)
+            resets = Resets(marks, turned_resets(marks, None), _batched(anew, batch))
+        out, last = self._layers(x, states, None, resets)
+        if batch is None:
             return out.squeeze(1), _as_given([state.squeeze(1) for state in last])
-        x = input.transpose(0, 1) if self.batch_first else input
-        out, last = self._layers(x, checks.states_of(self, hx, input, x.shape[1]))
-        return out.transpose(0, 1) if self.batch_first else out, _as_given(last)
+        return out.transpose(0, 1) if first else out, _as_given(last)
 
-    def _traced(self, input: Any, hx: Any) -> Any:
+    def _packed(self, packed: PackedSequence, hx: Any, reset: Any, reset_hx: Any) -> Any:
+        """The same of a ``PackedSequence``, whose sequences lie one after the other here."""
+        x, given, own = packed.data, packed.sorted_indices, packed.unsorted_indices
+        checks.check_input(self, x, packed=True)
+        checks.check_packed_reset(self, reset, reset_hx, packed)
+        packing, batch = Packing.of(packed), int(packed.batch_sizes[0])
+        states = checks.states_of(self, hx, x, batch)
+        anew = checks.states_of(self, reset_hx, x, batch, "reset_hx")
+        if given is not None:
+            states, anew = (
+                s if s is None else [state.index_select(1, given) for state in s]
+                for s in (states, anew)
+            )
+        resets = None
+        if reset is not None:
+            marks = reset.data.index_select(0, packing.order).unsqueeze(0)
+            resets = Resets(marks, turned_resets(marks, packing), anew)
+        x = x.index_select(0, packing.order).unsqueeze(1)
+        out, last = self._layers(x, states, packing, resets)
+        if own is not None:
+            last = [state.index_select(1, own) for state in last]
+        data = out.squeeze(1).index_select(0, packing.back)
+        return PackedSequence(data, packed.batch_sizes, given, own), _as_given(last)
+
+    def _traced(self, input: Any, hx: Any, reset: Any, reset_hx: Any) -> Any:
         """A call of this module in the graph that torch.fx makes: as torch.nn's, it is traced no further."""
         path = input.tracer.path_of_module(self)
         if not path:
@@ -159,46 +198,87 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
                 "trace a module that holds it"
             )
         arguments = (input,) if hx is None else (input, hx)
-        return input.tracer.create_proxy("call_module", path, arguments, {})
+        given = {"reset": reset, "reset_hx": reset_hx}
+        keywords = {name: value for name, value in given.items() if value is not None}
+        return input.tracer.create_proxy("call_module", path, arguments, keywords)
 
     @property
     def _directions(self) -> int:
         return 2 if self.bidirectional else 1
 
     def _layers(
-        self, x: Tensor, states: States | None, lengths: Tensor | None = None
+        self,
+        x: Tensor,
+        states: States | None,
+        packing: Packing | None = None,
+        resets: Resets | None = None,
     ) -> tuple[Tensor, States]:
-        """All layers, over x (T, B, I): h (T, B, directions · H), and the last states."""
+        """All layers, over x (T, B, I): h (T, B, directions · H), and the last states. Packed sequences are one
+        batch, and their number takes its place in the states."""
         ends: list[States] = []
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 x = dropout(x, self.dropout, self.training)
             rows = slice(layer * self._directions, (layer + 1) * self._directions)
             before = None if states is None else [state[rows] for state in states]
-            x, last = self._layer(layer, x, before, lengths)
+            own = resets
+            if resets is not None and resets.states is not None:
+                own = resets._replace(states=[state[rows] for state in resets.states])
+            x, last = self._layer(layer, x, before, packing, own)
             ends.append(last)
         return x, [torch.cat(state) for state in zip(*ends, strict=True)]
 
     def _layer(
-        self, layer: int, x: Tensor, before: States | None, lengths: Tensor | None
+        self,
+        layer: int,
+        x: Tensor,
+        before: States | None,
+        packing: Packing | None,
+        resets: Resets | None,
     ) -> tuple[Tensor, States]:
-        """One layer: both directions in one call, as heads that do not see each other."""
+        """One layer: both directions in one call, as heads that do not see each other; in two calls where states
+        start anew, which is at other steps backwards."""
         time, batch, _ = x.shape
         x = x.contiguous()  # so that what is made of it has time outermost in memory, too
         dim = self.hidden_size // self.num_heads
         weights = [self._weights(f"l{layer}{end}") for end in ("", "_reverse")[: self._directions]]
         inputs = [
-            linear(_flipped(x, lengths) if number else x, each.inputs).view(
+            linear(_flipped(x, packing) if number else x, each.inputs).view(
                 time, batch, SIZES[self.function].inputs, self.num_heads, dim
             )
             for number, each in enumerate(weights)
         ]
-        initial = None
-        if before is not None:
-            initial = torch.stack(
-                [state.transpose(0, 1).reshape(batch, 1, -1, dim) for state in before]
-            )
-        every, last = rnn(
+        lead = (batch, 1) if packing is None else (1, packing.bounds.shape[0] - 1)
+        initial = None if before is None else _by_heads(before, lead, dim)
+        if resets is None:
+            every, last = self._heads(inputs, weights, initial, packing)
+        else:
+            anew = None if resets.states is None else _by_heads(resets.states, lead, dim)
+            found = []
+            for k, marks in enumerate((resets.marks, resets.turned)[: self._directions]):
+                start, restart = (
+                    t if t is None else t.narrow(3, k * self.num_heads, self.num_heads)
+                    for t in (initial, anew)
+                )
+                own = [inputs[k]], [weights[k]]
+                found.append(self._heads(*own, start, packing, marks, restart))
+            every, last = (_joined([*parts], 3) for parts in zip(*found, strict=True))
+        h = every[0].transpose(0, 1).unflatten(2, (self._directions, self.num_heads)).flatten(3)
+        ends = last.flatten(1, 2).unflatten(2, (self._directions, self.num_heads)).flatten(3)
+        parts = [_flipped(h[:, :, k], packing) if k else h[:, :, k] for k in range(h.shape[2])]
+        return _joined(parts, 2).contiguous(), [state.transpose(0, 1) for state in ends]
+
+    def _heads(
+        self,
+        inputs: list[Tensor],
+        weights: list[_Weights],
+        initial: Tensor | None,
+        packing: Packing | None,
+        reset: Tensor | None = None,
+        reset_states: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One call of ``rnn``, of the heads of one direction or of both."""
+        return rnn(
             _joined(inputs, 3).transpose(0, 1),
             _joined([each.recurrent for each in weights], 1),
             _joined([each.bias for each in weights if each.bias is not None], 1)
@@ -207,14 +287,10 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             initial,
             function=self.function,
             backend=self.backend,
+            cu_seqlens=None if packing is None else packing.bounds,
+            reset=reset,
+            reset_states=reset_states,
         )
-        if lengths is not None:
-            at = (lengths - 1).view(1, -1, 1, 1, 1).expand_as(last)
-            last = every.gather(2, at)
-        h = every[0].transpose(0, 1).unflatten(2, (self._directions, self.num_heads)).flatten(3)
-        ends = last.squeeze(2).unflatten(2, (self._directions, self.num_heads)).flatten(3)
-        parts = [_flipped(h[:, :, k], lengths) if k else h[:, :, k] for k in range(h.shape[2])]
-        return _joined(parts, 2).contiguous(), [state.transpose(0, 1) for state in ends]
 
     def _weights(self, place: str) -> _Weights:
         """From torch's parameters: rows of ``weight_hh`` are gates, then heads, then units."""
@@ -247,27 +323,23 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
     return torch.sub(one, other, alpha=-1)
 
 
-def _flipped(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """x (T, B, …) from each sequence's end; what is beyond a sequence's length stays where it is."""
-    if lengths is None:
-        return x.flip(0)
-    times = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    turned = lengths - 1 - times
-    index = torch.where(turned < 0, times, turned).unsqueeze(2).expand_as(x)
-    return x.gather(0, index)
+def _flipped(x: Tensor, packing: Packing | None) -> Tensor:
+    """x (T, B, …) from the end; packed sequences each from its own."""
+    return x.flip(0) if packing is None else x.index_select(0, packing.turned)
+
+
+def _batched(states: States | None, batch: int | None) -> States | None:
+    """States of a batch of one where there was none."""
+    return states if states is None or batch is not None else [s.unsqueeze(1) for s in states]
+
+
+def _by_heads(states: States, lead: tuple[int, int], dim: int) -> Tensor:
+    """The states (directions, B, H) as ``rnn`` takes them."""
+    return torch.stack([state.transpose(0, 1).reshape(*lead, -1, dim) for state in states])
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _packed_like(packed: PackedSequence, out: Tensor, lengths: Tensor) -> PackedSequence:
-    """``out`` (T, B, …), packed as ``packed`` is."""
-    order = packed.sorted_indices
-    if order is not None:
-        out, lengths = out.index_select(1, order), lengths[order.cpu()]
-    data = pack_padded_sequence(out, lengths).data
-    return PackedSequence(data, packed.batch_sizes, order, packed.unsorted_indices)
 
 
 def _as_given(states: States) -> Tensor | tuple[Tensor, ...]:

@@ -234,7 +234,9 @@ def _backward_autograd(*args: Any) -> Any:
 
 def _backward_composed(*args: Any) -> Any:
     """In operators that torch differentiates and transforms."""
-    return _three(args[1], _backward(*args[:8], None, Options.of(*args[8:])))
+    recurrent, states, initial, reset, anew, cache, grad, final, *flat = args
+    tensors = recurrent, states, initial, reset, anew, cache, grad, final
+    return _three(states, _backward(*tensors, None, Options.of(*flat)))
 
 
 _OPTIONS = "str function, str backend, float forward_clip, float recurrent_clip, bool recurrent_cut"

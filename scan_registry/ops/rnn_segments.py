@@ -76,15 +76,15 @@ def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[
         made.append(rnn_derivatives.rnn(of_rows, options)[0].flatten(1, 2))
     sequences = layout.last.shape[0] // max(batch, 1)
     if not made:  # there is no step
-        states, last = rnn_derivatives.rnn(given._replace(initial=None), options)
+        states, zeros = rnn_derivatives.rnn(given._replace(initial=None), options)
         if initial is None:
-            return states, last.unsqueeze(2).repeat(1, 1, sequences, 1, 1)
+            return states, zeros.unsqueeze(2).repeat(1, 1, sequences, 1, 1)
         return states, initial.clone()
     every = made[0] if len(made) == 1 else torch.cat(made, 1)
+    states = every.index_select(1, layout.places).unflatten(1, (batch, time))
     last = every.index_select(1, layout.last)
     if layout.empty is not None:
-        last = _chosen(layout.empty, start, last)
-    states = every.index_select(1, layout.places).unflatten(1, (batch, time))
+        last = torch.where(_of_units(layout.empty), 0 if start is None else start, last)
     return states, last.unflatten(1, (batch, sequences))
 
 
@@ -103,10 +103,14 @@ def first_batch(given: Arguments, resets: Resets) -> Tensor:
 
 def _chosen(which: Tensor, given: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Of states (states, rows, N, D), ``given`` in rows where ``which`` is true, else ``other``; None: zeros."""
-    if given is None and other is None:
-        return None
-    where = which.unsqueeze(-1).unsqueeze(-1)
-    return torch.where(where, 0 if given is None else given, 0 if other is None else other)  # type: ignore[call-overload, no-any-return]
+    if given is not None:
+        return torch.where(_of_units(which), given, 0 if other is None else other)
+    return None if other is None else torch.where(_of_units(which), 0, other)
+
+
+def _of_units(rows: Tensor) -> Tensor:
+    """What there is for each row, as it broadcasts over heads and units."""
+    return rows.unsqueeze(-1).unsqueeze(-1)
 
 
 def layout_of(inputs: Tensor, reset: Tensor | None, resets: Resets, cut: bool) -> Layout:
@@ -117,7 +121,8 @@ def layout_of(inputs: Tensor, reset: Tensor | None, resets: Resets, cut: bool) -
         return _layout_of_length(inputs, reset, bounds.to(inputs.device).long(), longest)
     if longest is not None and bounds.is_cpu:
         _check_longest(bounds, longest)
-    return _layout_of_values(size, inputs.device, reset, bounds, cut)
+    layout: Layout = _layout_of_values(size, inputs.device, reset, bounds, cut)
+    return layout
 
 
 def _check_longest(bounds: Tensor, longest: int) -> None:
@@ -128,7 +133,7 @@ def _check_longest(bounds: Tensor, longest: int) -> None:
         )
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _layout_of_values(
     size: tuple[int, int],
     device: torch.device,
@@ -166,8 +171,8 @@ def _layout_of_values(
         if marks is not None and not cut:
             beyond = torch.arange(length) >= own
             inside = marks.flatten()[steps.to(device)] & ~beyond.to(device)
-        moved = steps, sequences[chosen], None if anew is None else anew[chosen]
-        batches.append(Rows(*(t if t is None else t.to(device) for t in moved), inside))  # type: ignore[arg-type]
+        begin_anew = None if anew is None else anew[chosen].to(device)
+        batches.append(Rows(steps.to(device), sequences[chosen].to(device), begin_anew, inside))
     places = (base - first).repeat_interleave(lengths) + torch.arange(batch * time)
     last = torch.zeros(batch, len(begin), dtype=torch.int64)
     if time:
