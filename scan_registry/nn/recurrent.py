@@ -118,6 +118,26 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        hx: StateT | None = None,
+        *,
+        reset: Tensor | None = None,
+        reset_hx: StateT | None = None,
+    ) -> tuple[Tensor, StateT]: ...
+
+    @overload
+    def forward(
+        self,
+        input: PackedSequence,
+        hx: StateT | None = None,
+        *,
+        reset: PackedSequence | None = None,
+        reset_hx: StateT | None = None,
+    ) -> tuple[PackedSequence, StateT]: ...
+
     def forward(
         self, input: Any, hx: Any = None, *, reset: Any = None, reset_hx: Any = None
     ) -> Any:

@@ -148,9 +148,9 @@ def _layout_of_values(
     if marks is not None and cut:
         marks = marks.cpu()
     begin, end = edges[:-1], edges[1:]
-    filled = end > begin
+    has_steps = end > begin
     begins = torch.zeros(batch, time, dtype=torch.bool)
-    begins[:, begin[filled]] = True
+    begins[:, begin[has_steps]] = True
     if cut and marks is not None:
         begins |= marks
     first = begins.flatten().nonzero().flatten()
@@ -178,7 +178,7 @@ def _layout_of_values(
     if time:
         at = torch.arange(batch).unsqueeze(1) * time + (end - 1).clamp_min(0)
         last = places[at]
-    empty = None if bool(filled.all()) else (~filled).repeat(batch).to(device)
+    empty = None if bool(has_steps.all()) else (~has_steps).repeat(batch).to(device)
     return Layout(tuple(batches), places.to(device), last.flatten().to(device), empty)
 
 

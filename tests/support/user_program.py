@@ -87,6 +87,9 @@ def networks() -> Tensor:
     wx, r = torch.randn(2, 5, 4, 3, 8), torch.randn(4, 3, 8, 8)
     every, last = scan_registry.rnn(wx, r, None, function="lstm", backend="auto")
     again, _ = ops.rnn.rnn(wx, r, torch.zeros(4, 3, 8), last, forward_clipval=1.0)
+    marks, bounds = torch.zeros(2, 5, dtype=torch.bool), torch.tensor([0, 2, 5])
+    scan_registry.rnn(wx, r, None, reset=marks, reset_states=last, cu_seqlens=None)
+    scan_registry.rnn(wx, r, None, cu_seqlens=bounds, max_seqlen=3)
     assert_type(scan_registry.rnn_buffers.size, int)
     scan_registry.rnn_buffers.max_size = 1 << 20
     assert_type(scan_registry.rnn_buffers.clear(), int)
@@ -131,6 +134,8 @@ def modules(x: Tensor) -> Tensor:
     assert_type(packed, PackedSequence)
     gru = nn.GRU(5, 6, bidirectional=True)
     assert_type(gru(x), tuple[Tensor, Tensor])
+    marks = torch.zeros(x.shape[:2], dtype=torch.bool)
+    assert_type(gru(x, reset=marks, reset_hx=None), tuple[Tensor, Tensor])
     elman = nn.RNN(5, 6, nonlinearity="tanh", backend="reference")
     assert_type(elman(x, None)[1], Tensor)
     slstm = nn.SLSTM(5, 6, num_heads=2)
