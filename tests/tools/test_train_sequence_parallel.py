@@ -14,6 +14,7 @@ import pytest
 import sequence_parallel_ranks as program
 import torch
 from rank_pool import RankPool
+from torch.torch_version import TorchVersion
 
 pytestmark = pytest.mark.slow
 #: Ranks, and what differs from two ranks that share each sequence, in float64.
@@ -41,6 +42,10 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPo
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_one_process(pools: dict[int, RankPool], case: str) -> None:
     ranks, given = CASES[case]
+    if "dtype" in given and torch.__version__ < TorchVersion("2.13"):
+        pytest.skip(
+            "with float32 gradients, FSDP2 needs means, which gloo of older torch may not compute"
+        )
     first, *others = pools[ranks].run(ranks, program.compare, given)
     tolerance = program.tool().TOLERANCE[given.get("dtype", "float64")]
     for record in (first, *others):
