@@ -20,7 +20,7 @@ from scan_registry.kernels.linear_scan.problem import common_alignment
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Direction, Function, RnnProblem
-from scan_registry.ops import rnn_steps
+from scan_registry.ops import rnn_cpu, rnn_steps
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.recording import is_capturing
 from scan_registry.ops.rnn_arguments import COMPILED, WAYS, Arguments, Options
@@ -189,6 +189,8 @@ def _plan_forward(
 
     if inputs.numel() == 0:
         return nothing
+    if rnn_cpu.takes(inputs, options.backend):
+        return lambda *tensors: Outputs(*rnn_cpu.forward(*tensors, options, training))
     if _in_torch(inputs, options.backend):
         return by_reference
     tensors = forward_tensors(inputs, function, training)
@@ -319,6 +321,8 @@ def _plan_backward(
 
     if states.numel() == 0:
         return nothing
+    if rnn_cpu.takes(states, options.backend):
+        return lambda *tensors: rnn_cpu.backward(*tensors, options)
     if _in_torch(states, options.backend):
         return by_reference
     strided = backward_tensors(states, cache, states_grad, function)
