@@ -51,8 +51,8 @@ static int run_network(Network *net, int backward, int64_t threads) {
     const int64_t panel = panel_units[level_in_use];
     const int64_t width = ceil_div(net->dim, panel) * panel, depth = cell->recurrent * net->dim;
     /* Without a state before the only step, R is not read. */
-    const int reads = backward ? !net->cut && (net->time > 1 || net->initial_grad)
-                               : net->time > 1 || net->initial;
+    const int reads = backward ? !net->cut && (net->time > 1 || net->initial_grad || net->fresh_grad)
+                               : net->time > 1 || net->initial || net->fresh;
     double steps = 0;
     for (int64_t i = 0; i < net->rows; i++) steps += (double)net->row[i].length;
     steps *= (double)net->heads * (double)depth;
@@ -145,12 +145,13 @@ static Sequence sequence_of(int64_t pointer, const int64_t *strides, int states)
 
 static float *floats_at(int64_t pointer) { return (float *)(uintptr_t)pointer; }
 
-/* Forward: inputs, recurrent, bias, initial, reset, offsets, states, cache, last; strides of
- * inputs, states, cache. Backward: recurrent, initial, reset, offsets, states, cache, states_grad,
- * final_grad, gates_grad, initial_grad; strides of states, cache, states_grad, gates_grad. */
+/* Forward: inputs, recurrent, bias, initial, reset, fresh, offsets, states, cache, last; strides
+ * of inputs, states, cache. Backward: recurrent, states, initial, cache, states_grad, final_grad,
+ * reset, fresh, offsets, gates_grad, initial_grad, fresh_grad; strides of states, cache,
+ * states_grad, gates_grad. */
 static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     const char *name = backward ? "rnn_backward" : "rnn_forward";
-    int64_t p[10], s[SIZES + 10];
+    int64_t p[12], s[SIZES + 10];
     Network net = {0};
     if (count != 5) {
         PyErr_Format(PyExc_TypeError,
@@ -159,7 +160,7 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
         return NULL;
     }
     if ((net.cell = cell_named(args[0])) < 0 ||
-        integers(args[1], name, "pointers", backward ? 10 : 9, 1, p) ||
+        integers(args[1], name, "pointers", backward ? 12 : 10, 1, p) ||
         integers(args[2], name, "scalars", SIZES + (backward ? 10 : 7), 0, s) || check_sizes(s))
         return NULL;
     const double clip = PyFloat_AsDouble(args[3]);
@@ -175,19 +176,21 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     net.clip = net.recurrent_clip = (float)clip;
     const int keeps = cells[net.cell].cache > 0;
     const int64_t *const strides = s + SIZES;
-    const int64_t *const at = backward ? p : p + 1; /* recurrent, and what follows it in both */
-    net.recurrent = floats_at(at[0]);
-    net.initial = floats_at(backward ? p[1] : p[3]);
-    net.reset = (const uint8_t *)(uintptr_t)(backward ? p[2] : p[4]);
-    int there;
+    const int64_t offsets = p[backward ? 8 : 6];
+    net.recurrent = floats_at(p[backward ? 0 : 1]);
+    net.initial = floats_at(p[backward ? 2 : 3]);
+    net.reset = (const uint8_t *)(uintptr_t)p[backward ? 6 : 4];
+    net.fresh = net.reset ? floats_at(p[backward ? 7 : 5]) : NULL;
+    int there = net.recurrent != NULL;
     if (backward) {
-        net.states = sequence_of(p[4], strides, 1);
-        net.cache = sequence_of(p[5], strides + 3, 0);
-        net.states_grad = sequence_of(p[6], strides + 5, 1);
-        net.final_grad = floats_at(p[7]);
-        net.gates_grad = sequence_of(p[8], strides + 8, 0);
-        net.initial_grad = floats_at(p[9]);
-        there = p[0] && p[4] && p[6] && p[8] && (p[5] || !keeps);
+        net.states = sequence_of(p[1], strides, 1);
+        net.cache = sequence_of(p[3], strides + 3, 0);
+        net.states_grad = sequence_of(p[4], strides + 5, 1);
+        net.final_grad = floats_at(p[5]);
+        net.gates_grad = sequence_of(p[9], strides + 8, 0);
+        net.initial_grad = floats_at(p[10]);
+        net.fresh_grad = net.reset ? floats_at(p[11]) : NULL;
+        there &= p[1] && (p[3] || !keeps) && p[4] && p[9];
         if (net.graded < 1 || net.graded > cells[net.cell].states) {
             fail("graded is %d; %s has %d states", net.graded, cells[net.cell].name,
                  cells[net.cell].states);
@@ -196,16 +199,16 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     } else {
         net.inputs = sequence_of(p[0], strides, 0);
         net.bias = floats_at(p[2]);
-        net.states = sequence_of(p[6], strides + 2, 1);
-        net.cache = sequence_of(keeps ? p[7] : 0, strides + 5, 0);
-        net.last = floats_at(p[8]);
-        there = p[0] && p[1] && p[2] && p[6] && p[8];
+        net.states = sequence_of(p[7], strides + 2, 1);
+        net.cache = sequence_of(keeps ? p[8] : 0, strides + 5, 0);
+        net.last = floats_at(p[9]);
+        there &= p[0] && p[2] && p[7] && p[9];
     }
     if (!there) {
         fail("a pointer of %s is null", name);
         return NULL;
     }
-    if (make_rows(&net, s[SEQUENCES], (const int64_t *)(uintptr_t)(backward ? p[3] : p[5]))) {
+    if (make_rows(&net, s[SEQUENCES], (const int64_t *)(uintptr_t)offsets)) {
         free(net.row);
         return NULL;
     }

@@ -35,10 +35,10 @@ typedef struct {
     int64_t batch, time, heads, dim, rows, run; /* run: rows of a task at most */
     Row *row;
     Sequence inputs, states, cache, states_grad, gates_grad;
-    const uint8_t *reset; /* (B, T): the states before a step are zeros; null: none */
+    const uint8_t *reset; /* (B, T): the states before a step are fresh; null: none */
     int64_t reset_batch, reset_time;
-    const float *recurrent, *bias, *initial, *final_grad; /* without gaps; null: zeros */
-    float *last, *initial_grad;
+    const float *recurrent, *bias, *initial, *fresh, *final_grad; /* no gaps; null: zeros */
+    float *last, *initial_grad, *fresh_grad; /* fresh_grad: zeros before, or null */
     float clip, recurrent_clip;
     int cut;
     float *panels; /* R as tasks read it */

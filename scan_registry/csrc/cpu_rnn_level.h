@@ -58,9 +58,16 @@ TARGET static void LEVEL(put_states)(const Network *net, const LEVEL(Part) *part
     }
 }
 
-TARGET static void LEVEL(clear_states)(const LEVEL(Part) *part, int64_t i, float *const *carry) {
-    for (int k = 0; k < part->cell->states; k++)
-        memset(carry[k] + i * part->pitch, 0, (size_t)part->pitch * 4);
+/* Add the gradients of fresh states to theirs. What is before them has none. */
+TARGET static void LEVEL(go_back_to_fresh)(const Network *net, const LEVEL(Part) *part, int64_t i,
+                                           float *const *carry) {
+    for (int k = 0; k < part->cell->states; k++) {
+        const int64_t unit = ((k * net->rows + part->row[i].index) * net->heads + part->head);
+        float *const from = carry[k] + i * part->pitch;
+        for (int64_t u = 0; net->fresh_grad && u < net->dim; u++)
+            net->fresh_grad[unit * net->dim + u] += from[u];
+        memset(from, 0, (size_t)part->pitch * 4);
+    }
 }
 
 /* --- Forward ---------------------------------------------------------------------------------- */
@@ -127,11 +134,12 @@ TARGET static void LEVEL(forward_task)(const void *problem, int64_t task, char *
             LEVEL(put_states)(net, &part, rows - 1, net->last, carry);
         if (!rows) return;
         for (int64_t i = 0; i < rows; i++)
-            if (LEVEL(is_reset)(net, part.row + i, t)) LEVEL(clear_states)(&part, i, carry);
+            if (LEVEL(is_reset)(net, part.row + i, t))
+                LEVEL(fetch_states)(net, &part, i, net->fresh, carry);
         const float *panel = net->panels;
         if (panel) panel += part.head * gates * dim * part.pitch;
         for (int64_t unit = 0; unit < dim; unit += PANEL) {
-            if (t > 0 || net->initial)
+            if (t > 0 || net->initial || net->fresh)
                 for (int64_t gate = 0; gate < gates; gate++, panel += dim * PANEL)
                     LEVEL(multiply)(carry[0], part.pitch, rows, panel, dim, terms + gate * PANEL,
                                     MOST_GATES * PANEL);
@@ -151,10 +159,11 @@ INLINE void LEVEL(go_back_row)(const int cell, const Network *net, const LEVEL(P
     const float *before = NULL;
     int64_t before_state = net->states.state;
     const int fresh = LEVEL(is_reset)(net, row, t);
+    const float *const start = fresh ? net->fresh : net->initial;
     if (!fresh && t > 0) {
         before = net->states.at + LEVEL(at_step)(&net->states, row, t - 1) + head;
-    } else if (!fresh && net->initial) {
-        before = net->initial + row->index * net->heads * net->dim + head;
+    } else if (start) {
+        before = start + row->index * net->heads * net->dim + head;
         before_state = net->rows * net->heads * net->dim;
     }
     for (int64_t u = 0; u < net->dim; u += LANES) {
@@ -225,7 +234,7 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
     for (int64_t t = part.row[0].length; t-- > 0;) {
         while (rows < part.count && part.row[rows].length > t) rows++;
         LEVEL(go_back_rows)(net, &part, rows, t, through, pitch, carry);
-        if (!net->cut && (t > 0 || net->initial_grad)) {
+        if (!net->cut && (t > 0 || net->initial_grad || net->fresh_grad)) {
             const float *panel = net->panels + part.head * depth * part.pitch;
             for (int64_t unit = 0; unit < net->dim; unit += PANEL, panel += depth * PANEL) {
                 LEVEL(multiply)(through, pitch, rows, panel, depth, terms, PANEL);
@@ -233,7 +242,8 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
             }
         }
         for (int64_t i = 0; i < rows; i++)
-            if (LEVEL(is_reset)(net, part.row + i, t)) LEVEL(clear_states)(&part, i, carry);
+            if (LEVEL(is_reset)(net, part.row + i, t))
+                LEVEL(go_back_to_fresh)(net, &part, i, carry);
     }
     for (int64_t i = 0; i < part.count; i++)
         LEVEL(put_states)(net, &part, i, net->initial_grad, carry);

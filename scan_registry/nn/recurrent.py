@@ -135,7 +135,8 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             return self._traced(input, hx)
         if isinstance(input, PackedSequence):
             checks.check_input(self, input.data, packed=True)
-            if torch_cells.takes(self, input.data):
+            sizes = input.batch_sizes
+            if torch_cells.takes(self, input.data, (sizes.numel(), input.data.shape[0])):
                 return self._packed(input, hx)
             x, lengths = pad_packed_sequence(input)
             states = checks.states_of(self, hx, x, x.shape[1])
@@ -149,7 +150,8 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             out, last = self._layers(input.unsqueeze(1), states)
             return out.squeeze(1), _as_given([state.squeeze(1) for state in last])
         states = checks.states_of(self, hx, input, input.shape[0 if self.batch_first else 1])
-        if torch_cells.takes(self, input):
+        time = input.shape[1 if self.batch_first else 0]
+        if torch_cells.takes(self, input, (time, input.shape[0] * input.shape[1])):
             out, last = torch_cells.run(self, input, states)
             return out, _as_given(last)
         x = input.transpose(0, 1) if self.batch_first else input

@@ -1,4 +1,8 @@
-"""Networks on the CPU by torch's own functions, where they compute what the module does."""
+"""Networks on the CPU by torch's own functions, where they compute what the module does and are faster.
+
+torch has one function for all steps of an LSTM, but goes step by step through GRU and Elman networks.
+This package's compiled code costs more before the first step, and less for each one.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,19 @@ _CALLS: Mapping[Function, Callable[..., Any]] = {
 _DTYPES = (torch.float32, torch.float64)
 
 
-def takes(module: Recurrent[Any], x: Tensor) -> bool:
+#: Steps from which on this package's code is faster than torch's steps; hidden units from which on R
+#: is so large that making it ready takes as long as some steps, and how many steps of a sequence these are.
+_FEWEST_STEPS: Mapping[Function, int] = {"gru": 8, "elman": 16}
+_LARGE, _STEPS_OF_LARGE = 256, 16
+#: torch converts weights of an LSTM at each call, which is slow for large ones. It pays off with more steps
+#: of all sequences than so many.
+_MOST_OF_LARGE_LSTM = 512
+
+
+def takes(module: Recurrent[Any], x: Tensor, steps: tuple[int, int]) -> bool:
     """Whether torch's function stands in for this package's: ``backend`` leaves the choice open, sums are
-    as precise, and nobody watches, traces or differentiates forwards."""
+    as precise, nobody watches, traces or differentiates forwards, and it is faster. ``steps`` are those of
+    the longest sequence, and of all sequences."""
     return (
         x.device.type == "cpu"
         and module.backend == "auto"
@@ -36,7 +50,17 @@ def takes(module: Recurrent[Any], x: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
         and undisturbed()
+        and (x.dtype == torch.float64 or is_faster(module.function, module.hidden_size, *steps))
     )
+
+
+def is_faster(function: Function, units: int, steps: int, all_steps: int) -> bool:
+    """Whether torch's function is in float32."""
+    if function == "lstm":
+        return units < _LARGE or all_steps > _MOST_OF_LARGE_LSTM
+    if units >= _LARGE and all_steps < _STEPS_OF_LARGE:
+        return True
+    return steps < _FEWEST_STEPS[function]
 
 
 def run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +25,16 @@ def takes(tensor: Tensor, backend: str) -> bool:
 
 
 def forward(
-    inputs: Tensor,
-    recurrent: Tensor,
-    bias: Tensor,
-    initial: Tensor | None,
-    options: Options,
-    training: bool,
-    reset: Tensor | None = None,
-    offsets: Tensor | None = None,
+    tensors: Sequence[Any], options: Options, training: bool, offsets: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """States (states, B, T, N, D), those after the last step (states, rows, N, D), and with ``training``
-    the cache (B, T, cache, N, D). ``reset`` (B, T) is bool: the states before a step are zeros.
-    ``offsets``, int64, bound sequences packed along time, each of which is a row."""
+    the cache (B, T, cache, N, D).
+
+    ``tensors`` are inputs, recurrent, bias and initial, and what may follow: ``reset``, (B, T), bool, is
+    where the states before a step are replaced, by ``reset_states`` (states, rows, N, D), or zeros.
+    ``offsets``, int64, bound sequences packed along time, each of which is a row.
+    """
+    inputs, recurrent, bias, initial, reset, anew = _padded(tensors, 6)
     function, dtype = options.function, inputs.dtype
     sizes, unit = SIZES[function], tuple(inputs.shape[3:])
     x = _with_block(inputs, 3)
@@ -43,41 +42,44 @@ def forward(
     kept = len(sizes.cache) if training else 0
     cache = empty_like_inputs(x, (), (kept, *unit)) if kept else x.new_empty(0)
     last = x.new_empty(len(sizes.states), _rows(inputs, offsets), *unit)
-    tensors = x, _dense(recurrent), _dense(bias), _dense(initial), reset, offsets, states
+    given = x, _dense(recurrent), _dense(bias), _dense(initial), reset, _dense(anew), offsets
     strides = *x.stride()[:2], *states.stride()[:3], *(cache.stride()[:2] if kept else (0, 0))
     scalars = *_sizes(inputs, offsets), 0, 0, *_of_reset(reset), *strides
-    _run("forward", function, (*tensors, cache if kept else None, last), scalars, options.clips[0])
+    pointed = *given, states, cache if kept else None, last
+    _run("forward", function, pointed, scalars, options.clips.forward)
     return states.to(dtype), last.to(dtype), cache.to(dtype)
 
 
 def backward(
-    recurrent: Tensor,
-    states: Tensor,
-    initial: Tensor | None,
-    cache: Tensor,
-    states_grad: Tensor,
-    final_grad: Tensor | None,
-    options: Options,
-    reset: Tensor | None = None,
-    offsets: Tensor | None = None,
-    wanted: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """gates_grad (B, T, bias, N, D) and initial_grad (states, rows, N, D), which means nothing unless it
-    is ``wanted``."""
+    tensors: Sequence[Any], options: Options, offsets: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """gates_grad (B, T, bias, N, D), initial_grad (states, rows, N, D), and that of ``reset_states`` where
+    they are given. ``tensors`` are recurrent, states, initial, cache, states_grad and final_grad, and what
+    may follow as in ``forward``."""
+    recurrent, states, initial, cache, states_grad, final_grad, *more = tensors
+    reset, anew = _padded(more, 2)
     function, dtype = options.function, states.dtype
     known, grad = _with_block(states, 2), _with_block(states_grad, 2)
     kept = _with_block(cache, 3) if cache.numel() else None
     heads, dim = states.shape[3:]
     gates_grad = empty_like_inputs(known[0], (), (SIZES[function].bias, heads, dim))
-    initial_grad = known.new_empty(states.shape[0], _rows(states[0], offsets), heads, dim)
-    given = _dense(recurrent), _dense(initial), reset, offsets, known, kept, grad
-    made = _dense(final_grad), gates_grad, initial_grad if wanted else None
+    of_states = [known.new_empty(states.shape[0], _rows(states[0], offsets), heads, dim)]
+    if anew is not None:
+        of_states.append(torch.zeros_like(of_states[0]))
+    given = _dense(recurrent), known, _dense(initial), kept, grad, _dense(final_grad)
+    made = gates_grad, *of_states, *([None] if anew is None else [])
     strides = *known.stride()[:3], *(kept.stride()[:2] if kept is not None else (0, 0))
     strides = *strides, *grad.stride()[:3], *gates_grad.stride()[:2]
     counts = grad.shape[0], int(options.clips.recurrent_cut)
     scalars = *_sizes(states[0], offsets), *counts, *_of_reset(reset), *strides
-    _run("backward", function, (*given, *made), scalars, options.clips.recurrent)
-    return gates_grad.to(dtype), initial_grad.to(dtype)
+    pointed = *given, reset, _dense(anew), offsets, *made
+    _run("backward", function, pointed, scalars, options.clips.recurrent)
+    return gates_grad.to(dtype), *(each.to(dtype) for each in of_states)
+
+
+def _padded(tensors: Sequence[Any], count: int) -> tuple[Any, ...]:
+    """So many; None for those that are not there."""
+    return *tensors, *[None] * (count - len(tensors))
 
 
 def _run(

@@ -139,7 +139,7 @@ def _step_buffers(problem: RnnProblem, like: Tensor) -> Iterator[StepBuffers]:
 
 
 def _in_torch(inputs: Tensor, backend: str) -> bool:
-    """Whether only plain torch will do."""
+    """Whether no kernel of a GPU will do."""
     return not inputs.is_cuda or backend == "reference" or inputs.dtype not in COMPILED
 
 
@@ -189,10 +189,10 @@ def _plan_forward(
 
     if inputs.numel() == 0:
         return nothing
-    if rnn_cpu.takes(inputs, options.backend):
-        return lambda *tensors: Outputs(*rnn_cpu.forward(*tensors, options, training))
     if _in_torch(inputs, options.backend):
-        return by_reference
+        if not rnn_cpu.takes(inputs, options.backend):
+            return by_reference
+        return lambda *tensors: Outputs(*rnn_cpu.forward(tensors, options, training))
     tensors = forward_tensors(inputs, function, training)
     found = _prepared(alternatives("forward", options, tensors, training), inputs.device)
     if isinstance(found, Decision):
@@ -321,10 +321,10 @@ def _plan_backward(
 
     if states.numel() == 0:
         return nothing
-    if rnn_cpu.takes(states, options.backend):
-        return lambda *tensors: rnn_cpu.backward(*tensors, options)
     if _in_torch(states, options.backend):
-        return by_reference
+        if not rnn_cpu.takes(states, options.backend):
+            return by_reference
+        return lambda *tensors: rnn_cpu.backward(tensors, options)
     strided = backward_tensors(states, cache, states_grad, function)
     found = _prepared(alternatives("backward", options, strided, True), states.device)
     if isinstance(found, Decision):

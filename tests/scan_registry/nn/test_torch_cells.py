@@ -24,6 +24,23 @@ def run_by_torch(module: torch.nn.Module, *inputs: Any) -> tuple[Any, bool]:
     return found, made.called
 
 
+def test_what_torch_is_slower_at_it_does_not_do() -> None:
+    """Many steps that torch takes one by one, and few steps of an LSTM with large weights."""
+    with torch.no_grad():
+        assert run_by_torch(nn.GRU(3, 4), torch.randn(7, 2, 3))[1]
+        assert not run_by_torch(nn.GRU(3, 4), torch.randn(8, 2, 3))[1]
+        assert run_by_torch(nn.GRU(3, 256), torch.randn(8, 1, 3))[1]
+        assert not run_by_torch(nn.GRU(3, 256), torch.randn(8, 2, 3))[1]
+        assert run_by_torch(nn.RNN(3, 4), torch.randn(15, 2, 3))[1]
+        assert not run_by_torch(nn.RNN(3, 4), torch.randn(16, 2, 3))[1]
+        assert run_by_torch(nn.LSTM(3, 4), torch.randn(1, 2, 3))[1]
+        assert not run_by_torch(nn.LSTM(3, 256), torch.randn(1, 2, 3))[1]
+        assert run_by_torch(nn.LSTM(3, 256), torch.randn(57, 9, 3))[1]
+        many = torch.randn(100, 2, 3)
+        assert not run_by_torch(nn.GRU(3, 4), pack_sequence([*many.unbind(1)]))[1]
+        assert run_by_torch(nn.GRU(3, 4, dtype=torch.float64), many.double())[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_is_called_where_its_cell_is_ours(kind: str, dtype: torch.dtype) -> None:

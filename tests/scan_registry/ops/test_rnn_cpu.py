@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -41,6 +41,7 @@ class Case:
     final: bool = True
     clips: Clips = CLIPS[0]
     resets: bool = False
+    anew: bool = False
     bounds: tuple[int, ...] | None = None
 
     def make(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -67,11 +68,24 @@ class Case:
         return reset
 
     @property
+    def fresh(self) -> Tensor | None:
+        """What the states are where they are reset."""
+        if not self.anew:
+            return None
+        made = replace(self, initial=True).make()[3]
+        return None if made is None else made.flip(1, 3)
+
+    @property
     def offsets(self) -> Tensor | None:
         return None if self.bounds is None else torch.tensor(self.bounds)
 
     def expected(
-        self, inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Tensor | None
+        self,
+        inputs: Tensor,
+        recurrent: Tensor,
+        bias: Tensor,
+        initial: Tensor | None,
+        fresh: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """States and last ones, of one run of steps after the other, each by the reference."""
         bounds = [(0, self.time)] * self.batch
@@ -91,6 +105,8 @@ class Case:
             ):
                 if begin in cuts:
                     now = torch.zeros_like(now)
+                    if fresh is not None:
+                        now = fresh[:, row : row + 1]
                 if begin == stop:
                     continue
                 steps = inputs[place : place + 1, begin:stop]
@@ -124,8 +140,11 @@ CASES = [
         Case(function, time=1, initial=False),
         Case(function, resets=True),
         Case(function, resets=True, initial=False, final=False, batch=9),
+        Case(function, resets=True, anew=True, initial=False),
+        Case(function, resets=True, anew=True, time=1, dim=5),
         Case(function, batch=1, time=12, bounds=(0, 3, 3, 8, 9, 12)),
         Case(function, batch=1, time=12, bounds=(0, 1, 12), resets=True, initial=False),
+        Case(function, batch=1, time=12, bounds=(0, 5, 12), resets=True, anew=True),
     )
 ]
 
@@ -134,12 +153,11 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward(case: Case, level: str) -> None:
     given = case.make()
-    wide = [None if each is None else each.double() for each in given]
+    wide = [None if each is None else each.double() for each in (*given, case.fresh)]
     expected = case.expected(*wide)
+    tensors, options = (*given, case.reset, case.fresh), Options(case.function, "auto", case.clips)
     with using(level):
-        states, last, cache = rnn_cpu.forward(
-            *given, Options(case.function, "auto", case.clips), True, case.reset, case.offsets
-        )
+        states, last, cache = rnn_cpu.forward(tensors, options, True, case.offsets)
     assert difference(states, expected[0]) < 2e-6
     assert difference(last, expected[1]) < 2e-6
     assert cache.dim() == 5 or case.function == "elman"
@@ -150,27 +168,30 @@ def test_forward(case: Case, level: str) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.clips == Clips()], ids=str)
 def test_backward(case: Case, graded: str, level: str) -> None:
     """Against torch's derivatives of the loops of double precision."""
-    given, options = case.make(), Options(case.function)
-    wide = [None if each is None else each.double().requires_grad_() for each in given]
+    given, options, resets = case.make(), Options(case.function), (case.reset, case.fresh)
+    tensors = *given, case.fresh
+    wide = [None if each is None else each.double().requires_grad_() for each in tensors]
     states, last = case.expected(*wide)
     sizes = SIZES[case.function]
     # The stabiliser of sLSTM, its last state, changes nothing but itself, c and n.
     count = 1 if graded == "h" else states.shape[0]
     grad = torch.randn(count, *states.shape[1:])
     final = torch.randn(last.shape) if case.final else None
-    wanted = [each for each in (wide[0], wide[2], wide[3]) if each is not None]
+    wanted = [each for each in (wide[0], wide[2], wide[3], wide[4]) if each is not None]
     loss = (states[:count] * grad).sum() + (0 if final is None else (last * final).sum())
     of_inputs, of_bias, *of_initial = torch.autograd.grad(loss, wanted)
     with using(level):
-        made, _, cache = rnn_cpu.forward(*given, options, True, case.reset, case.offsets)
-        gates_grad, initial_grad = rnn_cpu.backward(
-            given[1], made, given[3], cache, PLACES[case.place](grad[0])[None] if count == 1 else grad,
-            final, options, case.reset, case.offsets,
-        )  # fmt: skip
+        made, _, cache = rnn_cpu.forward((*given, *resets), options, True, case.offsets)
+        if count == 1:
+            grad = PLACES[case.place](grad[0])[None]
+        known = given[1], made, given[3], cache, grad, final
+        found = rnn_cpu.backward((*known, *resets), options, case.offsets)
+    gates_grad = found[0]
+    of_states = found[1 if case.initial else 2 :]
     assert difference(gates_grad[:, :, sizes.bias - sizes.inputs :], of_inputs) < 1e-5
     assert difference(gates_grad.sum((0, 1)), of_bias) < 1e-5
-    for expected in of_initial:
-        assert difference(initial_grad, expected) < 1e-5
+    for one, expected in zip(of_states, of_initial, strict=True):
+        assert difference(one, expected) < 1e-5
 
 
 @pytest.mark.parametrize("level", levels())
@@ -179,9 +200,9 @@ def test_backward_with_clips(case: Case, level: str) -> None:
     """Against the reference, which says what these gradients are."""
     given, options = case.make(), Options(case.function, "auto", case.clips)
     with using(level):
-        states, _, cache = rnn_cpu.forward(*given, options, True)
+        states, _, cache = rnn_cpu.forward(given, options, True)
         grad, final = torch.randn_like(states), torch.randn_like(states[:, :, 0])
-        found = rnn_cpu.backward(given[1], states, given[3], cache, grad, final, options)
+        found = rnn_cpu.backward((given[1], states, given[3], cache, grad, final), options)
     kept = cache if cache.dim() == 5 else states[0].unsqueeze(2)[:, :, :0]
     tensors = given[1], states, given[3], kept, grad, final
     wide = [None if each is None else each.double() for each in tensors]
@@ -203,7 +224,7 @@ def test_functions_far_from_zero(function: Function) -> None:
     expected, _ = reference.forward(function, x.double(), recurrent.double(), bias.double())
     for level in levels():
         with using(level):
-            found = rnn_cpu.forward(x, recurrent, bias, None, Options(function), False)[0]
+            found = rnn_cpu.forward((x, recurrent, bias, None), Options(function), False)[0]
         # sLSTM has exponents of hundreds, whose last digit in float32 is 3e-5.
         torch.testing.assert_close(found.double(), expected, rtol=5e-5, atol=1e-7)
 
@@ -213,7 +234,7 @@ def test_functions_far_from_zero(function: Function) -> None:
 def test_narrow_dtypes(function: Function, dtype: torch.dtype) -> None:
     """States are rounded where they are written, and not where they are carried."""
     given = [None if t is None else t.to(dtype) for t in Case(function, time=20).make()]
-    found = rnn_cpu.forward(*given, Options(function), False)[0]
+    found = rnn_cpu.forward(given, Options(function), False)[0]
     expected, _ = reference.forward(function, *(None if t is None else t.double() for t in given))
     assert found.dtype == dtype
     assert difference(found, expected.to(dtype).double()) < torch.finfo(dtype).eps / 2
@@ -253,24 +274,24 @@ def test_threads_share_rows_and_heads(function: Function, batch: int, heads: int
     for threads in (1, 3):
         torch.set_num_threads(threads)
         try:
-            made = rnn_cpu.forward(*given, options, True, case.reset)
-            tensors = given[1], made[0], given[3], made[2], made[0], made[1]
-            found.append((*made, *rnn_cpu.backward(*tensors, options, case.reset)))
+            made = rnn_cpu.forward((*given, case.reset), options, True)
+            tensors = given[1], made[0], given[3], made[2], made[0], made[1], case.reset
+            found.append((*made, *rnn_cpu.backward(tensors, options)))
         finally:
             torch.set_num_threads(usual)
     for one, other in zip(*found, strict=True):
         assert difference(one, other.double()) < 1e-5
 
 
-FORWARD = ("lstm", (1024,) * 9, (2, 3, 1, 4, *[0] * 12), 1.0, 1)
+FORWARD = ("lstm", (1024,) * 10, (2, 3, 1, 4, *[0] * 12), 1.0, 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({0: "rnn"}, "cell 'rnn'; accepted are lstm, gru, elman, slstm"),
-        ({1: (1024,) * 7}, "takes 9 pointers, got 7"),
-        ({1: (None,) * 9}, "a pointer of rnn_forward is null"),
+        ({1: (1024,) * 7}, "takes 10 pointers, got 7"),
+        ({1: (None,) * 10}, "a pointer of rnn_forward is null"),
         ({2: (2, 3, 1, 4)}, "takes 16 scalars, got 4"),
         ({2: (2, -3, 1, 4, *[0] * 12)}, "size 1 is -3"),
         ({2: (2, 3, 1, 4, 2, *[0] * 11)}, "sequences are packed, and batch is 2"),
@@ -287,6 +308,6 @@ def test_what_is_wrong_is_named(changes: dict[int, Any], words: str) -> None:
 
 def test_offsets_must_rise() -> None:
     x, offsets = torch.zeros(1, 4, 4), torch.tensor([0, 3, 2])
-    pointers = (*[x.data_ptr()] * 5, offsets.data_ptr(), *[x.data_ptr()] * 3)
+    pointers = (*[x.data_ptr()] * 6, offsets.data_ptr(), *[x.data_ptr()] * 3)
     with pytest.raises(ValueError, match="offsets do not rise from 0 to time, 4"):
         _cpu.rnn_forward("lstm", pointers, (1, 4, 1, 1, 2, *[0] * 11), 1.0, 1)
