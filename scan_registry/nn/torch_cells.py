@@ -27,10 +27,11 @@ _CALLS: Mapping[Function, Callable[..., Any]] = {
 _DTYPES = (torch.float32, torch.float64)
 
 
-#: Steps from which on this package's code is faster than torch's steps; hidden units from which on R
-#: is so large that making it ready takes as long as some steps, and how many steps of a sequence these are.
+#: Steps from which on this package's code is faster than torch's steps.
 _FEWEST_STEPS: Mapping[Function, int] = {"gru": 8, "elman": 16}
-_LARGE, _STEPS_OF_LARGE = 256, 16
+#: Hidden units from which on R is so large that making it ready takes as long as some steps. With fewer
+#: steps of all sequences than so many, that is too long, as are the beginnings of a call without gradients.
+_LARGE, _FEWEST_OF_ALL = 256, 16
 #: torch converts weights of an LSTM at each call, which is slow for large ones. It pays off with more steps
 #: of all sequences than so many.
 _MOST_OF_LARGE_LSTM = 512
@@ -58,7 +59,7 @@ def is_faster(function: Function, units: int, steps: int, all_steps: int) -> boo
     """Whether torch's function is in float32."""
     if function == "lstm":
         return units < _LARGE or all_steps > _MOST_OF_LARGE_LSTM
-    if units >= _LARGE and all_steps < _STEPS_OF_LARGE:
+    if all_steps < _FEWEST_OF_ALL and (units >= _LARGE or not torch.is_grad_enabled()):
         return True
     return steps < _FEWEST_STEPS[function]
 

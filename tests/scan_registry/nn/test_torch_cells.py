@@ -29,7 +29,7 @@ def test_what_torch_is_slower_at_it_does_not_do() -> None:
     with torch.no_grad():
         assert run_by_torch(nn.GRU(3, 4), torch.randn(7, 2, 3))[1]
         assert not run_by_torch(nn.GRU(3, 4), torch.randn(8, 2, 3))[1]
-        assert run_by_torch(nn.GRU(3, 256), torch.randn(8, 1, 3))[1]
+        assert run_by_torch(nn.GRU(3, 4), torch.randn(8, 1, 3))[1]
         assert not run_by_torch(nn.GRU(3, 256), torch.randn(8, 2, 3))[1]
         assert run_by_torch(nn.RNN(3, 4), torch.randn(15, 2, 3))[1]
         assert not run_by_torch(nn.RNN(3, 4), torch.randn(16, 2, 3))[1]
@@ -39,6 +39,8 @@ def test_what_torch_is_slower_at_it_does_not_do() -> None:
         many = torch.randn(100, 2, 3)
         assert not run_by_torch(nn.GRU(3, 4), pack_sequence([*many.unbind(1)]))[1]
         assert run_by_torch(nn.GRU(3, 4, dtype=torch.float64), many.double())[1]
+    assert not run_by_torch(nn.GRU(3, 4), torch.randn(8, 1, 3))[1]
+    assert run_by_torch(nn.GRU(3, 256), torch.randn(8, 1, 3))[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
