@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 #: Cells that are torch's, gate by gate; for ``gru`` the reset gate comes after the product in both.
 _CALLS: Mapping[Function, Callable[..., Any]] = {
-    "lstm": torch._VF.lstm,  # type: ignore[attr-defined]
-    "gru": torch._VF.gru,  # type: ignore[attr-defined]
-    "elman": torch._VF.rnn_tanh,  # type: ignore[attr-defined]
+    "lstm": torch._VF.lstm,
+    "gru": torch._VF.gru,
+    "elman": torch._VF.rnn_tanh,
 }
 _DTYPES = (torch.float32, torch.float64)
 
