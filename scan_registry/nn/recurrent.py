@@ -12,7 +12,7 @@ from torch.nn.functional import dropout, linear
 from torch.nn.utils.rnn import PackedSequence
 
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
-from scan_registry.nn import checks
+from scan_registry.nn import checks, torch_cells
 from scan_registry.nn.packing import Packing, Resets, turned_resets
 from scan_registry.ops.rnn import rnn
 from scan_registry.ops.rnn_layout import padded
@@ -175,6 +175,10 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         x = x.transpose(0, 1) if first else x
         batch = x.shape[1] if input.dim() == 3 else None
         states = _batched(checks.states_of(self, hx, input, batch), batch)
+        if reset is None and batch is not None:
+            if torch_cells.takes(self, input, (x.shape[0], x.shape[0] * batch)):
+                out, last = torch_cells.run(self, input, states)
+                return out, _as_given(last)
         resets = None
         if reset is not None:
             anew = checks.states_of(self, reset_hx, input, batch, "reset_hx")
@@ -186,11 +190,11 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         return out.transpose(0, 1) if first else out, _as_given(last)
 
     def _packed(self, packed: PackedSequence, hx: Any, reset: Any, reset_hx: Any) -> Any:
-        """The same of a ``PackedSequence``, whose sequences lie one after the other here."""
+        """The same of a ``PackedSequence``."""
         x, given, own = packed.data, packed.sorted_indices, packed.unsorted_indices
         checks.check_input(self, x, packed=True)
         checks.check_packed_reset(self, reset, reset_hx, packed)
-        packing, batch = Packing.of(packed), int(packed.batch_sizes[0])
+        batch = int(packed.batch_sizes[0])
         states = checks.states_of(self, hx, x, batch)
         anew = checks.states_of(self, reset_hx, x, batch, "reset_hx")
         if given is not None:
@@ -198,16 +202,29 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
                 s if s is None else [state.index_select(1, given) for state in s]
                 for s in (states, anew)
             )
-        resets = None
+        if reset is None and torch_cells.takes(self, x, (packed.batch_sizes.numel(), x.shape[0])):
+            data, last = torch_cells.run(self, x, states, packed.batch_sizes)
+        else:
+            data, last = self._sequences(packed, states, reset, anew)
+        if own is not None:
+            last = [state.index_select(1, own) for state in last]
+        return PackedSequence(data, packed.batch_sizes, given, own), _as_given(last)
+
+    def _sequences(
+        self,
+        packed: PackedSequence,
+        states: States | None,
+        reset: PackedSequence | None,
+        anew: States | None,
+    ) -> tuple[Tensor, States]:
+        """The data of the output, and the last states, of sequences that lie one after the other meanwhile."""
+        packing, resets = Packing.of(packed), None
         if reset is not None:
             marks = reset.data.index_select(0, packing.order).unsqueeze(0)
             resets = Resets(marks, turned_resets(marks, packing), anew)
-        x = x.index_select(0, packing.order).unsqueeze(1)
+        x = packed.data.index_select(0, packing.order).unsqueeze(1)
         out, last = self._layers(x, states, packing, resets)
-        if own is not None:
-            last = [state.index_select(1, own) for state in last]
-        data = out.squeeze(1).index_select(0, packing.back)
-        return PackedSequence(data, packed.batch_sizes, given, own), _as_given(last)
+        return out.squeeze(1).index_select(0, packing.back), last
 
     def _traced(self, input: Any, hx: Any, reset: Any, reset_hx: Any) -> Any:
         """A call of this module in the graph that torch.fx makes: as torch.nn's, it is traced no further."""
