@@ -1,8 +1,8 @@
 """What a call costs the CPU that makes it, where launches do nothing: ``python tools/host_time.py [scan] [rnn] [profile]``.
 
 It needs no GPU: tensors are the CPU's, and the driver is a library of functions that return 0. So what torch's own operators
-cost is that of the CPU's, and what a driver takes to launch, some 2 µs, is missing. Times are the least of several rounds, as
-whatever else runs only adds to them. A C compiler has to be there.
+cost is that of the CPU's, and what a driver takes to launch, some 2 µs, is missing. Times are of the process alone, and the least of several
+rounds. A C compiler has to be there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,9 +25,10 @@ import torch
 from scan_registry import linear_scan, nn
 from scan_registry.hardware import _launcher
 from scan_registry.kernels.linear_scan.spec import parameters
-from scan_registry.ops import fast_path, plans, rnn_plans
+from scan_registry.nn import recurrent
+from scan_registry.ops import fast_calls, fast_path, plans, rnn_derivatives, rnn_layer, rnn_plans
 
-ROUNDS, CALLS = 30, 200
+ROUNDS, CALLS = 20, 100
 
 
 def bind_nothing() -> Any:
@@ -91,16 +91,18 @@ def pretend_kernels() -> None:
     everything.fast_path._empty = torch._C._dynamo.guards._empty_strided_cpu
     everything.rnn._prepared = prepared
     everything.rnn._in_torch = lambda inputs, backend: False
+    everything.layer = rnn_layer
+    everything.layer.on_gpu = lambda tensor: True
 
 
 def microseconds(call: Callable[[], object]) -> float:
     """The least of the rounds' means."""
     best = float("inf")
     for _ in range(ROUNDS):
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(CALLS):
             call()
-        best = min(best, (time.perf_counter() - begin) / CALLS)
+        best = min(best, (time.process_time() - begin) / CALLS)
     return 1e6 * best
 
 
@@ -155,59 +157,57 @@ def scans() -> None:
 
 
 def networks(profiled: bool) -> None:
-    """Modules of (4, 8, 32) from ``forward`` to the launch, and backwards from it."""
-    print(
-        f"{'µs a call':30}{'forward':>9}{'recorded':>9}{'and backward':>13}   operators forward, backward"
-    )
+    """Modules of (4, 8, 32) from ``forward`` to the launch, and backwards from it: layers composed of operators beside those
+    in one function."""
     options: dict[str, dict[str, Any]] = {
         "": {},
         "batch first": {"batch_first": True},
-        "both ways": {"bidirectional": True},
         "2 layers": {"num_layers": 2},
+        "both ways": {"bidirectional": True},
     }
-    for kind in ("LSTM", "GRU"):
+    titles = "forward", "recorded", "and backward", "operators forward", "and backward"
+    print(f"{'µs a call: composed, short':28}" + "".join(f"{title:>20}" for title in titles))
+    for kind in ("LSTM", "GRU", "RNN"):
         for name, how in options.items():
             module = getattr(nn, kind)(32, 32, **how)
-            x = torch.randn(4, 8, 32) if how.get("batch_first") else torch.randn(8, 4, 32)
-            leaves = [*module.parameters()]
-
-            def forward(module: Any = module, x: Any = x) -> Any:
-                with torch.no_grad():
-                    return module(x)
-
-            def both_ways(module: Any = module, x: Any = x, leaves: Any = leaves) -> Any:
-                out = module(x)[0]
-                return torch.autograd.grad(out, leaves, out.detach())
-
-            def recorded(module: Any = module, x: Any = x) -> Any:
-                return module(x)
-
-            counts = operators(module, x)
-            times = [microseconds(call) for call in (forward, recorded, both_ways)]
-            print(
-                "{:30}{:9.1f}{:9.1f}{:13.1f}   {}".format(f"{kind} {name}", *times, counts),
-                flush=True,
+            shape = (4, 8, 32) if how.get("batch_first") else (8, 4, 32)
+            x, leaves = torch.randn(shape), [*module.parameters()]
+            calls = (
+                torch.no_grad()(partial(module, x)),
+                partial(module, x),
+                partial(trained, module, x, leaves),
             )
-            if profiled:
-                profile(both_ways)
+            found: list[list[str]] = []
+            for short in (False, True):
+                recurrent.on_gpu = lambda tensor, short=short: short  # type: ignore[assignment,misc]
+                times = [f"{microseconds(call):.0f}" for call in calls]
+                found.append([*times, *map(str, operators(module, x, leaves))])
+                if profiled:
+                    profile(calls[-1])
+            both = [" ".join(f"{each:>6}" for each in pair) for pair in zip(*found, strict=True)]
+            print(f"{f'{kind} {name}':28}" + "".join(f"{pair:>20}" for pair in both), flush=True)
 
 
-def operators(module: Any, x: Any) -> str:
-    """How many operators torch is asked for, in a forward pass and in the backward pass after it. A mode sees what the
-    dispatcher does, which the short roads go round; so ours are counted by themselves."""
+def trained(module: Any, x: Any, leaves: Any) -> Any:
+    out = module(x)[0]
+    return torch.autograd.grad(out, leaves, out.detach())
+
+
+def operators(module: Any, x: Any, leaves: Any) -> list[int]:
+    """How many operators torch is asked for in a forward pass, and in that and a backward pass: those that it profiles. A
+    call is to go as if nothing profiled."""
+    watchers = {rnn_derivatives: "unobserved", rnn_layer: "unobserved", fast_calls: "undisturbed"}
+    known = {home: getattr(home, name) for home, name in watchers.items()}
+    for home, name in watchers.items():
+        setattr(home, name, lambda *tensors: True)
     found = []
-    out: list[Any] = []
-    for call in (
-        lambda: out.append(module(x)[0]),
-        lambda: torch.autograd.grad(out[0], [*module.parameters()], out[0].detach()),
-    ):
+    for call in (partial(module, x), partial(trained, module, x, leaves)):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             call()
-        names = Counter(each.name for each in seen.events() if each.name.startswith("aten::"))
-        found.append(
-            f"{names.total()} ({', '.join(f'{n[6:]} {c}' for n, c in names.most_common(6))})"
-        )
-    return "; ".join(found)
+        found.append(sum(each.name.startswith("aten::") for each in seen.events()))
+    for home, name in watchers.items():
+        setattr(home, name, known[home])
+    return found
 
 
 def profile(call: Callable[[], object]) -> None:

@@ -104,9 +104,9 @@ def _plan(
     if cu_seqlens is not None and not on_gpu(tokens):
         return None  # the bounds are checked at every call
 
-    def general(*inputs: Any) -> Result:
+    def general(gates: Tensor, tokens: Tensor, initial_state: Any, cu_seqlens: Any) -> Result:
         with torch.no_grad():
-            states, last = plans.forward(*inputs, options)
+            states, last = plans.forward(gates, tokens, initial_state, cu_seqlens, options)
         return states if last is None else (states, last)
 
     return _launch(given, options, general) or general
