@@ -148,7 +148,8 @@ class Layer:
             return every, (every[-1:].clone(),), (None, cache, start)
         # In the memory of all states, but no view: those that a function returns are not to be changed in place.
         h = every.new_empty(0).set_(every.untyped_storage(), 0, *self._of_hidden)
-        return h, torch.unbind_copy(every[:, -1:]), (every, cache, start)
+        last: Any = torch.unbind_copy(every[:, -1:])  # type: ignore[func-returns-value]
+        return h, last, (every, cache, start)
 
     def backward(
         self, tensors: tuple[Any, ...], grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
