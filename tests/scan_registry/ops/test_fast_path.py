@@ -101,11 +101,11 @@ def test_a_call_is_planned_once() -> None:
 
 
 def test_a_call_whose_plan_is_none_is_left_to_others() -> None:
-    asked: list[Any] = []
-    calls = FastPath(**Planner().parts() | {"plan": lambda *call: asked.append(call)})
+    requests: list[Any] = []
+    calls = FastPath(**Planner().parts() | {"plan": lambda *call: requests.append(call)})
     tracked = torch.nn.Parameter(memory(2, 3))
     assert [plain_call(calls, PLAIN, each) for each in (PLAIN, PLAIN, tracked)] == [None] * 3
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 def test_results_are_those_of_the_plan() -> None:

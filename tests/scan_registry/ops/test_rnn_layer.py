@@ -4,7 +4,7 @@ against the same layers composed of operators."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -26,6 +26,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch first": {"batch_first": True},
     "layers": {"num_layers": 2, "batch_first": True},
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors are so small that threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -258,11 +267,11 @@ def test_hooks_of_saved_tensors(solved: list[RnnProblem]) -> None:
 def test_what_is_required_backwards_is_what_was_forwards(
     solved: list[RnnProblem], monkeypatch: Any
 ) -> None:
-    asked: list[Any] = []
+    requests: list[Any] = []
     prepare = rnn_plans.prepare_sequence
 
     def noted(*how: Any) -> Any:
-        asked.append((how[0], policy.required.get()))
+        requests.append((how[0], policy.required.get()))
         return prepare(*how)
 
     monkeypatch.setattr(rnn_plans, "prepare_sequence", noted)
@@ -272,7 +281,7 @@ def test_what_is_required_backwards_is_what_was_forwards(
     with policy.as_required(tier):
         out = module(x)[0]
     out.sum().backward()
-    assert asked == [("forward", tier), ("backward", tier)]
+    assert requests == [("forward", tier), ("backward", tier)]
 
 
 def left_to_others() -> dict[str, Callable[[], Any]]:
