@@ -9,7 +9,7 @@ and strides, never a copy of a weight: those that optimizers and ``.data`` write
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +17,16 @@ from torch.autograd import Function
 from torch.nn.functional import linear
 
 from scan_registry.dispatch import policy
-from scan_registry.kernels.rnn import problem as rnn_problem
 from scan_registry.kernels.rnn import reference
-from scan_registry.kernels.rnn.problem import SIZES, Direction, RnnBackend
+from scan_registry.kernels.rnn.problem import SIZES, Direction
 from scan_registry.ops import rnn_plans
-from scan_registry.ops.derivatives import unobserved
+from scan_registry.ops.derivatives import has_tangents, transforms_active, unobserved
 from scan_registry.ops.fast_calls import call_facts
 from scan_registry.ops.launching import MOST_PLANS, Run, allocator
 from scan_registry.ops.recomputation import gradients
-from scan_registry.ops.rnn import rnn
 from scan_registry.ops.rnn_arguments import COMPILED, Options
+from scan_registry.ops.rnn_layer_composed import Cell, Result, composed, composed_backward
 from scan_registry.ops.rnn_layout import UNITS
-
-#: h (T, B, H) at every step, and the states (1, B, H) after the last one.
-Result = tuple[Tensor, list[Tensor]]
 
 _required = policy.required.get
 _enabled = torch.is_grad_enabled
@@ -38,43 +34,9 @@ _is_compiling = torch.compiler.is_compiling
 _autocast = torch.is_autocast_enabled
 
 
-class Cell(NamedTuple):
-    """What a layer computes, beside its tensors."""
-
-    function: rnn_problem.Function
-    backend: RnnBackend
-    heads: int
-
-
 def on_gpu(tensor: Tensor) -> bool:
     """Whether kernels for GPUs compute with it."""
     return tensor.is_cuda
-
-
-# --- In operators that torch differentiates -----------------------------------------------------
-
-
-def composed(
-    cell: Cell, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, *states: Tensor
-) -> Result:
-    """The layer of x (T, B, I) in ``rnn`` and torch's operators. ``w`` (gates · H, I) and ``r`` (gates · H, D) are torch.nn's
-    weights, ``b`` and ``c`` their biases or None, and ``states`` those before the first step, (1, B, H) each, or none."""
-    sizes, (time, batch, _) = SIZES[cell.function], x.shape
-    dim = r.shape[1]
-    unit = cell.heads, dim
-    inputs = linear(x.contiguous(), w, b).view(time, batch, sizes.inputs, *unit).transpose(0, 1)
-    recurrent = r.view(sizes.recurrent, *unit, dim)
-    bias = None if c is None else c.view(-1, *unit)
-    if cell.function == "gru":  # torch.nn has r, z and n, where n's part of R comes first here
-        recurrent = recurrent.roll(1, 0)
-        bias = None if bias is None else torch.cat([bias.roll(1, 0), torch.zeros_like(bias[:1])])
-    start = torch.stack([s.view(batch, 1, *unit) for s in states]) if states else None
-    every, last = rnn(inputs, recurrent, bias, start, function=cell.function, backend=cell.backend)
-    h = every[0].transpose(0, 1).reshape(time, batch, -1)
-    return h, [state.reshape(1, batch, -1) for state in last]
-
-
-# --- As launches --------------------------------------------------------------------------------
 
 
 class Layer:
@@ -349,14 +311,20 @@ class RecurrentLayer(Function):
         if found is not None:
             return None, *found
 
+        flat = tensors[: len(wanted)]
+        if transforms_active() or has_tangents(
+            *grads
+        ):  # in which torch.autograd.grad is not to be called
+            return None, *composed_backward(layer.cell, flat, grads, wanted)
+
         def recompute(flat: list[Any], _: bool) -> Any:
             h, last = composed(layer.cell, *flat)
             return zip((h, *last), grads, strict=True)
 
         if _is_compiling():  # by compiled autograd, which knows of no context variables
-            return None, *gradients(tensors[: len(wanted)], wanted, recompute)
+            return None, *gradients(flat, wanted, recompute)
         with policy.as_required(layer.required):
-            return None, *gradients(tensors[: len(wanted)], wanted, recompute)
+            return None, *gradients(flat, wanted, recompute)
 
 
 #: ``RecurrentLayer.apply`` without torch's search for transforms: calls that get here are under none.

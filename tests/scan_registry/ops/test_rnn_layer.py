@@ -343,3 +343,23 @@ def test_no_kernel(solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch) ->
         found = gradients(module, x, hx, USED["all"])
         for one, other in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_gradients(kind: str, solved: list[RnnProblem]) -> None:
+    """As Jacobians are taken: by torch's own batches, and by ``torch.func.vmap`` over a backward pass."""
+    module = make(kind)
+    x, hx = draw(module, True)
+    wanted = leaves(module, x, hx)
+    out = flat(module(x, hx))[0]
+    vectors = torch.randn(3, *out.shape)
+    expected = [
+        torch.autograd.grad(out, wanted, v, retain_graph=True, allow_unused=True) for v in vectors
+    ]
+    how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    legacy = torch.autograd.grad(out, wanted, vectors, is_grads_batched=True, **how)
+    mapped = torch.func.vmap(lambda v: torch.autograd.grad(out, wanted, v, **how))(vectors)
+    for found in (legacy, mapped):
+        for k, grad in enumerate(found):
+            for row in range(3):
+                torch.testing.assert_close(grad[row], expected[row][k], rtol=1e-4, atol=1e-4)
