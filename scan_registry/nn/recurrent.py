@@ -15,6 +15,7 @@ from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
 from scan_registry.nn import checks, torch_cells
 from scan_registry.nn.packing import Packing, Resets, turned_resets
 from scan_registry.ops.rnn import rnn
+from scan_registry.ops.rnn_layer import Cell, fast_layer, on_gpu
 from scan_registry.ops.rnn_layout import padded
 
 States = list[Tensor]
@@ -175,10 +176,10 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         x = x.transpose(0, 1) if first else x
         batch = x.shape[1] if input.dim() == 3 else None
         states = _batched(checks.states_of(self, hx, input, batch), batch)
-        if reset is None and batch is not None:
-            if torch_cells.takes(self, input, (x.shape[0], x.shape[0] * batch)):
-                out, last = torch_cells.run(self, input, states)
-                return out, _as_given(last)
+        steps = x.shape[0], x.shape[0] * x.shape[1]
+        if reset is None and batch is not None and torch_cells.takes(self, input, steps):
+            out, last = torch_cells.run(self, input, states)
+            return out, _as_given(last)
         resets = None
         if reset is not None:
             anew = checks.states_of(self, reset_hx, input, batch, "reset_hx")
@@ -258,12 +259,30 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
                 x = dropout(x, self.dropout, self.training)
             rows = slice(layer * self._directions, (layer + 1) * self._directions)
             before = None if states is None else [state[rows] for state in states]
+            found = None
+            if packing is None and resets is None:
+                found = self._fast_layer(layer, x, before)
+                if found is not None and self.num_layers == 1:
+                    return found
             own = resets
             if resets is not None and resets.states is not None:
                 own = resets._replace(states=[state[rows] for state in resets.states])
-            x, last = self._layer(layer, x, before, packing, own)
+            x, last = found or self._layer(layer, x, before, packing, own)
             ends.append(last)
         return x, [torch.cat(state) for state in zip(*ends, strict=True)]
+
+    def _fast_layer(
+        self, layer: int, x: Tensor, before: States | None
+    ) -> tuple[Tensor, States] | None:
+        """One layer of one direction at the least cost; None if it has to be composed."""
+        if self.bidirectional or not on_gpu(x):
+            return None
+        weights = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"weight_hh_l{layer}")
+        biases: tuple[Tensor | None, ...] = (None, None)
+        if self.bias:
+            biases = getattr(self, f"bias_ih_l{layer}"), getattr(self, f"bias_hh_l{layer}")
+        cell = Cell(self.function, self.backend, self.num_heads)
+        return fast_layer(cell, (x, *weights, *biases, *(before or ())))
 
     def _layer(
         self,
