@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
 from scan_registry.nn import checks, torch_cells
 from scan_registry.ops.rnn import rnn
+from scan_registry.ops.rnn_layer import Cell, fast_layer, on_gpu
 from scan_registry.ops.rnn_layout import padded
 
 States = list[Tensor]
@@ -194,9 +195,25 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
                 x = dropout(x, self.dropout, self.training)
             rows = slice(layer * self._directions, (layer + 1) * self._directions)
             before = None if states is None else [state[rows] for state in states]
-            x, last = self._layer(layer, x, before, lengths)
+            found = self._fast_layer(layer, x, before) if lengths is None else None
+            if found is not None and self.num_layers == 1:
+                return found
+            x, last = self._layer(layer, x, before, lengths) if found is None else found
             ends.append(last)
         return x, [torch.cat(state) for state in zip(*ends, strict=True)]
+
+    def _fast_layer(
+        self, layer: int, x: Tensor, before: States | None
+    ) -> tuple[Tensor, States] | None:
+        """One layer of one direction at the least cost; None if it has to be composed."""
+        if self.bidirectional or not on_gpu(x):
+            return None
+        weights = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"weight_hh_l{layer}")
+        biases: tuple[Tensor | None, ...] = (None, None)
+        if self.bias:
+            biases = getattr(self, f"bias_ih_l{layer}"), getattr(self, f"bias_hh_l{layer}")
+        cell = Cell(self.function, self.backend, self.num_heads)
+        return fast_layer(cell, (x, *weights, *biases, *(before or ())))
 
     def _layer(
         self, layer: int, x: Tensor, before: States | None, lengths: Tensor | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,25 @@ def _prepared(
     problem = plan.decision.problem
     assert isinstance(problem, RnnProblem)
     return plan.decision if plan.launch is None else (problem, plan.run)
+
+
+def prepare_sequence(
+    direction: Direction,
+    options: Options,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    training: bool,
+    graded: int,
+) -> Run | None:
+    """The launch of all steps at once, for tensors that lie as a kernel takes them; None if there is none. ``graded`` states
+    have a gradient at every step."""
+    posed = alternatives(direction, options, tensors, training)
+    if direction == "backward":
+        posed = tuple((replace(problem, graded=graded), backend) for problem, backend in posed)  # type: ignore[type-var]
+    found = _prepared(posed, device)
+    if isinstance(found, Decision) or found[0].scope != "sequence":
+        return None
+    return found[1]
 
 
 @contextmanager
