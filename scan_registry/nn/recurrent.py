@@ -15,7 +15,8 @@ from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
 from scan_registry.nn import checks, torch_cells
 from scan_registry.nn.packing import Packing, Resets, turned_resets
 from scan_registry.ops.rnn import rnn
-from scan_registry.ops.rnn_layer import Cell, fast_layer, on_gpu
+from scan_registry.ops.rnn_layer import fast_layer, on_gpu
+from scan_registry.ops.rnn_layer_composed import Cell
 from scan_registry.ops.rnn_layout import padded
 
 States = list[Tensor]
