@@ -59,8 +59,10 @@ class Clock:
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
         started = time.monotonic()
-        yield
-        self.steps[title] = time.monotonic() - started
+        try:
+            yield
+        finally:
+            self.steps[title] = time.monotonic() - started
 
 
 def tools(fresh: bool, *more: str) -> Environment:
@@ -191,15 +193,19 @@ def build_all(fresh: bool, every: int, record: bool) -> None:
     with clock.step("assemble"):
         assemble(environment, wheels, DIST)
     place = WORK / "again"
-    twins = built(environment, place, platforms, clock, second_tree())
+    with clock.step("copy the tree"):
+        tree = second_tree()
+    twins = built(environment, place, platforms, clock, tree)
     with clock.step("assemble, elsewhere"):
         assemble(environment, twins, place / "dist")
-    with clock.step("check"):
-        check(environment, place / "dist", every, record)
-    with clock.step("sources"):
-        sdist(environment, DIST)
-    told(clock)
-    sizes_told(platforms, DIST, clock)
+    try:
+        with clock.step("check"):
+            check(environment, place / "dist", every, record)
+        with clock.step("sources"):
+            sdist(environment, DIST)
+    finally:
+        told(clock)
+        sizes_told(platforms, DIST, clock)
 
 
 def build_from(fresh: bool, wheels: Sequence[Path], every: int, record: bool) -> None:
