@@ -17,6 +17,7 @@ import argparse
 import json
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -33,10 +34,9 @@ from ci.workspace import (
     PACKAGE,
     ROOT,
     DevError,
-    Environment,
-    build_wheel,
     check_machine,
     make_environment,
+    require,
     say,
 )
 
@@ -134,9 +134,15 @@ def _said(command: Sequence[str | Path]) -> str:
 
 
 def _wheel() -> Path:
+    """This tree's, without archives, as pip builds it for a user."""
     check_machine()
-    environment: Environment = make_environment(WORK / "build", fresh=False)
-    return build_wheel(environment, WORK, archs="none").path
+    folder = WORK / "wheel"
+    shutil.rmtree(folder, ignore_errors=True)
+    environment = make_environment(WORK / "build", fresh=False)
+    command = environment.pip("wheel", "-q", "--no-deps", "--config-settings", "archs=none")
+    require("build the wheel", [*command, "--wheel-dir", folder, ROOT], cwd=WORK)
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 def main(words: Sequence[str] | None = None) -> int:

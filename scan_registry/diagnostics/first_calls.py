@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from scan_registry.dispatch.fit import Tier
+from scan_registry.dispatch.select import Backend
 
 #: What was run: ``python tools/tiers.py``, whose record is tools/results/h200-tiers.json.
 MEASURED_ON, DATE = "NVIDIA H200", "2026-11-23"
@@ -32,15 +33,15 @@ class FirstCall:
     later_ms: float | None
 
 
-def first_calls(tiers: Iterable[Mapping[str, Tier | None]]) -> tuple[FirstCall, ...]:
+def first_calls(tiers: Iterable[Mapping[Backend, Tier | None]]) -> tuple[FirstCall, ...]:
     """Of each tier that calls end on, by backend as doctor asks, closest first."""
-    met = {}
+    met: set[tuple[Tier, str]] = set()
     for by_backend in tiers:
         for backend, tier in by_backend.items():
             if tier is Tier.REFERENCE:
-                met[tier, "torch"] = True
+                met.add((tier, "torch"))
             elif tier is not None and backend != "auto":
-                met[tier, backend] = True
+                met.add((tier, backend))
     costs = []
     for tier, language in sorted(met):
         first, later = MEASURED.get((tier, language), (None, None))

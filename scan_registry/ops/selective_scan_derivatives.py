@@ -51,7 +51,9 @@ def scan(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
         flops.announce()
     # A trace holds for calls with and without gradients, so nothing in it may depend on which is traced.
     tracing = not _is_compiling() and tracing_state() is not None
-    training = not tracing and torch.is_grad_enabled() and wants_gradient(*given.differentiable)
+    # Not ``given.differentiable``: torch.compile of 2.9 and before knows no property of a named tuple.
+    inputs = given[:_DIFFERENTIABLE]
+    training = not tracing and torch.is_grad_enabled() and wants_gradient(*inputs)
     out, last, _ = _op(*given, *options, training)
     return out, last
 
