@@ -52,7 +52,7 @@ NEEDED = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6.100", "jsonschema>=4.20
 class Row:
     """One release of torch: what was installed, and what pytest counted; or why nothing was run."""
 
-    asked: str
+    release: str
     torch: str | None = None
     passed: int = 0
     failed: int = 0
@@ -73,10 +73,10 @@ def available(said: str) -> list[str]:
     return [version.strip() for version in found[1].split(",")] if found else []
 
 
-def chosen(asked: str, versions: Sequence[str], machine: str) -> str | None:
+def chosen(release: str, versions: Sequence[str], machine: str) -> str | None:
     """The newest version of the release to install on a machine, or None if there is none that is small."""
-    release = re.compile(rf"{re.escape(asked)}(\.\d+)*(\+\w+)?")
-    matching = [version for version in versions if release.fullmatch(version)]
+    pattern = re.compile(rf"{re.escape(release)}(\.\d+)*(\+\w+)?")
+    matching = [version for version in versions if pattern.fullmatch(version)]
     on_cpu = [version for version in matching if version.endswith("+cpu")]
     return next(iter(on_cpu if machine == "x86_64" else on_cpu or matching), None)
 
@@ -96,23 +96,25 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         numbers = f"{row.passed:7} {row.failed:7} {row.skipped:8} {row.seconds:8.0f}"
         blank = f"{'–':>7} {'–':>7} {'–':>8} {'–':>8}"
-        lines.append(f"{row.torch or row.asked:14} {blank if row.why else numbers}  {row.verdict}")
+        lines.append(
+            f"{row.torch or row.release:14} {blank if row.why else numbers}  {row.verdict}"
+        )
     return "\n".join(lines)
 
 
-def run(asked: str, wheel: Path, tests: Sequence[Path], words: Sequence[str]) -> Row:
+def run(release: str, wheel: Path, tests: Sequence[Path], words: Sequence[str]) -> Row:
     """Install one release of torch with the wheel in an environment of its own, and test."""
-    environment = make_environment(WORK / asked, fresh=False)
+    environment = make_environment(WORK / release, fresh=False)
     listed = _said(environment.pip("index", "versions", "torch"))
-    version = chosen(asked, available(listed), platform.machine())
+    version = chosen(release, available(listed), platform.machine())
     if version is None:
-        return Row(asked, why="there is no CPU build of it for this Python where pip looks")
+        return Row(release, why="there is no CPU build of it for this Python where pip looks")
     say(f"\n=== torch {version}")
     for packages in ((f"torch=={version}", *NEEDED), ("--force-reinstall", "--no-deps", wheel), (wheel,)):  # fmt: skip
         command = environment.pip("install", "-q", *packages)
         if subprocess.run(list(map(str, command)), check=False).returncode:
-            return Row(asked, version, why="it does not install")
-    report = WORK / f"{asked}.xml"
+            return Row(release, version, why="it does not install")
+    report = WORK / f"{release}.xml"
     report.unlink(missing_ok=True)
     command = [environment.program("pytest"), "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
     command += [f"--junitxml={report}", *words, *tests]
@@ -121,9 +123,9 @@ def run(asked: str, wheel: Path, tests: Sequence[Path], words: Sequence[str]) ->
     status = subprocess.run(list(map(str, command)), cwd=WORK, check=False).returncode
     seconds = time.monotonic() - started
     if not report.is_file():
-        return Row(asked, version, failed=1, seconds=seconds)
+        return Row(release, version, failed=1, seconds=seconds)
     passed, failed, skipped = counts(report.read_text(encoding="utf-8"))
-    return Row(asked, version, passed, failed or int(status != 0), skipped, seconds)
+    return Row(release, version, passed, failed or int(status != 0), skipped, seconds)
 
 
 def _said(command: Sequence[str | Path]) -> str:
@@ -158,7 +160,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         wheel = options.wheel.resolve() if options.wheel else _wheel()
         tests = ALL if options.all else PUBLIC
-        rows = [run(asked, wheel, tests, options.rest) for asked in options.torch]
+        rows = [run(release, wheel, tests, options.rest) for release in options.torch]
     except DevError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -28,7 +28,7 @@ def test_versions_are_read_of_pips_words(tool: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "machine", "version"),
+    ("release", "machine", "version"),
     [
         ("2.13", "x86_64", "2.13.0+cpu"),
         ("2.9", "x86_64", None),  # what there is was built for CUDA, and is gigabytes
@@ -39,9 +39,9 @@ def test_versions_are_read_of_pips_words(tool: Any) -> None:
     ],
 )
 def test_only_cpu_builds_are_installed_on_x86(
-    tool: Any, asked: str, machine: str, version: str | None
+    tool: Any, release: str, machine: str, version: str | None
 ) -> None:
-    assert tool.chosen(asked, VERSIONS, machine) == version
+    assert tool.chosen(release, VERSIONS, machine) == version
 
 
 def test_counts_are_pytests(tool: Any) -> None:
@@ -65,7 +65,7 @@ def test_the_table_says_what_was_not_run(tool: Any) -> None:
 def test_a_release_that_is_not_there_fails_if_it_must_not(
     tool: Any, monkeypatch: pytest.MonkeyPatch, strict: list[str], status: int
 ) -> None:
-    monkeypatch.setattr(tool, "run", lambda asked, *_: tool.Row(asked, why="not there"))
+    monkeypatch.setattr(tool, "run", lambda release, *_: tool.Row(release, why="not there"))
     assert tool.main([*strict, "--wheel", "some.whl"]) == status
 
 
