@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
 from scan_registry.nn import checks, torch_cells
 from scan_registry.ops.rnn import rnn
-from scan_registry.ops.rnn_layer import Cell, fast_layer, on_gpu
+from scan_registry.ops.rnn_layer import fast_layer, on_gpu
+from scan_registry.ops.rnn_layer_composed import Cell
 from scan_registry.ops.rnn_layout import padded
 
 States = list[Tensor]

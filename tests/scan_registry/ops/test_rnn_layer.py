@@ -16,6 +16,7 @@ from torch import Tensor
 from scan_registry import nn
 from scan_registry.dispatch import policy
 from scan_registry.kernels.rnn.problem import RnnProblem
+from scan_registry.nn import torch_cells
 from scan_registry.ops import rnn_layer, rnn_plans
 
 KINDS = ("LSTM", "GRU", "RNN", "SLSTM")
@@ -56,6 +57,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[RnnProblem]:
     monkeypatch.setattr(rnn_layer, "on_gpu", lambda tensor: True)
     monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: True)
     monkeypatch.setattr(rnn_layer, "_layers", {})
+    monkeypatch.setattr(torch_cells, "takes", lambda *_: False)  # which are the CPU's
     torch.manual_seed(0)
     return problems
 
