@@ -15,8 +15,10 @@ from torch._compile import _disable_dynamo
 
 from scan_registry.base.environment import flag
 from scan_registry.dispatch.select import Backend
-from scan_registry.distributed.group import Terms, agree, all_reduce, resolve
+from scan_registry.distributed.group import all_reduce, resolve
 from scan_registry.distributed.halos import Exchange, Gather, WithTail, of_run, with_initial
+from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.opening import agree
 from scan_registry.ops.arguments import check_bounds
 from scan_registry.ops.causal_conv1d_arguments import (
     ACCEPTED,

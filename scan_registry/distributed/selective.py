@@ -11,8 +11,9 @@ from torch._compile import _disable_dynamo
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
+from scan_registry.distributed import opening
 from scan_registry.distributed import parts
-from scan_registry.distributed.group import Terms
+from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.linear import compared, host_bounds
 from scan_registry.distributed.selective_run import Run, SelectiveScan
 from scan_registry.kernels.selective_scan import reference
@@ -158,9 +159,9 @@ def _selective_scan(
         given, bounds, terms = _prepared(tensors, cu_seqlens, softplus, final, backend)
     except Exception as error:
         device = tensors[0].device if isinstance(tensors[0], Tensor) else None
-        groups.agree(members, error, device)
+        opening.agree(members, error, device)
         raise
-    local = groups.agree(members, terms, given.u.device)
+    local = opening.agree(members, terms, given.u.device)
     lengths = [numbers[0] for numbers in local]
     if bounds is None:
         part = parts.whole(members.rank, members.size)
@@ -224,8 +225,9 @@ def _prepared(
     wants = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in given.differentiable
     )
-    terms = Terms("selective_scan", common, *compared(bounds))
-    return given, bounds, terms._replace(local=(time, int(wants)))
+    digest, spelled = compared(bounds)
+    local = time, int(wants)
+    return given, bounds, Terms("selective_scan", common, local, 0, digest, spelled)
 
 
 def _initial(initial: Any, given: Arguments, bounds: tuple[int, ...] | None) -> Tensor:

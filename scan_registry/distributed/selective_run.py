@@ -18,7 +18,9 @@ from torch import Tensor
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.distributed import group as groups
-from scan_registry.distributed.group import Members, Terms
+from scan_registry.distributed import opening
+from scan_registry.distributed.group import Members
+from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.parts import Part
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops import selective_scan_plans as plans
@@ -188,9 +190,8 @@ class Run:
         terms = Terms(
             *(operator, (*self.terms.common, ("create_graph", again))),
             number=self.number,
-            spelled=f"of call {self.number}",
         )
-        groups.agree(members, terms, given.u.device)
+        opening.agree(members, terms, given.u.device)
         if again:
             raise RuntimeError(
                 "selective_scan over ranks has first derivatives only, and create_graph asks for further ones; "
