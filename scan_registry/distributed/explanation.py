@@ -8,8 +8,7 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
-from scan_registry.distributed import opening
-from scan_registry.distributed import linear
+from scan_registry.distributed import linear, opening
 from scan_registry.distributed.cost import Choice
 from scan_registry.distributed.decision import Schedule, pieces_of
 from scan_registry.distributed.headers import Terms

@@ -44,7 +44,7 @@ _required = policy.required.get
 
 Outputs = tuple[Tensor, "Tensor | None"]
 #: The most plans that a group keeps.
-_PLANS = 64
+PLANS = 64
 
 #: Bits of a local number: the rank wants gradients of gates, or of tokens or the initial state.
 _GATES, _REST = 1, 2
@@ -374,7 +374,7 @@ def _agreed(members: Members, call: Call, key: Any) -> tuple[Run, Opened, int]:
         _required(),
     )
     if key is not None:
-        if len(state.plans) >= _PLANS:
+        if len(state.plans) >= PLANS:
             state.plans.clear()
         state.plans[key] = Plan(run, call.wants)
     wants = call.wants

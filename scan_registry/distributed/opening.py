@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scan_registry.distributed.group import Members, Session, all_gather, session
-from scan_registry.distributed.headers import HEADER, WORDS, Terms, encoded, read_headers
+from scan_registry.distributed.headers import HEADER, Terms, encoded, read_headers
 
 __all__ = ["Message", "Opened", "Opening", "agree", "check_unread", "open_call"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import distributed_cases as cases
+import distributed_failures as cases
 import pytest
 import torch
 from rank_pool import GROUP_TIMEOUT, RankPool
