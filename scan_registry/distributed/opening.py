@@ -70,11 +70,12 @@ class Message:
     """What this rank sends in an opening: a header, and a row behind it.
 
     memory   64-bit words, as many as the opening's capacity holds
+    nan      NaN in the dtype of the row, where the row is
     row      memory for the call's row, which the call fills in before it sends; None for a call without a row
     inline   whether ``row`` is a part of ``memory``. If not, it is exchanged after the opening
     """
 
-    __slots__ = ("compared", "inline", "memory", "number", "row", "sent")
+    __slots__ = ("compared", "inline", "memory", "nan", "number", "row", "sent")
 
     def __init__(
         self, capacity: int, place: torch.device, count: int, dtype: torch.dtype, device: Any
@@ -83,8 +84,10 @@ class Message:
         self.number = self.memory[_NUMBER]
         self.compared = self.memory[:_COMPARED]
         self.sent = 0  # the number that ``memory`` has now
-        self.row, self.inline = None, False
+        self.row = self.nan = None
+        self.inline = False
         if count:
+            self.nan = torch.full((), torch.nan, dtype=dtype, device=device)
             size = count * dtype.itemsize
             self.inline = device.type == place.type and HEADER + size <= capacity
             if self.inline:
@@ -105,15 +108,19 @@ class Opened(NamedTuple):
     local  the local numbers of each rank; None where the headers were not read
     rows   (ranks, elements); None for a call without rows
     equal  whether the headers are equal, on the GPU; None where they were read
+    nan    NaN on the same device, in the rows' dtype
     """
 
     local: tuple[tuple[int, ...], ...] | None
     rows: Tensor | None = None
     equal: Tensor | None = None
+    nan: Tensor | None = None
 
     def guarded(self, x: Tensor) -> Tensor:
         """``x``, or NaN in its place if the GPU found that the ranks disagree."""
-        return x if self.equal is None else torch.where(self.equal, x, torch.nan)
+        if self.equal is None or self.nan is None:
+            return x
+        return torch.where(self.equal, x, self.nan)
 
 
 class Opening:
@@ -195,7 +202,7 @@ class Opening:
         assert message.row is not None
         if message.inline:
             at = HEADER // self.dtype.itemsize
-            return Opened(local, found.view(self.dtype)[:, at : at + self.count], equal)
+            return Opened(local, found.view(self.dtype)[:, at : at + self.count], equal, message.nan)
         size = self.count * self.dtype.itemsize
         assert self.device is not None
         if self.device.type == place.type and state.capacity < HEADER + size <= _MOST:
