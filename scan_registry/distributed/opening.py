@@ -202,7 +202,9 @@ class Opening:
         assert message.row is not None
         if message.inline:
             at = HEADER // self.dtype.itemsize
-            return Opened(local, found.view(self.dtype)[:, at : at + self.count], equal, message.nan)
+            return Opened(
+                local, found.view(self.dtype)[:, at : at + self.count], equal, message.nan
+            )
         size = self.count * self.dtype.itemsize
         assert self.device is not None
         if self.device.type == place.type and state.capacity < HEADER + size <= _MOST:
@@ -284,12 +286,12 @@ def opening_of(
     """The group's opening for these terms, and for rows of ``count`` elements."""
     memory = members.session.openings
     key = terms._replace(number=0), device, count, dtype
-    found = memory.get(key)
+    found: Opening | None = memory.get(key)
     if found is None:
         if len(memory) >= _KEPT:
             memory.clear()
         found = memory[key] = Opening(members, terms, device, count, dtype)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 # --- Headers that are compared on a GPU -------------------------------------------------------

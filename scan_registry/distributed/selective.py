@@ -222,13 +222,13 @@ def _converted(tensors: tuple[Any, ...]) -> Arguments:
     """The arguments as ``normalised`` converts them, if no dtype changes."""
     u, delta, A, B, C, *others, initial = tensors
     projections = [t.unsqueeze(1) if t.dim() == 3 else t for t in (B, C)]
-    return Arguments(u, delta, A, *projections, *others, initial, None)
+    return Arguments._make((u, delta, A, *projections, *others, initial, None))
 
 
 def _is_converted(tensors: tuple[Any, ...], given: Arguments) -> bool:
     """Whether ``_converted`` converts these arguments."""
     pairs = zip(tensors, given.differentiable, strict=True)
-    return all(one is None or one.dtype == other.dtype for one, other in pairs)
+    return all(other is None or one.dtype == other.dtype for one, other in pairs)
 
 
 # torch.compile breaks the graph at this call.

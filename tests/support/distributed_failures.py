@@ -6,11 +6,13 @@ import os
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from scan_registry import distributed
+from scan_registry.distributed import opening
 
 
 def groups_of_all_kinds(rank: int, ranks: int, group: Any) -> list[str]:
@@ -64,6 +66,26 @@ def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[
     states = distributed.linear_scan(torch.ones(2, 4), torch.ones(2, 4), group=group)
     assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
     return (*found, seconds)
+
+
+def unread(rank: int, ranks: int, group: Any) -> tuple[list[bool], list[str]]:
+    """Headers are compared and not read, as over NCCL, and the last rank makes another call than the others, both of them known:
+    whether results are NaN, and the errors of this call and of later ones."""
+    known = [(torch.ones(size, 4), torch.ones(size, 4)) for size in (2, 3)]
+    nans, errors = [], []
+    with torch.no_grad(), patch.object(opening, "_reading_waits", lambda place: True):
+        for given in (*known, *known):
+            distributed.linear_scan(*given, group=group)
+        for given in (known[rank == ranks - 1], known[0], known[0]):
+            try:
+                states = distributed.linear_scan(*given, group=group)
+            except (RuntimeError, ValueError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            else:
+                errors.append("")
+                nans.append(bool(states.isnan().all()))
+    assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
+    return nans, errors
 
 
 def killed(rank: int, ranks: int, group: Any) -> tuple[str, float]:

@@ -55,6 +55,17 @@ def test_ranks_differ(ranks: RankPool, kind: str, known: bool) -> None:
         assert seconds < GROUP_TIMEOUT / 2
 
 
+def test_headers_that_are_not_read(ranks: RankPool) -> None:
+    """As over NCCL: results that depend on other ranks are NaN, the next call is an error on all ranks, and the one after it good."""
+    for rank, (nans, errors) in enumerate(ranks.run(SIZE, cases.unread)):
+        assert nans == [rank > 0, False]
+        first, second, third = errors
+        assert (first, third) == ("", "")
+        assert second.startswith("ValueError: linear_scan was not run")
+        assert "ranks 0, 1: linear_scan: shape (2, T)" in second
+        assert "rank 2: linear_scan: shape (3, T)" in second
+
+
 def test_bounds_that_end_elsewhere(ranks: RankPool) -> None:
     for name, message, _ in ranks.run(SIZE, cases.failure, "total", False):
         assert name == "ValueError"
