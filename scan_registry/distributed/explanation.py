@@ -8,7 +8,7 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
-from scan_registry.distributed import linear, opening
+from scan_registry.distributed import linear, linear_call, opening
 from scan_registry.distributed.cost import Choice
 from scan_registry.distributed.decision import Schedule, pieces_of
 from scan_registry.distributed.headers import Terms
@@ -53,7 +53,7 @@ def explain(
     members = groups.resolve(group)
     options = Options(dim, reverse, return_final_state, backend)
     try:
-        call = linear.prepared(
+        call = linear_call.prepared(
             gates, tokens, initial_state, cu_seqlens, options, schedule, "explain"
         )
     except Exception as error:

@@ -12,7 +12,8 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
 from scan_registry.distributed import opening
 from scan_registry.distributed.decision import Schedule
-from scan_registry.distributed.linear import check_schedule, scan
+from scan_registry.distributed.linear import scan
+from scan_registry.distributed.linear_call import check_schedule
 from scan_registry.ops import arguments
 from scan_registry.ops.gated_scan import run as scan_of_one
 from scan_registry.ops.gated_scan_arguments import Options, normalised

@@ -101,6 +101,11 @@ class Message:
         self.memory[: HEADER // _WORD].copy_(words, non_blocking=True)
         return self
 
+    def copy_header(self, other: Message) -> None:
+        """Take the header of a message of the same terms. Its number may be changing on another stream."""
+        self.memory[: HEADER // _WORD].copy_(other.memory[: HEADER // _WORD])
+        self.sent = -1
+
 
 class Opened(NamedTuple):
     """The result of an opening.
@@ -149,8 +154,14 @@ class Opening:
         key = capacity, _stream(self.place)
         found = self._messages.get(key)
         if found is None:
-            found = Message(capacity, self.place, self.count, self.dtype, self.device)
-            found.write(encoded(self.terms._replace(number=0)))
+            # No tensors of inference mode, which other calls could not write to.
+            with torch.inference_mode(False):
+                found = Message(capacity, self.place, self.count, self.dtype, self.device)
+            other = next(iter(self._messages.values()), None)
+            if other is None:
+                found.write(encoded(self.terms._replace(number=0)))
+            else:
+                found.copy_header(other)
             if not _is_capturing(self.place):  # memory of a CUDA graph belongs to that graph
                 if len(self._messages) >= _STREAMS:
                     self._messages.clear()
@@ -271,7 +282,7 @@ def open_call(
     message = opening.message()
     if message.row is not None and error is None:
         assert rows is not None
-        message.row.copy_(rows)
+        message.row.copy_(rows.detach())
     opened = opening.exchange(message, terms.number, error=error, read=read)
     return opened if opened.rows is None else opened._replace(rows=opened.guarded(opened.rows))
 
@@ -304,7 +315,8 @@ class _Flag:
 
     def __init__(self, place: torch.device) -> None:
         on_gpu = place.type == "cuda"
-        self._memory = torch.empty((), dtype=torch.bool, pin_memory=on_gpu)
+        with torch.inference_mode(False):
+            self._memory = torch.empty((), dtype=torch.bool, pin_memory=on_gpu)
         self._value = ctypes.c_bool.from_address(self._memory.data_ptr())
         self._event = torch.cuda.Event() if on_gpu else None
 
@@ -332,6 +344,8 @@ class Unread(NamedTuple):
 def _compared(state: Session, found: Tensor, message: Message, operator: str) -> Tensor:
     """Whether the headers are equal, as a tensor on the GPU. ``check_unread`` raises the error in a later call."""
     equal = (found[:, :_COMPARED] == message.compared).all()
+    if _is_capturing(found.device):  # the CPU learns nothing when a CUDA graph runs
+        return equal
     flag = state.flags.pop() if state.flags else _Flag(found.device)
     flag.come(equal)
     state.unread.append(Unread(flag, found, operator))

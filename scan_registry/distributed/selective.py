@@ -13,7 +13,8 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
 from scan_registry.distributed import opening, parts
 from scan_registry.distributed.headers import Terms
-from scan_registry.distributed.linear import PLANS, compared, host_bounds
+from scan_registry.distributed.linear import PLANS
+from scan_registry.distributed.linear_call import compared, host_bounds
 from scan_registry.distributed.selective_run import Run, SelectiveScan, pieces_of
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops.arguments import as_bool
@@ -111,8 +112,9 @@ def selective_scan(
 
     The formula is that of ``scan_registry.selective_scan``. Each rank holds a contiguous part of time, in rank order. A part
     may have any length, including 0. Every call passes states on from rank to rank, as the schedule "pass" of
-    ``scan_registry.distributed.linear_scan`` does. The rules for ranks and gradients are those of that function. All ranks
-    compare their arguments, and raise errors, before data is exchanged.
+    ``scan_registry.distributed.linear_scan`` does. The rules for ranks, gradients and errors are those of that function. On GPUs
+    the channels are cut into pieces only if each piece has rows (batch · channels) enough to fill a GPU. With fewer rows the
+    ranks work one after another: the cut then saves memory, and no time.
 
     Args:
         u: this rank's part, as for ``scan_registry.selective_scan``.

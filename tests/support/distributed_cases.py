@@ -252,8 +252,28 @@ def some_gradients(rank: int, ranks: int, group: Any) -> None:
             close(mine.grad, part(wanted, case, ranks, rank))
     with torch.no_grad():
         assert not distributed.linear_scan(gates, mine, group=group).requires_grad
-    with torch.inference_mode():
-        distributed.linear_scan(gates, mine, group=group)
+
+
+def modes(rank: int, ranks: int, group: Any) -> None:
+    """Calls with the same shapes under inference mode, without gradients and with them, in each order."""
+    gates, tokens = torch.rand(5, 7), torch.rand(5, 7)
+    recorded = torch.rand(5, 7, requires_grad=True)
+    found = []
+    with patch.object(opening, "_reading_waits", lambda place: True):
+        for schedule in ("reduce", "pass"):
+            for _ in range(2):
+                with torch.inference_mode():
+                    found.append(
+                        distributed.linear_scan(gates, tokens, group=group, schedule=schedule)
+                    )
+                with torch.no_grad():
+                    found.append(
+                        distributed.linear_scan(gates, tokens, group=group, schedule=schedule)
+                    )
+                states = distributed.linear_scan(gates, recorded, group=group, schedule=schedule)
+                torch.autograd.grad(states.sum(), recorded)
+    for each in found:
+        close(each, found[0])
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
