@@ -202,7 +202,11 @@ class Opening:
         if read or not known or state.careful or not _reading_waits(place):
             # Read headers until a call succeeds: ranks may learn of an error in different calls.
             state.careful = True
+            # If this raises, the comparisons of earlier calls have no more to say.
+            earlier_calls = list(state.unread)
+            state.unread.clear()
             local = read_headers(found, self.terms if error is None else error)
+            state.unread.extend(earlier_calls)
             state.careful = False
             if kind not in state.agreed:
                 state.remember(kind, None)
@@ -359,4 +363,5 @@ def check_unread(members: Members) -> None:
         flag, headers, operator = state.unread.popleft()
         state.flags.append(flag)
         if not flag.value:
+            state.unread.clear()  # one error is enough for all calls until now
             read_headers(headers, Terms(operator, ()))
