@@ -88,6 +88,35 @@ def unread(rank: int, ranks: int, group: Any) -> tuple[list[bool], list[str]]:
     return nans, errors
 
 
+def late(rank: int, ranks: int, group: Any) -> list[str]:
+    """The same, but ranks learn of a comparison in different calls: what each of ten later calls raises."""
+    known = [(torch.ones(size, 4), torch.ones(size, 4)) for size in (2, 3)]
+    asked: dict[int, int] = {}
+
+    def has_come(flag: Any) -> bool:
+        asked[id(flag)] = asked.get(id(flag), 0) + 1
+        come = asked[id(flag)] > rank
+        if come:
+            asked[id(flag)] = 0
+        return come
+
+    errors = []
+    with torch.no_grad(), patch.object(opening, "_reading_waits", lambda place: True):
+        for given in (*known, *known):
+            distributed.linear_scan(*given, group=group)
+        with patch.object(opening._Flag, "has_come", has_come):
+            for given in (known[rank == ranks - 1], *[known[0]] * 10):
+                try:
+                    distributed.linear_scan(*given, group=group)
+                except (RuntimeError, ValueError) as error:
+                    errors.append(type(error).__name__)
+                else:
+                    errors.append("")
+    states = distributed.linear_scan(*known[0], group=group)
+    assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
+    return errors
+
+
 def killed(rank: int, ranks: int, group: Any) -> tuple[str, float]:
     """The last rank dies before its second call."""
     gates, tokens = torch.rand(2, 4), torch.rand(2, 4)

@@ -66,6 +66,12 @@ def test_headers_that_are_not_read(ranks: RankPool) -> None:
         assert "rank 2: linear_scan: shape (3, T)" in second
 
 
+def test_ranks_learn_of_an_error_in_different_calls(ranks: RankPool) -> None:
+    for errors in ranks.run(SIZE, cases.late):
+        assert any(errors[:5])
+        assert not any(errors[8:]), errors
+
+
 def test_bounds_that_end_elsewhere(ranks: RankPool) -> None:
     for name, message, _ in ranks.run(SIZE, cases.failure, "total", False):
         assert name == "ValueError"
