@@ -72,7 +72,7 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         modules = "linear", "convolution", "time_shards"
         names = [f"scan_registry.distributed.{module}" for module in modules]
-        context.set_forkserver_preload(["torch.distributed", *names])
+        context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", *names])
         # The server's own sys.path begins with the working folder, whose scan_registry may be the sources.
         here = os.getcwd()
         os.chdir(self.folder)

@@ -1,0 +1,28 @@
+"""Scans over ranks under activation checkpointing, torch.compile, FSDP2 and tensor parallelism."""
+
+from __future__ import annotations
+
+import distributed_composed as composed
+import pytest
+from rank_pool import RANKS, RankPool
+
+
+@pytest.mark.parametrize("scan", composed.SCANS)
+def test_activation_checkpointing(ranks: RankPool, scan: str) -> None:
+    ranks.run(2, composed.check_checkpointed, scan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", composed.SCANS)
+def test_compiled_around_a_scan(ranks: RankPool, scan: str) -> None:
+    for said in ranks.run(2, composed.check_compiled, scan):
+        assert said.startswith("Unsupported: ")
+
+
+@pytest.mark.slow
+def test_channels_within_parameters_and_time(ranks: RankPool) -> None:
+    ranks.run(RANKS, composed.check_time_and_channels)
+
+
+def test_dtensors_of_time_and_channels(ranks: RankPool) -> None:
+    ranks.run(RANKS, composed.check_dtensors_of_time_and_channels)
