@@ -66,10 +66,12 @@ def backward_into(
     the forward pass.
     """
     given = gates, states, states_grad, initial_state, final_state_grad, cu_seqlens
+    tensors = *given, gates_grad, tokens_grad
+    if policy.required.get() is required:
+        found: Tensor = plan_cache.run(_plan_backward, tensors, options, add)
+        return found
     with policy.as_required(required):
-        found: Tensor = plan_cache.run(
-            _plan_backward, (*given, gates_grad, tokens_grad), options, add
-        )
+        found = plan_cache.run(_plan_backward, tensors, options, add)
     return found
 
 
