@@ -29,6 +29,7 @@ from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.into import backward_into, forward_into
 from scan_registry.distributed.opening import Opened, Opening, opening_of
 from scan_registry.distributed.parts import Part
+from scan_registry.distributed.pieces import Piece
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.derivatives import first_derivative, scan
@@ -417,26 +418,6 @@ class Run:
             Piece(axis, self.axis_of_states(), begin, min(width, size - begin))
             for begin in range(0, max(1, size), width)
         )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A range of channels; all channels if ``axis`` is None."""
-
-    axis: int | None
-    axis_of_states: int
-    begin: int
-    count: int
-
-    def sequence(self, x: Tensor) -> Tensor:
-        """This piece of a tensor that has the dimensions of the sequence, or broadcasts to them."""
-        return x if self.axis is None else rows.cut(x, self.axis, self.begin, self.count)
-
-    def state(self, x: Tensor | None) -> Tensor | None:
-        """This piece of the states of all sequences."""
-        if x is None or self.axis is None:
-            return x
-        return x.narrow(self.axis_of_states, self.begin, self.count)
 
 
 def _joined(pieces: list[Tensor], axis: Callable[[], int]) -> Tensor:
