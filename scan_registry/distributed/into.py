@@ -67,11 +67,12 @@ def backward_into(
     """
     given = gates, states, states_grad, initial_state, final_state_grad, cu_seqlens
     tensors = *given, gates_grad, tokens_grad
+    found: Tensor
     if policy.required.get() is required:
-        found: Tensor = plan_cache.run(_plan_backward, tensors, options, add)
-        return found
-    with policy.as_required(required):
         found = plan_cache.run(_plan_backward, tensors, options, add)
+    else:
+        with policy.as_required(required):
+            found = plan_cache.run(_plan_backward, tensors, options, add)
     return found
 
 
