@@ -120,6 +120,20 @@ def expect(holds: bool, what: str) -> None:
         raise DevError(what)
 
 
+def expect_machine_code(there: Try) -> None:
+    """Where there is an archive for it, an H100 gets machine code for all but what wheels leave out, which compilers would
+    have to make that are not here: ``gated_scan`` in float16."""
+    words = ("doctor", "--for", "sm_90", "--driver", "575", "--json")
+    (gpu,) = json.loads(there.run(*words, status=None))["gpus"]
+    below = {
+        (answer["family"], answer["dtype"])
+        for answer in gpu["answers"]
+        if answer["tiers"]["auto"] != "exact"
+    }
+    expect(below <= {("gated_scan", "float16")}, f"no machine code for {sorted(below)}")
+    expect(len(gpu["answers"]) > len(below), "doctor says nothing of any kernel")
+
+
 # --- The ways ---------------------------------------------------------------------------------
 
 
@@ -128,8 +142,7 @@ def fat(there: Try) -> None:
     there.install("pypi", DISTRIBUTION)
     expect(len(there.archives()) == len(load().archs), f"archives: {there.archives()}")
     there.run("verify")
-    said = there.run("doctor", "--for", "sm_90", "--driver", "575")
-    expect("exact" in said, said)
+    expect_machine_code(there)
     if there.torch:
         there.python(SCAN)
         there.run("selftest", "--device", "cpu")
@@ -140,8 +153,7 @@ def core_and_provider(there: Try) -> None:
     there.install("index", f"{DISTRIBUTION}=={version(there)}+core", f"{DISTRIBUTION}-sm90")
     expect(there.archives() == {"sm_90": f"{DISTRIBUTION}-sm90"}, f"archives: {there.archives()}")
     there.run("verify")
-    said = there.run("doctor", "--for", "sm_90", "--driver", "575")
-    expect("exact" in said, said)
+    expect_machine_code(there)
 
 
 def core_alone(there: Try) -> None:

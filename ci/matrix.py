@@ -49,8 +49,8 @@ class Platform:
 
 @dataclass(frozen=True)
 class Matrix:
-    """``abi`` is the stable ABI's first Python, such as cp310; ``torch`` the oldest and the newest;
-    ``wheel_budget`` the bytes that the largest wheel may take."""
+    """``abi`` is the stable ABI's first Python, such as cp310; ``torch`` the oldest and the newest, and
+    ``torch_between`` one that is tested, too; ``wheel_budget`` the bytes that the largest wheel may take."""
 
     archs: tuple[Arch, ...]
     platforms: tuple[Platform, ...]
@@ -58,12 +58,18 @@ class Matrix:
     pythons: tuple[str, ...]
     abi: str
     torch: tuple[str, str]
+    torch_between: str
     wheel_budget: int
 
     @property
     def label(self) -> str:
         """The toolchain as a local version label: cu129."""
         return f"cu{self.cuda.replace('.', '')}"
+
+    @property
+    def torches(self) -> tuple[str, str, str]:
+        """The releases of torch that the public interface is tested with, oldest first."""
+        return self.torch[0], self.torch_between, self.torch[1]
 
     @property
     def identifiers(self) -> tuple[str, ...]:
@@ -99,6 +105,7 @@ def load(path: Path = PATH) -> Matrix:
         pythons=tuple(document["python"]),
         abi=document["abi"],
         torch=(document["torch"]["oldest"], document["torch"]["newest"]),
+        torch_between=document["torch"]["between"],
         wheel_budget=document["wheel_budget"],
     )
 

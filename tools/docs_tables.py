@@ -10,6 +10,12 @@ import docs_distributed as distributed
 import docs_results as results
 from docs_results import SHORT
 
+from scan_registry.diagnostics.first_calls import MEASURED
+from scan_registry.dispatch.fit import Tier, nearest_tier
+from scan_registry.hardware.device import described
+from scan_registry.hardware.products import PRODUCTS
+from scan_registry.hardware.target import RELEASED, Capability, Target
+
 _MADE = re.compile(r"(<!-- made: ([\w-]+) -->\n)(?:(?!<!-- ).)*(<!-- end -->)", re.DOTALL)
 
 
@@ -192,6 +198,52 @@ def ranks_each() -> str:
     return table(distributed.HEAD, distributed.table_rows(distributed.EACH))
 
 
+# --- GPUs -------------------------------------------------------------------------------------
+
+
+def gpus() -> str:
+    """Every GPU that doctor knows by name, and the tier of each language with a wheel of all archives."""
+    by_capability: dict[Capability, list[str]] = {}
+    for product in PRODUCTS:
+        by_capability.setdefault(product.capability, []).append(
+            f"{product.name} ({', '.join(product.also)})" if product.also else product.name
+        )
+    rows = [
+        ["{}.{}".format(*capability), ", ".join(names), released_tier(capability, "cuda"), released_tier(capability, "triton")]
+        for capability, names in by_capability.items()
+    ]  # fmt: skip
+    return table(("compute capability", "GPUs that `--for` knows", "CUDA C++", "Triton"), rows)
+
+
+def released_tier(capability: Capability, language: str) -> str:
+    """The closest of what releases hold, with its archive: machine code from Triton runs on one capability from 9.0 up."""
+    held = [Target.parse(label) for label in RELEASED]
+    fitting = []
+    for target in held:
+        exact = language == "triton" and target.capability >= (9, 0) and not target.is_ptx
+        code = Target(target.capability, suffix="a") if exact else target
+        if code.misfit(capability) is None:
+            fitting.append(
+                (nearest_tier(code, described(capability)), -target.number, target.label)
+            )
+    tier, _, label = min(fitting, default=(Tier.REFERENCE, 0, ""))
+    return f"`{tier}`, {label}" if label else f"`{tier}`: too old"
+
+
+def first_calls() -> str:
+    """The first call by tier and language, as doctor prints it."""
+    kinds = [(tier, language) for tier in (Tier.EXACT, Tier.SAME_MAJOR, Tier.PTX, Tier.JIT) for language in ("cuda", "triton")]  # fmt: skip
+    rows = []
+    for tier, language in [*kinds, (Tier.REFERENCE, "torch")]:
+        if (tier, language) == (Tier.SAME_MAJOR, "triton"):
+            continue  # of 8.x alone, none of which the default wheel lacks
+        times = MEASURED.get((tier, language))
+        cells = [f"{time:.3g}" for time in times] if times else ["not measured"] * 2
+        name = {"cuda": "CUDA C++", "triton": "Triton", "torch": "plain torch"}[language]
+        rows.append([f"`{tier}`", name, *cells])
+    return table(("tier", "language", "first call, ms", "in later processes"), rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "scans": scans,
     "scans-short": scans_short,
@@ -200,6 +252,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "networks": networks,
     "flashrnn": flashrnn,
     "tiers": tiers,
+    "gpus": gpus,
+    "first-calls": first_calls,
     "cold-start": cold_start,
     "ranks-whole": ranks_whole,
     "ranks-each": ranks_each,

@@ -25,8 +25,16 @@ import torch
 from scan_registry import linear_scan, nn
 from scan_registry.hardware import _launcher
 from scan_registry.kernels.linear_scan.spec import parameters
-from scan_registry.nn import recurrent
-from scan_registry.ops import fast_calls, fast_path, plans, rnn_derivatives, rnn_layer, rnn_plans
+from scan_registry.nn import recurrent, torch_cells
+from scan_registry.ops import (
+    fast_calls,
+    fast_path,
+    plans,
+    rnn_cpu,
+    rnn_derivatives,
+    rnn_layer,
+    rnn_plans,
+)
 
 ROUNDS, CALLS = 20, 100
 
@@ -91,7 +99,10 @@ def pretend_kernels() -> None:
     everything.fast_path._empty = torch._C._dynamo.guards._empty_strided_cpu
     everything.rnn._prepared = prepared
     everything.rnn._in_torch = lambda inputs, backend: False
-    everything.layer = rnn_layer
+    everything.layer, everything.cells = rnn_layer, torch_cells
+    everything.cells.takes = lambda *given: False  # the CPU's own
+    everything.cpu = rnn_cpu
+    everything.cpu.takes = lambda *given: False
     everything.layer.on_gpu = lambda tensor: True
 
 

@@ -16,19 +16,35 @@ _tracing = torch.compiler.is_dynamo_compiling
 def surely(condition: Any) -> bool:
     """Whether it holds; False where that depends on values not known yet."""
     if _tracing() or isinstance(condition, torch.SymBool):
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
+        from torch.fx.experimental import symbolic_shapes
 
-        return guard_or_false(condition)
+        if hasattr(symbolic_shapes, "guard_or_false"):
+            return symbolic_shapes.guard_or_false(condition)
+        return _guarded(condition, False)
     return bool(condition)
 
 
 def perhaps(condition: Any) -> bool:
     """Whether it holds; True where that depends on values not known yet."""
     if _tracing() or isinstance(condition, torch.SymBool):
-        from torch.fx.experimental.symbolic_shapes import guard_or_true
+        from torch.fx.experimental import symbolic_shapes
 
-        return guard_or_true(condition)
+        if hasattr(symbolic_shapes, "guard_or_true"):
+            return symbolic_shapes.guard_or_true(condition)
+        return _guarded(condition, True)
     return bool(condition)
+
+
+def _guarded(condition: Any, otherwise: bool) -> bool:
+    """What releases of torch before ``guard_or_false`` and ``guard_or_true`` can tell.
+
+    While they trace Python, a size that is not known yet counts as 2 or more, and torch raises where that decides nothing.
+    """
+    if _tracing():
+        from torch.fx.experimental.symbolic_shapes import guard_size_oblivious
+
+        return guard_size_oblivious(condition)
+    return bool(condition) if condition.node.has_hint() else otherwise
 
 
 def decided(condition: Any, otherwise: bool) -> bool:

@@ -38,6 +38,7 @@ from scan_registry.diagnostics.doctor import (
     lacks,
 )
 from scan_registry.diagnostics.explanation import device_record
+from scan_registry.diagnostics.first_calls import MEASURED_ON
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier, dotted
 from scan_registry.dispatch.select import Key, System
@@ -339,6 +340,10 @@ def document(report: Report) -> dict[str, Any]:
                 "assumed": list(gpu.assumed),
                 "answers": [_answer_record(answer) for answer in gpu.answers],
                 "tuned": [asdict(each) for each in gpu.tuned],
+                "first_calls": [
+                    {**asdict(each), "tier": str(each.tier)} for each in gpu.first_calls
+                ],
+                "first_calls_on": MEASURED_ON,
             }
             for gpu in report.gpus
         ],

@@ -17,8 +17,9 @@ from scan_registry.diagnostics.doctor import (
     Coverage,
     ProviderState,
     Report,
-    condensed,
 )
+from scan_registry.diagnostics.doctor_words import condensed
+from scan_registry.diagnostics.first_calls import CALL, DATE, MEASURED_ON
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier, dotted
 from scan_registry.dispatch.select import Backend
@@ -111,10 +112,29 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
         f"[bold]{escape(gpu.name)}[/], {device.sm_count} SMs, {shared}, driver "
         f"for CUDA {dotted(device.driver)}",
     )
+    _print_first_calls(console, gpu)
     if gpu.assumed:
         console.print(f"\nassumed: {'; '.join(gpu.assumed)}", markup=False)
     tuned = "; ".join(map(str, gpu.tuned)) or "no table for it; the specs' estimates decide"
     console.print(f"\ntuning: {tuned}", markup=False, soft_wrap=True)
+
+
+def _print_first_calls(console: Console, gpu: Coverage) -> None:
+    """What the first call of a process costs on each tier that calls end on."""
+    table = new_table("tier", "language!", "first call!", "in later processes!")
+    for each in gpu.first_calls:
+        times = [_milliseconds(each.first_ms), _milliseconds(each.later_ms)]
+        table.add_row(str(each.tier), each.language, *times)
+    here = (
+        ""
+        if gpu.device.name in (MEASURED_ON, MEASURED_ON.split()[-1])
+        else "; not measured on this GPU"
+    )
+    show(console, table, f"First calls, as measured on an {MEASURED_ON} ({CALL}, {DATE}){here}:")
+
+
+def _milliseconds(time: float | None) -> str:
+    return "not measured" if time is None else f"{time:.2g} ms" if time < 100 else f"{time:.0f} ms"
 
 
 def _cell(answers: Iterable[Answer], backend: Backend) -> str:

@@ -6,9 +6,9 @@ import argparse
 import re
 
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.parsing import suggestion
 from scan_registry.dispatch.fit import dotted
-from scan_registry.hardware.device import PRODUCTS, Device, cuda_of_driver, described, device
+from scan_registry.hardware.device import Device, cuda_of_driver, described, device
+from scan_registry.hardware.products import named, names
 from scan_registry.hardware.target import Capability, CudaVersion, Target
 
 _INVALID_DEVICE, _NO_DEVICE = 101, 100  # CUDA_ERROR_…
@@ -47,7 +47,7 @@ def gpu_of(args: argparse.Namespace) -> Device | None:
         if given.get(name, 1) < 1:
             label = name.replace("_", "-")
             raise UsageError(f"--{label} is {given[name]}; accepted are positive numbers")
-    capability, product, sm_count = _named(args.arch)
+    capability, product, sm_count = product_of(args.arch)
     return described(
         capability,
         name=product,
@@ -61,7 +61,7 @@ def assumed(args: argparse.Namespace, there: Device) -> tuple[str, ...]:
     """What was not said of the GPU that the arguments describe, with what was taken for it."""
     if args.arch is None:
         return ()
-    _, name, _ = _named(args.arch)
+    _, name, _ = product_of(args.arch)
     sms = f"{there.sm_count} SMs, as a whole {name} has" if name else f"{there.sm_count} SMs"
     said = {
         "driver": f"a driver for CUDA {dotted(there.driver)}, the latest that is known (--driver)",
@@ -71,28 +71,37 @@ def assumed(args: argparse.Namespace, there: Device) -> tuple[str, ...]:
     return tuple(text for option, text in said.items() if getattr(args, option) is None)
 
 
-def _named(text: str) -> tuple[Capability, str | None, int | None]:
+def product_of(text: str) -> tuple[Capability, str | None, int | None]:
     """Capability of a GPU, with the name and the SMs where ``text`` is what it is sold as."""
-    word = text.strip().lower().removeprefix("nvidia").strip()
-    for name, (capability, sms) in PRODUCTS.items():
-        plain = name.lower()
-        if word.replace(" ", "").replace("-", "") in (
-            plain.replace(" ", ""),
-            plain.removeprefix("rtx "),
-        ):
-            return capability, name, sms
+    if product := named(text):
+        return product.capability, product.name, product.sm_count
+    word = text.strip().lower()
     number = _CAPABILITY.fullmatch(word)
     try:
         target = Target.parse(f"sm_{number[1]}{number[2]}" if number else word)
     except ValueError:
         target = None
     if target is None or target.is_ptx or target.suffix:
-        guess = suggestion(text.strip(), list(PRODUCTS)) or f"names are {', '.join(PRODUCTS)}"
+        guess = _like(word) or f"names are {', '.join(names())}"
         raise UsageError(
             f"--for is {text!r}; accepted are a GPU's name, its compute capability, such as 9.0, and its "
             f"architecture, such as sm_90; {guess}"
         )
     return target.capability, None, None
+
+
+def _like(word: str) -> str | None:
+    """The names that a word which names no GPU may stand for."""
+    from difflib import get_close_matches  # for those who mistype
+
+    plain = {name.lower(): name for name in names()}
+    bare = word.removeprefix("nvidia").strip()
+    digits = re.sub(r"\D", "", bare)
+    found = [name for key, name in plain.items() if bare and (bare in key or key in bare.split())]
+    found += [plain[key] for key in get_close_matches(bare, plain, 4, 0.6)]
+    found += [name for key, name in plain.items() if len(digits) > 2 and digits in key]
+    close = list(dict.fromkeys(found))[:4]
+    return f"did you mean {' or '.join(close)}?" if close else None
 
 
 def _driver(text: str) -> CudaVersion:

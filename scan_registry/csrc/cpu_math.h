@@ -25,6 +25,8 @@ INLINE Floats LEVEL(clamped)(Floats x, float low, float high) {
     return (Floats)_mm256_min_ps(_mm256_set1_ps(high), above);
 #elif defined(__x86_64__)
     return (Floats)_mm_min_ps(_mm_set1_ps(high), _mm_max_ps(_mm_set1_ps(low), (__m128)x));
+#elif defined(__aarch64__)
+    return (Floats)vminq_f32(vmaxq_f32((float32x4_t)x, vdupq_n_f32(low)), vdupq_n_f32(high));
 #else
     const Floats lowest = LEVEL(all)(low), highest = LEVEL(all)(high);
     const Floats above = LEVEL(select)(x < lowest, lowest, x);

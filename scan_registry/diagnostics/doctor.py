@@ -6,18 +6,27 @@ same system with that one thing changed, so that nothing is advised that would n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from scan_registry.artifact.archive import Archive, ArchiveError
+from scan_registry.diagnostics.doctor_words import listed, outcome
 from scan_registry.diagnostics.explanation import called, grouped
+from scan_registry.diagnostics.first_calls import FirstCall, first_calls
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier, Toolchain, dotted
 from scan_registry.dispatch.rows import Origin
 from scan_registry.dispatch.select import Backend, Decision, Rejected, System, select
-from scan_registry.hardware.device import SUPPORTED, Device, driver_text
-from scan_registry.hardware.target import FIRST_CUDA, OLDEST, RELEASED, CudaVersion, Target
+from scan_registry.hardware.device import SUPPORTED, Device, described, driver_text
+from scan_registry.hardware.target import (
+    COMPILERS,
+    FIRST_CUDA,
+    OLDEST,
+    RELEASED,
+    CudaVersion,
+    Target,
+)
 from scan_registry.kernels.model import Family, Language, Sample, Variant
 
 Severity = Literal["error", "warning", "note"]
@@ -31,6 +40,7 @@ _SEVERITY: Mapping[Tier | None, Severity] = {
     None: "error",
 }
 _MOST_REASONS = 8  # of one finding
+_NEVER = (99, 0)  # a CUDA release that knows any GPU
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,10 @@ class Coverage:
     @property
     def name(self) -> str:
         return title(self.device, self.ordinal)
+
+    @property
+    def first_calls(self) -> tuple[FirstCall, ...]:
+        return first_calls(answer.tiers for answer in self.answers)
 
 
 def title(device: Device, ordinal: int | None) -> str:
@@ -228,13 +242,13 @@ def lacks(found: Coverage, there: System, families: Families, lowest: Tier) -> I
                 groups.setdefault(answer.tiers[backend], []).append(number)
         for tier, numbers in groups.items():
             group = _Group(there, backend, lowest, tier, tuple(samples[n] for n in numbers))
-            kernels = _listed([answers[n] for n in numbers], [*answers.values()])
+            kernels = listed([answers[n] for n in numbers], [*answers.values()])
             yield Finding(
                 _SEVERITY[tier] if backend == "auto" else "warning",
                 found.name,
-                f"{_outcome(backend, tier)}: {kernels}",
+                f"{outcome(group.device, backend, tier)}: {kernels}",
                 tuple(dict.fromkeys(group.remedies())),
-                group.reasons() if tier in (None, Tier.REFERENCE) else (),
+                group.reasons(),
             )
 
 
@@ -270,9 +284,16 @@ class _Group:
     tier: Tier | None
     samples: tuple[tuple[Family, Sample], ...]
 
+    @property
+    def device(self) -> Device:
+        assert self.system.device is not None
+        return self.system.device
+
     def reasons(self) -> tuple[str, ...]:
-        """Why there is nothing closer, of all that would solve the problems if it ran: first of
-        variants, then of archives and compilers as a whole."""
+        """Why no kernel runs, of all that would solve the problems if it ran: first of variants, then of
+        archives and compilers as a whole. None if a kernel does, or the GPU is too old for every one."""
+        if self.tier not in (None, Tier.REFERENCE) or self.device.capability < OLDEST:
+            return ()
         losers: dict[Rejected, None] = {}
         for family, sample in self.samples:
             decision = select(self.system, family, sample.problem, self.backend, self.lowest)
@@ -287,8 +308,7 @@ class _Group:
 
     def remedies(self) -> Iterator[str]:
         """What would lift at least one of the samples."""
-        device = self.system.device
-        assert device is not None
+        device = self.device
         if device.capability < OLDEST:
             yield f"use a GPU of compute capability {dotted(OLDEST)} or later"
             return
@@ -337,10 +357,18 @@ class _Group:
         exact = any(archive.arch.capability == device.capability for archive in archives)
         if not exact and label in RELEASED:
             yield package_for(label)
-        elif not exact and device.capability in FIRST_CUDA:
+        elif not exact and FIRST_CUDA.get(device.capability, _NEVER) <= COMPILERS and self._held():
             yield f"install a scan-registry wheel built for {label}"
         if self._above(Tier.PTX) and not any(archive.arch.is_ptx for archive in archives):
             yield from map(package_for, (each for each in RELEASED if Target.parse(each).is_ptx))
+
+    def _held(self) -> bool:
+        """Whether wheels hold machine code of the samples, going by an architecture that is installed."""
+        machine = [archive.arch for archive in self.system.archives if not archive.arch.is_ptx]
+        return not machine or any(
+            self._better(system=replace(self.system, device=described(arch.capability)))
+            for arch in machine
+        )
 
     def _above(self, tier: Tier) -> bool:
         """Whether ``tier`` is allowed and closer than what there is."""
@@ -402,49 +430,3 @@ def _concerns(loser: Rejected, family: Family, sample: Sample, backend: Backend)
 def package_for(label: str) -> str:
     """What to do for an architecture that releases hold."""
     return f"`pip install scan-registry-{label}`"
-
-
-# --- Words ------------------------------------------------------------------------------------
-
-
-def _outcome(backend: Backend, tier: Tier | None) -> str:
-    if tier is None:
-        pinned = "" if backend == "auto" else f' with backend="{backend}"'
-        return f"nothing runs{pinned}, the call raises NoKernelError"
-    return {
-        Tier.PTX: "compiled from PTX by the driver, at its first use",
-        Tier.JIT: "compiled here, at its first use",
-        Tier.REFERENCE: "falls to plain torch (reference)",
-    }[tier]
-
-
-def _listed(some: Iterable[Answer], every: Iterable[Answer]) -> str:
-    """Kernels in one phrase; of each, the dtypes and accesses if not all are meant."""
-    meant, there = _by_kernel(some), _by_kernel(every)
-    if meant == there:
-        return "every kernel"
-    phrases = []
-    for kernel, pairs in meant.items():
-        which = condensed(pairs, there[kernel])
-        phrases.append(f"{kernel} ({which})" if which else kernel)
-    return ", ".join(phrases)
-
-
-def _by_kernel(answers: Iterable[Answer]) -> dict[str, list[tuple[str, str]]]:
-    found: dict[str, list[tuple[str, str]]] = {}
-    for each in answers:
-        found.setdefault(f"{each.family}.{each.kernel}", []).append((each.dtype, each.access))
-    return found
-
-
-def condensed(some: Iterable[tuple[str, str]], every: Iterable[tuple[str, str]]) -> str:
-    """Pairs of dtype and access in few words; none at all for every pair."""
-    meant, there = dict.fromkeys(some), dict.fromkeys(every)
-    if meant.keys() == there.keys():
-        return ""
-    pick: Callable[[tuple[str, str]], str]
-    for pick in (lambda pair: pair[1], lambda pair: pair[0]):
-        words = dict.fromkeys(map(pick, meant))
-        if meant.keys() == {pair for pair in there if pick(pair) in words}:
-            return ", ".join(words)
-    return ", ".join(" ".join(pair) for pair in meant)

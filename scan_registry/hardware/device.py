@@ -36,43 +36,18 @@ class Device:
 
 #: SMs of the largest GPU of each capability.
 _SM_COUNTS: Mapping[Capability, int] = {
+    (7, 0): 80,
     (7, 5): 72,
     (8, 0): 108,
     (8, 6): 84,
     (8, 7): 16,
     (8, 9): 144,
     (9, 0): 132,
-    (10, 0): 148,
-    (10, 3): 148,
+    (10, 0): 152,
+    (10, 3): 152,
     (11, 0): 20,
     (12, 0): 188,
     (12, 1): 48,
-}
-#: Capability and SMs of GPUs, by what they are sold as.
-PRODUCTS: Mapping[str, tuple[Capability, int]] = {
-    "T4": ((7, 5), 40),
-    "A100": ((8, 0), 108),
-    "A30": ((8, 0), 56),
-    "A10": ((8, 6), 72),
-    "A40": ((8, 6), 84),
-    "A6000": ((8, 6), 84),
-    "RTX 3090": ((8, 6), 82),
-    "Orin": ((8, 7), 16),
-    "L4": ((8, 9), 58),
-    "L40": ((8, 9), 142),
-    "L40S": ((8, 9), 142),
-    "RTX 4090": ((8, 9), 128),
-    "H100": ((9, 0), 132),
-    "H200": ((9, 0), 132),
-    "H800": ((9, 0), 132),
-    "GH200": ((9, 0), 132),
-    "B200": ((10, 0), 148),
-    "GB200": ((10, 0), 148),
-    "B300": ((10, 3), 148),
-    "GB300": ((10, 3), 148),
-    "Thor": ((11, 0), 20),
-    "RTX 5090": ((12, 0), 170),
-    "GB10": ((12, 1), 48),
 }
 #: CUDA versions that the branches of the Linux driver support, by the branch's first number.
 _BRANCHES: Mapping[int, CudaVersion] = {

@@ -33,12 +33,16 @@ FIRST_CUDA: Mapping[Capability, CudaVersion] = {
     (12, 1): (12, 9),
 }
 
+#: The CUDA release of the compilers that make wheels; ci/matrix.json states it, too.
+COMPILERS: CudaVersion = (12, 9)
+
 #: What releases hold: machine code per GPU generation, and PTX for the rest. Each is in the default wheel,
 #: and in a package of its own, such as scan-registry-sm90; ci/matrix.json describes them.
 RELEASED = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "ptx80")
 
 #: Bytes of shared memory that a block may have, as the CUDA C++ Programming Guide states of each capability.
 SHARED_MEMORY: Mapping[Capability, int] = {
+    (7, 0): 98_304,
     (7, 5): 65_536,
     (8, 0): 166_912,
     (8, 6): 101_376,

@@ -74,7 +74,8 @@ def normalised(
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
     required = {"u": u, "delta": delta, "A": A, "B": B, "C": C}
     optional = {"D": D, "z": z, "delta_bias": delta_bias, "initial_state": initial_state}
-    present = required | {name: t for name, t in optional.items() if t is not None}
+    # Not `|` of two dicts, which torch.compile of 2.6 does not know.
+    present = {**required, **{name: t for name, t in optional.items() if t is not None}}
     _check_tensors(present, cu_seqlens)
     _check_shapes(present, cu_seqlens)
     if not u.is_cuda and u.device.type in ("cpu", "cuda") and backend in ("cuda", "triton"):
@@ -114,7 +115,7 @@ def _check_kernels(present: dict[str, Tensor], backend: str) -> None:
 
 
 def _check_tensors(present: dict[str, Any], cu_seqlens: Any) -> None:
-    named = present if cu_seqlens is None else present | {"cu_seqlens": cu_seqlens}
+    named = present if cu_seqlens is None else {**present, "cu_seqlens": cu_seqlens}
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")

@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from ci.matrix import PATH, Matrix, load
 from scan_registry.aot.plan import chosen_archs
+from scan_registry.hardware import target as targets
 from scan_registry.hardware.target import FIRST_CUDA, RELEASED, Target
 
 if sys.version_info >= (3, 11):
@@ -97,6 +98,7 @@ def test_the_compilers_are_of_the_matrixs_cuda() -> None:
     from scan_registry.aot import COMPILERS
 
     assert any(f"nvrtc-cu{MATRIX.cuda.split('.')[0]}=={MATRIX.cuda}." in each for each in COMPILERS)
+    assert tuple(map(int, MATRIX.cuda.split("."))) == targets.COMPILERS
     assert MATRIX.label == f"cu{MATRIX.cuda.replace('.', '')}"
 
 

@@ -67,7 +67,20 @@ def test_pull_requests_run_the_command_that_developers_run() -> None:
     triggers = WORKFLOWS["checks"][ON]
     assert "pull_request" in triggers
     assert triggers["push"] == {"branches": ["main"]}
-    assert [step["run"] for step in steps("checks") if "run" in step] == ["bash .ci/run"]
+    assert [step["run"] for step in steps("checks") if "run" in step] == [
+        "bash .ci/run",
+        "python3 tools/torch_matrix.py --strict",
+        "bash ci/workflows.sh",
+    ]
+
+
+def test_what_checks_workflows_is_pinned() -> None:
+    pins = (ROOT / "ci" / "workflows.txt").read_text(encoding="utf-8").splitlines()
+    packages = [line for line in pins if not line.startswith("#")]
+    assert len(packages) == 2
+    assert all(
+        re.fullmatch(r"[\w-]+==[\d.]+ --hash=sha256:[0-9a-f]{64}", line) for line in packages
+    )
 
 
 def test_only_a_tag_publishes_and_only_what_was_tried() -> None:

@@ -278,6 +278,38 @@ def test_transforms(name: str) -> None:
 
 
 @EVERY
+def test_gradients_that_are_differentiated(name: str) -> None:
+    """They are those that are not, though what a scan is given is all computed from one input."""
+    module = make(name, dtype=torch.float64)
+    x = given(BATCH, 3).detach().double().requires_grad_()
+    y, wanted = output(module(x)), [x, *module.parameters()]
+    weight = torch.randn_like(y)
+    expected = torch.autograd.grad(y, wanted, weight, retain_graph=True)
+    found = torch.autograd.grad(y, wanted, weight, create_graph=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert torch.autograd.gradgradcheck(
+        lambda x: output(module(x)), (x,), (weight,), fast_mode=True, atol=1e-4
+    )
+
+
+@EVERY
+def test_batches_of_gradients(name: str) -> None:
+    """As Jacobians are taken: by torch's own batches, and by ``torch.func.vmap`` over a backward pass."""
+    module = make(name, dtype=torch.float64)
+    x = given().detach().double().requires_grad_()
+    y, wanted = output(module(x)), [x, *module.parameters()]
+    vectors = torch.randn(2, *y.shape, dtype=y.dtype)
+
+    def backward(vector: Tensor, **how: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, wanted, vector, retain_graph=True, **how)
+
+    for found in (backward(vectors, is_grads_batched=True), torch.func.vmap(backward)(vectors)):
+        for row, vector in enumerate(vectors):
+            for grad, expected in zip(found, backward(vector), strict=True):
+                torch.testing.assert_close(grad[row], expected, rtol=1e-5, atol=1e-7)
+
+
+@EVERY
 def test_inference_mode(name: str) -> None:
     module, x = make(name), given().detach()
     expected = output(module(x))

@@ -56,8 +56,8 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[RnnProblem]:
     monkeypatch.setattr(rnn_plans, "_prepared", prepared)
     monkeypatch.setattr(rnn_layer, "on_gpu", lambda tensor: True)
     monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: True)
-    monkeypatch.setattr(torch_cells, "takes", lambda *_: False)
     monkeypatch.setattr(rnn_layer, "_layers", {})
+    monkeypatch.setattr(torch_cells, "takes", lambda *_: False)  # which are the CPU's
     torch.manual_seed(0)
     return problems
 

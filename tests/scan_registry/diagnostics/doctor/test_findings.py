@@ -22,7 +22,8 @@ from diagnosing import (
 from imaginary import FAMILY, MISSING, NVRTC
 
 from scan_registry.artifact.archive import Archive
-from scan_registry.diagnostics.doctor import condensed, coverage
+from scan_registry.diagnostics.doctor import coverage
+from scan_registry.diagnostics.doctor_words import condensed
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import System
@@ -102,6 +103,36 @@ def test_wheels(
     assert len(found.remedies) == len(remedies)
     for given, expected in zip(found.remedies, remedies, strict=True):
         assert given.endswith(expected)
+
+
+def test_no_wheel_is_advised_that_would_not_hold_it(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    """What wheels leave out for another GPU, they would leave out for this one."""
+    held = [v for v in FAMILY.variants() if dict(v.statics)["dtype"] != "float16"]
+    toolchains = {**MISSING, "cuda": NVRTC}
+    there = System(a_device((12, 1)), (archive_factory("sm120", variants=held),), toolchains)
+    assert tiers(there, "auto") == {"same-major", "jit"}
+    (compiled,) = (each for each in findings(there) if each.text.startswith("compiled here"))
+    assert compiled.remedies == ("`pip install scan-registry-ptx80`",)
+
+
+def test_no_wheel_is_advised_that_cannot_be_made(
+    archive_factory: Factory, a_device: Describe
+) -> None:
+    """The compilers of wheels do not know 11.0; those of 8.7 they make."""
+    archives = (archive_factory("ptx80"), archive_factory("sm90"))
+    for capability, advised in (((8, 7), True), ((11, 0), False)):
+        (found, *_) = findings(System(a_device(capability), archives, MISSING))
+        assert (found.severity, bool(found.remedies)) == ("note", advised)
+
+
+def test_a_gpu_that_is_too_old(archive_factory: Factory, a_device: Describe) -> None:
+    """One reason, which no archive repeats."""
+    archives = (archive_factory("ptx80"), archive_factory("sm90"))
+    found = only(System(a_device((7, 0)), archives, MISSING), severity="error")
+    assert found.text.startswith("too old: its compute capability is 7.0, and the kernels need 8.0")
+    assert found.reasons == ()
 
 
 def test_a_driver_that_is_too_old_for_the_ptx(archive_factory: Factory, a_device: Describe) -> None:

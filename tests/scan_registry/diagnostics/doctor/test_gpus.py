@@ -176,9 +176,11 @@ def test_every_gpu_of_a_machine(stub_driver: Any, tmp_path: Path) -> None:
         ("Imaginary B", "sm_75"),
     ]
     assert devices[1]["sm_count"] == 5
-    assert [f["about"] for f in found["findings"] if f["text"].startswith("falls to plain")][
-        -1
-    ] == ("cuda:1, Imaginary B (sm_75)")
+    assert [
+        f["about"]
+        for f in found["findings"]
+        if f["text"].startswith("too old: its compute capability is 7.5")
+    ][-1] == ("cuda:1, Imaginary B (sm_75)")
     assert not stub_driver.calls("cuDevicePrimaryCtxRetain", "cuModuleLoadData")
     assert not (tmp_path / "cache").exists()
 
@@ -208,6 +210,7 @@ def test_a_driver_that_fails(stub_driver: Any) -> None:
             "--for is 'hopper'; accepted are a GPU's name, its compute capability",
         ),
         (["--for", "ptx80"], "--for is 'ptx80'"),
+        (["--for", ""], "--for is ''"),
         (["--for", "sm_90", "--driver", "10"], "--driver is '10'; accepted are a driver's version"),
         (["--driver", "575"], "--driver describes a GPU that is not here; it needs --for"),
         (["--shared-memory", "5"], "--shared-memory describes a GPU that is not here"),
@@ -229,6 +232,9 @@ def test_wrong_arguments(capsys: Capture, words: list[str], message: str) -> Non
         ("RTX 4090", "RTX 4090", "sm_89", 128),
         ("rtx-4090", "RTX 4090", "sm_89", 128),
         ("4090", "RTX 4090", "sm_89", 128),
+        ("NVIDIA H100 80GB HBM3", "H100", "sm_90", 132),
+        ("h100 pcie", "H100 PCIe", "sm_90", 114),
+        ("DGX Spark", "GB10", "sm_121", 48),
         ("9.0", "a GPU of compute capability 9.0", "sm_90", 132),
         ("12.1", "a GPU of compute capability 12.1", "sm_121", 48),
     ],

@@ -1,0 +1,63 @@
+"""The words of doctor's findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from scan_registry.dispatch.fit import Tier, dotted
+from scan_registry.dispatch.select import Backend
+from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import OLDEST
+
+if TYPE_CHECKING:
+    from scan_registry.diagnostics.doctor import Answer
+
+
+def outcome(device: Device, backend: Backend, tier: Tier | None) -> str:
+    """What happens to calls that end on a tier."""
+    if device.capability < OLDEST and tier is Tier.REFERENCE:
+        return (
+            f"too old: its compute capability is {dotted(device.capability)}, and the kernels need "
+            f"{dotted(OLDEST)} or later; falls to plain torch (reference)"
+        )
+    if tier is None:
+        pinned = "" if backend == "auto" else f' with backend="{backend}"'
+        return f"nothing runs{pinned}, the call raises NoKernelError"
+    return {
+        Tier.PTX: "compiled from PTX by the driver, at its first use",
+        Tier.JIT: "compiled here, at its first use",
+        Tier.REFERENCE: "falls to plain torch (reference)",
+    }[tier]
+
+
+def listed(some: Iterable[Answer], every: Iterable[Answer]) -> str:
+    """Kernels in one phrase; of each, the dtypes and accesses if not all are meant."""
+    meant, there = _by_kernel(some), _by_kernel(every)
+    if meant == there:
+        return "every kernel"
+    phrases = []
+    for kernel, pairs in meant.items():
+        which = condensed(pairs, there[kernel])
+        phrases.append(f"{kernel} ({which})" if which else kernel)
+    return ", ".join(phrases)
+
+
+def _by_kernel(answers: Iterable[Answer]) -> dict[str, list[tuple[str, str]]]:
+    found: dict[str, list[tuple[str, str]]] = {}
+    for each in answers:
+        found.setdefault(f"{each.family}.{each.kernel}", []).append((each.dtype, each.access))
+    return found
+
+
+def condensed(some: Iterable[tuple[str, str]], every: Iterable[tuple[str, str]]) -> str:
+    """Pairs of dtype and access in few words; none at all for every pair."""
+    meant, there = dict.fromkeys(some), dict.fromkeys(every)
+    if meant.keys() == there.keys():
+        return ""
+    pick: Callable[[tuple[str, str]], str]
+    for pick in (lambda pair: pair[1], lambda pair: pair[0]):
+        words = dict.fromkeys(map(pick, meant))
+        if meant.keys() == {pair for pair in there if pick(pair) in words}:
+            return ", ".join(words)
+    return ", ".join(" ".join(pair) for pair in meant)

@@ -1,0 +1,49 @@
+"""What the first call of a process costs on each tier, as far as it has been measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from scan_registry.dispatch.fit import Tier
+from scan_registry.dispatch.select import Backend
+
+#: What was run: ``python tools/tiers.py``, whose record is tools/results/h200-tiers.json.
+MEASURED_ON, DATE = "NVIDIA H200", "2026-11-23"
+CALL = "linear_scan forward of (8, 1536, 2048) in float32"
+
+#: Milliseconds of the first call with all caches empty, and in a process that finds what an earlier one
+#: left in them; by tier and language. What is not here has not been measured.
+MEASURED: Mapping[tuple[Tier, str], tuple[float, float]] = {
+    (Tier.EXACT, "cuda"): (3.79, 3.79),
+    (Tier.PTX, "cuda"): (61.6, 7.18),
+    (Tier.JIT, "cuda"): (293, 8.87),
+    (Tier.JIT, "triton"): (960, 7.26),
+    (Tier.REFERENCE, "torch"): (54.4, 51.7),
+}
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """One tier in one language; plain torch counts as one. None where nothing was measured."""
+
+    tier: Tier
+    language: str
+    first_ms: float | None
+    later_ms: float | None
+
+
+def first_calls(tiers: Iterable[Mapping[Backend, Tier | None]]) -> tuple[FirstCall, ...]:
+    """Of each tier that calls end on, by backend as doctor asks, closest first."""
+    met: set[tuple[Tier, str]] = set()
+    for by_backend in tiers:
+        for backend, tier in by_backend.items():
+            if tier is Tier.REFERENCE:
+                met.add((tier, "torch"))
+            elif tier is not None and backend != "auto":
+                met.add((tier, backend))
+    costs = []
+    for tier, language in sorted(met):
+        first, later = MEASURED.get((tier, language), (None, None))
+        costs.append(FirstCall(tier, language, first, later))
+    return tuple(costs)

@@ -1,0 +1,103 @@
+"""GPUs by the names that they are sold under: the one table, which the command line and the documentation read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from scan_registry.base.frozen import dataclass
+from scan_registry.hardware.target import Capability
+
+
+@dataclass(frozen=True)
+class Product:
+    """A GPU that can be bought. ``sm_count`` is of the whole GPU; ``also`` are further names, of systems that have it too."""
+
+    name: str
+    capability: Capability
+    sm_count: int
+    also: tuple[str, ...] = ()
+
+
+#: Oldest first. Those before 8.0 are here to be refused in clear words.
+PRODUCTS: tuple[Product, ...] = (
+    Product("P100", (6, 0), 56),
+    Product("V100", (7, 0), 80),
+    Product("T4", (7, 5), 40),
+    Product("RTX 2080 Ti", (7, 5), 68),
+    Product("A100", (8, 0), 108),
+    Product("A800", (8, 0), 108),
+    Product("A30", (8, 0), 56),
+    Product("A10", (8, 6), 72),
+    Product("A10G", (8, 6), 80),
+    Product("A40", (8, 6), 84),
+    Product("RTX A6000", (8, 6), 84, ("A6000",)),
+    Product("RTX A5000", (8, 6), 64, ("A5000",)),
+    Product("RTX 3060", (8, 6), 28),
+    Product("RTX 3070", (8, 6), 46),
+    Product("RTX 3080", (8, 6), 68),
+    Product("RTX 3090", (8, 6), 82),
+    Product("Orin", (8, 7), 16, ("Jetson AGX Orin 64GB",)),
+    Product("Orin NX", (8, 7), 8),
+    Product("Orin Nano", (8, 7), 8),
+    Product("L4", (8, 9), 58),
+    Product("L40", (8, 9), 142),
+    Product("L40S", (8, 9), 142),
+    Product("RTX 6000 Ada", (8, 9), 142),
+    Product("RTX 4080", (8, 9), 76),
+    Product("RTX 4090", (8, 9), 128),
+    Product("H100", (9, 0), 132),
+    Product("H100 PCIe", (9, 0), 114),
+    Product("H20", (9, 0), 78),
+    Product("H200", (9, 0), 132),
+    Product("H800", (9, 0), 132),
+    Product("GH200", (9, 0), 132, ("Grace Hopper",)),
+    Product("B200", (10, 0), 148),
+    Product("GB200", (10, 0), 152, ("Grace Blackwell",)),
+    Product("B300", (10, 3), 148),
+    Product("GB300", (10, 3), 152, ("DGX Station",)),
+    Product("Thor", (11, 0), 20, ("Jetson T5000",)),
+    Product("RTX 5070", (12, 0), 48),
+    Product("RTX 5080", (12, 0), 84),
+    Product("RTX 5090", (12, 0), 170),
+    Product("RTX PRO 6000", (12, 0), 188),
+    Product("GB10", (12, 1), 48, ("DGX Spark",)),
+)
+
+#: Words around a name that say nothing of the GPU, as the vendor and drivers write them.
+_AROUND = re.compile(
+    "nvidia|geforce|tesla|quadro|jetson|agx|dgx|gpu|tensor|core|graphics|generation|blackwell|max|q|"
+    "workstation|server|edition"
+)
+_MEMORY = re.compile(r"\d+gb|hbm\d\w?")
+_FORM = re.compile(r"sxm\d?|pcie|nvl\d*")
+
+
+def named(text: str) -> Product | None:
+    """The GPU of this name, in any case, with or without the words that vendor and drivers put around it.
+
+    What a name says of memory and form factor counts first, as "H100 PCIe" has fewer SMs than "H100".
+    """
+    words = [
+        word for word in re.split(r"[\s_-]+", text.strip().lower()) if not _AROUND.fullmatch(word)
+    ]
+    known = {key: product for product in PRODUCTS for key in _keys(product)}
+    for left_out in ((), (_MEMORY,), (_MEMORY, _FORM)):
+        kept = [word for word in words if not any(each.fullmatch(word) for each in left_out)]
+        if found := known.get("".join(kept)):
+            return found
+    return None
+
+
+def _keys(product: Product) -> Iterator[str]:
+    """What is left of its names when they are looked for; a number of a series is a name, too."""
+    for name in (product.name, *product.also):
+        words = [word for word in name.lower().split() if not _AROUND.fullmatch(word)]
+        yield "".join(words)
+        if words[0] == "rtx":
+            yield "".join(words[1:])
+
+
+def names() -> list[str]:
+    """Every name, for suggestions."""
+    return [name for product in PRODUCTS for name in (product.name, *product.also)]
