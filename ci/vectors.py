@@ -23,8 +23,9 @@ _TYPES = "(float32|float64|complex64|complex128)"
 WANTED: Mapping[str, tuple[int, str]] = {
     f"(forward|backward|products)_{_TYPES}_portable": (12, _MULTIPLY_ADD),
     f"(add|fold)_{_TYPES}_portable": (8, r"fadd\.(4s|2d)"),
-    "(forward|convolve)(_task)?_portable": (2, _MULTIPLY_ADD),
-    "backward_task_portable": (2, _MULTIPLY_ADD),
+    "(forward|convolve)(_task)?_portable": (3, _MULTIPLY_ADD),
+    "backward_task_portable": (3, _MULTIPLY_ADD),
+    "multiply_portable": (1, _MULTIPLY_ADD),
     "widen_float16_portable": (1, r"fcvtl2?\.4s"),
     "narrow_float16_portable": (1, r"fcvtn2?\.(4h|8h)"),
     "widen_bfloat16_portable": (1, r"(shl|shll|ushll)2?\.4s"),

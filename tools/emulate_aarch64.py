@@ -59,7 +59,13 @@ RUNS: Mapping[str, tuple[tuple[str | Path, ...], tuple[int, ...]]] = {
         ),
         (0,),
     ),
-    "networks": ((TESTS / "ops" / "test_rnn.py", TESTS / "nn" / "test_modules.py"), (0,)),
+    "networks": (
+        (
+            *(TESTS / "ops" / f"test_{name}.py" for name in ("rnn", "rnn_cpu")),
+            TESTS / "nn" / "test_modules.py",
+        ),
+        (0,),
+    ),
 }
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT, "-m", "not gpu")
 
