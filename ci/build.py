@@ -6,7 +6,8 @@
 
 Needs Linux, Python 3.10 or later and a C compiler (``--container``: docker or podman instead). What it
 makes on the way is under build/ci. Compiled kernels come from the build cache where they have not
-changed.
+changed. ``--all`` makes the packages of every platform: those of another machine are cross-compiled
+(cross.py), and nothing of them runs here; tools/emulate_aarch64.py tries them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +27,12 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from aot import COMPILERS
+from ci import cross
+from ci.matrix import Platform, load
 from ci.workspace import (
     CONSTRAINTS,
     DISTRIBUTION,
+    PACKAGE,
     REQUIREMENTS,
     ROOT,
     DevError,
@@ -54,14 +59,16 @@ class Clock:
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
         started = time.monotonic()
-        yield
-        self.steps[title] = time.monotonic() - started
+        try:
+            yield
+        finally:
+            self.steps[title] = time.monotonic() - started
 
 
-def tools(fresh: bool) -> Environment:
+def tools(fresh: bool, *more: str) -> Environment:
     """An environment with what compiles, makes and checks releases; nothing of ours yet."""
     environment = make_environment(WORK / "venv", fresh)
-    needed = ("-c", CONSTRAINTS, "-r", REQUIREMENTS, *COMPILERS)
+    needed = ("-c", CONSTRAINTS, "-r", REQUIREMENTS, *COMPILERS, *more)
     require("install the tools", environment.pip("install", "-q", *needed))
     return environment
 
@@ -129,6 +136,47 @@ def check(environment: Environment, again: Path | None, every: int, record: bool
     require("check", command)
 
 
+def built(
+    environment: Environment, work: Path, platforms: Sequence[Platform], clock: Clock, source: Path
+) -> list[Path]:
+    """A wheel for each platform, this machine's with every archive, the others' with none."""
+    wheels = []
+    # This machine's last: a build leaves its own archives in the tree.
+    for platform in sorted(platforms, key=_is_here):
+        with clock.step(_title(platform, work)):
+            if _is_here(platform):
+                made = build_wheel(environment, work, source, isolated=False).path
+                wheels.append(repaired(environment, made, work / "repaired"))
+            else:
+                wheels.append(cross.build(environment, work, platform, source))
+    return wheels
+
+
+def _is_here(platform: Platform) -> bool:
+    return platform.name == os.uname().machine
+
+
+def _title(platform: Platform, work: Path) -> str:
+    how = "compile and build" if _is_here(platform) else "cross-compile"
+    return f"{how} for {platform.name}" + ("" if work == WORK else ", elsewhere")
+
+
+def sizes_told(platforms: Sequence[Platform], dist: Path, clock: Clock) -> None:
+    """A row for each platform: its seconds in the first build, and megabytes of its packages and of the
+    machine code for CPUs in them."""
+    say("\nplatform   seconds  with archives  without  machine code for CPUs, MB")
+    for platform in platforms:
+        (whole,) = (dist / "pypi").glob(f"{PACKAGE}-*_{platform.name}.whl")
+        (core,) = (dist / "index").glob(f"{PACKAGE}-*+core-*_{platform.name}.whl")
+        with zipfile.ZipFile(core) as files:
+            code = sum(each.file_size for each in files.infolist() if each.filename.endswith(".so"))
+        megabytes = (
+            f"{size / 1e6:.2f}" for size in (whole.stat().st_size, core.stat().st_size, code)
+        )
+        seconds = clock.steps[_title(platform, WORK)]
+        say("{:9}  {:7.0f}  {:>13}  {:>7}  {:>25}".format(platform.name, seconds, *megabytes))
+
+
 def told(clock: Clock) -> None:
     say("\nseconds, step")
     for title, seconds in (*clock.steps.items(), ("all of it", sum(clock.steps.values()))):
@@ -138,24 +186,26 @@ def told(clock: Clock) -> None:
 def build_all(fresh: bool, every: int, record: bool) -> None:
     clock = Clock()
     check_machine()
+    platforms = load().platforms
     with clock.step("environment"):
-        environment = tools(fresh)
-    with clock.step("compile and build"):
-        wheel = repaired(
-            environment, build_wheel(environment, WORK, isolated=False).path, WORK / "repaired"
-        )
+        environment = tools(fresh, cross.COMPILER)
+    wheels = built(environment, WORK, platforms, clock, ROOT)
     with clock.step("assemble"):
-        assemble(environment, [wheel], DIST)
-    with clock.step("build again, elsewhere"):
-        place = WORK / "again"
-        other = build_wheel(environment, place, second_tree(), isolated=False)
-        twin = repaired(environment, other.path, place / "repaired")
-        assemble(environment, [twin], place / "dist")
-    with clock.step("check"):
-        check(environment, place / "dist", every, record)
-    with clock.step("sources"):
-        sdist(environment, DIST)
-    told(clock)
+        assemble(environment, wheels, DIST)
+    place = WORK / "again"
+    with clock.step("copy the tree"):
+        tree = second_tree()
+    twins = built(environment, place, platforms, clock, tree)
+    with clock.step("assemble, elsewhere"):
+        assemble(environment, twins, place / "dist")
+    try:
+        with clock.step("check"):
+            check(environment, place / "dist", every, record)
+        with clock.step("sources"):
+            sdist(environment, DIST)
+    finally:
+        told(clock)
+        sizes_told(platforms, DIST, clock)
 
 
 def build_from(fresh: bool, wheels: Sequence[Path], every: int, record: bool) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from pathlib import Path
 # After everything that is installed: beside this folder lie the sources of what is.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ci import disassembly, sbom
+from ci import cross, disassembly, sbom, vectors
 from ci.matrix import Matrix, load
 from ci.workspace import PACKAGE, ROOT
 from scan_registry.aot.compile import refuse_spill
@@ -35,6 +36,10 @@ from scan_registry.packaging.wheel import Wheel
 
 SIZES = ROOT / "ci" / "sizes.json"
 _MOST = 5  # lines of one gate
+_CPU = f"{PACKAGE}/ops/_cpu.abi3.so"
+#: What auditwheel shows of a wheel, and a wheel's tag: the glibc that it needs, and the machine.
+_GLIBC = r"manylinux_(\d+)_(\d+)_(\w+)"
+_SHOWN = re.compile(rf'is consistent with the following platform tag: "{_GLIBC}"')
 
 
 @dataclass(frozen=True)
@@ -225,34 +230,70 @@ def metadata(release: Release) -> Gate:
 
 
 def portable(release: Release, compiled_here: bool) -> Gate:
-    """The machine code for CPUs needs no more than its tag promises, and only the stable ABI; the tag is
-    one of the matrix's, each of which has a wheel, or any of manylinux for what was not compiled in the
-    matrix's containers."""
-    wrong, wheels = [], [p for p in release.wheels("pypi", "index") if "-abi3-" in p.name]
+    """The machine code for CPUs needs no more than its tag promises, is for its machine, and needs only the
+    stable ABI; the tag is one of the matrix's, each of which has a wheel, or any of manylinux for what was
+    not compiled in the matrix's containers."""
+    wrong, wheels = [], _compiled(release, "pypi", "index")
     accepted = {platform.tag for platform in release.matrix.platforms}
     tags = set()
     for path in wheels:
-        platform = path.name.removesuffix(".whl").rpartition("-")[2]
+        platform = _platform(path)
         tags.add(platform)
         if not (compiled_here and platform.startswith("manylinux")) and platform not in accepted:
             wrong.append(f"{path.name}: is not for {' or '.join(sorted(accepted))}")
-        shown = subprocess.run(
-            [str(Path(sys.executable).with_name("auditwheel")), "show", str(path)],
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            check=False,
-        )
-        said = " ".join(shown.stdout.split())
-        if (
-            shown.returncode
-            or f'is consistent with the following platform tag: "{platform}"' not in said
-        ):
-            wrong.append(f"{path.name}: auditwheel: {shown.stdout}{shown.stderr}")
+        wrong += [f"{path.name}: {each}" for each in _beyond(path, platform)]
         wrong += _tool(f"{path.name}: abi3audit", "abi3audit", "--strict", path)
     if not compiled_here:
         wrong += [f"there is no wheel for {tag}" for tag in sorted(accepted - tags)]
     return Gate("portable", f"{len(wheels)} wheels, {', '.join(sorted(tags))}", tuple(wrong))
+
+
+def _compiled(release: Release, *folders: str) -> list[Path]:
+    """The wheels with machine code for CPUs."""
+    return [path for path in release.wheels(*folders) if "-abi3-" in path.name]
+
+
+def _platform(path: Path) -> str:
+    return path.name.removesuffix(".whl").rpartition("-")[2]
+
+
+def _beyond(path: Path, platform: str) -> Iterator[str]:
+    """What the machine code needs beyond what the tag promises: another machine, or a later glibc."""
+    promised = re.fullmatch(_GLIBC, platform)
+    machine = platform if promised is None else promised[3]
+    if machine in cross.MACHINES:
+        for name in cross.foreign(Wheel.read(path).files, machine):
+            yield f"{name} is not machine code for {machine}"
+    shown = subprocess.run(
+        [str(Path(sys.executable).with_name("auditwheel")), "show", str(path)],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+    needed = _SHOWN.search(" ".join(shown.stdout.split()))
+    if shown.returncode or promised is None or needed is None:
+        yield f"auditwheel: {shown.stdout}{shown.stderr}"
+    elif needed[3] != machine or _glibc(needed) > _glibc(promised):
+        yield f"needs manylinux_{needed[1]}_{needed[2]}_{needed[3]}"
+
+
+def _glibc(tag: re.Match[str]) -> tuple[int, int]:
+    return int(tag[1]), int(tag[2])
+
+
+def vectorised(release: Release) -> Gate:
+    """The CPU kernels for aarch64 compute in vector registers."""
+    wrong = []
+    paths = [path for path in _compiled(release, "pypi") if _platform(path).endswith("_aarch64")]
+    for path in paths:
+        try:
+            functions = vectors.functions(Wheel.read(path).files[_CPU])
+        except ValueError as error:
+            wrong.append(f"{path.name}: {_CPU} {error}")
+        else:
+            wrong += [f"{path.name}: {each}" for each in vectors.scalar(functions)]
+    return Gate("vectors", f"{len(paths)} wheels for aarch64", tuple(wrong))
 
 
 # --- All of them ------------------------------------------------------------------------------
@@ -273,6 +314,7 @@ def gates(
     yield lambda: complete(release)
     yield lambda: metadata(release)
     yield lambda: portable(release, compiled_here)
+    yield lambda: vectorised(release)
 
 
 def judge(gate: Gate) -> bool:

@@ -69,6 +69,9 @@ def parts(wheels: Iterable[Wheel], matrix: Matrix) -> Parts:
     for other in others:
         if other.version != first.version:
             raise DevError(f"{first.file_name} and {other.file_name} are of different versions")
+        if _code(other) != _code(first):
+            what = "differ in more than machine code for CPUs"
+            raise DevError(f"{first.file_name} and {other.file_name} {what}")
     wanted = [Target.parse(arch.label) for arch in matrix.archs]
     if missing := [target.label for target in wanted if target not in archives]:
         raise DevError(f"no build has an archive for {', '.join(missing)}")

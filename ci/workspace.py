@@ -169,7 +169,8 @@ class Wheel:
     archives: Mapping[str, int]
 
     def __str__(self) -> str:
-        held = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in self.archives.items())
+        named = (f"{name} {size / 1e6:.2f} MB" for name, size in self.archives.items())
+        held = ", ".join(named) or "none"
         return (
             f"{self.path.name}: {self.size / 1e6:.2f} MB\n"
             f"installs: {', '.join(self.top_level)}\n"
@@ -177,8 +178,9 @@ class Wheel:
         )
 
 
-def check_wheel(path: Path) -> Wheel:
-    """Look into a wheel; ``DevError`` unless it installs the one package, complete.
+def check_wheel(path: Path, archives: bool = True) -> Wheel:
+    """Look into a wheel; ``DevError`` unless it installs the one package, complete, with ``archives``
+    or without any.
 
     Files that a wheel puts elsewhere (its ``.data`` folder) count under the place they go to.
     """
@@ -192,13 +194,16 @@ def check_wheel(path: Path) -> Wheel:
         raise DevError(
             f"{path.name} installs {', '.join(top_level) or 'nothing'}; it must be {PACKAGE} alone"
         )
-    missing = [ending for ending in REQUIRED if not any(name.endswith(ending) for name in files)]
+    required = REQUIRED if archives else [each for each in REQUIRED if each != ".scanreg"]
+    missing = [ending for ending in required if not any(name.endswith(ending) for name in files)]
     if missing:
         raise DevError(f"{path.name} has no file that ends in {' or '.join(missing)}")
-    archives = {
+    held = {
         Path(name).stem: size for name, size in sorted(files.items()) if name.endswith(".scanreg")
     }
-    return Wheel(path, path.stat().st_size, top_level, archives)
+    if held and not archives:
+        raise DevError(f"{path.name} has archives, which were not asked for: {', '.join(held)}")
+    return Wheel(path, path.stat().st_size, top_level, held)
 
 
 def build_wheel(
@@ -208,10 +213,12 @@ def build_wheel(
     *,
     archs: str = "all",
     isolated: bool = True,
+    variables: Mapping[str, str] | None = None,
 ) -> Wheel:
     """Build the wheel as pip builds it for a user, by PEP 517, into ``work / "wheel"``.
 
     ``archs`` is what ``-C archs=…`` takes. A build that is not isolated uses the environment's compilers.
+    ``variables`` are set in the build's environment.
     """
     folder, log = work / "wheel", work / "build.log"
     shutil.rmtree(folder, ignore_errors=True)
@@ -227,6 +234,7 @@ def build_wheel(
         subprocess.Popen(
             list(map(str, command)),
             cwd=work,
+            env={**os.environ, **(variables or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -244,7 +252,7 @@ def build_wheel(
         raise DevError(f"the wheel did not build (exit status {process.returncode}):\n{last}")
     (path,) = folder.glob("*.whl")
     say(f"--- build the wheel: {time.monotonic() - started:.1f} s")
-    wheel = check_wheel(path)
+    wheel = check_wheel(path, archs != "none")
     say(str(wheel))
     return wheel
 

@@ -392,6 +392,7 @@ FAMILY = Family(
     name=FAMILY_NAME,
     summary="LSTM, GRU, Elman and sLSTM networks with a recurrent matrix per head",
     folder=FOLDER,
+    on_cpu=True,
     kernels=(
         *map(_fused_kernel, _DIRECTIONS),
         *map(_step_kernel, _DIRECTIONS),

@@ -257,6 +257,7 @@ static PyObject *instructions(PyObject *module, PyObject *args) {
 typedef PyObject *Function(PyObject *module, PyObject *const *args, Py_ssize_t count);
 extern Function selective_scan_forward, selective_scan_backward;
 extern Function causal_conv1d_forward, causal_conv1d_backward, causal_conv1d_update;
+extern Function rnn_forward, rnn_backward;
 
 static PyMethodDef functions[] = {
     {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
@@ -288,6 +289,13 @@ static PyMethodDef functions[] = {
     {"causal_conv1d_update", (PyCFunction)(void (*)(void))causal_conv1d_update, METH_FASTCALL,
      "causal_conv1d_update(dtype, weight_dtype, pointers, scalars, threads)\n\n"
      "The output of some steps, and the new states, in place. As causal_conv1d_forward."},
+    {"rnn_forward", (PyCFunction)(void (*)(void))rnn_forward, METH_FASTCALL,
+     "rnn_forward(cell, pointers, scalars, clip, threads)\n\n"
+     "The states of a recurrent network in float32, and those after the last step. Pointers and\n"
+     "scalars are those that scan_registry.ops.rnn_cpu names. Raises as forward."},
+    {"rnn_backward", (PyCFunction)(void (*)(void))rnn_backward, METH_FASTCALL,
+     "rnn_backward(cell, pointers, scalars, clip, threads)\n\n"
+     "The gradients of its gates and initial states. As rnn_forward."},
     {"instructions", instructions, METH_VARARGS,
      "instructions(name=None) -> str\n\n"
      "The vector instructions in use: \"avx2\" or \"portable\". Given a name, use those instead."},

@@ -45,6 +45,40 @@ INLINE void LEVEL(narrow_float16)(void *restrict narrow, const void *restrict wi
         _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
     for (; i < n; i++) to[i] = (uint16_t)_cvtss_sh(from[i], 0);
 }
+#elif defined(__aarch64__)
+/* Of 8 elements, then one by one. Compilers do not find these instructions in the loops below. */
+INLINE void LEVEL(widen_float16)(void *restrict wide, const void *restrict narrow,
+                                        int64_t n) {
+    Float *to = wide;
+    const Half *from = narrow;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const float16x8_t x = vreinterpretq_f16_u16(vld1q_u16((const uint16_t *)(from + i)));
+        vst1q_f32((float *)(to + i), vcvt_f32_f16(vget_low_f16(x)));
+        vst1q_f32((float *)(to + i + 4), vcvt_high_f32_f16(x));
+    }
+    for (; i < n; i++) {
+        __fp16 x;
+        memcpy(&x, from + i, sizeof x);
+        to[i] = x;
+    }
+}
+
+INLINE void LEVEL(narrow_float16)(void *restrict narrow, const void *restrict wide,
+                                         int64_t n) {
+    const Float *from = wide;
+    Half *to = narrow;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const float16x4_t low = vcvt_f16_f32(vld1q_f32((const float *)(from + i)));
+        const float16x8_t x = vcvt_high_f16_f32(low, vld1q_f32((const float *)(from + i + 4)));
+        vst1q_u16((uint16_t *)(to + i), vreinterpretq_u16_f16(x));
+    }
+    for (; i < n; i++) {
+        const __fp16 x = (__fp16)from[i];
+        memcpy(to + i, &x, sizeof x);
+    }
+}
 #else
 INLINE void LEVEL(widen_float16)(void *restrict wide, const void *restrict narrow,
                                         int64_t n) {

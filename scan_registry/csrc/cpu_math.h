@@ -25,6 +25,8 @@ INLINE Floats LEVEL(clamped)(Floats x, float low, float high) {
     return (Floats)_mm256_min_ps(_mm256_set1_ps(high), above);
 #elif defined(__x86_64__)
     return (Floats)_mm_min_ps(_mm_set1_ps(high), _mm_max_ps(_mm_set1_ps(low), (__m128)x));
+#elif defined(__aarch64__)
+    return (Floats)vminq_f32(vmaxq_f32((float32x4_t)x, vdupq_n_f32(low)), vdupq_n_f32(high));
 #else
     const Floats lowest = LEVEL(all)(low), highest = LEVEL(all)(high);
     const Floats above = LEVEL(select)(x < lowest, lowest, x);
@@ -59,6 +61,27 @@ INLINE Floats LEVEL(exp_of)(Floats x) {
     x = x - whole * 0x1.62e4p-1f;
     x = x - whole * 0x1.7f7d1cp-20f;
     return LEVEL(power_of_2)(shifted, x * 1.442695f);
+}
+
+/* e^x - 1 for x that is not above 0, without lost digits near 0. */
+INLINE Floats LEVEL(expm1_of)(Floats x) {
+    x = LEVEL(clamped)(x, -88.02969f, 0);
+    const Floats shifted = x * 1.442695f + SHIFT, whole = shifted - SHIFT;
+    x = x - whole * 0x1.62e4p-1f;
+    x = x - whole * 0x1.7f7d1cp-20f;
+    const Floats part = x * 1.442695f, power = (Floats)((Ints)shifted << 23);
+    Floats sum = 1.5353362e-4f * part + 1.3398874e-3f;
+    sum = sum * part + 9.618437e-3f;
+    sum = sum * part + 5.5503324e-2f;
+    sum = sum * part + 0.24022648f;
+    sum = sum * part + 0.6931472f;
+    return sum * part * power + (power - 1);
+}
+
+INLINE Floats LEVEL(tanh_of)(Floats x) {
+    const Floats size = (Floats)((Ints)x & 0x7fffffff), e = LEVEL(expm1_of)(-2 * size);
+    /* e is not above 0, so the quotient has a sign, which x's replaces. */
+    return (Floats)(((Ints)(e / (e + 2)) & 0x7fffffff) | ((Ints)x & INT32_MIN));
 }
 
 INLINE Floats LEVEL(sigmoid_of)(Floats x) { return 1 / (1 + LEVEL(exp_of)(-x)); }

@@ -1,7 +1,7 @@
-/* The fast path, of calls on two plain tensors without options: from the tensors to the launch, at the least cost.
+/* The fast path, of scans of plain tensors: from the tensors to the launch, at the least cost.
  *
- * What a call does is planned once for all calls alike, and found again by dtype, device, shape, strides and
- * alignment; autograd is told of its states after they are computed. Asking torch for them one by one in
+ * What a call does is planned once for all calls alike, and found again by the options and by each tensor's dtype, device,
+ * shape, strides and alignment; autograd is told of the results after they are computed. Asking torch for them one by one in
  * Python, and for memory and its address, costs more than the launch.
  */
 #pragma once
@@ -9,8 +9,9 @@
 #include "plans.h"
 #include "torch.h"
 
-enum { ALIGNMENT = 15, MOST_TENSORS = 12 };
-enum { GATES, TOKENS, DIM, BACKEND, ARGUMENTS }; /* of a call */
+enum { ALIGNMENT = 15, MOST_TENSORS = 12, MOST_RESULTS = 2 };
+enum { GATES, TOKENS, INITIAL, OFFSETS, DIM, REVERSE, FINAL, BACKEND, ARGUMENTS }; /* of a call */
+enum { TENSORS = DIM }; /* come first, and of them all but two may be None */
 
 static void release(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
@@ -29,9 +30,10 @@ typedef struct {
     PyObject_HEAD
     Launch *launch;
     int inputs;           /* tensors that it is given */
-    int places[MOST_TENSORS + 1]; /* of these, and of what it makes, among the launch's pointers */
+    int places[MOST_TENSORS + MOST_RESULTS]; /* of these, and of what it makes, among the launch's pointers */
     PyObject *empty;      /* makes a tensor on the current device */
     PyObject *states;     /* of these arguments, */
+    PyObject *last;       /* and of these; None where the call returns states alone */
     PyObject *workspace;  /* and of these; None where there is none */
     PyObject *refuse;     /* raises the error of a status */
     PyObject *elsewhere;  /* computes the same from any context */
@@ -40,19 +42,21 @@ typedef struct {
 static PyTypeObject *fast_launch_type;
 
 static PyObject *fast_launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"launch",    "places", "empty",     "states",
-                            "workspace", "refuse", "elsewhere", NULL};
-    PyObject *launch, *given, *empty, *states, *workspace, *refuse, *elsewhere;
-    long places[MOST_TENSORS + 1];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!OOO:FastLaunch", names, launch_type, &launch,
+    static char *names[] = {"launch", "places",    "empty", "states", "workspace",
+                            "refuse", "elsewhere", "last",  NULL};
+    PyObject *launch, *given, *empty, *states, *workspace, *refuse, *elsewhere, *last = Py_None;
+    long places[MOST_TENSORS + MOST_RESULTS];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!OOO|O:FastLaunch", names, launch_type, &launch,
                                      &PyTuple_Type, &given, &empty, &PyTuple_Type, &states, &workspace,
-                                     &refuse, &elsewhere))
+                                     &refuse, &elsewhere, &last))
         return NULL;
+    if (last != Py_None && !PyTuple_Check(last))
+        return PyErr_Format(PyExc_TypeError, "last is %R; it must be a tuple or None", last);
     const int pointers = ((Launch *)launch)->pointers, zeroed = ((Launch *)launch)->workspace;
-    const Py_ssize_t count = PyTuple_Size(given);
-    if (count < 1 || count > MOST_TENSORS + 1)
-        return PyErr_Format(PyExc_ValueError, "%zd places of tensors; there are at most %d", count,
-                            MOST_TENSORS + 1);
+    const Py_ssize_t count = PyTuple_Size(given), results = last == Py_None ? 1 : 2;
+    if (count < results || count > MOST_TENSORS + results)
+        return PyErr_Format(PyExc_ValueError, "%zd places of tensors; there are at most %zd", count,
+                            MOST_TENSORS + results);
     for (Py_ssize_t i = 0; i < count; i++) {
         places[i] = PyLong_AsLong(PyTuple_GetItem(given, i));
         if (places[i] == -1 && PyErr_Occurred()) return NULL;
@@ -65,10 +69,11 @@ static PyObject *fast_launch_new(PyTypeObject *type, PyObject *args, PyObject *k
     FastLaunch *self = (FastLaunch *)allocate_object(type);
     if (!self) return NULL;
     for (Py_ssize_t i = 0; i < count; i++) self->places[i] = (int)places[i];
-    self->inputs = (int)count - 1;
+    self->inputs = (int)(count - results);
     self->launch = (Launch *)Py_NewRef(launch);
     self->empty = Py_NewRef(empty);
     self->states = Py_NewRef(states);
+    self->last = Py_NewRef(last);
     self->workspace = Py_NewRef(workspace);
     self->refuse = Py_NewRef(refuse);
     self->elsewhere = Py_NewRef(elsewhere);
@@ -80,6 +85,7 @@ static void fast_launch_dealloc(PyObject *object) {
     Py_XDECREF(self->launch);
     Py_XDECREF(self->empty);
     Py_XDECREF(self->states);
+    Py_XDECREF(self->last);
     Py_XDECREF(self->workspace);
     Py_XDECREF(self->refuse);
     Py_XDECREF(self->elsewhere);
@@ -128,22 +134,31 @@ static PyObject *fast_launch_run(const FastLaunch *self, const Exchange *exchang
     uint64_t values[MAX_VALUES];
     memcpy(values, launch->values, sizeof *values * (size_t)launch->count);
     for (int i = 0; i < self->inputs; i++) values[self->places[i]] = addresses[i];
-    PyObject *workspace = NULL, *states;
-    states = made(exchange, self->empty, self->states, &values[self->places[self->inputs]]);
+    const int *const places = self->places + self->inputs; /* of the results */
+    PyObject *workspace = NULL, *states, *last = NULL, *both = NULL;
+    states = made(exchange, self->empty, self->states, &values[places[0]]);
     int ready = states != NULL;
+    if (ready && self->last != Py_None) {
+        last = made(exchange, self->empty, self->last, &values[places[1]]);
+        ready = last && (both = PyTuple_Pack(2, states, last));
+    }
     if (ready && launch->workspace >= 0) {
         workspace = made(exchange, self->empty, self->workspace, &values[launch->workspace]);
         ready = workspace != NULL;
     }
-    if (!ready || !started(self, values, stream)) Py_CLEAR(states);
+    ready = ready && started(self, values, stream);
     Py_XDECREF(workspace); /* whoever gets this memory next uses it after the kernel */
-    return states;
+    PyObject *result = ready ? Py_NewRef(both ? both : states) : NULL;
+    Py_XDECREF(both);
+    Py_XDECREF(last);
+    Py_XDECREF(states);
+    return result;
 }
 
 static PyType_Slot fast_launch_slots[] = {
     {Py_tp_new, fast_launch_new},
     {Py_tp_dealloc, fast_launch_dealloc},
-    {Py_tp_doc, "What a call on the fast path does on a GPU: allocate states, and launch."},
+    {Py_tp_doc, "What a call on the fast path does on a GPU: allocate results, and launch."},
     {0, NULL}};
 
 static PyType_Spec fast_launch_spec = {"scan_registry.hardware._launcher.FastLaunch", sizeof(FastLaunch), 0,
@@ -230,136 +245,151 @@ static int cannot_be_read(void) {
     return 1;
 }
 
-static int read_both(const FastPath *self, PyObject *const *args, Tensor *gates, Tensor *tokens) {
-    int status;
-    const Torch *torch = &self->torch;
-    if (!torch->exchange || !has_type(self->types, args[GATES]) || !has_type(self->types, args[TOKENS])) return 0;
-    if ((status = dispatch_is_trivial(self->observers)) < 1 || (status = read_tensor(torch, args[GATES], gates)) < 1 ||
-        (status = read_tensor(torch, args[TOKENS], tokens)) < 1)
-        return status;
-    return gates->code == tokens->code && gates->bits == tokens->bits &&
-           gates->device_type == tokens->device_type && gates->device == tokens->device &&
-           gates->dimensions == tokens->dimensions &&
-           !memcmp(gates->shape, tokens->shape, sizeof(int64_t) * (size_t)gates->dimensions);
+/* Append to the key what a plan depends on of a tensor, which is read; or that there is none. */
+static int append_tensor(Key *key, const Torch *torch, PyObject *types, PyObject *object, int rank, Tensor *tensor) {
+    int64_t *const words = key->words + key->count++;
+    words[0] = 0;
+    if (object == Py_None) return 1;
+    int status = has_type(types, object);
+    if (status == 1) status = read_any(torch, object, tensor);
+    if (status < 1 || tensor->dimensions > rank) return status < 0 ? status : 0;
+    const size_t n = (size_t)tensor->dimensions;
+    words[0] = (int64_t)(tensor->code + 1) << 16 | tensor->bits << 8 | tensor->dimensions;
+    memcpy(words + 1, tensor->shape, n * sizeof *words);
+    memcpy(words + 1 + n, tensor->strides, n * sizeof *words);
+    key->count += 2 * n;
+    return 1;
 }
 
-static int read_options(const FastPath *self, PyObject *const *args, int64_t options[2]) {
+typedef struct {
+    Tensor tensors[TENSORS];
+    uint64_t addresses[TENSORS]; /* null where there is none */
+    Key key;
+} Call;
+
+enum { HEAD = 5, MOST_OF_TENSOR = 1 + 2 * MOST_DIMENSIONS };
+_Static_assert(HEAD + TENSORS * MOST_OF_TENSOR <= MOST_WORDS, "a key has room for all dimensions");
+
+static int read_tensors(const FastPath *self, PyObject *const *args, Call *call) {
+    const Torch *torch = &self->torch;
+    if (!torch->exchange || !has_type(self->types, args[GATES]) || !has_type(self->types, args[TOKENS])) return 0;
+    int status = dispatch_is_trivial(self->observers);
+    call->key.count = HEAD;
+    for (int i = 0; status == 1 && i < TENSORS; i++) {
+        Tensor *const tensor = &call->tensors[i];
+        call->addresses[i] = 0;
+        status = append_tensor(&call->key, torch, self->types, args[i], MOST_DIMENSIONS, tensor);
+        if (status < 1 || args[i] == Py_None) continue;
+        if ((tensor->code == INTEGER) != (i == OFFSETS) || tensor->device_type != call->tensors[0].device_type ||
+            tensor->device != call->tensors[0].device)
+            return 0;
+        call->addresses[i] = address(tensor);
+    }
+    return status;
+}
+
+/* Whether the options are of the types that Python has for them, and in the key. */
+static int read_options(const FastPath *self, PyObject *const *args, Key *key) {
     int overflow;
-    if (!PyLong_CheckExact(args[DIM])) return 0;
-    options[0] = PyLong_AsLongLongAndOverflow(args[DIM], &overflow);
-    if (options[0] == -1 && PyErr_Occurred()) return -1;
+    if (!PyLong_CheckExact(args[DIM]) || !PyBool_Check(args[REVERSE]) || !PyBool_Check(args[FINAL])) return 0;
+    key->words[2] = PyLong_AsLongLongAndOverflow(args[DIM], &overflow);
+    if (key->words[2] == -1 && PyErr_Occurred()) return -1;
     const Py_ssize_t count = PyTuple_Size(self->backends);
     Py_ssize_t i = 0;
     while (i < count && PyTuple_GetItem(self->backends, i) != args[BACKEND]) i++;
     if (i == count && PyUnicode_Check(args[BACKEND]))
         for (i = 0; i < count; i++)
             if (!PyUnicode_Compare(PyTuple_GetItem(self->backends, i), args[BACKEND])) break;
-    options[1] = i;
+    key->words[3] = (int64_t)i << 2 | (args[REVERSE] == Py_True) << 1 | (args[FINAL] == Py_True);
     return !overflow && i < count;
 }
 
 /* Whether autograd is to be told. */
 static int is_tracked(const FastPath *self, PyObject *const *args) {
-    int status = requires_grad(&self->torch, args[GATES]);
-    if (!status) status = requires_grad(&self->torch, args[TOKENS]);
+    int status = 0;
+    for (int i = 0; !status && i < OFFSETS; i++)
+        if (args[i] != Py_None) status = requires_grad(&self->torch, args[i]);
     return status == 1 ? is_true(PyObject_CallNoArgs(self->tracking)) : status;
-}
-
-/* All that a plan depends on; ``choice`` goes by its identity. */
-static void fill_key(Key *key, const Tensor *gates, const Tensor *tokens, const int64_t options[2],
-                     PyObject *choice) {
-    const int64_t head[] = {gates->code << 8 | gates->bits,
-                            (int64_t)gates->device_type << 32 | gates->device,
-                            (int64_t)((address(gates) | address(tokens)) & ALIGNMENT),
-                            options[0],
-                            options[1],
-                            (int64_t)(intptr_t)choice};
-    enum { HEAD = sizeof head / sizeof *head };
-    _Static_assert(HEAD + 3 * MOST_DIMENSIONS <= MOST_WORDS, "a key has room for all dimensions");
-    const size_t n = (size_t)gates->dimensions;
-    key->count = HEAD + 3 * n;
-    memcpy(key->words, head, sizeof head);
-    memcpy(key->words + HEAD, gates->shape, n * sizeof *key->words);
-    memcpy(key->words + HEAD + n, gates->strides, n * sizeof *key->words);
-    memcpy(key->words + HEAD + 2 * n, tokens->strides, n * sizeof *key->words);
 }
 
 /* Kept with what was asked for, and so with ``choice``: its identity is nothing else's meanwhile. */
 static Planned *make_plan(FastPath *self, const Key *key, PyObject *const *args, PyObject *choice) {
-    PyObject *plan = PyObject_CallFunctionObjArgs(self->plan, args[GATES], args[TOKENS], args[DIM],
-                                                  args[BACKEND], NULL);
-    PyObject *request = plan ? PyTuple_Pack(3, args[DIM], args[BACKEND], choice) : NULL;
+    PyObject *plan = called(self->plan, args, ARGUMENTS);
+    PyObject *request =
+        plan ? PyTuple_Pack(5, args[DIM], args[REVERSE], args[FINAL], args[BACKEND], choice) : NULL;
     Planned *kept = request ? keep_planned(&self->plans, key, plan, request) : NULL;
     Py_XDECREF(request);
     Py_XDECREF(plan);
     return kept;
 }
 
-static const Planned *plan_of(FastPath *self, PyObject *const *args, const Tensor *gates,
-                              const Tensor *tokens, const int64_t options[2]) {
+/* ``choice`` goes by its identity. */
+static const Planned *plan_of(FastPath *self, PyObject *const *args, Call *call) {
     PyObject *choice = PyObject_CallNoArgs(self->choice);
     if (!choice) return NULL;
-    Key key;
-    fill_key(&key, gates, tokens, options, choice);
-    const Planned *planned = find_planned(&self->plans, &key);
-    if (!planned) planned = make_plan(self, &key, args, choice);
+    const Tensor *tokens = &call->tensors[TOKENS];
+    call->key.words[0] = (int64_t)((call->addresses[GATES] | call->addresses[TOKENS]) & ALIGNMENT);
+    call->key.words[1] = (int64_t)tokens->device_type << 32 | tokens->device;
+    call->key.words[4] = (int64_t)(intptr_t)choice;
+    const Planned *planned = find_planned(&self->plans, &call->key);
+    if (!planned) planned = make_plan(self, &call->key, args, choice);
     Py_DECREF(choice);
     return planned;
 }
 
-/* The states of a plan; from then on it may be forgotten. */
-static PyObject *states_of(const FastPath *self, const Planned *planned, PyObject *const *args,
-                           const Tensor *gates, const Tensor *tokens, int tracked) {
-    PyObject *plan = Py_NewRef(planned->plan), *request = Py_NewRef(planned->request), *states = NULL;
-    const uint64_t addresses[] = {address(gates), address(tokens)};
-    if (Py_TYPE(plan) != fast_launch_type) states = called(plan, args, DIM);
-    else if (((const FastLaunch *)plan)->inputs == DIM)
-        states = fast_launch_run((const FastLaunch *)plan, self->torch.exchange, args, addresses, tokens);
+/* The results of a plan, which may be forgotten meanwhile; None if the call is not for this path. */
+static PyObject *results_of(const FastPath *self, const Planned *planned, PyObject *const *args, const Call *call,
+                            int tracked) {
+    PyObject *plan = Py_NewRef(planned->plan), *request = Py_NewRef(planned->request), *results = NULL;
+    if (plan == Py_None) results = Py_NewRef(Py_None);
+    else if (Py_TYPE(plan) != fast_launch_type) results = called(plan, args, TENSORS);
+    else if (((const FastLaunch *)plan)->inputs == TENSORS)
+        results = fast_launch_run((const FastLaunch *)plan, self->torch.exchange, args, call->addresses,
+                                  &call->tensors[TOKENS]);
     else PyErr_Format(PyExc_TypeError, "a launch of %d tensors", ((const FastLaunch *)plan)->inputs);
-    if (states && tracked) {
-        PyObject *done = PyTuple_Pack(2, states, request);
-        Py_DECREF(states);
-        states = done ? PyObject_CallFunctionObjArgs(self->record, args[GATES], args[TOKENS], done,
-                                                     NULL)
-                      : NULL;
+    if (results && tracked && plan != Py_None) {
+        PyObject *done = PyTuple_Pack(2, results, request);
+        Py_DECREF(results);
+        results = done ? PyObject_CallFunctionObjArgs(self->record, args[GATES], args[TOKENS], args[INITIAL],
+                                                      args[OFFSETS], done, NULL)
+                       : NULL;
         Py_XDECREF(done);
     }
     Py_DECREF(request);
     Py_DECREF(plan);
-    return states;
+    return results;
 }
 
 static PyObject *fast_path_run(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     FastPath *self = (FastPath *)object;
-    Tensor gates, tokens;
-    int64_t options[2];
+    Call call;
     if (count != ARGUMENTS)
-        return PyErr_Format(PyExc_TypeError, "run takes gates, tokens, dim and backend, got %zd arguments",
-                            count);
-    int status = read_both(self, args, &gates, &tokens);
+        return PyErr_Format(PyExc_TypeError, "run takes %d tensors and %d options, got %zd arguments", TENSORS,
+                            ARGUMENTS - TENSORS, count);
+    int status = read_tensors(self, args, &call);
     if (status < 0) {
         if (!cannot_be_read()) return NULL;
         Py_RETURN_NONE;
     }
-    if (status) status = read_options(self, args, options);
+    if (status) status = read_options(self, args, &call.key);
     if (status < 1) return status < 0 ? NULL : Py_NewRef(Py_None);
     const int tracked = is_tracked(self, args);
-    const Planned *planned = tracked < 0 ? NULL : plan_of(self, args, &gates, &tokens, options);
-    return planned ? states_of(self, planned, args, &gates, &tokens, tracked) : NULL;
+    const Planned *planned = tracked < 0 ? NULL : plan_of(self, args, &call);
+    return planned ? results_of(self, planned, args, &call, tracked) : NULL;
 }
 
 static PyMethodDef fast_path_methods[] = {
     {"run", (PyCFunction)(void (*)(void))fast_path_run, METH_FASTCALL,
-     "run(gates, tokens, dim, backend) -> states | None\n\nDo what is planned for the call. None unless "
-     "the tensors are plain, of one real dtype and\none shape, on one device, in memory, and dispatch "
-     "is trivial; or if there is no such backend."},
+     "run(gates, tokens, initial_state, cu_seqlens, dim, reverse, final, backend) -> states | (states, last) | None\n\n"
+     "Do what is planned for the call. None unless the tensors are plain, of real dtypes, on one\ndevice, in memory, "
+     "and dispatch is trivial; or if the options are of other types, there is no\nsuch backend, or the plan is None."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot fast_path_slots[] = {
     {Py_tp_new, fast_path_new},
     {Py_tp_dealloc, fast_path_dealloc},
     {Py_tp_methods, fast_path_methods},
-    {Py_tp_doc, "Calls on two plain tensors, without options."},
+    {Py_tp_doc, "Scans of plain tensors."},
     {0, NULL}};
 
 static PyType_Spec fast_path_spec = {"scan_registry.hardware._launcher.FastPath", sizeof(FastPath), 0,

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MOST_WORDS = 128, BUCKETS = 1024, MOST_PLANS = 4096 }; /* past that many, all go: as in ops/launching.py */
+enum { MOST_WORDS = 144, BUCKETS = 1024, MOST_PLANS = 4096 }; /* past that many, all go: as in ops/launching.py */
 
 typedef struct {
     size_t count;

@@ -62,25 +62,17 @@ static int read_all(const TensorPath *self, PyObject *const *tensors, Tensor *fi
     int tracked = 0, found = 0;
     key->count = TENSOR_HEAD;
     for (int i = 0; i < self->count; i++) {
-        int64_t *const words = key->words + key->count;
-        addresses[i] = 0, key->count++;
-        words[0] = 0; /* there is none */
-        if (tensors[i] == Py_None) continue;
         Tensor tensor;
-        int status = has_type(self->types, tensors[i]);
-        if (status == 1) status = read_any(&self->torch, tensors[i], &tensor);
-        if (status < 1 || tensor.dimensions > MOST_RANK) return status < 0 ? status : 0;
+        addresses[i] = 0;
+        const int status = append_tensor(key, &self->torch, self->types, tensors[i], MOST_RANK, &tensor);
+        if (status < 1) return status;
+        if (tensors[i] == Py_None) continue;
         if (!found) *first = tensor;
         if (tensor.device_type != first->device_type || tensor.device != first->device) return 0;
         found = 1;
         if (!tracked && (tracked = requires_grad(&self->torch, tensors[i])) < 0) return -1;
         addresses[i] = address(&tensor);
         if (self->aligned >> i & 1) alignment |= (int64_t)(addresses[i] & ALIGNMENT);
-        const size_t n = (size_t)tensor.dimensions;
-        words[0] = (int64_t)(tensor.code + 1) << 16 | tensor.bits << 8 | tensor.dimensions;
-        memcpy(words + 1, tensor.shape, n * sizeof *words);
-        memcpy(words + 1 + n, tensor.strides, n * sizeof *words);
-        key->count += 2 * n;
     }
     _Static_assert(TENSOR_HEAD + MOST_TENSORS * TENSOR_WORDS <= MOST_WORDS, "a key has room for all tensors");
     if (!found) return 0;

@@ -87,8 +87,3 @@ static int read_any(const Torch *torch, PyObject *object, Tensor *tensor) {
     return plain && here && tensor->lanes == 1 && tensor->dimensions <= MOST_DIMENSIONS &&
            tensor->data != NULL;
 }
-/* Whether it is one of real numbers. */
-static int read_tensor(const Torch *torch, PyObject *object, Tensor *tensor) {
-    const int status = read_any(torch, object, tensor);
-    return status < 1 ? status : tensor->code != INTEGER;
-}

@@ -15,16 +15,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from scan_registry.distributed.group import resolve, session
-from scan_registry.distributed.latency import Stopwatch, all_gather
+from scan_registry.distributed import parts
+from scan_registry.distributed.cost import line_of
+from scan_registry.distributed.group import Members, resolve, session
+from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.latency import Call, Stopwatch, all_gather
 from scan_registry.distributed.machines import Machine, default
+from scan_registry.ops.arguments import Options
 
 if TYPE_CHECKING:
     from scan_registry.distributed.group import Group
 
-_PIECES = 8  # messages in a row from rank to rank, from which the cost of a piece is measured
+_PIECES = 8  # more in one call than in another, from which the cost of a piece is measured
 #: Numbers of floats: for torch.add, and for the all-gather.
 _SIZES = {"cuda": (1 << 26, 1 << 22), "cpu": (1 << 24, 1 << 18)}
 
@@ -50,9 +53,10 @@ def measure(group: Group = None, device: torch.device | None = None) -> Machine:
     """Measure the numbers by which ``schedule="auto"`` chooses, and use them for later calls with this group.
 
     Every rank of the group has to call ``measure``, which takes about a second. It measures the memory bandwidth
-    (``torch.add``), the latency and the bandwidth of an all-gather, and the cost of passing pieces through all ranks.
-    The cost of a hop cannot be told apart from the fixed cost of a message, and keeps its default. Times are those of GPU
-    streams, without the CPU's time to launch a call.
+    (``torch.add``), the latency and the bandwidth of an all-gather, and the cost of a piece of "pass". The cost of a hop cannot
+    be told apart from the fixed cost of a message, and keeps its default. The cost of a piece is that of real calls with few
+    and with many pieces: the time of GPU streams, or the CPU's time to launch a piece, whichever is longer. The other numbers
+    are times of GPU streams alone.
 
     Args:
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
@@ -76,7 +80,7 @@ def measure(group: Group = None, device: torch.device | None = None) -> Machine:
         source="measured by scan_registry.distributed.measure; hops as in the defaults",
     )
     if ranks > 1:
-        found = _measure_messages(found, watch, gathered)
+        found = _measure_messages(found, watch, gathered, members)
     _measured[members.group] = found
     session(members).agreed.clear()  # schedules that were chosen by other numbers
     return found
@@ -90,39 +94,59 @@ def _memory(watch: Stopwatch, count: int) -> tuple[float, float]:
     return 3 * out.numel() * out.element_size() / large.least, small.least
 
 
-def _measure_messages(machine: Machine, watch: Stopwatch, gathered: int) -> Machine:
+def _measure_messages(
+    machine: Machine, watch: Stopwatch, gathered: int, members: Members
+) -> Machine:
     """The machine with the measured costs of an all-gather and of messages from rank to rank."""
-    group, ranks = watch.group, dist.get_world_size(watch.group)
+    group, ranks = watch.group, members.size
     small, large = (torch.zeros(size, device=watch.device) for size in (4, gathered))
     few, many = (torch.empty(ranks * each.numel(), device=watch.device) for each in (small, large))
-    times = watch.latencies(
+    least, most, once, often = watch.latencies(
         [
             lambda: all_gather(few, small, group=group),
             lambda: all_gather(many, large, group=group),
-            lambda: _chain(small, 1, group),
-            lambda: _chain(small, 1 + _PIECES, group),
+            _passing(members, watch.device, 1),
+            _passing(members, watch.device, 1 + _PIECES),
         ]
     )
-    least, most, once, often = (each.least for each in times)
     size = large.numel() * large.element_size()
-    link = (ranks - 1) * size / max(most - least, 1e-9)
+    link = (ranks - 1) * size / max(most.least - least.least, 1e-9)
     free = replace(machine, call=0.0, send=0.0, link=link, far_link=link)
-    piece = max(machine.launch, (often - once) / _PIECES)
-    hops = (once - ranks * piece - free.passing(ranks, 16)) / (ranks - 1)
+    on_stream = max(machine.launch, (often.least - once.least) / _PIECES)
+    hops = (once.least - ranks * on_stream - free.passing(ranks, 16)) / (ranks - 1)
     return replace(
-        free, call=max(0.0, least - free.all_gather(ranks, 16)), send=max(0.0, hops), piece=piece
+        free,
+        call=max(0.0, least.least - free.all_gather(ranks, 16)),
+        send=max(0.0, hops),
+        piece=max(on_stream, (often.host - once.host) / _PIECES),
     )
 
 
-def _chain(held: Tensor, pieces: int, group: dist.ProcessGroup) -> None:
-    """Send messages from the first rank through all others to the last, with a small kernel on each rank."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for _ in range(pieces):
-        if rank > 0:
-            dist.recv(held, dist.get_global_rank(group, rank - 1), group)
-        held.add_(1)
-        if rank < ranks - 1:
-            dist.send(held, dist.get_global_rank(group, rank + 1), group)
+def _passing(members: Members, device: torch.device, pieces: int) -> Call:
+    """The forward pass of "pass", after its opening, with next to no bytes in so many pieces."""
+    # They import this module.
+    from scan_registry.distributed.opening import Opened
+    from scan_registry.distributed.run import Run
+
+    channels = line_of(torch.float32.itemsize) * (1 + _PIECES)
+    gates, tokens = (torch.zeros(1, channels, device=device) for _ in range(2))
+    run = Run(
+        *(
+            members,
+            Terms("measure", ()),
+            Options(dim=-2),
+            tuple(tokens.shape),
+            tokens.dtype,
+            device,
+        ),
+        *(parts.whole(members.rank, members.size), pieces),
+    )
+
+    def call() -> None:
+        with torch.no_grad():
+            run.forward(gates, tokens, None, Opened(None), False)
+
+    return call
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:

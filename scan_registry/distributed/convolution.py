@@ -15,8 +15,10 @@ from torch._compile import _disable_dynamo
 
 from scan_registry.base.environment import flag
 from scan_registry.dispatch.select import Backend
-from scan_registry.distributed.group import Terms, agree, all_reduce, resolve
+from scan_registry.distributed.group import all_reduce, resolve
 from scan_registry.distributed.halos import Exchange, Gather, WithTail, of_run, with_initial
+from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.opening import agree
 from scan_registry.ops.arguments import check_bounds
 from scan_registry.ops.causal_conv1d_arguments import (
     ACCEPTED,
@@ -130,8 +132,8 @@ def causal_conv1d(
         TypeError, ValueError: as ``scan_registry.causal_conv1d``, on the rank whose argument it is; ``ValueError`` on
             all ranks if shapes, dtypes or options differ between them.
         RuntimeError: there is no process group, or another rank refused its arguments; the message has that rank's error.
-            With NCCL, ranks whose arguments are as in an earlier call may raise these errors only in the next call or in
-            the backward pass; the results of the call itself are then not valid.
+            With NCCL, ranks whose arguments are as in an earlier call raise these errors in the first later call or backward
+            pass that finds the GPU's comparison finished; the results of the call itself are then not valid.
         NoKernelError, DriverError: as ``scan_registry.causal_conv1d``.
     """
     y, last = _call(

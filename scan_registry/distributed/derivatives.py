@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from scan_registry.distributed import group as groups
 from scan_registry.distributed import parts
 from scan_registry.distributed.group import Members
+from scan_registry.distributed.opening import agree
 from scan_registry.distributed.parts import Part
 from scan_registry.distributed.run import Gradients, Run
 from scan_registry.ops.arguments import Options
@@ -29,17 +30,17 @@ def differentiable(
     initial: Tensor | None,
     states_grad: Tensor,
     last_grad: Tensor | None,
-    cu_seqlens: tuple[int, ...] | None,
     wanted: tuple[bool, bool, bool],
+    number: int,
 ) -> Gradients:
-    """The wanted gradients. All ranks have to call this, since it contains collectives."""
+    """The wanted gradients of the call with this number. All ranks have to call this, since it contains collectives."""
     scan: Any = import_module("scan_registry.distributed.linear").linear_scan
     members, (dim, reverse, final, backend) = run.members, run.options
+    cu_seqlens = run.cu_seqlens
     time = run.shape[dim]
     mask = sum(int(want) << place for place, want in enumerate(wanted))
-    local: Any = groups.agree(
-        members, run.backward_terms(True)._replace(local=(time, mask)), gates.device
-    )
+    terms = run.backward_terms(True)._replace(local=(time, mask), number=number)
+    local: Any = agree(members, terms, gates.device)
     if len({numbers[1] for numbers in local}) > 1:
         raise RuntimeError(
             "derivatives of derivatives need the same tensors to require gradients on every rank; of gates, tokens and the "

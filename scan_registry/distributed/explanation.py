@@ -8,10 +8,10 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
-from scan_registry.distributed import linear
+from scan_registry.distributed import linear, linear_call, opening
 from scan_registry.distributed.cost import Choice
 from scan_registry.distributed.decision import Schedule, pieces_of
-from scan_registry.distributed.group import Terms
+from scan_registry.distributed.headers import Terms
 from scan_registry.ops.arguments import Options
 
 if TYPE_CHECKING:
@@ -53,17 +53,17 @@ def explain(
     members = groups.resolve(group)
     options = Options(dim, reverse, return_final_state, backend)
     try:
-        call = linear.prepared(
+        call = linear_call.prepared(
             gates, tokens, initial_state, cu_seqlens, options, schedule, "explain"
         )
     except Exception as error:
-        groups.agree(members, error, tokens.device if isinstance(tokens, Tensor) else None)
+        opening.agree(members, error, tokens.device if isinstance(tokens, Tensor) else None)
         raise
-    local = groups.agree(members, call.terms, call.tokens.device)
+    local = opening.agree(members, call.terms, call.tokens.device)
     lengths = [numbers[0] for numbers in local]
     mine = linear.choice(members, call, lengths)
     said = Terms("explain's schedule", call.terms.common, (pieces_of(mine),))
-    first = groups.agree(members, said, call.tokens.device)[0][0]
+    first = opening.agree(members, said, call.tokens.device)[0][0]
     if first == pieces_of(mine):
         return mine
     return mine.as_given(first)

@@ -10,8 +10,10 @@ from torch._compile import _disable_dynamo
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
+from scan_registry.distributed import opening
 from scan_registry.distributed.decision import Schedule
-from scan_registry.distributed.linear import check_schedule, prepared, scan
+from scan_registry.distributed.linear import scan
+from scan_registry.distributed.linear_call import check_schedule
 from scan_registry.ops import arguments
 from scan_registry.ops.gated_scan import run as scan_of_one
 from scan_registry.ops.gated_scan_arguments import Options, normalised
@@ -143,15 +145,13 @@ def _gated_scan(
         if reset is not None:
             along = reset.unsqueeze(-1 if options.dim == -2 else -2)
             gates = gates.masked_fill(along, 0)
-        backend = "reference" if options.backend == "reference" else "auto"
-        how = arguments.Options(options.dim, options.reverse, options.final, backend)
-        call = prepared(
-            gates, tokens, initial, cu_seqlens, how, schedule, f"gated_scan {options.kind}"
-        )
     except Exception as error:
-        groups.agree(members, error, None if first is None else first.device)
+        opening.agree(members, error, None if first is None else first.device)
         raise
-    states, last = scan(members, call)
+    backend = "reference" if options.backend == "reference" else "auto"
+    how = arguments.Options(options.dim, options.reverse, options.final, backend)
+    operator = f"gated_scan {options.kind}"
+    states, last = scan(members, gates, tokens, initial, cu_seqlens, how, schedule, operator)
     states = states.to(given.inputs[0].dtype)
     return states if last is None else (states, last)
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from scan_registry.distributed.group import Members, Terms, open_call, session
+from scan_registry.distributed.group import Members
+from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.opening import open_call
 
 __all__ = ["Exchange", "Gather", "WithTail", "of_run", "with_initial"]
 
@@ -62,7 +64,7 @@ class Exchange:
         packed = bool(self.terms.local)
         row = torch.cat(rows).contiguous()
         opened = open_call(self.members, self.terms, tail.device, row, read=packed)
-        self.number = session(self.members).calls
+        self.number = self.members.session.calls
         if packed:
             assert opened.local is not None
             self.lengths = tuple(steps for (steps,) in opened.local)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 #: Bytes of a header.
 HEADER = 512
-_WORDS = 12  # of 64 bits each, before the text: digest, failed, number, count of local numbers, local numbers
-_LOCAL = 8
+#: Words of 64 bits before the text: digest, failed, number, count of local numbers, local numbers.
+WORDS = 12
+_LOCAL = WORDS - 4
 
 
 class Terms(NamedTuple):
@@ -23,15 +24,17 @@ class Terms(NamedTuple):
     operator  name of the operator
     common    names and values that have to be equal on all ranks; the values' text is compared
     local     at most eight numbers that may differ between ranks; all ranks receive them
-    number    a number that has to be equal on all ranks, but is no part of the call's kind, such as the number of the
-              forward call that a backward pass belongs to
-    spelled   ``number`` in words, for error messages
+    spelled   what else has to be equal, in words for error messages; ``common`` has a digest of it
+    number    a number that has to be equal on all ranks, but is no part of the call's kind: in a backward pass the number of
+              the forward call that it belongs to
+    digest    a number that has to be equal on all ranks, but is no part of the call's kind: of bounds, for example
     """
 
     operator: str
     common: tuple[tuple[str, Any], ...]
     local: tuple[int, ...] = ()
     number: int = 0
+    digest: int = 0
     spelled: str = ""
 
     @property
@@ -47,12 +50,13 @@ def encoded(terms: Terms | Exception) -> bytes:
         text = _cut(f"{type(terms).__name__}: {terms}")
     else:
         digest, said = _described(terms.operator, terms.common)
+        digest = (digest + terms.digest) % (1 << 62) + 1
         failed, local, number = 0, terms.local, terms.number
         text = _cut(f"{terms.operator}: {terms.spelled}{', ' * bool(terms.spelled)}{said}")
         assert len(local) <= _LOCAL
     words = [digest, failed, number, len(local), *local]
     numbers = b"".join(int(w).to_bytes(8, "little", signed=True) for w in words)
-    return numbers.ljust(8 * _WORDS, b"\0") + text.ljust(HEADER - 8 * _WORDS, b"\0")
+    return numbers.ljust(8 * WORDS, b"\0") + text.ljust(HEADER - 8 * WORDS, b"\0")
 
 
 @lru_cache(maxsize=1024)
@@ -60,50 +64,49 @@ def _described(operator: str, common: tuple[tuple[str, Any], ...]) -> tuple[int,
     """The digest of operator and values, and the values in words."""
     words = ", ".join(f"{name} {value}" for name, value in common)
     digest = blake2b(f"{operator}: {words}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "little") + 1, words
+    return int.from_bytes(digest, "little"), words
 
 
 def _cut(text: str) -> bytes:
-    return text.encode()[: HEADER - 8 * _WORDS]
+    return text.encode()[: HEADER - 8 * WORDS]
 
 
 def read_headers(headers: Tensor, terms: Terms | Exception) -> tuple[tuple[int, ...], ...]:
-    """The local numbers of each rank. Raises the errors that ``group.agree`` describes."""
-    found = [bytes(each) for each in headers.cpu().tolist()]
-    numbers = [_numbers(each) for each in found]
-    failed = [rank for rank, words in enumerate(numbers) if words[1]]
+    """The local numbers of each rank. Raises the errors that ``agree`` describes. ``headers`` are 64-bit words, those of a
+    header and more for each rank."""
+    numbers = headers[:, :WORDS].tolist()
     if isinstance(terms, Exception):
         raise terms
+    failed = [rank for rank, words in enumerate(numbers) if words[1]]
     if failed:
-        what = "; ".join(f"rank {rank}: {_text(found[rank])}" for rank in failed)
+        texts = _texts(headers)
+        what = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
         raise RuntimeError(
-            f"{terms.operator} was not run, as it failed on {len(failed)} of {len(found)} ranks: {what}"
+            f"{terms.operator} was not run, as it failed on {len(failed)} of {len(numbers)} ranks: {what}"
         )
-    if len({(words[0], words[2]) for words in numbers}) > 1:
-        raise ValueError(_differences(found, numbers, terms))
-    return tuple(tuple(words[4 : 4 + words[3]]) for words in numbers)
+    (digest, _, number, *_), *others = numbers
+    if any(words[0] != digest or words[2] != number for words in others):
+        raise ValueError(_differences(_texts(headers), numbers, terms))
+    return tuple([tuple(words[4 : 4 + words[3]]) for words in numbers])
 
 
-def _numbers(header: bytes) -> list[int]:
-    return [
-        int.from_bytes(header[8 * at : 8 * at + 8], "little", signed=True) for at in range(_WORDS)
-    ]
+def _texts(headers: Tensor) -> list[str]:
+    words = headers[:, WORDS : HEADER // 8].tolist()
+    raw = [b"".join(word.to_bytes(8, "little", signed=True) for word in each) for each in words]
+    return [each.rstrip(b"\0").decode(errors="ignore") for each in raw]
 
 
-def _text(header: bytes) -> str:
-    return header[8 * _WORDS :].rstrip(b"\0").decode(errors="ignore")
-
-
-def _differences(headers: list[bytes], numbers: list[list[int]], terms: Terms) -> str:
+def _differences(texts: list[str], numbers: list[list[int]], terms: Terms) -> str:
     """An error message that says which ranks gave which terms."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for rank, header in enumerate(headers):
-        groups.setdefault((_text(header), numbers[rank][2]), []).append(rank)
+    groups: dict[str, list[int]] = {}
+    for rank, (text, words) in enumerate(zip(texts, numbers, strict=True)):
+        of_call = f", of call {words[2]}" if words[2] else ""
+        groups.setdefault(text + of_call, []).append(rank)
     parts = [
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
-        for (text, _), ranks in groups.items()
+        for text, ranks in groups.items()
     ]
     return (
-        f"{terms.operator} was not run, as the {len(headers)} ranks of the group do not agree: "
+        f"{terms.operator} was not run, as the {len(texts)} ranks of the group do not agree: "
         + "; ".join(parts)
     )

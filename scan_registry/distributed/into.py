@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from scan_registry.dispatch import policy
@@ -21,9 +22,11 @@ from scan_registry.kernels.linear_scan.problem import (
 )
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options
+from scan_registry.ops.derivatives import unobserved
 from scan_registry.ops.launching import plan_cache
 from scan_registry.ops.layout import arrange
-from scan_registry.ops.problems import StateLayout, as_new, state_strides
+from scan_registry.ops.linear_scan_summary import linear_scan_summary
+from scan_registry.ops.problems import StateLayout, as_new, make_summary_call, state_strides
 
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
@@ -63,14 +66,56 @@ def backward_into(
     the forward pass.
     """
     given = gates, states, states_grad, initial_state, final_state_grad, cu_seqlens
-    with policy.as_required(required):
-        found: Tensor = plan_cache.run(
-            _plan_backward, (*given, gates_grad, tokens_grad), options, add
-        )
+    tensors = *given, gates_grad, tokens_grad
+    found: Tensor
+    if policy.required.get() is required:
+        found = plan_cache.run(_plan_backward, tensors, options, add)
+    else:
+        with policy.as_required(required):
+            found = plan_cache.run(_plan_backward, tensors, options, add)
     return found
 
 
+def summary_into(row: Tensor, gates: Tensor, tokens: Tensor, options: Options) -> None:
+    """Write the summary into a vector: the products of gates, then the last states from zero, in the order of a state."""
+    if unobserved(gates, tokens):
+        plan_cache.run(_plan_summary, (gates, tokens, row), options)
+        return
+    dim, reverse, _, backend = options
+    found = linear_scan_summary(gates, tokens, dim=dim, reverse=reverse, backend=backend)  # type: ignore[arg-type]
+    for place, made in zip(row.chunk(2), found, strict=True):
+        place.view(made.shape).copy_(made)
+
+
 # --- Plans ------------------------------------------------------------------------------------
+
+
+def _plan_summary(
+    gates: Tensor, tokens: Tensor, row: Tensor, options: Options
+) -> Callable[..., None]:
+    room, count = StateLayout.of(tokens, options.dim, None), row.numel() // 2
+
+    def copied(gates: Tensor, tokens: Tensor, row: Tensor) -> None:
+        found = plans.summary(gates, tokens, options)
+        for place, made in zip(row.view(2, *room.shape), found, strict=True):
+            place.copy_(made)
+
+    in_order = room.strides == torch.empty(room.shape, device="meta").stride()
+    # Each half is a tensor of its own to a kernel, and starts where new tensors start.
+    aligned = row.data_ptr() % 16 == 0 and count * row.element_size() % 16 == 0
+    if tokens.numel() == 0 or tokens.is_cpu or options.backend == "reference":
+        return copied
+    call = make_summary_call(gates, tokens, options.dim, options.reverse)
+    run = plans.runner(call.problem, tokens.device, options.backend)
+    if not callable(run) or call.copied or not in_order or not aligned:
+        return copied
+    launch = run
+
+    def plan(gates: Tensor, tokens: Tensor, row: Tensor) -> None:
+        halves = {"final_gate": row[:count], "final_state": row[count:]}
+        launch({"gates": gates, "tokens": tokens, **halves})
+
+    return plan
 
 
 def _plan_forward(

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from scan_registry.base.symbols import same_shape
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
-from scan_registry.distributed import parts
-from scan_registry.distributed.decision import SCHEDULES, Schedule, choice_of, pieces_of
+from scan_registry.distributed import opening, parts
+from scan_registry.distributed.decision import Schedule, choice_of, pieces_of
 from scan_registry.distributed.derivatives import differentiable
-from scan_registry.distributed.group import Members, Terms
+from scan_registry.distributed.group import Members
+from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.linear_call import GATES, Call, check_schedule, prepared
+from scan_registry.distributed.opening import Opened
 from scan_registry.distributed.run import Run
-from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
-from scan_registry.ops.arguments import (
-    Options,
-    check_initial_state,
-    check_tensors,
-    normalised,
-)
+from scan_registry.ops.arguments import Options
+from scan_registry.ops.derivatives import PLAIN_TYPES
 from scan_registry.ops.linear_scan import linear_scan as scan_of_one
 
 if TYPE_CHECKING:
@@ -37,9 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["linear_scan"]
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_required = policy.required.get
 
-#: Bits of a local number: the rank wants gradients of gates, or of tokens or the initial state.
-_GATES, _REST = 1, 2
+Outputs = tuple[Tensor, "Tensor | None"]
+#: The most plans that a group keeps.
+PLANS = 64
 
 
 @overload
@@ -139,8 +136,9 @@ def linear_scan(
         ValueError: shapes or options are not accepted, or differ between ranks; the message has those of each rank.
         RuntimeError: there is no process group, or another rank refused its arguments; the message names the rank and its
             error. An argument that is wrong on one rank is an error on all ranks. With NCCL, ranks whose arguments are as
-            in an earlier call may raise it only in the next call or in the backward pass, and the results of the call
-            itself are then not valid. With the schedule "pass" such a rank may wait until the group's timeout.
+            in an earlier call do not wait for the GPU: they raise it in the first later call or backward pass that finds
+            the GPU's comparison finished, and the results of the call itself are then not valid. With the schedule "pass"
+            such a rank may wait until the group's timeout.
         NoKernelError: as for ``scan_registry.linear_scan``.
     """
     options = Options(dim, reverse, return_final_state, backend)
@@ -172,13 +170,8 @@ def _linear_scan(
             return_final_state=final,
             backend=backend,
         )
-    try:
-        call = prepared(gates, tokens, initial_state, cu_seqlens, options, schedule)
-    except Exception as error:
-        device = tokens.device if isinstance(tokens, Tensor) else None
-        groups.agree(members, error, device)
-        raise
-    states, last = scan(members, call)
+    given = gates, tokens, initial_state, cu_seqlens, options, schedule
+    states, last = scan(members, *given, "linear_scan")
     return states if last is None else (states, last)
 
 
@@ -186,172 +179,112 @@ def _linear_scan(
 _untraced = _disable_dynamo(_linear_scan)
 
 
-# --- Arguments --------------------------------------------------------------------------------
+# --- Plans ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Call:
-    """A rank's checked arguments. ``bounds`` are the values of ``cu_seqlens``, along the time of all ranks."""
+class Plan:
+    """A call without packed sequences that the ranks have agreed on before. ``wants`` are the gradients that this rank
+    wants."""
 
-    gates: Tensor
-    tokens: Tensor
-    initial: Tensor | None
-    bounds: tuple[int, ...] | None
-    options: Options
-    schedule: Schedule
-    terms: Terms
+    run: Run
+    wants: int
 
-    @property
-    def wants(self) -> int:
-        if not torch.is_grad_enabled():
-            return 0
-        rest = self.tokens.requires_grad or (
-            self.initial is not None and self.initial.requires_grad
-        )
-        return _GATES * self.gates.requires_grad + _REST * rest
+    def scan(self, gates: Tensor, tokens: Tensor, initial: Tensor | None) -> Outputs:
+        wants, opened = self.wants, None
+        if not wants and torch.is_grad_enabled():
+            # A rank that wants no gradients records a backward pass if another rank wants some, so it reads the headers.
+            with torch.no_grad():
+                opened = self.run.open(gates, tokens, read=True)
+            for numbers in opened.local or ():
+                wants |= numbers[1]
+        return recorded(self.run, gates, tokens, initial, opened, self.wants, wants)
 
 
-def check_schedule(schedule: Any) -> None:
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}; accepted are {', '.join(SCHEDULES)}")
-
-
-def prepared(
-    gates: Any,
-    tokens: Any,
-    initial: Any,
-    cu_seqlens: Any,
-    options: Options,
-    schedule: Any,
-    operator: str = "linear_scan",
-) -> Call:
-    """The checked arguments, with the terms that ranks compare. ``operator`` names the function that the user calls."""
-    check_schedule(schedule)
-    check_tensors(gates, tokens, initial, cu_seqlens)
-    gates, tokens, _, _, options = normalised(gates, tokens, None, None, options)
-    bounds = None if cu_seqlens is None else host_bounds(cu_seqlens)
-    place = options.dim % tokens.dim()
+def _key(
+    gates: Tensor, tokens: Tensor, initial: Any, options: Options, schedule: Any, operator: str
+) -> Any:
+    """All that a plan depends on."""
+    dim, reverse, final, backend = options
+    state = None
     if initial is not None:
-        shape = state_shape(tokens.shape, place, None if bounds is None else len(bounds) - 1)
-        check_initial_state(initial, shape, tokens.dtype)
-        initial = initial.to(compute_dtype(tokens.dtype))
-        if not same_shape(initial.shape, shape):
-            initial = initial.expand(shape)
-    sizes: list[Any] = [*tokens.shape]
-    sizes[place] = "T"
-    common = (
-        ("shape", f"({', '.join(map(str, sizes))})"),
-        ("tokens", _name(tokens.dtype)),
-        ("gates", _name(gates.dtype)),
-        ("on", tokens.device.type),
-        ("reverse", options.reverse),
-        ("initial_state", "given" if initial is not None else None),
-        ("cu_seqlens", None if bounds is None else "given"),
-        ("return_final_state", options.final),
-        ("schedule", schedule),
-        ("gradients", "recorded" if torch.is_grad_enabled() else "not recorded"),
+        if type(initial) not in PLAIN_TYPES:
+            return None
+        state = initial.shape, initial.dtype, initial.device, initial.requires_grad
+    return (
+        *(gates.shape, gates.dtype, gates.device, gates.requires_grad),
+        *(tokens.shape, tokens.dtype, tokens.device, tokens.requires_grad),
+        *(state, dim, type(dim), reverse, type(reverse), final, type(final), backend, schedule),
+        *(operator, torch.is_grad_enabled(), _required()),
     )
-    terms = Terms(operator, common, *compared(bounds))
-    call = Call(gates, tokens, initial, bounds, options, schedule, terms)
-    local = tokens.shape[options.dim], call.wants
-    return replace(call, terms=terms._replace(local=local))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """The values of ``cu_seqlens``. They are checked, except that the last one is the number of steps of all ranks."""
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one sequence at least"
-        )
-    bounds = tuple(cu_seqlens.tolist())
-    if bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(
-            f"cu_seqlens begins with {bounds[0]} and ends with {bounds[-1]}; it must rise from 0 to the steps of all ranks"
-        )
-    return bounds
-
-
-def compared(bounds: tuple[int, ...] | None) -> tuple[tuple[int, ...], int, str]:
-    """The fields ``local``, ``number`` and ``spelled`` of the terms of a call with these bounds: no local numbers, a digest of
-    the bounds, and the bounds in words."""
-    if bounds is None:
-        return (), 0, ""
-    number = int.from_bytes(blake2b(repr(bounds).encode(), digest_size=7).digest(), "little")
-    words = str(list(bounds)) if len(bounds) <= 12 else f"{bounds[:12]}…, of {len(bounds)}"
-    return (), number, f"cu_seqlens {words}"
+def _planned(members: Members, key: Any) -> Plan | None:
+    """The plan of a call, if the ranks have agreed on such calls and on their schedule."""
+    state = members.session
+    try:
+        plan = state.plans.get(key)
+    except TypeError:  # an option without a hash, which is refused later
+        return None
+    if plan is None or state.agreed.get(plan.run.terms.kind) != plan.run.pieces:
+        return None
+    return plan  # type: ignore[no-any-return]
 
 
 # --- Agreement --------------------------------------------------------------------------------
 
 
-class _Agreed(NamedTuple):
-    run: Run
-    rows: Tensor | None
-    wants: int  # gradients that any rank wants, as far as this rank knows
-
-
-def _agreed(members: Members, call: Call) -> _Agreed:
-    """Agree with the other ranks on the call and its schedule. With "reduce", also exchange the summaries."""
-    memory, device = groups.session(members).agreed, call.tokens.device
-    pieces, local, terms = memory.get(call.terms.kind), None, call.terms
-    # A rank that wants no gradients has to record a backward pass if another rank wants some, so it reads the headers.
+def _agreed(members: Members, call: Call, key: Any) -> tuple[Run, Opened, int]:
+    """Agree with the other ranks on the call and its schedule, and with "reduce" exchange the summaries. The result has the
+    gradients that any rank wants, as far as this rank knows."""
+    state, terms, tokens = members.session, call.terms, call.tokens
+    pieces = state.agreed.get(terms.kind)
     unsure = torch.is_grad_enabled() and not call.wants
-    if pieces is None or pieces or call.bounds is not None:
-        # A summary needs all ranks' lengths (packed), or the schedule is not known yet, or it is "pass", without summaries.
-        read = pieces is None or call.bounds is not None or unsure
-        local = groups.open_call(members, terms, device, read=read).local
-        lengths = [numbers[0] for numbers in local or ()]
+    opened = None
+    if pieces is None or call.bounds is not None:
+        # A summary needs all ranks' lengths (packed), or the schedule is not known yet.
+        opened = opening.open_call(members, terms, tokens.device)
+        assert opened.local is not None
+        lengths = [numbers[0] for numbers in opened.local]
         if call.bounds is not None and call.bounds[-1] != sum(lengths):
             raise ValueError(
                 f"cu_seqlens ends with {call.bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
             )
         if pieces is None:
             pieces = _decided(members, call, lengths)
-            groups.session(members).remember(terms.kind, pieces)
-        terms = terms._replace(operator=f"{terms.operator}'s exchange")
-    number = groups.session(members).calls
-    part = parts.whole(members.position(call.options.reverse), members.size)
-    bounds = None
+            state.remember(terms.kind, pieces)
+    part, bounds = parts.whole(members.position(call.options.reverse), members.size), None
     if call.bounds is not None:
-        assert local is not None
-        lengths = [numbers[0] for numbers in local]
         part = parts.packed(call.bounds, lengths, members.rank, call.options.reverse)
-        bounds = torch.tensor(part.bounds, device=device)
-    shape, dtype = tuple(call.tokens.shape), call.tokens.dtype
+        bounds = torch.tensor(part.bounds, device=tokens.device)
+    of_tokens = tuple(tokens.shape), tokens.dtype, tokens.device
     run = Run(
-        *(members, call.terms, call.options, shape, dtype, part, pieces, number, bounds),
-        policy.required.get(),
+        *(members, terms, call.options, *of_tokens, part, pieces, call.bounds, bounds),
+        _required(),
     )
-    gathered = None
-    if not pieces:
-        said: Terms | Exception = terms
-        row = None
-        try:
-            with torch.no_grad():
-                row = run.forward_row(call.gates.detach(), call.tokens.detach())
-        except Exception as error:
-            said = error
-        # A collective after this one needs headers that were read.
-        more = call.options.final and call.bounds is not None
-        opened = groups.open_call(members, said, device, row, read=more or unsure)
-        gathered, local = opened.rows, opened.local or local
+    if key is not None:
+        if len(state.plans) >= PLANS:
+            state.plans.clear()
+        state.plans[key] = Plan(run, call.wants)
     wants = call.wants
-    for numbers in local or ():
+    with torch.no_grad():
+        local = None if opened is None else opened.local
+        if opened is None:
+            opened = run.open(call.gates, tokens, read=unsure)
+        elif not pieces:
+            # A collective after this one needs headers that were read.
+            more = call.options.final and call.bounds is not None
+            opened = run.gather(call.gates, tokens, read=more or unsure)
+    for numbers in local or opened.local or ():
         wants |= numbers[1]
-    return _Agreed(run, gathered, wants)
+    return run, opened, wants
 
 
 def _decided(members: Members, call: Call, lengths: list[int]) -> int:
     """The number of pieces of "pass", or 0 for "reduce". The first rank's choice counts, as machines may differ."""
     mine = pieces_of(choice(members, call, lengths))
     terms = Terms(f"the schedule of {call.terms.operator}", call.terms.common, (mine,))
-    return int(groups.agree(members, terms, call.tokens.device)[0][0])
+    return int(opening.agree(members, terms, call.tokens.device)[0][0])
 
 
 def choice(members: Members, call: Call, lengths: Sequence[int]) -> Choice:
@@ -364,17 +297,56 @@ def choice(members: Members, call: Call, lengths: Sequence[int]) -> Choice:
 # --- Derivatives ------------------------------------------------------------------------------
 
 
-def scan(members: Members, call: Call) -> tuple[Tensor, Tensor | None]:
-    """The states, and if wanted the final state. Every rank has to call this."""
-    run, gathered, wants = _agreed(members, call)
+def scan(
+    members: Members,
+    gates: Any,
+    tokens: Any,
+    initial: Any,
+    cu_seqlens: Any,
+    options: Options,
+    schedule: Any,
+    operator: str,
+) -> Outputs:
+    """The states, and if wanted the final state. Every rank has to call this. ``operator`` names the function that the user
+    calls."""
+    key = None
+    if cu_seqlens is None and type(gates) in PLAIN_TYPES and type(tokens) in PLAIN_TYPES:
+        key = _key(gates, tokens, initial, options, schedule, operator)
+        plan = _planned(members, key)
+        if plan is not None:
+            return plan.scan(gates, tokens, initial)
+    try:
+        call = prepared(gates, tokens, initial, cu_seqlens, options, schedule, operator)
+    except Exception as error:
+        device = tokens.device if isinstance(tokens, Tensor) else None
+        opening.agree(members, error, device)
+        raise
+    if call.gates is not gates or call.tokens is not tokens or call.initial is not initial:
+        key = None
+    run, opened, wants = _agreed(members, call, key)
+    return recorded(run, call.gates, call.tokens, call.initial, opened, call.wants, wants)
+
+
+def recorded(
+    run: Run,
+    gates: Tensor,
+    tokens: Tensor,
+    initial: Tensor | None,
+    opened: Opened | None,
+    mine: int,
+    wants: int,
+) -> Outputs:
+    """Run a call, and record it if any rank wants gradients. ``mine`` are the gradients that this rank wants, and ``wants``
+    those that any rank wants."""
     if not wants or not torch.is_grad_enabled():
         with torch.no_grad():
-            return run.forward(call.gates, call.tokens, call.initial, gathered)[:2]
+            if opened is None:
+                opened = run.open(gates, tokens, read=False)
+            return run.forward(gates, tokens, initial, opened, False)[:2]
     # If no tensor of this rank requires a gradient, this makes autograd run the rank's backward pass all the same.
-    anchor = None if call.wants else torch.zeros((), requires_grad=True)
-    keep = bool(wants & _GATES)
-    inputs = call.gates, call.tokens, call.initial, anchor
-    return _LinearScan.apply(*inputs, run, call, gathered, keep)  # type: ignore[no-any-return, no-untyped-call]
+    anchor = None if mine else torch.zeros((), requires_grad=True)
+    keep = bool(wants & GATES)
+    return _LinearScan.apply(gates, tokens, initial, anchor, run, opened, keep)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _LinearScan(torch.autograd.Function):
@@ -388,27 +360,27 @@ class _LinearScan(torch.autograd.Function):
         initial: Tensor | None,
         anchor: Tensor | None,
         run: Run,
-        call: Call,
-        gathered: Tensor | None,
+        opened: Opened | None,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        states, last, entered = run.forward(gates, tokens, initial, gathered)
+        if opened is None:
+            opened = run.open(gates, tokens, read=False)
+        ctx.run, ctx.number = run, run.members.session.calls
+        states, last, entered = run.forward(gates, tokens, initial, opened, keep)
         ctx.set_materialize_grads(False)
         kept = (states, initial, entered) if keep else (None, None, None)
         ctx.save_for_backward(gates, *kept)
-        ctx.run, ctx.cu_seqlens = run, call.bounds
         return states, last
 
     @staticmethod
     def backward(ctx: Any, states_grad: Tensor | None, last_grad: Tensor | None) -> Any:
         gates, states, initial, entered = ctx.saved_tensors
-        run, wanted = ctx.run, tuple(ctx.needs_input_grad[:3])
+        run, number, wanted = ctx.run, ctx.number, tuple(ctx.needs_input_grad[:3])
         if states_grad is None:
             states_grad = gates.new_zeros((), dtype=run.dtype).expand(run.shape)
         if torch.is_grad_enabled():
-            found = differentiable(
-                run, gates, states, initial, states_grad, last_grad, ctx.cu_seqlens, wanted
-            )
+            tensors = gates, states, initial, states_grad, last_grad
+            found = differentiable(run, *tensors, wanted, number)
         else:
-            found = run.backward(gates, states, entered, states_grad, last_grad, wanted)
-        return (*found, *[None] * 5)
+            found = run.backward(gates, states, entered, states_grad, last_grad, wanted, number)
+        return (*found, *[None] * 4)

@@ -18,7 +18,8 @@ class Machine:
     memory          memory bandwidth of one rank: reads and writes of a large elementwise operation
     call            fixed time of an all-gather besides its hops: its kernel's start, and the synchronization of streams
     send            fixed time of a message to the next rank
-    piece           fixed time of a piece of "pass" on a rank, without its bytes: launches, a receive and a send
+    piece           fixed time of a piece of "pass" on a rank, without its bytes: launches, a receive and a send, on the GPU or
+                    on the CPU, whichever takes longer
     launch          time of a kernel that moves next to no bytes
     hop             latency of a message to the next rank of the same node
     link            bandwidth between two ranks of the same node, in one direction

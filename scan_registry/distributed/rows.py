@@ -8,15 +8,18 @@ state before the steps is ``product * gradient_behind + gradient_from_zero``.
 
 from __future__ import annotations
 
-from typing import Any
+from math import prod
 
 import torch
 from torch import Tensor
 
+from scan_registry.distributed.into import summary_into
 from scan_registry.distributed.parts import Steps
-from scan_registry.kernels.linear_scan.reference import compute_dtype
-from scan_registry.ops.linear_scan import linear_scan
-from scan_registry.ops.linear_scan_summary import linear_scan_summary
+from scan_registry.ops import plans
+from scan_registry.ops.arguments import Options
+
+#: So many summaries are composed one by one, more by a scan over ranks.
+_FEW = 3
 
 
 def cut(x: Tensor, dim: int, begin: int, count: int) -> Tensor:
@@ -36,42 +39,45 @@ def _stretch(gates: Tensor, tokens: Tensor, dim: int, steps: Steps | None) -> tu
 
 
 def forward_row(
-    gates: Tensor, tokens: Tensor, dim: int, reverse: bool, backend: Any, steps: Steps | None
-) -> Tensor:
-    """The summary of ``steps`` (all steps if None) as one vector: the products of gates, then the last states from zero."""
-    gates, tokens = _stretch(gates, tokens, dim, steps)
-    summary = linear_scan_summary(gates, tokens, dim=dim, reverse=reverse, backend=backend)
-    return torch.cat([each.reshape(-1) for each in summary])
+    row: Tensor, gates: Tensor, tokens: Tensor, options: Options, steps: Steps | None
+) -> None:
+    """Write the summary of ``steps`` (all steps if None) into ``row``: the products of gates, then the last states from
+    zero."""
+    summary_into(row, *_stretch(gates, tokens, options.dim, steps), options)
 
 
 def backward_row(
-    gates: Tensor, grad: Tensor, dim: int, reverse: bool, backend: Any, steps: Steps | None
-) -> Tensor:
-    """The backward summary of ``steps`` (all steps if None) as one vector. ``grad`` is the gradient of the states.
+    row: Tensor, gates: Tensor, grad: Tensor, options: Options, steps: Steps | None
+) -> None:
+    """Write the backward summary of ``steps`` (all steps if None) into ``row``. ``grad`` is the gradient of the states.
 
     The vector holds the products of gates, then the gradients before the steps if the gradient behind them is zero. They are
     computed from the recurrence λ[t] = grad[t] + conj(gates[t+1]) * λ[t+1]. It needs no product of gates and gradients in
     advance: its kernel reads both tensors in place, with gates shifted by one step.
     """
+    dim, reverse = options.dim, options.reverse
     gates, grad = _stretch(gates, grad, dim, steps)
-    compute, count = compute_dtype(grad.dtype), grad.shape[dim]
+    count = grad.shape[dim]
     if gates.is_complex():
         gates = gates.conj().resolve_conj()
+    half = row.numel() // 2
     if count == 0:
-        row = grad.sum(dim, dtype=compute).reshape(-1)
-        return torch.cat([torch.ones_like(row), row])
+        row[:half].fill_(1)
+        row[half:].zero_()
+        return
     # In the order of the forward scan.
     first, last, later, sooner = (count - 1, 0, 0, 1) if reverse else (0, count - 1, 1, 0)
-    product, total = linear_scan_summary(
+    summary_into(
+        row,
         cut(gates, dim, later, count - 1) if count > 1 else gates,
         grad.narrow(dim, sooner, count - 1),
-        dim=dim,
-        reverse=not reverse,
-        backend=backend,
+        options._replace(reverse=not reverse),
     )
-    total = torch.addcmul(total, product, grad.select(dim, last).to(compute))
-    gate = _step(gates, dim, first).to(compute)
-    return torch.cat([(gate * product).reshape(-1), (gate * total).reshape(-1)])
+    behind = grad.select(dim, last)
+    both = row.view(2, *behind.shape)
+    products, totals = both.unbind()
+    totals.addcmul_(products, behind.to(row.dtype))
+    both.mul_(_step(gates, dim, first))
 
 
 def _step(gates: Tensor, dim: int, step: int) -> Tensor:
@@ -86,29 +92,25 @@ def fold(
 ) -> Tensor | None:
     """The state after the steps of ``ranks``, in this order, from their summaries. Its shape is ``shape``.
 
-    ``rows`` are all ranks' summaries, (ranks, 2 · elements). ``before`` is the state before the steps. None is a state of zero,
-    as an argument and as a result.
+    ``rows`` are all ranks' summaries, (ranks, 2 · elements) or more. ``before`` is the state before the steps. None is a state
+    of zero, as an argument and as a result. The result may be a part of ``rows``.
     """
     if not ranks:
         return before
-    count = rows.shape[1] // 2
-    low, high = min(ranks), max(ranks)
-    products, totals = rows[low : high + 1, :count], rows[low : high + 1, count:]
+    count = prod(shape)
     start = None if before is None else before.reshape(-1)
-    if len(ranks) == 1:
-        (product,), (total,) = products, totals
-        last = total if start is None else torch.addcmul(total, product, start)
-    else:
-        wide = (
-            rows.dtype == torch.complex128 and rows.is_cuda
-        )  # which linear_scan has no kernel for
-        _, last = linear_scan(
-            products,
-            totals,
-            start,
-            dim=0,
-            reverse=ranks.step < 0,
-            return_final_state=True,
-            backend="reference" if wide else "auto",
-        )
-    return last.reshape(shape)
+    if len(ranks) <= _FEW:
+        for rank in ranks:
+            row = rows[rank]
+            total = row[count : 2 * count]
+            start = total if start is None else torch.addcmul(total, row[:count], start)
+        assert start is not None
+        return start.view(shape)
+    low, high = min(ranks), max(ranks)
+    products, totals = rows[low : high + 1, :count], rows[low : high + 1, count : 2 * count]
+    # There is no kernel of complex128.
+    wide = rows.dtype == torch.complex128 and rows.is_cuda
+    options = Options(-2, ranks.step < 0, True, "reference" if wide else "auto")
+    _, last = plans.forward(products, totals, start, None, options)
+    assert last is not None
+    return last.view(shape)

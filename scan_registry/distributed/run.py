@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -23,9 +24,12 @@ from scan_registry.distributed import group as groups
 from scan_registry.distributed import rows
 from scan_registry.distributed.cost import piece_width
 from scan_registry.distributed.decision import axis_of
-from scan_registry.distributed.group import Members, Terms
+from scan_registry.distributed.group import Members
+from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.into import backward_into, forward_into
+from scan_registry.distributed.opening import Opened, Opening, opening_of
 from scan_registry.distributed.parts import Part
+from scan_registry.distributed.pieces import Piece
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.derivatives import first_derivative, scan
@@ -34,15 +38,16 @@ from scan_registry.ops.derivatives import first_derivative, scan
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
-    """A call that the ranks agreed on.
+    """What calls that the ranks agreed on have in common. Calls without packed sequences share it, if their shapes and
+    options are the same.
 
-    options  options of the scan; ``final`` is whether the caller wants the final state
-    shape    shape of this rank's states
-    pieces   number of pieces of "pass", or 0 for "reduce"
-    number   number of the call; ranks compare it in the backward pass
-    bounds   bounds of the sequences in this part; None where nothing is packed
+    options     options of the scan; ``final`` is whether the caller wants the final state
+    shape       shape of this rank's states
+    pieces      number of pieces of "pass", or 0 for "reduce"
+    cu_seqlens  bounds of the sequences along the time of all ranks; None where nothing is packed
+    bounds      bounds of the sequences in this part
     """
 
     members: Members
@@ -50,22 +55,28 @@ class Run:
     options: Options
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     part: Part
     pieces: int
-    number: int
-    bounds: Tensor | None
+    cu_seqlens: tuple[int, ...] | None = None
+    bounds: Tensor | None = None
     required: Tier | None = None
 
     # --- Shapes ------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def one_state(self) -> tuple[int, ...]:
         """The shape of the state of one sequence."""
         return state_shape(self.shape, self.options.dim % len(self.shape), None)
 
-    @property
+    @cached_property
     def compute(self) -> torch.dtype:
         return compute_dtype(self.dtype)
+
+    @cached_property
+    def count(self) -> int:
+        """The number of elements of the state of one sequence."""
+        return prod(self.one_state)
 
     @property
     def sequences(self) -> int | None:
@@ -81,6 +92,51 @@ class Run:
     def _neighbour(self, step: int) -> int:
         """The rank ``step`` positions further in scan order. The caller makes sure that there is one."""
         return self.members.rank + (-step if self.options.reverse else step)
+
+    # --- Openings ----------------------------------------------------------------------------
+
+    @cached_property
+    def _opening(self) -> Opening:
+        """The opening of calls that were agreed on before. "reduce" sends its summary with it."""
+        count = 0 if self.pieces else 2 * self.count
+        return opening_of(self.members, self.terms, self.device, count, self.compute)
+
+    @cached_property
+    def _backward_opening(self) -> Opening:
+        """The opening of the backward pass. Where nothing is packed, "reduce" sends the final state's gradient with it."""
+        rows = 0 if self.pieces else 3 if self._sums_in_opening else 2
+        terms = self.backward_terms(False)
+        return opening_of(self.members, terms, self.device, rows * self.count, self.compute)
+
+    @property
+    def _sums_in_opening(self) -> bool:
+        return self.options.final and self.cu_seqlens is None
+
+    @cached_property
+    def _summary_options(self) -> Options:
+        dim, reverse, _, backend = self.options
+        # No Triton kernel computes summaries.
+        return Options(dim, reverse, False, "reference" if backend == "reference" else "auto")
+
+    def open(self, gates: Tensor, tokens: Tensor, read: bool) -> Opened:
+        """Open a call that was agreed on before."""
+        return self._exchange(self._opening, gates, tokens, read)
+
+    def gather(self, gates: Tensor, tokens: Tensor, read: bool) -> Opened:
+        """Exchange the summaries after an opening that had none."""
+        terms = self.terms._replace(operator=f"{self.terms.operator}'s exchange")
+        opening = opening_of(self.members, terms, self.device, 2 * self.count, self.compute)
+        return self._exchange(opening, gates, tokens, read)
+
+    def _exchange(self, opening: Opening, gates: Tensor, tokens: Tensor, read: bool) -> Opened:
+        message, error = opening.message(), None
+        if message.row is not None:
+            try:
+                given = gates, tokens, self._summary_options, self.part.tail
+                rows.forward_row(message.row, *given)
+            except Exception as found:
+                error = found
+        return opening.exchange(message, error=error, read=read)
 
     # --- States of one sequence and of all ---------------------------------------------------
 
@@ -126,23 +182,26 @@ class Run:
 
     # --- Forward -----------------------------------------------------------------------------
 
-    def forward_row(self, gates: Tensor, tokens: Tensor) -> Tensor:
-        """This rank's summary, which it sends to the others in "reduce"."""
-        dim, reverse, _, backend = self.options
-        return rows.forward_row(gates, tokens, dim, reverse, _summary(backend), self.part.tail)
-
     def forward(
-        self, gates: Tensor, tokens: Tensor, initial: Tensor | None, gathered: Tensor | None
+        self,
+        gates: Tensor,
+        tokens: Tensor,
+        initial: Tensor | None,
+        opened: Opened,
+        keep: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The states, the final state if it is wanted, and the states that this part started from. ``gathered`` are all
-        ranks' summaries in "reduce", and None in "pass"."""
-        part = self.part
+        """The states, the final state if it is wanted, and with ``keep`` the states that this part started from."""
+        part, gathered = self.part, opened.rows
         if gathered is None:
-            states, last, entered = self._pass_forward(gates, tokens, initial)
+            states, last, entered = self._pass_forward(gates, tokens, initial, keep)
         else:
-            before = self.of_sequence(initial, part.enters)
-            carry = rows.fold(gathered, self._ranks(part.earlier), before, self.one_state)
-            entered = self.with_sequence(initial, part.enters, carry)
+            entered = initial
+            if part.enters is not None:
+                before = self.of_sequence(initial, part.enters)
+                carry = rows.fold(gathered, self._ranks(part.earlier), before, self.one_state)
+                if carry is not None and part.earlier:
+                    carry = opened.guarded(carry)
+                entered = self.with_sequence(initial, part.enters, carry)
             states, last = self._scan(gates, tokens, entered)
         if not self.options.final:
             return states, None, entered
@@ -154,7 +213,11 @@ class Run:
             source = self.members.rank_at(self.members.size - 1, self.options.reverse)
             return states, groups.broadcast(self.members, last, source), entered
         everyone = self._ranks(range(self.members.size))
-        return states, rows.fold(gathered, everyone, initial, self.one_state), entered
+        last = rows.fold(gathered, everyone, initial, self.one_state)
+        assert last is not None
+        # An output of its own, and no part of what was gathered.
+        own = last.clone() if opened.equal is None else opened.guarded(last)
+        return states, own, entered
 
     def _scan(
         self, gates: Tensor, tokens: Tensor, entered: Tensor | None
@@ -164,39 +227,40 @@ class Run:
         return scan(gates, tokens, entered, self.bounds, how)
 
     def _pass_forward(
-        self, gates: Tensor, tokens: Tensor, initial: Tensor | None
+        self, gates: Tensor, tokens: Tensor, initial: Tensor | None, keep: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         part, how = self.part, self.options._replace(final=True)
         states, carries, lasts = torch.empty_like(tokens), [], []
-        pieces = [*self.channels()]
-        coming = self._receive(tokens.device, pieces, part.enters, -1)
+        pieces = self.channels
+        coming = self._receive(pieces, part.enters, -1)
         for piece in pieces:
-            own, carry = piece.state(initial), None
+            entered = piece.state(initial)
             if part.enters is not None:
                 carry = next(coming).wait()
-            carries.append(carry)
-            entered = self.with_sequence(own, part.enters, carry)
+                entered = self.with_sequence(entered, part.enters, carry)
+                carries.append(carry)
             inputs = piece.sequence(gates), piece.sequence(tokens)
             last = forward_into(piece.sequence(states), *inputs, entered, self.bounds, how)
             assert last is not None
             lasts.append(last)
             self._send(self.of_sequence(last, part.leaves), part.leaves, 1)
         groups.finish(self.members)
-        carry = None
-        if carries[0] is not None:
-            carry = _joined([c for c in carries if c is not None], self.axis_of_state)
-        entered = self.with_sequence(initial, part.enters, carry)
-        return states, _joined(lasts, self.axis_of_states), entered
+        entered = initial
+        if carries and keep:
+            carry = _joined(carries, self.axis_of_state)
+            entered = self.with_sequence(initial, part.enters, carry)
+        last = _joined(lasts, self.axis_of_states) if self.options.final else None
+        return states, last, entered
 
     def _receive(
-        self, device: torch.device, pieces: Sequence[Piece], sequence: int | None, step: int
+        self, pieces: Sequence[Piece], sequence: int | None, step: int
     ) -> Iterator[groups.Incoming]:
         """The states that come from the rank ``step`` positions further; none if ``sequence`` is None."""
         if sequence is None:
             return iter(())
         source = self._neighbour(step)
         coming = (
-            groups.receive(self.members, self._shape(piece), self.compute, device, source)
+            groups.receive(self.members, self._shape(piece), self.compute, self.device, source)
             for piece in pieces
         )
         passes_on = self.part.leaves if step < 0 else self.part.enters
@@ -224,37 +288,42 @@ class Run:
         states_grad: Tensor,
         last_grad: Tensor | None,
         wanted: tuple[bool, bool, bool],
+        number: int,
     ) -> Gradients:
-        """The gradients that are wanted on this rank. Every rank has to call this. The ranks' gradients of the final state
-        are summed. The gradient of the initial state is zero on ranks where no sequence's scan starts."""
-        part, members = self.part, self.members
-        groups.check_unread(members, wait=True)
-        dim, reverse, final, backend = self.options
-        terms: Terms | Exception = self.backward_terms(False)
-        row = None
-        if not self.pieces:
+        """The gradients that are wanted on this rank, of the call with this number. Every rank has to call this. The ranks'
+        gradients of the final state are summed. The gradient of the initial state is zero on ranks where no sequence's scan
+        starts."""
+        part, opening, count = self.part, self._backward_opening, 2 * self.count
+        message, error = opening.message(), None
+        if message.row is not None:
             try:
-                row = rows.backward_row(
-                    gates, states_grad, dim, reverse, _summary(backend), part.head
-                )
-            except Exception as error:
-                terms = error
-        # A collective after the opening needs headers that were read.
-        read = self.bounds is not None or (final and not self.pieces)
-        opened = groups.open_call(members, terms, states_grad.device, row, read=read)
-        if final:
-            last_grad = groups.all_reduce(members, self.last_grad(last_grad, states_grad))
-        behind = None if last_grad is None else self.only(last_grad, part.ends)
+                row = message.row[:count]
+                rows.backward_row(row, gates, states_grad, self._summary_options, part.head)
+                if self._sums_in_opening:
+                    _write(message.row[count:], last_grad)
+            except Exception as found_error:
+                error = found_error
+        # With packed sequences, another collective follows.
+        opened = opening.exchange(message, number, error=error, read=self.bounds is not None)
+        if opened.rows is not None and self._sums_in_opening:
+            last_grad = opened.rows[:, count:].sum(0).view(self.one_state)
+        elif self.options.final:
+            last_grad = groups.all_reduce(self.members, self.last_grad(last_grad, states_grad))
+        behind = None
+        if last_grad is not None and (part.leaves is None or self.sequences is not None):
+            behind = self.only(last_grad, part.ends)
         tensors = gates, states, states_grad, entered
         if opened.rows is None:
             found = self._pass_backward(*tensors, behind, wanted)
         else:
-            before = self.of_sequence(last_grad, part.leaves)
-            last = range(part.later.stop - 1, part.later.start - 1, -1)
-            carry = rows.fold(opened.rows, self._ranks(last), before, self.one_state)
-            behind = self.with_sequence(behind, part.leaves, carry)
+            if part.leaves is not None:
+                before = self.of_sequence(last_grad, part.leaves)
+                last = range(part.later.stop - 1, part.later.start - 1, -1)
+                carry = rows.fold(opened.rows, self._ranks(last), before, self.one_state)
+                behind = self.with_sequence(behind, part.leaves, carry)
             found = None, None, None
             if any(wanted):
+                behind = None if behind is None else opened.guarded(behind)
                 given = *tensors, behind, self.bounds
                 found = first_derivative(given, self.options, wanted, self.required)
         gates_grad, tokens_grad, initial_grad = found
@@ -264,8 +333,7 @@ class Run:
 
     def backward_terms(self, create_graph: bool) -> Terms:
         common = (*self.terms.common, ("create_graph", create_graph))
-        operator = f"{self.terms.operator}'s backward pass"
-        return Terms(operator, common, (), self.number, f"of call {self.number}")
+        return Terms(f"{self.terms.operator}'s backward pass", common)
 
     def last_grad(self, last_grad: Tensor | None, like: Tensor) -> Tensor:
         if last_grad is not None:
@@ -292,8 +360,8 @@ class Run:
                 of_gates = torch.zeros(gates.shape, dtype=self.compute, device=gates.device)
         if wanted[1]:
             of_tokens = torch.empty_like(states_grad if states is None else states)
-        pieces = [*self.channels()]
-        coming = self._receive(states_grad.device, pieces, part.leaves, 1)
+        pieces = self.channels
+        coming = self._receive(pieces, part.leaves, 1)
         for piece in pieces:
             own = piece.state(behind)
             if part.leaves is not None:
@@ -313,7 +381,8 @@ class Run:
                 add=broadcast,
             )
             self._send(self.of_sequence(initial_grad, part.enters), part.enters, -1)
-            initials.append(initial_grad)
+            if wanted[2]:
+                initials.append(initial_grad)
         groups.finish(self.members)
         return (
             None if of_gates is None else of_gates.to(gates.dtype),
@@ -337,42 +406,27 @@ class Run:
         """The dimension that is cut into pieces, in the states of all sequences; negative."""
         return self.axis_of_state() if self.sequences is None else self.axis()
 
-    def channels(self) -> Iterator[Piece]:
+    @cached_property
+    def channels(self) -> tuple[Piece, ...]:
         """The pieces; a single one if time is the only dimension."""
         if len(self.shape) == 1:
-            yield Piece(None, 0, 0, 1)
-            return
+            return (Piece(None, 0, 0, 1),)
         axis = self.axis()
         size = self.shape[axis]
         width = piece_width(size, self.pieces, self.dtype.itemsize)
-        for begin in range(0, max(1, size), width):
-            yield Piece(axis, self.axis_of_states(), begin, min(width, size - begin))
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A range of channels; all channels if ``axis`` is None."""
-
-    axis: int | None
-    axis_of_states: int
-    begin: int
-    count: int
-
-    def sequence(self, x: Tensor) -> Tensor:
-        """This piece of a tensor that has the dimensions of the sequence, or broadcasts to them."""
-        return x if self.axis is None else rows.cut(x, self.axis, self.begin, self.count)
-
-    def state(self, x: Tensor | None) -> Tensor | None:
-        """This piece of the states of all sequences."""
-        if x is None or self.axis is None:
-            return x
-        return x.narrow(self.axis_of_states, self.begin, self.count)
+        return tuple(
+            Piece(axis, self.axis_of_states(), begin, min(width, size - begin))
+            for begin in range(0, max(1, size), width)
+        )
 
 
 def _joined(pieces: list[Tensor], axis: Callable[[], int]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis())
 
 
-def _summary(backend: str) -> Any:
-    """The backend for summaries. No Triton kernel computes summaries, so "triton" becomes "auto"."""
-    return "reference" if backend == "reference" else "auto"
+def _write(place: Tensor, x: Tensor | None) -> None:
+    """Write ``x``, or zeros for None, into a vector."""
+    if x is None:
+        place.zero_()
+    else:
+        place.view(x.shape).copy_(x)

@@ -11,21 +11,24 @@ from torch._compile import _disable_dynamo
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
-from scan_registry.distributed import parts
-from scan_registry.distributed.group import Terms
-from scan_registry.distributed.linear import compared, host_bounds
-from scan_registry.distributed.selective_run import Run, SelectiveScan
+from scan_registry.distributed import opening, parts
+from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.linear import PLANS
+from scan_registry.distributed.linear_call import compared, host_bounds
+from scan_registry.distributed.selective_run import Run, SelectiveScan, pieces_of
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops.arguments import as_bool
+from scan_registry.ops.derivatives import PLAIN_TYPES
 from scan_registry.ops.selective_scan import selective_scan as scan_of_one
 from scan_registry.ops.selective_scan_arguments import Arguments, Options, normalised
 
 if TYPE_CHECKING:
-    from scan_registry.distributed.group import Group
+    from scan_registry.distributed.group import Group, Members
 
 __all__ = ["selective_scan"]
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_required = policy.required.get
 
 
 @overload
@@ -109,8 +112,9 @@ def selective_scan(
 
     The formula is that of ``scan_registry.selective_scan``. Each rank holds a contiguous part of time, in rank order. A part
     may have any length, including 0. Every call passes states on from rank to rank, as the schedule "pass" of
-    ``scan_registry.distributed.linear_scan`` does. The rules for ranks and gradients are those of that function. All ranks
-    compare their arguments, and raise errors, before data is exchanged.
+    ``scan_registry.distributed.linear_scan`` does. The rules for ranks, gradients and errors are those of that function. On GPUs
+    the channels are cut into pieces only if each piece has rows (batch · channels) enough to fill a GPU. With fewer rows the
+    ranks work one after another: the cut then saves memory, and no time.
 
     Args:
         u: this rank's part, as for ``scan_registry.selective_scan``.
@@ -154,34 +158,79 @@ def _selective_scan(
         one: Any = scan_of_one
         how = {"cu_seqlens": cu_seqlens, "return_final_state": final, "backend": backend}
         return one(*tensors[:8], softplus, tensors[8], **how)
-    try:
-        given, bounds, terms = _prepared(tensors, cu_seqlens, softplus, final, backend)
-    except Exception as error:
-        device = tensors[0].device if isinstance(tensors[0], Tensor) else None
-        groups.agree(members, error, device)
-        raise
-    local = groups.agree(members, terms, given.u.device)
-    lengths = [numbers[0] for numbers in local]
-    if bounds is None:
-        part = parts.whole(members.rank, members.size)
-    elif bounds[-1] != sum(lengths):
-        raise ValueError(
-            f"cu_seqlens ends with {bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
-        )
+    key = plan = None
+    if cu_seqlens is None and all(t is None or type(t) in PLAIN_TYPES for t in tensors):
+        key = _key(tensors, softplus, final, backend)
+        plan = _planned(members, key)
+    if plan is not None:
+        run, wants = plan
+        given, mine = _converted(tensors), wants
+        unsure = torch.is_grad_enabled() and not wants
+        local = run.opening.exchange(run.opening.message(), read=unsure).local
     else:
-        part = parts.packed(bounds, lengths, members.rank, False)
-        given = given._replace(cu_seqlens=torch.tensor(part.bounds, device=given.u.device))
-    options = Options(bool(softplus), backend)
-    number = groups.session(members).calls
-    run = Run(members, terms, options, part, bool(final), number, policy.required.get())
-    if any(numbers[1] for numbers in local):
-        wants = any(t is not None and t.requires_grad for t in given.differentiable)
-        anchor = None if wants else torch.zeros((), requires_grad=True)
+        try:
+            given, bounds, terms = _prepared(tensors, cu_seqlens, softplus, final, backend)
+        except Exception as error:
+            device = tensors[0].device if isinstance(tensors[0], Tensor) else None
+            opening.agree(members, error, device)
+            raise
+        local = opening.agree(members, terms, given.u.device)
+        lengths, mine = [numbers[0] for numbers in local], terms.local[1]
+        if bounds is None:
+            part = parts.whole(members.rank, members.size)
+        elif bounds[-1] != sum(lengths):
+            raise ValueError(
+                f"cu_seqlens ends with {bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
+            )
+        else:
+            part = parts.packed(bounds, lengths, members.rank, False)
+            given = given._replace(cu_seqlens=torch.tensor(part.bounds, device=given.u.device))
+        options = Options(bool(softplus), backend)
+        of_u = given.u.shape[1], given.u.device
+        pieces = pieces_of(given, members.size)
+        run = Run(members, terms, options, part, bool(final), *of_u, pieces, _required())
+        if key is not None and _is_converted(tensors, given):
+            plans = members.session.plans
+            if len(plans) >= PLANS:
+                plans.clear()
+            plans[key] = run, mine
+    if mine or any(numbers[1] for numbers in local or ()):
+        anchor = None if mine else torch.zeros((), requires_grad=True)
         out, last = SelectiveScan.apply(*given, anchor, run)  # type: ignore[no-untyped-call]
     else:
         with torch.no_grad():
             out, last, _ = run.forward(given, False)
     return (out, last) if final else out
+
+
+def _key(tensors: tuple[Any, ...], *options: Any) -> Any:
+    """All that ``_prepared`` depends on, where nothing is packed."""
+    facts = [None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
+    kinds = [type(option) for option in options]
+    return ("selective_scan", *options, *kinds, *facts, torch.is_grad_enabled(), _required())
+
+
+def _planned(members: Members, key: Any) -> Any:
+    """The run of calls that the ranks have agreed on before, and whether this rank wants gradients."""
+    state = members.session
+    try:
+        plan = state.plans.get(key)
+    except TypeError:  # an option without a hash, which is refused later
+        return None
+    return plan if plan is not None and plan[0].terms.kind in state.agreed else None
+
+
+def _converted(tensors: tuple[Any, ...]) -> Arguments:
+    """The arguments as ``normalised`` converts them, if no dtype changes."""
+    u, delta, A, B, C, *others, initial = tensors
+    projections = [t.unsqueeze(1) if t.dim() == 3 else t for t in (B, C)]
+    return Arguments._make((u, delta, A, *projections, *others, initial, None))
+
+
+def _is_converted(tensors: tuple[Any, ...], given: Arguments) -> bool:
+    """Whether ``_converted`` converts these arguments."""
+    pairs = zip(tensors, given.differentiable, strict=True)
+    return all(other is None or one.dtype == other.dtype for one, other in pairs)
 
 
 # torch.compile breaks the graph at this call.
@@ -224,8 +273,9 @@ def _prepared(
     wants = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in given.differentiable
     )
-    terms = Terms("selective_scan", common, *compared(bounds))
-    return given, bounds, terms._replace(local=(time, int(wants)))
+    digest, spelled = compared(bounds)
+    local = time, int(wants)
+    return given, bounds, Terms("selective_scan", common, local, 0, digest, spelled)
 
 
 def _initial(initial: Any, given: Arguments, bounds: tuple[int, ...] | None) -> Tensor:

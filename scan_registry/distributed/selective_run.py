@@ -8,8 +8,9 @@ summary would cost as much as the scan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.distributed import group as groups
-from scan_registry.distributed.group import Members, Terms
+from scan_registry.distributed.group import Members
+from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.opening import Opening, opening_of
 from scan_registry.distributed.parts import Part
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops import selective_scan_plans as plans
@@ -28,6 +31,10 @@ from scan_registry.ops.selective_scan_derivatives import first_derivative
 #: A call has ``PIECES`` · (ranks − 1) pieces, at most ``MOST``. Without fixed costs, the pipeline then takes 1 + 1 / ``PIECES``
 #: times as long as one rank's part alone.
 PIECES, MOST = 4, 64
+#: The fewest rows (batch · channels) of a piece on a GPU. A kernel works on a row's steps one after another, and an SM of an
+#: H100 or H200 on 64 rows at a time, so a piece of fewer rows than the 132 SMs hold takes as long as one that fills them.
+#: The number is the same on all GPUs, as all ranks have to cut alike.
+WAVE = 64 * 132
 
 _DIFFERENTIABLE = 9
 
@@ -65,18 +72,20 @@ class Piece(NamedTuple):
         return Arguments._make((*others, entered, given.cu_seqlens))
 
 
-def _pieces(given: Arguments, ranks: int) -> list[Piece]:
+def pieces_of(given: Arguments, ranks: int) -> tuple[Piece, ...]:
     """The pieces, each of whole groups of channels."""
-    channels = given.u.shape[1]
+    batch, channels, _ = given.u.shape
     unit = math.lcm(
         *(channels // x.shape[1] for x in (given.B, given.C) if x.dim() == 4 and x.shape[1] > 1)
     )
-    units = max(1, channels // unit)
-    width = unit * -(-units // min(units, PIECES * (ranks - 1), MOST))
-    return [
+    units, most = max(1, channels // unit), min(PIECES * (ranks - 1), MOST)
+    if given.u.is_cuda:
+        most = min(most, max(1, batch * channels // WAVE))
+    width = unit * -(-units // min(units, most))
+    return tuple(
         Piece(begin, min(width, channels - begin), channels)
         for begin in range(0, max(1, channels), width)
-    ]
+    )
 
 
 def _is_shared(x: Tensor) -> bool:
@@ -94,17 +103,30 @@ def _room(x: Tensor) -> Tensor:
 # --- Passes -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
-    """A call that the ranks agreed on."""
+    """What calls that the ranks agreed on have in common: they share it if nothing is packed, and shapes and options are the
+    same."""
 
     members: Members
     terms: Terms
     options: Options
     part: Part
     final: bool
-    number: int
+    channels: int
+    device: torch.device
+    pieces: tuple[Piece, ...]
     required: Tier | None
+
+    @cached_property
+    def opening(self) -> Opening:
+        return opening_of(self.members, self.terms, self.device)
+
+    @cached_property
+    def _backward_opening(self) -> Opening:
+        common = (*self.terms.common, ("create_graph", False))
+        terms = Terms(f"{self.terms.operator}'s backward pass", common)
+        return opening_of(self.members, terms, self.device)
 
     def _of(self, states: Tensor, sequence: int) -> Tensor:
         """The state of one sequence."""
@@ -131,7 +153,7 @@ class Run:
         return torch.where(kept.to(states.device), states, 0)
 
     def _receive(
-        self, given: Arguments, pieces: list[Piece], sequence: int | None, step: int
+        self, given: Arguments, pieces: Sequence[Piece], sequence: int | None, step: int
     ) -> Iterator[groups.Incoming]:
         """The states that come from the neighbour ``step`` ranks further; none if ``sequence`` is None."""
         if sequence is None:
@@ -153,23 +175,28 @@ class Run:
     ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor | None, Tensor]]]:
         """The output, the final state if it is wanted, and each piece's initial states and checkpoints for backward."""
         part, members = self.part, self.members
-        out, lasts, kept = torch.empty_like(given.u), [], []
-        pieces = _pieces(given, members.size)
-        coming = self._receive(given, pieces, part.enters, -1)
-        for piece in pieces:
+        out = None if len(self.pieces) == 1 else torch.empty_like(given.u)
+        lasts: list[Tensor] = []
+        kept: list[tuple[Tensor | None, Tensor]] = []
+        coming = self._receive(given, self.pieces, part.enters, -1)
+        for piece in self.pieces:
             entered = piece.state(given.initial_state)
             if part.enters is not None:
                 entered = self._with(entered, part.enters, next(coming).wait())
             made = plans.forward(piece.of(given, entered), self.options, training)
-            out.narrow(1, piece.begin, piece.width).copy_(made.out)
+            if out is None:
+                out = made.out
+            else:
+                out.narrow(1, piece.begin, piece.width).copy_(made.out)
             if part.leaves is not None:
                 groups.send(members, self._of(made.last, part.leaves), members.rank + 1)
             lasts.append(made.last)
             kept.append((entered, made.checkpoints))
         groups.finish(members)
+        assert out is not None
         if not self.final:
             return out, None, kept
-        last = torch.cat(lasts, -2)
+        last = lasts[0] if len(lasts) == 1 else torch.cat(lasts, -2)
         if part.bounds is None:
             return out, groups.broadcast(members, last, members.size - 1), kept
         return out, groups.all_reduce(members, self._only(last, part.ends)), kept
@@ -181,34 +208,31 @@ class Run:
         out_grad: Tensor | None,
         last_grad: Tensor | None,
         wanted: tuple[bool, ...],
+        number: int,
     ) -> tuple[Tensor | None, ...]:
-        part, members = self.part, self.members
-        operator = f"{self.terms.operator}'s backward pass"
-        again = torch.is_grad_enabled()
-        terms = Terms(
-            *(operator, (*self.terms.common, ("create_graph", again))),
-            number=self.number,
-            spelled=f"of call {self.number}",
-        )
-        groups.agree(members, terms, given.u.device)
-        if again:
-            raise RuntimeError(
+        """The gradients that are wanted on this rank, of the call with this number."""
+        part, members, opening = self.part, self.members, self._backward_opening
+        if torch.is_grad_enabled():
+            error = RuntimeError(
                 "selective_scan over ranks has first derivatives only, and create_graph asks for further ones; "
                 "scan_registry.distributed.linear_scan has second ones"
             )
+            opening.exchange(opening.message(), number, error=error)
+        # With packed sequences, another collective follows.
+        opening.exchange(opening.message(), number, read=part.bounds is not None)
         if out_grad is None:
             out_grad = torch.zeros_like(given.u)
         behind = None
         if self.final:
             total = groups.all_reduce(members, self._last_grad(given, last_grad))
             behind = self._only(total, part.ends)
+        alone = len(self.pieces) == 1
         pairs = zip(given.differentiable, wanted, strict=True)
-        rooms = [None if t is None or not want else _room(t) for t, want in pairs]
+        rooms = [None if t is None or not want or alone else _room(t) for t, want in pairs]
         found = Arguments._make((*rooms, None))
-        needed = (*wanted[:8], True)
-        pieces = _pieces(given, members.size)
-        coming = self._receive(given, pieces, part.leaves, 1)
-        for piece, (entered, checkpoints) in zip(pieces, kept, strict=True):
+        needed = (*wanted[:8], part.enters is not None or wanted[8])
+        coming = self._receive(given, self.pieces, part.leaves, 1)
+        for piece, (entered, checkpoints) in zip(self.pieces, kept, strict=True):
             own = piece.state(behind)
             if part.leaves is not None:
                 own = self._with(own, part.leaves, next(coming).wait())
@@ -226,8 +250,11 @@ class Run:
             if part.enters is not None:
                 assert before is not None
                 groups.send(members, self._of(before, part.enters), members.rank - 1)
-            if before is not None:
+            if before is not None and wanted[8]:
                 before = self._only(before, part.begins)
+            if alone:
+                found = Arguments._make((*grads[:8], before if wanted[8] else None, None))
+                break
             found_here = zip(
                 found.differentiable, piece.places(found), (*grads[:8], before), strict=True
             )
@@ -254,10 +281,11 @@ class SelectiveScan(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
         *tensors, _, run = args
         given = Arguments(*tensors)
+        number = run.members.session.calls
         out, last, kept = run.forward(given, True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, *(each for pair in kept for each in pair))
-        ctx.run = run
+        ctx.run, ctx.number = run, number
         return out, last
 
     @staticmethod
@@ -267,5 +295,5 @@ class SelectiveScan(torch.autograd.Function):
         given, kept = Arguments(*tensors[:count]), tensors[count:]
         pairs = list(zip(kept[::2], kept[1::2], strict=True))
         wanted = tuple(ctx.needs_input_grad[:_DIFFERENTIABLE])
-        found = ctx.run.backward(given, pairs, out_grad, last_grad, wanted)
+        found = ctx.run.backward(given, pairs, out_grad, last_grad, wanted, ctx.number)
         return *found, None, None, None

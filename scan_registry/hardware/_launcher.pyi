@@ -20,9 +20,10 @@ class Launch:
     def run(self, stream: int, /, *pointers: int | None) -> int: ...
 
 class FastLaunch:
-    """What a call on the fast path does on a GPU: allocate a result, and launch.
+    """What a call on the fast path does on a GPU: allocate one result or two, and launch.
 
-    ``places`` are those of the tensors of the call, and of the result, among the launch's pointers.
+    ``places`` are those of the tensors of the call, and of the results, among the launch's pointers. Where ``last`` is given a
+    call returns two tensors.
     """
 
     def __new__(
@@ -34,13 +35,14 @@ class FastLaunch:
         workspace: tuple[Any, ...] | None,
         refuse: Callable[[int], object],
         elsewhere: Callable[..., Any],
+        last: tuple[Any, ...] | None = None,
     ) -> FastLaunch: ...
 
-#: What is done with gates and tokens.
-FastPlan = FastLaunch | Callable[[Any, Any], Any]
+#: What is done with gates, tokens, the initial state and ``cu_seqlens``; None for calls that do not take this path.
+FastPlan = FastLaunch | Callable[..., Any] | None
 
 class FastPath:
-    """Calls on two plain tensors, without options. Without ``exchange`` no call takes this path.
+    """Scans of plain tensors. Without ``exchange`` no call takes this path.
 
     types     of plain tensors
     tensor    the C type that they all are of, torch._C.TensorBase
@@ -50,8 +52,9 @@ class FastPath:
     choice    a function of nothing that plans depend on, beside the arguments
     plan      makes a plan from the arguments of the first call of its kind
     tracking  whether gradients are recorded
-    record    tells autograd, where a tensor requires gradients: of gates, tokens, and states with what
-              was asked for, which is ``dim``, ``backend`` and choice; returns the states
+    record    tells autograd, where a tensor requires gradients: of gates, tokens, initial state, ``cu_seqlens``, and the
+              results with what was asked for, which is ``dim``, ``reverse``, ``final``, ``backend`` and choice; returns
+              the results
     """
 
     def __new__(
@@ -62,11 +65,22 @@ class FastPath:
         observers: tuple[Callable[[], object], ...],
         backends: tuple[str, ...],
         choice: Callable[[], object],
-        plan: Callable[[Any, Any, int, Any], FastPlan],
+        plan: Callable[[Any, Any, Any, Any, int, bool, bool, Any], FastPlan],
         tracking: Callable[[], bool],
-        record: Callable[[Any, Any, tuple[Any, tuple[int, Any, Any]]], Any],
+        record: Callable[[Any, Any, Any, Any, tuple[Any, tuple[Any, ...]]], Any],
     ) -> FastPath: ...
-    def run(self, gates: object, tokens: object, dim: int, backend: object, /) -> Any: ...
+    def run(
+        self,
+        gates: object,
+        tokens: object,
+        initial_state: object,
+        cu_seqlens: object,
+        dim: object,
+        reverse: object,
+        final: object,
+        backend: object,
+        /,
+    ) -> Any: ...
 
 def bind(launch: int, memset: int, current: int, push: int, pop: int, /) -> None: ...
 

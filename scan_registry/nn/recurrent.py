@@ -12,8 +12,10 @@ from torch.nn.functional import dropout, linear
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
-from scan_registry.nn import checks
+from scan_registry.nn import checks, torch_cells
 from scan_registry.ops.rnn import rnn
+from scan_registry.ops.rnn_layer import fast_layer, on_gpu
+from scan_registry.ops.rnn_layer_composed import Cell
 from scan_registry.ops.rnn_layout import padded
 
 States = list[Tensor]
@@ -135,6 +137,9 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             return self._traced(input, hx)
         if isinstance(input, PackedSequence):
             checks.check_input(self, input.data, packed=True)
+            sizes = input.batch_sizes
+            if torch_cells.takes(self, input.data, (sizes.numel(), input.data.shape[0])):
+                return self._packed(input, hx)
             x, lengths = pad_packed_sequence(input)
             states = checks.states_of(self, hx, x, x.shape[1])
             out, last = self._layers(x, states, lengths.to(x.device))
@@ -146,9 +151,25 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
                 states = [state.unsqueeze(1) for state in states]
             out, last = self._layers(input.unsqueeze(1), states)
             return out.squeeze(1), _as_given([state.squeeze(1) for state in last])
+        states = checks.states_of(self, hx, input, input.shape[0 if self.batch_first else 1])
+        time = input.shape[1 if self.batch_first else 0]
+        if torch_cells.takes(self, input, (time, input.shape[0] * input.shape[1])):
+            out, last = torch_cells.run(self, input, states)
+            return out, _as_given(last)
         x = input.transpose(0, 1) if self.batch_first else input
-        out, last = self._layers(x, checks.states_of(self, hx, input, x.shape[1]))
+        out, last = self._layers(x, states)
         return out.transpose(0, 1) if self.batch_first else out, _as_given(last)
+
+    def _packed(self, input: PackedSequence, hx: Any) -> Any:
+        """A packed sequence as it lies, which no sequence is padded for."""
+        data, sizes, order, back = input
+        states = checks.states_of(self, hx, data, int(sizes[0]))
+        if states is not None and order is not None:
+            states = [state.index_select(1, order) for state in states]
+        out, last = torch_cells.run(self, data, states, sizes)
+        if back is not None:
+            last = [state.index_select(1, back) for state in last]
+        return PackedSequence(out, sizes, order, back), _as_given(last)
 
     def _traced(self, input: Any, hx: Any) -> Any:
         """A call of this module in the graph that torch.fx makes: as torch.nn's, it is traced no further."""
@@ -175,9 +196,25 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
                 x = dropout(x, self.dropout, self.training)
             rows = slice(layer * self._directions, (layer + 1) * self._directions)
             before = None if states is None else [state[rows] for state in states]
-            x, last = self._layer(layer, x, before, lengths)
+            found = self._fast_layer(layer, x, before) if lengths is None else None
+            if found is not None and self.num_layers == 1:
+                return found
+            x, last = self._layer(layer, x, before, lengths) if found is None else found
             ends.append(last)
         return x, [torch.cat(state) for state in zip(*ends, strict=True)]
+
+    def _fast_layer(
+        self, layer: int, x: Tensor, before: States | None
+    ) -> tuple[Tensor, States] | None:
+        """One layer of one direction at the least cost; None if it has to be composed."""
+        if self.bidirectional or not on_gpu(x):
+            return None
+        weights = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"weight_hh_l{layer}")
+        biases: tuple[Tensor | None, ...] = (None, None)
+        if self.bias:
+            biases = getattr(self, f"bias_ih_l{layer}"), getattr(self, f"bias_hh_l{layer}")
+        cell = Cell(self.function, self.backend, self.num_heads)
+        return fast_layer(cell, (x, *weights, *biases, *(before or ())))
 
     def _layer(
         self, layer: int, x: Tensor, before: States | None, lengths: Tensor | None

@@ -1,7 +1,9 @@
-"""The fast path: scans of two plain tensors, without options, at the least cost.
+"""The fast path: scans of plain tensors, at the least cost.
 
 Most calls are such. One goes from the tensors to the launch in C, where its plan is looked up: see
-``csrc/fast_path.h``. Only then is autograd told, if it is to be. All other calls go through ``derivatives.scan``.
+``csrc/fast_path.h``. Only then is autograd told, if it is to be. All other calls go through ``derivatives.scan``: those whose
+arguments are converted first, those with packed sequences on the CPU, and those that the dispatcher does more with than
+find the kernels.
 """
 
 from __future__ import annotations
@@ -20,86 +22,132 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options, normalised
 from scan_registry.ops.derivatives import OBSERVERS, PLAIN_TYPES, first_derivative
-from scan_registry.ops.problems import as_new, make_kernel_call
+from scan_registry.ops.problems import StateLayout, as_new, make_kernel_call
 from scan_registry.runtime.loader import prepare
 
-FastPlan = FastLaunch | Callable[[Tensor, Tensor], Tensor]
-
-_POINTERS = plans.POINTERS["forward"]
-_PLACES = _POINTERS.index("gates"), _POINTERS.index("tokens"), _POINTERS.index("states")
 #: What torch's own compiler allocates with, past the dispatcher; None if this torch has it no longer.
 _empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+#: Gates, tokens, the initial state and ``cu_seqlens``.
+Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+Result = Tensor | tuple[Tensor, Tensor]
+FastPlan = FastLaunch | Callable[..., Result]
+
+_INPUTS = ("gates", "tokens", "initial_state", "offsets")
+_PLACES = {name: place for place, name in enumerate(plans.POINTERS["forward"])}
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether a launch of C can compute with it."""
+    return tensor.is_cuda
 
 
 class FastScan(Function):
-    """Tells autograd of states that are computed already."""
+    """Tells autograd of results that are computed already."""
 
     # What torch asks the class for at each call by a new string, and else finds last of all.
     setup_context = staticmethod(Function.setup_context)
     clear_saved_tensors_on_access = boxed_grads_call = False
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, tokens: Tensor, done: tuple[Tensor, Any]) -> Tensor:
-        states, ctx.request = done
+    def forward(
+        ctx: Any,
+        gates: Tensor,
+        tokens: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        done: tuple[Result, Any],
+    ) -> Result:
+        result, ctx.request = done
+        states = result[0] if isinstance(result, tuple) else result
         # As ``set_materialize_grads`` and ``save_for_backward`` do, at half the cost.
         ctx.materialize_grads = False
-        ctx.to_save = gates, states if ctx.needs_input_grad[0] else None
-        return states
+        if ctx.needs_input_grad[0]:
+            ctx.to_save = gates, states, initial_state, cu_seqlens
+        else:
+            ctx.to_save = gates, None, None, cu_seqlens
+        ctx.shape, ctx.dtype = states.shape, states.dtype
+        return result
 
     @staticmethod
-    def backward(ctx: Any, states_grad: Tensor | None) -> Any:
+    def backward(ctx: Any, states_grad: Tensor | None, last_grad: Tensor | None = None) -> Any:
+        if states_grad is None and last_grad is None:
+            return (None,) * 5
+        gates, states, initial_state, cu_seqlens = ctx.saved_tensors
+        dim, reverse, _, backend, required = ctx.request
         if states_grad is None:
-            return None, None, None
-        (gates, states), (dim, backend, required) = ctx.saved_tensors, ctx.request
-        options = Options(dim if dim < 0 else dim - states_grad.dim(), backend=backend)
-        tensors = gates, states, states_grad, None, None, None
-        wanted = *ctx.needs_input_grad[:2], False
-        return *first_derivative(tensors, options, wanted, required)[:2], None
+            states_grad = gates.new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
+        options = Options(dim if dim < 0 else dim - len(ctx.shape), reverse, False, backend)
+        tensors = gates, states, states_grad, initial_state, last_grad, cu_seqlens
+        wanted = ctx.needs_input_grad[:3]
+        return *first_derivative(tensors, options, wanted, required), None, None
 
 
 #: Without the search for transforms, which calls on the fast path are not under.
-_recorded: Callable[..., Tensor] = super(Function, FastScan).apply
+_recorded: Callable[..., Result] = super(Function, FastScan).apply
 
 
-def _plan(gates: Tensor, tokens: Tensor, dim: int, backend: Any) -> FastPlan:
-    *_, options = normalised(gates, tokens, None, None, Options(dim, backend=backend))
+def _plan(
+    gates: Tensor,
+    tokens: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dim: int,
+    reverse: bool,
+    final: bool,
+    backend: Any,
+) -> FastPlan | None:
+    """None for a call whose arguments are converted, or looked at anew each time."""
+    given = gates, tokens, initial_state, cu_seqlens
+    *taken, options = normalised(*given, Options(dim, reverse, final, backend))
+    if any(one is not other for one, other in zip(taken, given, strict=True)):
+        return None
+    if cu_seqlens is not None and not on_gpu(tokens):
+        return None  # the bounds are checked at every call
 
-    def general(gates: Tensor, tokens: Tensor) -> Tensor:
+    def general(gates: Tensor, tokens: Tensor, initial_state: Any, cu_seqlens: Any) -> Result:
         with torch.no_grad():
-            return plans.forward(gates, tokens, None, None, options)[0]
+            states, last = plans.forward(gates, tokens, initial_state, cu_seqlens, options)
+        return states if last is None else (states, last)
 
-    return _launch(gates, tokens, options, general) or general
+    return _launch(given, options, general) or general
 
 
 def _launch(
-    gates: Tensor, tokens: Tensor, options: Options, elsewhere: Callable[[Tensor, Tensor], Tensor]
+    inputs: Inputs, options: Options, elsewhere: Callable[..., Result]
 ) -> FastLaunch | None:
     """What C does by itself; None where it cannot."""
-    if _empty is None or not tokens.is_cuda or options.backend == "reference":
+    gates, tokens, initial_state, cu_seqlens = inputs
+    if _empty is None or not on_gpu(tokens) or options.backend == "reference":
         return None
-    call = make_kernel_call("forward", gates, {"tokens": tokens}, None, options.dim, False)
-    if call.copied:
+    how = cu_seqlens, options.dim, options.reverse
+    call = make_kernel_call("forward", gates, {"tokens": tokens}, *how)
+    layout = StateLayout.of(tokens, options.dim, cu_seqlens)
+    if call.copied or not (initial_state is None or layout.holds(initial_state)):
         return None
+    if options.final and cu_seqlens is not None:
+        return None  # the final states of sequences without steps are copied first
     backend: Any = options.backend
     plan = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest())
     if plan.launch is None:
         return None
     states = as_new(tokens)
+    results = ("states", "final_state") if options.final else ("states",)
     return FastLaunch(
         launch=plan.launch,
-        places=_PLACES,
+        places=tuple([_PLACES[name] for name in (*_INPUTS, *results)]),
         empty=_empty,
         states=(tuple(states.shape), states.stride(), states.dtype),
         workspace=((plan.workspace,), (1,), torch.uint8) if plan.workspace else None,
         refuse=plan.refuse,
         elsewhere=elsewhere,
+        last=(layout.shape, layout.strides, layout.dtype) if options.final else None,
     )
 
 
-#: States of such a scan, from gates, tokens, ``dim`` and ``backend`` as given. None if it is no such scan, or
-#: if the dispatcher would do more than find the kernels: see ``derivatives.unobserved``. Whether anything
-#: profiles, or takes forward-mode derivatives, is left to the caller, whom it costs least to ask.
-fast_scan: Callable[[Any, Any, int, Any], Tensor | None] = FastPath(
+#: The result of such a scan, from the arguments of ``linear_scan`` as given, but for ``reset``. None if it is no such scan, or
+#: if the dispatcher would do more than find the kernels: see ``derivatives.unobserved``. Whether anything profiles, takes
+#: forward-mode derivatives or asks for checks on the GPU is left to the caller, whom it costs least to ask.
+fast_scan: Callable[[Any, Any, Any, Any, Any, Any, Any, Any], Any] = FastPath(
     types=PLAIN_TYPES,
     tensor=torch._C.TensorBase,
     exchange=getattr(Tensor, "__dlpack_c_exchange_api__", None),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from scan_registry.base.environment import flag
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops import operator
 from scan_registry.ops.arguments import Options, normalised
@@ -130,17 +131,19 @@ def linear_scan(
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
     if (
-        initial_state is None
-        and cu_seqlens is None
-        and reset is None
-        and reverse is False
-        and return_final_state is False
+        reset is None
         and not _is_compiling()
         and not profiler._is_profiler_enabled
         and forward_ad._current_level < 0
-        and (fast_states := fast_scan(gates, tokens, dim, backend)) is not None
+        and (cu_seqlens is None or not flag("SCAN_REGISTRY_DEBUG"))
+        and (
+            found := fast_scan(
+                gates, tokens, initial_state, cu_seqlens, dim, reverse, return_final_state, backend
+            )
+        )
+        is not None
     ):
-        return fast_states
+        return found  # type: ignore[no-any-return]
     how = dim, reverse, return_final_state, backend
     tensors = gates, tokens, initial_state, cu_seqlens, reset
     if (sharded := call_sharded("linear_scan", tensors, how)) is not None:

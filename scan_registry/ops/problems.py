@@ -70,13 +70,15 @@ class StateLayout:
 
     def entering(self, state: Tensor | None) -> Tensor | None:
         """A state that lies so: itself where it does."""
-        if state is None or (
+        return state if state is None or self.holds(state) else self.empty().copy_(state)
+
+    def holds(self, state: Tensor) -> bool:
+        """Whether a state lies so."""
+        return (
             state.stride() == self.strides
             and state.shape == self.shape
             and state.dtype == self.dtype
-        ):
-            return state
-        return self.empty().copy_(state)
+        )
 
     def leaving(self, entering: Tensor | None) -> Tensor:
         """Room for the state that a walk leaves. Kernels write none for sequences without steps,

@@ -29,7 +29,7 @@ def gradients(
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         leaves: list[Any] = [
-            t if t is None or (recorded and t.requires_grad) else t.detach().requires_grad_(want)
+            None if t is None else _leaf(t, want, recorded)
             for t, want in zip(tensors, wanted, strict=True)
         ]
         sources = [t for t, want in zip(leaves, wanted, strict=True) if want and t is not None]
@@ -53,3 +53,12 @@ def gradients(
         next(each) if want and t is not None else None
         for t, want in zip(leaves, wanted, strict=True)
     )
+
+
+def _leaf(tensor: Tensor, want: bool, recorded: bool) -> Tensor:
+    """What stands for an argument. One argument may be computed from another, as gates of an input are. So where derivatives
+    are recorded each is an alias: the gradient of the other then has no share that passes through this one."""
+    if recorded and tensor.requires_grad:
+        return tensor.view_as(tensor)
+    alone = tensor.detach()
+    return alone.requires_grad_() if want else alone

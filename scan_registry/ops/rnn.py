@@ -57,7 +57,7 @@ def rnn(
         backend: ``"auto"`` takes the best that this GPU has; ``"cuda_fused"`` takes all steps in one
             launch, ``"cuda_alternating"`` a product of matrices and a launch at each step, and
             ``"cuda"`` either; ``"triton"`` all steps in one launch, too; ``"reference"`` is plain torch
-            on any device.
+            on any device. On the CPU ``"auto"`` is compiled code.
         gradient_recurrent_cut: the gradient does not pass from a step through R to the one before.
         gradient_recurrent_clipval: it does, and is clipped to ± this at every step.
         forward_clipval: h is clipped to ± this after every step; its gradient passes as if it were not.

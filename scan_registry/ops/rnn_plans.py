@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from scan_registry.kernels.linear_scan.problem import common_alignment
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Direction, Function, RnnProblem
-from scan_registry.ops import rnn_steps
+from scan_registry.ops import rnn_cpu, rnn_steps
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.recording import is_capturing
 from scan_registry.ops.rnn_arguments import COMPILED, WAYS, Arguments, Options
@@ -113,6 +114,25 @@ def _prepared(
     return plan.decision if plan.launch is None else (problem, plan.run)
 
 
+def prepare_sequence(
+    direction: Direction,
+    options: Options,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    training: bool,
+    graded: int,
+) -> Run | None:
+    """The launch of all steps at once, for tensors that lie as a kernel takes them; None if there is none. ``graded`` states
+    have a gradient at every step."""
+    posed = alternatives(direction, options, tensors, training)
+    if direction == "backward":
+        posed = tuple((replace(problem, graded=graded), backend) for problem, backend in posed)  # type: ignore[type-var]
+    found = _prepared(posed, device)
+    if isinstance(found, Decision) or found[0].scope != "sequence":
+        return None
+    return found[1]
+
+
 @contextmanager
 def _step_buffers(problem: RnnProblem, like: Tensor) -> Iterator[StepBuffers]:
     """Buffers for a call that poses a step's problem, on the current stream. For a graph that somebody
@@ -139,7 +159,7 @@ def _step_buffers(problem: RnnProblem, like: Tensor) -> Iterator[StepBuffers]:
 
 
 def _in_torch(inputs: Tensor, backend: str) -> bool:
-    """Whether only plain torch will do."""
+    """Whether no kernel of a GPU will do."""
     return not inputs.is_cuda or backend == "reference" or inputs.dtype not in COMPILED
 
 
@@ -190,7 +210,9 @@ def _plan_forward(
     if inputs.numel() == 0:
         return nothing
     if _in_torch(inputs, options.backend):
-        return by_reference
+        if not rnn_cpu.takes(inputs, options.backend):
+            return by_reference
+        return lambda *tensors: Outputs(*rnn_cpu.forward(tensors, options, training))
     tensors = forward_tensors(inputs, function, training)
     found = _prepared(alternatives("forward", options, tensors, training), inputs.device)
     if isinstance(found, Decision):
@@ -320,7 +342,9 @@ def _plan_backward(
     if states.numel() == 0:
         return nothing
     if _in_torch(states, options.backend):
-        return by_reference
+        if not rnn_cpu.takes(states, options.backend):
+            return by_reference
+        return lambda *tensors: rnn_cpu.backward(tensors, options)
     strided = backward_tensors(states, cache, states_grad, function)
     found = _prepared(alternatives("backward", options, strided, True), states.device)
     if isinstance(found, Decision):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ci import build
+from ci.matrix import Platform, load
 from ci.workspace import DevError, Environment
 
 ROOT = Path(__file__).parents[2]
@@ -93,3 +96,45 @@ def test_steps_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
         "one",
         "all of it",
     ]
+
+
+def test_every_platform_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    platforms = load().platforms
+    clock = build.Clock()
+    for number, platform in enumerate(platforms):
+        clock.steps[build._title(platform, build.WORK)] = 10 + number
+        for folder, name in (("pypi", "0.1.0"), ("index", "0.1.0+cu129"), ("index", "0.1.0+core")):
+            path = tmp_path / folder / f"scan_registry-{name}-cp310-abi3-{platform.tag}.whl"
+            path.parent.mkdir(exist_ok=True)
+            with zipfile.ZipFile(path, "w") as wheel:
+                wheel.writestr("scan_registry/ops/_cpu.abi3.so", bytes(10_000 * (1 + number)))
+                wheel.writestr("scan_registry/x", bytes(990_000 * (folder == "pypi")))
+    build.sizes_told(platforms, tmp_path, clock)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [
+        ["x86_64", "10", "1.00", "0.01", "0.01"],
+        ["aarch64", "11", "1.01", "0.02", "0.02"],
+    ]
+
+
+def test_this_machines_wheel_is_built_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves its archives in the tree; the others' builds leave none there."""
+    order = []
+
+    def crossed(_: Environment, work: Path, platform: Platform, source: Path) -> Path:
+        order.append(platform.name)
+        return work / platform.name
+
+    def native(*_: object, **options: object) -> SimpleNamespace:
+        order.append("here")
+        return SimpleNamespace(path=Path("here.whl"))
+
+    monkeypatch.setattr(build.cross, "build", crossed)
+    monkeypatch.setattr(build, "build_wheel", native)
+    monkeypatch.setattr(build, "repaired", lambda _, wheel, folder: wheel)
+    environment, clock = Environment(tmp_path), build.Clock()
+    others = [each.name for each in load().platforms if each.name != os.uname().machine]
+    made = build.built(environment, tmp_path, load().platforms, clock, ROOT)
+    assert made == [*(tmp_path / name for name in others), Path("here.whl")]
+    assert order == [*others, "here"]
+    assert len(clock.steps) == len(load().platforms)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ci import disassembly, gates, products, sbom
+from ci import cross, disassembly, gates, products, sbom
 from ci.gates import Release
 from ci.matrix import load
 from ci.products import Parts
@@ -20,9 +22,11 @@ from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
+from scan_registry.ops import _cpu
 from scan_registry.packaging.wheel import Wheel
 
 SM90 = Target.parse("sm90")
+LAUNCHER = "scan_registry/hardware/_launcher.abi3.so"
 CUDA = FAMILY.kernel("time_last_reduction", "cuda").variants[0]
 
 
@@ -48,6 +52,11 @@ def real(tmp_path: Path) -> Callable[..., Release]:
         return Release(tmp_path, (Archive(path),), load())
 
     return make
+
+
+def elf(machine: int) -> bytes:
+    """As much of a shared library as is looked at."""
+    return struct.pack("<4sBB10xHH", b"\x7fELF", 2, 1, 3, machine)
 
 
 def changed(path: Path, change: Callable[[Wheel], Wheel]) -> None:
@@ -227,6 +236,65 @@ def test_a_wheel_for_any_linux(release: Release) -> None:
         assert sum("is not for manylinux_2_28_" in text for text in wrong) == 3
         missing = [text for text in wrong if text.startswith("there is no wheel for ")]
         assert len(missing) == (0 if compiled_here else 2)
+
+
+def tool(shown: str) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """auditwheel shows this tag; abi3audit is content."""
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        said = f'x.whl is consistent with\nthe following platform tag: "{shown}".\n'
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("shown", "wrong"),
+    [
+        ("manylinux_2_17_x86_64", False),
+        ("manylinux_2_28_x86_64", False),
+        ("manylinux_2_34_x86_64", True),
+        ("manylinux_2_17_aarch64", True),
+        ("linux_x86_64", True),
+    ],
+)
+def test_what_a_tag_promises(
+    release: Release, monkeypatch: pytest.MonkeyPatch, shown: str, wrong: bool
+) -> None:
+    for path in (*release.wheels("index"), *release.wheels("pypi")):
+        if "-abi3-" in path.name:
+            changed(path, lambda wheel: wheel.with_files({LAUNCHER: elf(62)}))
+    monkeypatch.setattr(gates.subprocess, "run", tool(shown))
+    assert len(gates.portable(release, compiled_here=True).wrong) == (3 if wrong else 0)
+
+
+def test_machine_code_for_another_processor(
+    release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file for x86-64 in a wheel for aarch64."""
+    for path in (*release.wheels("index"), *release.wheels("pypi")):
+        if "-abi3-" in path.name:
+            wheel = Wheel.read(path).with_files({LAUNCHER: elf(62)})
+            replace(wheel, tag=wheel.tag.replace("x86_64", "aarch64")).write(path.parent)
+            path.unlink()
+    monkeypatch.setattr(gates.subprocess, "run", tool("manylinux_2_17_aarch64"))
+    wrong = gates.portable(release, compiled_here=True).wrong
+    assert len(wrong) == 3
+    assert all(f"{LAUNCHER} is not machine code for aarch64" in text for text in wrong)
+
+
+def test_vectors(release: Release) -> None:
+    """Wheels for other machines are not looked at; a wheel for aarch64 must have what is looked for."""
+    assert gates.vectorised(release) == gates.Gate("vectors", "0 wheels for aarch64", ())
+    (path,) = (release.dist / "pypi").glob("scan_registry-*.whl")
+    wheel = Wheel.read(path)
+    arm = replace(wheel, tag=wheel.tag.replace("x86_64", "aarch64"))
+    library = Path(_cpu.__file__).read_bytes()
+    arm.with_files({"scan_registry/ops/_cpu.abi3.so": library}).write(path.parent)
+    found = gates.vectorised(release)
+    assert found.looked_at == "1 wheels for aarch64"
+    if cross.foreign({"_cpu.so": library}, "aarch64"):
+        assert "not for AArch64" in found.wrong[0]
 
 
 def test_a_failed_gate_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:

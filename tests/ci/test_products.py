@@ -178,6 +178,9 @@ def test_another_platform_has_the_same_archives(job: Job, core: Wheel, tmp_path:
     write(found, load(), tmp_path)
     names = {path.name for path in (tmp_path / "pypi").iterdir()}
     assert {f"scan_registry-0.1.0-{tag}.whl" for tag in (core.tag, arm.tag)} <= names
+    other = arm.with_files({"scan_registry/__init__.py": b"# other"})
+    with pytest.raises(DevError, match="differ in more than machine code for CPUs"):
+        parts([*(job(label) for label in RELEASED), other], load())
     old = replace(arm, version="0.0.9")
     with pytest.raises(DevError, match="different versions"):
         parts([job(label) for label in RELEASED] + [old], load())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import distributed_cases as cases
+import distributed_failures as cases
 import pytest
 import torch
 from rank_pool import GROUP_TIMEOUT, RankPool
@@ -53,6 +53,23 @@ def test_ranks_differ(ranks: RankPool, kind: str, known: bool) -> None:
         assert most in message
         assert one in message.partition("rank 2: ")[2]
         assert seconds < GROUP_TIMEOUT / 2
+
+
+def test_headers_that_are_not_read(ranks: RankPool) -> None:
+    """As over NCCL: results that depend on other ranks are NaN, the next call is an error on all ranks, and the one after it good."""
+    for rank, (nans, errors) in enumerate(ranks.run(SIZE, cases.unread)):
+        assert nans == [rank > 0, False]
+        first, second, third = errors
+        assert (first, third) == ("", "")
+        assert second.startswith("ValueError: linear_scan was not run")
+        assert "ranks 0, 1: linear_scan: shape (2, T)" in second
+        assert "rank 2: linear_scan: shape (3, T)" in second
+
+
+def test_ranks_learn_of_an_error_in_different_calls(ranks: RankPool) -> None:
+    for errors in ranks.run(SIZE, cases.late):
+        assert any(errors[:5])
+        assert not any(errors[8:]), errors
 
 
 def test_bounds_that_end_elsewhere(ranks: RankPool) -> None:

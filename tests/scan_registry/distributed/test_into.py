@@ -117,6 +117,21 @@ def test_gradients_add_up_in_a_wider_dtype() -> None:
     torch.testing.assert_close(gates_grad, 1e4 + found.float())
 
 
+@pytest.mark.parametrize("time_last", [False, True])
+@pytest.mark.parametrize("shape", [(1, 6, 4), (2, 5, 3), (3, 0, 2)], ids=str)
+def test_a_summary_is_written_in_the_order_of_states(
+    time_last: bool, shape: tuple[int, ...]
+) -> None:
+    gates, tokens = (torch.rand(shape, dtype=torch.float64) for _ in range(2))
+    if time_last:  # of other memory, with time contiguous
+        gates, tokens = (x.mT.contiguous().mT for x in (gates, tokens))
+    options = Options(-2, False, False, "auto")
+    row = torch.full((2 * shape[0] * shape[2],), torch.nan, dtype=torch.float64)
+    into.summary_into(row, gates, tokens, options)
+    expected = plans.summary(gates, tokens, options)
+    torch.testing.assert_close(row, torch.cat([each.reshape(-1) for each in expected]))
+
+
 def test_a_part_without_steps_passes_its_state_on() -> None:
     options = Options(-2, False, True, "auto")
     empty = torch.empty(2, 0, 12)

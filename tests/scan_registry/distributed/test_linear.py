@@ -70,6 +70,10 @@ def test_gradients_of_some_ranks_only(ranks: RankPool) -> None:
     ranks.run(3, cases.some_gradients)
 
 
+def test_inference_mode_leaves_no_traces(ranks: RankPool) -> None:
+    ranks.run(3, cases.modes)
+
+
 def test_drawn_cases_hold_what_matters() -> None:
     drawn = [case for size in SIZES for case in draw_cases(60, size)]
     for has in (

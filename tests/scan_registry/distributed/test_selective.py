@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import distributed_cases as cases
+import distributed_operators as cases
 import pytest
 from rank_pool import SIZES, RankPool
 

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import scan_registry
 from scan_registry import nn
+from scan_registry.nn import torch_cells
 
 KINDS = ("LSTM", "GRU", "RNN")
 OPTIONS: list[dict[str, Any]] = [
@@ -25,6 +26,15 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["torch", "own"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's functions where they would do, however fast they are, and by this package alone."""
+    if request.param == "own":
+        monkeypatch.setattr(torch_cells, "takes", lambda *given: False)
+    else:
+        monkeypatch.setattr(torch_cells, "is_faster", lambda *given: True)
 
 
 def pair(kind: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -68,6 +78,7 @@ def states_of(kind: str, options: dict[str, Any], batch: int | None = 3) -> Any:
 @pytest.mark.parametrize("start", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("kernels")
 def test_results_and_gradients(kind: str, options: dict[str, Any], start: bool) -> None:
     x = torch.randn(3, 7, 5, dtype=options.get("dtype"), requires_grad=True)
     if not options.get("batch_first"):
@@ -77,6 +88,7 @@ def test_results_and_gradients(kind: str, options: dict[str, Any], start: bool) 
 
 @pytest.mark.parametrize("start", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("kernels")
 def test_unbatched(kind: str, start: bool) -> None:
     options = {"bidirectional": True}
     x = torch.randn(7, 5, requires_grad=True)
@@ -85,6 +97,7 @@ def test_unbatched(kind: str, start: bool) -> None:
 
 @pytest.mark.parametrize("enforce_sorted", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("kernels")
 def test_packed_sequences(kind: str, enforce_sorted: bool) -> None:
     options = {"bidirectional": True, "num_layers": 2}
     lengths = [9, 4, 1] if enforce_sorted else [4, 9, 1]
@@ -170,6 +183,7 @@ def apart(tensors: list[Tensor]) -> bool:
 @pytest.mark.parametrize("how", ["backward", "grad"])
 @pytest.mark.parametrize("options", [*OPTIONS, {"num_layers": 2}], ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "SLSTM"])
+@pytest.mark.usefixtures("kernels")
 def test_no_gradients_or_outputs_share_memory(kind: str, options: dict[str, Any], how: str) -> None:
     module, dtype = getattr(nn, kind)(5, 6, **options), options.get("dtype")
     x = torch.randn(3, 7, 5, dtype=dtype, requires_grad=True)
@@ -190,6 +204,7 @@ def test_no_gradients_or_outputs_share_memory(kind: str, options: dict[str, Any]
 @pytest.mark.parametrize("first", [False, True], ids=["time first", "batch first"])
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["one way", "both ways"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("kernels")
 def test_strides_match_torch(
     kind: str, bidirectional: bool, first: bool, shape: tuple[int, ...]
 ) -> None:
@@ -205,6 +220,7 @@ def test_strides_match_torch(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("kernels")
 def test_strides_of_packed_sequences_match_torch(kind: str) -> None:
     packed = pack_padded_sequence(
         torch.randn(9, 3, 5), torch.tensor([4, 9, 1]), enforce_sorted=False
@@ -219,12 +235,16 @@ def test_strides_of_packed_sequences_match_torch(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*KINDS, "SLSTM"])
 @pytest.mark.parametrize("first", [False, True])
 def test_outputs_may_be_changed_in_place(kind: str, first: bool) -> None:
-    """Without a backward pass after it; with one autograd says what was changed, as for torch.nn.LSTM."""
+    """Without a backward pass after it; with one autograd says what was changed, as for torch.nn.LSTM,
+    unless torch computes it, which needs no outputs of GRU and RNN."""
     module, x = getattr(nn, kind)(3, 4, batch_first=first), torch.randn(5, 2, 3)
     out = module(x)[0]
     expected = out.detach() * 2
     assert torch.equal(out.mul_(2), expected)
     out[-1].relu_()
+    if kind in ("GRU", "RNN"):
+        out.sum().backward()
+        return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -61,24 +59,70 @@ class Planner:
     def plan(self, *request: Any) -> Any:
         number = len(self.requests)
         self.requests.append(request)
-        return lambda gates, tokens: number
+        return lambda *tensors: number
 
     def record(self, *told: Any) -> Any:
         self.recorded.append(told)
         return "recorded"
 
-    def __call__(self, gates: Any, tokens: Any, dim: Any = -1, backend: Any = "auto") -> Any:
-        return self.calls.run(gates, tokens, dim, backend)
+    def __call__(
+        self,
+        gates: Any,
+        tokens: Any,
+        dim: Any = -1,
+        backend: Any = "auto",
+        *,
+        state: Any = None,
+        bounds: Any = None,
+        reverse: Any = False,
+        final: Any = False,
+    ) -> Any:
+        return self.calls.run(gates, tokens, state, bounds, dim, reverse, final, backend)
+
+
+def plain_call(calls: FastPath, gates: Any, tokens: Any) -> Any:
+    return calls.run(gates, tokens, None, None, -1, False, False, "auto")
 
 
 def test_a_call_is_planned_once() -> None:
     planner, gates, tokens = Planner(), memory(2, 3), memory(2, 3)
     planner.choice = object()
     assert [planner(gates, tokens, 1, "cuda") for _ in range(3)] == [0, 0, 0]
-    ((*tensors, dim, backend),) = planner.requests
-    assert all(one is other for one, other in zip(tensors, (gates, tokens), strict=True))
-    assert (dim, backend) == (1, "cuda")
+    state, bounds = memory(2), memory(2, dtype=torch.int64)
+    given = {"state": state, "bounds": bounds, "reverse": True, "final": True}
+    assert [planner(gates, tokens, 0, "auto", **given) for _ in range(3)] == [1, 1, 1]
+    plain, other = planner.requests
+    for request, wanted in (
+        (plain, (gates, tokens, None, None, 1, False, False, "cuda")),
+        (other, (gates, tokens, state, bounds, 0, True, True, "auto")),
+    ):
+        assert all(one is two for one, two in zip(request, wanted, strict=True))
     assert not planner.recorded
+
+
+def test_a_call_whose_plan_is_none_is_left_to_others() -> None:
+    requests: list[Any] = []
+    calls = FastPath(**Planner().parts() | {"plan": lambda *call: requests.append(call)})
+    tracked = torch.nn.Parameter(memory(2, 3))
+    assert [plain_call(calls, PLAIN, each) for each in (PLAIN, PLAIN, tracked)] == [None] * 3
+    assert len(requests) == 1
+
+
+def test_results_are_those_of_the_plan() -> None:
+    given: list[Any] = []
+
+    def compute(*tensors: Any) -> Any:
+        given.append(tensors)
+        return "states", "last"
+
+    calls = FastPath(**Planner().parts() | {"plan": lambda *call: compute})
+    state, bounds = memory(2), memory(2, dtype=torch.int32)
+    found = calls.run(PLAIN, PLAIN, state, bounds, -1, False, True, "auto")
+    assert found == ("states", "last")
+    ((gates, tokens, *others),) = given
+    assert gates is tokens is PLAIN
+    assert others[0] is state
+    assert others[1] is bounds
 
 
 def test_plans_that_are_too_many_are_forgotten() -> None:
@@ -94,9 +138,9 @@ def test_plans_that_are_too_many_are_forgotten() -> None:
 def test_what_plans_keep_goes_with_them() -> None:
     choices = [Anything()]
     kept = weakref.ref(choices[0])
-    parts = {"choice": lambda: choices[-1], "plan": lambda *call: lambda gates, tokens: 0}
+    parts = {"choice": lambda: choices[-1], "plan": lambda *call: lambda *tensors: 0}
     calls = FastPath(**Planner().parts() | parts)
-    calls.run(PLAIN, PLAIN, -1, "auto")
+    plain_call(calls, PLAIN, PLAIN)
     choices[:] = [Anything()]
     assert kept() is not None  # as what takes its place in memory would have its plans
     del calls
@@ -106,15 +150,19 @@ def test_what_plans_keep_goes_with_them() -> None:
 def test_autograd_is_told_where_a_tensor_requires_gradients() -> None:
     planner, tracked = Planner(), torch.nn.Parameter(memory(2, 3))
     planner.choice = object()
-    for gates, tokens in ((tracked, PLAIN), (PLAIN, tracked), (tracked, tracked)):
-        assert planner(gates, tokens, 1, "cuda") == "recorded"
-        (told,) = planner.recorded
-        assert told[0] is gates
-        assert told[1] is tokens
-        assert told[2] == (0, (1, "cuda", planner.choice))
-        planner.recorded.clear()
+    bounds = memory(3, dtype=torch.int64)
+    for tensors in ((tracked, PLAIN, None), (PLAIN, tracked, PLAIN), (PLAIN, PLAIN, tracked)):
+        gates, tokens, state = tensors
+        how = {"state": state, "bounds": bounds, "reverse": True}
         with torch.no_grad():
-            assert planner(gates, tokens, 1, "cuda") == 0
+            number = planner(gates, tokens, 1, "cuda", **how)
+        assert not planner.recorded
+        assert planner(gates, tokens, 1, "cuda", **how) == "recorded"
+        ((*told, (result, request)),) = planner.recorded
+        assert all(one is other for one, other in zip(told, (*tensors, bounds), strict=True))
+        assert result == number
+        assert request == (1, True, False, "cuda", planner.choice)
+        planner.recorded.clear()
     assert not planner.recorded
 
 
@@ -123,10 +171,10 @@ def test_what_recording_and_planning_raise_is_raised() -> None:
         raise LookupError(len(args))
 
     tracked = torch.nn.Parameter(memory(2, 3))
-    for name, count in (("record", 3), ("plan", 4), ("choice", 0), ("tracking", 0)):
+    for name, count in (("record", 5), ("plan", 8), ("choice", 0), ("tracking", 0)):
         calls = FastPath(**Planner().parts() | {name: fail})
         with pytest.raises(LookupError, match=str(count)):
-            calls.run(tracked, PLAIN, -1, "auto")
+            plain_call(calls, tracked, PLAIN)
 
 
 def test_what_torch_asks_a_derivative_for_is_as_torch_has_it() -> None:
@@ -148,11 +196,14 @@ def test_options_go_by_their_values() -> None:
     assert planner(*tensors, 2**64, "cuda") is None
     assert planner(*tensors, True, "cuda") is None
     assert planner(*tensors, "-7", "cuda") is None
+    for flag in (0, 1, None, "True", np.bool_(True)):
+        assert planner(*tensors, -7, "cuda", reverse=flag) is None
+        assert planner(*tensors, -7, "cuda", final=flag) is None
 
 
 def test_what_planning_raises_is_raised() -> None:
     with pytest.raises(ValueError, match="dim is 5"):
-        fast_path.fast_scan(memory(2, 3), memory(2, 3), 5, "auto")
+        fast_path.fast_scan(memory(2, 3), memory(2, 3), None, None, 5, False, False, "auto")
 
 
 def test_equal_calls_have_equal_plans_and_others_have_not() -> None:
@@ -167,10 +218,31 @@ def test_equal_calls_have_equal_plans_and_others_have_not() -> None:
         "tokens' strides": (memory(4, 8), memory(8, 4).T),
         "gates' alignment": (memory(4, 8, off=1), memory(4, 8)),
         "tokens' alignment": (memory(4, 8), memory(4, 8, off=2)),
+        "gates of another dtype": (memory(4, 8), memory(4, 8).half()),
+        "gates that broadcast": (memory(1, 8), memory(4, 8)),
+        "gates of another rank": (memory(8), memory(4, 8)),
+        "tokens that broadcast": (memory(4, 8), memory(1, 8)),
     }
     planner = Planner()
     found = {name: planner(*pair) for name, pair in pairs.items()}
     found["another dim"] = planner(*pairs["plain"], 0)
+    offsets = {kind: memory(4, dtype=getattr(torch, kind)) for kind in ("int32", "int64")}
+    ways: dict[str, dict[str, Any]] = {
+        "reverse": {"reverse": True},
+        "final": {"final": True},
+        "reverse and final": {"reverse": True, "final": True},
+        "a state": {"state": memory(4)},
+        "another state": {"state": memory(1)},
+        "a state of another dtype": {"state": memory(4).half()},
+        "a state of another rank": {"state": memory(4, 1)},
+        "a state of other strides": {"state": memory(8)[::2]},
+        "bounds": {"bounds": offsets["int64"]},
+        "other bounds": {"bounds": offsets["int64"][:3]},
+        "bounds of another dtype": {"bounds": offsets["int32"]},
+        "bounds with gaps": {"bounds": memory(8, dtype=torch.int64)[::2]},
+        "state and bounds": {"state": memory(4), "bounds": offsets["int64"]},
+    }
+    found |= {name: planner(*pairs["plain"], **way) for name, way in ways.items()}
     found["another backend"] = planner(*pairs["plain"], -1, "cuda")
     planner.choice = object()
     found["another choice"] = planner(*pairs["plain"])
@@ -179,6 +251,8 @@ def test_equal_calls_have_equal_plans_and_others_have_not() -> None:
         assert found[one] != found[other], (one, other)
     again = planner(torch.nn.Parameter(memory(4, 8), requires_grad=False), memory(4, 8))
     assert again == found["plain"]
+    # No plan depends on how a state or bounds are aligned.
+    assert planner(*pairs["plain"], state=memory(4, off=1)) == found["a state"]
 
 
 class Subclass(Tensor):
@@ -187,9 +261,6 @@ class Subclass(Tensor):
 
 PLAIN = memory(2, 3)
 OTHERS: dict[str, tuple[Any, Any]] = {
-    "shapes that broadcast": (memory(1, 3), PLAIN),
-    "shapes of one size": (memory(3, 2), PLAIN),
-    "dtypes that mix": (PLAIN, PLAIN.half()),
     "complex": (PLAIN.to(torch.complex64), PLAIN.to(torch.complex64)),
     "integers": (PLAIN.int(), PLAIN.int()),
     "a lazy negation": (PLAIN, torch._neg_view(PLAIN)),
@@ -207,6 +278,18 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 def test_what_does_not_take_the_fast_path(name: str) -> None:
     planner = Planner()
     assert planner(*OTHERS[name]) is None
+    gates, tokens = OTHERS[name]
+    assert planner(tokens, gates) is None
+    assert planner(PLAIN, PLAIN, state=3.0 if tokens is None else tokens) is None
+    assert not planner.requests
+
+
+@pytest.mark.parametrize(
+    "bounds", [memory(3), PLAIN.bool(), [0, 3], torch.zeros(2, dtype=torch.int64, device="meta")]
+)
+def test_bounds_that_are_no_integers_in_memory_do_not_take_the_fast_path(bounds: Any) -> None:
+    planner = Planner()
+    assert planner(PLAIN, PLAIN, bounds=bounds) is None
     assert not planner.requests
 
 
@@ -255,7 +338,7 @@ def test_scans_in_transforms_of_other_tensors(tracked: bool) -> None:
 def test_without_what_torch_is_asked_by_no_call_takes_the_fast_path(
     missing: dict[str, Any],
 ) -> None:
-    assert FastPath(**Planner().parts() | missing).run(PLAIN, PLAIN, -1, "auto") is None
+    assert plain_call(FastPath(**Planner().parts() | missing), PLAIN, PLAIN) is None
 
 
 @pytest.mark.parametrize("observing", range(3))
@@ -264,9 +347,9 @@ def test_every_observer_is_asked(observing: int) -> None:
     planner = Planner()
     observers = tuple(lambda i=i: told[i] for i in range(3))
     calls = FastPath(**planner.parts() | {"observers": observers})
-    assert calls.run(PLAIN, PLAIN, -1, "auto") == 0
+    assert plain_call(calls, PLAIN, PLAIN) == 0
     told[observing] = True
-    assert calls.run(PLAIN, PLAIN, -1, "auto") is None
+    assert plain_call(calls, PLAIN, PLAIN) is None
 
 
 def test_what_observers_raise_is_raised() -> None:
@@ -274,7 +357,7 @@ def test_what_observers_raise_is_raised() -> None:
         raise LookupError
 
     with pytest.raises(LookupError):
-        FastPath(**Planner().parts() | {"observers": (fail,)}).run(PLAIN, PLAIN, -1, "auto")
+        plain_call(FastPath(**Planner().parts() | {"observers": (fail,)}), PLAIN, PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -291,119 +374,3 @@ def test_what_observers_raise_is_raised() -> None:
 def test_wrong_arguments(call: Callable[[], object], error: type[Exception]) -> None:
     with pytest.raises(error):
         call()
-
-
-# --- Launches ---------------------------------------------------------------------------------
-
-#: A driver of callbacks, whose launches are on the CPU's memory: what they are given, and the results.
-LAUNCHES = """
-import ctypes, json
-from ctypes import CFUNCTYPE, POINTER, c_int, c_ubyte, c_size_t, c_uint, c_uint64, c_void_p
-import torch
-from scan_registry.hardware import _launcher
-from scan_registry.ops import fast_path
-
-said, status, context = [], 0, 1000
-
-def launch(function, *rest):
-    *shape, stream, parameters, extra = rest
-    values = [ctypes.cast(parameters[i], POINTER(c_uint64))[0] for i in range(8)]
-    said.append(["launch", function, shape, stream, values, extra])
-    return status
-
-def zero(pointer, value, size, stream):
-    said.append(["zero", pointer, value, size, stream])
-    return 0
-
-def current(into):
-    into[0] = context
-    return 0
-
-driver = [
-    CFUNCTYPE(c_int, c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p), c_void_p)(launch),
-    CFUNCTYPE(c_int, c_uint64, c_ubyte, c_size_t, c_void_p)(zero),
-    CFUNCTYPE(c_int, POINTER(c_void_p))(current),
-    CFUNCTYPE(c_int, c_void_p)(lambda context: 999),
-    CFUNCTYPE(c_int, POINTER(c_void_p))(lambda context: 999),
-]
-_launcher.bind(*[ctypes.cast(each, c_void_p).value for each in driver])
-
-def plan(workspace=None, **others):
-    zeroed = {"workspace": 4 if workspace else -1, "workspace_bytes": 64 if workspace else 0}
-    launch = _launcher.Launch(context=1000, function=7, grid=(2, 3, 4), block=(32, 1, 1), shared=5,
-                              pointers=5, scalars=(11, -1), hidden=1, **zeroed)
-    made = []
-    def empty(*arguments):
-        made.append(torch.empty_strided(*arguments[:2], dtype=arguments[2]))
-        return made[-1]
-    parts = {
-        "launch": launch, "places": (0, 2, 3), "empty": empty,
-        "states": ((2, 3), (1, 2), torch.float64), "workspace": workspace,
-        "refuse": lambda status: None, "elsewhere": lambda gates, tokens: "elsewhere"}
-    return made, _launcher.FastLaunch(**{**parts, **others})
-
-other = _launcher.Launch(1000, 7, (1, 1, 1), (1, 1, 1), 0, 5, (), 0, 4, 64)
-gates, tokens = torch.zeros(2, 3), torch.zeros(2, 3)
-found = {}
-
-def scan(made, launch):
-    calls = _launcher.FastPath(
-        types=fast_path.PLAIN_TYPES, tensor=torch._C.TensorBase,
-        exchange=torch.Tensor.__dlpack_c_exchange_api__, observers=fast_path.OBSERVERS,
-        backends=("auto",), choice=lambda: None, plan=lambda *call: launch,
-        tracking=lambda: False, record=None)
-    said.clear()
-    try:
-        states = calls.run(gates, tokens, -1, "auto")
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    places = {each.data_ptr(): name for name, each in
-              {"gates": gates, "tokens": tokens, **{f"made {n}": m for n, m in enumerate(made)}}.items()}
-    for each in said:
-        if each[0] == "launch":
-            each[4] = [places.get(value, value) for value in each[4]]
-        else:
-            each[1] = places[each[1]]
-    if states == "elsewhere":
-        return [states, *said]
-    return [states is made[0], states.stride(), *said]
-
-def refuse(status):
-    raise OSError(f"status {status}")
-
-found["plain"] = scan(*plan())
-found["zeroed"] = scan(*plan(((64,), (1,), torch.uint8)))
-status = 701
-found["refused"] = scan(*plan(refuse=refuse))
-found["refused in silence"] = scan(*plan())
-status, context = 0, 2000
-found["elsewhere"] = scan(*plan())
-for name, wrong in {"places": {"places": (0, 2, 5)}, "workspace": {"launch": other}}.items():
-    try:
-        plan(**wrong)
-    except ValueError as error:
-        found[f"wrong {name}"] = str(error)
-print(json.dumps(found))
-"""
-
-
-def test_launches(tmp_path: Any) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
-    found = json.loads(done.stdout)
-    values = ["gates", 0, "tokens", "made 0", 0, 11, 2**64 - 1, 0]
-    launched = ["launch", 7, [2, 3, 4, 32, 1, 1, 5], None, values, None]
-    assert found["plain"] == [True, [1, 2], launched]
-    zeroed = ["launch", 7, launched[2], None, [*values[:4], "made 1", *values[5:]], None]
-    assert found["zeroed"] == [True, [1, 2], ["zero", "made 1", 0, 64, None], zeroed]
-    assert found["refused"] == ["OSError", "status 701"]
-    assert found["refused in silence"] == ["RuntimeError", "the launch failed with status 701"]
-    assert found["elsewhere"] == ["elsewhere"]
-    assert found["wrong places"] == "place 5 of 5 pointers"
-    assert "workspace" in found["wrong workspace"]

@@ -20,6 +20,7 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
+from scan_registry.nn import torch_cells
 from scan_registry.ops import rnn_plans, rnn_steps, step_buffers
 from scan_registry.ops.launching import PlanCache, Run
 from scan_registry.ops.rnn_arguments import FUNCTIONS, WAYS
@@ -139,6 +140,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
             return problem, Kernel(problem)
 
         monkeypatch.setattr(rnn_plans, "_in_torch", lambda *_: False)
+        monkeypatch.setattr(torch_cells, "takes", lambda *_: False)
         monkeypatch.setattr(rnn_plans, "_prepared", prepared)
         monkeypatch.setattr(rnn_plans, "plan_cache", PlanCache())
         pool = BufferPool()

@@ -50,6 +50,7 @@ report(
 """
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("source", ["require", "SCAN_REGISTRY_REQUIRE"])
 def test_what_is_required_is_never_compiled(rig: Rig, synthetic: Synthetic, source: str) -> None:
     rig.stub.gpu((12, 1))

@@ -1,0 +1,367 @@
+"""The opening of a call: how ranks compare a call's arguments before they exchange data.
+
+A call of this package is collective: every rank of the group makes it, with its own part. If one rank raised an error alone,
+the others would wait for its data. Ranks with different shapes would wait for each other, or read past the data that was sent.
+So every call *opens* with one all-gather, the *opening*. It has the same number of bytes on every rank, whatever the call is:
+
+    a header    digest of what has to be equal | failed? | number of the call | local numbers | the same in words
+    data        the call's own row, where it is known to fit
+
+**No rank skips an opening, whatever it has cached.** The opening also carries the data of calls that were agreed on before. A
+``Session`` remembers the size of the opening (its *capacity*), and the calls that were agreed on. Both change only after all
+ranks have read all headers and found them equal, so they change on all ranks in the same call. If a rank makes a call of a new
+kind, the other ranks see its header in the opening of their own call. When the headers are read depends on the backend:
+
+- If headers are exchanged in CPU memory, as with gloo, each rank reads all of them. A failure or a disagreement is an error on
+  all ranks in the same call, and the next call can succeed.
+- With NCCL alone, reading headers would wait for the GPU. A rank reads them in a call that is new to it. In a call that was
+  agreed on before, it compares them on the GPU, forward and backward. If they differ, what the call takes from the gathered
+  rows becomes NaN, and the first later call or backward pass that finds the comparison finished raises the error. No rank
+  waits for missing data, as the opening is all that such a call exchanges.
+- The first call of a kind, and calls with packed sequences, always read the headers first. So do calls that have a further
+  collective after the opening. The exception are calls that pass states on and were agreed on before: they go on without
+  reading. If a rank fails in such a call, with NCCL, the others wait for its states until the group's timeout, or until their
+  next call raises the error.
+
+Ranks that make calls in different orders are detected in the same way, as the digest contains the operator. If a rank has
+stopped, or makes no call at all, the others' call ends by the group's timeout.
+
+What a rank sends with every call of a kind, the header above all, stays in memory of the group's device from call to call
+(``Opening``). A kernel writes the call's row behind the header in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scan_registry.distributed.group import Members, Session, all_gather, session
+from scan_registry.distributed.headers import HEADER, Terms, encoded, read_headers
+
+__all__ = ["Message", "Opened", "Opening", "agree", "check_unread", "open_call"]
+
+#: The largest capacity of an opening, in bytes.
+_MOST = 1 << 20
+#: The most openings that a group keeps.
+_KEPT = 64
+#: The most messages of an opening: of several streams, or of a capacity that has grown.
+_STREAMS = 3
+_COMPARED = 3  # words of a header that have to be equal: digest, failed, number
+_WORD = 8
+_NUMBER = 2  # the word that is the number of the call
+
+#: The name of this function depends on torch's version; newer versions warn of the old name.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reading_waits(place: torch.device) -> bool:
+    """Whether reading headers that were exchanged on this device would make the CPU wait for the device."""
+    return place.type != "cpu"
+
+
+# --- What a rank sends, and what it gets ------------------------------------------------------
+
+
+class Message:
+    """What this rank sends in an opening: a header, and a row behind it.
+
+    memory   64-bit words, as many as the opening's capacity holds
+    nan      NaN in the dtype of the row, where the row is
+    row      memory for the call's row, which the call fills in before it sends; None for a call without a row
+    inline   whether ``row`` is a part of ``memory``. If not, it is exchanged after the opening
+    """
+
+    __slots__ = ("compared", "inline", "memory", "nan", "number", "row", "sent")
+
+    def __init__(
+        self, capacity: int, place: torch.device, count: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        self.memory = torch.empty(capacity // _WORD, dtype=torch.int64, device=place)
+        self.number = self.memory[_NUMBER]
+        self.compared = self.memory[:_COMPARED]
+        self.sent = 0  # the number that ``memory`` has now
+        self.row = self.nan = None
+        self.inline = False
+        if count:
+            self.nan = torch.full((), torch.nan, dtype=dtype, device=device)
+            size = count * dtype.itemsize
+            self.inline = device.type == place.type and HEADER + size <= capacity
+            if self.inline:
+                self.row = self.memory.view(torch.uint8)[HEADER : HEADER + size].view(dtype)
+            else:
+                self.row = torch.empty(count, dtype=dtype, device=device)
+
+    def write(self, header: bytes) -> Message:
+        words = torch.frombuffer(bytearray(header), dtype=torch.int64)
+        # A blocking copy would make the CPU wait for the GPU.
+        self.memory[: HEADER // _WORD].copy_(words, non_blocking=True)
+        return self
+
+    def copy_header(self, other: Message) -> None:
+        """Take the header of a message of the same terms. Its number may be changing on another stream."""
+        self.memory[: HEADER // _WORD].copy_(other.memory[: HEADER // _WORD])
+        self.sent = -1
+
+
+class Opened(NamedTuple):
+    """The result of an opening.
+
+    local  the local numbers of each rank; None where the headers were not read
+    rows   (ranks, elements); None for a call without rows
+    equal  whether the headers are equal, on the GPU; None where they were read
+    nan    NaN on the same device, in the rows' dtype
+    """
+
+    local: tuple[tuple[int, ...], ...] | None
+    rows: Tensor | None = None
+    equal: Tensor | None = None
+    nan: Tensor | None = None
+
+    def guarded(self, x: Tensor) -> Tensor:
+        """``x``, or NaN in its place if the GPU found that the ranks disagree."""
+        if self.equal is None or self.nan is None:
+            return x
+        return torch.where(self.equal, x, self.nan)
+
+
+class Opening:
+    """How this rank opens calls with the same terms and a row of ``count`` elements; 0 for no row.
+
+    The messages stay in memory, one for each stream: kernels of one stream write a message only after the exchange of the
+    call before it. ``terms.number`` is left out, and may differ from call to call.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        terms: Terms,
+        device: torch.device | None,
+        count: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.members, self.terms, self.kind, self.device = members, terms, terms.kind, device
+        self.count, self.dtype = count, dtype
+        self.place = _opening_device(members, device)
+        self._messages: dict[tuple[int, int], Message] = {}
+
+    def message(self) -> Message:
+        """The message to send next, whose row the call fills in."""
+        capacity = session(self.members).capacity
+        key = capacity, _stream(self.place)
+        found = self._messages.get(key)
+        if found is None:
+            # No tensors of inference mode, which other calls could not write to.
+            with torch.inference_mode(False):
+                found = Message(capacity, self.place, self.count, self.dtype, self.device)
+            other = next(iter(self._messages.values()), None)
+            if other is None:
+                found.write(encoded(self.terms._replace(number=0)))
+            else:
+                found.copy_header(other)
+            if not _is_capturing(self.place):  # memory of a CUDA graph belongs to that graph
+                if len(self._messages) >= _STREAMS:
+                    self._messages.clear()
+                self._messages[key] = found
+        return found
+
+    def exchange(
+        self,
+        message: Message,
+        number: int = 0,
+        *,
+        error: Exception | None = None,
+        read: bool = True,
+    ) -> Opened:
+        """Exchange the messages of all ranks. Errors are as for ``agree``.
+
+        error  why this rank cannot make the call; the other ranks raise an error that names it
+        read   false if the call may go on before this rank has read the headers
+        """
+        members, place, kind = self.members, self.place, self.kind
+        state = session(members)
+        if state.unread:
+            try:
+                check_unread(members)
+            except (RuntimeError, ValueError) as earlier:
+                # The other ranks may not know of the error yet: this rank's header in the opening tells them.
+                error = earlier
+        state.calls += 1
+        if error is not None:
+            message = Message(state.capacity, place, 0, self.dtype, place).write(encoded(error))
+        elif message.sent != number:
+            message.number.fill_(number)
+            message.sent = number
+        found = torch.empty(members.size, message.memory.shape[0], dtype=torch.int64, device=place)
+        _gather(found.view(-1), message.memory, members.group)
+        local = equal = None
+        known = error is None and kind in state.agreed and (message.inline or not self.count)
+        if read or not known or state.careful or not _reading_waits(place):
+            # Read headers until a call succeeds: ranks may learn of an error in different calls.
+            state.careful = True
+            # If this raises, the comparisons of earlier calls have no more to say.
+            earlier_calls = list(state.unread)
+            state.unread.clear()
+            local = read_headers(found, self.terms if error is None else error)
+            state.unread.extend(earlier_calls)
+            state.careful = False
+            if kind not in state.agreed:
+                state.remember(kind, None)
+        else:
+            equal = _compared(state, found, message, self.terms.operator)
+        if not self.count:
+            return Opened(local, None, equal)
+        assert message.row is not None
+        if message.inline:
+            at = HEADER // self.dtype.itemsize
+            return Opened(
+                local, found.view(self.dtype)[:, at : at + self.count], equal, message.nan
+            )
+        size = self.count * self.dtype.itemsize
+        assert self.device is not None
+        if self.device.type == place.type and state.capacity < HEADER + size <= _MOST:
+            state.capacity = 1 << (HEADER + size - 1).bit_length()
+        return Opened(local, all_gather(members, message.row), equal)
+
+
+def _stream(place: torch.device) -> int:
+    if place.type != "cuda":
+        return 0
+    return int(torch._C._cuda_getCurrentRawStream(place.index))
+
+
+def _is_capturing(place: torch.device) -> bool:
+    return place.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _opening_device(members: Members, device: torch.device | None) -> torch.device:
+    """The device for headers. Its kind depends on the group alone, as a rank's tensors may be on a wrong device."""
+    kinds = session(members).kinds
+    if "cpu" in kinds or not kinds:
+        return torch.device("cpu")
+    if device is not None and device.type in kinds:
+        return device
+    kind = sorted(kinds)[0]
+    return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else 0)
+
+
+# --- Calls without a plan of their own --------------------------------------------------------
+
+
+def agree(members: Members, terms: Terms | Exception, device: torch.device | None = None) -> Any:
+    """Compare the terms of all ranks, and return the local numbers of each rank. Every rank of the group has to call this.
+
+    ``terms`` is an exception if the rank's own arguments are bad. This rank then raises the exception, and the others a
+    ``RuntimeError`` that names the rank and the exception. If terms differ, all ranks raise a ``ValueError`` whose message
+    has the terms of each rank. ``device`` is the device of the rank's tensors.
+    """
+    return open_call(members, terms, device, None).local
+
+
+def open_call(
+    members: Members,
+    terms: Terms | Exception,
+    device: torch.device | None,
+    rows: Tensor | None = None,
+    *,
+    read: bool = True,
+) -> Opened:
+    """Open a call: exchange headers and ``rows``, a contiguous vector of the same size and dtype on all ranks.
+
+    ``read`` is false if the call may go on before this rank has read the headers; the gathered rows are then NaN if the ranks
+    disagree. Errors are as for ``agree``.
+    """
+    if members.size == 1:
+        if isinstance(terms, Exception):
+            raise terms
+        return Opened((terms.local,), None if rows is None else rows.unsqueeze(0))
+    error = terms if isinstance(terms, Exception) else None
+    if isinstance(terms, Exception):
+        terms = Terms("a call", ())
+    like = () if rows is None else (rows.numel(), rows.dtype)
+    opening = opening_of(members, terms, device, *like)
+    message = opening.message()
+    if message.row is not None and error is None:
+        assert rows is not None
+        message.row.copy_(rows.detach())
+    opened = opening.exchange(message, terms.number, error=error, read=read)
+    return opened if opened.rows is None else opened._replace(rows=opened.guarded(opened.rows))
+
+
+def opening_of(
+    members: Members,
+    terms: Terms,
+    device: torch.device | None,
+    count: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Opening:
+    """The group's opening for these terms, and for rows of ``count`` elements."""
+    memory = members.session.openings
+    key = terms._replace(number=0), device, count, dtype
+    found: Opening | None = memory.get(key)
+    if found is None:
+        if len(memory) >= _KEPT:
+            memory.clear()
+        found = memory[key] = Opening(members, terms, device, count, dtype)
+    return found
+
+
+# --- Headers that are compared on a GPU -------------------------------------------------------
+
+
+class _Flag:
+    """A bool that arrives in the CPU's memory from a GPU."""
+
+    __slots__ = ("_event", "_memory", "_value")
+
+    def __init__(self, place: torch.device) -> None:
+        on_gpu = place.type == "cuda"
+        with torch.inference_mode(False):
+            self._memory = torch.empty((), dtype=torch.bool, pin_memory=on_gpu)
+        self._value = ctypes.c_bool.from_address(self._memory.data_ptr())
+        self._event = torch.cuda.Event() if on_gpu else None
+
+    def come(self, value: Tensor) -> None:
+        self._memory.copy_(value, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def has_come(self) -> bool:
+        return self._event is None or self._event.query()
+
+    @property
+    def value(self) -> bool:
+        return self._value.value
+
+
+class Unread(NamedTuple):
+    """Headers that a GPU compares. The flag says whether they are equal, once it has come."""
+
+    flag: _Flag
+    headers: Tensor
+    operator: str
+
+
+def _compared(state: Session, found: Tensor, message: Message, operator: str) -> Tensor:
+    """Whether the headers are equal, as a tensor on the GPU. ``check_unread`` raises the error in a later call."""
+    equal = (found[:, :_COMPARED] == message.compared).all()
+    if _is_capturing(found.device):  # the CPU learns nothing when a CUDA graph runs
+        return equal
+    flag = state.flags.pop() if state.flags else _Flag(found.device)
+    flag.come(equal)
+    state.unread.append(Unread(flag, found, operator))
+    return equal
+
+
+def check_unread(members: Members) -> None:
+    """Raise the error of an earlier call whose headers a GPU compared. Only comparisons that have finished are checked."""
+    state = session(members)
+    while state.unread and state.unread[0].flag.has_come():
+        flag, headers, operator = state.unread.popleft()
+        state.flags.append(flag)
+        if not flag.value:
+            state.unread.clear()  # one error is enough for all calls until now
+            read_headers(headers, Terms(operator, ()))

@@ -1,0 +1,93 @@
+"""Networks on the CPU by torch's own functions, where they compute what the module does and are faster.
+
+torch has one function for all steps of an LSTM, but goes step by step through GRU and Elman networks.
+This package's compiled code costs more before the first step, and less for each one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.rnn.problem import Function
+from scan_registry.ops.derivatives import undisturbed
+
+if TYPE_CHECKING:
+    from scan_registry.nn.recurrent import Recurrent, States
+
+#: Cells that are torch's, gate by gate; for ``gru`` the reset gate comes after the product in both.
+_CALLS: Mapping[Function, Callable[..., Any]] = {
+    "lstm": torch._VF.lstm,
+    "gru": torch._VF.gru,
+    "elman": torch._VF.rnn_tanh,
+}
+_DTYPES = (torch.float32, torch.float64)
+
+
+#: Steps from which on this package's code is faster than torch's steps.
+_FEWEST_STEPS: Mapping[Function, int] = {"gru": 8, "elman": 16}
+#: Hidden units from which on R is so large that making it ready takes as long as some steps. With fewer
+#: steps of all sequences than so many, that is too long, as are the beginnings of a call without gradients.
+_LARGE, _FEWEST_OF_ALL = 256, 16
+#: torch converts weights of an LSTM at each call, which is slow for large ones. It pays off with more steps
+#: of all sequences than so many.
+_MOST_OF_LARGE_LSTM = 512
+
+
+def takes(module: Recurrent[Any], x: Tensor, steps: tuple[int, int]) -> bool:
+    """Whether torch's function stands in for this package's: ``backend`` leaves the choice open, sums are
+    as precise, nobody watches, traces or differentiates forwards, and it is faster. ``steps`` are those of
+    the longest sequence, and of all sequences."""
+    return (
+        x.device.type == "cpu"
+        and module.backend == "auto"
+        and module.num_heads == 1
+        and module.function in _CALLS
+        and x.dtype in _DTYPES
+        and x.numel() > 0
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+        and undisturbed()
+        and (x.dtype == torch.float64 or is_faster(module.function, module.hidden_size, *steps))
+    )
+
+
+def is_faster(function: Function, units: int, steps: int, all_steps: int) -> bool:
+    """Whether torch's function is in float32."""
+    if function == "lstm":
+        return units < _LARGE or all_steps > _MOST_OF_LARGE_LSTM
+    if all_steps < _FEWEST_OF_ALL and (units >= _LARGE or not torch.is_grad_enabled()):
+        return True
+    return steps < _FEWEST_STEPS[function]
+
+
+def run(
+    module: Recurrent[Any], x: Tensor, states: States | None, sizes: Tensor | None = None
+) -> tuple[Tensor, States]:
+    """All layers, over x (T, B, I), or with ``batch_first`` (B, T, I), or the data of a PackedSequence and
+    its ``batch_sizes``: h in the same layout, and the last states. States are (layers · directions, B, H),
+    in the order of the packed data."""
+    if states is None:
+        batch = int(sizes[0]) if sizes is not None else x.shape[0 if module.batch_first else 1]
+        rows = module.num_layers * (2 if module.bidirectional else 1)
+        zeros = x.new_zeros(rows, batch, module.hidden_size)
+        states = [zeros, zeros] if module.function == "lstm" else [zeros]
+    given: Any = states if module.function == "lstm" else states[0]
+    weights = [getattr(module, name) for name in module._flat_weights_names]
+    common = (
+        weights,
+        module.bias,
+        module.num_layers,
+        module.dropout,
+        module.training,
+        module.bidirectional,
+    )
+    call = _CALLS[module.function]
+    if sizes is None:
+        h, *last = call(x, given, *common, module.batch_first)
+    else:
+        h, *last = call(x, sizes, given, *common)
+    return h, last

@@ -1,0 +1,362 @@
+"""One layer of a recurrent network from its inputs and torch.nn's parameters, in one function to autograd.
+
+On a GPU a call with shapes, strides and dtypes seen before takes a look-up, the product with the inputs, the allocations and
+the launch; backwards, the launch and a product or a sum for each gradient. Composed of ``rnn`` and torch's operators, the
+same layer takes three times as many of these, and autograd keeps a node for each. What is kept from call to call are shapes
+and strides, never a copy of a weight: those that optimizers and ``.data`` write to in place would go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import linear
+
+from scan_registry.dispatch import policy
+from scan_registry.kernels.rnn import reference
+from scan_registry.kernels.rnn.problem import SIZES, Direction
+from scan_registry.ops import rnn_plans
+from scan_registry.ops.derivatives import has_tangents, transforms_active, unobserved
+from scan_registry.ops.fast_calls import call_facts
+from scan_registry.ops.launching import MOST_PLANS, Run, allocator
+from scan_registry.ops.recomputation import gradients
+from scan_registry.ops.rnn_arguments import COMPILED, Options
+from scan_registry.ops.rnn_layer_composed import Cell, Result, composed, composed_backward
+from scan_registry.ops.rnn_layout import UNITS
+
+_required = policy.required.get
+_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+_autocast = torch.is_autocast_enabled
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether kernels for GPUs compute with it."""
+    return tensor.is_cuda
+
+
+class Layer:
+    """The plan of calls that agree in all facts about their tensors.
+
+    sizes    time, batch, heads, dim
+    """
+
+    def __init__(
+        self, cell: Cell, flat: tuple[Any, ...], training: bool, run: Run, options: Options
+    ) -> None:
+        x, _, recurrent = flat[:3]
+        self.cell, self.options, self.required = cell, options, _required()
+        self.device, self.dtype = x.device, x.dtype
+        time, batch, _ = x.shape
+        heads, dim = cell.heads, recurrent.shape[1]
+        self.sizes, self.width = (time, batch, heads, dim), heads * dim
+        self._run = run
+        of = SIZES[cell.function]
+        count, hidden = len(of.states), (time, batch, self.width)
+        self._single = count == 1
+        make = self._maker
+        self._new_states = make(hidden if self._single else (count, *hidden))
+        self._new_cache = (
+            make((time, batch, len(of.cache), self.width)) if training and of.cache else None
+        )
+        self._new_gates = make((time, batch, of.bias, self.width))
+        self._new_initial = make((count, 1, batch, self.width))
+        self._of_hidden = hidden, (batch * self.width, self.width, 1)
+        self._shapes = tuple(None if t is None else (t.shape, t.stride()) for t in flat)
+        self._backwards: dict[int, Run | None] = {}
+
+    def _maker(self, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+        return allocator(self.device, shape, self.dtype)
+
+    def _weights(self, r: Tensor, c: Any) -> tuple[Tensor, Tensor]:
+        """R and the bias as the kernel takes them. The inputs' bias is in the inputs already."""
+        width = self.width
+        if self.cell.function == "gru":
+            r = r.roll(width, 0)
+            if c is not None:
+                parts = c[2 * width :], c[: 2 * width], c.new_zeros(width)
+                c = torch.cat(parts)
+        if c is None:
+            count = SIZES[self.cell.function].bias * width
+            return r, r.new_zeros(count, dtype=torch.float32)
+        return r, c if c.dtype == torch.float32 else c.float()
+
+    def forward(
+        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, *states: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Any, ...]]:
+        """h, the last states, and what the backward pass needs beside the arguments: states, cache and initial states."""
+        inputs = linear(x if x.is_contiguous() else x.contiguous(), w, b)
+        recurrent, bias = self._weights(r, c)
+        start = None
+        if states:
+            start = states[0] if self._single else torch.cat(states)
+        every = self._new_states()
+        cache = None if self._new_cache is None else self._new_cache()
+        self._run(
+            {
+                "inputs": inputs,
+                "recurrent": recurrent,
+                "bias": bias,
+                "initial": start,
+                "states": every,
+                "cache": cache,
+            }
+        )
+        if self._single:
+            return every, (every[-1:].clone(),), (None, cache, start)
+        # In the memory of all states, but no view: those that a function returns are not to be changed in place.
+        h = every.new_empty(0).set_(every.untyped_storage(), 0, *self._of_hidden)
+        last: Any = torch.unbind_copy(every[:, -1:])  # type: ignore[func-returns-value]
+        return h, last, (every, cache, start)
+
+    def backward(
+        self, tensors: tuple[Any, ...], grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...] | None:
+        """The gradients that are wanted, of the arguments of ``forward``; None if a hook of saved tensors has changed how they
+        lie. ``tensors`` are those arguments, h, and the rest of what ``forward`` returned."""
+        count = len(self._shapes)
+        flat, (h, every, cache, start) = tensors[:count], tensors[count:]
+        x, w, r = flat[:3]
+        for tensor, facts in zip(flat, self._shapes, strict=True):
+            if tensor is not None and facts != (tensor.shape, tensor.stride()):
+                return None
+        if not dense(h, every, cache, start):
+            return None
+        given, *ends = grads
+        if given is not None and not dense(given):
+            given = given.clone(memory_format=torch.contiguous_format)
+        run = self._backward(0 if given is None else 1)
+        if run is None:
+            return None
+        function, width = self.cell.function, self.width
+        final = self._ends(ends)
+        gates, initial = self._new_gates(), self._new_initial()
+        run(
+            {
+                "recurrent": r.roll(width, 0) if function == "gru" else r,
+                "states": h if every is None else every,
+                "initial": start,
+                "cache": cache,
+                "states_grad": given,
+                "final_grad": final,
+                "gates_grad": gates,
+                "initial_grad": initial,
+            }
+        )
+        of_x, of_w, of_r, of_b, of_c, *of_states = wanted
+        rows = gates.view(-1, gates.shape[2] * width)
+        of_inputs = rows[:, width:] if function == "gru" else rows
+        grad_x = grad_w = grad_r = grad_b = grad_c = None
+        if of_x:
+            grad_x = torch.mm(of_inputs, w).view(x.shape)
+        if of_w:
+            grad_w = torch.mm(of_inputs.t(), x.reshape(-1, x.shape[2]))
+        if of_r:
+            grad_r = self._recurrent_grad(gates, rows, h, start)
+        if of_b or of_c:
+            total = rows.sum(0)
+            if function == "gru":
+                grad_b = total[width:]
+                grad_c = torch.cat((total[width : 3 * width], total[:width])) if of_c else None
+            else:
+                grad_b = total
+                grad_c = total.clone() if of_b and of_c else total
+        return (
+            grad_x,
+            grad_w,
+            grad_r,
+            grad_b if of_b else None,
+            grad_c if of_c else None,
+            *(initial[k] if want else None for k, want in enumerate(of_states)),
+        )
+
+    def _ends(self, ends: Sequence[Tensor | None]) -> Tensor | None:
+        """The gradients of the last states, one after the other in memory; None if there are none."""
+        if all(end is None for end in ends):
+            return None
+        if self._single:
+            (end,) = ends
+            assert end is not None
+            return end if dense(end) else end.clone(memory_format=torch.contiguous_format)
+        model = next(end for end in ends if end is not None)
+        return torch.cat([torch.zeros_like(model) if end is None else end for end in ends])
+
+    def _recurrent_grad(
+        self, gates: Tensor, rows: Tensor, h: Tensor, start: Tensor | None
+    ) -> Tensor:
+        """That of ``weight_hh``."""
+        time, batch, heads, dim = self.sizes
+        fed = SIZES[self.cell.function].recurrent
+        if heads > 1:
+            unit = heads, dim
+            seen = gates.view(time, batch, -1, *unit).transpose(0, 1)
+            states = h.view(1, time, batch, *unit).transpose(1, 2)
+            initial = None if start is None else start.view(-1, batch, *unit)[:1]
+            function, wanted = self.cell.function, (True, False)
+            found = reference.parameter_grads(function, seen, states, initial, wanted)[1]
+            assert found is not None
+            grad = found.view(fed * self.width, dim)
+        else:
+            left, before = rows[:, : fed * dim], h.view(-1, dim)
+            if time > 1:
+                grad = torch.mm(left[batch:].t(), before[:-batch])
+                if start is not None:
+                    grad.addmm_(left[:batch].t(), start.view(-1, batch, dim)[0])
+            elif start is not None:
+                grad = torch.mm(left.t(), start.view(-1, batch, dim)[0])
+            else:
+                grad = h.new_zeros(fed * dim, dim)
+        return grad.roll(-self.width, 0) if self.cell.function == "gru" else grad
+
+    def _backward(self, graded: int) -> Run | None:
+        """The launch, where h has a gradient at every step and where it has not."""
+        if graded not in self._backwards:
+            with policy.as_required(self.required):
+                found = _prepare(
+                    "backward", self.options, self.sizes, self.device, self.dtype, graded
+                )
+            self._backwards[graded] = found
+        return self._backwards[graded]
+
+
+def dense(*tensors: Tensor | None) -> bool:
+    """Whether all that are there have no gaps and start at multiples of 16 bytes."""
+    return all(t is None or (t.is_contiguous() and not t.data_ptr() & 15) for t in tensors)
+
+
+def _prepare(
+    direction: Direction,
+    options: Options,
+    size: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    graded: int = 0,
+    training: bool = True,
+) -> Run | None:
+    """The launch of all steps, time being outermost in memory; None if no kernel takes them all."""
+    time, batch, *unit = size
+    of = SIZES[options.function]
+
+    def made(lead: int | None, count: int | None) -> Tensor:
+        first = () if lead is None else (lead,)
+        block = () if count is None else (count,)
+        shape = (*first, time, batch, *block, *unit)
+        return torch.empty(shape, dtype=dtype, device="meta").transpose(len(first), len(first) + 1)
+
+    states = made(len(of.states), None)
+    cache = made(None, len(of.cache)) if training and of.cache else states[0].unsqueeze(2)
+    tensors = {"states": states, "cache": cache}
+    if direction == "forward":
+        tensors["inputs"] = made(None, of.inputs)
+    else:
+        tensors |= {"states_grad": made(1, None), "gates_grad": made(None, of.bias)}
+    return rnn_plans.prepare_sequence(direction, options, tensors, device, training, graded)
+
+
+def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
+    """None if the layer is for ``composed``."""
+    x, w, r, b, c, *states = flat
+    there = [t for t in flat if t is not None]
+    if any((t.dtype, t.device) != (x.dtype, x.device) for t in there) or x.dtype not in COMPILED:
+        return None
+    of, dim = SIZES[cell.function], r.shape[-1]
+    width = cell.heads * dim
+    if cell.backend == "reference" or dim % UNITS or x.dim() != 3:
+        return None
+    expected = {
+        "w": (w, (of.inputs * width, x.shape[2])),
+        "r": (r, (of.recurrent * width, dim)),
+        "b": (b, (of.inputs * width,)),
+        "c": (c, (of.recurrent * width,)),
+        **{str(k): (state, (1, x.shape[1], width)) for k, state in enumerate(states)},
+    }
+    for tensor, shape in expected.values():
+        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
+            return None
+    options = Options(cell.function, cell.backend)
+    time, batch, _ = x.shape
+    size = time, batch, cell.heads, dim
+    run = _prepare("forward", options, size, x.device, x.dtype, training=training)
+    return None if run is None else Layer(cell, flat, training, run, options)
+
+
+class RecurrentLayer(Function):
+    """Runs a plan under autograd."""
+
+    # torch looks these attributes up at each call, and finds them faster here than in its base classes.
+    setup_context = staticmethod(Function.setup_context)
+    clear_saved_tensors_on_access = boxed_grads_call = False
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, *flat: Any) -> Any:
+        h, last, kept = layer.forward(*flat)
+        # As ``set_materialize_grads`` and ``save_for_backward`` do, at half the cost.
+        ctx.materialize_grads = False
+        ctx.to_save = *flat, h, *kept
+        ctx.layer = layer
+        return h, *last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        layer, tensors, wanted = ctx.layer, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        found = None
+        if not _is_compiling() and not _enabled() and unobserved(*grads):
+            found = layer.backward(tensors, grads, wanted)
+        if found is not None:
+            return None, *found
+
+        flat = tensors[: len(wanted)]
+        if transforms_active() or has_tangents(
+            *grads
+        ):  # in which torch.autograd.grad is not to be called
+            return None, *composed_backward(layer.cell, flat, grads, wanted)
+
+        def recompute(flat: list[Any], _: bool) -> Any:
+            h, last = composed(layer.cell, *flat)
+            return zip((h, *last), grads, strict=True)
+
+        if _is_compiling():  # by compiled autograd, which knows of no context variables
+            return None, *gradients(flat, wanted, recompute)
+        with policy.as_required(layer.required):
+            return None, *gradients(flat, wanted, recompute)
+
+
+#: ``RecurrentLayer.apply`` without torch's search for transforms: calls that get here are under none.
+_recorded: Callable[..., Any] = super(Function, RecurrentLayer).apply
+
+_layers: dict[tuple[Any, ...], Layer | None] = {}
+
+
+def fast_layer(cell: Cell, flat: tuple[Any, ...]) -> Result | None:
+    """What ``composed`` computes of the same tensors; None if it has to: if an argument has to be converted, no kernel fits, or
+    the dispatcher would do more than find the kernels."""
+    if _is_compiling() or not on_gpu(flat[0]) or _autocast("cuda"):
+        return None
+    found = call_facts(flat, on_gpu)
+    if found is None:
+        return None
+    recording, facts = found
+    if facts[0]:
+        return None  # something is copied to a multiple of 16 bytes first
+    key = cell, _required(), recording, *facts
+    try:
+        layer = _layers[key]
+    except KeyError:
+        with torch.no_grad():
+            layer = _plan(cell, flat, recording)
+        if len(_layers) >= MOST_PLANS:
+            _layers.clear()
+        _layers[key] = layer
+    if layer is None:
+        return None
+    if recording:
+        h, *last = _recorded(layer, *flat)
+    else:
+        h, last, _ = layer.forward(*flat)
+    return h, [*last]

@@ -1,0 +1,137 @@
+"""Modules that torch's functions compute on the CPU: what is theirs, and that derivatives are as ever."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.utils.rnn import pack_sequence
+
+from scan_registry import nn
+from scan_registry.nn import torch_cells
+
+KINDS = ("LSTM", "GRU", "RNN")
+
+
+def run_by_torch(module: torch.nn.Module, *inputs: Any) -> tuple[Any, bool]:
+    """What the module gives, and whether torch's function made it."""
+    with patch.object(torch_cells, "run", wraps=torch_cells.run) as made:
+        found = module(*inputs)
+    return found, made.called
+
+
+def test_what_torch_is_slower_at_it_does_not_do() -> None:
+    """Many steps that torch takes one by one, and few steps of an LSTM with large weights."""
+    with torch.no_grad():
+        assert run_by_torch(nn.GRU(3, 4), torch.randn(7, 2, 3))[1]
+        assert not run_by_torch(nn.GRU(3, 4), torch.randn(8, 2, 3))[1]
+        assert run_by_torch(nn.GRU(3, 4), torch.randn(8, 1, 3))[1]
+        assert not run_by_torch(nn.GRU(3, 256), torch.randn(8, 2, 3))[1]
+        assert run_by_torch(nn.RNN(3, 4), torch.randn(15, 2, 3))[1]
+        assert not run_by_torch(nn.RNN(3, 4), torch.randn(16, 2, 3))[1]
+        assert run_by_torch(nn.LSTM(3, 4), torch.randn(1, 2, 3))[1]
+        assert not run_by_torch(nn.LSTM(3, 256), torch.randn(1, 2, 3))[1]
+        assert run_by_torch(nn.LSTM(3, 256), torch.randn(57, 9, 3))[1]
+        many = torch.randn(100, 2, 3)
+        assert not run_by_torch(nn.GRU(3, 4), pack_sequence([*many.unbind(1)]))[1]
+        assert run_by_torch(nn.GRU(3, 4, dtype=torch.float64), many.double())[1]
+    assert not run_by_torch(nn.GRU(3, 4), torch.randn(8, 1, 3))[1]
+    assert run_by_torch(nn.GRU(3, 256), torch.randn(8, 1, 3))[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_is_called_where_its_cell_is_ours(kind: str, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 2, 3, dtype=dtype)
+    new = getattr(nn, kind)
+    assert run_by_torch(new(3, 4, dtype=dtype), x)[1]
+    assert run_by_torch(new(3, 4, dtype=dtype), pack_sequence([*x.unbind()]))[1]
+    assert not run_by_torch(new(3, 4, dtype=dtype, backend="reference"), x)[1]
+    assert not run_by_torch(new(3, 4, dtype=dtype), x[:0])[1]
+    assert not run_by_torch(new(3, 4, dtype=torch.bfloat16), x.bfloat16())[1]
+    assert not run_by_torch(nn.SLSTM(3, 4, dtype=dtype), x)[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives(kind: str) -> None:
+    torch.manual_seed(0)
+    module = getattr(nn, kind)(3, 4, num_layers=2, bidirectional=True, dtype=torch.float64)
+    x = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert run_by_torch(module, x)[1]
+    assert torch.autograd.gradcheck(lambda x: module(x)[0], x)
+    assert torch.autograd.gradgradcheck(lambda x: module(x)[0], x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_in_single_precision(kind: str) -> None:
+    """torch has other functions for float32 than for float64; these have to have second derivatives, too."""
+    torch.manual_seed(0)
+    single = getattr(nn, kind)(3, 4, batch_first=True)
+    double = getattr(nn, kind)(3, 4, batch_first=True, dtype=torch.float64)
+    double.load_state_dict(single.state_dict())
+    x = torch.randn(2, 5, 3)
+    weight = torch.randn(2, 5, 4)
+    found = []
+    for module, dtype in ((single, torch.float32), (double, torch.float64)):
+        given = x.to(dtype).requires_grad_()
+        loss = (module(given)[0] * weight.to(dtype)).sum()
+        (grad,) = torch.autograd.grad(loss, given, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), [given, *module.parameters()]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_mode_and_transforms(kind: str) -> None:
+    torch.manual_seed(0)
+    module = getattr(nn, kind)(3, 4, dtype=torch.float64)
+    x, along = torch.randn(2, 5, 2, 3, dtype=torch.float64).unbind()
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = module(x)[0]
+        return out
+
+    step = 1e-6
+    slope = (run(x + step * along) - run(x - step * along)) / (2 * step)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(run(forward_ad.make_dual(x, along))).tangent
+    torch.testing.assert_close(tangent, slope, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(torch.func.jvp(run, (x,), (along,))[1], tangent)
+    many = torch.stack([x, along])
+    torch.testing.assert_close(torch.vmap(run)(many), torch.stack([run(x), run(along)]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_are_computed_are_the_latest(kind: str) -> None:
+    """torch.nn keeps a list of parameters, which parametrisations and functional calls go past."""
+    torch.manual_seed(0)
+    module, x = getattr(nn, kind)(3, 4), torch.randn(5, 2, 3)
+    doubled = {name: value.detach() * 2 for name, value in module.named_parameters()}
+    other = getattr(nn, kind)(3, 4)
+    other.load_state_dict(doubled)
+    found = torch.func.functional_call(module, doubled, x)[0]
+    torch.testing.assert_close(found, other(x)[0])
+
+    class Twice(torch.nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    for name in doubled:
+        torch.nn.utils.parametrize.register_parametrization(module, name, Twice())
+    torch.testing.assert_close(module(x)[0], other(x)[0])
+    module(x)[0].sum().backward()
+    of_weight = module.parametrizations.weight_hh_l0.original.grad
+    assert of_weight is not None
+    assert of_weight.abs().sum() > 0
+
+
+def test_a_module_in_evaluation_has_no_dropout() -> None:
+    torch.manual_seed(0)
+    module, x = nn.LSTM(3, 64, num_layers=2, dropout=0.5), torch.randn(5, 2, 3)
+    assert not torch.equal(module(x)[0], module(x)[0])
+    module.eval()
+    assert torch.equal(module(x)[0], module(x)[0])

@@ -1,0 +1,173 @@
+"""Layers of recurrent networks in one function to autograd, on a GPU: against the same module in float64 on the CPU, and
+against itself composed of operators; in graphs, on streams and in threads."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scan_registry import nn
+from scan_registry.nn import recurrent
+from scan_registry.ops import rnn_layer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
+]
+
+KINDS = ("LSTM", "GRU", "RNN", "SLSTM")
+TIME, BATCH, FEATURES, HIDDEN = 17, 5, 24, 64
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias, batch first": {"bias": False, "batch_first": True},
+    "layers": {"num_layers": 2},
+}
+
+
+def make(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(0)
+    if kind == "SLSTM":
+        options["num_heads"] = 2
+    return getattr(nn, kind)(FEATURES, HIDDEN, device="cuda", dtype=dtype, **options)
+
+
+def draw(module: Any) -> tuple[Tensor, Any]:
+    dtype = module.weight_hh_l0.dtype
+    x = torch.randn(TIME, BATCH, FEATURES, device="cuda").to(dtype)
+    if module.batch_first:
+        x = x.transpose(0, 1).contiguous()
+    count = {"LSTM": 2, "SLSTM": 4}.get(type(module).__name__, 1)
+    shape = module.num_layers, BATCH, HIDDEN
+    states = tuple((torch.rand(shape, device="cuda") + 0.5).to(dtype) for _ in range(count))
+    return x, states if count > 1 else states[0]
+
+
+def flat(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else [t for r in results for t in flat(r)]
+
+
+def run(module: Any, x: Tensor, hx: Any, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Results, and gradients of the parameters, x and the states."""
+    place: dict[str, Any] = {"device": device, "dtype": dtype}
+    x = x.detach().to(**place).requires_grad_()
+    states = [state.detach().to(**place).requires_grad_() for state in flat(hx)]
+    found = flat(module(x, tuple(states) if len(states) > 1 else states[0]))
+    torch.manual_seed(2)
+    weights = [torch.randn(out.shape, dtype=torch.float64) for out in found]
+    if isinstance(module, nn.SLSTM):
+        weights[4].zero_()  # what enters by m goes to i or f, and rounding decides which
+    loss = sum(
+        (out * weight.to(device, dtype)).sum() for out, weight in zip(found, weights, strict=True)
+    )
+    assert isinstance(loss, Tensor)
+    return [*found, *torch.autograd.grad(loss, [*module.parameters(), x, *states])]
+
+
+def error(one: Tensor, other: Tensor) -> float:
+    one, other = (each.detach().double().cpu() for each in (one, other))
+    return float((one - other).norm() / other.norm().clamp_min(1e-12))
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each layer went the short way."""
+    found: list[bool] = []
+
+    def noted(*given: Any) -> Any:
+        result = rnn_layer.fast_layer(*given)
+        found.append(result is not None)
+        return result
+
+    monkeypatch.setattr(recurrent, "fast_layer", noted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_gradients(kind: str, name: str, dtype: torch.dtype, taken: list[bool]) -> None:
+    module = make(kind, dtype, **OPTIONS[name])
+    x, hx = draw(module)
+    found = run(module, x, hx, "cuda", dtype)
+    assert taken
+    assert all(taken)
+    expected = run(copy.deepcopy(module).double().cpu(), x, hx, "cpu", torch.float64)
+    # TF32 in torch's own products is off by default; what is left are sums in another order.
+    most = 1e-4 if dtype == torch.float32 else 4e-2
+    assert [
+        e for one, two in zip(found, expected, strict=True) if (e := error(one, two)) > most
+    ] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_step_in_a_graph(kind: str, taken: list[bool]) -> None:
+    module = make(kind)
+    x, _ = draw(module)
+    now = x.clone()
+
+    def step() -> list[Tensor]:
+        out = module(now)[0]
+        return [out, *torch.autograd.grad(out.square().sum(), [*module.parameters()])]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    assert all(taken)
+    now.copy_(2 * x)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)  # which the graph is to see
+    graph.replay()
+    expected = step()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_several_streams_and_threads(kind: str, taken: list[bool]) -> None:
+    module = make(kind)
+    x, hx = draw(module)
+    expected = run(module, x, hx, "cuda", torch.float32)
+    torch.cuda.synchronize()
+    wrong: list[float] = []
+
+    def work() -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                found = [module(x, hx)[0]]
+                stream.synchronize()
+                wrong.extend(e for e in [error(found[0], expected[0])] if e > 1e-5)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert all(taken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_waits_for_the_gpu(kind: str, taken: list[bool]) -> None:
+    module = make(kind)
+    x, hx = draw(module)
+    run(module, x, hx, "cuda", torch.float32)
+    x.requires_grad_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = module(x, hx)[0]
+        torch.autograd.grad(out, [*module.parameters(), x], torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(taken)

@@ -1,0 +1,142 @@
+"""What ranks do in tests of failures: one of them makes a mistake, or stops."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from scan_registry import distributed
+from scan_registry.distributed import opening
+
+
+def groups_of_all_kinds(rank: int, ranks: int, group: Any) -> list[str]:
+    """A mesh of one dimension is its group; what is refused, in words."""
+    x = torch.rand(2, 3)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    whole_group = distributed.linear_scan(x, x, group=group)
+    assert torch.equal(distributed.linear_scan(x, x, group=mesh), whole_group)
+    said = []
+    for other in (SimpleNamespace(), 3, torch.distributed.GroupMember.NON_GROUP_MEMBER):
+        try:
+            distributed.linear_scan(x, x, group=other)
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[str, str, float]:
+    """The last rank makes a mistake: the error, and how long it took; then all make a good call."""
+    bad, good = rank == ranks - 1, (torch.rand(2, 4), torch.rand(2, 4))
+    if known:
+        distributed.linear_scan(*good, group=group)
+    tokens, bounds = good[1], [0, 3, 4 * ranks]
+    # What differs from a good call: on the rank that is wrong, and on the others.
+    wrong, right = {
+        "shape": ({"gates": torch.rand(3, 4), "tokens": torch.rand(3, 4)}, {}),
+        "dtype": ({"tokens": tokens.bfloat16()}, {}),
+        "mismatch": ({"gates": torch.rand(5, 4)}, {}),
+        "no tensor": ({"tokens": None}, {}),
+        "initial_state": ({}, {"initial_state": torch.zeros(2)}),
+        "schedule": ({"schedule": "pass"}, {"schedule": "reduce"}),
+        "option": ({"schedule": "quick"}, {}),
+        "cu_seqlens": (
+            {"cu_seqlens": torch.tensor([0, 2, 4 * ranks])},
+            {"cu_seqlens": torch.tensor(bounds)},
+        ),
+        "total": ({"cu_seqlens": torch.tensor([0, 4 * ranks + 1])},) * 2,
+        "no_grad": ({}, {}),
+    }[kind]
+    arguments: Any = {"gates": good[0], "tokens": tokens, **(wrong if bad else right)}
+    torch.set_grad_enabled(not (bad and kind == "no_grad"))
+    begin = time.perf_counter()
+    try:
+        distributed.linear_scan(**arguments, group=group)
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    else:
+        found = "", ""
+    seconds = time.perf_counter() - begin
+    torch.set_grad_enabled(True)
+    states = distributed.linear_scan(torch.ones(2, 4), torch.ones(2, 4), group=group)
+    assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
+    return (*found, seconds)
+
+
+def unread(rank: int, ranks: int, group: Any) -> tuple[list[bool], list[str]]:
+    """Headers are compared and not read, as over NCCL, and the last rank makes another call than the others, both of them known:
+    whether results are NaN, and the errors of this call and of later ones."""
+    known = [(torch.ones(size, 4), torch.ones(size, 4)) for size in (2, 3)]
+    nans, errors = [], []
+    with torch.no_grad(), patch.object(opening, "_reading_waits", lambda place: True):
+        for given in (*known, *known):
+            distributed.linear_scan(*given, group=group)
+        for given in (known[rank == ranks - 1], known[0], known[0]):
+            try:
+                states = distributed.linear_scan(*given, group=group)
+            except (RuntimeError, ValueError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            else:
+                errors.append("")
+                nans.append(bool(states.isnan().all()))
+    assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
+    return nans, errors
+
+
+def late(rank: int, ranks: int, group: Any) -> list[str]:
+    """The same, but ranks learn of a comparison in different calls: what each of ten later calls raises."""
+    known = [(torch.ones(size, 4), torch.ones(size, 4)) for size in (2, 3)]
+    asked: dict[int, int] = {}
+
+    def has_come(flag: Any) -> bool:
+        asked[id(flag)] = asked.get(id(flag), 0) + 1
+        come = asked[id(flag)] > rank
+        if come:
+            asked[id(flag)] = 0
+        return come
+
+    errors = []
+    with torch.no_grad(), patch.object(opening, "_reading_waits", lambda place: True):
+        for given in (*known, *known):
+            distributed.linear_scan(*given, group=group)
+        with patch.object(opening._Flag, "has_come", has_come):
+            for given in (known[rank == ranks - 1], *[known[0]] * 10):
+                try:
+                    distributed.linear_scan(*given, group=group)
+                except (RuntimeError, ValueError) as error:
+                    errors.append(type(error).__name__)
+                else:
+                    errors.append("")
+    states = distributed.linear_scan(*known[0], group=group)
+    assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
+    return errors
+
+
+def killed(rank: int, ranks: int, group: Any) -> tuple[str, float]:
+    """The last rank dies before its second call."""
+    gates, tokens = torch.rand(2, 4), torch.rand(2, 4)
+    distributed.linear_scan(gates, tokens, group=group)
+    if rank == ranks - 1:
+        os._exit(1)
+    begin = time.perf_counter()
+    try:
+        distributed.linear_scan(gates, tokens, group=group)
+    except RuntimeError as error:
+        return str(error), time.perf_counter() - begin
+    return "", 0.0
+
+
+def different_backward(rank: int, ranks: int, group: Any) -> str:
+    """The ranks run their backward passes in different orders."""
+    leaf = torch.rand(2, 4, requires_grad=True)
+    losses = [distributed.linear_scan(leaf, leaf, group=group).sum() for _ in range(2)]
+    try:
+        losses[rank == 0].backward()
+    except ValueError as error:
+        return str(error)
+    return ""
