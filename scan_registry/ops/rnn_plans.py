@@ -123,8 +123,8 @@ def prepare_sequence(
     training: bool,
     graded: int,
 ) -> Run | None:
-    """The launch of all steps at once, for tensors that lie as a kernel takes them; None if there is none. ``graded`` states
-    have a gradient at every step."""
+    """The launch of all steps at once, for tensors laid out as a kernel takes them. None if no kernel takes all steps.
+    ``graded``: how many states have a gradient at every step."""
     posed = alternatives(direction, options, tensors, training)
     if direction == "backward":
         posed = tuple((replace(problem, graded=graded), backend) for problem, backend in posed)  # type: ignore[type-var]
@@ -160,7 +160,7 @@ def _step_buffers(problem: RnnProblem, like: Tensor) -> Iterator[StepBuffers]:
 
 
 def _in_torch(inputs: Tensor, backend: str) -> bool:
-    """Whether no kernel of a GPU will do."""
+    """Whether plain torch runs, and no GPU kernel is looked for."""
     return not inputs.is_cuda or backend == "reference" or inputs.dtype not in COMPILED
 
 
@@ -325,7 +325,7 @@ def _run(make: Callable[..., Any], tensors: Sequence[Tensor | None], *options: o
 def empty_gradients(
     states: Tensor, function: Function, from_given: bool = False
 ) -> tuple[Tensor, ...]:
-    """Room for what ``backward`` makes; ``from_given`` where there are ``reset_states``."""
+    """Memory for the results of ``backward``. ``from_given``: whether there are ``reset_states``."""
     count, batch, _, heads, dim = states.shape
     gates = empty_like_inputs(states[0], (), (SIZES[function].bias, heads, dim))
     return gates, *(states.new_empty(count, batch, heads, dim) for _ in range(1 + from_given))

@@ -16,8 +16,8 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def cuts_at_resets(given: Arguments, options: Options) -> bool:
-    """Whether a call cuts its sequences at resets, and runs the pieces as a batch of their own: on a GPU, whose
-    kernels know of no resets. Where the values of ``reset`` cannot be read, plain torch runs."""
+    """Whether a call cuts its sequences at resets, and runs the pieces as rows of a batch. It does so on a GPU, as
+    no GPU kernel supports resets. If the values of ``reset`` cannot be read, plain torch runs."""
     inputs, reset = given.inputs, given.reset
     if reset is None or not inputs.is_cuda or options.backend == "reference":
         return False
@@ -28,7 +28,7 @@ def cuts_at_resets(given: Arguments, options: Options) -> bool:
 
 
 def without_kernels(options: Options, reset: Tensor | None) -> Options:
-    """The options of the operator on a GPU, where no kernel knows of resets."""
+    """The options of the operator on a GPU: with resets plain torch runs, as no GPU kernel supports them."""
     if reset is None:
         return options
     if options.backend != "auto":
@@ -40,7 +40,7 @@ def without_kernels(options: Options, reset: Tensor | None) -> Options:
 
 
 def check_reset(reset: Tensor | None, shape: Sequence[int]) -> None:
-    """Refuse what the operator itself may be called with."""
+    """Refuse a ``reset`` of the wrong shape or dtype, in a call of the operator itself."""
     if reset is not None and (reset.dtype != torch.bool or tuple(reset.shape) != tuple(shape)):
         raise ValueError(
             f"the operator's reset has shape {tuple(reset.shape)} and dtype {reset.dtype}; it must have "
