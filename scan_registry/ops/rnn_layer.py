@@ -343,7 +343,9 @@ def fast_layer(cell: Cell, flat: tuple[Any, ...]) -> Result | None:
         return None
     recording, facts = found
     if facts[0]:
-        return None  # ``composed`` first copies a tensor that does not start at a multiple of 16 bytes
+        return (
+            None  # ``composed`` first copies a tensor that does not start at a multiple of 16 bytes
+        )
     key = cell, _required(), recording, *facts
     try:
         layer = _layers[key]
