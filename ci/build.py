@@ -139,7 +139,8 @@ def check(environment: Environment, again: Path | None, every: int, record: bool
 def built(
     environment: Environment, work: Path, platforms: Sequence[Platform], clock: Clock, source: Path
 ) -> list[Path]:
-    """A wheel for each platform. The wheel for this machine has every archive, and the others have none."""
+    """A wheel for each platform. The wheel for this machine has every archive, and the others have
+    none."""
     wheels = []
     # The wheel for this machine is last, as its build leaves archives in the tree.
     for platform in sorted(platforms, key=_is_here):
@@ -162,8 +163,8 @@ def _title(platform: Platform, work: Path) -> str:
 
 
 def sizes_told(platforms: Sequence[Platform], dist: Path, clock: Clock) -> None:
-    """Print a row for each platform: the seconds of its first build, and the megabytes of its packages and of
-    the machine code for CPUs in them."""
+    """Print a row for each platform: the seconds of its first build, and the megabytes of its packages
+    and of the machine code for CPUs in them."""
     say("\nplatform   seconds  with archives  without  machine code for CPUs, MB")
     for platform in platforms:
         (whole,) = (dist / "pypi").glob(f"{PACKAGE}-*_{platform.name}.whl")

@@ -88,8 +88,9 @@ def build(environment: Environment, work: Path, platform: Platform, source: Path
 
 
 def tagged(path: Path, platform: Platform, folder: Path) -> Path:
-    """The wheel under the platform's manylinux tag, in a folder. auditwheel repairs only wheels for the machine
-    that it runs on. This wheel has no libraries to bundle, and the gates check its symbols with auditwheel."""
+    """The wheel under the platform's manylinux tag, in a folder. auditwheel repairs only wheels for the
+    machine that it runs on. This wheel has no libraries to bundle, and the gates check its symbols with
+    auditwheel."""
     wheel = Wheel.read(path)
     if wrong := foreign(wheel.files, platform.name):
         raise DevError(f"{path.name}: {', '.join(wrong)} is not machine code for {platform.name}")

@@ -1,8 +1,8 @@
 """Recurrent modules on the CPU beside torch.nn's: ``python tools/bench_rnn_cpu.py [--threads 1]``.
 
-Times are the least of several, each long enough for the clock. With one thread they are CPU time, which other
-processes change less than elapsed time. With more threads they are elapsed time, which is right only on an idle
-machine, as torch's threads wait for each other at every product.
+Times are the least of several, each long enough for the clock. With one thread they are CPU time, which
+other processes change less than elapsed time. With more threads they are elapsed time, which is right
+only on an idle machine, as torch's threads wait for each other at every product.
 """
 
 from __future__ import annotations

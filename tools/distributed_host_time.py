@@ -4,7 +4,8 @@
     python tools/distributed_host_time.py --group fake     one process, in a group whose collectives do nothing
     python tools/distributed_host_time.py --group fake --profile "linear_scan reduce"    where the time goes
 
-Rows are medians over rounds, in microseconds of CPU time of the thread that makes the calls. Time that the thread waits is left out.
+Rows are medians over rounds, in microseconds of CPU time of the thread that makes the calls. Time that the thread waits is
+left out.
 """
 
 from __future__ import annotations

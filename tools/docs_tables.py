@@ -216,7 +216,8 @@ def gpus() -> str:
 
 
 def released_tier(capability: Capability, language: str) -> str:
-    """The closest tier of the archives in releases, with its archive. Triton's machine code from 9.0 up runs on one capability."""
+    """The closest tier of the archives in releases, with its archive. Triton's machine code from 9.0 up runs on one
+    capability."""
     held = [Target.parse(label) for label in RELEASED]
     fitting = []
     for target in held:

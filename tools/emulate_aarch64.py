@@ -2,10 +2,10 @@
 
     python3 tools/emulate_aarch64.py [WHEEL] [--only NAME …] [--fresh]
 
-Without WHEEL, the wheel for aarch64 in dist/pypi is tested. Needs apt-get of Debian 12 or later or of Ubuntu,
-and the packages qemu-user-static, gcc-aarch64-linux-gnu and libc6-dev-arm64-cross, which compile the stub
-driver. Needs no root, binfmt_misc or container. All files are under build/aarch64. A run takes tens of minutes,
-as emulated code is slow, and says nothing about speed.
+Without WHEEL, the wheel for aarch64 in dist/pypi is tested. Needs apt-get of Debian 12 or later or of
+Ubuntu, and the package qemu-user-static; also gcc-aarch64-linux-gnu and libc6-dev-arm64-cross, which
+compile the stub driver. Needs no root, binfmt_misc or container. All files are under build/aarch64. A run
+takes tens of minutes, as emulated code is slow, and says nothing about speed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ COMPILER = "aarch64-linux-gnu-gcc"
 PROCESSOR = "neoverse-n1"
 #: The newest whose wheel for aarch64 on PyPI is for CPUs alone, 146 MB; later ones bring CUDA's libraries.
 TORCH = "torch==2.10.0"
-#: What torch, the package and its tests need. torch is installed without its dependencies, which pip would choose for this machine.
+#: What torch, the package and its tests need. torch is installed without its dependencies, which pip would
+#: choose for this machine.
 LIGHT = (
     *("filelock", "fsspec", "jinja2", "networkx", "sympy>=1.13.3", "typing-extensions"),
     *("hypothesis", "numpy", "packaging", "pytest", "rich", "setuptools>=77"),
@@ -43,7 +44,8 @@ NVRTC = "nvidia-cuda-nvrtc-cu12==12.9.86"
 DEBIAN = ("python3", "libstdc++6", "libgomp1")
 
 TESTS = ROOT / "tests" / PACKAGE
-#: By name: the arguments of Python, and the exit statuses that are right. ``doctor`` exits with 1 if it has advice.
+#: By name: the arguments of Python, and the exit statuses that are right. ``doctor`` exits with 1 if it has
+#: advice.
 RUNS: Mapping[str, tuple[tuple[str | Path, ...], tuple[int, ...]]] = {
     "import": (("-c", f"import {PACKAGE}, platform; print(platform.machine())"), (0,)),
     "inspect": (("-m", PACKAGE, "inspect"), (0,)),
@@ -111,8 +113,8 @@ def debian(folder: Path) -> Path:
 
 
 def python_in(folder: Path, root: Path) -> Path:
-    """An environment of the emulated Python. Its ``python`` is a script that starts the emulator. Python takes the
-    script for its own executable, so that subprocesses start it, too."""
+    """An environment of the emulated Python. Its ``python`` is a script that starts the emulator. Python
+    takes the script for its own executable, so that subprocesses start it, too."""
     real = (root / "usr" / "bin" / "python3").resolve()
     place = folder / "venv"
     (place / "bin").mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The order of steps that puts the sequences of a ``PackedSequence`` one after the other, and where states start anew.
+"""A ``PackedSequence`` as sequences one after the other, and the steps at which states start anew.
 
 The data of a ``PackedSequence`` have the first steps of all sequences first, then the second steps, and so on,
 and the longest sequence comes first. ``batch_sizes`` is on the CPU, so nothing here waits for a GPU.
@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class Packing(NamedTuple):
-    """The orders of steps of a ``PackedSequence``. "In a row" means one sequence after the other, in the order in
-    which the data have the sequences. All tensors but ``bounds`` are on the device of the data.
+    """The orders of steps of a ``PackedSequence``. "In a row" means one sequence after the other, in the order
+    in which the data have the sequences. All tensors but ``bounds`` are on the device of the data.
 
     bounds   (sequences + 1,), on the CPU: where sequences begin in a row, and where the last one ends
     order    (steps,): for each step in a row, its place in the data
@@ -61,7 +61,8 @@ class Resets(NamedTuple):
 
 
 def turned_resets(marks: Tensor, packing: Packing | None) -> Tensor:
-    """The marks for a network that goes backwards, of ``marks`` (B, T), which are at the first steps of episodes.
+    """The marks for a network that goes backwards, of ``marks`` (B, T), which are at the first steps of
+    episodes.
 
     Backwards, an episode begins at its last step, which is the step before the first step of the next episode.
     """

@@ -220,7 +220,8 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         reset: PackedSequence | None,
         anew: States | None,
     ) -> tuple[Tensor, States]:
-        """The data of the output, and the last states. The layers run on the sequences laid out one after the other."""
+        """The data of the output, and the last states. The layers run on the sequences laid out one after the
+        other."""
         packing, resets = Packing.of(packed), None
         if reset is not None:
             marks = reset.data.index_select(0, packing.order).unsqueeze(0)
@@ -253,8 +254,8 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         packing: Packing | None = None,
         resets: Resets | None = None,
     ) -> tuple[Tensor, States]:
-        """All layers, over x (T, B, I): h (T, B, directions · H), and the last states. With ``packing`` B is 1 in
-        x and h, and in states B is the number of sequences."""
+        """All layers, over x (T, B, I): h (T, B, directions · H), and the last states. With ``packing`` B is 1
+        in x and h, and in states B is the number of sequences."""
         ends: list[States] = []
         for layer in range(self.num_layers):
             if layer and self.dropout:
@@ -294,8 +295,8 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         packing: Packing | None,
         resets: Resets | None,
     ) -> tuple[Tensor, States]:
-        """One layer: both directions in one call of ``rnn``, as heads that do not see each other. With resets each
-        direction has a call, as the backward direction starts anew at other steps."""
+        """One layer: both directions in one call of ``rnn``, as heads that do not see each other. With resets
+        each direction has a call, as the backward direction starts anew at other steps."""
         time, batch, _ = x.shape
         x = x.contiguous()  # so that what is made of it has time outermost in memory, too
         dim = self.hidden_size // self.num_heads

@@ -29,18 +29,18 @@ _DTYPES = (torch.float32, torch.float64)
 
 #: With so many steps or more, this package's code is faster than torch's.
 _FEWEST_STEPS: Mapping[Function, int] = {"gru": 8, "elman": 16}
-#: With so many hidden units or more, packing R for the kernel takes as long as some steps. The packing does not
-#: pay off if all sequences together have fewer steps than the second number. Without gradients, the fixed time
-#: of a call does not pay off either.
+#: With so many hidden units or more, packing R for the kernel takes as long as some steps. The packing does
+#: not pay off if all sequences together have fewer steps than the second number. Without gradients, the
+#: fixed time of a call does not pay off either.
 _LARGE, _FEWEST_OF_ALL = 256, 16
-#: torch converts an LSTM's weights at each call, which is slow if they are large. torch is faster only if all
-#: sequences together have more steps than so many.
+#: torch converts an LSTM's weights at each call, which is slow if they are large. torch is faster only if
+#: all sequences together have more steps than so many.
 _MOST_OF_LARGE_LSTM = 512
 
 
 def takes(module: Recurrent[Any], x: Tensor, steps: tuple[int, int]) -> bool:
-    """Whether torch's function runs in place of this package's: if ``backend`` leaves the choice open, sums are
-    as precise, no mode, transform or forward-mode derivative is active, and torch's function is faster.
+    """Whether torch's function runs in place of this package's: if ``backend`` leaves the choice open, sums
+    are as precise, no mode, transform or forward-mode derivative is active, and torch's function is faster.
     ``steps`` has the steps of the longest sequence, and of all sequences together."""
     return (
         not torch.compiler.is_compiling()  # first, as sizes may be unknown in a graph, such as x.numel()

@@ -1,9 +1,9 @@
 """The fast path: scans of plain tensors, at the least cost.
 
-Most calls take it. C code looks the call's plan up and launches the kernel: see ``csrc/fast_path.h``. After the launch, autograd
-is told of the results, if gradients are recorded. All other calls go through ``derivatives.scan``: those whose arguments are
-converted first, those with packed sequences on the CPU, and those with which torch's dispatcher would do more than find the
-kernels.
+Most calls take it. C code looks the call's plan up and launches the kernel: see ``csrc/fast_path.h``. After the launch,
+autograd is told of the results, if gradients are recorded. All other calls go through ``derivatives.scan``: those whose
+arguments are converted first, those with packed sequences on the CPU, and those with which torch's dispatcher would do more
+than find the kernels.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def _launch(
     )
 
 
-#: The result of a scan, from the arguments of ``linear_scan`` as given, without ``reset``. None if the call does not take the fast
-#: path, or if the dispatcher would do more than find the kernels: see ``derivatives.unobserved``. The caller checks by itself that
-#: nothing profiles, takes forward-mode derivatives or asks for checks on the GPU, as that costs least there.
+#: The result of a scan, from the arguments of ``linear_scan`` as given, without ``reset``. None if the call does not take the
+#: fast path, or if the dispatcher would do more than find the kernels: see ``derivatives.unobserved``. The caller checks by
+#: itself that nothing profiles, takes forward-mode derivatives or asks for checks on the GPU, as that costs least there.
 fast_scan: Callable[[Any, Any, Any, Any, Any, Any, Any, Any], Any] = FastPath(
     types=PLAIN_TYPES,
     tensor=torch._C.TensorBase,

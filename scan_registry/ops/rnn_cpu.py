@@ -54,9 +54,9 @@ def forward(
 def backward(
     tensors: Sequence[Any], options: Options, offsets: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """gates_grad (B, T, bias, N, D), initial_grad (states, rows, N, D), and the gradient of ``reset_states``
-    if they are given. ``tensors`` are recurrent, states, initial, cache, states_grad and final_grad;
-    ``reset`` and ``reset_states`` may follow, as in ``forward``."""
+    """gates_grad (B, T, bias, N, D), initial_grad (states, rows, N, D), and the gradient of
+    ``reset_states`` if they are given. ``tensors`` are recurrent, states, initial, cache, states_grad and
+    final_grad; ``reset`` and ``reset_states`` may follow, as in ``forward``."""
     recurrent, states, initial, cache, states_grad, final_grad, *more = tensors
     reset, anew = _padded(more, 2)
     function, dtype = options.function, states.dtype
@@ -100,7 +100,8 @@ def _rows(like: Tensor, offsets: Tensor | None) -> int:
 
 
 def _sizes(like: Tensor, offsets: Tensor | None) -> tuple[int, ...]:
-    """Batch, time, heads and units of a tensor (B, T, …, N, D), and the number of packed sequences, or 0."""
+    """Batch, time, heads and units of a tensor (B, T, …, N, D), and the number of packed sequences, or
+    0."""
     return *like.shape[:2], *like.shape[-2:], 0 if offsets is None else offsets.shape[0] - 1
 
 

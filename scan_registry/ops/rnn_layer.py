@@ -1,9 +1,10 @@
 """One layer of a recurrent network from its inputs and torch.nn's parameters, in one function to autograd.
 
 On a GPU a call whose shapes, strides and dtypes were seen before takes a look-up, the product of inputs and weights, the
-allocations and the launch. Its backward pass takes the launch, and a product or a sum for each gradient. Composed of ``rnn`` and
-torch's operators, the same layer takes three times as many operators, and autograd keeps a node for each. A plan keeps shapes and
-strides, and never a copy of a weight: optimizers and ``.data`` write to weights in place, which a plan would not notice.
+allocations and the launch. Its backward pass takes the launch, and a product or a sum for each gradient. Composed of ``rnn``
+and torch's operators, the same layer takes three times as many operators, and autograd keeps a node for each. A plan keeps
+shapes and strides, and never a copy of a weight: optimizers and ``.data`` write to weights in place, which a plan would not
+notice.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def composed(
 def composed_backward(
     cell: Cell, flat: Sequence[Any], grads: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, of the arguments of ``composed``, from the gradients of its results. All is computed step
-    by step, in operators that torch can differentiate and vmap."""
+    """The gradients that are wanted, of the arguments of ``composed``, from the gradients of its results. All is computed
+    step by step, in operators that torch can differentiate and vmap."""
     x, w, r, b, c, *states = flat
     function, of, (time, batch, _) = cell.function, SIZES[cell.function], x.shape
     dim, width = r.shape[1], cell.heads * r.shape[1]
@@ -89,8 +89,8 @@ def composed_backward(
 def _for_kernels(
     function: rnn_problem.Function, recurrent: Tensor, c: Any, unit: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """R (gates, N, D, D) and the bias (gates, N, D) from torch.nn's parameters. The gates of torch.nn's GRU are r, z, n; those of
-    R are n, r, z here. The inputs' bias is in the inputs already."""
+    """R (gates, N, D, D) and the bias (gates, N, D) from torch.nn's parameters. The gates of torch.nn's GRU are r, z, n;
+    those of R are n, r, z here. The inputs' bias is in the inputs already."""
     dtype = reference.compute_dtype(recurrent.dtype)
     bias = None if c is None else c.view(-1, *unit).to(dtype)
     if function == "gru":
