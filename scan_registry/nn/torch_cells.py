@@ -42,13 +42,13 @@ def takes(module: Recurrent[Any], x: Tensor, steps: tuple[int, int]) -> bool:
     as precise, nobody watches, traces or differentiates forwards, and it is faster. ``steps`` are those of
     the longest sequence, and of all sequences."""
     return (
-        x.device.type == "cpu"
+        not torch.compiler.is_compiling()  # first, as a graph may not know whether there is anything
+        and x.device.type == "cpu"
         and module.backend == "auto"
         and module.num_heads == 1
         and module.function in _CALLS
         and x.dtype in _DTYPES
         and x.numel() > 0
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
         and undisturbed()
         and (x.dtype == torch.float64 or is_faster(module.function, module.hidden_size, *steps))
