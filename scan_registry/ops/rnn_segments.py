@@ -74,9 +74,11 @@ def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[
         restart = None if rows.reset is None else restart
         of_rows = Arguments(x, recurrent, bias, before, rows.reset, restart)
         made.append(rnn_derivatives.rnn(of_rows, options)[0].flatten(1, 2))
-    sequences = layout.last.shape[0] // max(batch, 1)
+    sequences = resets.cu_seqlens.shape[0] - 1 if resets.packed else 1
     if not made:  # there is no step
-        states, zeros = rnn_derivatives.rnn(given._replace(initial=None), options)
+        one = None if reset_states is None else reset_states[:, :, 0]
+        alone = given._replace(initial=None, reset_states=one)
+        states, zeros = rnn_derivatives.rnn(alone, options)
         if initial is None:
             return states, zeros.unsqueeze(2).repeat(1, 1, sequences, 1, 1)
         return states, initial.clone()
