@@ -10,7 +10,14 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn.problem import Direction, Function, RnnBackend
-from scan_registry.ops import rnn_derivatives, rnn_layout, rnn_plans, rnn_resets, rnn_segments
+from scan_registry.ops import (
+    rnn_derivatives,
+    rnn_layout,
+    rnn_plans,
+    rnn_problems,
+    rnn_resets,
+    rnn_segments,
+)
 from scan_registry.ops.rnn_arguments import (
     BACKENDS,
     Options,
@@ -123,7 +130,7 @@ class Pass:
     def alternatives(self, backend: Any) -> tuple[tuple[Problem, Backend], ...]:
         """The problems that would do, as ``backend`` tries them, and what may solve each."""
         options = self.options._replace(backend=backend)
-        return rnn_plans.alternatives(self.direction, options, self.tensors, self.training)
+        return rnn_problems.alternatives(self.direction, options, self.tensors, self.training)
 
     def fused(self) -> None:
         """No kernel of this family does what another one does, too."""

@@ -17,14 +17,13 @@ from torch import Tensor
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend, Decision
 from scan_registry.kernels import family
-from scan_registry.kernels.linear_scan.problem import common_alignment
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
-from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Direction, Function, RnnProblem
+from scan_registry.kernels.rnn.problem import SIZES, Direction, Function, RnnProblem
 from scan_registry.ops import rnn_cpu, rnn_steps
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.recording import is_capturing
-from scan_registry.ops.rnn_arguments import COMPILED, WAYS, Arguments, Options
+from scan_registry.ops.rnn_arguments import COMPILED, Arguments, Options
 from scan_registry.ops.rnn_layout import (
     blocked,
     dense,
@@ -32,6 +31,7 @@ from scan_registry.ops.rnn_layout import (
     known_states,
     widened,
 )
+from scan_registry.ops.rnn_problems import alternatives
 from scan_registry.ops.rnn_resets import check_reset, without_kernels
 from scan_registry.ops.step_buffers import Key, StepBuffers, rnn_buffers
 from scan_registry.runtime.loader import prepare_first, run_reference
@@ -48,61 +48,7 @@ class Outputs(NamedTuple):
     cache: Tensor
 
 
-# --- Problems ---------------------------------------------------------------------------------
-
-
-def sequence_problem(
-    direction: Direction,
-    options: Options,
-    tensors: Mapping[str, Tensor],
-    training: bool,
-) -> RnnProblem:
-    """What all steps in one launch pose; ``tensors`` are those that ``STRIDED`` names, and others."""
-    strides = []
-    for name, dimensions in STRIDED["sequence", direction].items():
-        along = tensors[name].stride()
-        of_time = len(along) - (4 if "states" not in name else 3)
-        places = {"state": 0, "batch": of_time - 1, "time": of_time}
-        strides += [along[places[dimension]] for dimension in dimensions]
-    states = tensors["states"]
-    count, batch, time, heads, dim = states.shape
-    size = states.element_size()
-    return RnnProblem(
-        scope="sequence",
-        direction=direction,
-        function=options.function,
-        dtype=str(states.dtype).removeprefix("torch."),
-        batch=batch,
-        time=time,
-        heads=heads,
-        dim=dim,
-        strides=tuple(strides),
-        graded=count if direction == "backward" else 0,
-        training=training,
-        alignment=common_alignment(
-            [
-                *(0 if t.is_meta else t.data_ptr() for t in tensors.values()),
-                *(stride * size for stride in strides),
-            ]
-        ),
-        clips=options.clips,
-    )
-
-
-def alternatives(
-    direction: Direction, options: Options, tensors: Mapping[str, Tensor], training: bool
-) -> tuple[tuple[Problem, Backend], ...]:
-    """The problems that would do, in the order in which the backend tries them, and what may solve each. ``tensors`` are the
-    kernel's, padded, as far as they are there."""
-    whole = sequence_problem(direction, options, tensors, training)
-    size = whole.batch, whole.time, whole.heads, whole.dim
-    step = rnn_steps.step_problem(
-        direction, options.function, whole.dtype, size, training, options.clips
-    )
-    return tuple(
-        (whole if scope == "sequence" else step, backend)
-        for scope, backend in WAYS[options.backend]
-    )
+# --- Launches ---------------------------------------------------------------------------------
 
 
 def _prepared(
