@@ -20,9 +20,9 @@ def unsafe(source: str) -> Iterator[int]:
             continue
         words = {ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.expr)}
         options = {keyword.arg for keyword in node.keywords}
-        if "sys.executable" in words and words & UNSAFE and not words & SAFE:
-            if not options & {"cwd", None}:
-                yield node.lineno
+        starts_python = "sys.executable" in words and words & UNSAFE and not words & SAFE
+        if starts_python and not options & {"cwd", None}:
+            yield node.lineno
 
 
 def test_python_is_started_in_another_folder() -> None:
