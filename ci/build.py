@@ -6,8 +6,8 @@
 
 Needs Linux, Python 3.10 or later and a C compiler (``--container``: docker or podman instead). What it
 makes on the way is under build/ci. Compiled kernels come from the build cache where they have not
-changed. ``--all`` makes the packages of every platform: those of another machine are cross-compiled
-(cross.py), and nothing of them runs here; tools/emulate_aarch64.py tries them.
+changed. ``--all`` makes the packages of every platform. Those for other machines are cross-compiled
+(cross.py) and do not run here; tools/emulate_aarch64.py tests them.
 """
 
 from __future__ import annotations
@@ -139,9 +139,10 @@ def check(environment: Environment, again: Path | None, every: int, record: bool
 def built(
     environment: Environment, work: Path, platforms: Sequence[Platform], clock: Clock, source: Path
 ) -> list[Path]:
-    """A wheel for each platform, this machine's with every archive, the others' with none."""
+    """A wheel for each platform. The wheel for this machine has every archive, and the others have
+    none."""
     wheels = []
-    # This machine's last: a build leaves its own archives in the tree.
+    # The wheel for this machine is last, as its build leaves archives in the tree.
     for platform in sorted(platforms, key=_is_here):
         with clock.step(_title(platform, work)):
             if _is_here(platform):
@@ -162,8 +163,8 @@ def _title(platform: Platform, work: Path) -> str:
 
 
 def sizes_told(platforms: Sequence[Platform], dist: Path, clock: Clock) -> None:
-    """A row for each platform: its seconds in the first build, and megabytes of its packages and of the
-    machine code for CPUs in them."""
+    """Print a row for each platform: the seconds of its first build, and the megabytes of its packages
+    and of the machine code for CPUs in them."""
     say("\nplatform   seconds  with archives  without  machine code for CPUs, MB")
     for platform in platforms:
         (whole,) = (dist / "pypi").glob(f"{PACKAGE}-*_{platform.name}.whl")

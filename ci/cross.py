@@ -1,11 +1,11 @@
-"""The package for another kind of machine, compiled here: its two C extensions, and nothing else.
+"""Cross-compiles the package for a machine of another kind: its two C extensions, and nothing else.
 
-Code for GPUs does not depend on the machine that they are in, so products.py puts this machine's archives
-into every platform's package. zig compiles C against any glibc, so the platform's manylinux tag is kept to;
-gcc would take this machine's. The stable ABI's headers are those of the Python here: ``check_headers`` has
-the target's compiler compare what they state of the machine.
+Code for GPUs does not depend on the host, so products.py puts this machine's archives into every platform's
+package. zig links against the glibc of the platform's manylinux tag; gcc would link against this machine's
+glibc. Python's headers are those of the Python that runs this module. ``check_headers`` compiles assertions
+for the target, which fail if sizes or byte order in the headers are wrong for it.
 
-Needs nothing but Python until it builds.
+Importing this module needs nothing but Python; building needs COMPILER.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ci.matrix import Platform
 from ci.workspace import ROOT, DevError, Environment, build_wheel, require
 from scan_registry.packaging.wheel import Wheel
 
-#: As pip takes it. Pinned, since machine code differs from version to version.
+#: As a requirement for pip. Pinned, since machine code differs from version to version.
 COMPILER = "ziglang==0.16.0"
 
-#: By what a platform calls its machine: the machine in the header of an ELF file.
+#: By a platform's name of its machine: the number of the machine in the header of an ELF file.
 MACHINES: Mapping[str, int] = {"x86_64": 62, "aarch64": 183}
-_HEADER = struct.Struct("<4sBB10xHH")  # the magic, 64 bits, little-endian; the type and the machine
+_HEADER = struct.Struct("<4sBB10xHH")  # magic, 64 bits, little-endian; type and machine
 
-#: What Python itself is compiled with that changes what code means.
+#: The flags of Python's own build that change the meaning of code.
 _FLAGS = "-DNDEBUG -fwrapv"
 
 _PROBE = """\
@@ -67,8 +67,8 @@ def target(platform: Platform) -> str:
 
 
 def build(environment: Environment, work: Path, platform: Platform, source: Path = ROOT) -> Path:
-    """The platform's wheel without archives, in a folder of its own under ``work``. The environment has
-    COMPILER for that."""
+    """The platform's wheel without archives, in a folder of its own under ``work``. COMPILER has to be
+    installed in the environment."""
     folder = work / platform.name
     folder.mkdir(parents=True, exist_ok=True)
     compiler = compiler_in(folder, environment.python, platform)
@@ -88,8 +88,9 @@ def build(environment: Environment, work: Path, platform: Platform, source: Path
 
 
 def tagged(path: Path, platform: Platform, folder: Path) -> Path:
-    """The wheel under the platform's manylinux tag, in a folder. auditwheel repairs wheels of the machine that
-    it runs on alone; these have no libraries to bring along, and the gates have it look at their symbols."""
+    """The wheel under the platform's manylinux tag, in a folder. auditwheel repairs only wheels for the
+    machine that it runs on. This wheel has no libraries to bundle, and the gates check its symbols with
+    auditwheel."""
     wheel = Wheel.read(path)
     if wrong := foreign(wheel.files, platform.name):
         raise DevError(f"{path.name}: {', '.join(wrong)} is not machine code for {platform.name}")
@@ -100,7 +101,7 @@ def tagged(path: Path, platform: Platform, folder: Path) -> Path:
 
 
 def compiler_in(folder: Path, python: Path, platform: Platform) -> Path:
-    """A program that is called as gcc is, and compiles for the platform."""
+    """A program that takes gcc's arguments, and compiles for the platform."""
     path = folder / "cc"
     words = (
         "env",
@@ -114,7 +115,7 @@ def compiler_in(folder: Path, python: Path, platform: Platform) -> Path:
 
 
 def headers_in(folder: Path) -> Path:
-    """This Python's headers, with the pyconfig.h that Debian keeps elsewhere, for each machine its own."""
+    """This Python's headers with its pyconfig.h, which Debian keeps in a folder for each kind of machine."""
     place = folder / "include"
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(sysconfig.get_path("include"), place)
@@ -123,7 +124,7 @@ def headers_in(folder: Path) -> Path:
 
 
 def check_headers(compiler: Path, headers: Path, folder: Path) -> None:
-    """``DevError`` if what the headers state of sizes and byte order is not so on the target."""
+    """Raise ``DevError`` if sizes or byte order in the headers are wrong for the target."""
     probe = folder / "probe.c"
     probe.write_text(_PROBE, encoding="utf-8")
     command = [compiler, "-DPy_LIMITED_API=0x030A0000", f"-I{headers}", "-c", probe, "-o"]
@@ -131,8 +132,8 @@ def check_headers(compiler: Path, headers: Path, folder: Path) -> None:
 
 
 def foreign(files: Mapping[str, bytes], machine: str) -> list[str]:
-    """The shared libraries among files that are not machine code for the machine; all are if there are none,
-    as then there is nothing that could be."""
+    """The shared libraries among ``files`` that are not machine code for the machine. If there are no shared
+    libraries, the result is not empty either, as a wheel without any is wrong, too."""
     libraries = {name: content for name, content in files.items() if name.endswith(".so")}
     wanted = (b"\x7fELF", 2, 1, 3, MACHINES[machine])
     wrong = [

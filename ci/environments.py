@@ -121,8 +121,8 @@ def expect(holds: bool, what: str) -> None:
 
 
 def expect_machine_code(there: Try) -> None:
-    """Where there is an archive for it, an H100 gets machine code for all but what wheels leave out, which compilers would
-    have to make that are not here: ``gated_scan`` in float16."""
+    """With an archive for it, an H100 gets machine code for every kernel and dtype but ``gated_scan`` in float16. Wheels
+    leave that out, and no compiler is installed here that could make it."""
     words = ("doctor", "--for", "sm_90", "--driver", "575", "--json")
     (gpu,) = json.loads(there.run(*words, status=None))["gpus"]
     below = {

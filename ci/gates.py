@@ -37,7 +37,8 @@ from scan_registry.packaging.wheel import Wheel
 SIZES = ROOT / "ci" / "sizes.json"
 _MOST = 5  # lines of one gate
 _CPU = f"{PACKAGE}/ops/_cpu.abi3.so"
-#: What auditwheel shows of a wheel, and a wheel's tag: the glibc that it needs, and the machine.
+#: A manylinux tag, in the name of a wheel and in what auditwheel shows: the glibc that it needs, and the
+#: machine.
 _GLIBC = r"manylinux_(\d+)_(\d+)_(\w+)"
 _SHOWN = re.compile(rf'is consistent with the following platform tag: "{_GLIBC}"')
 
@@ -230,9 +231,9 @@ def metadata(release: Release) -> Gate:
 
 
 def portable(release: Release, compiled_here: bool) -> Gate:
-    """The machine code for CPUs needs no more than its tag promises, is for its machine, and needs only the
-    stable ABI; the tag is one of the matrix's, each of which has a wheel, or any of manylinux for what was
-    not compiled in the matrix's containers."""
+    """The machine code for CPUs is for the machine of its tag, and needs no later glibc than the tag
+    promises, and only the stable ABI. Each tag of the matrix has a wheel, and no wheel has another tag.
+    Wheels that were not compiled in the matrix's containers may have any manylinux tag."""
     wrong, wheels = [], _compiled(release, "pypi", "index")
     accepted = {platform.tag for platform in release.matrix.platforms}
     tags = set()
@@ -258,7 +259,7 @@ def _platform(path: Path) -> str:
 
 
 def _beyond(path: Path, platform: str) -> Iterator[str]:
-    """What the machine code needs beyond what the tag promises: another machine, or a later glibc."""
+    """What the machine code needs and the tag does not promise: another machine, or a later glibc."""
     promised = re.fullmatch(_GLIBC, platform)
     machine = platform if promised is None else promised[3]
     if machine in cross.MACHINES:

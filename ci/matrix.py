@@ -49,8 +49,9 @@ class Platform:
 
 @dataclass(frozen=True)
 class Matrix:
-    """``abi`` is the stable ABI's first Python, such as cp310; ``torch`` the oldest and the newest, and
-    ``torch_between`` one that is tested, too; ``wheel_budget`` the bytes that the largest wheel may take."""
+    """``abi`` is the stable ABI's first Python, such as cp310. ``torch`` has the oldest and the newest
+    release of torch that are tested, and ``torch_between`` is tested, too. ``wheel_budget`` is the most
+    bytes of a wheel."""
 
     archs: tuple[Arch, ...]
     platforms: tuple[Platform, ...]

@@ -1,9 +1,9 @@
 """Whether the CPU kernels' machine code for aarch64 computes in NEON's vector registers.
 
-Compilers vectorise what they can and say nothing of what they cannot, so only the machine code shows it.
-x86-64 needs no such look: its kernels call the instructions by name, and tests run both of its levels.
+Compilers do not report the loops that they cannot vectorise, so only the machine code shows them. x86-64
+needs no such check: its kernels use intrinsics, and tests run both of its levels of vector instructions.
 
-Needs capstone and pyelftools, which are among the tools of requirements.txt.
+Needs capstone and pyelftools, which requirements.txt installs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from elftools.elf.elffile import ELFFile
 
 _MULTIPLY_ADD = r"fml[as]\.(4s|2d)"
 _TYPES = "(float32|float64|complex64|complex128)"
-#: Functions of csrc, by pattern: how many at least must have an instruction in a loop, and which. A
-#: compiler may copy a function for a constant argument, and inline the convolution or leave it apart.
+#: By the pattern of functions of csrc: how many of them, at least, have to have an instruction in a loop,
+#: and the pattern of the instruction. Numbers are least ones, as a compiler may copy a function for a constant
+#: argument, and may inline the convolution or not.
 WANTED: Mapping[str, tuple[int, str]] = {
     f"(forward|backward|products)_{_TYPES}_portable": (12, _MULTIPLY_ADD),
     f"(add|fold)_{_TYPES}_portable": (8, r"fadd\.(4s|2d)"),
-    "(forward|convolve)(_task)?_portable": (2, _MULTIPLY_ADD),
-    "backward_task_portable": (2, _MULTIPLY_ADD),
+    "(forward|convolve)(_task)?_portable": (3, _MULTIPLY_ADD),
+    "backward_task_portable": (3, _MULTIPLY_ADD),
+    "multiply_portable": (1, _MULTIPLY_ADD),
     "widen_float16_portable": (1, r"fcvtl2?\.4s"),
     "narrow_float16_portable": (1, r"fcvtn2?\.(4h|8h)"),
     "widen_bfloat16_portable": (1, r"(shl|shll|ushll)2?\.4s"),
@@ -35,7 +37,7 @@ WANTED: Mapping[str, tuple[int, str]] = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """``text`` is the mnemonic, followed by a point and the first register's arrangement: fmla.4s."""
+    """``text`` is the mnemonic, with the first register's arrangement after a dot: fmla.4s."""
 
     address: int
     text: str
@@ -48,7 +50,7 @@ class Function:
     instructions: tuple[Instruction, ...]
 
     def loops(self) -> Iterator[tuple[Instruction, ...]]:
-        """The instructions of each loop: from where a branch goes back to, to that branch."""
+        """The instructions of each loop: from the target of a backward branch to that branch."""
         for end, each in enumerate(self.instructions):
             if (
                 each.target is not None
@@ -80,8 +82,8 @@ _BRANCH = re.compile(r"b(\..+)?$|cbn?z$|tbn?z$")
 
 
 def functions(library: bytes) -> list[Function]:
-    """The functions of a shared library for aarch64, by its table of symbols. ``ValueError`` for another
-    machine's, and for one whose symbols were stripped: nothing would be seen in it."""
+    """The functions in the symbol table of a shared library for aarch64. Raises ``ValueError`` if the library is
+    for another machine, or if its symbols were stripped."""
     elf = ELFFile(BytesIO(library))
     if elf.get_machine_arch() != "AArch64":
         raise ValueError(f"is machine code for {elf.get_machine_arch()}, not for AArch64")
@@ -100,8 +102,8 @@ def functions(library: bytes) -> list[Function]:
 
 
 def scalar(found: list[Function], wanted: Mapping[str, tuple[int, str]] = WANTED) -> Iterator[str]:
-    """What does not compute in vectors: of each pattern, too few functions have the instruction in a loop.
-    So does a function that was renamed, or this look would lose sight of it."""
+    """A line for each pattern of which too few functions have the instruction in a loop. A function that was
+    renamed counts as missing, so that a check does not silently go out of use."""
     for pattern, (least, instruction) in wanted.items():
         named = ((each, each.name.partition(".")[0]) for each in found)
         meant = [each for each, name in named if re.fullmatch(pattern, name)]

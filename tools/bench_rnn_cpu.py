@@ -1,8 +1,8 @@
 """Recurrent modules on the CPU beside torch.nn's: ``python tools/bench_rnn_cpu.py [--threads 1]``.
 
-Times are the least of several, each long enough for the clock. With one thread they are processor time,
-which other processes disturb less than time on the clock; with more they are time on the clock, and mean
-something on an idle machine only, as torch's threads wait for each other at every product.
+Times are the least of several, each long enough for the clock. With one thread they are CPU time, which
+other processes change less than elapsed time. With more threads they are elapsed time, which is right
+only on an idle machine, as torch's threads wait for each other at every product.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def once(call: Callable[[], object], clock: Callable[[], float]) -> float:
 def least(
     calls: list[Callable[[], object]], clock: Callable[[], float], budget: float
 ) -> list[float]:
-    """The least of each, interleaved, within some seconds of the clock on the wall."""
+    """The least time of each call. Calls are interleaved, for ``budget`` seconds of elapsed time."""
     found = [math.inf] * len(calls)
     for call in calls:
         call()

@@ -1,10 +1,11 @@
-"""The CPU's time for one call of each operator over ranks, with tensors so small that nothing but overhead is left.
+"""The CPU's time for one call of each operator over ranks, with tensors so small that only overhead counts.
 
     python tools/distributed_host_time.py                  two processes over gloo
     python tools/distributed_host_time.py --group fake     one process, in a group whose collectives do nothing
     python tools/distributed_host_time.py --group fake --profile "linear_scan reduce"    where the time goes
 
-Rows are medians over rounds, in microseconds of CPU time of the thread that makes the calls. What it waits for is not in them.
+Rows are medians over rounds, in microseconds of CPU time of the thread that makes the calls. Time that the thread waits is
+left out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Call = Callable[[], object]
 
 
 def calls() -> dict[str, tuple[Call, Call]]:
-    """Of each operator, and of one that is not over ranks: a forward pass, and a forward and backward pass."""
+    """A forward pass, and a forward and backward pass, of each operator over ranks and of ``linear_scan`` on one rank."""
 
     def scanned(schedule: str) -> tuple[Call, Call]:
         gates, tokens = (torch.rand(1, 8, 64, requires_grad=True) for _ in range(2))
@@ -126,7 +127,7 @@ def main() -> None:
 
         for rank in range(RANKS):
             print(f"rank {rank} of {RANKS}:")
-            # As with NCCL: headers are compared where they are, and not read.
+            # As with NCCL, each call compares headers on their device, and does not read them.
             opening._reading_waits = lambda place: True
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
             measure(rank, given.profile)

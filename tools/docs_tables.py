@@ -216,7 +216,8 @@ def gpus() -> str:
 
 
 def released_tier(capability: Capability, language: str) -> str:
-    """The closest of what releases hold, with its archive: machine code from Triton runs on one capability from 9.0 up."""
+    """The closest tier of the archives in releases, with its archive. Triton's machine code from 9.0 up runs on one
+    capability."""
     held = [Target.parse(label) for label in RELEASED]
     fitting = []
     for target in held:
@@ -236,7 +237,7 @@ def first_calls() -> str:
     rows = []
     for tier, language in [*kinds, (Tier.REFERENCE, "torch")]:
         if (tier, language) == (Tier.SAME_MAJOR, "triton"):
-            continue  # of 8.x alone, none of which the default wheel lacks
+            continue  # exists among 8.x alone, where the default wheel gives it to no GPU
         times = MEASURED.get((tier, language))
         cells = [f"{time:.3g}" for time in times] if times else ["not measured"] * 2
         name = {"cuda": "CUDA C++", "triton": "Triton", "torch": "plain torch"}[language]

@@ -2,10 +2,10 @@
 
     python3 tools/emulate_aarch64.py [WHEEL] [--only NAME …] [--fresh]
 
-WHEEL is the one in dist/pypi unless it is given. Needs apt-get of Debian 12 or later or of Ubuntu,
-qemu-user-static and gcc-aarch64-linux-gnu (which compiles the stub driver); no root, no binfmt_misc, no
-container. Everything is under build/aarch64. A run takes tens of minutes: emulated code is slow, and
-nothing can be learnt of speed.
+Without WHEEL, the wheel for aarch64 in dist/pypi is tested. Needs apt-get of Debian 12 or later or of
+Ubuntu, and the package qemu-user-static; also gcc-aarch64-linux-gnu and libc6-dev-arm64-cross, which
+compile the stub driver. Needs no root, binfmt_misc or container. All files are under build/aarch64. A run
+takes tens of minutes, as emulated code is slow, and says nothing about speed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ COMPILER = "aarch64-linux-gnu-gcc"
 PROCESSOR = "neoverse-n1"
 #: The newest whose wheel for aarch64 on PyPI is for CPUs alone, 146 MB; later ones bring CUDA's libraries.
 TORCH = "torch==2.10.0"
-#: What torch needs, the package and its tests. Apart from torch, since pip would go by this machine's kind.
+#: What torch, the package and its tests need. torch is installed without its dependencies, which pip would
+#: choose for this machine.
 LIGHT = (
     *("filelock", "fsspec", "jinja2", "networkx", "sympy>=1.13.3", "typing-extensions"),
     *("hypothesis", "numpy", "packaging", "pytest", "rich", "setuptools>=77"),
@@ -43,7 +44,8 @@ NVRTC = "nvidia-cuda-nvrtc-cu12==12.9.86"
 DEBIAN = ("python3", "libstdc++6", "libgomp1")
 
 TESTS = ROOT / "tests" / PACKAGE
-#: By name: what Python is to run, and the statuses that are right. Doctor's is 1 if it has advice.
+#: By name: the arguments of Python, and the exit statuses that are right. ``doctor`` exits with 1 if it has
+#: advice.
 RUNS: Mapping[str, tuple[tuple[str | Path, ...], tuple[int, ...]]] = {
     "import": (("-c", f"import {PACKAGE}, platform; print(platform.machine())"), (0,)),
     "inspect": (("-m", PACKAGE, "inspect"), (0,)),
@@ -59,7 +61,13 @@ RUNS: Mapping[str, tuple[tuple[str | Path, ...], tuple[int, ...]]] = {
         ),
         (0,),
     ),
-    "networks": ((TESTS / "ops" / "test_rnn.py", TESTS / "nn" / "test_modules.py"), (0,)),
+    "networks": (
+        (
+            *(TESTS / "ops" / f"test_{name}.py" for name in ("rnn", "rnn_cpu")),
+            TESTS / "nn" / "test_modules.py",
+        ),
+        (0,),
+    ),
 }
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT, "-m", "not gpu")
 
@@ -76,7 +84,7 @@ class Outcome:
         return f"{word}  {self.seconds:6.0f} s  {self.name:9} {self.last}"
 
 
-# --- The machine that is played ---------------------------------------------------------------
+# --- The emulated machine ---------------------------------------------------------------------
 
 
 def debian(folder: Path) -> Path:
@@ -105,8 +113,8 @@ def debian(folder: Path) -> Path:
 
 
 def python_in(folder: Path, root: Path) -> Path:
-    """An environment of the emulated Python. Its ``python`` is a script, for this machine to run, and tells
-    Python that it is started as that: subprocesses start it again."""
+    """An environment of the emulated Python. Its ``python`` is a script that starts the emulator. Python
+    takes the script for its own executable, so that subprocesses start it, too."""
     real = (root / "usr" / "bin" / "python3").resolve()
     place = folder / "venv"
     (place / "bin").mkdir(parents=True, exist_ok=True)
@@ -121,7 +129,7 @@ def python_in(folder: Path, root: Path) -> Path:
 
 
 def packages(tools: Environment, root: Path) -> Path:
-    """Where packages go, with everything in it that is not ours. This machine's pip puts it there."""
+    """Install all packages but this project's with this machine's pip, and return their folder."""
     version = (root / "usr" / "bin" / "python3").resolve().name.removeprefix("python")
     place = WORK / "venv" / "lib" / f"python{version}" / "site-packages"
     place.mkdir(parents=True, exist_ok=True)
@@ -157,7 +165,7 @@ def check_tools() -> None:
 
 
 def attempt(python: Path, name: str) -> Outcome:
-    """One of RUNS, its output in a file, away from the sources."""
+    """Run one of RUNS in a folder away from the sources, and write its output into a file."""
     words, right = RUNS[name]
     if isinstance(words[0], Path):
         words = (*PYTEST, *words)
@@ -186,7 +194,7 @@ def attempt(python: Path, name: str) -> Outcome:
 
 
 def last_line(log: Path) -> str:
-    """What a run's output closes with, without pytest's rule around it."""
+    """The last line of a run's output, without the = signs that pytest puts around it."""
     lines = [line.strip("= ") for line in log.read_text(encoding="utf-8").splitlines()]
     return re.sub(r" in [\d.]+s.*", "", next((line for line in reversed(lines) if line), ""))
 

@@ -1,8 +1,8 @@
-"""What a call costs the CPU that makes it, where launches do nothing: ``python tools/host_time.py [scan] [rnn] [profile]``.
+"""What a call of a scan or a network costs the CPU: ``python tools/host_time.py [scan] [rnn] [profile]``.
 
-It needs no GPU: tensors are the CPU's, and the driver is a library of functions that return 0. So what torch's own operators
-cost is that of the CPU's, and what a driver takes to launch, some 2 µs, is missing. Times are of the process alone, and the least of several
-rounds. A C compiler has to be there.
+It needs a C compiler and no GPU. Tensors are in the CPU's memory, take the code path of tensors on a GPU, and the driver is a
+library whose functions return 0. So torch's own operators run on the CPU, and the driver's time for a launch, some 2 µs, is left
+out. Times are CPU times of the process, and the least of several rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROUNDS, CALLS = 20, 100
 
 
 def bind_nothing() -> Any:
-    """A driver whose functions do nothing; the library, which is to stay."""
+    """Bind a driver whose functions do nothing. The caller has to keep the returned library."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "nothing.c", Path(folder) / "nothing.so"
         source.write_text("int nothing(void) { return 0; }\n", encoding="utf-8")
@@ -58,7 +58,7 @@ def launch_of(pointers: int, scalars: tuple[int, ...]) -> _launcher.Launch:
 
 
 def run_of(launch: _launcher.Launch, names: list[str]) -> Callable[[Mapping[str, Any]], None]:
-    """As ``runtime.loader.Plan.run`` does it."""
+    """A function that starts the launch as ``runtime.loader.Plan.run`` does."""
     start = launch.run
 
     def run(tensors: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ def run_of(launch: _launcher.Launch, names: list[str]) -> Callable[[Mapping[str,
 
 
 def pretend_kernels() -> None:
-    """Scans and recurrent networks of the CPU's tensors take the way of those on a GPU."""
+    """Have scans and recurrent networks of CPU tensors take the code path of tensors on a GPU."""
 
     def scan_launch(problem: Any) -> _launcher.Launch:
         scalars = problem.scalars()
@@ -124,7 +124,7 @@ def there_and_back(given: dict[str, Any]) -> None:
 
 
 def scans() -> None:
-    """The short road beside the long one, of tensors (2, 64, 128) with ``dim=1``."""
+    """Scans of tensors (2, 64, 128) with ``dim=1``: without the fast path ("long"), and with it ("short")."""
     module = sys.modules["scan_registry.ops.linear_scan"]
     short, bounds = fast_path.fast_scan, torch.tensor([0, 20, 64])
     x = torch.rand(2, 64, 128)
@@ -168,8 +168,8 @@ def scans() -> None:
 
 
 def networks(profiled: bool) -> None:
-    """Modules of (4, 8, 32) from ``forward`` to the launch, and backwards from it: layers composed of operators beside those
-    in one function."""
+    """Modules on 4 sequences of 8 steps and 32 units, forward and backward: layers composed of operators ("composed") beside
+    layers that are one function to autograd ("short")."""
     options: dict[str, dict[str, Any]] = {
         "": {},
         "batch first": {"batch_first": True},
@@ -205,8 +205,8 @@ def trained(module: Any, x: Any, leaves: Any) -> Any:
 
 
 def operators(module: Any, x: Any, leaves: Any) -> list[int]:
-    """How many operators torch is asked for in a forward pass, and in that and a backward pass: those that it profiles. A
-    call is to go as if nothing profiled."""
+    """How many of torch's operators a forward pass calls, and how many a forward and backward pass. The profiler counts
+    them. Calls take the path that they take without a profiler."""
     watchers = {rnn_derivatives: "unobserved", rnn_layer: "unobserved", fast_calls: "undisturbed"}
     known = {home: getattr(home, name) for home, name in watchers.items()}
     for home, name in watchers.items():

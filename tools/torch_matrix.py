@@ -1,14 +1,14 @@
-"""Run the tests of the public interface on the CPU with several releases of torch, and print who passed.
+"""Run the tests of the public interface on the CPU with several releases of torch, and print which pass.
 
     python3 tools/torch_matrix.py                        the releases that ci/matrix.json names
     python3 tools/torch_matrix.py --torch 2.6 2.8        others
     python3 tools/torch_matrix.py --wheel dist/pypi/scan_registry-….whl
     python3 tools/torch_matrix.py --all                  every test of operators and layers, not the public ones alone
 
-Each release gets a fresh environment under build/torch with one wheel, the same for all. Without ``--wheel`` that is
-this tree's, without GPU binaries, which the CPU has no use for. Where pip looks for torch is up to pip's configuration.
-On x86-64, PyPI's torch is built for CUDA and brings gigabytes, so that only CPU builds (``2.9.1+cpu``) are installed
-there. A release of which there is none, or none for this Python, is not run; ``--strict`` makes that a failure.
+Each release has an environment of its own under build/torch, with the same wheel. Without ``--wheel``, the wheel is
+built from this tree, without GPU binaries. pip's configuration says where pip looks for torch. On x86-64, PyPI's torch
+is built for CUDA and takes gigabytes, so only CPU builds (``2.9.1+cpu``) are installed on x86-64. A release without a
+build for this platform and Python is not run; with ``--strict`` that is a failure.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WORK = ROOT / "build" / "torch"
 TESTS = ROOT / "tests" / PACKAGE
 PUBLIC = (TESTS / "test_public.py",)
 ALL = (*PUBLIC, TESTS / "ops", TESTS / "nn")
-#: What the tests need beside torch. numpy is torch's own choice, and some tests'.
+#: What the tests need beside torch. numpy is optional for torch, and some tests use it.
 NEEDED = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6.100", "jsonschema>=4.20", "numpy")
 
 
@@ -74,7 +74,7 @@ def available(said: str) -> list[str]:
 
 
 def chosen(release: str, versions: Sequence[str], machine: str) -> str | None:
-    """The newest version of the release to install on a machine, or None if there is none that is small."""
+    """The newest version of the release to install on a machine; None on x86-64 if there is no CPU build."""
     pattern = re.compile(rf"{re.escape(release)}(\.\d+)*(\+\w+)?")
     matching = [version for version in versions if pattern.fullmatch(version)]
     on_cpu = [version for version in matching if version.endswith("+cpu")]
@@ -136,7 +136,7 @@ def _said(command: Sequence[str | Path]) -> str:
 
 
 def _wheel() -> Path:
-    """This tree's, without archives, as pip builds it for a user."""
+    """This tree's wheel, without archives, as pip builds it for a user."""
     check_machine()
     folder = WORK / "wheel"
     shutil.rmtree(folder, ignore_errors=True)

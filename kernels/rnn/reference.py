@@ -16,9 +16,9 @@ as it is; of sLSTM first whichever of e and k is not 1, k where i decides m' and
 sign tells which; then log σ(f), and z and o after theirs. Narrow dtypes could not hold what the exponents
 are made of: their errors would grow with every step that k goes through.
 
-``reset`` (B, T) says before which steps the states start anew: from ``reset_states`` (states, B, N, D), or
-from zeros. The states that were there are of no account then, even if they are not finite, and get no
-gradient.
+At the steps where ``reset`` (B, T) is True, the states start anew: from ``reset_states`` (states, B, N, D),
+or from zeros. The states before such a step have no effect on it, even if they are not finite, and get no
+gradient from it.
 """
 
 from __future__ import annotations
@@ -350,12 +350,12 @@ def previous_first(recurrent: Tensor) -> Tensor:
 
 
 def _of_units(reset: Tensor) -> Tensor:
-    """``reset`` as it broadcasts over heads and units."""
+    """``reset``, shaped to broadcast over heads and units."""
     return reset.unsqueeze(-1).unsqueeze(-1)
 
 
 def _anew(given: Tensor | None, like: Tensor, count: int) -> Tensor:
-    """The first ``count`` states that a reset sets: those given, (count, B, N, D), or zeros."""
+    """The first ``count`` of the states that a reset starts from: those given, (count, B, N, D), or zeros."""
     if given is None:
         return like.new_zeros(count, 1, 1, 1)
     return given[:count].to(like.dtype)

@@ -36,9 +36,10 @@ def perhaps(condition: Any) -> bool:
 
 
 def _guarded(condition: Any, otherwise: bool) -> bool:
-    """What releases of torch before ``guard_or_false`` and ``guard_or_true`` can tell.
+    """Whether ``condition`` holds, in releases of torch without ``guard_or_false`` and ``guard_or_true``.
 
-    While they trace Python, a size that is not known yet counts as 2 or more, and torch raises where that decides nothing.
+    While such a release traces Python, it takes an unknown size to be 2 or more, and raises if that does not decide the
+    condition.
     """
     if _tracing():
         from torch.fx.experimental.symbolic_shapes import guard_size_oblivious

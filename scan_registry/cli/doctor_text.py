@@ -120,7 +120,7 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
 
 
 def _print_first_calls(console: Console, gpu: Coverage) -> None:
-    """What the first call of a process costs on each tier that calls end on."""
+    """Print what the first call of a process costs on each tier that calls on this GPU get."""
     table = new_table("tier", "language!", "first call!", "in later processes!")
     for each in gpu.first_calls:
         times = [_milliseconds(each.first_ms), _milliseconds(each.later_ms)]

@@ -72,7 +72,8 @@ def assumed(args: argparse.Namespace, there: Device) -> tuple[str, ...]:
 
 
 def product_of(text: str) -> tuple[Capability, str | None, int | None]:
-    """Capability of a GPU, with the name and the SMs where ``text`` is what it is sold as."""
+    """The capability of a GPU; also its name and the number of its SMs if ``text`` is the name of a
+    product."""
     if product := named(text):
         return product.capability, product.name, product.sm_count
     word = text.strip().lower()
@@ -91,8 +92,8 @@ def product_of(text: str) -> tuple[Capability, str | None, int | None]:
 
 
 def _like(word: str) -> str | None:
-    """The names that a word which names no GPU may stand for."""
-    from difflib import get_close_matches  # for those who mistype
+    """A question that suggests known names for an unknown one; None if no name is like it."""
+    from difflib import get_close_matches  # imported here, as only an unknown name needs it
 
     plain = {name.lower(): name for name in names()}
     bare = word.removeprefix("nvidia").strip()

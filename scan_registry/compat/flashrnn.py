@@ -2,8 +2,8 @@
 
 Backends are called as there. ``cuda_fused`` takes all steps in one launch, and goes step by step where
 heads are too wide for that; ``cuda`` always goes step by step; ``triton_fused`` and ``triton`` are
-Triton's kernels; ``vanilla`` and ``vanilla_fwbw`` are plain torch. CPU tensors are computed in plain torch
-whatever the backend.
+Triton's kernels; ``vanilla`` and ``vanilla_fwbw`` are plain torch. With CPU tensors every backend runs
+what ``rnn`` runs on the CPU.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ INLINE void LEVEL(narrow_float16)(void *restrict narrow, const void *restrict wi
     for (; i < n; i++) to[i] = (uint16_t)_cvtss_sh(from[i], 0);
 }
 #elif defined(__aarch64__)
-/* Of 8 elements, then one by one. Compilers do not find these instructions in the loops below. */
+/* 8 elements at a time, then one by one. Compilers do not use these instructions for the plain
+ * loops below. */
 INLINE void LEVEL(widen_float16)(void *restrict wide, const void *restrict narrow,
                                         int64_t n) {
     Float *to = wide;

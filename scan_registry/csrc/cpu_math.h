@@ -63,7 +63,7 @@ INLINE Floats LEVEL(exp_of)(Floats x) {
     return LEVEL(power_of_2)(shifted, x * 1.442695f);
 }
 
-/* e^x - 1 for x that is not above 0, without lost digits near 0. */
+/* e^x - 1 for x <= 0, without loss of digits near 0. */
 INLINE Floats LEVEL(expm1_of)(Floats x) {
     x = LEVEL(clamped)(x, -88.02969f, 0);
     const Floats shifted = x * 1.442695f + SHIFT, whole = shifted - SHIFT;
@@ -80,7 +80,7 @@ INLINE Floats LEVEL(expm1_of)(Floats x) {
 
 INLINE Floats LEVEL(tanh_of)(Floats x) {
     const Floats size = (Floats)((Ints)x & 0x7fffffff), e = LEVEL(expm1_of)(-2 * size);
-    /* e is not above 0, so the quotient has a sign, which x's replaces. */
+    /* e <= 0, so the quotient has a sign, which is replaced by that of x. */
     return (Floats)(((Ints)(e / (e + 2)) & 0x7fffffff) | ((Ints)x & INT32_MIN));
 }
 

@@ -22,8 +22,8 @@ static Task *const pack_forward_tasks[] = OF_LEVELS(pack_forward_task);
 static Task *const pack_backward_tasks[] = OF_LEVELS(pack_backward_task);
 static const int64_t panel_units[] = OF_LEVELS(panel);
 
-/* Multiply-adds, or elements that are copied, that are worth a thread; and what a cell costs for
- * each gate beside its product, in multiply-adds. */
+/* THREAD_WORK: multiply-adds that are worth one more thread. COPIED: elements to copy that are worth
+ * one more thread. CELL_WORK: what a gate of a cell costs beside its product, in multiply-adds. */
 enum { THREAD_WORK = 1 << 20, COPIED = 1 << 17, CELL_WORK = 64 };
 
 static int64_t threads_worth(double work, double of_thread, int64_t threads) {
@@ -31,7 +31,8 @@ static int64_t threads_worth(double work, double of_thread, int64_t threads) {
     return most < 1 ? 1 : most < (double)threads ? (int64_t)most : smaller(threads, MOST_THREADS);
 }
 
-/* Its memory, to be freed, or null. Rows of panels are whole lines of a cache. */
+/* Pack R into panels. Returns their memory, to be freed, or null. Rows of panels are whole cache
+ * lines. */
 static char *pack(Network *net, int backward, int64_t threads) {
     const int64_t panel = panel_units[level_in_use], blocks = ceil_div(net->dim, panel);
     const int64_t floats = net->heads * cells[net->cell].recurrent * net->dim * blocks * panel;
@@ -122,7 +123,7 @@ static int make_rows(Network *net, int64_t sequences, const int64_t *offsets) {
     return 0;
 }
 
-/* Pointers and sizes, and how many strides each direction has. */
+/* The numbers of pointers, sizes and strides that each direction takes. */
 enum { BATCH, TIME, HEADS, DIM, SEQUENCES, GRADED, CUT, RESET_BATCH, RESET_TIME, SIZES };
 
 static int check_sizes(const int64_t *sizes) {

@@ -4,7 +4,7 @@
 enum { LSTM, GRU, ELMAN, SLSTM, CELLS };
 enum { MOST_STATES = 4, MOST_GATES = 4 };
 
-/* How many of each a cell has, in the words of kernels/rnn/problem.py. */
+/* How many gates, states and so on a cell has, by the names of kernels/rnn/problem.py. */
 typedef struct {
     const char *name;
     int recurrent, inputs, gates, states, cache;
@@ -17,35 +17,36 @@ static const Cell cells[CELLS] = {
     [SLSTM] = {"slstm", 4, 4, 4, 4, 4},
 };
 
-/* float32, (states, B, T, …, N, D) without gaps from the gates, or the heads, on. Strides count
+/* A float32 tensor (states, B, T, …, N, D). The dimensions after T have no gaps. Strides count
  * elements. */
 typedef struct {
-    float *at; /* null: not there */
+    float *at; /* null: there is no such tensor */
     int64_t state, batch, time;
 } Sequence;
 
-/* A sequence of the batch, or of those packed along time. Task rows are ordered by length, the
- * longest first, so that those with a step are the first ones at every step. */
+/* A row: a sequence of the batch, or a sequence packed along time. A task's rows are ordered by
+ * length, the longest first. So at each step the rows that have this step come first. */
 typedef struct {
     int64_t index, batch, first, length;
 } Row;
 
 typedef struct {
-    int cell, graded; /* graded: states that have a gradient of every step */
-    int64_t batch, time, heads, dim, rows, run; /* run: rows of a task at most */
+    int cell, graded; /* graded: how many states have a gradient at every step */
+    int64_t batch, time, heads, dim, rows, run; /* run: the most rows of a task */
     Row *row;
     Sequence inputs, states, cache, states_grad, gates_grad;
-    const uint8_t *reset; /* (B, T): the states before a step are fresh; null: none */
+    const uint8_t *reset; /* (B, T): where true, a step starts from fresh; null: no resets */
     int64_t reset_batch, reset_time;
-    const float *recurrent, *bias, *initial, *fresh, *final_grad; /* no gaps; null: zeros */
-    float *last, *initial_grad, *fresh_grad; /* fresh_grad: zeros before, or null */
+    const float *recurrent, *bias, *initial, *fresh, *final_grad; /* without gaps; null: zeros */
+    float *last, *initial_grad, *fresh_grad; /* fresh_grad: the caller has zeroed it, or null */
     float clip, recurrent_clip;
     int cut;
-    float *panels; /* R as tasks read it */
+    float *panels; /* R, packed as tasks read it */
 } Network;
 
-/* Rows of a task at most, so that what R carries of them stays in a cache. */
+/* The most rows of a task: so many that what a product with R reads and writes of them fits a
+ * cache. */
 enum { MOST_ROWS = 48 };
 
-/* Units that a panel of R has: two vectors. */
+/* A panel of R has two vectors of units. */
 enum { MOST_LANES = 8, MOST_PANEL = 2 * MOST_LANES };

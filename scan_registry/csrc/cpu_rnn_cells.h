@@ -1,15 +1,15 @@
 /* The cells without their products with R, a vector of units at a time, at one level of vector
  * instructions; the formulas are those of kernels/rnn/reference.py. cpu_math.h comes before.
  *
- * Pointers are to the first of n units, at most LANES, of the first gate or state; the others
- * follow at a distance.
+ * Pointers are to the first of n units, at most LANES, of the first gate or state. The other gates
+ * and states follow at a fixed distance.
  */
 typedef struct {
     const float *inputs, *bias, *terms;
-    float *carry[MOST_STATES]; /* the states but h: those before the step, and then those after it */
+    float *carry[MOST_STATES]; /* in: the states before the step, without h; out: those after it */
     const float *before;       /* h */
     float *after;
-    float *states, *cache; /* cache null: it is not kept */
+    float *states, *cache; /* cache is null if it is not kept */
     int64_t gate;          /* distance of gates, also in the cache */
     int64_t state;
     float clip;
@@ -18,9 +18,9 @@ typedef struct {
 typedef struct {
     const float *before, *states, *states_grad, *cache; /* before null: zeros */
     int64_t before_state, state, grad_state, gate;
-    float *carry[MOST_STATES]; /* gradients of the states after the step, then of those before it */
+    float *carry[MOST_STATES]; /* in: gradients of states after the step; out: before it */
     float *gates_grad;
-    float *through; /* those that R feeds, once more */
+    float *through; /* a copy of the gradients of the gates that R feeds */
     int64_t through_gate;
     int graded;
 } LEVEL(StepBack);
@@ -84,7 +84,7 @@ INLINE void LEVEL(advance)(const int cell, const LEVEL(Step) *step, int64_t n) {
         const Ints by_input = (old_n == 0) | (i > kept);
         const Floats m = LEVEL(select)(by_input, i, kept);
         const Floats e = LEVEL(exp_of)(i - m);
-        const Floats most = LEVEL(all)(60); /* only where n is 0 can it be above 0 */
+        const Floats most = LEVEL(all)(60); /* above 0 only where n is 0 */
         const Floats log_k = LEVEL(select)(kept - m > most, most, kept - m);
         const Floats k = LEVEL(exp_of)(log_k);
         const Floats sum = k * old_n + e;

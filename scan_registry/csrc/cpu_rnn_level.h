@@ -1,9 +1,9 @@
-/* Everything of rnn that runs once per element, at one level of vector instructions.
+/* The code of rnn that runs for each element, at one level of vector instructions.
  *
- * A task has some rows of one head, and takes all their steps. Forward, it goes through a step by
- * panels of units: the products of all its rows with what R has for these units are in a cache
- * when the cell reads them. Backward, a step is the cells of all rows, and then the product of
- * their gradients with R.
+ * A task computes all steps of some rows of one head. Forward, it computes a step panel by panel of
+ * units: first the products of all rows with R for these units, and then the cells, which find the
+ * products in a cache. Backward, a step is the cells of all rows, and then the product of their
+ * gradients with R.
  */
 #include "cpu_convert.h"
 #include "cpu_math.h"
@@ -12,7 +12,7 @@
 
 enum { LEVEL(panel) = PANEL };
 
-/* Where a task is: its rows, and the pitch of what it carries of them. */
+/* The rows of a task, and the pitch of what it carries from step to step of each row. */
 typedef struct {
     int64_t head, count, pitch;
     const Row *row;
@@ -58,7 +58,7 @@ TARGET static void LEVEL(put_states)(const Network *net, const LEVEL(Part) *part
     }
 }
 
-/* Add the gradients of fresh states to theirs. What is before them has none. */
+/* Add a row's gradients to those of the fresh states. The states before the reset get none. */
 TARGET static void LEVEL(go_back_to_fresh)(const Network *net, const LEVEL(Part) *part, int64_t i,
                                            float *const *carry) {
     for (int k = 0; k < part->cell->states; k++) {
@@ -127,7 +127,7 @@ TARGET static void LEVEL(forward_task)(const void *problem, int64_t task, char *
     after = take(&scratch, part.count * part.pitch);
     float *const terms = take(&scratch, part.count * MOST_GATES * PANEL);
     memset(terms, 0, (size_t)(part.count * MOST_GATES * PANEL) * 4);
-    int64_t rows = part.count; /* those that have a step */
+    int64_t rows = part.count; /* those that have this step */
     for (int64_t i = 0; i < rows; i++) LEVEL(fetch_states)(net, &part, i, net->initial, carry);
     for (int64_t t = 0;; t++) {
         for (; rows > 0 && part.row[rows - 1].length <= t; rows--)
@@ -230,7 +230,7 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
     float *const terms = take(&scratch, part.count * PANEL);
     for (int64_t i = 0; i < part.count; i++)
         LEVEL(fetch_states)(net, &part, i, net->final_grad, carry);
-    int64_t rows = 0; /* those that have a step */
+    int64_t rows = 0; /* those that have this step */
     for (int64_t t = part.row[0].length; t-- > 0;) {
         while (rows < part.count && part.row[rows].length > t) rows++;
         LEVEL(go_back_rows)(net, &part, rows, t, through, pitch, carry);

@@ -1,8 +1,8 @@
-/* The fast path, of scans of plain tensors: from the tensors to the launch, at the least cost.
+/* The fast path of scans of plain tensors: from the tensors to the launch, at the least cost.
  *
- * What a call does is planned once for all calls alike, and found again by the options and by each tensor's dtype, device,
- * shape, strides and alignment; autograd is told of the results after they are computed. Asking torch for them one by one in
- * Python, and for memory and its address, costs more than the launch.
+ * A call's plan is made once, and found again by the options and by each tensor's dtype, device, shape, strides and
+ * alignment. autograd is told of the results after they are computed. All this is in C, since asking torch in Python for
+ * these facts one by one, and for memory and its address, costs more than the launch.
  */
 #pragma once
 #include "launch.h"
@@ -11,7 +11,7 @@
 
 enum { ALIGNMENT = 15, MOST_TENSORS = 12, MOST_RESULTS = 2 };
 enum { GATES, TOKENS, INITIAL, OFFSETS, DIM, REVERSE, FINAL, BACKEND, ARGUMENTS }; /* of a call */
-enum { TENSORS = DIM }; /* come first, and of them all but two may be None */
+enum { TENSORS = DIM }; /* tensors are the first arguments; all but gates and tokens may be None */
 
 static void release(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
@@ -30,11 +30,11 @@ typedef struct {
     PyObject_HEAD
     Launch *launch;
     int inputs;           /* tensors that it is given */
-    int places[MOST_TENSORS + MOST_RESULTS]; /* of these, and of what it makes, among the launch's pointers */
+    int places[MOST_TENSORS + MOST_RESULTS]; /* of the inputs, then the results, among the launch's pointers */
     PyObject *empty;      /* makes a tensor on the current device */
-    PyObject *states;     /* of these arguments, */
-    PyObject *last;       /* and of these; None where the call returns states alone */
-    PyObject *workspace;  /* and of these; None where there is none */
+    PyObject *states;     /* arguments of empty for the states */
+    PyObject *last;       /* those for the final state; None if the call returns states alone */
+    PyObject *workspace;  /* those for the workspace; None if there is none */
     PyObject *refuse;     /* raises the error of a status */
     PyObject *elsewhere;  /* computes the same from any context */
 } FastLaunch;
@@ -245,7 +245,7 @@ static int cannot_be_read(void) {
     return 1;
 }
 
-/* Append to the key what a plan depends on of a tensor, which is read; or that there is none. */
+/* Read a tensor, and append to the key what a plan depends on; or append that there is no tensor. */
 static int append_tensor(Key *key, const Torch *torch, PyObject *types, PyObject *object, int rank, Tensor *tensor) {
     int64_t *const words = key->words + key->count++;
     words[0] = 0;
@@ -263,7 +263,7 @@ static int append_tensor(Key *key, const Torch *torch, PyObject *types, PyObject
 
 typedef struct {
     Tensor tensors[TENSORS];
-    uint64_t addresses[TENSORS]; /* null where there is none */
+    uint64_t addresses[TENSORS]; /* 0 where there is no tensor */
     Key key;
 } Call;
 
@@ -288,7 +288,7 @@ static int read_tensors(const FastPath *self, PyObject *const *args, Call *call)
     return status;
 }
 
-/* Whether the options are of the types that Python has for them, and in the key. */
+/* Append the options to the key; whether they have the types that the fast path takes. */
 static int read_options(const FastPath *self, PyObject *const *args, Key *key) {
     int overflow;
     if (!PyLong_CheckExact(args[DIM]) || !PyBool_Check(args[REVERSE]) || !PyBool_Check(args[FINAL])) return 0;
@@ -337,7 +337,7 @@ static const Planned *plan_of(FastPath *self, PyObject *const *args, Call *call)
     return planned;
 }
 
-/* The results of a plan, which may be forgotten meanwhile; None if the call is not for this path. */
+/* The results of a plan, which another call may drop meanwhile; None if the call is not for this path. */
 static PyObject *results_of(const FastPath *self, const Planned *planned, PyObject *const *args, const Call *call,
                             int tracked) {
     PyObject *plan = Py_NewRef(planned->plan), *request = Py_NewRef(planned->request), *results = NULL;

@@ -290,8 +290,8 @@ class _Group:
         return self.system.device
 
     def reasons(self) -> tuple[str, ...]:
-        """Why no kernel runs, of all that would solve the problems if it ran: first of variants, then of
-        archives and compilers as a whole. None if a kernel does, or the GPU is too old for every one."""
+        """Why none of the kernels that solve the problems runs: first reasons of variants, then reasons of whole
+        archives and compilers. Empty if a kernel runs, or if the GPU is too old for all kernels."""
         if self.tier not in (None, Tier.REFERENCE) or self.device.capability < OLDEST:
             return ()
         losers: dict[Rejected, None] = {}
@@ -363,7 +363,8 @@ class _Group:
             yield from map(package_for, (each for each in RELEASED if Target.parse(each).is_ptx))
 
     def _held(self) -> bool:
-        """Whether wheels hold machine code of the samples, going by an architecture that is installed."""
+        """Whether wheels hold machine code for the samples. An installed archive of machine code shows that; without
+        one, the answer is yes."""
         machine = [archive.arch for archive in self.system.archives if not archive.arch.is_ptx]
         return not machine or any(
             self._better(system=replace(self.system, device=described(arch.capability)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def outcome(device: Device, backend: Backend, tier: Tier | None) -> str:
-    """What happens to calls that end on a tier."""
+    """What happens to calls that get this tier, or no tier (None)."""
     if device.capability < OLDEST and tier is Tier.REFERENCE:
         return (
             f"too old: its compute capability is {dotted(device.capability)}, and the kernels need "
@@ -32,7 +32,8 @@ def outcome(device: Device, backend: Backend, tier: Tier | None) -> str:
 
 
 def listed(some: Iterable[Answer], every: Iterable[Answer]) -> str:
-    """Kernels in one phrase; of each, the dtypes and accesses if not all are meant."""
+    """The kernels of ``some`` in one phrase. A kernel has its dtypes and accesses beside it if
+    ``some`` has not all of them."""
     meant, there = _by_kernel(some), _by_kernel(every)
     if meant == there:
         return "every kernel"
@@ -51,7 +52,7 @@ def _by_kernel(answers: Iterable[Answer]) -> dict[str, list[tuple[str, str]]]:
 
 
 def condensed(some: Iterable[tuple[str, str]], every: Iterable[tuple[str, str]]) -> str:
-    """Pairs of dtype and access in few words; none at all for every pair."""
+    """Pairs of dtype and access in few words; an empty string if ``some`` has every pair."""
     meant, there = dict.fromkeys(some), dict.fromkeys(every)
     if meant.keys() == there.keys():
         return ""

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend
 
-#: What was run: ``python tools/tiers.py``, whose record is tools/results/h200-tiers.json.
+#: The numbers are of ``python tools/tiers.py``, whose record is tools/results/h200-tiers.json.
 MEASURED_ON, DATE = "NVIDIA H200", "2026-11-23"
 CALL = "linear_scan forward of (8, 1536, 2048) in float32"
 
-#: Milliseconds of the first call with all caches empty, and in a process that finds what an earlier one
-#: left in them; by tier and language. What is not here has not been measured.
+#: By tier and language: milliseconds of the first call with all caches empty, and of the first call in
+#: a process that finds in the caches what an earlier process left. Pairs that are missing were not
+#: measured.
 MEASURED: Mapping[tuple[Tier, str], tuple[float, float]] = {
     (Tier.EXACT, "cuda"): (3.79, 3.79),
     (Tier.PTX, "cuda"): (61.6, 7.18),
@@ -25,7 +26,8 @@ MEASURED: Mapping[tuple[Tier, str], tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class FirstCall:
-    """One tier in one language; plain torch counts as one. None where nothing was measured."""
+    """Times of one tier in one language, where plain torch counts as a language. None if not
+    measured."""
 
     tier: Tier
     language: str
@@ -34,7 +36,8 @@ class FirstCall:
 
 
 def first_calls(tiers: Iterable[Mapping[Backend, Tier | None]]) -> tuple[FirstCall, ...]:
-    """Of each tier that calls end on, by backend as doctor asks, closest first."""
+    """The first calls of all tiers in ``tiers``, closest tier first. ``tiers`` has the tier by backend,
+    as in doctor's answers."""
     met: set[tuple[Tier, str]] = set()
     for by_backend in tiers:
         for backend, tier in by_backend.items():

@@ -27,7 +27,7 @@ from scan_registry.ops.arguments import Options
 if TYPE_CHECKING:
     from scan_registry.distributed.group import Group
 
-_PIECES = 8  # more in one call than in another, from which the cost of a piece is measured
+_PIECES = 8  # one call has so many pieces more than another; their times give the cost of a piece
 #: Numbers of floats: for torch.add, and for the all-gather.
 _SIZES = {"cuda": (1 << 26, 1 << 22), "cpu": (1 << 24, 1 << 18)}
 
@@ -54,9 +54,9 @@ def measure(group: Group = None, device: torch.device | None = None) -> Machine:
 
     Every rank of the group has to call ``measure``, which takes about a second. It measures the memory bandwidth
     (``torch.add``), the latency and the bandwidth of an all-gather, and the cost of a piece of "pass". The cost of a hop cannot
-    be told apart from the fixed cost of a message, and keeps its default. The cost of a piece is that of real calls with few
-    and with many pieces: the time of GPU streams, or the CPU's time to launch a piece, whichever is longer. The other numbers
-    are times of GPU streams alone.
+    be told apart from the fixed cost of a message, and keeps its default. The cost of a piece is the difference between real
+    calls with few and with many pieces. It is the time of GPU streams or the CPU's time, whichever is longer. The other
+    numbers are times of GPU streams alone.
 
     Args:
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.

@@ -132,8 +132,9 @@ def causal_conv1d(
         TypeError, ValueError: as ``scan_registry.causal_conv1d``, on the rank whose argument it is; ``ValueError`` on
             all ranks if shapes, dtypes or options differ between them.
         RuntimeError: there is no process group, or another rank refused its arguments; the message has that rank's error.
-            With NCCL, ranks whose arguments are as in an earlier call raise these errors in the first later call or backward
-            pass that finds the GPU's comparison finished; the results of the call itself are then not valid.
+            With NCCL, a rank whose arguments are as in an earlier call raises the errors about other ranks in the first
+            later call or backward pass that finds the GPU's comparison finished. The results of the call itself are not
+            valid.
         NoKernelError, DriverError: as ``scan_registry.causal_conv1d``.
     """
     y, last = _call(

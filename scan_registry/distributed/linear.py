@@ -135,10 +135,10 @@ def linear_scan(
         TypeError: a tensor or the group is not of a type or dtype that is accepted.
         ValueError: shapes or options are not accepted, or differ between ranks; the message has those of each rank.
         RuntimeError: there is no process group, or another rank refused its arguments; the message names the rank and its
-            error. An argument that is wrong on one rank is an error on all ranks. With NCCL, ranks whose arguments are as
-            in an earlier call do not wait for the GPU: they raise it in the first later call or backward pass that finds
-            the GPU's comparison finished, and the results of the call itself are then not valid. With the schedule "pass"
-            such a rank may wait until the group's timeout.
+            error. An argument that is wrong on one rank is an error on all ranks. With NCCL, a rank whose arguments are
+            as in an earlier call does not wait for the GPU. It raises the error in the first later call or backward pass
+            that finds the GPU's comparison finished, and the results of the call itself are not valid. With the schedule
+            "pass" such a rank may wait for the failed rank's states until the group's timeout.
         NoKernelError: as for ``scan_registry.linear_scan``.
     """
     options = Options(dim, reverse, return_final_state, backend)
@@ -204,7 +204,7 @@ class Plan:
 def _key(
     gates: Tensor, tokens: Tensor, initial: Any, options: Options, schedule: Any, operator: str
 ) -> Any:
-    """All that a plan depends on."""
+    """All that a plan depends on, as a key; None if the initial state is not a plain tensor."""
     dim, reverse, final, backend = options
     state = None
     if initial is not None:
@@ -242,7 +242,7 @@ def _agreed(members: Members, call: Call, key: Any) -> tuple[Run, Opened, int]:
     unsure = torch.is_grad_enabled() and not call.wants
     opened = None
     if pieces is None or call.bounds is not None:
-        # A summary needs all ranks' lengths (packed), or the schedule is not known yet.
+        # The schedule is not known yet, or sequences are packed, and a summary depends on the lengths of all ranks' parts.
         opened = opening.open_call(members, terms, tokens.device)
         assert opened.local is not None
         lengths = [numbers[0] for numbers in opened.local]
@@ -272,7 +272,7 @@ def _agreed(members: Members, call: Call, key: Any) -> tuple[Run, Opened, int]:
         if opened is None:
             opened = run.open(call.gates, tokens, read=unsure)
         elif not pieces:
-            # A collective after this one needs headers that were read.
+            # If another collective follows, the headers have to be read first, so that a failed rank is known.
             more = call.options.final and call.bounds is not None
             opened = run.gather(call.gates, tokens, read=more or unsure)
     for numbers in local or opened.local or ():

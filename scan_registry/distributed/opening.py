@@ -4,7 +4,7 @@ A call of this package is collective: every rank of the group makes it, with its
 the others would wait for its data. Ranks with different shapes would wait for each other, or read past the data that was sent.
 So every call *opens* with one all-gather, the *opening*. It has the same number of bytes on every rank, whatever the call is:
 
-    a header    digest of what has to be equal | failed? | number of the call | local numbers | the same in words
+    a header    digest of what has to be equal | failed? | number of the call | local numbers | what has to be equal, in words
     data        the call's own row, where it is known to fit
 
 **No rank skips an opening, whatever it has cached.** The opening also carries the data of calls that were agreed on before. A
@@ -19,7 +19,7 @@ kind, the other ranks see its header in the opening of their own call. When the 
   rows becomes NaN, and the first later call or backward pass that finds the comparison finished raises the error. No rank
   waits for missing data, as the opening is all that such a call exchanges.
 - The first call of a kind, and calls with packed sequences, always read the headers first. So do calls that have a further
-  collective after the opening. The exception are calls that pass states on and were agreed on before: they go on without
+  collective after the opening. Exceptions are calls that pass states on and were agreed on before: they go on without
   reading. If a rank fails in such a call, with NCCL, the others wait for its states until the group's timeout, or until their
   next call raises the error.
 

@@ -18,7 +18,7 @@ from scan_registry.distributed.parts import Steps
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options
 
-#: So many summaries are composed one by one, more by a scan over ranks.
+#: Up to so many summaries are composed one by one; more are composed by a scan over ranks.
 _FEW = 3
 
 

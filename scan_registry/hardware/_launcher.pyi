@@ -20,10 +20,10 @@ class Launch:
     def run(self, stream: int, /, *pointers: int | None) -> int: ...
 
 class FastLaunch:
-    """What a call on the fast path does on a GPU: allocate one result or two, and launch.
+    """What a call on the fast path does on a GPU: it allocates one result or two, and launches a kernel.
 
-    ``places`` are those of the tensors of the call, and of the results, among the launch's pointers. Where ``last`` is given a
-    call returns two tensors.
+    ``places`` has the place of each tensor of the call, and then of each result, among the launch's pointers. If ``last`` is
+    given, a call returns two tensors.
     """
 
     def __new__(
@@ -38,7 +38,7 @@ class FastLaunch:
         last: tuple[Any, ...] | None = None,
     ) -> FastLaunch: ...
 
-#: What is done with gates, tokens, the initial state and ``cu_seqlens``; None for calls that do not take this path.
+#: Computes the results from gates, tokens, the initial state and ``cu_seqlens``; None for calls that do not take this path.
 FastPlan = FastLaunch | Callable[..., Any] | None
 
 class FastPath:
@@ -52,9 +52,9 @@ class FastPath:
     choice    a function of nothing that plans depend on, beside the arguments
     plan      makes a plan from the arguments of the first call of its kind
     tracking  whether gradients are recorded
-    record    tells autograd, where a tensor requires gradients: of gates, tokens, initial state, ``cu_seqlens``, and the
-              results with what was asked for, which is ``dim``, ``reverse``, ``final``, ``backend`` and choice; returns
-              the results
+    record    called if a tensor requires gradients, to tell autograd; takes gates, tokens, the initial state,
+              ``cu_seqlens``, and a tuple of the results and the request, which is ``dim``, ``reverse``, ``final``,
+              ``backend`` and choice; returns the results
     """
 
     def __new__(

@@ -1,4 +1,4 @@
-"""GPUs by the names that they are sold under: the one table, which the command line and the documentation read."""
+"""GPUs by the names that they are sold under. The command line and the documentation read this table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from scan_registry.hardware.target import Capability
 
 @dataclass(frozen=True)
 class Product:
-    """A GPU that can be bought. ``sm_count`` is of the whole GPU; ``also`` are further names, of systems that have it too."""
+    """A GPU on sale. ``sm_count`` has the SMs of the whole GPU. ``also`` has further names of the GPU, or of systems with
+    it."""
 
     name: str
     capability: Capability
@@ -19,7 +20,7 @@ class Product:
     also: tuple[str, ...] = ()
 
 
-#: Oldest first. Those before 8.0 are here to be refused in clear words.
+#: Oldest first. GPUs before 8.0 are listed so that the message about them can say that they are too old.
 PRODUCTS: tuple[Product, ...] = (
     Product("P100", (6, 0), 56),
     Product("V100", (7, 0), 80),
@@ -64,7 +65,7 @@ PRODUCTS: tuple[Product, ...] = (
     Product("GB10", (12, 1), 48, ("DGX Spark",)),
 )
 
-#: Words around a name that say nothing of the GPU, as the vendor and drivers write them.
+#: Words that the vendor and drivers put around names, and that do not tell GPUs apart.
 _AROUND = re.compile(
     "nvidia|geforce|tesla|quadro|jetson|agx|dgx|gpu|tensor|core|graphics|generation|blackwell|max|q|"
     "workstation|server|edition"
@@ -76,7 +77,7 @@ _FORM = re.compile(r"sxm\d?|pcie|nvl\d*")
 def named(text: str) -> Product | None:
     """The GPU of this name, in any case, with or without the words that vendor and drivers put around it.
 
-    What a name says of memory and form factor counts first, as "H100 PCIe" has fewer SMs than "H100".
+    Words for memory and form factor are first kept and then left out, as "H100 PCIe" has fewer SMs than "H100".
     """
     words = [
         word for word in re.split(r"[\s_-]+", text.strip().lower()) if not _AROUND.fullmatch(word)
@@ -90,7 +91,7 @@ def named(text: str) -> Product | None:
 
 
 def _keys(product: Product) -> Iterator[str]:
-    """What is left of its names when they are looked for; a number of a series is a name, too."""
+    """The product's names as ``named`` looks them up. A name in the RTX series counts without "RTX", too."""
     for name in (product.name, *product.also):
         words = [word for word in name.lower().split() if not _AROUND.fullmatch(word)]
         yield "".join(words)

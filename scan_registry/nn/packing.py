@@ -1,7 +1,7 @@
-"""How the steps of a ``PackedSequence`` come to lie one sequence after the other, and where states start anew.
+"""A ``PackedSequence`` as sequences one after the other, and the steps at which states start anew.
 
-In its data, the first steps of all sequences come first, then the second ones, and so on; the longest
-sequences lead. Its sizes are on the CPU, so nothing here waits for a GPU.
+The data of a ``PackedSequence`` have the first steps of all sequences first, then the second steps, and so on,
+and the longest sequence comes first. ``batch_sizes`` is on the CPU, so nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class Packing(NamedTuple):
-    """Of a ``PackedSequence``, with sequences in the order of its data. All but ``bounds`` are on its device.
+    """The orders of steps of a ``PackedSequence``. "In a row" means one sequence after the other, in the order
+    in which the data have the sequences. All tensors but ``bounds`` are on the device of the data.
 
-    bounds   (sequences + 1,): where sequences begin, on the CPU
-    order    (steps,): of each step, sequence after sequence, its place in the data
-    back     (steps,): of each step of the data its place, sequence after sequence
-    turned   (steps,): the steps, sequence after sequence, each from its end
-    ends     (steps,), bool: the last step of each sequence
+    bounds   (sequences + 1,), on the CPU: where sequences begin in a row, and where the last one ends
+    order    (steps,): for each step in a row, its place in the data
+    back     (steps,): for each step of the data, its place in a row
+    turned   (steps,): places in a row, with the steps of each sequence reversed
+    ends     (steps,), bool: True at the last step of each sequence in a row
     """
 
     bounds: Tensor
@@ -49,9 +50,9 @@ class Packing(NamedTuple):
 class Resets(NamedTuple):
     """Where the states of a module start anew.
 
-    marks   (B, T), bool: before which steps
-    turned  (B, T), bool: the same for a network that goes backwards, with the last step first
-    states  what they are then, like the module's states; None for zeros
+    marks   (B, T), bool: the steps at which a network that goes forwards starts anew
+    turned  (B, T), bool: those of a network that goes backwards, with the last step first
+    states  the states that a reset starts from, shaped as the module's states; None for zeros
     """
 
     marks: Tensor
@@ -60,10 +61,10 @@ class Resets(NamedTuple):
 
 
 def turned_resets(marks: Tensor, packing: Packing | None) -> Tensor:
-    """Of marks (B, T) those for a network that goes backwards.
+    """The marks for a network that goes backwards, of ``marks`` (B, T), which are at the first steps of
+    episodes.
 
-    A mark is at the first step of an episode. Backwards an episode begins at its last step, before which,
-    in time, comes the first step of the next one.
+    Backwards, an episode begins at its last step, which is the step before the first step of the next episode.
     """
     time = marks.shape[1]
     ends = torch.arange(time, device=marks.device) == time - 1 if packing is None else packing.ends

@@ -149,11 +149,12 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             input: (T, B, I), with ``batch_first`` (B, T, I), unbatched (T, I), or a ``PackedSequence``.
             hx: the states before the first step, (layers · directions, B, H) each, without B if
                 unbatched; a tuple where there are several. Zeros if None.
-            reset: bool, laid out as ``input`` and without I: the first steps of episodes, at which the
-                states of all layers start anew. What comes before is not seen after it, even if it is
-                infinite or NaN. The direction that goes backwards starts anew at the steps before, which
-                are the last ones of episodes. For a ``PackedSequence`` another one, packed alike.
-            reset_hx: as ``hx``: what the states are then. Zeros if None.
+            reset: bool, with the dimensions of ``input`` but I: True at the first steps of episodes, where
+                the states of all layers start anew. Nothing before such a step has an effect after it, even
+                if it is infinite or NaN. The direction that goes backwards starts anew at the last steps of
+                episodes, which are the steps before the marked ones. If ``input`` is a ``PackedSequence``,
+                so is ``reset``, with the same lengths and order.
+            reset_hx: as ``hx``: the states that a reset starts from; None for zeros.
 
         Returns:
             h, laid out as ``input`` and with directions · H features; and states as ``hx``. Strides are
@@ -219,7 +220,8 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         reset: PackedSequence | None,
         anew: States | None,
     ) -> tuple[Tensor, States]:
-        """The data of the output, and the last states, of sequences that lie one after the other meanwhile."""
+        """The data of the output, and the last states. The layers run on the sequences laid out one after the
+        other."""
         packing, resets = Packing.of(packed), None
         if reset is not None:
             marks = reset.data.index_select(0, packing.order).unsqueeze(0)
@@ -252,8 +254,8 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         packing: Packing | None = None,
         resets: Resets | None = None,
     ) -> tuple[Tensor, States]:
-        """All layers, over x (T, B, I): h (T, B, directions · H), and the last states. Packed sequences are one
-        batch, and their number takes its place in the states."""
+        """All layers, over x (T, B, I): h (T, B, directions · H), and the last states. With ``packing`` B is 1
+        in x and h, and in states B is the number of sequences."""
         ends: list[States] = []
         for layer in range(self.num_layers):
             if layer and self.dropout:
@@ -275,7 +277,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
     def _fast_layer(
         self, layer: int, x: Tensor, before: States | None
     ) -> tuple[Tensor, States] | None:
-        """One layer of one direction at the least cost; None if it has to be composed."""
+        """One layer of one direction as one function of autograd; None if ``_layer`` has to compute it."""
         if self.bidirectional or not on_gpu(x):
             return None
         weights = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"weight_hh_l{layer}")
@@ -293,8 +295,8 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         packing: Packing | None,
         resets: Resets | None,
     ) -> tuple[Tensor, States]:
-        """One layer: both directions in one call, as heads that do not see each other; in two calls where states
-        start anew, which is at other steps backwards."""
+        """One layer: both directions in one call of ``rnn``, as heads that do not see each other. With resets
+        each direction has a call, as the backward direction starts anew at other steps."""
         time, batch, _ = x.shape
         x = x.contiguous()  # so that what is made of it has time outermost in memory, too
         dim = self.hidden_size // self.num_heads
@@ -381,12 +383,12 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _flipped(x: Tensor, packing: Packing | None) -> Tensor:
-    """x (T, B, …) from the end; packed sequences each from its own."""
+    """x (T, B, …) with time reversed; each packed sequence is reversed alone."""
     return x.flip(0) if packing is None else x.index_select(0, packing.turned)
 
 
 def _batched(states: States | None, batch: int | None) -> States | None:
-    """States of a batch of one where there was none."""
+    """States with a batch dimension, which is added if ``batch`` is None."""
     return states if states is None or batch is not None else [s.unsqueeze(1) for s in states]
 
 

@@ -1,7 +1,7 @@
 """Networks on the CPU by torch's own functions, where they compute what the module does and are faster.
 
 torch has one function for all steps of an LSTM, but goes step by step through GRU and Elman networks.
-This package's compiled code costs more before the first step, and less for each one.
+This package's compiled code takes longer before the first step, and less time for each step.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ _CALLS: Mapping[Function, Callable[..., Any]] = {
 _DTYPES = (torch.float32, torch.float64)
 
 
-#: Steps from which on this package's code is faster than torch's steps.
+#: With so many steps or more, this package's code is faster than torch's.
 _FEWEST_STEPS: Mapping[Function, int] = {"gru": 8, "elman": 16}
-#: Hidden units from which on R is so large that making it ready takes as long as some steps. With fewer
-#: steps of all sequences than so many, that is too long, as are the beginnings of a call without gradients.
+#: With so many hidden units or more, packing R for the kernel takes as long as some steps. The packing does
+#: not pay off if all sequences together have fewer steps than the second number. Without gradients, the
+#: fixed time of a call does not pay off either.
 _LARGE, _FEWEST_OF_ALL = 256, 16
-#: torch converts weights of an LSTM at each call, which is slow for large ones. It pays off with more steps
-#: of all sequences than so many.
+#: torch converts an LSTM's weights at each call, which is slow if they are large. torch is faster only if
+#: all sequences together have more steps than so many.
 _MOST_OF_LARGE_LSTM = 512
 
 
 def takes(module: Recurrent[Any], x: Tensor, steps: tuple[int, int]) -> bool:
-    """Whether torch's function stands in for this package's: ``backend`` leaves the choice open, sums are
-    as precise, nobody watches, traces or differentiates forwards, and it is faster. ``steps`` are those of
-    the longest sequence, and of all sequences."""
+    """Whether torch's function runs in place of this package's: if ``backend`` leaves the choice open, sums
+    are as precise, no mode, transform or forward-mode derivative is active, and torch's function is faster.
+    ``steps`` has the steps of the longest sequence, and of all sequences together."""
     return (
-        x.device.type == "cpu"
+        not torch.compiler.is_compiling()  # first, as sizes may be unknown in a graph, such as x.numel()
+        and x.device.type == "cpu"
         and module.backend == "auto"
         and module.num_heads == 1
         and module.function in _CALLS
         and x.dtype in _DTYPES
         and x.numel() > 0
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
         and undisturbed()
         and (x.dtype == torch.float64 or is_faster(module.function, module.hidden_size, *steps))
@@ -56,7 +57,7 @@ def takes(module: Recurrent[Any], x: Tensor, steps: tuple[int, int]) -> bool:
 
 
 def is_faster(function: Function, units: int, steps: int, all_steps: int) -> bool:
-    """Whether torch's function is in float32."""
+    """Whether torch's function is faster, in float32."""
     if function == "lstm":
         return units < _LARGE or all_steps > _MOST_OF_LARGE_LSTM
     if all_steps < _FEWEST_OF_ALL and (units >= _LARGE or not torch.is_grad_enabled()):

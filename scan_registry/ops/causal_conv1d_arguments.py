@@ -99,7 +99,7 @@ def _filters(x: Tensor, channels: Any, weight: Any, bias: Any) -> tuple[Tensor, 
             f"channels{hint}"
         )
     width = numbers(weight.shape)[1]
-    if not WIDTHS[0] <= width <= WIDTHS[-1]:  # `in` asks for the value of a symbol
+    if not WIDTHS[0] <= width <= WIDTHS[-1]:  # `in` would read the value of a symbolic size
         raise ValueError(
             f"weight has width {width}; accepted are {WIDTHS[0]} to {WIDTHS[-1]} (weight is of shape "
             "(channels, width))"

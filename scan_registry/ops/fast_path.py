@@ -1,9 +1,9 @@
 """The fast path: scans of plain tensors, at the least cost.
 
-Most calls are such. One goes from the tensors to the launch in C, where its plan is looked up: see
-``csrc/fast_path.h``. Only then is autograd told, if it is to be. All other calls go through ``derivatives.scan``: those whose
-arguments are converted first, those with packed sequences on the CPU, and those that the dispatcher does more with than
-find the kernels.
+Most calls take it. C code looks the call's plan up and launches the kernel: see ``csrc/fast_path.h``. After the launch,
+autograd is told of the results, if gradients are recorded. All other calls go through ``derivatives.scan``: those whose
+arguments are converted first, those with packed sequences on the CPU, and those with which torch's dispatcher would do more
+than find the kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLACES = {name: place for place, name in enumerate(plans.POINTERS["forward"])}
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether a launch of C can compute with it."""
+    """Whether a launch from C can compute with the tensor."""
     return tensor.is_cuda
 
 
@@ -96,13 +96,13 @@ def _plan(
     final: bool,
     backend: Any,
 ) -> FastPlan | None:
-    """None for a call whose arguments are converted, or looked at anew each time."""
+    """None for a call whose arguments are converted, or whose values are checked in every call."""
     given = gates, tokens, initial_state, cu_seqlens
     *taken, options = normalised(*given, Options(dim, reverse, final, backend))
     if any(one is not other for one, other in zip(taken, given, strict=True)):
         return None
     if cu_seqlens is not None and not on_gpu(tokens):
-        return None  # the bounds are checked at every call
+        return None  # the values of ``cu_seqlens`` are checked in every call
 
     def general(gates: Tensor, tokens: Tensor, initial_state: Any, cu_seqlens: Any) -> Result:
         with torch.no_grad():
@@ -115,7 +115,7 @@ def _plan(
 def _launch(
     inputs: Inputs, options: Options, elsewhere: Callable[..., Result]
 ) -> FastLaunch | None:
-    """What C does by itself; None where it cannot."""
+    """The call as C makes it by itself; None if Python has to take part."""
     gates, tokens, initial_state, cu_seqlens = inputs
     if _empty is None or not on_gpu(tokens) or options.backend == "reference":
         return None
@@ -125,7 +125,7 @@ def _launch(
     if call.copied or not (initial_state is None or layout.holds(initial_state)):
         return None
     if options.final and cu_seqlens is not None:
-        return None  # the final states of sequences without steps are copied first
+        return None  # Python first copies initial states, which are the final ones of sequences without steps
     backend: Any = options.backend
     plan = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest())
     if plan.launch is None:
@@ -144,9 +144,9 @@ def _launch(
     )
 
 
-#: The result of such a scan, from the arguments of ``linear_scan`` as given, but for ``reset``. None if it is no such scan, or
-#: if the dispatcher would do more than find the kernels: see ``derivatives.unobserved``. Whether anything profiles, takes
-#: forward-mode derivatives or asks for checks on the GPU is left to the caller, whom it costs least to ask.
+#: The result of a scan, from the arguments of ``linear_scan`` as given, without ``reset``. None if the call does not take the
+#: fast path, or if the dispatcher would do more than find the kernels: see ``derivatives.unobserved``. The caller checks by
+#: itself that nothing profiles, takes forward-mode derivatives or asks for checks on the GPU, as that costs least there.
 fast_scan: Callable[[Any, Any, Any, Any, Any, Any, Any, Any], Any] = FastPath(
     types=PLAIN_TYPES,
     tensor=torch._C.TensorBase,

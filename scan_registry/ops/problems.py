@@ -73,7 +73,7 @@ class StateLayout:
         return state if state is None or self.holds(state) else self.empty().copy_(state)
 
     def holds(self, state: Tensor) -> bool:
-        """Whether a state lies so."""
+        """Whether a state has this layout in memory."""
         return (
             state.stride() == self.strides
             and state.shape == self.shape

@@ -56,8 +56,9 @@ def gradients(
 
 
 def _leaf(tensor: Tensor, want: bool, recorded: bool) -> Tensor:
-    """What stands for an argument. One argument may be computed from another, as gates of an input are. So where derivatives
-    are recorded each is an alias: the gradient of the other then has no share that passes through this one."""
+    """The tensor that takes an argument's place in the recomputation. One argument may be computed from another, such as
+    gates from an input. So where derivatives are recorded, an alias takes each argument's place: the gradient of the input
+    then leaves out what flows through the gates, which autograd adds later."""
     if recorded and tensor.requires_grad:
         return tensor.view_as(tensor)
     alone = tensor.detach()

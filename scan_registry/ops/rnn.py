@@ -10,7 +10,14 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn.problem import Direction, Function, RnnBackend
-from scan_registry.ops import rnn_derivatives, rnn_layout, rnn_plans, rnn_resets, rnn_segments
+from scan_registry.ops import (
+    rnn_derivatives,
+    rnn_layout,
+    rnn_plans,
+    rnn_problems,
+    rnn_resets,
+    rnn_segments,
+)
 from scan_registry.ops.rnn_arguments import (
     BACKENDS,
     Options,
@@ -59,21 +66,22 @@ def rnn(
         b: (gates, N, D); None for zeros.
         states: (S, B, 1, N, D), the states before the first step; None for zeros. With ``cu_seqlens`` (S, B,
             sequences, N, D).
-        reset: (B, T), bool: where it is True the states start anew. Those before that step then count for
-            nothing, even if they are infinite or NaN, and get no gradient from it.
-        reset_states: as ``states``: what the states are then; None for zeros. For a network that starts from
-            learned states these are the learned ones, and ``states`` those that the last call left.
+        reset: (B, T), bool: at a step where it is True, the states start anew. The states before that step
+            have no effect on it, even if they are infinite or NaN, and get no gradient from it.
+        reset_states: shaped as ``states``: the states that a reset starts from; None for zeros. If a network
+            starts from learned states, pass those here, and as ``states`` what the last call returned.
         cu_seqlens: (sequences + 1,), int32 or int64, on the device of ``Wx`` or on the CPU: where sequences
             that are packed along time begin, and where the last one ends: 0, …, T. Sequences may be empty.
-            They run beside one another as rows of a batch, in batches of similar lengths.
-        max_seqlen: the most steps that a sequence has. With it the values of ``cu_seqlens`` are not read, so
-            the CPU does not wait for the GPU, and ``torch.compile`` has one graph. All sequences are then
-            padded to it. States of longer sequences are of no use.
+            Sequences of similar lengths run beside one another, as rows of a batch.
+        max_seqlen: the most steps that a sequence has. With it, values of ``cu_seqlens`` on a GPU are not
+            read, unless a ``reset`` is, so that the CPU does not wait for the GPU. ``torch.compile`` then
+            makes one graph. All sequences are padded to ``max_seqlen`` steps; states of longer sequences
+            are wrong.
         function: ``"lstm"``, ``"gru"``, ``"elman"`` or ``"slstm"``.
         backend: ``"auto"`` takes the best that this GPU has; ``"cuda_fused"`` takes all steps in one
             launch, ``"cuda_alternating"`` a product of matrices and a launch at each step, and
             ``"cuda"`` either; ``"triton"`` all steps in one launch, too; ``"reference"`` is plain torch
-            on any device. On the CPU ``"auto"`` is compiled code.
+            on any device. On the CPU ``"auto"`` runs compiled C.
         gradient_recurrent_cut: the gradient does not pass from a step through R to the one before.
         gradient_recurrent_clipval: it does, and is clipped to ± this at every step.
         forward_clipval: h is clipped to ± this after every step; its gradient passes as if it were not.
@@ -88,7 +96,8 @@ def rnn(
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
         ValueError: a shape is not as described, devices differ, or an option is out of range;
-            ``reset_states`` without ``reset``, ``max_seqlen`` without ``cu_seqlens``; or a clip or cut under ``torch.func`` or in forward mode.
+            ``reset_states`` without ``reset``, or ``max_seqlen`` without ``cu_seqlens``; or a clip or cut
+            under ``torch.func`` or in forward mode.
         RuntimeError: a second derivative with a clip or cut, which change what the first one is.
         NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
             on this GPU; the message lists what there is.
@@ -123,7 +132,7 @@ class Pass:
         """The problems that would do, as ``backend`` tries them, and what may solve each."""
         options = self.options._replace(backend=backend)
         given = self.tensors, self.training, self.resets
-        return rnn_plans.alternatives(self.direction, options, *given)
+        return rnn_problems.alternatives(self.direction, options, *given)
 
     def fused(self) -> None:
         """No kernel of this family does what another one does, too."""

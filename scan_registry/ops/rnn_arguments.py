@@ -56,8 +56,9 @@ class Options(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Tensors as the operator takes them: of one dtype, but for a bias in that of the computation, and
-    ``reset`` (B, T), which is bool. ``reset_states`` are like ``initial``, (states, B, N, D)."""
+    """Tensors as the operator takes them. They have one dtype, except the bias, which has the dtype of the
+    computation, and ``reset`` (B, T), which is bool. ``reset_states`` have the shape of ``initial``,
+    (states, B, N, D)."""
 
     inputs: Tensor
     recurrent: Tensor
@@ -68,7 +69,7 @@ class Arguments(NamedTuple):
 
 
 class Resets(NamedTuple):
-    """Where states start anew, and where packed sequences do, as ``rnn`` is given them."""
+    """The arguments of ``rnn`` that say where states start anew and where packed sequences begin."""
 
     reset: Any = None
     reset_states: Any = None
@@ -206,12 +207,12 @@ def _check_shapes(
 
 
 def of_sequences(resets: Resets) -> str:
-    """What an error says of packed sequences."""
+    """The words about packed sequences in an error message."""
     return f" with {resets.cu_seqlens.shape[0] - 1} packed sequences" if resets.packed else ""
 
 
 def check_offsets(cu_seqlens: Any, Wx: Tensor) -> None:
-    """Refuse bounds of packed sequences that are none."""
+    """Refuse a ``cu_seqlens`` that has no bounds of packed sequences along the time of ``Wx``."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a torch.Tensor, not {type(cu_seqlens).__name__}")
     if cu_seqlens.layout != torch.strided or cu_seqlens.is_nested:

@@ -1,7 +1,7 @@
 """``rnn`` by this package's compiled code for the CPU: ``csrc/cpu_rnn.c``.
 
-It computes in float32, to which narrow dtypes are converted before and from which after. Arguments
-are as ``normalised`` makes them.
+It computes in float32: bfloat16 and float16 are converted before and after. Arguments are as
+``normalised`` makes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scan_registry.ops.rnn_layout import empty_like_inputs
 
 
 def takes(tensor: Tensor, backend: str) -> bool:
-    """Whether the compiled code computes it."""
+    """Whether the compiled code runs for inputs like this tensor."""
     return tensor.device.type == "cpu" and backend == "auto" and tensor.dtype in COMPILED
 
 
@@ -30,9 +30,10 @@ def forward(
     """States (states, B, T, N, D), those after the last step (states, rows, N, D), and with ``training``
     the cache (B, T, cache, N, D).
 
-    ``tensors`` are inputs, recurrent, bias and initial, and what may follow: ``reset``, (B, T), bool, is
-    where the states before a step are replaced, by ``reset_states`` (states, rows, N, D), or zeros.
-    ``offsets``, int64, bound sequences packed along time, each of which is a row.
+    ``tensors`` are inputs, recurrent, bias and initial; ``reset`` and ``reset_states`` may follow. Where
+    ``reset``, (B, T), bool, is True, the states before the step are replaced by ``reset_states``
+    (states, rows, N, D), or by zeros. ``offsets``, int64, are the bounds of sequences packed along time;
+    each sequence is a row.
     """
     inputs, recurrent, bias, initial, reset, anew = _padded(tensors, 6)
     function, dtype = options.function, inputs.dtype
@@ -53,9 +54,9 @@ def forward(
 def backward(
     tensors: Sequence[Any], options: Options, offsets: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """gates_grad (B, T, bias, N, D), initial_grad (states, rows, N, D), and that of ``reset_states`` where
-    they are given. ``tensors`` are recurrent, states, initial, cache, states_grad and final_grad, and what
-    may follow as in ``forward``."""
+    """gates_grad (B, T, bias, N, D), initial_grad (states, rows, N, D), and the gradient of
+    ``reset_states`` if they are given. ``tensors`` are recurrent, states, initial, cache, states_grad and
+    final_grad; ``reset`` and ``reset_states`` may follow, as in ``forward``."""
     recurrent, states, initial, cache, states_grad, final_grad, *more = tensors
     reset, anew = _padded(more, 2)
     function, dtype = options.function, states.dtype
@@ -78,7 +79,7 @@ def backward(
 
 
 def _padded(tensors: Sequence[Any], count: int) -> tuple[Any, ...]:
-    """So many; None for those that are not there."""
+    """``count`` tensors: those given, then None."""
     return *tensors, *[None] * (count - len(tensors))
 
 
@@ -99,7 +100,8 @@ def _rows(like: Tensor, offsets: Tensor | None) -> int:
 
 
 def _sizes(like: Tensor, offsets: Tensor | None) -> tuple[int, ...]:
-    """Of (B, T, …, N, D): batch, time, heads, units, and packed sequences."""
+    """Batch, time, heads and units of a tensor (B, T, …, N, D), and the number of packed sequences, or
+    0."""
     return *like.shape[:2], *like.shape[-2:], 0 if offsets is None else offsets.shape[0] - 1
 
 

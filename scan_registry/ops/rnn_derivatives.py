@@ -219,7 +219,8 @@ def _backward_fake(*args: Any) -> Any:
 
 
 def _three(states: Tensor, gradients: Sequence[Tensor]) -> Any:
-    """What the operator returns, also where there are no ``reset_states``."""
+    """The three results of the operator; an empty tensor stands for the gradient of ``reset_states`` if there
+    are none."""
     return *gradients, *(states.new_empty(0) for _ in range(3 - len(gradients)))
 
 

@@ -1,9 +1,10 @@
 """One layer of a recurrent network from its inputs and torch.nn's parameters, in one function to autograd.
 
-On a GPU a call with shapes, strides and dtypes seen before takes a look-up, the product with the inputs, the allocations and
-the launch; backwards, the launch and a product or a sum for each gradient. Composed of ``rnn`` and torch's operators, the
-same layer takes three times as many of these, and autograd keeps a node for each. What is kept from call to call are shapes
-and strides, never a copy of a weight: those that optimizers and ``.data`` write to in place would go unnoticed.
+On a GPU a call whose shapes, strides and dtypes were seen before takes a look-up, the product of inputs and weights, the
+allocations and the launch. Its backward pass takes the launch, and a product or a sum for each gradient. Composed of ``rnn``
+and torch's operators, the same layer takes three times as many operators, and autograd keeps a node for each. A plan keeps
+shapes and strides, and never a copy of a weight: optimizers and ``.data`` write to weights in place, which a plan would not
+notice.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Layer:
         )
         if self._single:
             return every, (every[-1:].clone(),), (None, cache, start)
-        # In the memory of all states, but no view: those that a function returns are not to be changed in place.
+        # h shares the memory of all states, but is no view: users could not change a view that a function returns in place.
         h = every.new_empty(0).set_(every.untyped_storage(), 0, *self._of_hidden)
         last: Any = torch.unbind_copy(every[:, -1:])  # type: ignore[func-returns-value]
         return h, last, (every, cache, start)
@@ -116,8 +117,8 @@ class Layer:
     def backward(
         self, tensors: tuple[Any, ...], grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...] | None:
-        """The gradients that are wanted, of the arguments of ``forward``; None if a hook of saved tensors has changed how they
-        lie. ``tensors`` are those arguments, h, and the rest of what ``forward`` returned."""
+        """The gradients that are wanted, of the arguments of ``forward``. None if a hook of saved tensors has changed the
+        strides of one. ``tensors`` are those arguments, h, and the rest of what ``forward`` returned."""
         count = len(self._shapes)
         flat, (h, every, cache, start) = tensors[:count], tensors[count:]
         x, w, r = flat[:3]
@@ -188,7 +189,7 @@ class Layer:
     def _recurrent_grad(
         self, gates: Tensor, rows: Tensor, h: Tensor, start: Tensor | None
     ) -> Tensor:
-        """That of ``weight_hh``."""
+        """The gradient of ``weight_hh``."""
         time, batch, heads, dim = self.sizes
         fed = SIZES[self.cell.function].recurrent
         if heads > 1:
@@ -224,7 +225,7 @@ class Layer:
 
 
 def dense(*tensors: Tensor | None) -> bool:
-    """Whether all that are there have no gaps and start at multiples of 16 bytes."""
+    """Whether all tensors, leaving out None, have no gaps and start at multiples of 16 bytes."""
     return all(t is None or (t.is_contiguous() and not t.data_ptr() & 15) for t in tensors)
 
 
@@ -334,8 +335,8 @@ _layers: dict[tuple[Any, ...], Layer | None] = {}
 
 
 def fast_layer(cell: Cell, flat: tuple[Any, ...]) -> Result | None:
-    """What ``composed`` computes of the same tensors; None if it has to: if an argument has to be converted, no kernel fits, or
-    the dispatcher would do more than find the kernels."""
+    """What ``composed`` computes from the same tensors. None if ``composed`` has to compute it: if an argument has to be
+    converted, no kernel takes all steps in one launch, or the dispatcher would do more than find the kernels."""
     if _is_compiling() or not on_gpu(flat[0]) or _autocast("cuda"):
         return None
     found = call_facts(flat, on_gpu)
@@ -343,7 +344,9 @@ def fast_layer(cell: Cell, flat: tuple[Any, ...]) -> Result | None:
         return None
     recording, facts = found
     if facts[0]:
-        return None  # something is copied to a multiple of 16 bytes first
+        return (
+            None  # ``composed`` first copies a tensor that does not start at a multiple of 16 bytes
+        )
     key = cell, _required(), recording, *facts
     try:
         layer = _layers[key]

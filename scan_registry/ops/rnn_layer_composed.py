@@ -1,4 +1,4 @@
-"""One layer of a recurrent network from its inputs and torch.nn's parameters, in ``rnn`` and torch's operators."""
+"""One layer of a recurrent network from its inputs and torch.nn's parameters, composed of ``rnn`` and torch's operators."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class Cell(NamedTuple):
 def composed(
     cell: Cell, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, *states: Tensor
 ) -> Result:
-    """The layer of x (T, B, I) in ``rnn`` and torch's operators. ``w`` (gates · H, I) and ``r`` (gates · H, D) are torch.nn's
-    weights, ``b`` and ``c`` their biases or None, and ``states`` those before the first step, (1, B, H) each, or none."""
+    """The layer of x (T, B, I), composed of ``rnn`` and torch's operators. ``w`` (gates · H, I) and ``r`` (gates · H, D) are
+    torch.nn's weights, and ``b`` and ``c`` their biases or None. ``states`` are those before the first step, (1, B, H) each;
+    none stands for zeros."""
     sizes, (time, batch, _) = SIZES[cell.function], x.shape
     dim = r.shape[1]
     unit = cell.heads, dim
@@ -45,8 +46,8 @@ def composed(
 def composed_backward(
     cell: Cell, flat: Sequence[Any], grads: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, of the arguments of ``composed``, from those of its results. Everything is computed in
-    operators that torch differentiates and maps over, step by step."""
+    """The gradients that are wanted, of the arguments of ``composed``, from the gradients of its results. All is computed
+    step by step, in operators that torch can differentiate and vmap."""
     x, w, r, b, c, *states = flat
     function, of, (time, batch, _) = cell.function, SIZES[cell.function], x.shape
     dim, width = r.shape[1], cell.heads * r.shape[1]
@@ -88,8 +89,8 @@ def composed_backward(
 def _for_kernels(
     function: rnn_problem.Function, recurrent: Tensor, c: Any, unit: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """R (gates, N, D, D) and the bias (gates, N, D) from torch.nn's: it has r, z and n, where n's part of R comes first here.
-    The inputs' bias is in the inputs already."""
+    """R (gates, N, D, D) and the bias (gates, N, D) from torch.nn's parameters. The gates of torch.nn's GRU are r, z, n;
+    those of R are n, r, z here. The inputs' bias is in the inputs already."""
     dtype = reference.compute_dtype(recurrent.dtype)
     bias = None if c is None else c.view(-1, *unit).to(dtype)
     if function == "gru":

@@ -17,16 +17,14 @@ from torch import Tensor
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend, Decision
 from scan_registry.kernels import family
-from scan_registry.kernels.linear_scan.problem import common_alignment
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
-from scan_registry.kernels.rnn.problem import SIZES, STRIDED, Direction, Function, RnnProblem
+from scan_registry.kernels.rnn.problem import SIZES, Direction, Function, RnnProblem
 from scan_registry.ops import rnn_cpu, rnn_steps
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.recording import is_capturing
 from scan_registry.ops.rnn_arguments import (
     COMPILED,
-    WAYS,
     Arguments,
     Options,
     check_operator,
@@ -38,6 +36,7 @@ from scan_registry.ops.rnn_layout import (
     known_states,
     widened,
 )
+from scan_registry.ops.rnn_problems import alternatives
 from scan_registry.ops.rnn_resets import check_reset, without_kernels
 from scan_registry.ops.step_buffers import Key, StepBuffers, rnn_buffers
 from scan_registry.runtime.loader import prepare_first, run_reference
@@ -54,67 +53,7 @@ class Outputs(NamedTuple):
     cache: Tensor
 
 
-# --- Problems ---------------------------------------------------------------------------------
-
-
-def sequence_problem(
-    direction: Direction,
-    options: Options,
-    tensors: Mapping[str, Tensor],
-    training: bool,
-    resets: bool = False,
-) -> RnnProblem:
-    """What all steps in one launch pose; ``tensors`` are those that ``STRIDED`` names, and others."""
-    strides = []
-    for name, dimensions in STRIDED["sequence", direction].items():
-        along = tensors[name].stride()
-        of_time = len(along) - (4 if "states" not in name else 3)
-        places = {"state": 0, "batch": of_time - 1, "time": of_time}
-        strides += [along[places[dimension]] for dimension in dimensions]
-    states = tensors["states"]
-    count, batch, time, heads, dim = states.shape
-    size = states.element_size()
-    return RnnProblem(
-        scope="sequence",
-        direction=direction,
-        function=options.function,
-        dtype=str(states.dtype).removeprefix("torch."),
-        batch=batch,
-        time=time,
-        heads=heads,
-        dim=dim,
-        strides=tuple(strides),
-        graded=count if direction == "backward" else 0,
-        training=training,
-        alignment=common_alignment(
-            [
-                *(0 if t.is_meta else t.data_ptr() for t in tensors.values()),
-                *(stride * size for stride in strides),
-            ]
-        ),
-        clips=options.clips,
-        resets=resets,
-    )
-
-
-def alternatives(
-    direction: Direction,
-    options: Options,
-    tensors: Mapping[str, Tensor],
-    training: bool,
-    resets: bool = False,
-) -> tuple[tuple[Problem, Backend], ...]:
-    """The problems that would do, in the order in which the backend tries them, and what may solve each. ``tensors`` are the
-    kernel's, padded, as far as they are there."""
-    whole = sequence_problem(direction, options, tensors, training, resets)
-    size = whole.batch, whole.time, whole.heads, whole.dim
-    step = rnn_steps.step_problem(
-        direction, options.function, whole.dtype, size, training, options.clips
-    )
-    return tuple(
-        (whole if scope == "sequence" else step, backend)
-        for scope, backend in WAYS[options.backend]
-    )
+# --- Launches ---------------------------------------------------------------------------------
 
 
 def _prepared(
@@ -135,8 +74,8 @@ def prepare_sequence(
     training: bool,
     graded: int,
 ) -> Run | None:
-    """The launch of all steps at once, for tensors that lie as a kernel takes them; None if there is none. ``graded`` states
-    have a gradient at every step."""
+    """The launch of all steps at once, for tensors laid out as a kernel takes them. None if no kernel takes all steps.
+    ``graded``: how many states have a gradient at every step."""
     posed = alternatives(direction, options, tensors, training)
     if direction == "backward":
         posed = tuple((replace(problem, graded=graded), backend) for problem, backend in posed)  # type: ignore[type-var]
@@ -172,7 +111,7 @@ def _step_buffers(problem: RnnProblem, like: Tensor, resets: bool) -> Iterator[S
 
 
 def _in_torch(inputs: Tensor, backend: str) -> bool:
-    """Whether no kernel of a GPU will do."""
+    """Whether plain torch runs, and no GPU kernel is looked for."""
     return not inputs.is_cuda or backend == "reference" or inputs.dtype not in COMPILED
 
 
@@ -342,7 +281,7 @@ def _run(make: Callable[..., Any], tensors: Sequence[Tensor | None], *options: o
 def empty_gradients(
     states: Tensor, function: Function, from_given: bool = False
 ) -> tuple[Tensor, ...]:
-    """Room for what ``backward`` makes; ``from_given`` where there are ``reset_states``."""
+    """Memory for the results of ``backward``. ``from_given``: whether there are ``reset_states``."""
     count, batch, _, heads, dim = states.shape
     gates = empty_like_inputs(states[0], (), (SIZES[function].bias, heads, dim))
     return gates, *(states.new_empty(count, batch, heads, dim) for _ in range(1 + from_given))

@@ -16,9 +16,9 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def cuts_at_resets(given: Arguments, options: Options) -> bool:
-    """Whether a call cuts its sequences at resets, and runs the pieces as a batch of their own: on a GPU where
-    states are given, since its kernels start from zeros, and for kernels in Triton, which know of no resets.
-    Where the values of ``reset`` cannot be read, plain torch runs."""
+    """Whether a call cuts its sequences at resets, and runs the pieces as rows of a batch. It does so on a GPU if
+    states are given, as the CUDA kernels start anew from zeros alone, and for the Triton kernels, which support no
+    resets. If the values of ``reset`` cannot be read, plain torch runs."""
     inputs, reset = given.inputs, given.reset
     if reset is None or not inputs.is_cuda or options.backend == "reference":
         return False
@@ -43,7 +43,7 @@ def without_kernels(options: Options, reset_states: Tensor | None) -> Options:
 
 
 def check_reset(reset: Tensor | None, shape: Sequence[int]) -> None:
-    """Refuse what the operator itself may be called with."""
+    """Refuse a ``reset`` of the wrong shape or dtype, in a call of the operator itself."""
     if reset is not None and (reset.dtype != torch.bool or tuple(reset.shape) != tuple(shape)):
         raise ValueError(
             f"the operator's reset has shape {tuple(reset.shape)} and dtype {reset.dtype}; it must have "

@@ -1,11 +1,11 @@
 """Sequences that are packed along time, or cut at resets, as batches of rows for ``rnn``.
 
-A row holds a segment: a packed sequence, or what lies between two resets. So segments run beside one
-another, where in one row they would run one after the other. Rows of a batch are as long as its longest
-segment. Segments whose lengths differ much go in batches of their own, so that less than half of what is
-computed is padding; there are at most as many batches as a length has bits.
+A row holds a segment: a packed sequence, or what lies between two resets. Segments run beside one another;
+in one row they would run one after the other. Rows of a batch are as long as its longest segment. Segments
+whose lengths differ much go in different batches, so that at most half of the steps that are computed are
+padding. There are at most as many batches as the longest length has bits.
 
-Steps are counted over batches, B·T of them, and so are sequences, B·Q of them.
+Steps are numbered through the batch, from 0 to B·T − 1, and sequences from 0 to B·Q − 1.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from scan_registry.ops.rnn_arguments import Arguments, Options, Resets
 class Rows(NamedTuple):
     """A batch of rows.
 
-    steps      (rows, length): the step at each place of each row; beyond a segment's end its last one
-    sequences  (rows,): the sequence that each segment is of
-    anew       (rows,), bool: whether a reset comes first; None if none does
+    steps      (rows, length): the step at each place of each row; beyond a segment's end, its last step
+    sequences  (rows,): the sequence that each segment is a part of
+    anew       (rows,), bool: whether the row's first step is a reset; None if sequences are not cut at resets
     reset      (rows, length), bool: resets within rows; None if there are none
     """
 
@@ -36,10 +36,10 @@ class Rows(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """All batches of rows, and where to find what they make, one batch after the other.
+    """All batches of rows, and where the results are once those of all batches are concatenated.
 
-    places  (B·T,): the place of each step
-    last    (B·Q,): the place of each sequence's last step
+    places  (B·T,): the place of each step in the results
+    last    (B·Q,): the place of each sequence's last step in the results
     empty   (B·Q,), bool: sequences without steps; None if there are none
     """
 
@@ -50,8 +50,8 @@ class Layout(NamedTuple):
 
 
 def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[Tensor, Tensor]:
-    """States (states, B, T, N, D) and those after the last step of each sequence (states, B, Q, N, D), of
-    ``normalised`` arguments; differentiable. ``cut``: sequences are cut at resets."""
+    """States (states, B, T, N, D) and those after the last step of each sequence (states, B, Q, N, D), for
+    ``normalised`` arguments. Differentiable. ``cut``: whether sequences are cut at resets."""
     inputs, recurrent, bias, initial, reset, reset_states = given
     batch, time = inputs.shape[:2]
     if not resets.packed:
@@ -74,9 +74,11 @@ def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[
         restart = None if rows.reset is None else restart
         of_rows = Arguments(x, recurrent, bias, before, rows.reset, restart)
         made.append(rnn_derivatives.rnn(of_rows, options)[0].flatten(1, 2))
-    sequences = layout.last.shape[0] // max(batch, 1)
+    sequences = resets.cu_seqlens.shape[0] - 1 if resets.packed else 1
     if not made:  # there is no step
-        states, zeros = rnn_derivatives.rnn(given._replace(initial=None), options)
+        one = None if reset_states is None else reset_states[:, :, 0]
+        alone = given._replace(initial=None, reset_states=one)
+        states, zeros = rnn_derivatives.rnn(alone, options)
         if initial is None:
             return states, zeros.unsqueeze(2).repeat(1, 1, sequences, 1, 1)
         return states, initial.clone()
@@ -89,8 +91,8 @@ def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[
 
 
 def first_batch(given: Arguments, resets: Resets, cut: bool) -> Tensor:
-    """What a kernel takes for the inputs of the first batch of rows on a GPU, on meta. Where values cannot be
-    read, that of sequences as they were given."""
+    """A meta tensor with the shape that the inputs of the first batch of rows have on a GPU. If values cannot be
+    read, it has the shape of the sequences as they were given."""
     inputs = given.inputs
     reset = given.reset if cut else None
     read = [t for t in (reset, resets.cu_seqlens) if t is not None]
@@ -110,7 +112,7 @@ def _chosen(which: Tensor, given: Tensor | None, other: Tensor | None) -> Tensor
 
 
 def _of_units(rows: Tensor) -> Tensor:
-    """What there is for each row, as it broadcasts over heads and units."""
+    """A tensor with a value for each row, shaped to broadcast over heads and units."""
     return rows.unsqueeze(-1).unsqueeze(-1)
 
 
@@ -142,7 +144,7 @@ def _layout_of_values(
     bounds: Tensor | None,
     cut: bool,
 ) -> Layout:
-    """The layout for the values of ``reset`` and bounds, which this waits for where they are on a GPU."""
+    """The layout for the values of ``reset`` and ``bounds``. If they are on a GPU, the CPU waits for them."""
     batch, time = size
     edges = torch.tensor([0, time]) if bounds is None else bounds.detach().cpu().long()
     marks = None if reset is None else reset.detach()
@@ -184,8 +186,8 @@ def _layout_of_values(
 
 
 def _buckets(lengths: Tensor) -> list[Tensor]:
-    """Segments by number, in batches of similar lengths: the longest of one is less than twice the shortest,
-    unless all are one batch with less padding than that."""
+    """Numbers of segments, in batches of similar lengths. The longest segment of a batch is less than twice as
+    long as the shortest. If at most half of one batch of all segments would be padding, there is one batch."""
     if not len(lengths):
         return []
     everything = torch.arange(len(lengths))
@@ -196,7 +198,7 @@ def _buckets(lengths: Tensor) -> list[Tensor]:
 
 
 def _layout_of_length(inputs: Tensor, reset: Tensor | None, bounds: Tensor, longest: int) -> Layout:
-    """One batch of rows of a length that is known, computed where ``bounds`` are: nobody waits for values."""
+    """One batch of rows of a known length, computed on the device of ``bounds``: the CPU waits for no values."""
     (batch, time), device = inputs.shape[:2], inputs.device
     longest = max(longest, 1)
     begin, length = bounds[:-1], bounds.diff()

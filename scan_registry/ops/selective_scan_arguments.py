@@ -74,7 +74,7 @@ def normalised(
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
     required = {"u": u, "delta": delta, "A": A, "B": B, "C": C}
     optional = {"D": D, "z": z, "delta_bias": delta_bias, "initial_state": initial_state}
-    # Not `|` of two dicts, which torch.compile of 2.6 does not know.
+    # Not `|` of two dicts, which torch.compile of 2.6 does not support.
     present = {**required, **{name: t for name, t in optional.items() if t is not None}}
     _check_tensors(present, cu_seqlens)
     _check_shapes(present, cu_seqlens)

@@ -51,7 +51,8 @@ def scan(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
         flops.announce()
     # A trace holds for calls with and without gradients, so nothing in it may depend on which is traced.
     tracing = not _is_compiling() and tracing_state() is not None
-    # All of them, since bounds want none: torch.compile of 2.6 to 2.9 knows neither properties nor slices of named tuples.
+    # All tensors are looked at, also bounds, which never require gradients: torch.compile of 2.6 to 2.9 supports neither
+    # properties nor slices of named tuples.
     training = not tracing and torch.is_grad_enabled() and wants_gradient(*given)
     out, last, _ = _op(*given, *options, training)
     return out, last

@@ -91,13 +91,13 @@ def unread(rank: int, ranks: int, group: Any) -> tuple[list[bool], list[str]]:
 def late(rank: int, ranks: int, group: Any) -> list[str]:
     """The same, but ranks learn of a comparison in different calls: what each of ten later calls raises."""
     known = [(torch.ones(size, 4), torch.ones(size, 4)) for size in (2, 3)]
-    asked: dict[int, int] = {}
+    queries: dict[int, int] = {}
 
     def has_come(flag: Any) -> bool:
-        asked[id(flag)] = asked.get(id(flag), 0) + 1
-        come = asked[id(flag)] > rank
+        queries[id(flag)] = queries.get(id(flag), 0) + 1
+        come = queries[id(flag)] > rank
         if come:
-            asked[id(flag)] = 0
+            queries[id(flag)] = 0
         return come
 
     errors = []

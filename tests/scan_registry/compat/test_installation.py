@@ -177,4 +177,4 @@ def test_installing_imports_no_torch() -> None:
         "import sys; from scan_registry import compat; compat.install('mamba_ssm', 'causal_conv1d'); "
         "import importlib.util; importlib.util.find_spec('mamba_ssm'); sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], cwd="/", check=True)

@@ -53,6 +53,7 @@ def test_ranks_measure_the_same(tmp_path: Path) -> None:
     running = [
         subprocess.Popen(
             [sys.executable, "-c", MEASURE, str(rank), str(tmp_path / "store")],
+            cwd=tmp_path,
             env=ENVIRONMENT,
             stderr=subprocess.PIPE,
             text=True,

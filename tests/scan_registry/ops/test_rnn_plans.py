@@ -21,7 +21,7 @@ from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.nn import torch_cells
-from scan_registry.ops import rnn_plans, rnn_steps, step_buffers
+from scan_registry.ops import rnn_plans, rnn_problems, rnn_steps, step_buffers
 from scan_registry.ops.launching import PlanCache, Run
 from scan_registry.ops.rnn_arguments import FUNCTIONS, WAYS
 from scan_registry.ops.step_buffers import BufferPool
@@ -364,5 +364,5 @@ def test_what_each_backend_tries() -> None:
     from scan_registry.ops.rnn_arguments import Options
 
     for backend, ways in WAYS.items():
-        posed = rnn_plans.alternatives("forward", Options("lstm", backend), tensors, True)
+        posed = rnn_problems.alternatives("forward", Options("lstm", backend), tensors, True)
         assert [(problem.scope, tried) for problem, tried in posed] == [*ways]  # type: ignore[attr-defined]

@@ -206,6 +206,29 @@ def test_nothing_to_do(shape: Any, way: str) -> None:
     assert torch.equal(ends[:, :, 0], states[:, :, 0])
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5, 2, 4), (3, 0, 2, 4), (0, 0, 2, 4)])
+def test_nothing_to_do_of_packed_sequences(shape: Any, known: bool, way: str) -> None:
+    """There are states after each sequence, and every gradient has its tensor's shape."""
+    wx, r, b, _ = draw("lstm", shape)
+    drawn = torch.rand(2, *_states("lstm", wx, 2), dtype=torch.float64)
+    start, anew = (each.clone().requires_grad_() for each in drawn)
+    how: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 0, shape[1]])}
+    how |= {"max_seqlen": shape[1]} if known else {}
+    how["reset"] = torch.ones(shape[:2], dtype=torch.bool)
+    for states in (None, start):
+        every, ends = rnn(wx, r, b, states, **how, reset_states=anew)
+        assert every.shape == (2, *shape[:2], *shape[2:])
+        assert torch.equal(ends, torch.zeros_like(start) if states is None else start)
+        leaves = [wx, r, start, anew]
+        (every.sum() + ends.sum()).backward(inputs=leaves)
+        assert all(t.grad is None or t.grad.shape == t.shape for t in leaves)
+        assert anew.grad is not None
+        assert not anew.grad.any()
+    assert start.grad is not None
+    assert (start.grad == 1).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_narrow_dtypes(function: Function, dtype: torch.dtype) -> None:

@@ -1,0 +1,49 @@
+"""Python programs that tests start import the installed package, not the sources in the folder where pytest runs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+#: Words that keep the working folder out of ``sys.path``, and words that put it first.
+SAFE, UNSAFE = {"'-P'", "'-I'"}, {"'-c'", "'-m'"}
+
+
+def unsafe(source: str) -> Iterator[int]:
+    """Lines that start ``python -c`` or ``python -m`` in pytest's working folder."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("subprocess."):
+            continue
+        words = {ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.expr)}
+        options = {keyword.arg for keyword in node.keywords}
+        starts_python = "sys.executable" in words and words & UNSAFE and not words & SAFE
+        if starts_python and not options & {"cwd", None}:
+            yield node.lineno
+
+
+def test_python_is_started_in_another_folder() -> None:
+    found = {
+        f"{path.relative_to(TESTS)}:{line}"
+        for path in TESTS.rglob("*.py")
+        for line in unsafe(path.read_text(encoding="utf-8"))
+    }
+    assert not found, found
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("subprocess.run([sys.executable, '-c', script], check=True)", [1]),
+        ("subprocess.run([sys.executable, *('-m', 'torch.distributed.run')])", [1]),
+        ("subprocess.run([sys.executable, '-c', script], cwd=folder)", []),
+        ("subprocess.run([sys.executable, '-P', '-c', script])", []),
+        ("subprocess.run([sys.executable, 'tools/bench.py'])", []),
+        ("subprocess.run(['git', '-c', 'user.name=x'])", []),
+    ],
+)
+def test_what_is_unsafe(source: str, lines: list[int]) -> None:
+    assert [*unsafe(source)] == lines
