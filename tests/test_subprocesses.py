@@ -13,12 +13,24 @@ TESTS = Path(__file__).parent
 SAFE, UNSAFE = {"'-P'", "'-I'"}, {"'-c'", "'-m'"}
 
 
+def expressions(node: ast.AST) -> set[str]:
+    return {ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.expr)}
+
+
 def unsafe(source: str) -> Iterator[int]:
     """Lines that start ``python -c`` or ``python -m`` in pytest's working folder."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    # A command may have been given a name first.
+    named = {
+        ast.unparse(each.targets[0]): expressions(each.value)
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Assign)
+    }
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("subprocess."):
             continue
-        words = {ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.expr)}
+        words = expressions(node)
+        words |= {word for name in words & named.keys() for word in named[name]}
         options = {keyword.arg for keyword in node.keywords}
         starts_python = "sys.executable" in words and words & UNSAFE and not words & SAFE
         if starts_python and not options & {"cwd", None}:
@@ -39,6 +51,7 @@ def test_python_is_started_in_another_folder() -> None:
     [
         ("subprocess.run([sys.executable, '-c', script], check=True)", [1]),
         ("subprocess.run([sys.executable, *('-m', 'torch.distributed.run')])", [1]),
+        ("words = [sys.executable, '-c', script]\nsubprocess.run(words)", [2]),
         ("subprocess.run([sys.executable, '-c', script], cwd=folder)", []),
         ("subprocess.run([sys.executable, '-P', '-c', script])", []),
         ("subprocess.run([sys.executable, 'tools/bench.py'])", []),

@@ -88,7 +88,7 @@ def test_pip_takes_the_default(index: Path, tmp_path: Path) -> None:
     target = tmp_path / "there"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
     command += ["--find-links", str(index), "--target", str(target), "scan-registry"]
-    subprocess.run(command, check=True)
+    subprocess.run(command, cwd=tmp_path, check=True)
     assert len(archives(target)) == 7
 
 

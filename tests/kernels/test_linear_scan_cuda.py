@@ -310,7 +310,9 @@ def test_the_emulator_runs_threads_as_a_gpu_may(cuda_emulator: ModuleType, tmp_p
         constants = {"LEAVES": leaves, "CROSSES": crosses, "MEETS": meets}
         library = cuda_emulator.library_of("hand_on.cu", "hand_on", texts, constants, tmp_path)
         command = [sys.executable, "-c", RUN, str(library)]
-        ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
+        ran = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", check=False
+        )
         return ran.stdout.strip(), ran.stderr
 
     in_order = " ".join(str((own + 1) % 64) for own in range(64))
