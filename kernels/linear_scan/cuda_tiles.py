@@ -77,6 +77,8 @@ def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iter
     elif layout == "channel_last":
         yield from rings.channel_last(direction, dtype, access)
     else:
-        if access != MISALIGNED and ITEM_SIZE[dtype] < 8:
+        if ITEM_SIZE[dtype] < 8:
             yield from ({"warps": warps, "rows": 1, "steps": 2} for warps in (2, 4, 8))
+            if access == MISALIGNED:
+                yield from ({"warps": 1, "rows": 4, "steps": steps} for steps in (1, 2, 3))
         yield from rings.time_last(direction, dtype)

@@ -160,7 +160,10 @@ def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
         return streams.refuses(variant, problem)
     held = problem.layout == "channel_last"
     chunk = variant.number("vector") if held else chunk
-    if variant.text("access") != "generic" and not problem.whole_chunks(chunk):
+    if variant.text("access") == space.MISALIGNED:
+        if not streams.fits_rows(variant, problem):
+            return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
+    elif variant.text("access") != "generic" and not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
     return registers.channel_last_refuses(variant, problem) if held else None
 

@@ -10,7 +10,12 @@
 //
 // Order runs along the walk, with time or against it; either way an aligned
 // lane's chunk is 16 consecutive bytes. While a tile is computed, the next one is already loading.
+//
+// MISALIGNED: rows need not start or end on 16-byte boundaries, but lie at the same offset to them in all tensors. A walk
+// then starts `skipped` elements before its row, on such a boundary. What its chunks hold of other rows is replaced by the
+// identity, and not written.
 #pragma once
+#include "../linear_scan/load_first.cuh"
 #include "../linear_scan/sequences.cuh"
 
 enum : int {
@@ -19,6 +24,7 @@ enum : int {
     WARP_TILE = STEPS * 32 * VECTOR,
     TILE = WARPS * WARP_TILE,
     THREADS = WARPS * ROWS * 32,
+    LINE = 128 / sizeof(Storage),  // of the caches
 };
 static_assert(WARPS == 1 || ROWS == 1, "warps that share a row meet at a block-wide barrier");
 
@@ -43,6 +49,11 @@ struct Position {
         return tile + warp * WARP_TILE + (step * 32 + lane) * VECTOR;
     }
 
+    // Whether a step of the warp lies past the row; of aligned rows, which tend to fill their tiles, nobody asks.
+    __device__ bool past(i64 tile, int step, i64 time) const {
+        return MISALIGNED && tile + warp * WARP_TILE + step * 32 * VECTOR >= time;
+    }
+
     // Of this row in a tensor with these strides.
     __device__ i64 offset(i64 by_outer, i64 by_batch, i64 by_channel) const {
         return outer * by_outer + batch * by_batch + channel * by_channel;
@@ -64,6 +75,18 @@ struct Steps {
     }
 };
 
+// The elements of a chunk, as they lie in memory, that are the row's own.
+struct Own {
+    int begin, end;
+
+    // `first` is the place of the chunk's first element in the row.
+    __device__ Own(i64 first, i64 time)
+        : begin(first < 0 ? -int(first) : 0), end(time - first < VECTOR ? int(time - first) : VECTOR) {}
+    __device__ bool all() const { return begin == 0 && end == VECTOR; }
+    __device__ bool none() const { return begin >= VECTOR || end <= 0; }
+    __device__ bool has(int i) const { return begin <= i && i < end; }
+};
+
 // A row of a tensor along a walk. Aligned rows are read as they lie, and TURNED if the walk goes
 // against time; the others are turned by their stride.
 template <class E, bool TURNED>
@@ -79,10 +102,49 @@ struct Row {
 
     // The steps [order, order + VECTOR).
     __device__ Steps<E, TURNED> load(i64 order, typename E::Storage outside) const {
-        return {::load<VECTOR>(along, begin(order), time, outside)};
+        if constexpr (MISALIGNED) return load_own(order);
+        else return {::load<VECTOR>(along, begin(order), time, outside)};
     }
     __device__ void store(i64 order, const Steps<E, TURNED>& steps) const {
-        ::store(along, begin(order), time, steps.chunk);
+        if constexpr (MISALIGNED) store_own(order, steps);
+        else ::store(along, begin(order), time, steps.chunk);
+    }
+
+    // Of a misaligned row. Nothing past its end is read, which may be that of the tensor; what a chunk has of the row before
+    // it, is. `mend` replaces it later, since looking at it would wait for the load.
+    __device__ Own own(i64 order) const { return {begin(order), time}; }
+    __device__ Steps<E, TURNED> load_own(i64 order) const {
+        const Own of = own(order);
+        Steps<E, TURNED> steps{};
+        load_first(steps.chunk.word, along.at(begin(order)), of.begin < VECTOR ? of.end * int(sizeof(Storage)) : 0);
+        return steps;
+    }
+    __device__ void store_own(i64 order, const Steps<E, TURNED>& steps) const {
+        const Own of = own(order);
+        Storage* const to = along.at(begin(order));
+        if (of.all()) return put_words(to, steps.chunk);
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++)
+            if (of.has(i)) to[i] = steps.chunk.bits(i);
+    }
+    __device__ static void mend(const Own& of, Steps<E, TURNED>& steps, typename E::Storage outside) {
+        Chunk<E, VECTOR> padding{};
+        padding.fill(outside);
+#pragma unroll
+        for (int w = 0; w < Chunk<E, VECTOR>::WORDS; w++) {
+            unsigned kept = 0;
+            if constexpr (sizeof(Storage) == 2)
+                kept = (of.has(2 * w) ? 0xffffu : 0) | (of.has(2 * w + 1) ? 0xffff0000u : 0);
+            else kept = of.has(w) ? ~0u : 0;
+            steps.chunk.word[w] = (steps.chunk.word[w] & kept) | (padding.word[w] & ~kept);
+        }
+    }
+    // Order of the first element of a walk over a misaligned row: on a boundary before it, or on a line, if that takes no
+    // more tiles.
+    __device__ i64 first() const {
+        const u64 edge = reinterpret_cast<u64>(along.at(TURNED ? time : 0)) / sizeof(Storage);
+        const int to_line = int((TURNED ? -edge : edge) % LINE), to_chunk = to_line % VECTOR;
+        return -((time + to_line - 1) / TILE > (time + to_chunk - 1) / TILE ? to_chunk : to_line);
     }
 
     __device__ typename E::State get(i64 order) const {

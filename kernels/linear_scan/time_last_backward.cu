@@ -141,7 +141,8 @@ struct Inputs {
         if constexpr (ALIGNED) {
             const State neighbour = from_higher(states[k].get(0), 1);
             if (lane < 31 && order + VECTOR < time) x[VECTOR - 1] = neighbour;
-        } else {
+        }
+        if constexpr (!ALIGNED || MISALIGNED) {
 #pragma unroll
             for (int i = 0; i + 1 < VECTOR; i++)
                 if (order + i + 1 == time) x[i] = edge[k];
@@ -159,11 +160,12 @@ __device__ __forceinline__ void scan_row(
     const State initial = walk.varlen() ? State(0) : before.read(0);
     RunningPrefix carry = walk.varlen() ? State(0) : after_grad.read(0);
     const i64 time = walk.time;
+    const i64 first = MISALIGNED ? gates_row.first() : 0;
     Inputs<TURNED> next;
-    next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, 0);
+    next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, first);
     int parity = 0;
-    for (i64 tile = 0; tile < time; tile += TILE, parity ^= 1) {
-        const Inputs<TURNED> here = next;
+    for (i64 tile = first; tile < time; tile += TILE, parity ^= 1) {
+        Inputs<TURNED> here = next;
         if (tile + TILE < time)
             next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, tile + TILE);
 
@@ -172,6 +174,13 @@ __device__ __forceinline__ void scan_row(
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const i64 order = at.order(tile, k);
+            if constexpr (MISALIGNED) {
+                if (at.past(tile, k, time)) continue;
+                if (const Own own = gates_row.own(order); !own.all()) {
+                    gates_row.mend(own, here.gates[k], BackwardStep::Padding::GATE);
+                    grads_row.mend(own, here.grads[k], BackwardStep::Padding::GRAD);
+                }
+            }
             marks[k] = walk.marks(order, VECTOR, own_places(k));
             Affine chunk;
 #pragma unroll
@@ -186,6 +195,8 @@ __device__ __forceinline__ void scan_row(
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const i64 order = at.order(tile, k);
+            if constexpr (MISALIGNED)
+                if (at.past(tile, k, time)) continue;
             State earlier[VECTOR], for_gates[VECTOR], for_tokens[VECTOR];
             here.earlier(k, order, time, at.lane, earlier);
             State h = before_chunk[k](entering);

@@ -103,11 +103,12 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
                                          const Position& at, const Walk& walk) {
     RunningPrefix carry = walk.varlen() ? State(0) : before.read(0);
     const i64 time = walk.time;
+    const i64 first = MISALIGNED ? gates_row.first() : 0;
     Inputs<TURNED> next;
-    next.load_tile(gates_row, tokens_row, at, 0);
+    next.load_tile(gates_row, tokens_row, at, first);
     int parity = 0;
-    for (i64 tile = 0; tile < time; tile += TILE, parity ^= 1) {
-        const Inputs<TURNED> here = next;
+    for (i64 tile = first; tile < time; tile += TILE, parity ^= 1) {
+        Inputs<TURNED> here = next;
         if (tile + TILE < time) next.load_tile(gates_row, tokens_row, at, tile + TILE);
 
         Affine total, before_chunk[STEPS];
@@ -115,6 +116,13 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const i64 order = at.order(tile, k);
+            if constexpr (MISALIGNED) {
+                if (at.past(tile, k, time)) continue;
+                if (const Own own = gates_row.own(order); !own.all()) {
+                    gates_row.mend(own, here.gates[k], ForwardStep::Padding::GATE);
+                    tokens_row.mend(own, here.tokens[k], ForwardStep::Padding::TOKEN);
+                }
+            }
             marks[k] = walk.marks(order, VECTOR, own_places(k));
             Affine chunk;
 #pragma unroll
@@ -129,6 +137,8 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const i64 order = at.order(tile, k);
+            if constexpr (MISALIGNED)
+                if (at.past(tile, k, time)) continue;
             State x = before_chunk[k](entering), out[VECTOR];
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {

@@ -211,8 +211,18 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
         ("channel_last", {"lanes_across": 32, "vector": 2}, (2, 69, 200)),
         ("time_last", {"lanes": 16, "pieces": 1, "stages": 3}, (2, 3, 1150)),
         ("time_last", {"lanes": 16, "pieces": 2, "stages": 3}, (1, 5, 765)),
+        ("time_last", {"warps": 1, "rows": 4, "steps": 1}, (1, 5, 765)),
+        ("time_last", {"warps": 1, "rows": 4, "steps": 3}, (3, 3, 5)),
+        ("time_last", {"warps": 2, "rows": 1, "steps": 2}, (2, 3, 1150)),
     ],
-    ids=["channel_last", "time_last", "time_last, two pieces"],
+    ids=[
+        "channel_last",
+        "time_last",
+        "time_last, two pieces",
+        "time_last, held",
+        "time_last, held and short",
+        "time_last, held by two warps",
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
