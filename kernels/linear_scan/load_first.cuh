@@ -1,15 +1,16 @@
-// Loads 16 bytes from global memory, or only the first of them, in instructions that do not wait for one another: left to
-// itself, the compiler branches for each word.
+// Loads from global memory in instructions that do not wait for one another: left to itself, the compiler branches for each
+// word.
 #pragma once
 
-// The first `bytes` of 16, an even number; all if there are more, none if it is not positive. Of the others, words that
-// hold none of the first keep their values.
-__device__ inline void load_first(unsigned (&word)[4], const void* from, int bytes) {
-    asm("{ .reg .pred all; setp.ge.s32 all, %5, 16;\n\t"
-        "@all ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+// 16 bytes, if wanted; otherwise words keep their values.
+__device__ inline void load_line(unsigned (&word)[4], const void* from, bool wanted) {
+    asm("{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n\t"
+        "@wanted ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
         : "+r"(word[0]), "+r"(word[1]), "+r"(word[2]), "+r"(word[3])
-        : "l"(from), "r"(bytes));
-    if (bytes <= 0 || bytes >= 16) return;
+        : "l"(from), "r"(int(wanted)));
+}
+// The first bytes of 16, an even number from 2 to 14; words that have none of them keep their values.
+__device__ inline void load_first(unsigned (&word)[4], const void* from, int bytes) {
     asm("{ .reg .pred first, second, third, a, b, c, d;\n\t"
         "setp.ge.s32 first, %5, 4; setp.ge.s32 second, %5, 8; setp.ge.s32 third, %5, 12;\n\t"
         "setp.eq.s32 a, %5, 2; setp.eq.s32 b, %5, 6; setp.eq.s32 c, %5, 10; setp.eq.s32 d, %5, 14;\n\t"

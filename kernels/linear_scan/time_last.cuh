@@ -83,7 +83,8 @@ struct Own {
     __device__ Own(i64 first, i64 time)
         : begin(first < 0 ? -int(first) : 0), end(time - first < VECTOR ? int(time - first) : VECTOR) {}
     __device__ bool all() const { return begin == 0 && end == VECTOR; }
-    __device__ bool none() const { return begin >= VECTOR || end <= 0; }
+    __device__ bool is_whole() const { return begin < VECTOR && end == VECTOR; }  // to its end
+    __device__ bool is_cut() const { return begin < VECTOR && end > 0 && end < VECTOR; }
     __device__ bool has(int i) const { return begin <= i && i < end; }
 };
 
@@ -102,22 +103,21 @@ struct Row {
 
     // The steps [order, order + VECTOR).
     __device__ Steps<E, TURNED> load(i64 order, typename E::Storage outside) const {
-        if constexpr (MISALIGNED) return load_own(order);
-        else return {::load<VECTOR>(along, begin(order), time, outside)};
+        return {::load<VECTOR>(along, begin(order), time, outside)};
     }
     __device__ void store(i64 order, const Steps<E, TURNED>& steps) const {
         if constexpr (MISALIGNED) store_own(order, steps);
         else ::store(along, begin(order), time, steps.chunk);
     }
 
-    // Of a misaligned row. Nothing past its end is read, which may be that of the tensor; what a chunk has of the row before
-    // it, is. `mend` replaces it later, since looking at it would wait for the load.
+    // Of a misaligned row: what a chunk has of the row before comes with it, until `mend` replaces it, since looking at it
+    // would wait for the load. Nothing past the row's end is read, which may be that of the tensor.
     __device__ Own own(i64 order) const { return {begin(order), time}; }
-    __device__ Steps<E, TURNED> load_own(i64 order) const {
-        const Own of = own(order);
-        Steps<E, TURNED> steps{};
-        load_first(steps.chunk.word, along.at(begin(order)), of.begin < VECTOR ? of.end * int(sizeof(Storage)) : 0);
-        return steps;
+    __device__ void load_whole(i64 order, const Own& of, Steps<E, TURNED>& steps) const {
+        load_line(steps.chunk.word, along.at(begin(order)), of.is_whole());
+    }
+    __device__ void load_end(i64 order, const Own& of, Steps<E, TURNED>& steps) const {
+        load_first(steps.chunk.word, along.at(begin(order)), of.end * int(sizeof(Storage)));
     }
     __device__ void store_own(i64 order, const Steps<E, TURNED>& steps) const {
         const Own of = own(order);

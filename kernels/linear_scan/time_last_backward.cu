@@ -122,10 +122,23 @@ struct Inputs {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const i64 order = at.order(tile, k);
-            gates[k] = gates_row.load(order, BackwardStep::Padding::GATE);
-            grads[k] = grads_row.load(order, BackwardStep::Padding::GRAD);
-            if (!with_states) continue;
-            states[k] = states_row.load(order, BackwardStep::Padding::STATE);
+            if constexpr (MISALIGNED) {
+                const Own own = gates_row.own(order);
+                gates_row.load_whole(order, own, gates[k]);
+                grads_row.load_whole(order, own, grads[k]);
+                if (with_states) states_row.load_whole(order, own, states[k]);
+                if (own.is_cut()) {
+                    gates_row.load_end(order, own, gates[k]);
+                    grads_row.load_end(order, own, grads[k]);
+                    if (with_states) states_row.load_end(order, own, states[k]);
+                }
+                if (!with_states) continue;
+            } else {
+                gates[k] = gates_row.load(order, BackwardStep::Padding::GATE);
+                grads[k] = grads_row.load(order, BackwardStep::Padding::GRAD);
+                if (!with_states) continue;
+                states[k] = states_row.load(order, BackwardStep::Padding::STATE);
+            }
             edge[k] = initial;
             if ((!ALIGNED || at.lane == 31) && order + VECTOR < time)
                 edge[k] = states_row.get(order + VECTOR);
@@ -160,14 +173,17 @@ __device__ __forceinline__ void scan_row(
     const State initial = walk.varlen() ? State(0) : before.read(0);
     RunningPrefix carry = walk.varlen() ? State(0) : after_grad.read(0);
     const i64 time = walk.time;
-    const i64 first = MISALIGNED ? gates_row.first() : 0;
+    const i64 first = MISALIGNED ? gates_row.first() - TILE : 0;
     Inputs<TURNED> next;
-    next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, first);
+    if constexpr (MISALIGNED) next = {};
+    else next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, first);
     int parity = 0;
     for (i64 tile = first; tile < time; tile += TILE, parity ^= 1) {
         Inputs<TURNED> here = next;
         if (tile + TILE < time)
             next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, tile + TILE);
+        if constexpr (MISALIGNED)
+            if (tile <= -TILE) continue;  // so that the code to load a tile is there once
 
         Affine total, before_chunk[STEPS];
         Marks marks[STEPS];

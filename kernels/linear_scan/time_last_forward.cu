@@ -89,8 +89,18 @@ struct Inputs {
                               i64 tile) {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            gates[k] = gates_row.load(at.order(tile, k), ForwardStep::Padding::GATE);
-            tokens[k] = tokens_row.load(at.order(tile, k), ForwardStep::Padding::TOKEN);
+            if constexpr (MISALIGNED) {
+                const i64 order = at.order(tile, k);
+                const Own own = gates_row.own(order);
+                gates_row.load_whole(order, own, gates[k]);
+                tokens_row.load_whole(order, own, tokens[k]);
+                if (!own.is_cut()) continue;
+                gates_row.load_end(order, own, gates[k]);
+                tokens_row.load_end(order, own, tokens[k]);
+            } else {
+                gates[k] = gates_row.load(at.order(tile, k), ForwardStep::Padding::GATE);
+                tokens[k] = tokens_row.load(at.order(tile, k), ForwardStep::Padding::TOKEN);
+            }
         }
     }
 };
@@ -103,13 +113,16 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
                                          const Position& at, const Walk& walk) {
     RunningPrefix carry = walk.varlen() ? State(0) : before.read(0);
     const i64 time = walk.time;
-    const i64 first = MISALIGNED ? gates_row.first() : 0;
+    const i64 first = MISALIGNED ? gates_row.first() - TILE : 0;
     Inputs<TURNED> next;
-    next.load_tile(gates_row, tokens_row, at, first);
+    if constexpr (MISALIGNED) next = {};
+    else next.load_tile(gates_row, tokens_row, at, first);
     int parity = 0;
     for (i64 tile = first; tile < time; tile += TILE, parity ^= 1) {
         Inputs<TURNED> here = next;
         if (tile + TILE < time) next.load_tile(gates_row, tokens_row, at, tile + TILE);
+        if constexpr (MISALIGNED)
+            if (tile <= -TILE) continue;  // so that the code to load a tile is there once
 
         Affine total, before_chunk[STEPS];
         Marks marks[STEPS];

@@ -45,7 +45,8 @@ def chosen() -> Iterator[Variant]:
 
 
 def streamed() -> Iterator[Variant]:
-    """A few of those whose tiles come through a ring, one for each way to share a row or a column."""
+    """A few of those whose tiles come through a ring, one for each way to share a row or a column; and of misaligned rows
+    that are held in registers."""
     wanted: dict[str, list[dict[str, Any]]] = {
         "time_last": [
             {"lanes": 1},
@@ -56,6 +57,8 @@ def streamed() -> Iterator[Variant]:
             {"rows": 18},
             {"lanes": 4, "access": "misaligned"},
             {"prefix_lead": 2, "access": "misaligned"},
+            {"warps": 1, "rows": 4, "steps": 2, "access": "misaligned"},
+            {"warps": 4, "rows": 1, "steps": 2, "access": "misaligned"},
         ],
         "channel_last": [
             {"prefix_lead": 1},
@@ -76,7 +79,8 @@ def streamed() -> Iterator[Variant]:
     for kernel in FAMILY.kernels:
         if kernel.language != "cuda":
             continue
-        found = [dict(pins) for pins in kernel.tunable.space if "stages" in dict(pins)]
+        every = map(dict, kernel.tunable.space)
+        found = [p for p in every if "stages" in p or p.get("access") == "misaligned"]
         for pins in wanted[kernel.name.rpartition("_")[0]] if found else ():
             matches = [{"access": "aligned", "dtype": dtype, **pins} for dtype in dtypes]
             fits = [next((f for f in found if m.items() <= f.items()), None) for m in matches]
