@@ -2,11 +2,11 @@
 // word.
 #pragma once
 
-// 16 bytes, if wanted; otherwise words keep their values.
+// 16 bytes, if wanted; otherwise words may be anything.
 __device__ inline void load_line(unsigned (&word)[4], const void* from, bool wanted) {
     asm("{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n\t"
         "@wanted ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
-        : "+r"(word[0]), "+r"(word[1]), "+r"(word[2]), "+r"(word[3])
+        : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
         : "l"(from), "r"(int(wanted)));
 }
 // The first bytes of 16, an even number from 2 to 14; words that have none of them keep their values.

@@ -175,8 +175,7 @@ __device__ __forceinline__ void scan_row(
     const i64 time = walk.time;
     const i64 first = MISALIGNED ? gates_row.first() - TILE : 0;
     Inputs<TURNED> next;
-    if constexpr (MISALIGNED) next = {};
-    else next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, first);
+    if constexpr (!MISALIGNED) next.load_tile(gates_row, grads_row, states_row, initial, with_gates, at, first);
     int parity = 0;
     for (i64 tile = first; tile < time; tile += TILE, parity ^= 1) {
         Inputs<TURNED> here = next;

@@ -2,7 +2,7 @@
 #pragma once
 
 inline void load_line(unsigned (&word)[4], const void* from, bool wanted) {
-    if (!wanted) return;
+    if (!wanted) return void(std::memset(word, 0xff, sizeof word));  // not a number
     if (std::uintptr_t(from) % sizeof word) emulator::fail("a load is not aligned");
     std::memcpy(word, from, sizeof word);
 }
