@@ -12,8 +12,8 @@
 // lane's chunk is 16 consecutive bytes. While a tile is computed, the next one is already loading.
 //
 // MISALIGNED: rows need not start or end on 16-byte boundaries, but lie at the same offset to them in all tensors. A walk
-// then starts `skipped` elements before its row, on such a boundary. What its chunks hold of other rows is replaced by the
-// identity, and not written.
+// then starts before its row, on such a boundary, at a negative order. What its chunks hold of other rows is replaced by
+// the identity, and not written.
 #pragma once
 #include "../linear_scan/load_first.cuh"
 #include "../linear_scan/sequences.cuh"
@@ -147,6 +147,7 @@ struct Row {
         return -((time + to_line - 1) / TILE > (time + to_chunk - 1) / TILE ? to_chunk : to_line);
     }
 
+    __device__ typename E::Storage bits(i64 order) const { return *along.at(TURNED ? time - 1 - order : order); }
     __device__ typename E::State get(i64 order) const {
         return E::widen(*along.at(TURNED ? time - 1 - order : order));
     }

@@ -111,7 +111,9 @@ template <bool TURNED>
 struct Inputs {
     Steps<GateElement, TURNED> gates[STEPS];
     Steps<Element, TURNED> grads[STEPS], states[STEPS];
-    State edge[STEPS];  // the state one step further along the walk than the last of the chunk
+    // The state one step further along the walk than the last of the chunk. Of misaligned rows lane 31 has its bits, as they
+    // lie in memory, since to widen them it would wait for the load.
+    State edge[STEPS];
 
     // Aligned chunks of states lie on their own grid, and a lane gets that state from the next lane;
     // the others are read where they are needed. `initial` is the state after the walk's last step.
@@ -140,8 +142,10 @@ struct Inputs {
                 states[k] = states_row.load(order, BackwardStep::Padding::STATE);
             }
             edge[k] = initial;
-            if ((!ALIGNED || at.lane == 31) && order + VECTOR < time)
-                edge[k] = states_row.get(order + VECTOR);
+            if ((!ALIGNED || at.lane == 31) && order + VECTOR < time) {
+                if constexpr (MISALIGNED) edge[k] = __uint_as_float(unsigned(states_row.bits(order + VECTOR)));
+                else edge[k] = states_row.get(order + VECTOR);
+            }
         }
     }
 
@@ -154,6 +158,10 @@ struct Inputs {
         if constexpr (ALIGNED) {
             const State neighbour = from_higher(states[k].get(0), 1);
             if (lane < 31 && order + VECTOR < time) x[VECTOR - 1] = neighbour;
+        }
+        if constexpr (MISALIGNED) {
+            if (lane == 31 && order + VECTOR < time) x[VECTOR - 1] = Element::widen(Storage(__float_as_uint(edge[k])));
+            if (order + VECTOR <= time) return;
         }
         if constexpr (!ALIGNED || MISALIGNED) {
 #pragma unroll
