@@ -79,7 +79,6 @@ def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iter
     else:
         if ITEM_SIZE[dtype] < 8:
             yield from ({"warps": warps, "rows": 1, "steps": 2} for warps in (2, 4, 8))
-            if access == MISALIGNED:  # three steps backward spill
-                held = (1, 2, 3) if direction == "forward" else (1, 2)
-                yield from ({"warps": 1, "rows": 4, "steps": steps} for steps in held)
+            if access == MISALIGNED:
+                yield from ({"warps": 1, "rows": 4, "steps": steps} for steps in (1, 2))
         yield from rings.time_last(direction, dtype)
