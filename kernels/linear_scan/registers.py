@@ -1,8 +1,8 @@
 """CUDA variants whose tiles are held in registers: those without a number of ``stages``.
 
-Of time-last kernels ``warps`` share a row, ``rows`` are side by side, and a lane holds ``steps`` chunks;
-channel-last ones have ``lanes`` along the channels, each with ``vector`` of them in ``steps`` rows. The
-sources are ``time_last.cuh`` and ``channel_last.cuh``.
+Of time-last kernels ``warps`` share a row, which may be misaligned, ``rows`` are side by side, and a lane
+holds ``steps`` chunks; channel-last ones have ``lanes`` along the channels, each with ``vector`` of them in
+``steps`` rows. The sources are ``time_last.cuh`` and ``channel_last.cuh``.
 """
 
 from __future__ import annotations

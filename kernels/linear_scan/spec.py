@@ -154,16 +154,14 @@ def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     if reason := _rejects_static(variant, problem):
         return reason
     chunk = problem.chunk()
-    if streams.is_streamed(variant):
+    streamed = streams.is_streamed(variant)
+    if streamed or variant.text("access") == space.MISALIGNED:
         if not streams.fits_rows(variant, problem):
             return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
-        return streams.refuses(variant, problem)
+        return streams.refuses(variant, problem) if streamed else None
     held = problem.layout == "channel_last"
     chunk = variant.number("vector") if held else chunk
-    if variant.text("access") == space.MISALIGNED:
-        if not streams.fits_rows(variant, problem):
-            return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
-    elif variant.text("access") != "generic" and not problem.whole_chunks(chunk):
+    if variant.text("access") != "generic" and not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
     return registers.channel_last_refuses(variant, problem) if held else None
 
