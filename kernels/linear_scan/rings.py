@@ -151,7 +151,8 @@ def _varlen_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 def _multi_cta_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Columns that several CTAs share."""
-    for ctas, (stages, lead) in product((3, 4, 8), _AGGREGATE_LEADS):
+    few = (5, _AGGREGATE_LEADS[direction == "forward"])
+    for ctas, (stages, lead) in (*product((3, 4, 8), _AGGREGATE_LEADS), few):
         tile = {**_column(8, 2, 16, stages), "ctas_per_column": ctas, "aggregate_lead": lead}
         yield from resident(direction, dtype, tile, 1)
 
