@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from scan_registry.base.environment import flag
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed.group import all_reduce, resolve
 from scan_registry.distributed.halos import Exchange, Gather, WithTail, of_run, with_initial
 from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.local_tensors import check_local
 from scan_registry.distributed.opening import agree
+from scan_registry.distributed.untraced import untraced
 from scan_registry.ops.arguments import check_bounds
 from scan_registry.ops.causal_conv1d_arguments import (
     ACCEPTED,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["causal_conv1d"]
 
 _NAME = "distributed.causal_conv1d"
+#: The tensors of a call in their order here.
+_TENSORS = ("x", "weight", "bias", "initial_state", "seq_idx", "cu_seqlens")
 
 
 @overload
@@ -145,11 +148,12 @@ def causal_conv1d(
     return y if last is None else (y, last)
 
 
-@_disable_dynamo  # ranks compare their arguments when a call runs, not when it is compiled
+@untraced
 def _call(
     tensors: tuple[Any, ...], request: tuple[Any, ...], group: Group
 ) -> tuple[Tensor, Tensor | None]:
     members = resolve(group)
+    check_local(members, "causal_conv1d", **dict(zip(_TENSORS, tensors, strict=True)))
     x = tensors[0]
     device = x.device if isinstance(x, Tensor) else None
     try:
