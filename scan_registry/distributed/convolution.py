@@ -216,6 +216,7 @@ def _terms(given: Arguments, options: Options) -> Terms:
         ("width", given.weight.shape[1]),
         ("dtype", str(x.dtype).removeprefix("torch.")),
         ("device", x.device.type),
+        ("bias", given.bias is not None),
         ("initial_state", given.initial_state is not None),
         ("seq_idx", given.seq_idx is not None),
         ("cu_seqlens", None if bounds is None else _digest(bounds)),

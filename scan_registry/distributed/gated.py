@@ -151,7 +151,9 @@ def _gated_scan(
         raise
     backend = "reference" if options.backend == "reference" else "auto"
     how = arguments.Options(options.dim, options.reverse, options.final, backend)
-    operator = f"gated_scan {options.kind}"
+    dtype = given.inputs[0].dtype
+    # Gates and tokens may be wider than the sequences, whose dtype has to be compared, too.
+    operator = f"gated_scan {options.kind} of {str(dtype).removeprefix('torch.')}"
     states, last = scan(members, gates, tokens, initial, cu_seqlens, how, schedule, operator)
-    states = states.to(given.inputs[0].dtype)
+    states = states.to(dtype)
     return states if last is None else (states, last)
