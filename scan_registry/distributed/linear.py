@@ -238,12 +238,11 @@ def _agreed(members: Members, call: Call, key: Any) -> tuple[Run, Opened, int]:
     state, terms, tokens = members.session, call.terms, call.tokens
     pieces = state.agreed.get(terms.kind)
     unsure = torch.is_grad_enabled() and not call.wants
-    opened = None
+    local = None
     if pieces is None or call.bounds is not None:
         # The schedule is not known yet, or sequences are packed, and a summary depends on the lengths of all ranks' parts.
-        opened = opening.open_call(members, terms, tokens.device)
-        assert opened.local is not None
-        lengths = [numbers[0] for numbers in opened.local]
+        local = opening.agree(members, terms, tokens.device)
+        lengths = [numbers[0] for numbers in local]
         if call.bounds is not None and call.bounds[-1] != sum(lengths):
             raise ValueError(
                 f"cu_seqlens ends with {call.bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
@@ -266,10 +265,11 @@ def _agreed(members: Members, call: Call, key: Any) -> tuple[Run, Opened, int]:
         state.plans[key] = Plan(run, call.wants)
     wants = call.wants
     with torch.no_grad():
-        local = None if opened is None else opened.local
-        if opened is None:
+        if local is None:
             opened = run.open(call.gates, tokens, read=unsure)
-        elif not pieces:
+        elif pieces:
+            opened = Opened(local)
+        else:
             # If another collective follows, the headers have to be read first, so that a failed rank is known.
             more = call.options.final and call.bounds is not None
             opened = run.gather(call.gates, tokens, read=more or unsure)
