@@ -225,6 +225,7 @@ class ScanBenchmark(Benchmark):
     columns = ("layout", "B, C, T~", "dtype")
     sizes = "--seqlens"
     targets = TARGETS
+    draws = True
     options = (
         Option(
             *("--d_model", "--d-model"),
@@ -271,6 +272,11 @@ class ScanBenchmark(Benchmark):
                 "2**60 elements"
             )
         return [Case(layout, batch, channels, length, dtype) for length in times]
+
+    def draw(self, number: int, seed: int) -> list[Case]:
+        from scan_registry.ops import linear_scan_random
+
+        return linear_scan_random.draw(number, seed)
 
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         """The operator forward, and backward what autograd calls."""
