@@ -115,6 +115,13 @@ def record(
     return _recording(max(least, turns), calls, device, captured)
 
 
+def turn(calls: Sequence[Call], device: torch.device) -> Recording:
+    """One turn of calls that have been made before, but at least as many launches as a GPU is to replay at once."""
+    captured = device.type == "cuda"
+    least = -(-LAUNCHES // len(calls)) if captured else 1
+    return _recording(least, calls, device, captured)
+
+
 def once(call: Call, device: torch.device) -> float:
     """ms of a launch on a GPU, or a call on the CPU, when it has been made before: about, and at once."""
     return _recording(2, [call], device, captured=False).ms()
