@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ MOST_SEQUENCES, LEAST_MEAN = 1024, 16  # packed along time, and the least of the
 #: How often each is drawn. Of the options, one gate for every element and no packed sequences is what most have.
 DTYPES = {"bfloat16": 0.5, "float32": 0.3, "float16": 0.2}
 OPTIONS = {"": 0.8, "sequences": 0.1, "channel": 0.1}
+REVERSE, STATE = 0.1, 0.15
+_OTHER = 1 << 40  # how far a seed of other numbers is
 _VECTOR = 8  # half of the channel counts are multiples of it
 
 _Choice = TypeVar("_Choice")
@@ -23,12 +26,13 @@ _Choice = TypeVar("_Choice")
 
 def draw(number: int, seed: int) -> list[Case]:
     """So many different cases, the same for the same seed; of fewer of a seed, the first."""
-    source = Random(seed)
+    source, flags = Random(seed), Random(seed + _OTHER)
     found: dict[Case, None] = {}
     while len(found) < number:
         case = _one(source)
         if LEAST_TRAFFIC <= case.traffic("forward") <= MOST_TRAFFIC:
-            found[case] = None
+            reverse, state = flags.random() < REVERSE, flags.random() < STATE
+            found[replace(case, reverse=reverse, state=state)] = None
     return list(found)
 
 
