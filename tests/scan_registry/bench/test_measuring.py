@@ -220,7 +220,7 @@ def test_a_case_moves_what_its_tensors_hold(layout: str, dtype: str) -> None:
     "text", ["", "time_last:1,2:float32", "rows:1,2,3:float32", "time_last:1,2,3:int8",
              "time_last:1,0,3:float32", "time_last:1,x,3:float32", "time_last:1,2,3:float32:packed",
      "time_last:1,2,3:float32:sequences=-1", "time_last:1,2,3:float32:gates=none",
-     "time_last:1,2,3:float32:sequences=x", "time_last:1,2,3:float32:more=1"]
+     "time_last:1,2,3:float32:sequences=x", "time_last:1,2,3:float32:reverse=2", "time_last:1,2,3:float32:more=1"]
 )  # fmt: skip
 def test_cases_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="the case is "):
@@ -257,6 +257,33 @@ def test_what_is_timed_is_the_scan(
     for_gates, for_tokens, for_initial = BENCHMARK.call(case, "backward", "auto", CPU)()
     torch.testing.assert_close((for_gates, for_tokens), expected)
     assert for_initial is None
+
+
+@pytest.mark.parametrize("layout", ["time_last", "channel_last"])
+@pytest.mark.parametrize("options", [{}, {"gates": "channel"}, {"sequences": 3}])
+def test_what_is_timed_has_its_direction_and_states(
+    layout: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(layout, 2, 3, 20, "float64", reverse=True, state=True, **options)
+    assert Case.parse(str(case)) == case
+    assert Case(**case.to_json()) == case
+    assert case.options.endswith("reverse, initial and final state")
+    gates, tokens = case.random_gates(CPU).requires_grad_(), case.sequence(CPU).requires_grad_()
+    initial = case.entering(CPU)
+    assert initial is not None
+    initial.requires_grad_()
+    monkeypatch.setattr(Case, "random_gates", lambda self, device: gates.detach())
+    monkeypatch.setattr(Case, "sequence", lambda self, device: tokens.detach())
+    monkeypatch.setattr(Case, "entering", lambda self, device: initial.detach())
+    how: dict[str, Any] = {"dim": case.dim, "reverse": True, "cu_seqlens": case.bounds(CPU)}
+    states, final = linear_scan(gates, tokens, initial, return_final_state=True, **how)
+    torch.testing.assert_close(
+        BENCHMARK.call(case, "forward", "auto", CPU)(), (states.detach(), final.detach())
+    )
+    expected = torch.autograd.grad(
+        (states, final), (gates, tokens, initial), (tokens.detach(), initial.detach())
+    )
+    torch.testing.assert_close(BENCHMARK.call(case, "backward", "auto", CPU)(), expected)
 
 
 def test_no_kernel_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
