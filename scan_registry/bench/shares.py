@@ -14,7 +14,7 @@ NAMED = 10  # of the worst
 
 
 @dataclass(frozen=True)
-class Share:
+class Reached:
     """One pass over one case."""
 
     timing: Timing
@@ -40,7 +40,7 @@ class Shares:
     """All cases of one pass, the worst first."""
 
     direction: str
-    shares: Sequence[Share]
+    shares: Sequence[Reached]
 
     @property
     def geometric_mean(self) -> float:
@@ -55,7 +55,7 @@ class Shares:
         return low + (place - below) * (high - low)
 
     @property
-    def worst(self) -> Sequence[Share]:
+    def worst(self) -> Sequence[Reached]:
         """Up to ten."""
         return self.shares[:NAMED]
 
@@ -71,10 +71,10 @@ class Shares:
 
 def shares(timings: Iterable[Timing]) -> list[Shares]:
     """Of each pass that was timed, by this package's fastest."""
-    found: dict[str, list[Share]] = {}
+    found: dict[str, list[Reached]] = {}
     for timing in fastest(timings).values():
-        found.setdefault(timing.direction, []).append(Share(timing))
+        found.setdefault(timing.direction, []).append(Reached(timing))
     return [
-        Shares(direction, sorted(each, key=lambda share: share.ratio))
+        Shares(direction, sorted(each, key=lambda reached: reached.ratio))
         for direction, each in found.items()
     ]

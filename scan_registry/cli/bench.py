@@ -32,6 +32,7 @@ _ROOFLINE = (
     "streams reads and writes as many tensors of the same size, the fastest of several, interleaved in the same "
     "rounds; on the CPU that in which a large torch.add moves as many bytes. "
 )
+_LISTED = 10  # that were not timed for the same reason, each with a line of its own
 _TARGETS = "--targets times the project's own cases, each with the least fraction of the roofline that it is to reach."
 
 
@@ -271,8 +272,13 @@ def _show(console: Console, table: Any, bench: Bench) -> None:
 
 
 def _show_skipped(console: Console, bench: Bench) -> None:
+    alike: dict[str, list[str]] = {}
     for who, reason in bench.skipped.items():
-        console.print(f"not everywhere timed: {who}: {reason}", markup=False)
+        alike.setdefault(reason, []).append(who)
+    for reason, names in alike.items():
+        shown = names if len(names) <= _LISTED else [f"{names[0]} and {len(names) - 1} others"]
+        for who in shown:
+            console.print(f"not everywhere timed: {who}: {reason}", markup=False)
 
 
 def show_table(bench: Bench) -> None:

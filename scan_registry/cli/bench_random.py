@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import secrets
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.cli.errors import UsageError
@@ -51,6 +50,8 @@ def draw(benchmark: Benchmark, args: argparse.Namespace) -> list[Any]:
         other = "--targets" if args.targets else "--case"
         raise UsageError(f"--random draws the cases; accepted without {other}")
     if args.seed is None:
+        import secrets  # --help needs none of it
+
         args.seed = secrets.randbelow(_SEEDS)
     elif args.seed < 0:
         raise UsageError(f"--seed is {args.seed}; accepted are whole numbers from 0 on")
@@ -76,10 +77,10 @@ def show(bench: Bench, args: argparse.Namespace) -> None:
     console = screen()
     for each in shares(bench.timings):
         table = new_table("of roofline>", "ms>", "roofline>", "--case!")
-        for share in each.worst:
-            timing = share.timing
+        for reached in each.worst:
+            timing = reached.timing
             table.add_row(
-                f"{share.ratio:.3f}",
+                f"{reached.ratio:.3f}",
                 f"{timing.ms:.4f}",
                 f"{timing.roofline_ms:.4f}",
                 str(timing.case),

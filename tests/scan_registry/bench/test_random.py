@@ -148,7 +148,7 @@ def test_the_worst_are_named_as_case_takes_them(few: list[Case], capsys: Capture
     out = capsys.readouterr().out
     for way in PASSES:
         assert f"{way}: the worst of 3 cases" in out
-        assert f"{way}, of the roofline: geometric mean 0." in out
+        assert f"{way}, of the roofline: geometric mean " in out
     assert "--random 3 --seed 5" in out
     named = [line.split()[-1] for line in out.splitlines() if line.startswith("  ")]
     assert {*named} >= {*map(str, few)}
@@ -191,6 +191,18 @@ def test_what_ends_it_leaves_what_was_timed(
         assert {each["cases"] for each in document_["random"]["passes"]} == {timed}
         left = "not begun in time" if status else str(error)
         assert document_["skipped"][str(few[1])] == left
+
+
+def test_what_there_was_no_time_for_takes_a_line(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, lines in ((10, 10), (11, 1)):
+        cases = [Case("time_last", 1, 1, 1 + n, "float32") for n in range(number)]
+        monkeypatch.setattr(ScanBenchmark, "draw", lambda self, n, seed, cases=cases: cases)
+        assert main(["bench", "--device", "cpu", "--random", str(number), "--budget", "-1"]) == 0
+        out = capsys.readouterr().out
+        assert out.count("not everywhere timed: ") == lines
+        assert out.count(f"{cases[0]} and 10 others: not begun in time") == (lines == 1)
 
 
 def test_a_case_that_there_is_no_room_for_is_left_out(
@@ -238,7 +250,7 @@ def test_random_cases_are_not_the_targets(capsys: Capture) -> None:
 
 
 def test_few_rounds_of_short_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[float | None, int, int]] = []
+    competed: list[tuple[float | None, int, int]] = []
     recorded: list[float | None] = []
 
     class Quick:
@@ -250,7 +262,7 @@ def test_few_rounds_of_short_recordings(monkeypatch: pytest.MonkeyPatch) -> None
         return Quick()
 
     def compete(recordings: Any, warm_up: int, rounds: int) -> Any:
-        asked.append((recorded[-1], warm_up, rounds))
+        competed.append((recorded[-1], warm_up, rounds))
         return [(each.ms(), 0.0) for each in recordings]
 
     monkeypatch.setattr(measure, "record", record)
@@ -259,7 +271,7 @@ def test_few_rounds_of_short_recordings(monkeypatch: pytest.MonkeyPatch) -> None
     for effort, expected in ((None, (None, 4, 11)), (QUICK, (1.0, 1, 5))):
         bench = Bench.on(BENCHMARK, CPU, passes=("forward",), effort=effort)
         bench.run(SMALL)
-        assert asked.pop() == expected
+        assert competed.pop() == expected
 
 
 @pytest.mark.parametrize(
