@@ -14,6 +14,7 @@ import torch
 
 from scan_registry.bench.roofline import stream_calls
 from scan_registry.bench.timing import (
+    LAUNCHES,
     ROUNDS,
     WARM_UP,
     Recording,
@@ -34,18 +35,20 @@ _TENSORS = 6  # of one call, while it is made: inputs, outputs, and what makes t
 class Effort:
     """How carefully a case is timed.
 
-    enough  ms of calls in a recording, about; None: as usual
-    cached  the share of a GPU's memory that may stay in torch's cache from pass to pass. Taking and giving back
-            the memory of hundreds of small tensors takes longer than they are timed
+    enough    ms of calls in a recording, about; None: as usual
+    launches  that a recording has on a GPU, at least
+    cached    the share of a GPU's memory that may stay in torch's cache from pass to pass. Taking and giving back
+              the memory of hundreds of small tensors takes longer than they are timed
     """
 
     enough: float | None = None
+    launches: int = LAUNCHES
     warm_up: int = WARM_UP
     rounds: int = ROUNDS
     cached: float = 0.0
 
 
-QUICK = Effort(enough=1.0, warm_up=1, rounds=5, cached=0.4)
+QUICK = Effort(enough=1.0, launches=1, warm_up=1, rounds=5, cached=0.4)
 
 
 @dataclass
@@ -223,18 +226,18 @@ class Bench:
         if case.moves(direction) is None:
             return record([make()], self.device, captured=False)
         sets = sets_of_inputs(case.traffic(direction), self.device)
-        calls = [make() for _ in range(sets)]
-        return record(calls, self.device, captured, self.effort.enough)
+        calls, effort = [make() for _ in range(sets)], self.effort
+        return record(calls, self.device, captured, effort.enough, effort.launches)
 
     def _rooflines(self, case: Case, direction: str) -> dict[str, Recording]:
         """What streams as many tensors of the same size, on a GPU."""
         moved, traffic = case.moves(direction), case.traffic(direction)
         if self.device.type != "cuda" or moved is None:
             return {}
-        sets = sets_of_inputs(traffic, self.device)
+        sets, effort = sets_of_inputs(traffic, self.device), self.effort
         try:
             return {
-                variant: record(calls, self.device, enough=self.effort.enough)
+                variant: record(calls, self.device, True, effort.enough, effort.launches)
                 for variant, calls in stream_calls(*moved, traffic // sum(moved), sets, self.device)
             }
         except NoKernelError as error:

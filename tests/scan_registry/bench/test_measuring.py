@@ -154,6 +154,10 @@ def test_a_recording_has_whole_turns_that_take_long_enough(
         assert recording.ms() == 1.0
         assert stream.now - before == number
         assert timing.compete([recording], warm_up=1, rounds=2) == [(1.0, 0.0)]
+    (alone, *_), brief = calls, min(enough, 1.0)
+    short = timing.record([alone], place, True, brief, launches=1)
+    assert isinstance(short, timing.Graph)
+    assert short.launches == 1
 
 
 def test_what_takes_longer_to_launch_than_to_run_is_recorded_as_long(

@@ -250,15 +250,15 @@ def test_random_cases_are_not_the_targets(capsys: Capture) -> None:
 
 
 def test_few_rounds_of_short_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
-    competed: list[tuple[float | None, int, int]] = []
-    recorded: list[float | None] = []
+    competed: list[tuple[Any, int, int]] = []
+    recorded: list[tuple[float | None, int]] = []
 
     class Quick:
         def ms(self) -> float:
             return 2.0
 
-    def record(calls: Any, device: Any, captured: bool = True, enough: float | None = None) -> Any:
-        recorded.append(enough)
+    def record(calls: Any, device: Any, captured: bool, enough: Any, launches: int) -> Any:
+        recorded.append((enough, launches))
         return Quick()
 
     def compete(recordings: Any, warm_up: int, rounds: int) -> Any:
@@ -268,7 +268,7 @@ def test_few_rounds_of_short_recordings(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measure, "record", record)
     monkeypatch.setattr(measure, "compete", compete)
     monkeypatch.setattr(measure, "streaming_bandwidth", lambda device: 1e6)
-    for effort, expected in ((None, (None, 4, 11)), (QUICK, (1.0, 1, 5))):
+    for effort, expected in ((None, ((None, 4), 4, 11)), (QUICK, ((1.0, 1), 1, 5))):
         bench = Bench.on(BENCHMARK, CPU, passes=("forward",), effort=effort)
         bench.run(SMALL)
         assert competed.pop() == expected
