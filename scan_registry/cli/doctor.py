@@ -207,11 +207,12 @@ def _gpus(
     from scan_registry.hardware import driver
 
     about, remedy = "this machine", "for a GPU that is elsewhere, say which: --for H100"
-    only = "calls run on the CPU alone, by this package's code for it"
+    only = "calls run on the CPU alone"
     try:
         supported = driver.version()
     except RuntimeError as error:
-        text = f"no CUDA driver, so {only}: {error}"
+        # The linker's own words name the file, as the error that they caused does once more.
+        text = f"no CUDA driver, so {only}: {error.__cause__ or error}"
         if _KERNEL_MODULE.exists():
             text += f"; {_KERNEL_MODULE} says that there is a GPU"
             shared = "let this container see the driver: docker run --gpus all"
