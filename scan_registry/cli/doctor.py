@@ -21,7 +21,6 @@ from scan_registry.cache.store import Cache, jit_cache
 from scan_registry.catalog import distributions, providers
 from scan_registry.catalog.inventory import Catalogue
 from scan_registry.catalog.providers import MISNAMED
-from scan_registry.cli.doctor_text import show_report
 from scan_registry.cli.gpus import add_gpu, assumed, gpu_of, visible
 from scan_registry.cli.listing import size_text
 from scan_registry.diagnostics.doctor import (
@@ -82,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(document(report), indent=2))
     else:
+        # Imported by what prints: --help needs none of it.
+        from scan_registry.cli.doctor_text import show_report
+
         show_report(report)
     return 0 if report.passed else 1
 
