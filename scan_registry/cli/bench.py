@@ -10,9 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import track
-
 from scan_registry.cli import bench_distributed, bench_random
 from scan_registry.cli.errors import INTERRUPTED, UsageError
 from scan_registry.cli.tables import new_table, screen, show
@@ -21,6 +18,7 @@ from scan_registry.ops.benchmark import PerformanceTarget
 from scan_registry.ops.operator import SHORT_DTYPES, Operator, operators
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from torch import device as Device
 
     from scan_registry.bench.measure import Bench
@@ -164,6 +162,10 @@ def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> bool
     """Time the cases, with a progress bar, until the budget or the user ends it, and say whether it was the
     user. Of those with targets and random ones, one that cannot be timed does not keep the others from it."""
     import torch
+
+    # Imported by what prints: --help needs none of it.
+    from rich.console import Console
+    from rich.progress import track
 
     errors, quiet = Console(stderr=True), not sys.stderr.isatty()
     started = time.monotonic()

@@ -412,7 +412,7 @@ def _launch(decision: Decision) -> str:
         static, dynamic = winner.binary.static_shared, winner.binary.dynamic_shared
         parts += [
             f"block {_extent(winner.binary.block)}",
-            f"shared memory {'?' if static is None else static} + {dynamic} bytes per block",
+            f"shared memory {'?' if static is None else static} static + {dynamic} dynamic bytes per block",
         ]
     else:
         parts.append("block and shared memory known once it is compiled")

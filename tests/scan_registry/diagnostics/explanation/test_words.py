@@ -53,7 +53,7 @@ def test_the_winner_is_described(hopper: System) -> None:
         assert said["sha256"] == winner.binary.sha256
         assert said["GPU-tested"].startswith("no; ")
         assert said["launch"] == (
-            "grid 16 × 1 × 1, block 128 × 1 × 1, shared memory 1024 + 0 bytes per block, "
+            "grid 16 × 1 × 1, block 128 × 1 × 1, shared memory 1024 static + 0 dynamic bytes per block, "
             "workspace 0 bytes"
         )
         assert said["copies"] == "none"
