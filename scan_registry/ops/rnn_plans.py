@@ -73,10 +73,11 @@ def prepare_sequence(
     device: torch.device,
     training: bool,
     graded: int,
+    resets: bool = False,
 ) -> Run | None:
     """The launch of all steps at once, for tensors laid out as a kernel takes them. None if no kernel takes all steps.
-    ``graded``: how many states have a gradient at every step."""
-    posed = alternatives(direction, options, tensors, training)
+    ``graded``: how many states have a gradient at every step. ``resets``: whether states start anew at some steps."""
+    posed = alternatives(direction, options, tensors, training, resets)
     if direction == "backward":
         posed = tuple((replace(problem, graded=graded), backend) for problem, backend in posed)  # type: ignore[type-var]
     found = _prepared(posed, device)
