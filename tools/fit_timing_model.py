@@ -57,7 +57,9 @@ START = (2e-3, 1.0, 0.05, 1e-7, 1e-7, 1e-6, 8e-4, 2e-4, 5e-6, 0.5)
 LEAST = (5e-4, 0.5, 1e-3, 1e-11, 1e-12, 1e-12, 1e-6, 1e-7, 1e-9, 0.01)
 MOST = (2e-2, 2.0, 2.0, 1e-5, 1e-5, 1e-3, 1e-1, 1e-1, 1e-2, 1.0)
 #: Timings that a design needs, at least.
-ENOUGH = 30
+ENOUGH = 15
+#: What a coefficient that is e times what a fit starts with counts as: for designs with few timings.
+PRIOR = 0.02
 #: Logarithm of a ratio beyond which an error is an outlier.
 OUTLIER = 0.15
 FOLDS = 6
@@ -78,16 +80,24 @@ def timings(kernel: Kernel, tunings: Iterable[Tuning]) -> Iterator[Timing]:
     for tuning in tunings:
         for kind in tuning.kinds:
             for row in tuning.rows(kind):
-                best = min(row.times.values())
-                for label, ms in row.times.items():
-                    text = f"{kernel.head}:{label}"
-                    yield Timing(text, tuning.gpu, kind, row, ms, math.sqrt(best / ms))
+                yield from of_row(kernel, tuning.gpu, kind, row)
 
 
-def fitted(every: Iterable[Timing]) -> dict[str, dict[str, float]]:
+def of_row(kernel: Kernel, gpu: str, kind: str, row: Row) -> Iterator[Timing]:
+    best = min(row.times.values())
+    for label, ms in row.times.items():
+        yield Timing(f"{kernel.head}:{label}", gpu, kind, row, ms, math.sqrt(best / ms))
+
+
+def every(kernel: Kernel) -> list[Timing]:
+    """All that a model is fitted to."""
+    return [*timings(kernel, tunings(kernel)), *random_points(kernel)]
+
+
+def fitted(points: Iterable[Timing]) -> dict[str, dict[str, float]]:
     """Coefficients by design."""
     designs = defaultdict[str, list[tuple[Timing, Work]]](list)
-    for each in every:
+    for each in points:
         if found := geometry(each.text):
             of = GPUS[each.gpu]
             work = work_of(found, each.row.sizes, int(of["sm_count"]), of["bandwidth"])
@@ -106,15 +116,17 @@ def least_squares(of: Sequence[Timing], works: Sequence[Work]) -> dict[str, floa
     weights = np.array([each.weight for each in of])
     least, most = np.log(LEAST), np.log(MOST)
 
+    start = np.log(START)
+
     def errors(at: Any) -> Any:
-        return weights * (
-            np.log(milliseconds(work, dict(zip(COEFFICIENTS, np.exp(at), strict=True)))) - measured
-        )
+        coefficients = dict(zip(COEFFICIENTS, np.exp(at), strict=True))
+        found = weights * (np.log(milliseconds(work, coefficients)) - measured)
+        return np.concatenate([found, PRIOR * (at - start)])
 
     def loss(found: Any) -> float:
         return float(np.sum(np.sqrt(1 + (found / OUTLIER) ** 2)))
 
-    at, damping = np.log(START), 1e-2
+    at, damping = start, 1e-2
     now = errors(at)
     for _ in range(100):
         slopes = np.stack([(errors(at + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(at))])
@@ -140,14 +152,28 @@ def kernels() -> list[Kernel]:
 
 
 def tunings(kernel: Kernel) -> list[Tuning]:
-    """All that was timed."""
+    """All that is in tables."""
     return [each for each in timed(SOURCES, kernel.head) if each.arch == ARCH]
+
+
+def random_points(kernel: Kernel) -> Iterator[Timing]:
+    """What was timed on random problems, whose variants are those that wheels held."""
+    for path in random_files():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for point in found["points"]:
+            if point["kernel"] == kernel.head:
+                row = Row(point["sizes"], point["ms"])
+                yield from of_row(kernel, found["gpu"], point["kind"], row)
+
+
+def random_files() -> list[Path]:
+    return sorted(models_file(SOURCES, ARCH).parent.glob("*-random-*.json"))
 
 
 def tables() -> dict[str, str]:
     """Digests of the tables that the models are fitted to, by file."""
     label = ARCH.replace("_", "")
-    found = sorted((SOURCES / FOLDER).glob(f"{label}*.json"))
+    found = [*sorted((SOURCES / FOLDER).glob(f"{label}*.json")), *random_files()]
     return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in found}
 
 
@@ -158,7 +184,7 @@ def document() -> dict[str, Any]:
         "arch": ARCH,
         "tables": tables(),
         "gpus": GPUS,
-        "kernels": {k.head: fitted(timings(k, tunings(k))) for k in kernels()},
+        "kernels": {k.head: fitted(every(k)) for k in kernels()},
     }
 
 
@@ -211,12 +237,12 @@ def regret(lines: bool) -> None:
     for kernel in kernels():
         own = tunings(kernel)
         held = {label for tuning in kernel.tunable.tunings() for label in tuning.labels}
-        every = list(timings(kernel, own))
-        groups = sorted({_group(each.row) for each in every})
+        points = every(kernel)
+        groups = sorted({_group(each.row) for each in timings(kernel, own)})
         random.Random(0).shuffle(groups)
         for fold in range(FOLDS):
             out = set(groups[fold::FOLDS])
-            fit = fitted(each for each in every if _group(each.row) not in out)
+            fit = fitted(each for each in points if _group(each.row) not in out)
             for tuning in own:
                 model = {"gpu": GPUS[tuning.gpu], **fit}
                 for kind, row in ((k, r) for k in tuning.kinds for r in tuning.rows(k)):

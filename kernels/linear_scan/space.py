@@ -128,8 +128,8 @@ def tunable(
     tile: Callable[[Variant], int],
     packs: Callable[[LinearScanProblem], bool] = lambda problem: False,
     tile_efficiency: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0,
-    predicted: Callable[[Model, str, Mapping[str, float], int], float | None] = (
-        lambda model, text, sizes, count: None
+    predicted: Callable[[Model, str, Shape, int], float | None] = (
+        lambda model, text, shape, count: None
     ),
 ) -> Tunable:
     """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers, and ``packs``

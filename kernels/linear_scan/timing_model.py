@@ -6,7 +6,9 @@ time, and then as long as the slowest of three things that overlap:
 - DRAM moves the bytes. Where tiles are narrow in memory, that takes longer.
 - The busiest SM computes its elements, and for each thread and tile an exchange with other threads.
 - The CTA that is done last waits for its tiles, one after the other: for memory, by the depth of its ring, and for what
-  a tile computes.
+  a tile computes. Where channels are contiguous and access is generic, each tile of a column waits for the one before.
+
+Nothing is estimated for what is timed too seldom for a fit: wide dtypes, and sequences packed along time.
 
 ``tools/fit_timing_model.py`` fits the coefficients to the tuning tables.
 """
@@ -20,12 +22,11 @@ from typing import NamedTuple
 
 from scan_registry.kernels.linear_scan import rings, streams
 from scan_registry.kernels.linear_scan.problem import ceil_div
-from scan_registry.kernels.linear_scan.registers import time_last_tile
+from scan_registry.kernels.linear_scan.registers import channel_last_tile, time_last_tile
 from scan_registry.kernels.linear_scan.space import MISALIGNED, VARLEN
 from scan_registry.kernels.model import ITEM_SIZE, Variant
+from scan_registry.kernels.tuning import Shape
 
-#: What is not timed often enough for a fit: wide dtypes, sequences packed along time, and generic access.
-_LEFT_OUT = (VARLEN, "generic")
 #: Bytes side by side of a tile, beyond which more of them gain nothing.
 _WIDE = 256
 #: Threads of an SM that has as many CTAs as it has room for, where a variant keeps its tiles in registers.
@@ -111,21 +112,28 @@ def milliseconds(work: Work, of: Mapping[str, float]) -> float:
 
 
 def predicted(
-    model: Mapping[str, Mapping[str, float]], text: str, sizes: Mapping[str, float], sm_count: int
+    model: Mapping[str, Mapping[str, float]], text: str, shape: Shape, sm_count: int
 ) -> float | None:
-    """Milliseconds of the variant that prints as ``text`` on a problem of those sizes; None if the model says nothing
-    of such a variant, or there can be none.
+    """Milliseconds of the variant that prints as ``text`` on a problem there; None if the model says nothing of such
+    a variant, or it is not for such problems, or there can be none.
 
     model  coefficients by design; of ``gpu`` the ``bandwidth`` in bytes per ms
     """
     try:
-        found = geometry(text)
+        found = geometry(text) if _serves(text, shape) else None
         if found is None or found.design not in model:
             return None
-        work = work_of(found, sizes, sm_count, model["gpu"]["bandwidth"])
+        work = work_of(found, shape.sizes, sm_count, model["gpu"]["bandwidth"])
         return milliseconds(work, model[found.design])
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None  # another version's, which is refused when it is looked at
+
+
+def _serves(text: str, shape: Shape) -> bool:
+    """Whether the variant is for problems of that kind, or for all of its dtypes."""
+    statics, dtypes = text.rpartition(":")[2], shape.kind.partition("access=")[0]
+    there = f"{shape.kind},", f"{dtypes}access=generic,"
+    return shape.sizes["sequences"] == 1 and statics.startswith(there)
 
 
 @lru_cache(maxsize=4096)
@@ -135,14 +143,19 @@ def geometry(text: str) -> Geometry | None:
     variant = Variant.parse(text)
     dtype, access = variant.text("dtype"), variant.text("access")
     item = ITEM_SIZE[dtype]
-    if item == 8 or access in _LEFT_OUT or variant.language != "cuda":
+    if item == 8 or access == VARLEN or variant.language != "cuda":
         return None
     tile = {name: value for name, value in variant.statics if isinstance(value, int)}
     time_last = variant.kernel.startswith("time_last")
     warps = rings.tile_warps(tile)
     if not streams.is_streamed(variant):
-        design, across, depth, held = "registers", tile["rows"], 1, tile["steps"] * 16 // item
-        times, row, blocks = time_last_tile(variant), _WIDE, max(1, _RESIDENT // (32 * warps))
+        design, depth = "generic" if access == "generic" else "registers", 1
+        blocks = max(1, _RESIDENT // (32 * warps))
+        if time_last:
+            times, across, held = time_last_tile(variant), tile["rows"], tile["steps"] * 16 // item
+        else:
+            (across, times), held = channel_last_tile(variant), tile["vector"] * tile["steps"]
+        row = _WIDE if time_last else across
     else:
         times, across = streams.times(variant), streams.scans(variant)
         depth, blocks = max(1, tile["stages"] - 1), tile["blocks"]
@@ -176,7 +189,8 @@ def work_of(of: Geometry, sizes: Mapping[str, float], sm_count: int, bandwidth: 
     walked = time + (_skipped(of, time) if of.misaligned else 0)
     columns = scans // channels * ceil_div(channels, of.across)
     tiles, slots = ceil_div(walked, of.times), sm_count * of.blocks
-    if of.design == "segments":
+    chained = of.design == "generic" and not of.time_last
+    if of.design == "segments" or chained:
         ctas, turns = columns * tiles, 1
     elif of.design == "single_wave":
         turns = ceil_div(tiles, max(1, min((slots - 1) // columns, tiles)))
@@ -185,7 +199,9 @@ def work_of(of: Geometry, sizes: Mapping[str, float], sm_count: int, bandwidth: 
         ctas, turns = columns * of.shared, ceil_div(tiles, of.shared)
     on_one = ceil_div(ctas, sm_count) if ctas <= slots else ctas / sm_count
     elements = on_one * turns * of.across * of.times
-    waves = max(1.0, ctas / slots)
+    waves, missing = max(1.0, ctas / slots), math.ceil(ctas / slots) - ctas / slots
+    if chained:
+        waves, missing = tiles, 0
     row = min(of.row, time if of.time_last else channels) * of.item
     return Work(
         dram=moved / bandwidth,
@@ -194,7 +210,7 @@ def work_of(of: Geometry, sizes: Mapping[str, float], sm_count: int, bandwidth: 
         wide=of.item / 2 - 1,
         threads=elements / of.held,
         turns=waves * turns,
-        missing=(math.ceil(waves) - waves) * turns,
+        missing=missing * turns if ctas > slots else 0,
         depth=of.depth,
         held=of.held,
     )

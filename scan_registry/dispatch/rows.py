@@ -67,16 +67,17 @@ class TuningMatch:
 
     def estimate(self, kernel: Kernel, text: str) -> float | None:
         """Milliseconds by the timing model; None if it says nothing of such a variant."""
-        if self.sm_count is None or not kernel.label_in(text).startswith(f"{self.shape.kind},"):
+        if self.sm_count is None:
             return None
-        return kernel.tunable.predicted(self.tuning.model, text, self.shape.sizes, self.sm_count)
+        return kernel.tunable.predicted(self.tuning.model, text, self.shape, self.sm_count)
 
     def scale(self, kernel: Kernel, text: str) -> float:
         """How many times as long the variant takes on the problem as on the row's: by the timing model, or else by how
         full its tiles are."""
         tunable, sizes = kernel.tunable, self.row.sizes
         if here := self.estimate(kernel, text):
-            there = tunable.predicted(self.tuning.model, text, sizes, self.tuning.sm_count)
+            of = Shape(self.shape.kind, sizes)
+            there = tunable.predicted(self.tuning.model, text, of, self.tuning.sm_count)
             return here / there if there else 1.0
         return tunable.tile_efficiency(text, sizes) / tunable.tile_efficiency(
             text, self.shape.sizes

@@ -15,9 +15,11 @@ from scan_registry.kernels.linear_scan.timing_model import (
     work_of,
 )
 from scan_registry.kernels.model import Kernel
+from scan_registry.kernels.tuning import Shape
 
 KERNELS = [k for k in FAMILY.kernels if k.language == "cuda" and k.tunable.shape is not None]
-NARROW = {"lines": 4096.0, "time": 4096.0, "sequences": 1, "broadcast": 1.0}
+KIND = "dtype=float32,gates=float32,access=aligned"
+MANY = Shape(KIND, {"lines": 4096.0, "time": 4096.0, "sequences": 1, "broadcast": 1.0})
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -38,7 +40,8 @@ def test_models_are_near_what_was_measured(kernel: Kernel) -> None:
             for row in tuning.rows(kind):
                 for label, ms in row.times.items():
                     text = f"{kernel.head}:{label}"
-                    found = predicted(tuning.model, text, row.sizes, tuning.sm_count)
+                    of = Shape(kind, row.sizes)
+                    found = predicted(tuning.model, text, of, tuning.sm_count)
                     if found is not None and ms < 2 * min(row.times.values()):
                         errors.append(abs(math.log(found / ms)))
     assert len(errors) > 50
@@ -49,19 +52,28 @@ def test_models_are_near_what_was_measured(kernel: Kernel) -> None:
 def test_what_no_model_is_for_has_no_estimate() -> None:
     kernel = FAMILY.kernel("time_last_forward", "cuda")
     (tuning, *_) = kernel.tunable.tunings()
-    ok = f"{kernel.head}:dtype=float32,gates=float32,access=aligned,warps=4,rows=1,steps=2"
-    assert predicted(tuning.model, ok, NARROW, 132)
+    ok = f"{kernel.head}:{KIND},warps=4,rows=1,steps=2"
+    there = predicted(tuning.model, ok, MANY, 132)
+    assert there
     for text in (
         ok.replace("float32", "float64"),
-        ok.replace("aligned", "generic"),
-        ok.replace("aligned", "varlen"),
+        ok.replace("float32", "bfloat16"),
+        ok.replace("aligned", "misaligned"),
         ok.replace("float32", "float3"),
         ok.replace(",steps=2", ""),
         "nonsense",
     ):
-        assert predicted(tuning.model, text, NARROW, 132) is None
-    assert predicted({}, ok, NARROW, 132) is None
-    assert predicted(tuning.model, ok, {**NARROW, "lines": 0}, 132) is None
+        assert predicted(tuning.model, text, MANY, 132) is None
+    assert predicted({}, ok, MANY, 132) is None
+    for size, value in (("lines", 0), ("sequences", 2)):
+        of = Shape(KIND, {**MANY.sizes, size: value})
+        assert predicted(tuning.model, ok, of, 132) is None
+    wide = Shape(KIND.replace("float32", "float64"), MANY.sizes)
+    assert predicted(tuning.model, ok.replace("float32", "float64"), wide, 132) is None
+    # Generic access is for all problems of its dtypes.
+    generic = predicted(tuning.model, ok.replace("aligned", "generic"), MANY, 132)
+    assert generic
+    assert generic > there
 
 
 def test_work_is_counted_as_kernels_do_it() -> None:
@@ -84,6 +96,19 @@ def test_work_is_counted_as_kernels_do_it() -> None:
     assert broadcast.dram == pytest.approx(0.8 * work.dram)
     narrow = work_of(of, {**sizes, "time": 32.0}, 4, 1e6)
     assert (work.narrow, narrow.narrow) == (0, 3)
+
+
+def test_tiles_of_generic_columns_wait_for_those_before() -> None:
+    of = geometry(
+        "linear_scan.channel_last_forward:cuda:dtype=float32,gates=float32,access=generic,"
+        "warps=8,lanes=4,vector=1,steps=8"
+    )
+    assert of is not None
+    assert (of.design, of.across, of.times, of.held) == ("generic", 4, 512, 8)
+    sizes = {"lines": 12.0, "channels": 6.0, "time": 5120.0, "sequences": 1, "broadcast": 1.0}
+    work = work_of(of, sizes, 8, 1e6)  # four columns of ten tiles
+    assert (work.turns, work.missing) == (10, 0)
+    assert work.elements == 40 / 8 * 4 * 512
 
 
 def test_the_slowest_of_what_overlaps_decides() -> None:

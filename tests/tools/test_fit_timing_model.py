@@ -39,7 +39,7 @@ def test_fitting_again_gives_the_same_estimates(tool: Any, written: Any) -> None
     for kernel in tool.kernels():
         there, here = (each["kernels"][kernel.head] for each in (written, fitted))
         assert there.keys() == here.keys()
-        for each in list(tool.timings(kernel, tool.tunings(kernel)))[::20]:
+        for each in tool.every(kernel)[::20]:
             of = geometry(each.text)
             if of and of.design in here:
                 gpu = written["gpus"][each.gpu]
