@@ -134,7 +134,7 @@ def test_what_a_time_counts_as_is_said(hopper: System, tmp_path: Path, a_binary:
         found = explained(there, 2, 8, time)
         said = facts(str(found), "forward")["tuning"]
         assert "), 0.25 ms there" in said
-        assert ("counted as 0.4," in said) == (counted == 0.4)
+        assert ("counted as 0.4 " in said) == (counted == 0.4)
         record = found.to_json()["steps"][0]["tuning"]
         assert (record["ms"], record["counted"]) == (0.25, counted)
 
