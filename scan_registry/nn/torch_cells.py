@@ -66,18 +66,23 @@ def is_faster(function: Function, units: int, steps: int, all_steps: int) -> boo
 
 
 def run(
-    module: Recurrent[Any], x: Tensor, states: States | None, sizes: Tensor | None = None
+    module: Recurrent[Any],
+    x: Tensor,
+    states: States | None,
+    sizes: Tensor | None = None,
+    weights: list[Tensor] | None = None,
 ) -> tuple[Tensor, States]:
     """All layers, over x (T, B, I), or with ``batch_first`` (B, T, I), or the data of a PackedSequence and
     its ``batch_sizes``: h in the same layout, and the last states. States are (layers · directions, B, H),
-    in the order of the packed data."""
+    in the order of the packed data. ``weights`` are those of the module if None."""
     if states is None:
         batch = int(sizes[0]) if sizes is not None else x.shape[0 if module.batch_first else 1]
         rows = module.num_layers * (2 if module.bidirectional else 1)
         zeros = x.new_zeros(rows, batch, module.hidden_size)
         states = [zeros, zeros] if module.function == "lstm" else [zeros]
     given: Any = states if module.function == "lstm" else states[0]
-    weights = [getattr(module, name) for name in module._flat_weights_names]
+    if weights is None:
+        weights = [getattr(module, name) for name in module._flat_weights_names]
     common = (
         weights,
         module.bias,
