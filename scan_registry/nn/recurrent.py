@@ -191,8 +191,8 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         resets = None
         if reset is not None:
             anew = checks.states_of(self, reset_hx, input, batch, "reset_hx")
-            marks = reset if first else reset.reshape(x.shape[:2]).transpose(0, 1)
-            resets = Resets(marks, turned_resets(marks, None), _batched(anew, batch))
+            marks = reset.unsqueeze(0) if batch is None else reset if first else reset.t()
+            resets = self._resets(marks.contiguous(), None, _batched(anew, batch))
         out, last = self._layers(x, states, None, resets)
         if batch is None:
             return out.squeeze(1), _as_given([state.squeeze(1) for state in last])
@@ -247,7 +247,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         packing, resets = Packing.of(packed), None
         if reset is not None:
             marks = reset.data.index_select(0, packing.order).unsqueeze(0)
-            resets = Resets(marks, turned_resets(marks, packing), anew)
+            resets = self._resets(marks, packing, anew)
         x = packed.data.index_select(0, packing.order).unsqueeze(1)
         out, last = self._layers(x, states, packing, resets)
         return out.squeeze(1).index_select(0, packing.back), last
@@ -269,6 +269,10 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
     def _directions(self) -> int:
         return 2 if self.bidirectional else 1
 
+    def _resets(self, marks: Tensor, packing: Packing | None, anew: States | None) -> Resets:
+        turned = turned_resets(marks, packing) if self.bidirectional else None
+        return Resets(marks, turned, anew)
+
     def _layers(
         self,
         x: Tensor,
@@ -285,8 +289,9 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             rows = slice(layer * self._directions, (layer + 1) * self._directions)
             before = None if states is None else [state[rows] for state in states]
             found = None
-            if packing is None and resets is None:
-                found = self._fast_layer(layer, x, before)
+            if packing is None and (resets is None or resets.states is None):
+                marks = None if resets is None else resets.marks
+                found = self._fast_layer(layer, x, before, marks)
                 if found is not None and self.num_layers == 1:
                     return found
             own = resets
@@ -297,7 +302,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         return x, [torch.cat(state) for state in zip(*ends, strict=True)]
 
     def _fast_layer(
-        self, layer: int, x: Tensor, before: States | None
+        self, layer: int, x: Tensor, before: States | None, reset: Tensor | None
     ) -> tuple[Tensor, States] | None:
         """One layer of one direction as one function of autograd; None if ``_layer`` has to compute it."""
         if self.bidirectional or not on_gpu(x):
@@ -307,7 +312,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         if self.bias:
             biases = getattr(self, f"bias_ih_l{layer}"), getattr(self, f"bias_hh_l{layer}")
         cell = Cell(self.function, self.backend, self.num_heads)
-        return fast_layer(cell, (x, *weights, *biases, *(before or ())))
+        return fast_layer(cell, (x, *weights, *biases, reset, *(before or ())))
 
     def _layer(
         self,
