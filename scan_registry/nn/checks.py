@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from scan_registry.kernels.rnn.problem import SIZES
+from scan_registry.nn import reset_checks
 from scan_registry.ops.arguments import refuse_layout
 from scan_registry.ops.rnn_arguments import ACCEPTED, BACKENDS
 
@@ -113,24 +114,13 @@ def _go_together(one: Tensor, other: Tensor) -> bool:
 
 
 def check_reset(module: Recurrent[Any], reset: Any, reset_hx: Any, x: Tensor) -> None:
-    """Refuse what is no boolean for each step of each sequence."""
-    name, size = type(module).__name__, tuple(x.shape[:-1])
-    if reset is None:
-        if reset_hx is not None:
-            raise ValueError(f"{name}: Expected reset beside reset_hx, got reset_hx alone")
-        return
-    if not isinstance(reset, Tensor):
-        raise TypeError(f"{name}: Expected reset to be a Tensor, got {type(reset).__name__}")
-    if reset.layout != torch.strided or reset.is_nested:
-        refuse_layout("reset", reset)
-    if reset.dtype != torch.bool:
-        raise ValueError(f"{name}: Expected reset of dtype torch.bool, got {reset.dtype}")
-    if tuple(reset.shape) != size:
-        raise RuntimeError(f"{name}: Expected reset of size {size}, got {tuple(reset.shape)}")
-    if reset.device != x.device:
-        raise RuntimeError(
-            f"{name}: Expected reset on the input's device, {x.device}, got {reset.device}"
-        )
+    """Refuse what is no boolean for each step of each sequence, and states without it."""
+    if reset is None and reset_hx is not None:
+        name = type(module).__name__
+        raise ValueError(f"{name}: Expected reset beside reset_hx, got reset_hx alone")
+    reset_checks.check_reset(
+        module, reset, x, dtype_error=ValueError, size_error=RuntimeError
+    )  # as torch.nn's for input and hx
 
 
 def check_packed_reset(

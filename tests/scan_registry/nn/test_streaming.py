@@ -11,6 +11,8 @@ from layers import FEATURES, MAKERS
 from networks import BOTH_WAYS, MODULES, PROJECTED, RECURRENT, final_state
 from torch import Tensor
 
+from scan_registry import nn
+
 BATCH, LENGTH = 2, 11
 #: A module that goes both ways has no state to hand on.
 STREAMING = [name for name in MODULES if name not in BOTH_WAYS and name != "S5-bidir"]
@@ -48,6 +50,10 @@ def flat(state: Any) -> list[Tensor]:
 def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found[0], expected[0])
     torch.testing.assert_close(flat(found[1]), flat(expected[1]))
+
+
+def test_every_module_is_here() -> None:
+    assert {type(make(name)).__name__ for name in STREAMING} == {*nn.__all__}
 
 
 @pytest.mark.parametrize("seed", range(4))
