@@ -167,6 +167,9 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             RuntimeError: another size is not as described, or devices differ. These are the types that
                 torch.nn raises.
         """
+        tried = type(input) is Tensor and self.num_layers == 1 and reset is None is reset_hx
+        if tried and (done := self._at_once(input, hx)) is not None:
+            return done
         if isinstance(input, torch.fx.Proxy):
             return self._traced(input, hx, reset, reset_hx)
         if isinstance(input, PackedSequence):
@@ -187,10 +190,31 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             anew = checks.states_of(self, reset_hx, input, batch, "reset_hx")
             marks = reset.unsqueeze(0) if batch is None else reset if first else reset.t()
             resets = self._resets(marks.contiguous(), None, _batched(anew, batch))
-        out, last = self._layers(x, states, None, resets)
+        out, last = self._layers(x, states, None, resets, tried and batch is not None)
         if batch is None:
             return out.squeeze(1), _as_given([state.squeeze(1) for state in last])
         return out.transpose(0, 1) if first else out, _as_given(last)
+
+    def _at_once(self, x: Tensor, hx: Any) -> Any:
+        """The results of one layer of one direction, of which a plan knows that all tensors are as they should be. None if
+        they are not, or if no plan takes them."""
+        if self.bidirectional or not on_gpu(x) or x.dim() != 3:
+            return None
+        states: Any = ()
+        if hx is not None:
+            count = len(SIZES[self.function].states)
+            states = (hx,) if count == 1 else hx
+            if (
+                not isinstance(states, (tuple, list))
+                or len(states) != count
+                or not all(isinstance(state, Tensor) for state in states)
+            ):
+                return None
+        found = self._fast_layer(0, x.transpose(0, 1) if self.batch_first else x, states, None)
+        if found is None:
+            return None
+        out, last = found
+        return out.transpose(0, 1) if self.batch_first else out, _as_given(last)
 
     def _packed(self, packed: PackedSequence, hx: Any, reset: Any, reset_hx: Any) -> Any:
         """The same of a ``PackedSequence``."""
@@ -257,9 +281,10 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         states: States | None,
         packing: Packing | None = None,
         resets: Resets | None = None,
+        tried: bool = False,
     ) -> tuple[Tensor, States]:
         """All layers, over x (T, B, I): h (T, B, directions · H), and the last states. With ``packing`` B is 1
-        in x and h, and in states B is the number of sequences."""
+        in x and h, and in states B is the number of sequences. ``tried``: that ``_fast_layer`` takes none is known."""
         ends: list[States] = []
         for layer in range(self.num_layers):
             if layer and self.dropout:
@@ -267,7 +292,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             rows = slice(layer * self._directions, (layer + 1) * self._directions)
             before = None if states is None else [state[rows] for state in states]
             found = None
-            if packing is None and (resets is None or resets.states is None):
+            if packing is None and not tried and (resets is None or resets.states is None):
                 marks = None if resets is None else resets.marks
                 found = self._fast_layer(layer, x, before, marks)
                 if found is not None and self.num_layers == 1:
@@ -283,12 +308,14 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         self, layer: int, x: Tensor, before: States | None, reset: Tensor | None
     ) -> tuple[Tensor, States] | None:
         """One layer of one direction as one function of autograd; None if ``_layer`` has to compute it."""
-        if self.bidirectional or not on_gpu(x):
+        if self.bidirectional or not on_gpu(x) or torch.compiler.is_compiling():
             return None
-        weights = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"weight_hh_l{layer}")
-        biases: tuple[Tensor | None, ...] = (None, None)
-        if self.bias:
-            biases = getattr(self, f"bias_ih_l{layer}"), getattr(self, f"bias_hh_l{layer}")
+        names, own = self._all_weights[layer], self._parameters
+        try:  # as getattr finds them, but faster
+            weights = [own[name] for name in names]
+        except KeyError:  # there is a parametrization
+            weights = [getattr(self, name) for name in names]
+        biases = () if self.bias else (None, None)
         cell = Cell(self.function, self.backend, self.num_heads)
         return fast_layer(cell, (x, *weights, *biases, reset, *(before or ())))
 
