@@ -14,36 +14,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, profiler
 from torch.nn.functional import linear
 
 from scan_registry.dispatch import policy
-from scan_registry.hardware._launcher import TensorPath
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Direction
 from scan_registry.ops import rnn_plans
-from scan_registry.ops.constants import zeros
-from scan_registry.ops.derivatives import (
-    OBSERVERS,
-    PLAIN_TYPES,
-    forward_mode,
-    has_tangents,
-    profiler,
-    transforms_active,
-    unobserved,
-)
-from scan_registry.ops.fast_calls import call_facts
+from scan_registry.ops.derivatives import forward_mode, has_tangents, transforms_active, unobserved
+from scan_registry.ops.fast_calls import call_facts, found_in_c
 from scan_registry.ops.launching import MOST_PLANS, Run, addresses_of, allocator
 from scan_registry.ops.recomputation import gradients
 from scan_registry.ops.rnn_arguments import COMPILED, Options
 from scan_registry.ops.rnn_layer_composed import Cell, Result, composed, composed_backward
 from scan_registry.ops.rnn_layout import UNITS
+from scan_registry.ops.rnn_weights import kernel_weights
 
 _required = policy.required.get
 _enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _autocast = torch.is_autocast_enabled
-_split = torch.split_with_sizes
 _DENSE = torch.contiguous_format
 
 
@@ -93,31 +83,6 @@ class Layer:
     def _maker(self, shape: tuple[int, ...]) -> Callable[[], Tensor]:
         return allocator(self.device, shape, self.dtype)
 
-    def _weights(self, r: Tensor, c: Any) -> tuple[Tensor, Tensor]:
-        """R and the bias as the kernel takes them. The inputs' bias is in the inputs already."""
-        if self.cell.function == "gru":
-            return self._weights_of_gru(r, c)
-        if c is None:
-            return r, self._zeros(torch.float32, SIZES[self.cell.function].bias * self.width)
-        return r, c if c.dtype == torch.float32 else c.float()
-
-    def _weights_of_gru(self, r: Tensor, c: Any) -> tuple[Tensor, Tensor]:
-        """The gates of torch.nn are r, z, n. The kernel takes n's part first, and a bias of n's inputs last. One operator
-        puts them all in order, as one that starts a kernel takes longer than all views; what is after R in its memory, the
-        kernel does not read."""
-        width, heads = self.width, self.cell.heads
-        first, last = _split(r, (2 * width, width))
-        if c is None:
-            return torch.cat((last, first)), self._zeros(torch.float32, 4 * width)
-        of_first, of_last = _split(c.view(3 * heads, -1), (2 * heads, heads))
-        none = self._zeros(r.dtype, width).view(heads, -1)
-        both = torch.cat((last, first, of_last, of_first, none))
-        bias = _split(both, (3 * width, 4 * heads))[1]
-        return both, bias if bias.dtype == torch.float32 else bias.float()
-
-    def _zeros(self, dtype: torch.dtype, count: int) -> Tensor:
-        return zeros(self.device, dtype, count)
-
     def _part(self, whole: Tensor, offset: int, place: tuple[Any, Any]) -> Tensor:
         """A tensor in the memory of another, and no view of it: users could not change a view that a function returns in
         place."""
@@ -133,7 +98,7 @@ class Layer:
         elif not self._contiguous:
             x = x.contiguous()
         inputs = linear(x, w, b)
-        recurrent, bias = self._weights(r, c)
+        recurrent, bias = kernel_weights(self.cell, r, c)
         start = None
         if states:
             start = states[0] if self._single else torch.cat(states)
@@ -434,18 +399,7 @@ def _finder(cell: Cell) -> Callable[..., Result | None]:
                 layer = _plan(cell, (*arguments, None, *states), False)
         return (lambda *_: None) if layer is None else layer.untracked
 
-    count = _OTHERS + _MOST_STATES
-    return TensorPath(
-        types=PLAIN_TYPES,
-        tensor=torch._C.TensorBase,
-        exchange=getattr(Tensor, "__dlpack_c_exchange_api__", None),
-        observers=OBSERVERS,
-        choice=policy.required.get,
-        plan=plan,
-        tracking=torch.is_grad_enabled,
-        count=count,
-        aligned=(1 << count) - 1,
-    ).run
+    return found_in_c(plan, _OTHERS + _MOST_STATES)
 
 
 def _untracked(cell: Cell, flat: tuple[Any, ...]) -> Result | None:
