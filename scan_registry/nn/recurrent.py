@@ -90,8 +90,9 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         )
 
     def __del__(self) -> None:
-        # At the interpreter's end there may be no modules any more.
-        pool = sys.modules.get("scan_registry.ops.step_buffers") if sys.modules else None
+        # At the interpreter's end there may be no modules any more, nor ``sys``.
+        known = getattr(sys, "modules", None)
+        pool = known.get("scan_registry.ops.step_buffers") if known else None
         if pool is not None and "num_heads" in self.__dict__:  # set last
             heads, dim = self.num_heads * self._directions, self.hidden_size // self.num_heads
             pool.rnn_buffers.release(self.function, heads, padded(dim))
