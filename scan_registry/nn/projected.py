@@ -17,7 +17,8 @@ from scan_registry.nn import torch_cells
 from scan_registry.ops.derivatives import undisturbed
 
 if TYPE_CHECKING:
-    from scan_registry.nn.recurrent import Recurrent, States
+    from scan_registry.nn.recurrent import Recurrent
+    from scan_registry.nn.states import States
 
 
 def run(

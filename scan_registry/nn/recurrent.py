@@ -14,12 +14,12 @@ from torch.nn.utils.rnn import PackedSequence
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
 from scan_registry.nn import checks, projected, torch_cells
 from scan_registry.nn.packing import Packing, Resets, turned_resets
+from scan_registry.nn.states import States, as_given, batched, by_heads, joined
 from scan_registry.ops.rnn import rnn
 from scan_registry.ops.rnn_layer import fast_layer, on_gpu
 from scan_registry.ops.rnn_layer_composed import Cell
 from scan_registry.ops.rnn_layout import padded
 
-States = list[Tensor]
 #: The states before the first step and after the last one: a tensor, or a tuple of them.
 StateT = TypeVar("StateT")
 
@@ -94,8 +94,9 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         )
 
     def __del__(self) -> None:
-        # At the interpreter's end there may be no modules any more.
-        pool = sys.modules.get("scan_registry.ops.step_buffers") if sys.modules else None
+        # At the interpreter's end there may be no modules any more, nor ``sys``.
+        known = getattr(sys, "modules", None)
+        pool = known.get("scan_registry.ops.step_buffers") if known else None
         if pool is not None and "num_heads" in self.__dict__:  # set last
             heads, dim = self.num_heads * self._directions, self.hidden_size // self.num_heads
             pool.rnn_buffers.release(self.function, heads, padded(dim))
@@ -171,6 +172,10 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             RuntimeError: another size is not as described, or devices differ. These are the types that
                 torch.nn raises.
         """
+        tried = type(input) is Tensor and self.num_layers == 1 and reset is None is reset_hx
+        tried = tried and not self.proj_size
+        if tried and (done := self._at_once(input, hx)) is not None:
+            return done
         if isinstance(input, torch.fx.Proxy):
             return self._traced(input, hx, reset, reset_hx)
         if isinstance(input, PackedSequence):
@@ -181,35 +186,56 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         first = self.batch_first and input.dim() == 3
         x = x.transpose(0, 1) if first else x
         batch = x.shape[1] if input.dim() == 3 else None
-        states = _batched(checks.states_of(self, hx, input, batch), batch)
+        states = batched(checks.states_of(self, hx, input, batch), batch)
         if self.proj_size:
             return self._projected(input, states, reset, reset_hx)
         steps = x.shape[0], x.shape[0] * x.shape[1]
         if reset is None and batch is not None and torch_cells.takes(self, input, steps):
             out, last = torch_cells.run(self, input, states)
-            return out, _as_given(last)
+            return out, as_given(last)
         resets = None
         if reset is not None:
             anew = checks.states_of(self, reset_hx, input, batch, "reset_hx")
             marks = reset.unsqueeze(0) if batch is None else reset if first else reset.t()
-            resets = self._resets(marks.contiguous(), None, _batched(anew, batch))
-        out, last = self._layers(x, states, None, resets)
+            resets = self._resets(marks.contiguous(), None, batched(anew, batch))
+        out, last = self._layers(x, states, None, resets, tried and batch is not None)
         if batch is None:
-            return out.squeeze(1), _as_given([state.squeeze(1) for state in last])
-        return out.transpose(0, 1) if first else out, _as_given(last)
+            return out.squeeze(1), as_given([state.squeeze(1) for state in last])
+        return out.transpose(0, 1) if first else out, as_given(last)
 
     def _projected(self, input: Tensor, states: States | None, reset: Any, reset_hx: Any) -> Any:
         """The same of a network with projections."""
         at = 0 if self.batch_first else 1  # of the batch
         batch = None if input.dim() == 2 else input.shape[at]
-        anew = _batched(checks.states_of(self, reset_hx, input, batch, "reset_hx"), batch)
+        anew = batched(checks.states_of(self, reset_hx, input, batch, "reset_hx"), batch)
         x, marks = (
             t if t is None or batch is not None else t.unsqueeze(at) for t in (input, reset)
         )
         out, last = projected.run(self, x, states, None, marks, anew)
         if batch is None:
-            return out.squeeze(at), _as_given([state.squeeze(1) for state in last])
-        return out, _as_given(last)
+            return out.squeeze(at), as_given([state.squeeze(1) for state in last])
+        return out, as_given(last)
+
+    def _at_once(self, x: Tensor, hx: Any) -> Any:
+        """The results of one layer of one direction, of which a plan knows that all tensors are as they should be. None if
+        they are not, or if no plan takes them."""
+        if self.bidirectional or not on_gpu(x) or x.dim() != 3:
+            return None
+        states: Any = ()
+        if hx is not None:
+            count = len(SIZES[self.function].states)
+            states = (hx,) if count == 1 else hx
+            if (
+                not isinstance(states, (tuple, list))
+                or len(states) != count
+                or not all(isinstance(state, Tensor) for state in states)
+            ):
+                return None
+        found = self._fast_layer(0, x.transpose(0, 1) if self.batch_first else x, states, None)
+        if found is None:
+            return None
+        out, last = found
+        return out.transpose(0, 1) if self.batch_first else out, as_given(last)
 
     def _packed(self, packed: PackedSequence, hx: Any, reset: Any, reset_hx: Any) -> Any:
         """The same of a ``PackedSequence``."""
@@ -233,7 +259,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             data, last = self._sequences(packed, states, reset, anew)
         if own is not None:
             last = [state.index_select(1, own) for state in last]
-        return PackedSequence(data, packed.batch_sizes, given, own), _as_given(last)
+        return PackedSequence(data, packed.batch_sizes, given, own), as_given(last)
 
     def _sequences(
         self,
@@ -279,9 +305,10 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         states: States | None,
         packing: Packing | None = None,
         resets: Resets | None = None,
+        tried: bool = False,
     ) -> tuple[Tensor, States]:
         """All layers, over x (T, B, I): h (T, B, directions · H), and the last states. With ``packing`` B is 1
-        in x and h, and in states B is the number of sequences."""
+        in x and h, and in states B is the number of sequences. ``tried``: that ``_fast_layer`` takes none is known."""
         ends: list[States] = []
         for layer in range(self.num_layers):
             if layer and self.dropout:
@@ -289,7 +316,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             rows = slice(layer * self._directions, (layer + 1) * self._directions)
             before = None if states is None else [state[rows] for state in states]
             found = None
-            if packing is None and (resets is None or resets.states is None):
+            if packing is None and not tried and (resets is None or resets.states is None):
                 marks = None if resets is None else resets.marks
                 found = self._fast_layer(layer, x, before, marks)
                 if found is not None and self.num_layers == 1:
@@ -305,12 +332,14 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         self, layer: int, x: Tensor, before: States | None, reset: Tensor | None
     ) -> tuple[Tensor, States] | None:
         """One layer of one direction as one function of autograd; None if ``_layer`` has to compute it."""
-        if self.bidirectional or not on_gpu(x):
+        if self.bidirectional or not on_gpu(x) or torch.compiler.is_compiling():
             return None
-        weights = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"weight_hh_l{layer}")
-        biases: tuple[Tensor | None, ...] = (None, None)
-        if self.bias:
-            biases = getattr(self, f"bias_ih_l{layer}"), getattr(self, f"bias_hh_l{layer}")
+        names, own = self._all_weights[layer], self._parameters
+        try:  # as getattr finds them, but faster
+            weights = [own[name] for name in names]
+        except KeyError:  # there is a parametrization
+            weights = [getattr(self, name) for name in names]
+        biases = () if self.bias else (None, None)
         cell = Cell(self.function, self.backend, self.num_heads)
         return fast_layer(cell, (x, *weights, *biases, reset, *(before or ())))
 
@@ -335,11 +364,11 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             for number, each in enumerate(weights)
         ]
         lead = (batch, 1) if packing is None else (1, packing.bounds.shape[0] - 1)
-        initial = None if before is None else _by_heads(before, lead, dim)
+        initial = None if before is None else by_heads(before, lead, dim)
         if resets is None:
             every, last = self._heads(inputs, weights, initial, packing)
         else:
-            anew = None if resets.states is None else _by_heads(resets.states, lead, dim)
+            anew = None if resets.states is None else by_heads(resets.states, lead, dim)
             found = []
             for k, marks in enumerate((resets.marks, resets.turned)[: self._directions]):
                 start, restart = (
@@ -348,11 +377,11 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
                 )
                 own = [inputs[k]], [weights[k]]
                 found.append(self._heads(*own, start, packing, marks, restart))
-            every, last = (_joined([*parts], 3) for parts in zip(*found, strict=True))
+            every, last = (joined([*parts], 3) for parts in zip(*found, strict=True))
         h = every[0].transpose(0, 1).unflatten(2, (self._directions, self.num_heads)).flatten(3)
         ends = last.flatten(1, 2).unflatten(2, (self._directions, self.num_heads)).flatten(3)
         parts = [_flipped(h[:, :, k], packing) if k else h[:, :, k] for k in range(h.shape[2])]
-        return _joined(parts, 2).contiguous(), [state.transpose(0, 1) for state in ends]
+        return joined(parts, 2).contiguous(), [state.transpose(0, 1) for state in ends]
 
     def _heads(
         self,
@@ -365,9 +394,9 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
     ) -> tuple[Tensor, Tensor]:
         """One call of ``rnn``, of the heads of one direction or of both."""
         return rnn(
-            _joined(inputs, 3).transpose(0, 1),
-            _joined([each.recurrent for each in weights], 1),
-            _joined([each.bias for each in weights if each.bias is not None], 1)
+            joined(inputs, 3).transpose(0, 1),
+            joined([each.recurrent for each in weights], 1),
+            joined([each.bias for each in weights if each.bias is not None], 1)
             if self.bias
             else None,
             initial,
@@ -412,21 +441,3 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
 def _flipped(x: Tensor, packing: Packing | None) -> Tensor:
     """x (T, B, …) with time reversed; each packed sequence is reversed alone."""
     return x.flip(0) if packing is None else x.index_select(0, packing.turned)
-
-
-def _batched(states: States | None, batch: int | None) -> States | None:
-    """States with a batch dimension, which is added if ``batch`` is None."""
-    return states if states is None or batch is not None else [s.unsqueeze(1) for s in states]
-
-
-def _by_heads(states: States, lead: tuple[int, int], dim: int) -> Tensor:
-    """The states (directions, B, H) as ``rnn`` takes them."""
-    return torch.stack([state.transpose(0, 1).reshape(*lead, -1, dim) for state in states])
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _as_given(states: States) -> Tensor | tuple[Tensor, ...]:
-    return states[0] if len(states) == 1 else tuple(states)

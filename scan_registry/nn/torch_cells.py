@@ -17,7 +17,8 @@ from scan_registry.kernels.rnn.problem import Function
 from scan_registry.ops.derivatives import undisturbed
 
 if TYPE_CHECKING:
-    from scan_registry.nn.recurrent import Recurrent, States
+    from scan_registry.nn.recurrent import Recurrent
+    from scan_registry.nn.states import States
 
 #: Cells that are torch's, gate by gate; for ``gru`` the reset gate comes after the product in both.
 _CALLS: Mapping[Function, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""What the fast paths of gated and selective scan know a call again by."""
+"""What fast paths that are written in Python know a call again by, and how C does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.ops.derivatives import PLAIN_TYPES, undisturbed
+from scan_registry.dispatch import policy
+from scan_registry.hardware._launcher import TensorPath
+from scan_registry.ops.derivatives import OBSERVERS, PLAIN_TYPES, undisturbed
 
 _enabled = torch.is_grad_enabled
 
@@ -41,3 +43,20 @@ def call_facts(
         return None  # not tensors, none at all, or tensors without memory: the checks name them
     facts[0] = addresses & 15
     return recording and _enabled(), facts
+
+
+def found_in_c(plan: Callable[..., Callable[..., Any]], count: int) -> Callable[..., Any]:
+    """A function of a flag and ``count`` tensors, some of them None, that runs the plan of such calls. If there is none,
+    ``plan`` makes it from the same arguments. None if a tensor is not plain or records derivatives, or if the dispatcher would
+    do more than find the kernels. Whether anything profiles, or takes forward-mode derivatives, is left to the caller."""
+    return TensorPath(
+        types=PLAIN_TYPES,
+        tensor=torch._C.TensorBase,
+        exchange=getattr(Tensor, "__dlpack_c_exchange_api__", None),
+        observers=OBSERVERS,
+        choice=policy.required.get,
+        plan=plan,
+        tracking=_enabled,
+        count=count,
+        aligned=(1 << count) - 1,
+    ).run

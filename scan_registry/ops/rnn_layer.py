@@ -14,25 +14,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, profiler
 from torch.nn.functional import linear
 
 from scan_registry.dispatch import policy
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Direction
 from scan_registry.ops import rnn_plans
-from scan_registry.ops.derivatives import has_tangents, transforms_active, unobserved
-from scan_registry.ops.fast_calls import call_facts
-from scan_registry.ops.launching import MOST_PLANS, Run, allocator
+from scan_registry.ops.derivatives import forward_mode, has_tangents, transforms_active, unobserved
+from scan_registry.ops.fast_calls import call_facts, found_in_c
+from scan_registry.ops.launching import MOST_PLANS, Run, addresses_of, allocator
 from scan_registry.ops.recomputation import gradients
 from scan_registry.ops.rnn_arguments import COMPILED, Options
 from scan_registry.ops.rnn_layer_composed import Cell, Result, composed, composed_backward
 from scan_registry.ops.rnn_layout import UNITS
+from scan_registry.ops.rnn_weights import kernel_weights
 
 _required = policy.required.get
 _enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _autocast = torch.is_autocast_enabled
+_DENSE = torch.contiguous_format
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -51,7 +53,8 @@ class Layer:
         self, cell: Cell, flat: tuple[Any, ...], training: bool, run: Run, options: Options
     ) -> None:
         x, _, recurrent, _, _, reset, *_ = flat
-        self.resets = reset is not None
+        self.resets, self._turned = reset is not None, turned(x)
+        self._contiguous = x.is_contiguous()
         self.cell, self.options, self.required = cell, options, _required()
         self.device, self.dtype = x.device, x.dtype
         time, batch, _ = x.shape
@@ -68,32 +71,34 @@ class Layer:
         )
         self._new_gates = make((time, batch, of.bias, self.width))
         self._new_initial = make((count, 1, batch, self.width))
-        self._of_hidden = hidden, (batch * self.width, self.width, 1)
+        self._new_shell = make((0,))
+        row = self.width, 1
+        self._of_hidden = hidden, (batch * self.width, *row)
+        self._of_last = (1, batch, self.width), (batch * self.width, *row)
+        self._to_end = 0 if self._single else 1, time - 1, 1
+        self._state_offsets = [k * batch * self.width for k in range(count)]
         self._shapes = tuple(None if t is None else (t.shape, t.stride()) for t in flat)
         self._backwards: dict[int, Run | None] = {}
 
     def _maker(self, shape: tuple[int, ...]) -> Callable[[], Tensor]:
         return allocator(self.device, shape, self.dtype)
 
-    def _weights(self, r: Tensor, c: Any) -> tuple[Tensor, Tensor]:
-        """R and the bias as the kernel takes them. The inputs' bias is in the inputs already."""
-        width = self.width
-        if self.cell.function == "gru":
-            r = r.roll(width, 0)
-            if c is not None:
-                parts = c[2 * width :], c[: 2 * width], c.new_zeros(width)
-                c = torch.cat(parts)
-        if c is None:
-            count = SIZES[self.cell.function].bias * width
-            return r, r.new_zeros(count, dtype=torch.float32)
-        return r, c if c.dtype == torch.float32 else c.float()
+    def _part(self, whole: Tensor, offset: int, place: tuple[Any, Any]) -> Tensor:
+        """A tensor in the memory of another, and no view of it: users could not change a view that a function returns in
+        place."""
+        return self._new_shell().set_(whole.untyped_storage(), offset, *place)
 
     def forward(
         self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, reset: Any, *states: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Any, ...]]:
-        """h, the last states, and what the backward pass needs beside the arguments: states, cache and initial states."""
-        inputs = linear(x if x.is_contiguous() else x.contiguous(), w, b)
-        recurrent, bias = self._weights(r, c)
+    ) -> tuple[Tensor, list[Tensor], tuple[Any, ...]]:
+        """h, the last states, and what the backward pass needs beside the arguments: all states, cache, initial states, and
+        R as the kernel takes it if that is a copy."""
+        if self._turned:
+            x = x.transpose(0, 1)  # The kernel takes what is made of it as it lies.
+        elif not self._contiguous:
+            x = x.contiguous()
+        inputs = linear(x, w, b)
+        recurrent, bias = kernel_weights(self.cell, r, c)
         start = None
         if states:
             start = states[0] if self._single else torch.cat(states)
@@ -110,12 +115,18 @@ class Layer:
                 "cache": cache,
             }
         )
+        copied = None if recurrent is r else recurrent
+        last = every.narrow(*self._to_end).clone()
         if self._single:
-            return every, (every[-1:].clone(),), (None, cache, start)
-        # h shares the memory of all states, but is no view: users could not change a view that a function returns in place.
-        h = every.new_empty(0).set_(every.untyped_storage(), 0, *self._of_hidden)
-        last: Any = torch.unbind_copy(every[:, -1:])  # type: ignore[func-returns-value]
-        return h, last, (every, cache, start)
+            return every, [last], (None, cache, start, copied)
+        h = self._part(every, 0, self._of_hidden)
+        ends = [self._part(last, offset, self._of_last) for offset in self._state_offsets]
+        return h, ends, (every, cache, start, copied)
+
+    def untracked(self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, *states: Any) -> Result:
+        """h and the last states, of arguments without reset; those of states that are missing are None."""
+        given = () if states[0] is None else states[: len(self._state_offsets)]
+        return self.forward(x, w, r, b, c, None, *given)[:2]
 
     def backward(
         self, tensors: tuple[Any, ...], grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
@@ -123,12 +134,12 @@ class Layer:
         """The gradients that are wanted, of the arguments of ``forward``. None if a hook of saved tensors has changed the
         strides of one. ``tensors`` are those arguments, h, and the rest of what ``forward`` returned."""
         count = len(self._shapes)
-        flat, (h, every, cache, start) = tensors[:count], tensors[count:]
+        flat, (h, every, cache, start, copied) = tensors[:count], tensors[count:]
         x, w, r, _, _, reset, *_ = flat
         for tensor, facts in zip(flat, self._shapes, strict=True):
             if tensor is not None and facts != (tensor.shape, tensor.stride()):
                 return None
-        if not dense(h, every, cache, start):
+        if not dense(h, every, cache, start, copied):
             return None
         given, *ends = grads
         if given is not None and not dense(given):
@@ -141,7 +152,7 @@ class Layer:
         gates, initial = self._new_gates(), self._new_initial()
         run(
             {
-                "recurrent": r.roll(width, 0) if function == "gru" else r,
+                "recurrent": r if copied is None else copied,
                 "states": h if every is None else every,
                 "initial": start,
                 "reset": reset,
@@ -166,7 +177,7 @@ class Layer:
             total = rows.sum(0)
             if function == "gru":
                 grad_b = total[width:]
-                grad_c = torch.cat((total[width : 3 * width], total[:width])) if of_c else None
+                grad_c = total[: 3 * width].roll(-width, 0) if of_c else None
             else:
                 grad_b = total
                 grad_c = total.clone() if of_b and of_c else total
@@ -246,6 +257,11 @@ def _before(h: Tensor, start: Tensor | None, reset: Tensor) -> Tensor:
     return found.view(-1, h.shape[2])
 
 
+def turned(x: Tensor) -> bool:
+    """Whether x (T, B, I) has its first two dimensions the other way round in memory."""
+    return not x.is_contiguous() and x.dim() == 3 and x.transpose(0, 1).is_contiguous()
+
+
 def dense(*tensors: Tensor | None) -> bool:
     """Whether all tensors, leaving out None, have no gaps and start at multiples of 16 bytes."""
     return all(t is None or (t.is_contiguous() and not t.data_ptr() & 15) for t in tensors)
@@ -261,8 +277,10 @@ def _prepare(
     *,
     graded: int = 0,
     training: bool = True,
+    turned: bool = False,
 ) -> Run | None:
-    """The launch of all steps, time being outermost in memory; None if no kernel takes them all."""
+    """The launch of all steps, time being outermost in memory, and batches if ``turned`` in that of the inputs; None if no
+    kernel takes them all."""
     time, batch, *unit = size
     of = SIZES[options.function]
 
@@ -276,7 +294,8 @@ def _prepare(
     cache = made(None, len(of.cache)) if training and of.cache else states[0].unsqueeze(2)
     tensors = {"states": states, "cache": cache}
     if direction == "forward":
-        tensors["inputs"] = made(None, of.inputs)
+        lying = made(None, of.inputs)
+        tensors["inputs"] = torch.empty_like(lying, memory_format=_DENSE) if turned else lying
     else:
         tensors |= {"states_grad": made(1, None), "gates_grad": made(None, of.bias)}
     return rnn_plans.prepare_sequence(direction, options, tensors, device, training, graded, resets)
@@ -310,7 +329,8 @@ def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
     ):
         return None
     size, resets = (time, batch, cell.heads, dim), reset is not None
-    run = _prepare("forward", options, size, x.device, x.dtype, resets, training=training)
+    how = {"training": training, "turned": turned(x)}
+    run = _prepare("forward", options, size, x.device, x.dtype, resets, **how)
     return None if run is None else Layer(cell, flat, training, run, options)
 
 
@@ -360,7 +380,38 @@ class RecurrentLayer(Function):
 #: ``RecurrentLayer.apply`` without torch's search for transforms: calls that get here are under none.
 _recorded: Callable[..., Any] = super(Function, RecurrentLayer).apply
 
-_layers: dict[tuple[Any, ...], Layer | None] = {}
+#: The plans of calls by what is known of them; and, by their cells, what finds the plans of calls without gradients.
+_layers: dict[tuple[Any, ...], Any] = {}
+#: The states that a cell has at most, what stands for those that are missing, and the tensors before them but for ``reset``.
+_MOST_STATES = max(len(of.states) for of in SIZES.values())
+_MISSING = (None,) * _MOST_STATES
+_OTHERS = 5
+
+
+def _finder(cell: Cell) -> Callable[..., Result | None]:
+    """Runs the plans of the cell's calls that record no gradients. A call is looked up in C."""
+
+    def plan(_: bool, *flat: Any) -> Callable[..., Result | None]:
+        arguments, states = flat[:_OTHERS], [state for state in flat[_OTHERS:] if state is not None]
+        layer = None
+        if not addresses_of(flat) & 15:
+            with torch.no_grad():
+                layer = _plan(cell, (*arguments, None, *states), False)
+        return (lambda *_: None) if layer is None else layer.untracked
+
+    return found_in_c(plan, _OTHERS + _MOST_STATES)
+
+
+def _untracked(cell: Cell, flat: tuple[Any, ...]) -> Result | None:
+    """``fast_layer`` of calls that need no more than a look-up in C; None for others."""
+    if flat[_OTHERS] is not None or profiler._is_profiler_enabled or forward_mode():
+        return None
+    find = _layers.get(cell)
+    if find is None:
+        find = _layers[cell] = _finder(cell)
+    missing = _MISSING[len(flat) - _OTHERS - 1 :]
+    found: Result | None = find(False, *flat[:_OTHERS], *flat[_OTHERS + 1 :], *missing)
+    return found
 
 
 def fast_layer(cell: Cell, flat: tuple[Any, ...]) -> Result | None:
@@ -368,6 +419,10 @@ def fast_layer(cell: Cell, flat: tuple[Any, ...]) -> Result | None:
     converted, no kernel takes all steps in one launch, or the dispatcher would do more than find the kernels."""
     if _is_compiling() or not on_gpu(flat[0]) or _autocast("cuda"):
         return None
+    if not _enabled() or not flat[1].requires_grad:
+        result = _untracked(cell, flat)
+        if result is not None:
+            return result
     found = call_facts(flat, on_gpu)
     if found is None:
         return None

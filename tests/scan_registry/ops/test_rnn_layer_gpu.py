@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scan_registry import nn
 from scan_registry.nn import recurrent
-from scan_registry.ops import rnn_layer
+from scan_registry.ops import constants, rnn_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,6 +146,48 @@ def test_a_training_step_in_a_graph(kind: str, taken: list[bool]) -> None:
     expected = step()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_gradients(kind: str, name: str, dtype: torch.dtype, taken: list[bool]) -> None:
+    """Calls of a kind, the second of which is found in C, on several streams."""
+    module = make(kind, dtype, **OPTIONS[name])
+    x, hx = draw(module)
+    expected = flat(module(x, hx))
+    for _ in range(3):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            found = flat(module(x, hx))
+        stream.synchronize()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+    assert all(taken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_first_made_in_a_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no more than that graph's: calls without a graph do not read its memory."""
+    module = make(kind, bias=kind == "GRU")
+    x, _ = draw(module)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        expected = module(x)[0]
+    torch.cuda.current_stream().wait_stream(stream)
+    monkeypatch.setattr(constants, "_zeros", {})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        found = module(x)[0]
+    assert not constants._zeros
+    with torch.no_grad():
+        assert torch.equal(module(x)[0], expected)
+    assert constants._zeros
+    graph.replay()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,28 @@
+"""States of recurrent networks, as modules take them and as ``rnn`` does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+States = list[Tensor]
+
+
+def batched(states: States | None, batch: int | None) -> States | None:
+    """States with a batch dimension, which is added if ``batch`` is None."""
+    return states if states is None or batch is not None else [s.unsqueeze(1) for s in states]
+
+
+def by_heads(states: States, lead: tuple[int, int], dim: int) -> Tensor:
+    """The states (directions, B, H) as ``rnn`` takes them."""
+    return torch.stack([state.transpose(0, 1).reshape(*lead, -1, dim) for state in states])
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """All parts in one tensor: the part itself if there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def as_given(states: States) -> Tensor | tuple[Tensor, ...]:
+    """States as users get them: a tuple if there are several."""
+    return states[0] if len(states) == 1 else tuple(states)

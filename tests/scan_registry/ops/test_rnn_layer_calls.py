@@ -1,0 +1,205 @@
+"""What a call of a recurrent layer on a GPU does beside its kernel, which is played on the CPU: how it is found again, what is
+copied, and what its results share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pretending import SequenceKernel
+from torch import Tensor
+
+from scan_registry import nn
+from scan_registry.kernels.rnn.problem import RnnProblem
+from scan_registry.nn import torch_cells
+from scan_registry.ops import constants, rnn_layer, rnn_plans
+
+KINDS = ("LSTM", "GRU", "RNN", "SLSTM")
+TIME, BATCH, FEATURES, HIDDEN = 4, 3, 8, 32
+
+#: Problems solved, with the tensors that the kernel was given.
+Runs = list[tuple[RnnProblem, dict[str, Any]]]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Has CPU tensors taken for a GPU's by layers, and lists what kernels were given."""
+    found: Runs = []
+
+    def prepared(posed: Any, device: torch.device) -> Any:
+        problem, _ = posed[0]
+        kernel = SequenceKernel(problem)
+
+        def run(tensors: Any) -> None:
+            found.append((problem, dict(tensors)))
+            kernel(tensors)
+
+        return problem, run
+
+    monkeypatch.setattr(rnn_plans, "_prepared", prepared)
+    monkeypatch.setattr(rnn_layer, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: True)
+    monkeypatch.setattr(rnn_layer, "_layers", {})
+    monkeypatch.setattr(torch_cells, "takes", lambda *_: False)  # which are the CPU's
+    torch.manual_seed(0)
+    return found
+
+
+def make(kind: str, **options: Any) -> Any:
+    return getattr(nn, kind)(FEATURES, HIDDEN, **options)
+
+
+def flat(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else [t for r in results for t in flat(r)]
+
+
+def draw(module: Any) -> Tensor:
+    return torch.randn(*((BATCH, TIME) if module.batch_first else (TIME, BATCH)), FEATURES)
+
+
+@pytest.mark.skipif(
+    not hasattr(Tensor, "__dlpack_c_exchange_api__"), reason="torch has no table for C"
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_without_gradients_are_found_in_c(
+    kind: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(*_: Any) -> Any:
+        raise AssertionError
+
+    module = make(kind)
+    x = draw(module)
+    tracked = module(x)
+    hx = tracked[1]
+    with torch.no_grad():
+        known = module(x), module(x, hx)
+        for name in ("call_facts", "_plan"):
+            monkeypatch.setattr(rnn_layer, name, unwanted)
+        monkeypatch.setattr(type(module), "_layers", unwanted)
+        found = module(x), module(x, hx)
+        for one, other in zip(flat(found), flat(known), strict=True):
+            assert torch.equal(one, other)
+    for one, other in zip(flat(found[0]), flat(tracked), strict=True):
+        assert torch.equal(one, other)
+        assert not one.requires_grad
+        assert other.requires_grad
+
+
+def test_what_a_plan_depends_on_is_looked_at_in_every_call(runs: Runs) -> None:
+    """So that what checks refuse is refused also after a call that they accept."""
+    module = make("LSTM")
+    x = draw(module)
+    with torch.no_grad():
+        out, (h, c) = module(x)
+        for wrong, error in (
+            ((x.double(),), ValueError),
+            ((x[..., :-1],), RuntimeError),
+            ((x, h), TypeError),
+            ((x, (h,)), TypeError),
+            ((x, (h, None)), TypeError),
+            ((x, (None, None)), TypeError),
+            ((x, (h, c[:, :1])), RuntimeError),
+            ((x, (h, c.double())), RuntimeError),
+        ):
+            with pytest.raises(error):
+                module(*wrong)
+        with pytest.raises(ValueError, match="reset_hx"):
+            module(x, reset_hx=(h, c))
+        assert torch.equal(module(x)[0], out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_share_no_values(kind: str, runs: Runs) -> None:
+    """Results of calls without gradients may be changed in place, in value and in shape."""
+    module = make(kind)
+    x = draw(module)
+    with torch.no_grad():
+        results = flat(module(x))
+        for k, result in enumerate(results):
+            others = [each for j, each in enumerate(results) if j != k]
+            before = [each.clone() for each in others]
+            result.add_(1)
+            for one, other in zip(others, before, strict=True):
+                assert torch.equal(one, other)
+    assert not any(result._is_view() for result in results)
+    with torch.no_grad():
+        shapes = [result.unsqueeze_(0).shape[0] for result in results]
+    assert shapes == [1] * len(results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_batches_first_is_not_copied(kind: str, runs: Runs) -> None:
+    module = make(kind, batch_first=True)
+    x = draw(module)
+    with torch.no_grad():
+        found = module(x)
+        module.batch_first = False
+        expected = module(x.transpose(0, 1).contiguous())
+    assert torch.equal(found[0], expected[0].transpose(0, 1))
+    for one, other in zip(flat(found[1]), flat(expected[1]), strict=True):
+        assert torch.equal(one, other)
+    (first, given), (_, others) = runs
+    gates = given["inputs"]
+    assert gates.shape[:2] == (BATCH, TIME)
+    assert others["inputs"].shape[:2] == (TIME, BATCH)
+    assert first.strides[:2] == gates.stride()[:2]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_of_gru_are_put_in_order_once(dtype: torch.dtype, bias: bool, runs: Runs) -> None:
+    """By one operator, whose result the backward pass reads, too."""
+    module = make("GRU", bias=bias).to(dtype)
+    x = draw(module).to(dtype)
+    module(x)[0].sum().backward()
+    (_, forward), (_, backward) = runs
+    assert backward["recurrent"] is forward["recurrent"]
+    r, z, n = module.weight_hh_l0.detach().chunk(3)
+    assert torch.equal(forward["recurrent"][: 3 * HIDDEN], torch.cat((n, r, z)))
+    expected = torch.zeros(4 * HIDDEN)
+    if bias:
+        r, z, n = module.bias_hh_l0.detach().float().chunk(3)
+        expected[: 3 * HIDDEN] = torch.cat((n, r, z))
+    assert torch.equal(forward["bias"].flatten(), expected)
+
+
+def test_other_cells_take_weights_as_they_lie(runs: Runs) -> None:
+    for kind in ("LSTM", "RNN", "SLSTM"):
+        module = make(kind)
+        module(draw(module))[0].sum().backward()
+        for _, given in runs[-2:]:
+            assert given["recurrent"].data_ptr() == module.weight_hh_l0.data_ptr()
+        assert runs[-2][1]["bias"].data_ptr() == module.bias_hh_l0.data_ptr()
+
+
+def test_parametrized_weights(runs: Runs) -> None:
+    class Half(torch.nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    for kind in KINDS:
+        module, plain = make(kind), make(kind)
+        plain.load_state_dict(module.state_dict())
+        with torch.no_grad():
+            plain.weight_hh_l0.mul_(0.5)
+        torch.nn.utils.parametrize.register_parametrization(module, "weight_hh_l0", Half())
+        x = draw(module)
+        with torch.no_grad():
+            assert torch.equal(module(x)[0], plain(x)[0])
+        swapped = torch.func.functional_call(plain, {"bias_hh_l0": plain.bias_hh_l0 + 1}, (x,))[0]
+        assert not torch.allclose(swapped, plain(x)[0])
+
+
+def test_zeros_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "_zeros", {})
+    wanted = torch.device("cpu"), torch.float32, 48
+    with torch.inference_mode():
+        one = constants.zeros(*wanted)
+    assert one is constants.zeros(*wanted)
+    assert not one.is_inference()
+    assert torch.equal(one, torch.zeros(48))
+    monkeypatch.setattr(constants, "is_capturing", lambda tensor: True)
+    other = torch.device("cpu"), torch.float32, 32
+    assert constants.zeros(*other) is not constants.zeros(*other)
+    assert constants.zeros(*wanted) is one
