@@ -163,7 +163,7 @@ def test_without_gradients(kind: str, name: str, dtype: torch.dtype, taken: list
             found = flat(module(x, hx))
         stream.synchronize()
         for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
+            assert error(one, other) < (1e-5 if dtype == torch.float32 else 1e-3)
             assert one.stride() == other.stride()
     assert all(taken)
 
@@ -184,10 +184,10 @@ def test_zeros_first_made_in_a_graph(kind: str, monkeypatch: pytest.MonkeyPatch)
         found = module(x)[0]
     assert not constants._zeros
     with torch.no_grad():
-        assert torch.equal(module(x)[0], expected)
+        assert error(module(x)[0], expected) < 1e-5
     assert constants._zeros
     graph.replay()
-    assert torch.equal(found, expected)
+    assert error(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
