@@ -378,6 +378,7 @@ class Family:
     samples    problems that between them call for every kernel, in every dtype, with inputs that are
                aligned and that are not: what ``doctor`` asks selection about
     on_cpu     whether this package has compiled code for the CPU, too; else plain torch runs there
+    by_torch   the dtypes that plain torch computes on the CPU all the same
     """
 
     name: str
@@ -386,6 +387,7 @@ class Family:
     kernels: tuple[Kernel, ...]
     samples: tuple[Sample, ...] = ()
     on_cpu: bool = False
+    by_torch: tuple[str, ...] = ()
 
     def variants(self) -> tuple[Variant, ...]:
         """Every variant that wheels hold, of every kernel, in the spec's order."""

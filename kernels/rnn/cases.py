@@ -52,12 +52,14 @@ class Setting:
     starts  whether there are states before the first step
     ends    whether the last states have gradients of their own
     graded  whether all states have gradients, and not h alone
+    resets  whether states start anew here and there
     clips   what is clipped
     """
 
     starts: bool = False
     ends: bool = False
     graded: bool = False
+    resets: bool = False
     clips: Clips = Clips()  # noqa: RUF009
 
     def __str__(self) -> str:
@@ -70,6 +72,7 @@ SETTINGS = (
     Setting(starts=True, graded=True),
     Setting(starts=True, ends=True, graded=True, clips=Clips(0.5, 0.25)),
     Setting(ends=True, clips=Clips(recurrent_cut=True)),
+    Setting(starts=True, ends=True, resets=True),
 )
 
 _KERNELS: dict[str, tuple[Scope, Direction]] = {
@@ -173,6 +176,7 @@ class Trial:
             graded=0 if grad is None else len(grad),
             training=True,
             clips=self.setting.clips,
+            resets=tensors.get("reset") is not None,
         )
         return Case(problem, tensors, expected)
 
@@ -211,6 +215,7 @@ def draw(
         "initial": new(states, batch, *unit) if setting.starts else None,
         "states_grad": new(graded, batch, time, *unit),
         "final_grad": None,
+        "reset": torch.rand(batch, time) < 1 / 8 if setting.resets else None,
     }
     if setting.ends:
         final = new(states, batch, *unit)
@@ -241,19 +246,22 @@ def _solved(
     """What each kernel takes, and what it is to make of that."""
     sizes, clips = SIZES[function], setting.clips
     wide = {name: None if t is None else t.double() for name, t in given.items()}
+    reset = given["reset"]
     x, r, b, grad = (wide[name] for name in ("inputs", "recurrent", "bias", "states_grad"))
     assert x is not None
     assert r is not None
     assert b is not None
     assert grad is not None
-    states, cache = reference.forward(function, x, r, b, wide["initial"], clips)
+    states, cache = reference.forward(function, x, r, b, wide["initial"], clips, reset)
     gates_grad, initial_grad = reference.backward(
-        function, r, states, wide["initial"], cache, grad, wide["final_grad"], clips
+        function, r, states, wide["initial"], cache, grad, wide["final_grad"], clips, reset=reset
     )
     kept = cache.to(narrow) if sizes.cache else None
     back: dict[str, Tensor | None] = {"states": states.to(narrow), "cache": kept}
-    forward = {name: given[name] for name in ("inputs", "recurrent", "bias", "initial")}
-    backward = {name: given[name] for name in ("recurrent", "initial", "states_grad", "final_grad")}
+    forward = {name: given[name] for name in ("inputs", "recurrent", "bias", "initial", "reset")}
+    backward = {
+        name: given[name] for name in ("recurrent", "initial", "reset", "states_grad", "final_grad")
+    }
     inputs: dict[tuple[Scope, Direction], dict[str, Tensor | None]] = {
         ("sequence", "forward"): forward,
         ("sequence", "backward"): backward | back,

@@ -20,7 +20,7 @@ struct PrefetchLine {
     const unsigned unit = blockIdx.x % CLUSTER * UNITS + threadIdx.x % LINES * OF_LINE;
 };
 
-// initial and cache may be null; no workspace is needed.
+// initial, reset (batch, time) and cache may be null; no workspace is needed.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
@@ -28,7 +28,7 @@ __cluster_dims__(CLUSTER, 1, 1)
 rnn_sequence_forward(
     const Storage* __restrict__ inputs, const Storage* __restrict__ recurrent,
     const float* __restrict__ bias, const Storage* __restrict__ initial,
-    Storage* __restrict__ states, Storage* __restrict__ cache, void*,
+    const unsigned char* __restrict__ reset, Storage* __restrict__ states, Storage* __restrict__ cache, void*,
     i64 batch, i64 time, i64 heads, i64 dim, i64 forward_clip,
     i64 inputs_batch, i64 inputs_time, i64 states_state, i64 states_batch, i64 states_time,
     i64 cache_batch, i64 cache_time) {
@@ -72,8 +72,10 @@ rnn_sequence_forward(
             carried[1][s] = x.y;
         }
         Pair coming[Cell::INPUTS] = {};
+        bool coming_anew = false;
         Made made;
-        const auto fetch = [&] {
+        const auto fetch = [&](i64 t) {
+            coming_anew = reset && reset[own_batch * time + t];
 #pragma unroll
             for (int g = 0; g < Cell::INPUTS; g++)
                 coming[g] = *reinterpret_cast<const Pair*>(input + g * block_of);
@@ -90,7 +92,7 @@ rnn_sequence_forward(
                 *reinterpret_cast<Pair*>(keep + v * block_of) = made.kept[v];
             keep += cache_time;
         };
-        if (live) fetch();
+        if (live) fetch(0);
 
         for (i64 t = 0;; t++) {
             uint4 h[CHUNKS];
@@ -102,14 +104,15 @@ rnn_sequence_forward(
                 const float2 pair = widen(coming[g]);
                 x[0][g] = pair.x, x[1][g] = pair.y;
             }
-            const bool more = t + 1 < time;
-            if (live && more) fetch();
+            const bool more = t + 1 < time, anew = coming_anew;
+            if (live && more) fetch(t + 1);
             if (brings && t + PREFETCH_STEPS < time) prefetch(later);
             later += inputs_time;
 
             weights.multiply(r, h, at);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
+                if (reset && anew) start_anew(r[i], carried[i]);
                 Cell::forward(r[i], x[i], biases[i], carried[i], kept[i]);
                 carried[i][0] = clipped(carried[i][0], clip);
             }

@@ -6,6 +6,7 @@ Tensors, N being heads and D hidden units of a head; ``Sizes`` has the counts of
     recurrent     (recurrent, N, D, D)      R; the last two are the new and the previous unit
     bias          (bias, N, D)
     initial       (states, B, N, D)         before the first step; null: zeros
+    reset         (B, T), a byte each       not 0: states start from zeros at this step; null: nowhere
     states        (states, B, T, N, D)      after each step; h comes first
     cache         (B, T, cache, N, D)       what the backward pass needs beside the states
     states_grad   (graded, B, T, N, D)      of all states, or of h alone
@@ -127,6 +128,7 @@ class RnnProblem:
     graded     states that have a gradient: all of them, or h alone
     training   whether forward writes the cache
     alignment  bytes, at most 16, that divide the address and every stride of each tensor
+    resets     whether a sequence's states start anew at some steps
     """
 
     scope: Scope
@@ -142,6 +144,7 @@ class RnnProblem:
     training: bool = False
     alignment: int = 16
     clips: Clips = Clips()
+    resets: bool = False
 
     @property
     def kernel(self) -> str:

@@ -3,7 +3,8 @@
 //     gates_grad[t] = cell'(dh[t], …);  dh[t-1] = states_grad[t-1] + Rᵀ·gates_grad[t] + …
 //
 // Forward's scheme, see there: what the CTAs of a group tell each other is gates_grad, as far as R feeds
-// those gates, and a CTA keeps its units' columns of R.
+// those gates, and a CTA keeps its units' columns of R. What a step gives to the one before it, by R, too, is
+// of no account where `reset` has a byte that is not 0.
 #include "block.cuh"
 #include "cells.cuh"
 
@@ -50,6 +51,7 @@ struct Columns {
 // What a step needs of a pair of units, as it lies in memory.
 struct Known {
     Pair kept[at_least_one(Cell::KEPT)], before[Cell::TRACKED], given[Cell::STATES];
+    bool anew;  // at this step the states started from zeros, and not from those before
 };
 
 // What a thread has of one of its slots; the pointers are to the step that is fetched next.
@@ -58,6 +60,7 @@ struct Unit : Slot {
     Storage* gates_grad;
     Known coming;
     float after[2][Cell::TRACKED], grads[2][Cell::STATES];
+    bool blocked;  // the step before had a reset, which the gradients do not pass
 };
 
 // A gradient for each state, (states, batch, heads, dim); null: zeros.
@@ -74,11 +77,12 @@ __device__ inline void receive_all(Unit& unit, const Storage* from, i64 stride, 
     }
 }
 
-// initial, final_grad, initial_grad and workspace may be null. recurrent_clip 0: nothing goes through R.
+// initial, reset (batch, time), final_grad, initial_grad and workspace may be null. recurrent_clip 0: nothing goes through R.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
     const Storage* __restrict__ recurrent, const Storage* __restrict__ states,
-    const Storage* __restrict__ initial, const Storage* __restrict__ cache,
-    const Storage* __restrict__ states_grad, const Storage* __restrict__ final_grad,
+    const Storage* __restrict__ initial, const unsigned char* __restrict__ reset,
+    const Storage* __restrict__ cache, const Storage* __restrict__ states_grad,
+    const Storage* __restrict__ final_grad,
     Storage* __restrict__ gates_grad, Storage* __restrict__ initial_grad, void* workspace,
     i64 batch, i64 time, i64 heads, i64 dim, i64 graded, i64 recurrent_clip,
     i64 states_state, i64 states_batch, i64 states_time, i64 cache_batch, i64 cache_time,
@@ -97,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
     AdaptiveBackoff backoff;
 
     const auto fetch = [&](Unit& unit, i64 t) {
+        unit.coming.anew = reset && reset[unit.batch * time + t];
 #pragma unroll
         for (int v = 0; v < Cell::KEPT; v++)
             unit.coming.kept[v] = *reinterpret_cast<const Pair*>(unit.cache + v * block_of);
@@ -133,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
         for (int k = 0; k < OWN; k++) {
             Unit& unit = units[k];
             unit.place(at, group, k);
+            unit.blocked = false;
             if (!unit.live) continue;
             const i64 last = time - 1;
             unit.cache = cache + unit.batch * cache_batch + last * cache_time + unit.offset;
@@ -173,6 +179,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                     units[k].grads[1][0] += clipped(terms[k][0].y, clip);
                 }
             }
+            if (reset)
+#pragma unroll
+                for (int k = 0; k < OWN; k++)
+                    if (units[k].blocked)
+#pragma unroll
+                        for (int s = 0; s < Cell::STATES; s++)
+                            units[k].grads[0][s] = units[k].grads[1][s] = 0;
             if (t < 0) break;
             if (alone) factor = {Rows::at(round), Rows::STRIDE, false};
             else factor = {ring.at(ring.published), values, true};
@@ -193,10 +206,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                     for (int s = 0; s < Cell::STATES; s++)
                         given[s] = s < graded ? half(unit.coming.given[s], i) : 0.f;
                     receive(unit.grads[i], given, unit.after[i]);
-                    Cell::backward(kept, before, unit.after[i], unit.grads[i], gates[i]);
+                    float from[Cell::TRACKED];
+#pragma unroll
+                    for (int s = 0; s < Cell::TRACKED; s++)
+                        from[s] = reset && unit.coming.anew ? 0.f : before[s];
+                    Cell::backward(kept, from, unit.after[i], unit.grads[i], gates[i]);
 #pragma unroll
                     for (int s = 0; s < Cell::TRACKED; s++) unit.after[i][s] = before[s];
                 }
+                unit.blocked = unit.coming.anew;
                 Pair pairs[Cell::GATES];
                 Storage* const to =
                     const_cast<Storage*>(factor.first) + (unit.in_tile * factor.stride + unit.unit);
@@ -236,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
             Unit& unit = units[k];
             if (!unit.live || !initial_grad) continue;
 #pragma unroll
-            for (int i = 0; i < 2; i++) release(unit.grads[i], unit.after[i]);
+            for (int i = 0; i < 2; i++)
+                if (!unit.blocked) release(unit.grads[i], unit.after[i]);
 #pragma unroll
             for (int s = 0; s < Cell::STATES; s++)
                 store_pair(initial_grad + s * of_state + i64(unit.batch) * block_of + unit.offset,

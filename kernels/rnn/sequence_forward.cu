@@ -7,6 +7,9 @@
 // come a step ahead from the L2 cache and several steps ahead from memory. All CTAs have to be running
 // at the same time; they work on as many groups as there are, one after the other.
 //
+// Where `reset` has a byte that is not 0, the states of its batch start from zeros at its step. The product with
+// R is made all the same, and of no account: a batch's terms come from its own h alone.
+//
 // Where a cluster of CTAs holds a whole head, all that is in clustered_forward.cuh.
 #if CLUSTER
 #include "clustered_forward.cuh"
@@ -45,15 +48,16 @@ struct Unit : Slot {
     const Storage* inputs;
     Storage *states, *cache;
     Pair coming[Cell::INPUTS];
+    bool anew;  // at the step whose inputs are coming
     float bias[2][Cell::GATES];
     float carried[2][Cell::STATES];
 };
 
-// initial, cache and workspace may be null.
+// initial, reset (batch, time), cache and workspace may be null.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
     const Storage* __restrict__ inputs, const Storage* __restrict__ recurrent,
     const float* __restrict__ bias, const Storage* __restrict__ initial,
-    Storage* __restrict__ states, Storage* __restrict__ cache, void* workspace,
+    const unsigned char* __restrict__ reset, Storage* __restrict__ states, Storage* __restrict__ cache, void* workspace,
     i64 batch, i64 time, i64 heads, i64 dim, i64 forward_clip,
     i64 inputs_batch, i64 inputs_time, i64 states_state, i64 states_batch, i64 states_time,
     i64 cache_batch, i64 cache_time) {
@@ -68,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
     Unit units[OWN];
     AdaptiveBackoff backoff;
 
-    const auto fetch = [&](Unit& unit) {
+    const auto fetch = [&](Unit& unit, i64 t) {
+        unit.anew = reset && reset[unit.batch * time + t];
 #pragma unroll
         for (int g = 0; g < Cell::INPUTS; g++)
             unit.coming[g] = *reinterpret_cast<const Pair*>(unit.inputs + g * block_of);
@@ -96,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
                 unit.carried[0][s] = x.x;
                 unit.carried[1][s] = x.y;
             }
-            if (LOAD_AHEAD && unit.live) fetch(unit);
+            if (LOAD_AHEAD && unit.live) fetch(unit, 0);
         }
         Factor factor{initial + group.first_batch * block_of + group.head * dim, unsigned(block_of),
                       false};
@@ -117,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
             for (int k = 0; k < OWN; k++) {
                 Unit& unit = units[k];
                 if (!unit.live) continue;
-                if (!LOAD_AHEAD) fetch(unit);
+                if (!LOAD_AHEAD) fetch(unit, t);
                 float x[2][Cell::INPUTS], r[2][GATES], kept[2][at_least_one(Cell::KEPT)];
 #pragma unroll
                 for (int g = 0; g < Cell::INPUTS; g++) {
@@ -127,6 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
 #pragma unroll
                 for (int g = 0; g < GATES; g++)
                     r[0][g] = terms[k][g].x, r[1][g] = terms[k][g].y;
+                if (reset && unit.anew)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) start_anew(r[i], unit.carried[i]);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     float(&s)[Cell::STATES] = unit.carried[i];
@@ -152,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
                     unit.cache += cache_time;
                 }
                 unit.inputs += inputs_time;
-                if (LOAD_AHEAD && more) fetch(unit);
+                if (LOAD_AHEAD && more) fetch(unit, t + 1);
                 if (at.quad == 0 && t + PREFETCH_STEPS < time)
 #pragma unroll
                     for (int g = 0; g < Cell::INPUTS; g++)

@@ -48,6 +48,7 @@ _POINTERS: dict[tuple[Scope, Direction], tuple[str, ...]] = {
         "recurrent",
         "bias",
         "initial",
+        "reset",
         "states",
         "cache",
         "workspace",
@@ -56,6 +57,7 @@ _POINTERS: dict[tuple[Scope, Direction], tuple[str, ...]] = {
         "recurrent",
         "states",
         "initial",
+        "reset",
         "cache",
         "states_grad",
         "final_grad",
@@ -77,9 +79,15 @@ _POINTERS: dict[tuple[Scope, Direction], tuple[str, ...]] = {
 _STEP_WARPS = 4
 
 
-def parameters(scope: Scope, direction: Direction) -> tuple[Parameter, ...]:
+def _pointers(scope: Scope, direction: Direction, language: str) -> tuple[str, ...]:
+    """Those of one kernel. Triton's have no resets: what sLSTM's gradients keep fills the registers as it is."""
+    names = _POINTERS[scope, direction]
+    return names if language == "cuda" else tuple(name for name in names if name != "reset")
+
+
+def parameters(scope: Scope, direction: Direction, language: str = "cuda") -> tuple[Parameter, ...]:
     """The signature of one kernel."""
-    pointers = [Parameter(name, "pointer") for name in _POINTERS[scope, direction]]
+    pointers = [Parameter(name, "pointer") for name in _pointers(scope, direction, language)]
     sizes = ["batch", *(["time"] if scope == "sequence" else []), "heads", "dim"]
     options = ["forward_clip"] if direction == "forward" else ["graded", "recurrent_clip"]
     names = (*sizes, *options, *stride_names(scope, direction))
@@ -271,6 +279,8 @@ def _triton_constants(variant: Variant) -> dict[str, Static]:
 def _triton_accepts(variant: Variant, problem: RnnProblem) -> str | None:
     if reason := _rejects_kind(variant, problem):
         return reason
+    if problem.resets:
+        return "states start anew, and only the kernels in CUDA know where"
     if problem.dim % 16 or any(stride % 16 for stride in problem.strides):
         return "hidden units and strides are not multiples of 16"
     most = variant.number("units")
@@ -284,21 +294,22 @@ def _triton_kernel(direction: Direction) -> Kernel:
 
     def elements(variant: Variant) -> dict[str, str]:
         of = {"bias": "float32", "workspace": "int64"}
-        return {n: of.get(n, variant.text("dtype")) for n in _POINTERS["sequence", direction]}
+        return {n: of.get(n, variant.text("dtype")) for n in pointers}
+
+    pointers = _pointers("sequence", direction, "triton")
 
     return Kernel(
         family=FAMILY_NAME,
         name=f"sequence_{direction}",
         language="triton",
-        parameters=parameters("sequence", direction),
+        parameters=parameters("sequence", direction, "triton"),
         defaults=Space(_KINDS, _triton_tiles),
         code=Code(
             source="triton_kernels.py",
             entry=f"sequence_{direction}",
             constants=_triton_constants,
             divisible=lambda variant: frozenset(
-                {*(_POINTERS["sequence", direction]), "dim", *stride_names("sequence", direction)}
-                - {"bias", "workspace"}
+                {*pointers, "dim", *stride_names("sequence", direction)} - {"bias", "workspace"}
             ),
             elements=elements,
             # Before 9.0 the compiler stops at 128 registers, and 8 bytes of LSTM's gradients are left over.
@@ -393,6 +404,7 @@ FAMILY = Family(
     summary="LSTM, GRU, Elman and sLSTM networks with a recurrent matrix per head",
     folder=FOLDER,
     on_cpu=True,
+    by_torch=("float64",),
     kernels=(
         *map(_fused_kernel, _DIRECTIONS),
         *map(_step_kernel, _DIRECTIONS),

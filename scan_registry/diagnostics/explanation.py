@@ -90,8 +90,9 @@ class Step:
         return lines
 
     def _torch_or_cpu(self) -> str:
-        decision = self.decision
-        if decision.family.on_cpu and not decision.system.device and decision.backend == "auto":
+        decision, family = self.decision, self.decision.family
+        here = family.on_cpu and not decision.system.device and decision.backend == "auto"
+        if here and getattr(decision.problem, "dtype", "") not in family.by_torch:
             return "this package's compiled code for the CPU"
         return "plain torch, step by step along time"
 
@@ -416,7 +417,7 @@ def _launch(decision: Decision) -> str:
         static, dynamic = winner.binary.static_shared, winner.binary.dynamic_shared
         parts += [
             f"block {_extent(winner.binary.block)}",
-            f"shared memory {'?' if static is None else static} + {dynamic} bytes per block",
+            f"shared memory {'?' if static is None else static} static + {dynamic} dynamic bytes per block",
         ]
     else:
         parts.append("block and shared memory known once it is compiled")

@@ -51,12 +51,12 @@ class Resets(NamedTuple):
     """Where the states of a module start anew.
 
     marks   (B, T), bool: the steps at which a network that goes forwards starts anew
-    turned  (B, T), bool: those of a network that goes backwards, with the last step first
+    turned  (B, T), bool: those of a network that goes backwards, with the last step first; None if none does
     states  the states that a reset starts from, shaped as the module's states; None for zeros
     """
 
     marks: Tensor
-    turned: Tensor
+    turned: Tensor | None
     states: list[Tensor] | None
 
 

@@ -126,11 +126,13 @@ class Pass:
     tensors: dict[str, Tensor]
     training: bool
     copied: tuple[str, ...]
+    resets: bool
 
     def alternatives(self, backend: Any) -> tuple[tuple[Problem, Backend], ...]:
         """The problems that would do, as ``backend`` tries them, and what may solve each."""
         options = self.options._replace(backend=backend)
-        return rnn_problems.alternatives(self.direction, options, self.tensors, self.training)
+        given = self.tensors, self.training, self.resets
+        return rnn_problems.alternatives(self.direction, options, *given)
 
     def fused(self) -> None:
         """No kernel of this family does what another one does, too."""
@@ -161,19 +163,21 @@ def describe(
     if given.inputs.numel() == 0:
         return {}
     wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states, reset_states))
-    in_rows = reset is not None or resets.packed
+    cut = reset_states is not None or backend == "triton"
+    in_rows = (cut and reset is not None) or resets.packed
+    resets_left = reset is not None and not cut
     if in_rows:
-        given = given._replace(inputs=rnn_segments.first_batch(given, resets))
+        given = given._replace(inputs=rnn_segments.first_batch(given, resets, cut))
     tensors = rnn_plans.forward_tensors(given.inputs, function, wanted)
     padded = bool(given.inputs.shape[-1] % rnn_layout.UNITS)
     arguments = given._replace(reset=None, reset_states=None)._asdict()
     copied = [name for name, t in arguments.items() if padded and t is not None]
     if not padded and (in_rows or tensors["inputs"] is not given.inputs):
         copied = ["inputs"]
-    passes = {"forward": Pass("forward", options, tensors, wanted, tuple(copied))}
+    passes = {"forward": Pass("forward", options, tensors, wanted, tuple(copied), resets_left)}
     if wanted:
         made = rnn_plans.empty_outputs(given.inputs.to("meta"), function, True)
         tensors = rnn_plans.backward_tensors(made.states, made.cache, made.states, function)
         copied = ["recurrent", "states", "cache", "states_grad"] if padded else []
-        passes["backward"] = Pass("backward", options, tensors, True, tuple(copied))
+        passes["backward"] = Pass("backward", options, tensors, True, tuple(copied), resets_left)
     return passes

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, RnnBackend, Scope
+from scan_registry.kernels.rnn.reference import compute_dtype
 from scan_registry.ops.arguments import as_bool, as_index, check_cu_seqlens, refuse_layout
 
 BACKENDS: tuple[RnnBackend, ...] = get_args(RnnBackend)
@@ -238,3 +239,24 @@ def _check_resets(Wx: Tensor, resets: Resets) -> None:
         raise ValueError("max_seqlen is given without cu_seqlens, whose longest sequence it is")
     if as_index("max_seqlen", resets.max_seqlen) < 0:
         raise ValueError(f"max_seqlen is {resets.max_seqlen}; it must be 0 at least")
+
+
+def check_operator(inputs: Tensor, recurrent: Tensor, bias: Tensor, function: Function) -> None:
+    """The operator itself may be called with anything, and kernels read what they are given."""
+    sizes, (heads, dim) = SIZES[function], inputs.shape[3:]
+    expected = {
+        "inputs": (inputs, (*inputs.shape[:2], sizes.inputs, heads, dim)),
+        "recurrent": (recurrent, (sizes.recurrent, heads, dim, dim)),
+        "bias": (bias, (sizes.bias, heads, dim)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != tuple(shape) or tensor.device != inputs.device:
+            raise ValueError(
+                f"the operator's {name} has shape {tuple(tensor.shape)} on {tensor.device}; for "
+                f"{function} it must be {tuple(shape)} on {inputs.device}"
+            )
+    if recurrent.dtype != inputs.dtype or bias.dtype != compute_dtype(inputs.dtype):
+        raise TypeError(
+            f"the operator's tensors have dtypes {inputs.dtype}, {recurrent.dtype} and {bias.dtype}; "
+            f"they must be one, and the bias {compute_dtype(inputs.dtype)}"
+        )

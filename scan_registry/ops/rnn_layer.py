@@ -44,12 +44,14 @@ class Layer:
     """The plan of calls that agree in all facts about their tensors.
 
     sizes    time, batch, heads, dim
+    resets   whether states start anew at some steps
     """
 
     def __init__(
         self, cell: Cell, flat: tuple[Any, ...], training: bool, run: Run, options: Options
     ) -> None:
-        x, _, recurrent = flat[:3]
+        x, _, recurrent, _, _, reset, *_ = flat
+        self.resets = reset is not None
         self.cell, self.options, self.required = cell, options, _required()
         self.device, self.dtype = x.device, x.dtype
         time, batch, _ = x.shape
@@ -87,7 +89,7 @@ class Layer:
         return r, c if c.dtype == torch.float32 else c.float()
 
     def forward(
-        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, *states: Tensor
+        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, reset: Any, *states: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Any, ...]]:
         """h, the last states, and what the backward pass needs beside the arguments: states, cache and initial states."""
         inputs = linear(x if x.is_contiguous() else x.contiguous(), w, b)
@@ -103,6 +105,7 @@ class Layer:
                 "recurrent": recurrent,
                 "bias": bias,
                 "initial": start,
+                "reset": reset,
                 "states": every,
                 "cache": cache,
             }
@@ -121,7 +124,7 @@ class Layer:
         strides of one. ``tensors`` are those arguments, h, and the rest of what ``forward`` returned."""
         count = len(self._shapes)
         flat, (h, every, cache, start) = tensors[:count], tensors[count:]
-        x, w, r = flat[:3]
+        x, w, r, _, _, reset, *_ = flat
         for tensor, facts in zip(flat, self._shapes, strict=True):
             if tensor is not None and facts != (tensor.shape, tensor.stride()):
                 return None
@@ -141,6 +144,7 @@ class Layer:
                 "recurrent": r.roll(width, 0) if function == "gru" else r,
                 "states": h if every is None else every,
                 "initial": start,
+                "reset": reset,
                 "cache": cache,
                 "states_grad": given,
                 "final_grad": final,
@@ -148,7 +152,7 @@ class Layer:
                 "initial_grad": initial,
             }
         )
-        of_x, of_w, of_r, of_b, of_c, *of_states = wanted
+        of_x, of_w, of_r, of_b, of_c, _, *of_states = wanted
         rows = gates.view(-1, gates.shape[2] * width)
         of_inputs = rows[:, width:] if function == "gru" else rows
         grad_x = grad_w = grad_r = grad_b = grad_c = None
@@ -157,7 +161,7 @@ class Layer:
         if of_w:
             grad_w = torch.mm(of_inputs.t(), x.reshape(-1, x.shape[2]))
         if of_r:
-            grad_r = self._recurrent_grad(gates, rows, h, start)
+            grad_r = self._recurrent_grad(gates, rows, h, start, reset)
         if of_b or of_c:
             total = rows.sum(0)
             if function == "gru":
@@ -172,6 +176,7 @@ class Layer:
             grad_r,
             grad_b if of_b else None,
             grad_c if of_c else None,
+            None,
             *(initial[k] if want else None for k, want in enumerate(of_states)),
         )
 
@@ -187,7 +192,7 @@ class Layer:
         return torch.cat([torch.zeros_like(model) if end is None else end for end in ends])
 
     def _recurrent_grad(
-        self, gates: Tensor, rows: Tensor, h: Tensor, start: Tensor | None
+        self, gates: Tensor, rows: Tensor, h: Tensor, start: Tensor | None, reset: Tensor | None
     ) -> Tensor:
         """The gradient of ``weight_hh``."""
         time, batch, heads, dim = self.sizes
@@ -198,12 +203,15 @@ class Layer:
             states = h.view(1, time, batch, *unit).transpose(1, 2)
             initial = None if start is None else start.view(-1, batch, *unit)[:1]
             function, wanted = self.cell.function, (True, False)
-            found = reference.parameter_grads(function, seen, states, initial, wanted)[1]
+            found = reference.parameter_grads(function, seen, states, initial, wanted, reset)[1]
             assert found is not None
             grad = found.view(fed * self.width, dim)
         else:
             left, before = rows[:, : fed * dim], h.view(-1, dim)
-            if time > 1:
+            if reset is not None:
+                before = _before(h, start, reset)
+                grad = torch.mm(left[-len(before) :].t(), before)
+            elif time > 1:
                 grad = torch.mm(left[batch:].t(), before[:-batch])
                 if start is not None:
                     grad.addmm_(left[:batch].t(), start.view(-1, batch, dim)[0])
@@ -218,10 +226,24 @@ class Layer:
         if graded not in self._backwards:
             with policy.as_required(self.required):
                 found = _prepare(
-                    "backward", self.options, self.sizes, self.device, self.dtype, graded
+                    *("backward", self.options, self.sizes, self.device, self.dtype, self.resets),
+                    graded=graded,
                 )
             self._backwards[graded] = found
         return self._backwards[graded]
+
+
+def _before(h: Tensor, start: Tensor | None, reset: Tensor) -> Tensor:
+    """h before each step, in rows: zeros where there is a reset. Without initial states, the first step's rows are left
+    out if there is another step."""
+    marks = reset.t().unsqueeze(2)
+    if start is not None:
+        found = torch.cat((start.view(-1, *h.shape[1:])[:1], h[:-1])).masked_fill_(marks, 0)
+    elif len(h) > 1:
+        found = h[:-1].masked_fill(marks[1:], 0)
+    else:
+        found = torch.zeros_like(h)
+    return found.view(-1, h.shape[2])
 
 
 def dense(*tensors: Tensor | None) -> bool:
@@ -235,6 +257,8 @@ def _prepare(
     size: tuple[int, ...],
     device: torch.device,
     dtype: torch.dtype,
+    resets: bool,
+    *,
     graded: int = 0,
     training: bool = True,
 ) -> Run | None:
@@ -255,13 +279,13 @@ def _prepare(
         tensors["inputs"] = made(None, of.inputs)
     else:
         tensors |= {"states_grad": made(1, None), "gates_grad": made(None, of.bias)}
-    return rnn_plans.prepare_sequence(direction, options, tensors, device, training, graded)
+    return rnn_plans.prepare_sequence(direction, options, tensors, device, training, graded, resets)
 
 
 def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
     """None if the layer is for ``composed``."""
-    x, w, r, b, c, *states = flat
-    there = [t for t in flat if t is not None]
+    x, w, r, b, c, reset, *states = flat
+    there = [t for t in (x, w, r, b, c, *states) if t is not None]
     if any((t.dtype, t.device) != (x.dtype, x.device) for t in there) or x.dtype not in COMPILED:
         return None
     of, dim = SIZES[cell.function], r.shape[-1]
@@ -280,8 +304,13 @@ def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
             return None
     options = Options(cell.function, cell.backend)
     time, batch, _ = x.shape
-    size = time, batch, cell.heads, dim
-    run = _prepare("forward", options, size, x.device, x.dtype, training=training)
+    if reset is not None and not (
+        (reset.shape, reset.dtype, reset.device) == ((batch, time), torch.bool, x.device)
+        and reset.is_contiguous()
+    ):
+        return None
+    size, resets = (time, batch, cell.heads, dim), reset is not None
+    run = _prepare("forward", options, size, x.device, x.dtype, resets, training=training)
     return None if run is None else Layer(cell, flat, training, run, options)
 
 

@@ -53,7 +53,9 @@ class Rnn(Operator):
         given = {name: t for name, t in tensors.items() if t is not None}
         if problem.direction == "forward":
             initial = tensors.get("initial")
-            arguments = Arguments(given["inputs"], given["recurrent"], given["bias"], initial)
+            arguments = Arguments(
+                given["inputs"], given["recurrent"], given["bias"], initial, tensors.get("reset")
+            )
             made = rnn_plans.forward(arguments, options, True)
             given["states"].copy_(made.states)
             if "cache" in given:
@@ -62,7 +64,7 @@ class Rnn(Operator):
         cache = given.get("cache", given["states"].new_empty(0))
         gradients = rnn_plans.backward(
             *(given["recurrent"], given["states"], tensors.get("initial"), cache),
-            *(given["states_grad"], tensors.get("final_grad"), options),
+            *(given["states_grad"], tensors.get("final_grad"), options, tensors.get("reset")),
         )
         for name, gradient in zip(("gates_grad", "initial_grad"), gradients, strict=True):
             given[name].copy_(gradient)

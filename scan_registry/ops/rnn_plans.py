@@ -23,7 +23,12 @@ from scan_registry.kernels.rnn.problem import SIZES, Direction, Function, RnnPro
 from scan_registry.ops import rnn_cpu, rnn_steps
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.recording import is_capturing
-from scan_registry.ops.rnn_arguments import COMPILED, Arguments, Options
+from scan_registry.ops.rnn_arguments import (
+    COMPILED,
+    Arguments,
+    Options,
+    check_operator,
+)
 from scan_registry.ops.rnn_layout import (
     blocked,
     dense,
@@ -68,10 +73,11 @@ def prepare_sequence(
     device: torch.device,
     training: bool,
     graded: int,
+    resets: bool = False,
 ) -> Run | None:
     """The launch of all steps at once, for tensors laid out as a kernel takes them. None if no kernel takes all steps.
-    ``graded``: how many states have a gradient at every step."""
-    posed = alternatives(direction, options, tensors, training)
+    ``graded``: how many states have a gradient at every step. ``resets``: whether states start anew at some steps."""
+    posed = alternatives(direction, options, tensors, training, resets)
     if direction == "backward":
         posed = tuple((replace(problem, graded=graded), backend) for problem, backend in posed)  # type: ignore[type-var]
     found = _prepared(posed, device)
@@ -81,7 +87,7 @@ def prepare_sequence(
 
 
 @contextmanager
-def _step_buffers(problem: RnnProblem, like: Tensor) -> Iterator[StepBuffers]:
+def _step_buffers(problem: RnnProblem, like: Tensor, resets: bool) -> Iterator[StepBuffers]:
     """Buffers for a call that poses a step's problem, on the current stream. For a graph that somebody
     records they are new, and the graph's alone."""
     direction, training = problem.direction, problem.training
@@ -93,13 +99,13 @@ def _step_buffers(problem: RnnProblem, like: Tensor) -> Iterator[StepBuffers]:
     shapes = rnn_steps.buffer_shapes(direction, problem.function, size, steps, training)
 
     def make() -> StepBuffers:
-        return rnn_steps.make_buffers(shapes, steps, like, problem.function)
+        return rnn_steps.make_buffers(shapes, steps, like, problem.function, resets)
 
     if is_capturing(like):
         yield make()
         return
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
-    options = direction, problem.batch, problem.dtype, training, problem.clips
+    options = direction, problem.batch, problem.dtype, training, problem.clips, resets
     key = Key(like.device, stream, problem.function, *size[1:], (*options, policy.required.get()))
     with rnn_buffers.lent(key, make) as buffers:
         yield buffers
@@ -141,7 +147,7 @@ def _plan_forward(
     training: bool,
 ) -> Callable[..., Any]:
     function = options.function
-    _check(inputs, recurrent, bias, function)
+    check_operator(inputs, recurrent, bias, function)
     check_reset(reset, inputs.shape[:2])
 
     def nothing(
@@ -169,9 +175,10 @@ def _plan_forward(
         if not rnn_cpu.takes(inputs, options.backend):
             return by_reference
         return lambda *tensors: Outputs(*rnn_cpu.forward(tensors, options, training))
-    options = without_kernels(options, reset)
+    options = without_kernels(options, reset_states)
     tensors = forward_tensors(inputs, function, training)
-    found = _prepared(alternatives("forward", options, tensors, training), inputs.device)
+    posed = alternatives("forward", options, tensors, training, reset is not None)
+    found = _prepared(posed, inputs.device)
     if isinstance(found, Decision):
         decision = found
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
@@ -185,9 +192,12 @@ def _plan_forward(
         start = None if initial is None else dense(widened(initial))
         weight, offset = dense(widened(recurrent, 2)), dense(widened(bias))
         cache = made.cache if made.cache.numel() else None
+        marks = None if reset is None else reset.contiguous()
         if problem.scope == "step":
-            with _step_buffers(problem, given) as buffers:
-                rnn_steps.forward(buffers, run, given, weight, offset, start, made.states, cache)
+            with _step_buffers(problem, given, marks is not None) as buffers:
+                rnn_steps.forward(
+                    buffers, run, given, weight, offset, start, made.states, cache, marks
+                )
         else:
             run(
                 {
@@ -195,6 +205,7 @@ def _plan_forward(
                     "recurrent": weight,
                     "bias": offset,
                     "initial": start,
+                    "reset": marks,
                     "states": made.states,
                     "cache": cache,
                 }
@@ -316,9 +327,10 @@ def _plan_backward(
         if not rnn_cpu.takes(states, options.backend):
             return by_reference
         return lambda *tensors: rnn_cpu.backward(tensors, options)
-    options = without_kernels(options, reset)
+    options = without_kernels(options, reset_states)
     strided = backward_tensors(states, cache, states_grad, function)
-    found = _prepared(alternatives("backward", options, strided, True), states.device)
+    posed = alternatives("backward", options, strided, True, reset is not None)
+    found = _prepared(posed, states.device)
     if isinstance(found, Decision):
         decision = found
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
@@ -335,11 +347,12 @@ def _plan_backward(
         final = None if end is None else dense(widened(end))
         weight = dense(widened(recurrent, 2))
         gates_grad, initial_grad = empty_gradients(known, function)
+        marks = None if reset is None else reset.contiguous()
         if problem.scope == "step":
-            with _step_buffers(problem, known) as buffers:
+            with _step_buffers(problem, known, marks is not None) as buffers:
                 left = rnn_steps.backward(
                     buffers, run, weight, known, start, cache if known_cache is None else known_cache,
-                    given, final, options.clips, gates_grad,
+                    given, final, options.clips, gates_grad, marks,
                 )  # fmt: skip
                 initial_grad.copy_(left)
         else:
@@ -348,6 +361,7 @@ def _plan_backward(
                     "recurrent": weight,
                     "states": known,
                     "initial": start,
+                    "reset": marks,
                     "cache": known_cache,
                     "states_grad": given,
                     "final_grad": final,
@@ -379,24 +393,3 @@ def backward_tensors(
 def kept(cache: Tensor, states: Tensor) -> Tensor:
     """The cache, (B, T, cache, N, D), of a function that may keep nothing."""
     return cache if cache.dim() == 5 else states[0].unsqueeze(2)[:, :, :0]
-
-
-def _check(inputs: Tensor, recurrent: Tensor, bias: Tensor, function: Function) -> None:
-    """The operator itself may be called with anything, and kernels read what they are given."""
-    sizes, (heads, dim) = SIZES[function], inputs.shape[3:]
-    expected = {
-        "inputs": (inputs, (*inputs.shape[:2], sizes.inputs, heads, dim)),
-        "recurrent": (recurrent, (sizes.recurrent, heads, dim, dim)),
-        "bias": (bias, (sizes.bias, heads, dim)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != tuple(shape) or tensor.device != inputs.device:
-            raise ValueError(
-                f"the operator's {name} has shape {tuple(tensor.shape)} on {tensor.device}; for "
-                f"{function} it must be {tuple(shape)} on {inputs.device}"
-            )
-    if recurrent.dtype != inputs.dtype or bias.dtype != reference.compute_dtype(inputs.dtype):
-        raise TypeError(
-            f"the operator's tensors have dtypes {inputs.dtype}, {recurrent.dtype} and {bias.dtype}; "
-            f"they must be one, and the bias {reference.compute_dtype(inputs.dtype)}"
-        )

@@ -19,6 +19,7 @@ def sequence_problem(
     options: Options,
     tensors: Mapping[str, Tensor],
     training: bool,
+    resets: bool = False,
 ) -> RnnProblem:
     """What all steps in one launch pose; ``tensors`` are those that ``STRIDED`` names, and others."""
     strides = []
@@ -49,15 +50,20 @@ def sequence_problem(
             ]
         ),
         clips=options.clips,
+        resets=resets,
     )
 
 
 def alternatives(
-    direction: Direction, options: Options, tensors: Mapping[str, Tensor], training: bool
+    direction: Direction,
+    options: Options,
+    tensors: Mapping[str, Tensor],
+    training: bool,
+    resets: bool = False,
 ) -> tuple[tuple[Problem, Backend], ...]:
     """The problems that would do, in the order in which the backend tries them, and what may solve each. ``tensors`` are the
     kernel's, padded, as far as they are there."""
-    whole = sequence_problem(direction, options, tensors, training)
+    whole = sequence_problem(direction, options, tensors, training, resets)
     size = whole.batch, whole.time, whole.heads, whole.dim
     step = rnn_steps.step_problem(
         direction, options.function, whole.dtype, size, training, options.clips

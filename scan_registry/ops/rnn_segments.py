@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from scan_registry.ops import rnn_derivatives
 from scan_registry.ops.arguments import has_values
@@ -90,16 +91,17 @@ def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[
     return states, last.unflatten(1, (batch, sequences))
 
 
-def first_batch(given: Arguments, resets: Resets) -> Tensor:
+def first_batch(given: Arguments, resets: Resets, cut: bool) -> Tensor:
     """A meta tensor with the shape that the inputs of the first batch of rows have on a GPU. If values cannot be
     read, it has the shape of the sequences as they were given."""
-    inputs, reset = given.inputs, given.reset
+    inputs = given.inputs
+    reset = given.reset if cut else None
     read = [t for t in (reset, resets.cu_seqlens) if t is not None]
     rows = inputs.shape[:2]
     if resets.max_seqlen is not None and reset is None:
         rows = torch.Size((rows[0] * (resets.cu_seqlens.shape[0] - 1), resets.max_seqlen))
     elif all(has_values(t) and not t.is_meta for t in read):
-        rows = layout_of(inputs, reset, resets, True).batches[0].steps.shape
+        rows = layout_of(inputs, reset, resets, cut).batches[0].steps.shape
     return inputs.new_empty(*rows, *inputs.shape[2:], device="meta")
 
 
@@ -135,7 +137,8 @@ def _check_longest(bounds: Tensor, longest: int) -> None:
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# As torch.compiler.disable does, but for its import of the whole compiler.
+@_disable_dynamo
 def _layout_of_values(
     size: tuple[int, int],
     device: torch.device,

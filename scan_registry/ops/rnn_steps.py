@@ -50,11 +50,11 @@ def buffer_shapes(
     training: bool,
 ) -> dict[str, tuple[int, ...]]:
     """What buffers for ``steps`` steps hold, in the dtype of the sequence; beside it, ``carry`` and ``bias``
-    are float32. The states of a backward pass begin with those before the chunk. ``size`` is (batch,
-    heads, dim)."""
+    are float32. The states of a backward pass begin with those before the chunk, and after them there is room for
+    those that a reset puts before a step. ``size`` is (batch, heads, dim)."""
     sizes, (batch, heads, dim) = SIZES[function], size
     unit, states = (heads, dim), len(sizes.states)
-    before = int(direction == "backward")
+    before = 2 if direction == "backward" else 0
     shapes: dict[str, tuple[int, ...]] = {"states": (states, batch, before + steps, *unit)}
     if sizes.cache and training:
         shapes["cache"] = (batch, steps, len(sizes.cache), *unit)
@@ -73,14 +73,20 @@ def buffer_shapes(
 
 
 def make_buffers(
-    shapes: Mapping[str, tuple[int, ...]], steps: int, like: Tensor, function: Function
+    shapes: Mapping[str, tuple[int, ...]],
+    steps: int,
+    like: Tensor,
+    function: Function,
+    resets: bool = False,
 ) -> StepBuffers:
-    """Empty buffers, in the dtype and on the device of ``like``."""
+    """Empty buffers, in the dtype and on the device of ``like``; for ``resets``, where they are, too."""
     _, batch, _, *unit = shapes["states"]
     sizes = SIZES[function]
     tensors = {name: like.new_empty(shape) for name, shape in shapes.items()}
     tensors["carry"] = like.new_empty(len(sizes.states), batch, *unit, dtype=torch.float32)
     tensors["bias"] = like.new_empty(sizes.bias, *unit, dtype=torch.float32)
+    if resets:
+        tensors["reset"] = like.new_empty(batch, steps, dtype=torch.bool)
     return StepBuffers(tensors, steps)
 
 
@@ -128,8 +134,10 @@ def forward(
     initial: Tensor | None,
     states: Tensor,
     cache: Tensor | None,
+    reset: Tensor | None = None,
 ) -> None:
-    """Writes states (states, B, T, N, D), and cache where there is one."""
+    """Writes states (states, B, T, N, D), and cache where there is one. What a kernel has of a step is set to zeros
+    before it where there is a reset."""
     own, time, chunk = buffers.tensors, inputs.shape[1], buffers.steps
     own["weight"].copy_(previous_first(recurrent))
     own["bias"].copy_(bias)
@@ -142,6 +150,8 @@ def forward(
     for begin in range(0, time, chunk):
         count = min(chunk, time - begin)
         own["inputs"][:, :count].copy_(inputs[:, begin : begin + count])
+        if reset is not None:
+            own["reset"][:, :count].copy_(reset[:, begin : begin + count])
         buffers.run(count, body)
         states[:, :, begin : begin + count].copy_(own["states"][:, :, :count])
         if cache is not None:
@@ -153,6 +163,8 @@ def _forward_steps(run: Run, own: Tensors, steps: int) -> None:
     h, cache = own["before"], own.get("cache")
     for t in range(steps):
         torch.bmm(h.transpose(0, 1), own["weight"], out=own["terms"])
+        if "reset" in own:
+            _clear(own["reset"][:, t], own["carry"], own["terms"])
         states = own["states"][:, :, t]
         run(
             {
@@ -176,6 +188,7 @@ def backward(
     final_grad: Tensor | None,
     clips: Clips,
     gates_grad: Tensor,
+    reset: Tensor | None = None,
 ) -> Tensor:
     """Writes gates_grad (B, T, bias, N, D); the gradient of the initial states, in float32."""
     own, time, chunk = buffers.tensors, states.shape[2], buffers.steps
@@ -192,6 +205,8 @@ def backward(
         count = end - begin
         _set(own["states"][:, :, 0], states[:, :, begin - 1] if begin else initial)
         own["states"][:, :, 1 : count + 1].copy_(states[:, :, begin:end])
+        if reset is not None:
+            own["reset"][:, :count].copy_(reset[:, begin:end])
         own["states_grad"][:, :, :count].copy_(states_grad[:, :, begin:end])
         if "cache" in own:
             own["cache"][:, :count].copy_(cache[:, begin:end])
@@ -205,11 +220,15 @@ def backward(
 def _backward_steps(run: Run, own: Tensors, steps: int, cut: bool) -> None:
     cache, through = own.get("cache"), own["through"]
     for t in reversed(range(steps)):
-        gates_grad = own["gates_grad"][:, t]
+        gates_grad, before = own["gates_grad"][:, t], own["states"][:, :, t]
+        if "reset" in own:
+            # The step before still needs what is there.
+            before = own["states"][:, :, -1].copy_(before)
+            _clear(own["reset"][:, t], before)
         run(
             {
                 **own,
-                "before": own["states"][:, :, t],
+                "before": before,
                 "states": own["states"][:, :, t + 1],
                 "states_grad": own["states_grad"][:, :, t],
                 "cache": None if cache is None else cache[:, t],
@@ -219,6 +238,15 @@ def _backward_steps(run: Run, own: Tensors, steps: int, cut: bool) -> None:
         if not cut:
             through.copy_(gates_grad[:, : through.shape[2]].permute(2, 0, 1, 3))
             torch.bmm(through.flatten(2), own["weight"], out=own["terms"])
+        if "reset" in own:
+            _clear(own["reset"][:, t], own["carry"], own["terms"])
+
+
+def _clear(reset: Tensor, states: Tensor, terms: Tensor | None = None) -> None:
+    """Sets states (states, B, N, D) and terms (N, B, …) to zeros in batches with a reset."""
+    states.masked_fill_(reset.view(-1, 1, 1), 0)
+    if terms is not None:
+        terms.masked_fill_(reset.view(-1, 1), 0)
 
 
 def _set(buffer: Tensor, value: Tensor | None) -> None:

@@ -32,6 +32,8 @@ class Trial:
     ends     whether the last states have gradients of their own
     graded   whether every state has gradients, and not h alone
     padded   elements between one batch and the next that belong to neither
+    resets   whether states start anew here and there; where a first step has a reset, from states that
+             are NaN
     steady   whether all steps of all batches get the same inputs, and f keeps most of a state
     """
 
@@ -44,6 +46,7 @@ class Trial:
     ends: bool = True
     graded: bool = False
     padded: int = 0
+    resets: bool = False
     steady: bool = False
     clips: Clips = field(default_factory=Clips)
 
@@ -84,6 +87,13 @@ class Tensors:
                 if tensor is not None and len(tensor) == states:
                     tensor[1:] = 0
         exact = {name: t if t is None else t.double() for name, t in self.given.items()}
+        reset = None
+        if trial.resets:
+            reset = torch.rand(steps_of) < 0.3
+            reset[0, 0] = reset[-1, -1] = True
+            if trial.starts:
+                for tensors in (self.given, exact):
+                    _there(tensors["initial"])[:, reset[:, 0]] = torch.nan
         out, cache = reference.forward(
             trial.function,  # type: ignore[arg-type]
             exact["inputs"],
@@ -91,6 +101,7 @@ class Tensors:
             exact["bias"],
             exact["initial"],
             trial.clips,
+            reset,
         )
         grads, initial_grad = reference.backward(
             trial.function,  # type: ignore[arg-type]
@@ -101,9 +112,11 @@ class Tensors:
             exact["states_grad"],
             exact["final_grad"],
             trial.clips,
+            reset=reset,
         )
         self.exact = {"states": out, "gates_grad": grads, "initial_grad": initial_grad}
         self.given |= {
+            "reset": reset,
             "states": self._blank(self._spread_states(states, *steps_of, *block)),
             "cache": self._blank(self._spread(*steps_of, max(1, len(sizes.cache)), *block)),
             "gates_grad": self._blank(self._spread(*steps_of, sizes.bias, *block)),
@@ -192,6 +205,8 @@ def trials(function: str) -> list[Trial]:
         replace(one, time=20, dim=80, heads=2, starts=False, ends=False),
         replace(one, clips=Clips(forward=0.2, recurrent=0.05), dim=32),
         replace(one, clips=Clips(recurrent_cut=True), dim=32, ends=False),
+        replace(one, batch=9, time=20, heads=2, dim=32, graded=True, resets=True),
+        replace(one, time=5, dim=80, clips=Clips(recurrent=0.05), starts=False, resets=True),
     ]
 
 

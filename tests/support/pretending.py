@@ -41,6 +41,16 @@ class SequenceKernel:
         shape = [count, problem.batch, problem.time, heads, dim]
         return given.as_strided(shape, [between, *along, dim, 1])
 
+    def marks(self, tensors: Mapping[str, Any]) -> Any:
+        """Where states start anew, (B, T)."""
+        given, problem = tensors["reset"], self.problem
+        assert (given is not None) == problem.resets
+        if given is None:
+            return None
+        assert given.dtype == torch.bool
+        assert given.untyped_storage().nbytes() >= problem.batch * problem.time
+        return given.as_strided((problem.batch, problem.time), (problem.time, 1))
+
     def check(self, tensor: Tensor, name: str) -> None:
         assert tensor.data_ptr() % 16 == 0, name
         dtype = "float32" if name == "bias" else self.problem.dtype
@@ -61,6 +71,7 @@ class SequenceKernel:
             self.dense(tensors, "bias", sizes.bias),
             self.dense(tensors, "initial", count, problem.batch),
             problem.clips,
+            self.marks(tensors),
         )
         self.strided(tensors, "states", count).copy_(states)
         assert (tensors["cache"] is not None) == (problem.training and bool(sizes.cache))
@@ -88,6 +99,7 @@ class SequenceKernel:
             grads,
             self.dense(tensors, "final_grad", count, problem.batch),
             problem.clips,
+            reset=self.marks(tensors),
         )
         self.strided(tensors, "gates_grad", sizes.bias).copy_(gates_grad.permute(2, 0, 1, 3, 4))
         self.dense(tensors, "initial_grad", count, problem.batch).copy_(initial_grad)

@@ -79,6 +79,13 @@ def draw(module: Any, with_states: bool = False) -> tuple[Tensor, Any]:
     return x.requires_grad_(), states if count > 1 else states[0]
 
 
+def draw_marks(module: Any) -> Tensor:
+    """Where states start anew: at one first step, too."""
+    marks = torch.rand(BATCH, TIME) < 0.3
+    marks[:, 0] = torch.arange(BATCH) == 1
+    return marks if module.batch_first else marks.T.contiguous()
+
+
 def flat(results: Any) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else [t for r in results for t in flat(r)]
 
@@ -88,9 +95,11 @@ def leaves(module: Any, x: Tensor, hx: Any) -> list[Tensor]:
     return [each for each in wanted if each.requires_grad]
 
 
-def gradients(module: Any, x: Tensor, hx: Any, used: Any) -> tuple[list[Tensor], list[Tensor]]:
+def gradients(
+    module: Any, x: Tensor, hx: Any, used: Any, **how: Any
+) -> tuple[list[Tensor], list[Tensor]]:
     """All results, and the gradients of the sum of those that ``used`` says, each weighted."""
-    found = flat(module(x, hx))
+    found = flat(module(x, hx, **how))
     weights = [torch.linspace(-1, 2, out.numel()).view(out.shape).to(out.dtype) for out in found]
     loss = sum(
         (out * w).sum() for k, (out, w) in enumerate(zip(found, weights, strict=True)) if used(k)
@@ -117,6 +126,7 @@ USED: dict[str, Callable[[int], bool]] = {
 }
 
 
+@pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("with_states", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,23 +134,26 @@ def test_layers_are_those_composed(
     kind: str,
     name: str,
     with_states: bool,
+    resets: bool,
     solved: list[RnnProblem],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = make(kind, **OPTIONS[name])
     given = draw(module, with_states)
-    found = {each: gradients(module, *given, used) for each, used in USED.items()}
+    how = {"reset": draw_marks(module)} if resets else {}
+    found = {each: gradients(module, *given, used, **how) for each, used in USED.items()}
     with torch.no_grad():
-        close(flat(module(*given)), found["all"][0])
+        close(flat(module(*given, **how)), found["all"][0])
     assert len(solved) == module.num_layers * (2 * len(USED) + 1)
+    assert all(p.resets == resets for p in solved)
     assert {p.graded for p in solved if p.direction == "backward"} == {0, 1}
     monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: False)
     for each, used in USED.items():
-        expected = gradients(module, *given, used)
+        expected = gradients(module, *given, used, **how)
         close(found[each][0], expected[0])
         for one, other in zip(found[each][1], expected[1], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    if kind != "SLSTM":
+    if kind != "SLSTM" and not resets:
         theirs = getattr(torch.nn, kind)(FEATURES, HIDDEN, **OPTIONS[name])
         theirs.load_state_dict(module.state_dict())
         close(found["all"][0], gradients(theirs, *given, USED["all"])[0])
@@ -169,11 +182,13 @@ def test_few_steps_and_rows(
 ) -> None:
     module = make(kind)
     x = torch.randn(*shape, FEATURES, requires_grad=True)
-    found = gradients(module, x, None, USED["all"])
-    assert len(solved) == 2
+    ways: tuple[dict[str, Any], ...] = {}, {"reset": torch.rand(shape) < 0.5}
+    found = [gradients(module, x, None, USED["all"], **how) for how in ways]
+    assert len(solved) == 4
     monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: False)
-    expected = gradients(module, x, None, USED["all"])
-    close(found[0] + found[1], expected[0] + expected[1], 1e-4)
+    for one, how in zip(found, ways, strict=True):
+        expected = gradients(module, x, None, USED["all"], **how)
+        close(one[0] + one[1], expected[0] + expected[1], 1e-4)
 
 
 def test_gradients_that_are_not_wanted(solved: list[RnnProblem]) -> None:
@@ -212,16 +227,57 @@ def test_no_memory_is_shared(kind: str, solved: list[RnnProblem]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_was_before_a_reset_counts_for_nothing(kind: str, solved: list[RnnProblem]) -> None:
+    """Even if it is NaN: in a step before, and in the states that a first reset hides, which get no gradient."""
+    module = make(kind)
+    x, hx = draw(module, True)
+    marks = torch.zeros(TIME, BATCH, dtype=torch.bool)
+    marks[2] = True
+    broken = x.detach().clone()
+    broken[1] = torch.nan
+    assert torch.equal(module(broken, hx, reset=marks)[0][2:], module(x[2:])[0])
+    expected = gradients(module, x, None, USED["all"])
+    with torch.no_grad():
+        for state in flat(hx):
+            state.fill_(torch.nan)
+    found = gradients(module, x, hx, USED["all"], reset=marks.roll(-2, 0))
+    count = len(expected[1])
+    close(found[0] + found[1][:count], expected[0] + expected[1], 1e-4)
+    assert not any(grad.any() for grad in found[1][count:])
+    assert sum(p.resets for p in solved) == 3
+
+
+def test_marks_as_they_may_lie(solved: list[RnnProblem]) -> None:
+    """Strided, unbatched, and written to afterwards."""
+    module = make("GRU")
+    x, _ = draw(module)
+    marks = draw_marks(module)
+    expected = gradients(module, x, None, USED["all"], reset=marks)
+    spread = torch.zeros(TIME, BATCH, 2, dtype=torch.bool)
+    spread[..., 0] = marks
+    out = module(x, reset=spread[..., 0])[0]
+    spread.fill_(True)
+    out.sum().backward()
+    assert torch.equal(out, expected[0][0])
+    one = module(x[:, 0], reset=marks[:, 0])[0]
+    torch.testing.assert_close(one, expected[0][0][:, 0])
+    assert len(solved) == 5
+    assert all(p.resets for p in solved)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives(
-    kind: str, solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch
+    kind: str, resets: bool, solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = make(kind)
+    how = {"reset": draw_marks(module)} if resets else {}
 
     def second() -> list[Tensor]:
         torch.manual_seed(1)
         x, hx = draw(module, True)
         wanted = leaves(module, x, hx)
-        found = flat(module(x, hx))
+        found = flat(module(x, hx, **how))
         first = torch.autograd.grad(
             sum(out.sin().sum() for out in found), wanted, create_graph=True
         )
@@ -255,13 +311,14 @@ def test_hooks_of_saved_tensors(solved: list[RnnProblem]) -> None:
     for kind in KINDS:
         module = make(kind)
         given = draw(module, True)
-        expected = gradients(module, *given, USED["all"])
+        how = {"reset": draw_marks(module)}
+        expected = gradients(module, *given, USED["all"], **how)
         for unpack in (
             lambda t: t.clone(),
             lambda t: t.clone() if t.dim() < 2 else t.transpose(0, 1).contiguous().transpose(0, 1),
         ):
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-                found = gradients(module, *given, USED["all"])
+                found = gradients(module, *given, USED["all"], **how)
             for one, other in zip(found[1], expected[1], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -315,11 +372,27 @@ def left_to_others() -> dict[str, Callable[[], Any]]:
         x = torch.nn.utils.rnn.pack_sequence([torch.randn(3, FEATURES), torch.randn(1, FEATURES)])
         return make("LSTM")(x)
 
+    def both_ways_with_resets() -> Any:
+        module, x = make("GRU", bidirectional=True), torch.randn(TIME, BATCH, FEATURES)
+        return module(x, reset=draw_marks(module))
+
+    def given_at_resets() -> Any:
+        module, x = make("RNN"), torch.randn(TIME, BATCH, FEATURES)
+        return module(x, reset=draw_marks(module), reset_hx=torch.randn(1, BATCH, HIDDEN))
+
+    def mapped_resets() -> Any:
+        module, x = make("GRU"), torch.randn(TIME, BATCH, FEATURES)
+        marks = torch.stack([draw_marks(module) for _ in range(2)])
+        return torch.func.vmap(lambda reset: module(x, reset=reset))(marks)
+
     def strided_states() -> Any:
         states = [torch.randn(1, HIDDEN, BATCH).transpose(1, 2) for _ in range(2)]
         return make("LSTM")(torch.randn(TIME, BATCH, FEATURES), tuple(states))
 
-    found = (padded, both_ways, wide, empty, reference, misaligned, mapped, packed, strided_states)
+    found = (
+        *(padded, both_ways, wide, empty, reference, misaligned, mapped, packed, strided_states),
+        *(both_ways_with_resets, given_at_resets, mapped_resets),
+    )
     return {each.__name__: each for each in found}
 
 
@@ -333,7 +406,8 @@ def test_no_kernel(solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch) ->
     """Where none takes all steps the layer is composed, and where none goes backwards its gradient is."""
     module = make("LSTM")
     x, hx = draw(module, True)
-    expected = gradients(module, x, hx, USED["all"])
+    how = {"reset": draw_marks(module)}
+    expected = gradients(module, x, hx, USED["all"], **how)
     prepare, missing = rnn_plans.prepare_sequence, ""
 
     def some(direction: Any, *how: Any) -> Any:
@@ -342,18 +416,19 @@ def test_no_kernel(solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rnn_plans, "prepare_sequence", some)
     for missing in ("forward", "backward"):  # noqa: B007
         monkeypatch.setattr(rnn_layer, "_layers", {})
-        found = gradients(module, x, hx, USED["all"])
+        found = gradients(module, x, hx, USED["all"], **how)
         for one, other in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_gradients(kind: str, solved: list[RnnProblem]) -> None:
+def test_batches_of_gradients(kind: str, resets: bool, solved: list[RnnProblem]) -> None:
     """As Jacobians are taken: by torch's own batches, and by ``torch.func.vmap`` over a backward pass."""
     module = make(kind)
     x, hx = draw(module, True)
     wanted = leaves(module, x, hx)
-    out = flat(module(x, hx))[0]
+    out = flat(module(x, hx, reset=draw_marks(module) if resets else None))[0]
     vectors = torch.randn(3, *out.shape)
     expected = [
         torch.autograd.grad(out, wanted, v, retain_graph=True, allow_unused=True) for v in vectors

@@ -47,16 +47,26 @@ def draw(module: Any) -> tuple[Tensor, Any]:
     return x, states if count > 1 else states[0]
 
 
+def draw_marks(module: Any) -> Tensor:
+    """Where states start anew: at one first step, too."""
+    marks = torch.rand(BATCH, TIME, device="cuda") < 0.2
+    marks[1, 0] = True
+    return marks if module.batch_first else marks.T.contiguous()
+
+
 def flat(results: Any) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else [t for r in results for t in flat(r)]
 
 
-def run(module: Any, x: Tensor, hx: Any, device: str, dtype: torch.dtype) -> list[Tensor]:
+def run(
+    module: Any, x: Tensor, hx: Any, device: str, dtype: torch.dtype, marks: Tensor | None = None
+) -> list[Tensor]:
     """Results, and gradients of the parameters, x and the states."""
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     x = x.detach().to(**place).requires_grad_()
     states = [state.detach().to(**place).requires_grad_() for state in flat(hx)]
-    found = flat(module(x, tuple(states) if len(states) > 1 else states[0]))
+    marks = None if marks is None else marks.to(device)
+    found = flat(module(x, tuple(states) if len(states) > 1 else states[0], reset=marks))
     torch.manual_seed(2)
     weights = [torch.randn(out.shape, dtype=torch.float64) for out in found]
     if isinstance(module, nn.SLSTM):
@@ -87,16 +97,20 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_and_gradients(kind: str, name: str, dtype: torch.dtype, taken: list[bool]) -> None:
+def test_results_and_gradients(
+    kind: str, name: str, dtype: torch.dtype, resets: bool, taken: list[bool]
+) -> None:
     module = make(kind, dtype, **OPTIONS[name])
     x, hx = draw(module)
-    found = run(module, x, hx, "cuda", dtype)
+    marks = draw_marks(module) if resets else None
+    found = run(module, x, hx, "cuda", dtype, marks)
     assert taken
     assert all(taken)
-    expected = run(copy.deepcopy(module).double().cpu(), x, hx, "cpu", torch.float64)
+    expected = run(copy.deepcopy(module).double().cpu(), x, hx, "cpu", torch.float64, marks)
     # TF32 in torch's own products is off by default; what is left are sums in another order.
     most = 1e-4 if dtype == torch.float32 else 4e-2
     assert [
@@ -108,10 +122,10 @@ def test_results_and_gradients(kind: str, name: str, dtype: torch.dtype, taken: 
 def test_a_training_step_in_a_graph(kind: str, taken: list[bool]) -> None:
     module = make(kind)
     x, _ = draw(module)
-    now = x.clone()
+    now, marks = x.clone(), draw_marks(module)
 
     def step() -> list[Tensor]:
-        out = module(now)[0]
+        out = module(now, reset=marks)[0]
         return [out, *torch.autograd.grad(out.square().sum(), [*module.parameters()])]
 
     stream = torch.cuda.Stream()
@@ -124,6 +138,7 @@ def test_a_training_step_in_a_graph(kind: str, taken: list[bool]) -> None:
         found = step()
     assert all(taken)
     now.copy_(2 * x)
+    marks.copy_(draw_marks(module))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(0.5)  # which the graph is to see
@@ -162,11 +177,12 @@ def test_on_several_streams_and_threads(kind: str, taken: list[bool]) -> None:
 def test_nothing_waits_for_the_gpu(kind: str, taken: list[bool]) -> None:
     module = make(kind)
     x, hx = draw(module)
-    run(module, x, hx, "cuda", torch.float32)
+    marks = draw_marks(module)
+    run(module, x, hx, "cuda", torch.float32, marks)
     x.requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = module(x, hx)[0]
+        out = module(x, hx, reset=marks)[0]
         torch.autograd.grad(out, [*module.parameters(), x], torch.ones_like(out))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -373,14 +373,15 @@ def test_opcheck(given: bool) -> None:
 
 
 def test_explain_of_rows() -> None:
-    """Of packed sequences, and of pieces between resets, it names the batch of the longest."""
+    """Of packed sequences, and of pieces between resets to given states, it names the batch of the longest."""
     wx, r, b, _ = draw("gru", (1, 13, 1, 16), torch.float32, grad=False)
     reset = torch.zeros(1, 13, dtype=torch.bool)
     reset[0, 5] = True
     for given, size in (
         ({"cu_seqlens": BOUNDS}, (2, 7)),
         ({"cu_seqlens": BOUNDS, "max_seqlen": 7}, (7, 7)),
-        ({"reset": reset}, (2, 8)),
+        ({"reset": reset}, (1, 13)),
+        ({"reset": reset, "reset_states": torch.zeros(1, 1, 1, 1, 16)}, (2, 8)),
     ):
         call = explain(rnn, wx, r, b, **given, function="gru")
         problem = call.steps[0].decision.problem
@@ -425,6 +426,7 @@ def test_explain_of_rows() -> None:
             "max_seqlen is 2, and the longest sequence in cu_seqlens has 3 steps",
         ),
         ({"cu_seqlens": torch.tensor([0, 5]), "max_seqlen": 2.5}, TypeError, "must be an int"),
+        ({"cu_seqlens": torch.tensor([0, 5]), "max_seqlen": True}, TypeError, "must be an int"),
     ],
 )
 def test_errors(changes: dict[str, Any], error_type: type[Exception], words: str) -> None:
