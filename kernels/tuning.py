@@ -124,8 +124,8 @@ class Tuning:
             )
             if named := [row for row in found if row.times]:
                 rows[kind] = named
-        kept = Tuning.of(self.arch, self.gpu, self.date, rows, self.exclusive)
-        return replace(kept, model=self.model)
+        fewer = Tuning.of(self.arch, self.gpu, self.date, rows, self.exclusive)
+        return replace(fewer, model=self.model)
 
     def serves(self, gpu: str) -> bool:
         """Whether it says anything about GPUs of a name, if they are of the architecture."""

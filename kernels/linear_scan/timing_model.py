@@ -108,7 +108,8 @@ def milliseconds(work: Work, of: Mapping[str, float]) -> float:
     turn = of["memory"] / work.depth + of["tile"] + of["held"] * work.held
     last = (work.turns + of["tail"] * work.missing) * turn
     slowest = dram**_SHARPNESS + busiest**_SHARPNESS + last**_SHARPNESS
-    return of["call"] + slowest ** (1 / _SHARPNESS)
+    total: float = of["call"] + slowest ** (1 / _SHARPNESS)
+    return total
 
 
 def predicted(
