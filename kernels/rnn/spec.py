@@ -404,6 +404,7 @@ FAMILY = Family(
     summary="LSTM, GRU, Elman and sLSTM networks with a recurrent matrix per head",
     folder=FOLDER,
     on_cpu=True,
+    by_torch=("float64",),
     kernels=(
         *map(_fused_kernel, _DIRECTIONS),
         *map(_step_kernel, _DIRECTIONS),

@@ -319,4 +319,5 @@ FAMILY = Family(
     kernels=tuple(map(_kernel, DIRECTIONS)),
     samples=tuple(_sample(*each) for each in product(DIRECTIONS, DTYPES, LAYOUTS, ACCESSES)),
     on_cpu=True,
+    by_torch=("float64",),
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from scan_registry.kernels.rnn.problem import SIZES
+from scan_registry.nn import reset_checks
 from scan_registry.ops.arguments import refuse_layout
 from scan_registry.ops.rnn_arguments import ACCEPTED, BACKENDS
 
@@ -47,13 +48,13 @@ def check_heads(num_heads: Any, hidden_size: int) -> None:
         )
 
 
-def check_projection(proj_size: Any) -> None:
-    """Refuse projections, which no kernel has."""
-    if not isinstance(proj_size, int):
+def check_projection(proj_size: Any, backend: Any) -> None:
+    """Refuse projections by a kernel, as none has them."""
+    if not isinstance(proj_size, int) or isinstance(proj_size, bool):
         raise TypeError(f"proj_size should be of type int, got: {type(proj_size).__name__}")
-    if proj_size:
+    if proj_size and backend in BACKENDS and backend not in ("auto", "reference"):
         raise ValueError(
-            f"proj_size should be 0, got: {proj_size}; for projections use torch.nn.LSTM"
+            f"backend should be 'auto' or 'reference' with proj_size, got: {backend!r}; no kernel has projections"
         )
 
 
@@ -113,24 +114,13 @@ def _go_together(one: Tensor, other: Tensor) -> bool:
 
 
 def check_reset(module: Recurrent[Any], reset: Any, reset_hx: Any, x: Tensor) -> None:
-    """Refuse what is no boolean for each step of each sequence."""
-    name, size = type(module).__name__, tuple(x.shape[:-1])
-    if reset is None:
-        if reset_hx is not None:
-            raise ValueError(f"{name}: Expected reset beside reset_hx, got reset_hx alone")
-        return
-    if not isinstance(reset, Tensor):
-        raise TypeError(f"{name}: Expected reset to be a Tensor, got {type(reset).__name__}")
-    if reset.layout != torch.strided or reset.is_nested:
-        refuse_layout("reset", reset)
-    if reset.dtype != torch.bool:
-        raise ValueError(f"{name}: Expected reset of dtype torch.bool, got {reset.dtype}")
-    if tuple(reset.shape) != size:
-        raise RuntimeError(f"{name}: Expected reset of size {size}, got {tuple(reset.shape)}")
-    if reset.device != x.device:
-        raise RuntimeError(
-            f"{name}: Expected reset on the input's device, {x.device}, got {reset.device}"
-        )
+    """Refuse what is no boolean for each step of each sequence, and states without it."""
+    if reset is None and reset_hx is not None:
+        name = type(module).__name__
+        raise ValueError(f"{name}: Expected reset beside reset_hx, got reset_hx alone")
+    reset_checks.check_reset(
+        module, reset, x, dtype_error=ValueError, size_error=RuntimeError
+    )  # as torch.nn's for input and hx
 
 
 def check_packed_reset(
@@ -168,7 +158,7 @@ def states_of(
         return None
     name, states = type(module).__name__, SIZES[module.function].states
     rows = module.num_layers * (2 if module.bidirectional else 1)
-    size = (rows, module.hidden_size) if batch is None else (rows, batch, module.hidden_size)
+    lead = (rows,) if batch is None else (rows, batch)
     if len(states) == 1:
         given, names = [hx], [called]
         expected = "a Tensor"
@@ -178,7 +168,9 @@ def states_of(
         expected = f"a tuple of {len(states)} Tensors, ({', '.join(states)})"
     if len(given) != len(states) or not all(isinstance(state, Tensor) for state in given):
         raise TypeError(f"{name}: Expected {called} to be {expected}, got {_kind(hx)}")
-    for what, state in zip(names, given, strict=True):
+    for k, (what, state) in enumerate(zip(names, given, strict=True)):
+        units = module.proj_size if module.proj_size and k == 0 else module.hidden_size
+        size = (*lead, units)
         if state.layout != torch.strided or state.is_nested:
             refuse_layout(what, state)
         if state.dim() != len(size):

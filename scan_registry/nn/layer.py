@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from scan_registry.kernels.gated_scan.kinds import KINDS
-from scan_registry.nn.layer_checks import check_common, check_input, check_reset, check_state
+from scan_registry.nn.layer_checks import check_common, check_input, check_state
+from scan_registry.nn.reset_checks import check_reset
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack

@@ -105,25 +105,6 @@ def check_input(module: ScanLayer, x: Any, *, step: bool = False) -> None:
         )
 
 
-def check_reset(module: ScanLayer, reset: Any, x: Tensor) -> None:
-    """Refuse what is no boolean for each step of each sequence."""
-    if reset is None:
-        return
-    name, size = type(module).__name__, tuple(x.shape[:-1])
-    if not isinstance(reset, Tensor):
-        raise TypeError(f"{name}: Expected reset to be a Tensor, got {type(reset).__name__}")
-    if reset.layout != torch.strided or reset.is_nested:
-        refuse_layout("reset", reset)
-    if reset.dtype != torch.bool:
-        raise TypeError(f"{name}: Expected reset of dtype torch.bool, got {reset.dtype}")
-    if tuple(reset.shape) != size:
-        raise ValueError(f"{name}: Expected reset of size {size}, got {tuple(reset.shape)}")
-    if reset.device != x.device:
-        raise ValueError(
-            f"{name}: Expected reset on the input's device, {x.device}, got {reset.device}"
-        )
-
-
 def check_previous(module: ScanLayer, state: Any, *, packed: bool) -> None:
     """Refuse what is no state with a dimension for time, of one step, or for packed sequences."""
     name, size = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -119,12 +120,12 @@ def as_bool(name: str, value: Any) -> bool:
 
 def as_index(name: str, value: Any) -> int:
     """An int, or what stands for one, such as numpy's integers; else ``TypeError``."""
-    if isinstance(value, (int, torch.SymInt)):
-        return value  # type: ignore[return-value]
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; it must be an int") from None
+    if not isinstance(value, bool):  # which is an int to Python
+        if isinstance(value, (int, torch.SymInt)):
+            return value  # type: ignore[return-value]
+        with suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name} is {value!r}; it must be an int")
 
 
 def check_options(

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from layers import FEATURES, MAKERS
-from networks import BOTH_WAYS, MODULES, RECURRENT, final_state
+from networks import BOTH_WAYS, MODULES, PROJECTED, RECURRENT, final_state
 from torch import Tensor
+
+from scan_registry import nn
 
 BATCH, LENGTH = 2, 11
 #: A module that goes both ways has no state to hand on.
@@ -50,6 +52,10 @@ def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(flat(found[1]), flat(expected[1]))
 
 
+def test_every_module_is_here() -> None:
+    assert {type(make(name)).__name__ for name in STREAMING} == {*nn.__all__}
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", STREAMING)
 def test_parts_are_the_whole(name: str, seed: int) -> None:
@@ -82,7 +88,7 @@ def test_one_step_at_a_time(name: str) -> None:
         if name == "Mamba":
             state = module.allocate_inference_cache(BATCH, 0)
         for part in x.split(1, 1):
-            if name in RECURRENT:
+            if name in RECURRENT | PROJECTED:
                 y, state = module(part, state)
             elif name in MAKERS:
                 y, state = module.step(part.squeeze(1), state)

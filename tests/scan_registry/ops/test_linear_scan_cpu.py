@@ -224,6 +224,7 @@ def test_what_is_refused(
     ("options", "words"),
     [
         ({"dim": "x"}, ["dim is 'x'; it must be an int"]),
+        ({"dim": True}, ["dim is True; it must be an int"]),
         ({"dim": 1.5}, ["dim is 1.5"]),
         ({"dim": None}, ["dim is None"]),
         ({"dim": [1]}, ["dim is [1]"]),

@@ -426,6 +426,7 @@ def test_explain_of_rows() -> None:
             "max_seqlen is 2, and the longest sequence in cu_seqlens has 3 steps",
         ),
         ({"cu_seqlens": torch.tensor([0, 5]), "max_seqlen": 2.5}, TypeError, "must be an int"),
+        ({"cu_seqlens": torch.tensor([0, 5]), "max_seqlen": True}, TypeError, "must be an int"),
     ],
 )
 def test_errors(changes: dict[str, Any], error_type: type[Exception], words: str) -> None:

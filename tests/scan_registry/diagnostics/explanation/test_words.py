@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_the_winner_is_described(hopper: System) -> None:
         assert said["sha256"] == winner.binary.sha256
         assert said["GPU-tested"].startswith("no; ")
         assert said["launch"] == (
-            "grid 16 × 1 × 1, block 128 × 1 × 1, shared memory 1024 + 0 bytes per block, "
+            "grid 16 × 1 × 1, block 128 × 1 × 1, shared memory 1024 static + 0 dynamic bytes per block, "
             "workspace 0 bytes"
         )
         assert said["copies"] == "none"
@@ -134,7 +135,7 @@ def test_what_a_time_counts_as_is_said(hopper: System, tmp_path: Path, a_binary:
         found = explained(there, 2, 8, time)
         said = facts(str(found), "forward")["tuning"]
         assert "), 0.25 ms there" in said
-        assert ("counted as 0.4," in said) == (counted == 0.4)
+        assert ("counted as 0.4 " in said) == (counted == 0.4)
         record = found.to_json()["steps"][0]["tuning"]
         assert (record["ms"], record["counted"]) == (0.25, counted)
 
@@ -190,6 +191,27 @@ def test_the_reference_copies_nothing(a_device: Describe) -> None:
     assert [step["copied"] for step in found.to_json()["steps"]] == [[], []]
     requested = explain_for(System(a_device()), "linear_scan", gates, tokens, backend="reference")
     assert "help" not in facts(str(requested), "forward")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_computes_on_the_cpu(dtype: torch.dtype) -> None:
+    """Plain torch computes float64 where the compiled code does not."""
+
+    def runs(operator: Any, *tensors: Any, **options: Any) -> set[str]:
+        found = scan_registry.explain(operator, *tensors, **options)
+        said = str(found)
+        return {facts(said, step.name)["runs"] for step in found.steps}
+
+    x, compiled = torch.zeros(2, 8, 16, dtype=dtype), {"this package's compiled code for the CPU"}
+    plain = {"plain torch, step by step along time"}
+    assert runs(scan_registry.linear_scan, x, x) == compiled
+    expected = plain if dtype == torch.float64 else compiled
+    wx, r = torch.zeros(2, 8, 4, 1, 16, dtype=dtype), torch.zeros(4, 1, 16, 16, dtype=dtype)
+    assert runs(scan_registry.rnn, wx, r, None) == expected
+    assert runs(scan_registry.rnn, wx, r, None, backend="reference") == plain
+    rates = torch.zeros(8, 4, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    states = torch.zeros(2, 4, 16, dtype=dtype)
+    assert runs(scan_registry.selective_scan, x, x, rates, states, states) == expected
 
 
 def test_what_is_compiled_here(a_device: Describe) -> None:
