@@ -203,3 +203,11 @@ def test_zeros_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     other = torch.device("cpu"), torch.float32, 32
     assert constants.zeros(*other) is not constants.zeros(*other)
     assert constants.zeros(*wanted) is one
+
+
+def test_projections_are_left_to_others(runs: Runs) -> None:
+    for bias in (False, True):
+        module = nn.LSTM(FEATURES, HIDDEN, proj_size=16, bias=bias)
+        with torch.no_grad():
+            assert module(draw(module))[0].shape == (TIME, BATCH, 16)
+    assert not runs
