@@ -200,7 +200,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             resets = self._resets(marks.contiguous(), None, batched(anew, batch))
         out, last = self._layers(x, states, None, resets, tried and batch is not None)
         if batch is None:
-            return out.squeeze(1), as_given([state.squeeze(1) for state in last])
+            out, last = out.squeeze(1), [state.squeeze(1) for state in last]
         return out.transpose(0, 1) if first else out, as_given(last)
 
     def _projected(self, input: Tensor, states: States | None, reset: Any, reset_hx: Any) -> Any:

@@ -102,7 +102,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_and_gradients(
-    kind: str, name: str, dtype: torch.dtype, resets: bool, taken: list[bool]
+    kind: str,
+    name: str,
+    dtype: torch.dtype,
+    resets: bool,
+    taken: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = make(kind, dtype, **OPTIONS[name])
     x, hx = draw(module)
@@ -111,11 +116,16 @@ def test_results_and_gradients(
     assert taken
     assert all(taken)
     expected = run(copy.deepcopy(module).double().cpu(), x, hx, "cpu", torch.float64, marks)
-    # TF32 in torch's own products is off by default; what is left are sums in another order.
-    most = 1e-4 if dtype == torch.float32 else 4e-2
-    assert [
-        e for one, two in zip(found, expected, strict=True) if (e := error(one, two)) > most
-    ] == []
+    monkeypatch.setattr(recurrent, "fast_layer", lambda *_: None)
+    composed = run(module, x, hx, "cuda", dtype, marks)
+    # TF32 in torch's own products is off by default; what is left are sums in another order. In 16 bits rounding decides
+    # which gate of an sLSTM is the larger one, in a layer that is composed of operators, too.
+    most = 1e-4 if dtype == torch.float32 else 2e-2
+    errors = [
+        (error(one, right), error(other, right))
+        for one, other, right in zip(found, composed, expected, strict=True)
+    ]
+    assert [each for each in errors if each[0] > max(most, 1.05 * each[1])] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
