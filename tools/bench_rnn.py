@@ -207,7 +207,9 @@ def main(words: Sequence[str] | None = None) -> int:
         rows.append(row)
         print(line(row), flush=True)
         if given.json:
-            given.json.write_text(json.dumps({"facts": about, "rows": rows}, indent=1) + "\n")
+            given.json.write_text(
+                json.dumps({"facts": about, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+            )
     print("\n".join(said(rows)))
     return 0
 

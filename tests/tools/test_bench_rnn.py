@@ -27,7 +27,7 @@ def test_it_times_every_case_and_writes_them(
         ) == 0  # fmt: skip
     finally:
         torch.set_num_threads(threads)
-    found = json.loads(file.read_text())
+    found = json.loads(file.read_text(encoding="utf-8"))
     assert found["facts"]["dtype"] == "float32"
     named = {(row["kind"], row["steps"], row["what"]) for row in found["rows"]}
     assert len(found["rows"]) == len(named) == 8
