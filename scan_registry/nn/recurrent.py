@@ -267,20 +267,19 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             rows = slice(layer * self._directions, (layer + 1) * self._directions)
             before = None if states is None else [state[rows] for state in states]
             found = None
-            if packing is None and (resets is None or resets.states is None):
-                marks = None if resets is None else resets.marks
-                found = self._fast_layer(layer, x, before, marks)
-                if found is not None and self.num_layers == 1:
-                    return found
             own = resets
             if resets is not None and resets.states is not None:
                 own = resets._replace(states=[state[rows] for state in resets.states])
+            if packing is None:
+                found = self._fast_layer(layer, x, before, own)
+                if found is not None and self.num_layers == 1:
+                    return found
             x, last = found or self._layer(layer, x, before, packing, own)
             ends.append(last)
         return x, [torch.cat(state) for state in zip(*ends, strict=True)]
 
     def _fast_layer(
-        self, layer: int, x: Tensor, before: States | None, reset: Tensor | None
+        self, layer: int, x: Tensor, before: States | None, resets: Resets | None
     ) -> tuple[Tensor, States] | None:
         """One layer of one direction as one function of autograd; None if ``_layer`` has to compute it."""
         if self.bidirectional or not on_gpu(x):
@@ -290,7 +289,12 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         if self.bias:
             biases = getattr(self, f"bias_ih_l{layer}"), getattr(self, f"bias_hh_l{layer}")
         cell = Cell(self.function, self.backend, self.num_heads)
-        return fast_layer(cell, (x, *weights, *biases, reset, *(before or ())))
+        reset = anew = None
+        if resets is not None:
+            reset = resets.marks
+            if resets.states is not None:
+                anew = _joined(resets.states, 0)
+        return fast_layer(cell, (x, *weights, *biases, reset, anew, *(before or ())))
 
     def _layer(
         self,

@@ -28,6 +28,7 @@ from scan_registry.ops.recomputation import gradients
 from scan_registry.ops.rnn_arguments import COMPILED, Options
 from scan_registry.ops.rnn_layer_composed import Cell, Result, composed, composed_backward
 from scan_registry.ops.rnn_layout import UNITS
+from scan_registry.ops.rnn_resets import before_first
 
 _required = policy.required.get
 _enabled = torch.is_grad_enabled
@@ -68,6 +69,7 @@ class Layer:
         )
         self._new_gates = make((time, batch, of.bias, self.width))
         self._new_initial = make((count, 1, batch, self.width))
+        self._new_anew = allocator(self.device, (count, batch, self.width))
         self._of_hidden = hidden, (batch * self.width, self.width, 1)
         self._shapes = tuple(None if t is None else (t.shape, t.stride()) for t in flat)
         self._backwards: dict[int, Run | None] = {}
@@ -89,7 +91,15 @@ class Layer:
         return r, c if c.dtype == torch.float32 else c.float()
 
     def forward(
-        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, reset: Any, *states: Tensor
+        self,
+        x: Tensor,
+        w: Tensor,
+        r: Tensor,
+        b: Any,
+        c: Any,
+        reset: Any,
+        anew: Any,
+        *states: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Any, ...]]:
         """h, the last states, and what the backward pass needs beside the arguments: states, cache and initial states."""
         inputs = linear(x if x.is_contiguous() else x.contiguous(), w, b)
@@ -97,6 +107,7 @@ class Layer:
         start = None
         if states:
             start = states[0] if self._single else torch.cat(states)
+        start = before_first(start, reset, anew)
         every = self._new_states()
         cache = None if self._new_cache is None else self._new_cache()
         self._run(
@@ -106,6 +117,7 @@ class Layer:
                 "bias": bias,
                 "initial": start,
                 "reset": reset,
+                "reset_states": anew,
                 "states": every,
                 "cache": cache,
             }
@@ -124,7 +136,7 @@ class Layer:
         strides of one. ``tensors`` are those arguments, h, and the rest of what ``forward`` returned."""
         count = len(self._shapes)
         flat, (h, every, cache, start) = tensors[:count], tensors[count:]
-        x, w, r, _, _, reset, *_ = flat
+        x, w, r, _, _, reset, anew, *_ = flat
         for tensor, facts in zip(flat, self._shapes, strict=True):
             if tensor is not None and facts != (tensor.shape, tensor.stride()):
                 return None
@@ -139,20 +151,23 @@ class Layer:
         function, width = self.cell.function, self.width
         final = self._ends(ends)
         gates, initial = self._new_gates(), self._new_initial()
+        grad_anew = None if anew is None else self._new_anew()
         run(
             {
                 "recurrent": r.roll(width, 0) if function == "gru" else r,
                 "states": h if every is None else every,
                 "initial": start,
                 "reset": reset,
+                "reset_states": anew,
                 "cache": cache,
                 "states_grad": given,
                 "final_grad": final,
                 "gates_grad": gates,
                 "initial_grad": initial,
+                "reset_grad": grad_anew,
             }
         )
-        of_x, of_w, of_r, of_b, of_c, _, *of_states = wanted
+        of_x, of_w, of_r, of_b, of_c, _, of_anew, *of_states = wanted
         rows = gates.view(-1, gates.shape[2] * width)
         of_inputs = rows[:, width:] if function == "gru" else rows
         grad_x = grad_w = grad_r = grad_b = grad_c = None
@@ -161,7 +176,7 @@ class Layer:
         if of_w:
             grad_w = torch.mm(of_inputs.t(), x.reshape(-1, x.shape[2]))
         if of_r:
-            grad_r = self._recurrent_grad(gates, rows, h, start, reset)
+            grad_r = self._recurrent_grad(gates, rows, h, start, reset, anew)
         if of_b or of_c:
             total = rows.sum(0)
             if function == "gru":
@@ -177,6 +192,7 @@ class Layer:
             grad_b if of_b else None,
             grad_c if of_c else None,
             None,
+            grad_anew.to(self.dtype) if of_anew and grad_anew is not None else None,
             *(initial[k] if want else None for k, want in enumerate(of_states)),
         )
 
@@ -192,7 +208,7 @@ class Layer:
         return torch.cat([torch.zeros_like(model) if end is None else end for end in ends])
 
     def _recurrent_grad(
-        self, gates: Tensor, rows: Tensor, h: Tensor, start: Tensor | None, reset: Tensor | None
+        self, gates: Tensor, rows: Tensor, h: Tensor, start: Any, reset: Any, anew: Any
     ) -> Tensor:
         """The gradient of ``weight_hh``."""
         time, batch, heads, dim = self.sizes
@@ -202,14 +218,16 @@ class Layer:
             seen = gates.view(time, batch, -1, *unit).transpose(0, 1)
             states = h.view(1, time, batch, *unit).transpose(1, 2)
             initial = None if start is None else start.view(-1, batch, *unit)[:1]
-            function, wanted = self.cell.function, (True, False)
-            found = reference.parameter_grads(function, seen, states, initial, wanted, reset)[1]
+            restart = None if anew is None else anew.view(-1, batch, *unit)[:1]
+            found = reference.parameter_grads(
+                self.cell.function, seen, states, initial, (True, False), reset, restart
+            )[1]
             assert found is not None
             grad = found.view(fed * self.width, dim)
         else:
             left, before = rows[:, : fed * dim], h.view(-1, dim)
             if reset is not None:
-                before = _before(h, start, reset)
+                before = _before(h, start, reset, anew)
                 grad = torch.mm(left[-len(before) :].t(), before)
             elif time > 1:
                 grad = torch.mm(left[batch:].t(), before[:-batch])
@@ -233,12 +251,16 @@ class Layer:
         return self._backwards[graded]
 
 
-def _before(h: Tensor, start: Tensor | None, reset: Tensor) -> Tensor:
-    """h before each step, in rows: zeros where there is a reset. Without initial states, the first step's rows are left
-    out if there is another step."""
+def _before(h: Tensor, start: Tensor | None, reset: Tensor, anew: Tensor | None) -> Tensor:
+    """h before each step, in rows: that of ``anew``, or zeros, where there is a reset. Without initial states, the first
+    step's rows are left out if there is another step."""
     marks = reset.t().unsqueeze(2)
     if start is not None:
-        found = torch.cat((start.view(-1, *h.shape[1:])[:1], h[:-1])).masked_fill_(marks, 0)
+        found = torch.cat((start.view(-1, *h.shape[1:])[:1], h[:-1]))
+        if anew is None:
+            found.masked_fill_(marks, 0)
+        else:  # in place, as the order of the marks would be that of a new tensor
+            torch.where(marks, anew[0], found, out=found)
     elif len(h) > 1:
         found = h[:-1].masked_fill(marks[1:], 0)
     else:
@@ -284,8 +306,8 @@ def _prepare(
 
 def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
     """None if the layer is for ``composed``."""
-    x, w, r, b, c, reset, *states = flat
-    there = [t for t in (x, w, r, b, c, *states) if t is not None]
+    x, w, r, b, c, reset, anew, *states = flat
+    there = [t for t in (x, w, r, b, c, anew, *states) if t is not None]
     if any((t.dtype, t.device) != (x.dtype, x.device) for t in there) or x.dtype not in COMPILED:
         return None
     of, dim = SIZES[cell.function], r.shape[-1]
@@ -297,6 +319,7 @@ def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
         "r": (r, (of.recurrent * width, dim)),
         "b": (b, (of.inputs * width,)),
         "c": (c, (of.recurrent * width,)),
+        "anew": (anew, (len(of.states), x.shape[1], width)),
         **{str(k): (state, (1, x.shape[1], width)) for k, state in enumerate(states)},
     }
     for tensor, shape in expected.values():

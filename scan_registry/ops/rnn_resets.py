@@ -30,12 +30,12 @@ def cuts_at_resets(given: Arguments, options: Options) -> bool:
 def before_first(
     initial: Tensor | None, reset: Tensor | None, reset_states: Tensor | None
 ) -> Tensor | None:
-    """The states before the first step (states, B, N, D), as CUDA kernels take them: where there is a reset at that step,
+    """The states before the first step (states, B, …), as CUDA kernels take them: where there is a reset at that step,
     its states, if they are given."""
     if reset is None or reset_states is None:
         return initial
-    begins = reset[:, :1].unsqueeze(2)
-    return torch.where(begins, reset_states, 0 if initial is None else initial)
+    begins = reset[:, 0].view(-1, *[1] * (reset_states.dim() - 2))
+    return torch.where(begins, reset_states, 0 if initial is None else initial).contiguous()
 
 
 def check_reset(reset: Tensor | None, shape: Sequence[int]) -> None:
