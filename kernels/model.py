@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from scan_registry.base.frozen import dataclass
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.tuning import Shape, Source
+from scan_registry.kernels.tuning import Model, Shape, Source
 
 Language = Literal["cuda", "triton"]
 Static: TypeAlias = str | int
@@ -237,6 +237,9 @@ class Tunable:
     worth            variant, problem -> whether tuning should time a variant that accepts the problem
     tile_efficiency  what a variant prints as, sizes of a shape -> how much of what the variant then works through
                      is the problem; 1 where the padding costs nothing
+    predicted        coefficients, what a variant prints as, a shape, SMs of the GPU -> milliseconds by the
+                     timing model, which is fitted to rows and estimates problems that are far from them; None where it
+                     says nothing of such a variant
     given            static parameters that the problem decides, and not tuning
     tunings          () -> what wheels need of what tuning found, on each architecture that has a table
     timings          () -> all that it found, where there are tables; wheels have none
@@ -246,6 +249,9 @@ class Tunable:
     shape: Callable[[Any], Shape] | None = None
     worth: Callable[[Variant, Any], bool] = lambda variant, problem: True
     tile_efficiency: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0
+    predicted: Callable[[Model, str, Shape, int], float | None] = lambda model, text, shape, count: (
+        None
+    )
     given: frozenset[str] = frozenset()
     tunings: Source = tuple
     timings: Source = tuple

@@ -5,7 +5,7 @@ and the spread of every variant that was tried, and of each run the GPU, its clo
 compilers and the date. It is for all GPUs of the architecture; an exclusive one beside it,
 ``<arch>-<gpu>.json``, is for those of one name alone. Files are for people and for builds; a wheel's archives
 hold the ``Tuning`` that each reduces to, and for the JIT there is ``tuning/reduced/<kernel>.<language>.json``,
-which builds leave.
+which builds leave. ``tuning/models/<arch>.json`` holds the timing models that are fitted to the tables.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from scan_registry.base.frozen import dataclass
 from scan_registry.kernels.tuning import (
+    Model,
     Row,
     Shape,
     Tuning,
@@ -31,7 +32,7 @@ from scan_registry.kernels.tuning import (
 
 SCHEMA = 1
 FOLDER = "tuning"
-_REDUCED = "reduced"
+_REDUCED, _MODELS = "reduced", "models"
 #: A variant within this of the fastest is as good for what was tuned on one machine: what fewer variants can serve,
 #: fewer do.
 EQUAL = 1.04
@@ -260,7 +261,8 @@ def tables(folder: Path, kernel: str | None = None) -> tuple[Table, ...]:
 @cache
 def timed(folder: Path, kernel: str) -> tuple[Tuning, ...]:
     """All times in a family's folder of one kernel, given by how its variants begin; wheels have none."""
-    return tuple(table.timed()[kernel] for table in tables(folder, kernel) if table.measured)
+    found = (table.timed()[kernel] for table in tables(folder, kernel) if table.measured)
+    return tuple(replace(each, model=_model(folder, each, kernel)) for each in found)
 
 
 @cache
@@ -274,6 +276,22 @@ def shipped(folder: Path, kernel: str) -> tuple[Tuning, ...]:
     for each in timed(folder, kernel):
         archs.setdefault(each.arch, []).append(each)
     return tuple(each for found in archs.values() for each in _reduced(found, ENOUGH, WORTH))
+
+
+def models_file(folder: Path, arch: str) -> Path:
+    """Where the timing models of a family's kernels are, by the GPU's architecture, such as ``sm_90``."""
+    return folder / FOLDER / _MODELS / f"{arch.replace('_', '')}.json"
+
+
+def _model(folder: Path, tuning: Tuning, kernel: str) -> Model:
+    """A kernel's timing model, with what it needs to know of the tuning's GPU; empty if none is fitted."""
+    file = models_file(folder, tuning.arch)
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if tuning.gpu not in found["gpus"] or kernel not in found["kernels"]:
+        return {}
+    return {"gpu": found["gpus"][tuning.gpu], **found["kernels"][kernel]}
 
 
 def leave_reduced(folder: Path, kernel: str, tunings: Iterable[Tuning]) -> None:

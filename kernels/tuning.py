@@ -11,10 +11,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
-from typing import Any
+from dataclasses import field, replace
+from typing import Any, TypeAlias
 
 from scan_registry.base.frozen import dataclass
+
+#: Coefficients of a timing model, by what they are of.
+Model: TypeAlias = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Tuning:
                ``names`` (null for one that it does not have), and pairs of a variant's place in
                ``labels`` and its milliseconds
     exclusive  whether it is for GPUs of that name alone, where another is for all of the architecture
+    model      coefficients of the kernel's timing model, fitted to rows of all GPUs of the architecture: see
+               ``Tunable.predicted``; empty if there is none
     """
 
     arch: str
@@ -79,6 +84,7 @@ class Tuning:
     labels: Sequence[str]
     kinds: Mapping[str, str]
     exclusive: bool = False
+    model: Model = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -118,7 +124,8 @@ class Tuning:
             )
             if named := [row for row in found if row.times]:
                 rows[kind] = named
-        return Tuning.of(self.arch, self.gpu, self.date, rows, self.exclusive)
+        kept = Tuning.of(self.arch, self.gpu, self.date, rows, self.exclusive)
+        return replace(kept, model=self.model)
 
     def serves(self, gpu: str) -> bool:
         """Whether it says anything about GPUs of a name, if they are of the architecture."""
@@ -138,6 +145,11 @@ class Tuning:
     def capability(self) -> tuple[int, int]:
         """(9, 0) for ``sm_90``."""
         return capability_of(self.arch)
+
+    @property
+    def sm_count(self) -> int:
+        """Of the GPU, as the timing model states it."""
+        return int(self.model["gpu"]["sm_count"])
 
     def rows(self, kind: str) -> tuple[Row, ...]:
         """Those of one kind; ``ValueError`` if they are not what is stated above."""
@@ -196,9 +208,12 @@ class Tuning:
                 and isinstance(found.gpu, str)
                 and isinstance(found.date, str)
                 and isinstance(found.exclusive, bool)
+                and isinstance(found.model, Mapping)
+                and all(isinstance(each, Mapping) for each in found.model.values())
+                and (not found.model or found.sm_count > 0)
             ):
                 raise TypeError("a field of another type")
-        except TypeError as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{record!r} is not a kernel's tuning") from error
         return found
 

@@ -21,7 +21,7 @@ from scan_registry.kernels.model import (
     Tunable,
     Variant,
 )
-from scan_registry.kernels.tuning import Shape, Tuning
+from scan_registry.kernels.tuning import Model, Shape, Tuning
 
 FAMILY_NAME = "linear_scan"
 FOLDER = Path(__file__).parent
@@ -46,7 +46,7 @@ _MOST_TILES = 1 << 18
 _BROADCAST = 16.0
 #: Of contiguous channels, which tile is good depends on how many there are in all batches, since they fill the
 #: GPU, and little on how they are spread over batches, or how long they are.
-_COLUMNS = {"channels": 0.1, "time": 0.125}
+COLUMN_WEIGHTS = {"channels": 0.1, "time": 0.125}
 
 
 def scans(
@@ -128,6 +128,9 @@ def tunable(
     tile: Callable[[Variant], int],
     packs: Callable[[LinearScanProblem], bool] = lambda problem: False,
     tile_efficiency: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0,
+    predicted: Callable[[Model, str, Shape, int], float | None] = (
+        lambda model, text, shape, count: None
+    ),
 ) -> Tunable:
     """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers, and ``packs``
     whether there are ``varlen`` variants for a problem."""
@@ -157,6 +160,7 @@ def tunable(
         shape=shape_of,
         worth=lambda variant, problem: worth(tile, shape_of(problem), variant),
         tile_efficiency=tile_efficiency,
+        predicted=predicted,
         given=frozenset({"reverse"}),
         tunings=tunings,
         timings=timings,
@@ -188,7 +192,7 @@ def shape(
         "broadcast": _BROADCAST if _broadcast(problem) else 1.0,
     }
     pins = ",".join(f"{name}={value}" for name, value in kind)
-    return Shape(pins, sizes, _COLUMNS if columns else {})
+    return Shape(pins, sizes, COLUMN_WEIGHTS if columns else {})
 
 
 def _broadcast(problem: LinearScanProblem) -> bool:

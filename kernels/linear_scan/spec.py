@@ -14,7 +14,15 @@ from functools import cache, partial
 from itertools import product
 
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.linear_scan import columns, cuda_tiles, registers, rings, space, streams
+from scan_registry.kernels.linear_scan import (
+    columns,
+    cuda_tiles,
+    registers,
+    rings,
+    space,
+    streams,
+    timing_model,
+)
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
     MOST_ALONG_Y,
@@ -230,6 +238,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
             _cuda_times,
             lambda problem: not time_last and streams.packs(problem),
             streams.tile_efficiency,
+            timing_model.predicted,
         ),
     )
 

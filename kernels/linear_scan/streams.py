@@ -74,7 +74,7 @@ def times(variant: Variant) -> int:
     return warps * (32 // lanes) * variant.number("steps")
 
 
-def _scans(variant: Variant) -> int:
+def scans(variant: Variant) -> int:
     """Side by side in a tile of a block."""
     if is_column_serial(variant):
         return variant.number("lanes_across") * variant.number("vector")
@@ -138,7 +138,7 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
         )
         return float(alone != (_columns(variant, problem) >= _MANY))
     padded = ceil_div(problem.time, times(variant)) * times(variant) / max(1, problem.time)
-    return 1000 * padded - _scans(variant)
+    return 1000 * padded - scans(variant)
 
 
 def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
@@ -151,7 +151,7 @@ def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
         variant, time = Variant.parse(text), sizes["time"]
         if _is_single_wave(variant):
             channels = sizes["channels"]
-            return channels / (math.ceil(channels / _scans(variant)) * _scans(variant))
+            return channels / (math.ceil(channels / scans(variant)) * scans(variant))
         segment = times(variant) * rings.tile_warps(dict(variant.statics))
         return time / (math.ceil(time / segment) * segment)
     except (ArithmeticError, LookupError, TypeError, ValueError):
@@ -173,7 +173,7 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
         if _ctas_per_column(variant) == 1:
             return Launch((blocks, 1, 1), problem.scalars())
         return Launch((blocks, 1, 1), problem.scalars(), _descriptor_bytes(variant, blocks))
-    columns = ceil_div(problem.batch * problem.channels, _scans(variant))
+    columns = ceil_div(problem.batch * problem.channels, scans(variant))
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
 
 
@@ -188,7 +188,7 @@ def _launch_single_wave(variant: Variant, problem: LinearScanProblem, room: int)
     if ctas == 1:
         return Launch((*grid, 1), problem.scalars(run))
     item = _WORD if ITEM_SIZE[problem.dtype] < 4 else 2 * _WORD
-    published = columns * (ctas - 1) * _scans(variant) * item
+    published = columns * (ctas - 1) * scans(variant) * item
     return Launch((*grid, 1 + ctas), problem.scalars(run), HEAD + published, zeroed=False)
 
 
@@ -198,13 +198,13 @@ def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> i
     words = 2 if ITEM_SIZE[problem.dtype] == 8 else 1
     compensated = ITEM_SIZE[problem.dtype] >= 4
     of_map = ceil_div((3 if compensated else 2) * words, 3)
-    scans = 1 if problem.layout == "time_last" else _scans(variant)
-    return 16 * (1 + scans * (segments + segments // LEAST_GROUP) * of_map)
+    across = 1 if problem.layout == "time_last" else scans(variant)
+    return 16 * (1 + across * (segments + segments // LEAST_GROUP) * of_map)
 
 
 def _columns(variant: Variant, problem: LinearScanProblem) -> int:
     """How many columns there are."""
-    return problem.batch * max(1, problem.sequences) * ceil_div(problem.channels, _scans(variant))
+    return problem.batch * max(1, problem.sequences) * ceil_div(problem.channels, scans(variant))
 
 
 def _ctas_per_column(variant: Variant) -> int:
@@ -220,7 +220,7 @@ def _is_single_wave(variant: Variant) -> bool:
 def _descriptor_bytes(variant: Variant, blocks: int) -> int:
     """Bytes of a counter, and of a ring of tiles for each CTA with a descriptor for each channel."""
     turns = 2 * (variant.number("aggregate_lead") + 1)
-    return COUNTER + blocks * turns * _scans(variant) * _WORD
+    return COUNTER + blocks * turns * scans(variant) * _WORD
 
 
 def exceeds_residency(variant: Variant, problem: LinearScanProblem, sm_count: int) -> str | None:
@@ -247,7 +247,7 @@ def _segments(variant: Variant, problem: LinearScanProblem) -> int:
     if problem.layout == "time_last":
         columns = problem.batch * problem.channels
     else:
-        columns = problem.batch * ceil_div(problem.channels, _scans(variant))
+        columns = problem.batch * ceil_div(problem.channels, scans(variant))
     skipped = LINE // ITEM_SIZE[problem.dtype] - 1 if _is_misaligned(variant) else 0
     segment = times(variant) * rings.tile_warps(dict(variant.statics))
     return columns * ceil_div(problem.time + skipped, segment)

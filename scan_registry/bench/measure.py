@@ -14,6 +14,9 @@ import torch
 
 from scan_registry.bench.roofline import stream_calls
 from scan_registry.bench.timing import (
+    LAUNCHES,
+    ROUNDS,
+    WARM_UP,
     Recording,
     compete,
     free_bytes,
@@ -28,6 +31,26 @@ from scan_registry.version import __version__
 _TENSORS = 6  # of one call, while it is made: inputs, outputs, and what makes them
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How carefully a case is timed.
+
+    enough    ms of calls in a recording, about; None: as usual
+    launches  that a recording has on a GPU, at least
+    cached    the share of a GPU's memory that may stay in torch's cache from pass to pass. Taking and giving back
+              the memory of hundreds of small tensors takes longer than they are timed
+    """
+
+    enough: float | None = None
+    launches: int = LAUNCHES
+    warm_up: int = WARM_UP
+    rounds: int = ROUNDS
+    cached: float = 0.0
+
+
+QUICK = Effort(enough=1.0, launches=1, warm_up=1, rounds=5, cached=0.4)
+
+
 @dataclass
 class Bench:
     """Times cases of one operator on one device.
@@ -35,6 +58,7 @@ class Bench:
     backends  of this package, each of them timed
     baselines timed beside them, where they take the case
     passes    of the benchmark's, those that are timed
+    effort    how carefully each case is timed
     bandwidth bytes per ms that the device streams; 0 where the operator's kernels are not bound by that
     facts     what the benchmark measures before its cases
     skipped   who could not be timed, or on which case, and why the first time; it grows
@@ -45,6 +69,7 @@ class Bench:
     backends: Sequence[str]
     baselines: Sequence[Baseline]
     passes: Sequence[str]
+    effort: Effort = field(default_factory=Effort)
     skipped: dict[str, str] = field(default_factory=dict)
     bandwidth: float = 0.0
     facts: dict[str, float | None] = field(default_factory=dict)
@@ -60,12 +85,14 @@ class Bench:
         *,
         baselines: bool = True,
         passes: Sequence[str] | None = None,
+        effort: Effort | None = None,
     ) -> Bench:
         """With the usual backends and the installed baselines; measures what the device streams, and what else
         the benchmark measures first."""
         usual = benchmark.backends[0 if device.type == "cuda" else 1]
         others = benchmark.baselines(device) if baselines else ()
-        bench = cls(benchmark, device, backends or usual, others, passes or benchmark.passes)
+        chosen = passes or benchmark.passes
+        bench = cls(benchmark, device, backends or usual, others, chosen, effort or Effort())
         with bench._current():
             if benchmark.streams:
                 bench.bandwidth = streaming_bandwidth(device)
@@ -97,6 +124,14 @@ class Bench:
                 f"{free / 1e9:.1f} GB are free on {self.device}"
             )
 
+    def make_room(self, case: Case) -> None:
+        """The same, but of memory that torch has only cached as well."""
+        try:
+            self.check_room(case)
+        except ValueError:
+            self._tidy(fully=True)
+            self.check_room(case)
+
     def run(self, case: Case) -> None:
         """Time every pass of a case by everyone who takes it; ``NoKernelError`` if nobody does."""
         with self._current():
@@ -126,7 +161,9 @@ class Bench:
         self.skipped = missing | self.skipped
         recordings |= self._scale(case, direction)
         rooflines = self._rooflines(case, direction)
-        times = compete([*recordings.values(), *rooflines.values()])
+        effort = self.effort
+        everyone = [*recordings.values(), *rooflines.values()]
+        times = compete(everyone, effort.warm_up, effort.rounds)
         roofline_ms = case.traffic(direction) / self.bandwidth if self.bandwidth else None
         roofline = None
         if rooflines:
@@ -134,7 +171,7 @@ class Bench:
             roofline, (roofline_ms, _) = min(timed, key=lambda each: each[1])
         for who, (ms, spread) in zip(recordings, times, strict=False):
             yield Timing(case, direction, who, ms, spread, roofline_ms, roofline)
-        del recordings, rooflines
+        del recordings, rooflines, everyone
         self._tidy()
 
     def _ours(self, case: Case, direction: str, backend: str) -> Recording:
@@ -189,17 +226,18 @@ class Bench:
         if case.moves(direction) is None:
             return record([make()], self.device, captured=False)
         sets = sets_of_inputs(case.traffic(direction), self.device)
-        return record([make() for _ in range(sets)], self.device, captured)
+        calls, effort = [make() for _ in range(sets)], self.effort
+        return record(calls, self.device, captured, effort.enough, effort.launches)
 
     def _rooflines(self, case: Case, direction: str) -> dict[str, Recording]:
         """What streams as many tensors of the same size, on a GPU."""
         moved, traffic = case.moves(direction), case.traffic(direction)
         if self.device.type != "cuda" or moved is None:
             return {}
-        sets = sets_of_inputs(traffic, self.device)
+        sets, effort = sets_of_inputs(traffic, self.device), self.effort
         try:
             return {
-                variant: record(calls, self.device)
+                variant: record(calls, self.device, True, effort.enough, effort.launches)
                 for variant, calls in stream_calls(*moved, traffic // sum(moved), sets, self.device)
             }
         except NoKernelError as error:
@@ -211,9 +249,12 @@ class Bench:
         ((ms, _),) = compete([record([call], self.device, captured=False)])
         return ms
 
-    def _tidy(self) -> None:
-        """Give memory that nothing holds back to the device."""
-        if self.device.type == "cuda":
+    def _tidy(self, *, fully: bool = False) -> None:
+        """Give memory that nothing holds back to the device, unless a part of it may stay."""
+        if self.device.type != "cuda":
+            return
+        kept = self.effort.cached * torch.cuda.get_device_properties(self.device).total_memory
+        if fully or torch.cuda.memory_reserved(self.device) > kept:
             torch.cuda.empty_cache()
 
     def document(self) -> dict[str, Any]:

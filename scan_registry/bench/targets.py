@@ -37,14 +37,20 @@ class Outcome:
         }
 
 
-def outcomes(targets: Sequence[PerformanceTarget], timings: Iterable[Timing]) -> list[Outcome]:
-    """Of those targets whose cases were timed, in every pass that was: by this package's fastest."""
+def fastest(timings: Iterable[Timing]) -> dict[tuple[Any, str], Timing]:
+    """This package's fastest, by case and pass."""
     best: dict[tuple[Any, str], Timing] = {}
     for timing in timings:
         key = timing.case, timing.direction
         ours = timing.who.startswith(f"{OURS} ")
         if ours and (key not in best or timing.ms < best[key].ms):
             best[key] = timing
+    return best
+
+
+def outcomes(targets: Sequence[PerformanceTarget], timings: Iterable[Timing]) -> list[Outcome]:
+    """Of those targets whose cases were timed, in every pass that was: by this package's fastest."""
+    best = fastest(timings)
     return [
         Outcome(target, timing)
         for target in targets

@@ -94,11 +94,13 @@ def record(
     device: torch.device,
     captured: bool = True,
     enough: float | None = None,
+    launches: int = LAUNCHES,
 ) -> Recording:
     """Enough turns of the calls; in a graph those of one turn write memory of their own.
 
     captured: whether a CUDA graph can record them.
     enough: ms that all turns take, about; ``ENOUGH_MS`` unless given.
+    launches: how many a graph has, at least.
     """
     for call in calls[:2]:
         call()
@@ -110,9 +112,16 @@ def record(
         turn = _recording(1, calls, device, captured)
         turn.ms()  # a graph's first replay takes longer
         ms = turn.ms()
-    least = -(-LAUNCHES // len(calls)) if captured else 1
+    least = -(-launches // len(calls)) if captured else 1
     turns = round((ENOUGH_MS if enough is None else enough) / max(ms * len(calls), 1e-3))
     return _recording(max(least, turns), calls, device, captured)
+
+
+def turn(calls: Sequence[Call], device: torch.device) -> Recording:
+    """One turn of calls that have been made before, but at least as many launches as a GPU is to replay at once."""
+    captured = device.type == "cuda"
+    least = -(-LAUNCHES // len(calls)) if captured else 1
+    return _recording(least, calls, device, captured)
 
 
 def once(call: Call, device: torch.device) -> float:

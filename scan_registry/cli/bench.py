@@ -10,10 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import track
-
-from scan_registry.cli import bench_distributed
+from scan_registry.cli import bench_distributed, bench_random
 from scan_registry.cli.errors import INTERRUPTED, UsageError
 from scan_registry.cli.tables import new_table, screen, show
 from scan_registry.dispatch.select import NoKernelError
@@ -21,6 +18,7 @@ from scan_registry.ops.benchmark import PerformanceTarget
 from scan_registry.ops.operator import SHORT_DTYPES, Operator, operators
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from torch import device as Device
 
     from scan_registry.bench.measure import Bench
@@ -32,6 +30,7 @@ _ROOFLINE = (
     "streams reads and writes as many tensors of the same size, the fastest of several, interleaved in the same "
     "rounds; on the CPU that in which a large torch.add moves as many bytes. "
 )
+_LISTED = 10  # that were not timed for the same reason, each with a line of its own
 _TARGETS = "--targets times the project's own cases, each with the least fraction of the roofline that it is to reach."
 
 
@@ -58,7 +57,8 @@ def _add_operator(
         help=f"time {benchmark.subject} instead",
         description=benchmark.description
         + (f" {_ROOFLINE}" if benchmark.streams else "")
-        + (_TARGETS if targets else ""),
+        + (_TARGETS if targets else "")
+        + (bench_random.DESCRIPTION if benchmark.draws else ""),
         epilog=f"Exit status: 0; {missed}2 for arguments that cannot be meant, and where "
         f"nothing can be timed. The JSON document is described by scan_registry/schemas/{schema}.json.",
     )
@@ -100,6 +100,8 @@ def _add_operator(
             metavar="TEXT",
             help="of those, the cases in whose --case form the text occurs; may repeat",
         )
+    if benchmark.draws:
+        bench_random.add_arguments(parser)
     parser.add_argument(
         "--budget",
         type=float,
@@ -107,7 +109,7 @@ def _add_operator(
         help="begin no case after so long; what is left out is listed",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
-    parser.set_defaults(operator=operator.name, targets=False)
+    parser.set_defaults(operator=operator.name, targets=False, random=None)
     return parser
 
 
@@ -126,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
     if args.targets and device.type == "cpu":
         raise UsageError("--targets are for GPUs; accepted with it is --device cuda:N, of one here")
     targets = _targets(operator, args.only) if args.targets else []
-    cases = [target.case for target in targets] or _cases(operator, args, device.type)
+    drawn = bench_random.draw(operator.benchmark, args)
+    cases = [target.case for target in targets] or drawn or _cases(operator, args, device.type)
     if device.type == "cpu" and args.backend and not {"auto", "reference"} & {*args.backend}:
         raise UsageError(
             f"--backend is {args.backend[0]!r}, which needs a GPU; accepted on the CPU are auto and "
@@ -134,17 +137,19 @@ def run(args: argparse.Namespace) -> int:
         )
     bench = _bench(operator, args, device)
     try:
-        for case in () if targets else cases:
+        for case in () if targets or drawn else cases:
             bench.check_room(case)
     except ValueError as error:
         raise UsageError(f"{_blamed(bench, args)}: {error}") from error
     interrupted = _time(bench, cases, args)
     if args.json:
-        print(json.dumps(document(bench, targets), indent=2))
+        found = document(bench, targets)
+        print(json.dumps(found | bench_random.document(bench, args), indent=2))
     elif targets:
         show_targets(bench, targets)
     else:
         show_table(bench)
+        bench_random.show(bench, args)
     if plot is not None:
         _draw(bench, plot)
     if interrupted:
@@ -155,26 +160,40 @@ def run(args: argparse.Namespace) -> int:
 
 def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> bool:
     """Time the cases, with a progress bar, until the budget or the user ends it, and say whether it was the
-    user. Of those with targets, one that cannot be timed does not keep the others from it."""
+    user. Of those with targets and random ones, one that cannot be timed does not keep the others from it."""
     import torch
+
+    # Imported by what prints: --help needs none of it.
+    from rich.console import Console
+    from rich.progress import track
 
     errors, quiet = Console(stderr=True), not sys.stderr.isatty()
     started = time.monotonic()
-    done, interrupted = 0, False
+    done, interrupted, drawn = 0, False, args.random is not None
+    passed_over: tuple[type[Exception], ...] = ()
+    if args.targets or drawn:
+        passed_over = (torch.OutOfMemoryError, NoKernelError)
+    if drawn:
+        passed_over += (ValueError,)  # for which there is no room
     try:
         for case in track(cases, "timing", console=errors, transient=True, disable=quiet):
             if args.budget is not None and time.monotonic() - started > args.budget:
                 break
             try:
+                if drawn:
+                    bench.make_room(case)
                 bench.run(case)
-            except (torch.OutOfMemoryError, NoKernelError) as error:
-                if not args.targets:
-                    raise
+            except passed_over as error:
                 bench.skipped[str(case)] = str(error)
             done += 1
     except torch.OutOfMemoryError as error:
         text = f"{_blamed(bench, args)}: {bench.device} has not enough memory: {error}"
         raise UsageError(text) from error
+    except RuntimeError as error:  # after an illegal access, say, nothing runs in this process
+        if not drawn:
+            raise
+        print(f"{cases[done]}: the device failed; what was timed is kept", file=sys.stderr)
+        bench.skipped[str(cases[done])] = str(error)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted: what was timed is kept", file=sys.stderr)
@@ -195,19 +214,21 @@ def document(bench: Bench, targets: Sequence[PerformanceTarget]) -> dict[str, An
 
 
 def _bench(operator: Operator, args: argparse.Namespace, device: Device) -> Bench:
-    """What times on the device, whose bandwidth it measures first. Targets are for what runs where no language is
-    asked for."""
+    """What times on the device, whose bandwidth it measures first. Targets and random cases are for what runs where
+    no language is asked for."""
     import torch
 
-    from scan_registry.bench.measure import Bench
+    from scan_registry.bench.measure import QUICK, Bench
 
+    own = args.targets or args.random is not None
     try:
         return Bench.on(
             operator.benchmark,
             device,
-            args.backend or (("auto",) if args.targets else None),
-            baselines=not (args.no_baselines or args.targets),
+            args.backend or (("auto",) if own else None),
+            baselines=not (args.no_baselines or own),
             passes=operator.benchmark.passes[: 1 if args.fwd_only else None],
+            effort=QUICK if args.random is not None else None,
         )
     except torch.OutOfMemoryError as error:
         raise UsageError(f"{device} has no room to measure its bandwidth: {error}") from error
@@ -253,8 +274,13 @@ def _show(console: Console, table: Any, bench: Bench) -> None:
 
 
 def _show_skipped(console: Console, bench: Bench) -> None:
+    alike: dict[str, list[str]] = {}
     for who, reason in bench.skipped.items():
-        console.print(f"not everywhere timed: {who}: {reason}", markup=False)
+        alike.setdefault(reason, []).append(who)
+    for reason, names in alike.items():
+        shown = names if len(names) <= _LISTED else [f"{names[0]} and {len(names) - 1} others"]
+        for who in shown:
+            console.print(f"not everywhere timed: {who}: {reason}", markup=False)
 
 
 def show_table(bench: Bench) -> None:

@@ -21,7 +21,6 @@ from scan_registry.cache.store import Cache, jit_cache
 from scan_registry.catalog import distributions, providers
 from scan_registry.catalog.inventory import Catalogue
 from scan_registry.catalog.providers import MISNAMED
-from scan_registry.cli.doctor_text import show_report
 from scan_registry.cli.gpus import add_gpu, assumed, gpu_of, visible
 from scan_registry.cli.listing import size_text
 from scan_registry.diagnostics.doctor import (
@@ -82,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(document(report), indent=2))
     else:
+        # Imported by what prints: --help needs none of it.
+        from scan_registry.cli.doctor_text import show_report
+
         show_report(report)
     return 0 if report.passed else 1
 
@@ -207,11 +209,12 @@ def _gpus(
     from scan_registry.hardware import driver
 
     about, remedy = "this machine", "for a GPU that is elsewhere, say which: --for H100"
-    only = "calls run on the CPU alone, by this package's code for it"
+    only = "calls run on the CPU alone"
     try:
         supported = driver.version()
     except RuntimeError as error:
-        text = f"no CUDA driver, so {only}: {error}"
+        # The linker's own words name the file, as the error that they caused does once more.
+        text = f"no CUDA driver, so {only}: {error.__cause__ or error}"
         if _KERNEL_MODULE.exists():
             text += f"; {_KERNEL_MODULE} says that there is a GPU"
             shared = "let this container see the driver: docker run --gpus all"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.cli.errors import UsageError
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from scan_registry.kernels.model import Family, Kernel
 
 CPU = "cpu"
+#: Elements of the largest problem on the CPU, where the float64 reference takes most of the time.
+_MOST_ON_CPU = 300_000
 
 
 @dataclass(frozen=True)
@@ -235,17 +239,20 @@ def _on_cpu(
         errors: dict[str, list[float]] = {}
         # Plain torch takes its time, step by step, and has no tiles that a shape may fill or not.
         shapes = cases.QUICK if family.on_cpu else cases.QUICK[:2]
-        for trial in cases.trials(dtype, shapes, CPU):
-            for kernel in dict.fromkeys(kernel.name for kernel in family.kernels):
-                if f"{family.name}.{kernel}" in skipped:
-                    continue
-                case = trial.case(kernel, aligned=False)
-                try:
-                    operator.run_on_cpu(case.problem, case.tensors)
-                except NotImplementedError as error:
-                    skipped[f"{family.name}.{kernel}"] = str(error)
-                    continue
-                errors.setdefault(kernel, []).append(case.error())
+        shapes = tuple(shape for shape in shapes if prod(shape) <= _MOST_ON_CPU)
+        with _one_thread() as all_threads:
+            for trial in cases.trials(dtype, shapes, CPU):
+                for kernel in dict.fromkeys(kernel.name for kernel in family.kernels):
+                    if f"{family.name}.{kernel}" in skipped:
+                        continue
+                    case = trial.case(kernel, aligned=False)
+                    try:
+                        with all_threads():
+                            operator.run_on_cpu(case.problem, case.tensors)
+                    except NotImplementedError as error:
+                        skipped[f"{family.name}.{kernel}"] = str(error)
+                        continue
+                    errors.setdefault(kernel, []).append(case.error())
         for kernel, found in errors.items():
             yield Result(
                 family=family.name,
@@ -258,6 +265,26 @@ def _on_cpu(
                 error=max(found),
                 tolerance=tolerance,
             )
+
+
+@contextmanager
+def _one_thread() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Torch with one thread, as the reference consists of many small steps, between which threads would wait for
+    one another; on a busy machine for long. Yields a context in which torch has all of its threads."""
+    import torch
+
+    threads = torch.get_num_threads()
+
+    @contextmanager
+    def with_threads(number: int, afterwards: int) -> Iterator[None]:
+        torch.set_num_threads(number)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(afterwards)
+
+    with with_threads(1, threads):
+        yield partial(with_threads, threads, 1)
 
 
 def _print(results: list[Result], where: str, skipped: dict[str, str]) -> None:

@@ -9,9 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from scan_registry.cache import tuned
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli.errors import INTERRUPTED, UsageError
@@ -174,12 +171,16 @@ def tuner_for(name: str | None, budget: float | None) -> Tuner:
 
 def watched(tuner: Tuner, problems: Sequence[Posed]) -> None:
     """Tune, and say on stderr what is being done; on a terminal with a progress bar."""
+    # Imported by what prints: --help needs none of it.
+    from rich import progress as bars
+    from rich.console import Console
+
     console = Console(stderr=True, highlight=False)
-    progress = Progress(
-        TextColumn("tuning"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+    progress = bars.Progress(
+        bars.TextColumn("tuning"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
         console=console,
         transient=True,
         disable=not console.is_terminal,

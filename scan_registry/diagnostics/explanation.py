@@ -16,6 +16,7 @@ from scan_registry.catalog.inventory import Attestation, worst_attestations
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.alternatives import select_first
 from scan_registry.dispatch.fit import Tier, dotted
+from scan_registry.dispatch.rows import NEAR
 from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
@@ -295,6 +296,7 @@ def _tuning_record(decision: Decision) -> dict[str, Any] | None:
         "ms": _there(decision, winner),
         "counted": winner.ms,
         "times": dict(found.row.times),
+        "rule": winner.rule,
     }
 
 
@@ -373,14 +375,16 @@ def _tuning(decision: Decision, winner: Candidate) -> str:
     if found.tuning.arch != device.arch:
         origin += f"; another architecture's, as there is none for {device.arch}"
     there = _there(decision, winner)
+    if winner.rule == "timing_model":
+        estimate = f"{winner.ms:.4g} ms by the timing model that is fitted to the tuning tables"
+        far = f"{found.distance:.3g} away, where it may be {NEAR:g}"
+        return f"{estimate}; the nearest row, of {sizes or 'size 1'} ({origin}), is {far}"
     if there is None:
         outcome = f"which names nothing that runs here: {estimate}"
     elif there == winner.ms:
         outcome = f"{there:g} ms there"
     else:
-        outcome = (
-            f"{there:g} ms there, counted as {winner.ms:g}, as it fills its tiles otherwise here"
-        )
+        outcome = f"{there:g} ms there, counted as {winner.ms:.4g} for these sizes"
     return f"the row of {sizes or 'size 1'} ({origin}), {outcome}"
 
 
@@ -412,7 +416,7 @@ def _launch(decision: Decision) -> str:
         static, dynamic = winner.binary.static_shared, winner.binary.dynamic_shared
         parts += [
             f"block {_extent(winner.binary.block)}",
-            f"shared memory {'?' if static is None else static} + {dynamic} bytes per block",
+            f"shared memory {'?' if static is None else static} static + {dynamic} dynamic bytes per block",
         ]
     else:
         parts.append("block and shared memory known once it is compiled")

@@ -22,7 +22,7 @@ from scan_registry.dispatch.fit import (
     misfit,
     nearest_tier,
 )
-from scan_registry.dispatch.rows import TuningMatch, nearest_row
+from scan_registry.dispatch.rows import Rule, TuningMatch, nearest_row
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Family, Kernel, Language, Launch, Problem, Variant
@@ -96,6 +96,13 @@ class Candidate:
     @property
     def subject(self) -> str:
         return f"{self.text} for {self.target}" if self.text else "the reference"
+
+    @property
+    def rule(self) -> Rule | None:
+        """What ``ms`` goes by; None where it is None."""
+        if self.tuned is None or self.ms is None or self.kernel is None or self.text is None:
+            return None
+        return self.tuned.rule(self.kernel, self.text)
 
     @property
     def key(self) -> Key:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from typing import Literal
 
 from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.base.frozen import dataclass
 from scan_registry.hardware.device import Device
 from scan_registry.kernels.model import Kernel, Problem
-from scan_registry.kernels.tuning import Row, Tuning, arch_distance
+from scan_registry.kernels.tuning import Row, Shape, Tuning, arch_distance
+
+#: What decides: a row's times; those, scaled to the problem; or the timing model alone.
+Rule = Literal["row", "scaled_row", "timing_model"]
+#: A row counts up to this distance, where there is a timing model for problems that are farther from all rows.
+NEAR = 1.0
 
 
 @dataclass(frozen=True)
@@ -33,25 +39,48 @@ class TuningMatch:
 
     distance  from the problem to the row's: see ``Row.distance``
     local     whether it was tuned on this machine, rather than shipped
-    sizes     the problem's
+    shape     the problem's
+    sm_count  of the GPU that the problem is for; None if that is of another architecture than the tuning's, whose
+              timing model then says nothing
     """
 
     tuning: Tuning
     row: Row
     distance: float
     local: bool
-    sizes: Mapping[str, float]
+    shape: Shape
+    sm_count: int | None
 
     def ms(self, kernel: Kernel, text: str) -> float | None:
-        """What the variant that prints as ``text`` counts as: its time in the row, and more where it fills less
-        of its tiles than there; None if the row does not name it."""
+        """What the variant that prints as ``text`` counts as: the ``estimate`` where the row is far away, or else its time
+        in the row, scaled to the problem; None if the row does not name it."""
+        if self.rule(kernel, text) == "timing_model":
+            return self.estimate(kernel, text)
         found = self.row.times.get(kernel.label_in(text))
-        if found is None or not self.distance:
-            return found
-        return (
-            found
-            * kernel.tunable.tile_efficiency(text, self.row.sizes)
-            / kernel.tunable.tile_efficiency(text, self.sizes)
+        return found and found * (self.scale(kernel, text) if self.distance else 1)
+
+    def rule(self, kernel: Kernel, text: str) -> Rule:
+        """What ``ms`` goes by, if the row names the variant."""
+        if self.distance > NEAR and self.estimate(kernel, text) is not None:
+            return "timing_model"
+        return "scaled_row" if self.distance else "row"
+
+    def estimate(self, kernel: Kernel, text: str) -> float | None:
+        """Milliseconds by the timing model; None if it says nothing of such a variant."""
+        if self.sm_count is None:
+            return None
+        return kernel.tunable.predicted(self.tuning.model, text, self.shape, self.sm_count)
+
+    def scale(self, kernel: Kernel, text: str) -> float:
+        """How many times as long the variant takes on the problem as on the row's: by the timing model, or else by how
+        full its tiles are."""
+        tunable, sizes = kernel.tunable, self.row.sizes
+        if here := self.estimate(kernel, text):
+            of = Shape(self.shape.kind, sizes)
+            there = tunable.predicted(self.tuning.model, text, of, self.tuning.sm_count)
+            return here / there if there else 1.0
+        return tunable.tile_efficiency(text, sizes) / tunable.tile_efficiency(
+            text, self.shape.sizes
         )
 
     @property
@@ -91,7 +120,9 @@ def nearest_row(
             nearest = tuning.nearest(shape)
             if nearest is not None:
                 distance, row = nearest
-                found.append(TuningMatch(tuning, row, distance, is_local, shape.sizes))
+                own = tuning.capability == device.capability
+                count = device.sm_count if own and tuning.model else None
+                found.append(TuningMatch(tuning, row, distance, is_local, shape, count))
 
     def preference(each: TuningMatch) -> tuple[tuple[bool, bool, int], float, bool]:
         general = not (each.local or each.tuning.exclusive)

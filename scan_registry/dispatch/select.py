@@ -225,7 +225,8 @@ def _less_liked(loser: Candidate, winner: Candidate) -> str:
         return f"the spec prefers the winner ({winner.cost:g} against {loser.cost:g})"
     if loser.ms is None:
         return "the nearest tuned problem's row names the winner, and not this"
-    return f"tuning found the winner faster ({winner.ms:g} ms against {loser.ms:g})"
+    found = "the timing model estimates" if winner.rule == "timing_model" else "tuning found"
+    return f"{found} the winner faster ({winner.ms:g} ms against {loser.ms:g})"
 
 
 def _where(device: Device | None) -> str:

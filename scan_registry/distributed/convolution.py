@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from scan_registry.base.environment import flag
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed.group import all_reduce, resolve
-from scan_registry.distributed.halos import Exchange, Gather, WithTail, of_run, with_initial
+from scan_registry.distributed.halos import Exchange, Halo, of_run, with_initial
 from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.local_tensors import check_local
 from scan_registry.distributed.opening import agree
+from scan_registry.distributed.untraced import untraced
 from scan_registry.ops.arguments import check_bounds
 from scan_registry.ops.causal_conv1d_arguments import (
     ACCEPTED,
@@ -28,6 +29,7 @@ from scan_registry.ops.causal_conv1d_arguments import (
     check_tensor,
     normalised,
 )
+from scan_registry.ops.causal_conv1d_derivatives import call as convolution_of_one
 from scan_registry.ops.causal_conv1d_derivatives import convolve
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["causal_conv1d"]
 
 _NAME = "distributed.causal_conv1d"
+#: The tensors of a call in their order here.
+_TENSORS = ("x", "weight", "bias", "initial_state", "seq_idx", "cu_seqlens")
 
 
 @overload
@@ -145,11 +149,14 @@ def causal_conv1d(
     return y if last is None else (y, last)
 
 
-@_disable_dynamo  # ranks compare their arguments when a call runs, not when it is compiled
+@untraced
 def _call(
     tensors: tuple[Any, ...], request: tuple[Any, ...], group: Group
 ) -> tuple[Tensor, Tensor | None]:
     members = resolve(group)
+    check_local(members, "causal_conv1d", **dict(zip(_TENSORS, tensors, strict=True)))
+    if members.size == 1:
+        return convolution_of_one(tensors, request)
     x = tensors[0]
     device = x.device if isinstance(x, Tensor) else None
     try:
@@ -158,9 +165,11 @@ def _call(
     except Exception as error:
         agree(members, error, device)
         raise
-    exchange = Exchange(members, terms, given.weight.shape[1] - 1, given.x.shape[:2], options.final)
-    x, tail = WithTail.apply(given.x, exchange.slots)  # type: ignore[no-untyped-call]
-    halo, last = Gather.apply(tail, exchange, given.seq_idx, x.shape[-1])  # type: ignore[no-untyped-call]
+    slots = given.weight.shape[1] - 1
+    ages = torch.arange(slots, 0, -1, device=device)
+    of_x = given.x.shape[:2], options.final, given.x.dtype
+    exchange = Exchange(members, terms, slots, *of_x, ages)
+    x, halo, last = Halo.apply(given.x, exchange, given.seq_idx)  # type: ignore[no-untyped-call]
     given = given._replace(x=x)
     if given.cu_seqlens is not None:
         return _packed(given, options, exchange, halo)
@@ -169,7 +178,8 @@ def _call(
     if options.final:
         last = with_initial(exchange, members.size, last, given.initial_state)
         last = of_run(exchange, members.size, given.seq_idx, last)
-    y, _ = convolve(given._replace(initial_state=state), options._replace(final=False))
+    given = given._replace(initial_state=state.contiguous())
+    y, _ = convolve(given, options._replace(final=False))
     return y, last if options.final else None
 
 
@@ -212,6 +222,7 @@ def _terms(given: Arguments, options: Options) -> Terms:
         ("width", given.weight.shape[1]),
         ("dtype", str(x.dtype).removeprefix("torch.")),
         ("device", x.device.type),
+        ("bias", given.bias is not None),
         ("initial_state", given.initial_state is not None),
         ("seq_idx", given.seq_idx is not None),
         ("cu_seqlens", None if bounds is None else _digest(bounds)),
@@ -219,7 +230,8 @@ def _terms(given: Arguments, options: Options) -> Terms:
         ("return_final_state", options.final),
         ("gradient of x", torch.is_grad_enabled() and x.requires_grad),
     )
-    return Terms(_NAME, common, () if bounds is None else (steps,))
+    tail = min(steps, given.weight.shape[1] - 1)
+    return Terms(_NAME, common, (tail,) if bounds is None else (tail, steps))
 
 
 def _digest(bounds: Tensor) -> str:
@@ -248,9 +260,8 @@ def _packed(
         check_bounds(bounds, sum(exchange.lengths))
     part = _Part(sum(exchange.lengths[: members.rank]), exchange.lengths[members.rank])
     state = _packed_states(bounds, part, exchange, halo, given.initial_state)
-    local = given._replace(
-        initial_state=state, cu_seqlens=(bounds - part.first).clamp(0, part.steps)
-    )
+    bounds_here = (bounds - part.first).clamp(0, part.steps)
+    local = given._replace(initial_state=state.contiguous(), cu_seqlens=bounds_here)
     y, last = convolve(local, options)
     if last is None:
         return y, None
@@ -276,7 +287,7 @@ def _packed_states(
     number = torch.searchsorted(bounds, torch.full_like(bounds[:1], part.first), right=True) - 1
     number = number.clamp(0, count - 1)
     there = part.first - bounds[number]
-    ages = exchange.ages()
+    ages = exchange.ages
     place = (slots - ages + there).clamp(max=slots - 1)
     before = base.index_select(0, number).index_select(-1, place)
     going_on = torch.where(ages <= there, halo, before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from scan_registry.distributed import linear, linear_call, opening
 from scan_registry.distributed.cost import Choice
 from scan_registry.distributed.decision import Schedule, pieces_of
 from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.local_tensors import check_local
+from scan_registry.distributed.untraced import untraced
 from scan_registry.ops.arguments import Options
 
 if TYPE_CHECKING:
@@ -50,11 +52,26 @@ def explain(
     Raises:
         TypeError, ValueError, RuntimeError: as for ``scan_registry.distributed.linear_scan``.
     """
-    members = groups.resolve(group)
     options = Options(dim, reverse, return_final_state, backend)
+    return _explain(gates, tokens, initial_state, group, cu_seqlens, options, schedule)  # type: ignore[no-any-return]
+
+
+@untraced
+def _explain(
+    gates: Any,
+    tokens: Any,
+    initial: Any,
+    group: Any,
+    cu_seqlens: Any,
+    options: Options,
+    schedule: Any,
+) -> Choice:
+    members = groups.resolve(group)
+    tensors = {"gates": gates, "tokens": tokens, "initial_state": initial}
+    check_local(members, "explain", **tensors, cu_seqlens=cu_seqlens)
     try:
         call = linear_call.prepared(
-            gates, tokens, initial_state, cu_seqlens, options, schedule, "explain"
+            gates, tokens, initial, cu_seqlens, options, schedule, "explain"
         )
     except Exception as error:
         opening.agree(members, error, tokens.device if isinstance(tokens, Tensor) else None)

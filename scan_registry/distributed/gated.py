@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
@@ -14,6 +12,8 @@ from scan_registry.distributed import opening
 from scan_registry.distributed.decision import Schedule
 from scan_registry.distributed.linear import scan
 from scan_registry.distributed.linear_call import check_schedule
+from scan_registry.distributed.local_tensors import check_local
+from scan_registry.distributed.untraced import untraced
 from scan_registry.ops import arguments
 from scan_registry.ops.gated_scan import run as scan_of_one
 from scan_registry.ops.gated_scan_arguments import Options, normalised
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from scan_registry.distributed.group import Group
 
 __all__ = ["gated_scan"]
-
-_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 @overload
@@ -120,11 +118,11 @@ def gated_scan(
         RuntimeError: there is no process group, or another rank refused its arguments.
         NoKernelError: as for ``scan_registry.gated_scan``.
     """
-    run = _untraced if _is_compiling() else _gated_scan
     options = Options(kind, dim, reverse, return_final_state, backend)
-    return run(inputs, initial_state, reset, group, cu_seqlens, options, schedule)  # type: ignore[no-any-return]
+    return _gated_scan(inputs, initial_state, reset, group, cu_seqlens, options, schedule)  # type: ignore[no-any-return]
 
 
+@untraced
 def _gated_scan(
     inputs: tuple[Any, ...],
     initial: Any,
@@ -135,6 +133,9 @@ def _gated_scan(
     schedule: Any,
 ) -> Any:
     members = groups.resolve(group)
+    tensors = {f"inputs[{number}]": each for number, each in enumerate(inputs)}
+    others = {"initial_state": initial, "reset": reset, "cu_seqlens": cu_seqlens}
+    check_local(members, "gated_scan", **tensors, **others)
     if members.size == 1:
         check_schedule(schedule)
         return scan_of_one(options.kind, inputs, reset, initial, cu_seqlens, options)
@@ -150,11 +151,9 @@ def _gated_scan(
         raise
     backend = "reference" if options.backend == "reference" else "auto"
     how = arguments.Options(options.dim, options.reverse, options.final, backend)
-    operator = f"gated_scan {options.kind}"
+    dtype = given.inputs[0].dtype
+    # Gates and tokens may be wider than the sequences, whose dtype has to be compared, too.
+    operator = f"gated_scan {options.kind} of {str(dtype).removeprefix('torch.')}"
     states, last = scan(members, gates, tokens, initial, cu_seqlens, how, schedule, operator)
-    states = states.to(given.inputs[0].dtype)
+    states = states.to(dtype)
     return states if last is None else (states, last)
-
-
-# torch.compile breaks the graph at this call.
-_untraced = _disable_dynamo(_gated_scan)

@@ -1,14 +1,16 @@
 """Halos: the width-1 steps before a rank's part of time, which its convolution reads.
 
 A halo comes from the rank before, or from several ranks if parts are shorter than width-1 steps. In the opening of a call (see
-``group``), ranks exchange their *tails*, the last steps of each part, together with the number of steps in a tail. Each rank
-picks its halo from the tails. In the backward pass, ranks exchange the gradients of their halos, and each rank adds up the
-gradients that belong to its tail.
+``opening``), ranks exchange their *tails*, the last steps of each part. The headers say how many steps a tail has, and no rank
+reads that on the CPU. Each rank picks its halo from the tails. In the backward pass, ranks exchange the gradients of their
+halos, and each rank adds up the gradients that belong to its tail.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,19 +19,22 @@ from torch.nn import functional
 
 from scan_registry.distributed.group import Members
 from scan_registry.distributed.headers import Terms
-from scan_registry.distributed.opening import open_call
+from scan_registry.distributed.opening import Opened, opening_of
 
-__all__ = ["Exchange", "Gather", "WithTail", "of_run", "with_initial"]
+__all__ = ["Exchange", "Halo", "of_run", "with_initial"]
 
 
 @dataclass
 class Exchange:
     """The exchanges of one call, forward and backward.
 
-    slots    width - 1, the number of steps of a tail, a halo or a state
+    terms    of the call; the first local number is that of the steps in this rank's tail, and with packed sequences the
+             second one that of this rank's steps
+    slots    width - 1, the number of steps of a tail, a halo or a state. A tail of fewer steps fills the last slots
     shape    batch and channels
+    final    whether the last steps of the whole sequence are wanted
     number   number of the call; ranks compare it in the backward pass
-    valid    (ranks, slots), which slots of the tails hold steps; a short tail fills the last slots
+    ages     (slots,), how many steps back the step of each slot is; 1 for the last slot
     before   (ranks · slots,), how many steps are in the tails up to and including a slot
     numbers  (ranks · slots, batch), ``seq_idx`` of the tails' steps, if there is ``seq_idx``
     lengths  lengths of all ranks' parts, with packed sequences
@@ -40,94 +45,122 @@ class Exchange:
     slots: int
     shape: torch.Size
     final: bool
+    dtype: torch.dtype
+    ages: Tensor
     number: int = 0
-    valid: Tensor | None = None
     before: Tensor | None = None
     numbers: Tensor | None = None
     lengths: tuple[int, ...] = ()
 
-    @property
-    def counted(self) -> tuple[Tensor, Tensor]:
-        """``valid`` and ``before``, after the first exchange."""
-        assert self.valid is not None
-        assert self.before is not None
-        return self.valid, self.before
-
-    def first(self, tail: Tensor, seq_idx: Tensor | None, steps: int) -> Tensor:
-        """All ranks' tails, (ranks · slots, batch · channels), exchanged in the opening of the call."""
-        slots, (batch, _) = self.slots, self.shape
-        rows = [tail.new_full((1,), min(steps, slots)), tail.permute(2, 0, 1).flatten()]
-        width = 0
+    def first(self, x: Tensor, seq_idx: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """This rank's halo, and with ``final`` the last steps of the whole sequence, by an exchange of tails in the opening of
+        the call."""
+        slots, members, packed = self.slots, self.members, len(self.terms.local) > 1
+        bits = None
         if seq_idx is not None:
-            rows.append(_bits(_tail(seq_idx.unsqueeze(1), slots).flatten(), tail.dtype))
-            width = rows[-1].numel()
-        packed = bool(self.terms.local)
-        row = torch.cat(rows).contiguous()
-        opened = open_call(self.members, self.terms, tail.device, row, read=packed)
-        self.number = self.members.session.calls
+            bits = _bits(_tail(seq_idx.unsqueeze(1), slots).flatten(), self.dtype)
+        size, width = slots * prod(self.shape), 0 if bits is None else bits.numel()
+        opening = opening_of(members, self.terms, x.device, size + width, self.dtype)
+        message = opening.message()
+        if message.row is not None:
+            self._write(message.row[:size], [x])
+            if bits is not None:
+                message.row[size:].copy_(bits)
+        opened = opening.exchange(message, read=packed)
+        self.number = members.session.calls
         if packed:
             assert opened.local is not None
-            self.lengths = tuple(steps for (steps,) in opened.local)
-        found = opened.rows
-        assert found is not None
-        places = torch.arange(slots, device=tail.device)
-        self.valid = places >= slots - found[:, :1].to(torch.int64)
-        self.before = self.valid.flatten().cumsum(0)
-        if width:
-            numbers = found[:, -width:].contiguous().view(_integers(tail.dtype))
-            numbers = numbers.view(self.members.size, batch, slots)
-            self.numbers = numbers.transpose(1, 2).reshape(-1, batch)
-        end = found.shape[1] - width
-        return found[:, 1:end].reshape(self.members.size * slots, -1)
+            self.lengths = tuple(steps for _, steps in opened.local)
+        counts = opened.numbers.to(x.device)
+        self.before = (counts[:, :1] >= self.ages).view(-1).cumsum(0)
+        if bits is not None and opened.rows is not None:
+            found = opened.rows[:, size:].contiguous().view(_integers(self.dtype))
+            found = found.view(members.size, self.shape[0], slots)
+            self.numbers = found.transpose(1, 2).reshape(members.size * slots, -1)
+        return self._picked(opened, size)
 
-    def again(self, what: str, rows: list[Tensor]) -> Tensor:
-        """All ranks' tensors ``rows``, each (batch, channels, slots), as (ranks, tensors, slots, batch · channels)."""
-        terms = Terms(f"{self.terms.operator}, {what}", self.terms.common, (), self.number)
-        row = torch.stack([each.permute(2, 0, 1).flatten(1) for each in rows])
-        opened = open_call(self.members, terms, row.device, row.flatten(), read=False)
-        assert opened.rows is not None
-        return opened.rows.view(self.members.size, *row.shape)
+    def again(self, tail: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The same, once the lengths of tails are known."""
+        opened = self._opened("second derivative", [tail])
+        return self._picked(opened, tail.numel())
+
+    def _opened(self, what: str, rows: Sequence[Tensor | None]) -> Opened:
+        """All ranks' tensors ``rows``, each (batch, channels, slots); None for zeros."""
+        terms = Terms(f"{self.terms.operator}, {what}", self.terms.common)
+        size = len(rows) * self.slots * prod(self.shape)
+        opening = opening_of(self.members, terms, self.ages.device, size, self.dtype)
+        message = opening.message()
+        if message.row is not None:
+            self._write(message.row, rows)
+        return opening.exchange(message, self.number, read=False)
+
+    def _write(self, row: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Write the last ``slots`` steps of tensors (batch, channels, steps), after zeros if there are fewer."""
+        places = row.view(len(tensors), self.slots, *self.shape).permute(0, 2, 3, 1)
+        for place, x in zip(places, tensors, strict=True):
+            steps = 0 if x is None else min(x.shape[-1], self.slots)
+            if steps < self.slots:
+                place.zero_()
+            if x is not None and steps:
+                place[..., self.slots - steps :].copy_(x[..., x.shape[-1] - steps :])
+
+    # --- Where steps are ---------------------------------------------------------------------
+
+    @property
+    def counted(self) -> Tensor:
+        """``before``, after the first exchange."""
+        assert self.before is not None
+        return self.before
 
     def steps_before(self, rank: int) -> Tensor:
         """How many steps the tails of earlier ranks hold. If fewer than ``slots``, it is the number of all earlier steps."""
-        _, before = self.counted
+        before = self.counted
         return before[rank * self.slots - 1] if rank else torch.zeros_like(before[0])
 
-    def ages(self) -> Tensor:
-        """How many steps back the step of each slot is; 1 for the last slot."""
-        return torch.arange(self.slots, 0, -1, device=self.counted[1].device)
+    def _picked(self, opened: Opened, size: int) -> tuple[Tensor | None, Tensor | None]:
+        """The steps before this rank's part, (batch, channels, slots), with zeros where there are none; None before the first
+        part. With ``final`` also the last steps of the whole sequence."""
+        members, found = self.members, opened.rows
+        if not members.rank and not self.final:
+            return None, None
+        if found is None:  # of an empty batch, or no channels
+            found = torch.empty(members.size, 0, dtype=self.dtype, device=self.ages.device)
+        tails = found[:, :size].reshape(members.size * self.slots, -1)
 
-    def place_of(self, rank: int, ages: Tensor) -> Tensor:
-        """Where in all tails the steps are that lie ``ages`` steps before the part of ``rank``, if there are such steps."""
-        _, before = self.counted
-        return torch.searchsorted(before, self.steps_before(rank) - ages + 1).clamp(
-            max=before.shape[0] - 1
-        )
+        def picked(rank: int) -> Tensor:
+            # How many steps there are before the step of each slot; negative where there is none.
+            earlier = self.steps_before(rank) - self.ages
+            place = torch.searchsorted(self.counted, earlier, right=True)
+            # The kernels take states without gaps.
+            steps = tails.index_select(0, place).T.contiguous().view(*self.shape, self.slots)
+            return opened.guarded(steps.masked_fill(earlier < 0, 0))
 
-    def picked(self, tails: Tensor, rank: int) -> Tensor:
-        """The steps before the part of ``rank``, (batch, channels, slots), with zeros where there are none. ``rank`` may
-        be the number of ranks: the result is then the last steps of the whole sequence."""
-        ages = self.ages()
-        found = tails[self.place_of(rank, ages)].T.contiguous().view(*self.shape, self.slots)
-        return torch.where(ages <= self.steps_before(rank), found, torch.zeros_like(found))
+        halo = picked(members.rank) if members.rank else None
+        return halo, picked(members.size) if self.final else None
 
-    def returned(self, grads: Tensor) -> Tensor:
-        """The gradient of this rank's tail. ``grads`` are all ranks' gradients of halos, and with ``final`` those of the
-        final states: (ranks, 1 or 2, slots, batch · channels)."""
-        valid, before = self.counted
-        rank, slots = self.members.rank, self.slots
-        wide = torch.float64 if grads.dtype == torch.float64 else torch.float32
-        takers = grads[rank + 1 :, 0].to(wide)
-        ends = before.view(-1, slots)[rank:, -1]
+    def scattered(self, halo_grad: Tensor | None, last_grad: Tensor | None) -> Tensor | None:
+        """The gradient of this rank's tail, (batch, channels, slots), from all ranks' gradients of halos and, with ``final``,
+        of the last steps; None for zero. Slots without steps have any values."""
+        rows = [halo_grad, last_grad] if self.final else [halo_grad]
+        opened = self._opened("backward", rows)
+        members, slots, found = self.members, self.slots, opened.rows
+        if found is None:
+            return None
+        grads = found.view(members.size, len(rows), slots, -1)
+        before = self.counted.view(-1, slots)[members.rank :]
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        takers, ends = grads[members.rank + 1 :, 0], before[:-1, -1:]
         if self.final:
-            takers = torch.cat([takers, grads[:, 1].to(wide).sum(0, keepdim=True)])
-        else:
-            ends = ends[:-1]
-        ages = ends.unsqueeze(1) - before.view(-1, slots)[rank] + 1
-        seen = valid[rank] & (ages <= slots)
-        index = (slots - ages).clamp(min=0).unsqueeze(-1).expand(-1, -1, takers.shape[-1])
-        found = torch.where(seen.unsqueeze(-1), takers.gather(1, index), takers.new_zeros(()))
-        return found.sum(0).to(grads.dtype).T.reshape(*self.shape, slots)
+            takers = torch.cat([takers.to(wide), grads[:, 1].sum(0, keepdim=True, dtype=wide)])
+            ends = before[:, -1:]
+        if not takers.shape[0]:
+            return None
+        # The slot of this rank's steps in each halo; negative for a step that the halo does not reach.
+        places = before[0] - ends + (slots - 1)
+        index = places.clamp(min=0).unsqueeze(-1).expand_as(takers)
+        taken = takers.gather(1, index).masked_fill((places < 0).unsqueeze(-1), 0)
+        total = taken[0] if taken.shape[0] == 1 else taken.sum(0, dtype=wide)
+        return opened.guarded(total.to(self.dtype)).T.view(*self.shape, slots)
 
 
 def _integers(dtype: torch.dtype) -> torch.dtype:
@@ -146,66 +179,74 @@ def _tail(x: Tensor, slots: int) -> Tensor:
     return functional.pad(kept, (max(0, slots - steps), 0))
 
 
-class WithTail(torch.autograd.Function):
-    """x and its tail. The backward pass adds the tail's gradient to that of x in place, which does not read all of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-        return x.view_as(x), _tail(x, slots).clone()
-
-    @staticmethod
-    def backward(ctx: Any, x_grad: Tensor, tail_grad: Tensor) -> Any:
-        count = min(x_grad.shape[-1], tail_grad.shape[-1])
-        steps = x_grad.shape[-1] - count
-        tail_grad = tail_grad[..., tail_grad.shape[-1] - count :]
-        if torch.is_grad_enabled():
-            return x_grad + functional.pad(tail_grad, (steps, 0)), None
-        # In place: the convolution's backward pass has just made this gradient, and nothing else refers to it.
-        x_grad[..., steps:] += tail_grad
-        return x_grad, None
-
-
-class Gather(torch.autograd.Function):
-    """Exchanges tails. Returns this rank's halo, and with ``final`` the last steps of the whole sequence."""
+class Halo(torch.autograd.Function):
+    """Exchanges tails. Returns x, this rank's halo, and with ``final`` the last steps of the whole sequence."""
 
     @staticmethod
     def forward(
-        ctx: Any, tail: Tensor, exchange: Exchange, seq_idx: Tensor | None, steps: int | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, exchange: Exchange, seq_idx: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.exchange = exchange
-        members = exchange.members
-        if steps is not None:
-            tails = exchange.first(tail, seq_idx, steps)
-        else:
-            tails = exchange.again("second derivative", [tail]).flatten(0, 2)
-        halo = exchange.picked(tails, members.rank)
-        last = exchange.picked(tails, members.size) if exchange.final else tail.new_empty(0)
-        return halo, last
+        halo, last = exchange.first(x, seq_idx)
+        if halo is None:
+            halo = x.new_zeros(*exchange.shape, exchange.slots)
+        return x.view_as(x), halo, last
 
     @staticmethod
-    def backward(ctx: Any, halo_grad: Tensor, last_grad: Tensor) -> Any:
-        return Scatter.apply(halo_grad, last_grad, ctx.exchange), None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, x_grad: Tensor, halo_grad: Tensor, last_grad: Tensor | None) -> Any:
+        exchange = ctx.exchange
+        steps, slots = x_grad.shape[-1], exchange.slots
+        count = min(steps, slots)
+        if torch.is_grad_enabled():
+            grad: Any = Scatter.apply(halo_grad, last_grad, exchange)  # type: ignore[no-untyped-call]
+            return (
+                x_grad + functional.pad(grad[..., slots - count :], (steps - count, 0)),
+                None,
+                None,
+            )
+        found = exchange.scattered(halo_grad, last_grad)
+        if found is not None:
+            # In place, so that not all of x is read: the convolution's backward pass has just made this gradient, and nothing
+            # else refers to it.
+            x_grad[..., steps - count :].add_(found[..., slots - count :])
+        return x_grad, None, None
 
 
 class Scatter(torch.autograd.Function):
-    """The transpose of ``Gather``: from gradients of halos to the gradient of this rank's tail."""
+    """From gradients of halos to the gradient of this rank's tail."""
 
     @staticmethod
-    def forward(ctx: Any, halo_grad: Tensor, last_grad: Tensor, exchange: Exchange) -> Tensor:
+    def forward(
+        ctx: Any, halo_grad: Tensor, last_grad: Tensor | None, exchange: Exchange
+    ) -> Tensor:
         ctx.exchange = exchange
-        rows = [halo_grad, last_grad] if exchange.final else [halo_grad]
-        return exchange.returned(exchange.again("backward", rows))
+        found = exchange.scattered(halo_grad, last_grad)
+        return torch.zeros_like(halo_grad) if found is None else found
 
     @staticmethod
     def backward(ctx: Any, tail_grad: Tensor) -> Any:
-        return *Gather.apply(tail_grad, ctx.exchange, None, None), None  # type: ignore[no-untyped-call]
+        return *Gather.apply(tail_grad, ctx.exchange), None  # type: ignore[no-untyped-call]
+
+
+class Gather(torch.autograd.Function):
+    """The transpose of ``Scatter``: from tails to halos."""
+
+    @staticmethod
+    def forward(ctx: Any, tail: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor | None]:
+        ctx.exchange = exchange
+        halo, last = exchange.again(tail)
+        return torch.zeros_like(tail) if halo is None else halo, last
+
+    @staticmethod
+    def backward(ctx: Any, halo_grad: Tensor, last_grad: Tensor | None) -> Any:
+        return Scatter.apply(halo_grad, last_grad, ctx.exchange), None  # type: ignore[no-untyped-call]
 
 
 def with_initial(exchange: Exchange, rank: int, halo: Tensor, initial: Tensor | None) -> Tensor:
     """The halo. Steps before the first step of the whole sequence are taken from the initial state."""
     if initial is None:
         return halo
-    ages, there = exchange.ages(), exchange.steps_before(rank)
+    ages, there = exchange.ages, exchange.steps_before(rank)
     place = (exchange.slots - ages + there).clamp(max=exchange.slots - 1)
     return torch.where(ages <= there, halo, initial.index_select(-1, place))
 
@@ -215,9 +256,10 @@ def of_run(exchange: Exchange, rank: int, seq_idx: Tensor | None, state: Tensor)
     sequence, the run that counts is that of the last step."""
     if exchange.numbers is None or seq_idx is None:
         return state
-    ages, there = exchange.ages().flip(0), exchange.steps_before(rank)
+    ages, there = exchange.ages.flip(0), exchange.steps_before(rank)
     # Steps before the whole sequence belong to the run of its first step.
-    numbers = exchange.numbers[exchange.place_of(rank, torch.minimum(ages, there))]
+    place = torch.searchsorted(exchange.counted, (there - ages).clamp(min=0), right=True)
+    numbers = exchange.numbers[place.clamp(max=exchange.numbers.shape[0] - 1)]
     own = numbers[:1]
     if rank < exchange.members.size and seq_idx.shape[-1]:
         own = seq_idx[:, :1].T.to(numbers.dtype)

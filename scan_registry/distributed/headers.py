@@ -15,7 +15,8 @@ from torch import Tensor
 HEADER = 512
 #: Words of 64 bits before the text: digest, failed, number, count of local numbers, local numbers.
 WORDS = 12
-_LOCAL = WORDS - 4
+#: The most local numbers.
+LOCAL = WORDS - 4
 
 
 class Terms(NamedTuple):
@@ -53,7 +54,7 @@ def encoded(terms: Terms | Exception) -> bytes:
         digest = (digest + terms.digest) % (1 << 62) + 1
         failed, local, number = 0, terms.local, terms.number
         text = _cut(f"{terms.operator}: {terms.spelled}{', ' * bool(terms.spelled)}{said}")
-        assert len(local) <= _LOCAL
+        assert len(local) <= LOCAL
     words = [digest, failed, number, len(local), *local]
     numbers = b"".join(int(w).to_bytes(8, "little", signed=True) for w in words)
     return numbers.ljust(8 * WORDS, b"\0") + text.ljust(HEADER - 8 * WORDS, b"\0")

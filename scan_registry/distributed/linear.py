@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
@@ -19,8 +18,10 @@ from scan_registry.distributed.derivatives import differentiable
 from scan_registry.distributed.group import Members
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.linear_call import GATES, Call, check_schedule, prepared
+from scan_registry.distributed.local_tensors import check_local
 from scan_registry.distributed.opening import Opened
 from scan_registry.distributed.run import Run
+from scan_registry.distributed.untraced import untraced
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.derivatives import PLAIN_TYPES
 from scan_registry.ops.linear_scan import linear_scan as scan_of_one
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["linear_scan"]
 
-_is_compiling = torch.compiler.is_dynamo_compiling
 _required = policy.required.get
 
 Outputs = tuple[Tensor, "Tensor | None"]
@@ -142,10 +142,10 @@ def linear_scan(
         NoKernelError: as for ``scan_registry.linear_scan``.
     """
     options = Options(dim, reverse, return_final_state, backend)
-    run = _untraced if _is_compiling() else _linear_scan
-    return run(gates, tokens, initial_state, group, cu_seqlens, options, schedule)  # type: ignore[no-any-return]
+    return _linear_scan(gates, tokens, initial_state, group, cu_seqlens, options, schedule)  # type: ignore[no-any-return]
 
 
+@untraced
 def _linear_scan(
     gates: Any,
     tokens: Any,
@@ -156,6 +156,8 @@ def _linear_scan(
     schedule: Any,
 ) -> Any:
     members = groups.resolve(group)
+    tensors = {"gates": gates, "tokens": tokens, "initial_state": initial_state}
+    check_local(members, "linear_scan", **tensors, cu_seqlens=cu_seqlens)
     if members.size == 1:
         check_schedule(schedule)
         dim, reverse, final, backend = options
@@ -173,10 +175,6 @@ def _linear_scan(
     given = gates, tokens, initial_state, cu_seqlens, options, schedule
     states, last = scan(members, *given, "linear_scan")
     return states if last is None else (states, last)
-
-
-# torch.compile breaks the graph at this call.
-_untraced = _disable_dynamo(_linear_scan)
 
 
 # --- Plans ------------------------------------------------------------------------------------
@@ -240,12 +238,11 @@ def _agreed(members: Members, call: Call, key: Any) -> tuple[Run, Opened, int]:
     state, terms, tokens = members.session, call.terms, call.tokens
     pieces = state.agreed.get(terms.kind)
     unsure = torch.is_grad_enabled() and not call.wants
-    opened = None
+    local = None
     if pieces is None or call.bounds is not None:
         # The schedule is not known yet, or sequences are packed, and a summary depends on the lengths of all ranks' parts.
-        opened = opening.open_call(members, terms, tokens.device)
-        assert opened.local is not None
-        lengths = [numbers[0] for numbers in opened.local]
+        local = opening.agree(members, terms, tokens.device)
+        lengths = [numbers[0] for numbers in local]
         if call.bounds is not None and call.bounds[-1] != sum(lengths):
             raise ValueError(
                 f"cu_seqlens ends with {call.bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
@@ -268,10 +265,11 @@ def _agreed(members: Members, call: Call, key: Any) -> tuple[Run, Opened, int]:
         state.plans[key] = Plan(run, call.wants)
     wants = call.wants
     with torch.no_grad():
-        local = None if opened is None else opened.local
-        if opened is None:
+        if local is None:
             opened = run.open(call.gates, tokens, read=unsure)
-        elif not pieces:
+        elif pieces:
+            opened = Opened(local)
+        else:
             # If another collective follows, the headers have to be read first, so that a failed rank is known.
             more = call.options.final and call.bounds is not None
             opened = run.gather(call.gates, tokens, read=more or unsure)

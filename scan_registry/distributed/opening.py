@@ -40,9 +40,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scan_registry.distributed.group import Members, Session, all_gather, session
-from scan_registry.distributed.headers import HEADER, Terms, encoded, read_headers
+from scan_registry.distributed.headers import HEADER, LOCAL, WORDS, Terms, encoded, read_headers
 
-__all__ = ["Message", "Opened", "Opening", "agree", "check_unread", "open_call"]
+__all__ = ["Message", "Opened", "Opening", "agree", "check_unread", "opening_of"]
 
 #: The largest capacity of an opening, in bytes.
 _MOST = 1 << 20
@@ -114,12 +114,20 @@ class Opened(NamedTuple):
     rows   (ranks, elements); None for a call without rows
     equal  whether the headers are equal, on the GPU; None where they were read
     nan    NaN on the same device, in the rows' dtype
+    headers  the words of all ranks' headers, and more
     """
 
     local: tuple[tuple[int, ...], ...] | None
     rows: Tensor | None = None
     equal: Tensor | None = None
     nan: Tensor | None = None
+    headers: Tensor | None = None
+
+    @property
+    def numbers(self) -> Tensor:
+        """The local numbers of each rank, (ranks, ``LOCAL``), where they were exchanged; no rank has to have read them."""
+        assert self.headers is not None
+        return self.headers[:, WORDS - LOCAL : WORDS]
 
     def guarded(self, x: Tensor) -> Tensor:
         """``x``, or NaN in its place if the GPU found that the ranks disagree."""
@@ -213,18 +221,18 @@ class Opening:
         else:
             equal = _compared(state, found, message, self.terms.operator)
         if not self.count:
-            return Opened(local, None, equal)
+            return Opened(local, None, equal, headers=found)
         assert message.row is not None
         if message.inline:
             at = HEADER // self.dtype.itemsize
             return Opened(
-                local, found.view(self.dtype)[:, at : at + self.count], equal, message.nan
+                local, found.view(self.dtype)[:, at : at + self.count], equal, message.nan, found
             )
         size = self.count * self.dtype.itemsize
         assert self.device is not None
         if self.device.type == place.type and state.capacity < HEADER + size <= _MOST:
             state.capacity = 1 << (HEADER + size - 1).bit_length()
-        return Opened(local, all_gather(members, message.row), equal)
+        return Opened(local, all_gather(members, message.row), equal, headers=found)
 
 
 def _stream(place: torch.device) -> int:
@@ -258,37 +266,16 @@ def agree(members: Members, terms: Terms | Exception, device: torch.device | Non
     ``RuntimeError`` that names the rank and the exception. If terms differ, all ranks raise a ``ValueError`` whose message
     has the terms of each rank. ``device`` is the device of the rank's tensors.
     """
-    return open_call(members, terms, device, None).local
-
-
-def open_call(
-    members: Members,
-    terms: Terms | Exception,
-    device: torch.device | None,
-    rows: Tensor | None = None,
-    *,
-    read: bool = True,
-) -> Opened:
-    """Open a call: exchange headers and ``rows``, a contiguous vector of the same size and dtype on all ranks.
-
-    ``read`` is false if the call may go on before this rank has read the headers; the gathered rows are then NaN if the ranks
-    disagree. Errors are as for ``agree``.
-    """
-    if members.size == 1:
-        if isinstance(terms, Exception):
-            raise terms
-        return Opened((terms.local,), None if rows is None else rows.unsqueeze(0))
     error = terms if isinstance(terms, Exception) else None
+    if members.size == 1:
+        if error is not None:
+            raise error
+        assert not isinstance(terms, Exception)
+        return (terms.local,)
     if isinstance(terms, Exception):
         terms = Terms("a call", ())
-    like = () if rows is None else (rows.numel(), rows.dtype)
-    opening = opening_of(members, terms, device, *like)
-    message = opening.message()
-    if message.row is not None and error is None:
-        assert rows is not None
-        message.row.copy_(rows.detach())
-    opened = opening.exchange(message, terms.number, error=error, read=read)
-    return opened if opened.rows is None else opened._replace(rows=opened.guarded(opened.rows))
+    opening = opening_of(members, terms, device)
+    return opening.exchange(opening.message(), terms.number, error=error).local
 
 
 def opening_of(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
@@ -15,7 +14,9 @@ from scan_registry.distributed import opening, parts
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.linear import PLANS
 from scan_registry.distributed.linear_call import compared, host_bounds
+from scan_registry.distributed.local_tensors import check_local
 from scan_registry.distributed.selective_run import Run, SelectiveScan, pieces_of
+from scan_registry.distributed.untraced import untraced
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops.arguments import as_bool
 from scan_registry.ops.derivatives import PLAIN_TYPES
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["selective_scan"]
 
-_is_compiling = torch.compiler.is_dynamo_compiling
 _required = policy.required.get
+#: The tensors of a call in their order here.
+_NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 
 
 @overload
@@ -146,14 +148,16 @@ def selective_scan(
         NoKernelError: as for ``scan_registry.selective_scan``.
     """
     tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
-    run = _untraced if _is_compiling() else _selective_scan
-    return run(tensors, group, cu_seqlens, delta_softplus, return_final_state, backend)  # type: ignore[no-any-return]
+    return _selective_scan(tensors, group, cu_seqlens, delta_softplus, return_final_state, backend)  # type: ignore[no-any-return]
 
 
+@untraced
 def _selective_scan(
     tensors: tuple[Any, ...], group: Any, cu_seqlens: Any, softplus: Any, final: Any, backend: Any
 ) -> Any:
     members = groups.resolve(group)
+    named = dict(zip(_NAMES, tensors, strict=True))
+    check_local(members, "selective_scan", **named, cu_seqlens=cu_seqlens)
     if members.size == 1:
         one: Any = scan_of_one
         how = {"cu_seqlens": cu_seqlens, "return_final_state": final, "backend": backend}
@@ -231,10 +235,6 @@ def _is_converted(tensors: tuple[Any, ...], given: Arguments) -> bool:
     """Whether ``_converted`` converts these arguments."""
     pairs = zip(tensors, given.differentiable, strict=True)
     return all(other is None or one.dtype == other.dtype for one, other in pairs)
-
-
-# torch.compile breaks the graph at this call.
-_untraced = _disable_dynamo(_selective_scan)
 
 
 def _prepared(

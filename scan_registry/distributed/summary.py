@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
+from scan_registry.distributed.local_tensors import refused
+from scan_registry.ops.derivatives import PLAIN_TYPES
 from scan_registry.ops.linear_scan_summary import linear_scan_summary
+from scan_registry.ops.sharded import is_dtensor
 
 __all__ = ["scan_summary"]
 
@@ -38,8 +41,11 @@ def scan_summary(
         ``dim``. Both are float32, or float64 or complex64 if ``tokens`` are. Differentiable any number of times.
 
     Raises:
-        TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
+        TypeError: an argument is not a tensor, or a DTensor, or a dtype is not supported or does not mix.
         ValueError: shapes do not broadcast, devices differ, or ``dim`` or ``backend`` is out of range.
         NoKernelError: as for ``scan_registry.linear_scan_summary``.
     """
+    for name, tensor in (("gates", gates), ("tokens", tokens)):
+        if type(tensor) not in PLAIN_TYPES and is_dtensor(tensor):
+            raise refused("scan_summary", name, tensor)
     return linear_scan_summary(gates, tokens, dim=dim, reverse=reverse, backend=backend)

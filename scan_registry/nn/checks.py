@@ -47,13 +47,13 @@ def check_heads(num_heads: Any, hidden_size: int) -> None:
         )
 
 
-def check_projection(proj_size: Any) -> None:
-    """Refuse projections, which no kernel has."""
-    if not isinstance(proj_size, int):
+def check_projection(proj_size: Any, backend: Any) -> None:
+    """Refuse projections by a kernel, as none has them."""
+    if not isinstance(proj_size, int) or isinstance(proj_size, bool):
         raise TypeError(f"proj_size should be of type int, got: {type(proj_size).__name__}")
-    if proj_size:
+    if proj_size and backend in BACKENDS and backend not in ("auto", "reference"):
         raise ValueError(
-            f"proj_size should be 0, got: {proj_size}; for projections use torch.nn.LSTM"
+            f"backend should be 'auto' or 'reference' with proj_size, got: {backend!r}; no kernel has projections"
         )
 
 
@@ -168,7 +168,7 @@ def states_of(
         return None
     name, states = type(module).__name__, SIZES[module.function].states
     rows = module.num_layers * (2 if module.bidirectional else 1)
-    size = (rows, module.hidden_size) if batch is None else (rows, batch, module.hidden_size)
+    lead = (rows,) if batch is None else (rows, batch)
     if len(states) == 1:
         given, names = [hx], [called]
         expected = "a Tensor"
@@ -178,7 +178,9 @@ def states_of(
         expected = f"a tuple of {len(states)} Tensors, ({', '.join(states)})"
     if len(given) != len(states) or not all(isinstance(state, Tensor) for state in given):
         raise TypeError(f"{name}: Expected {called} to be {expected}, got {_kind(hx)}")
-    for what, state in zip(names, given, strict=True):
+    for k, (what, state) in enumerate(zip(names, given, strict=True)):
+        units = module.proj_size if module.proj_size and k == 0 else module.hidden_size
+        size = (*lead, units)
         if state.layout != torch.strided or state.is_nested:
             refuse_layout(what, state)
         if state.dim() != len(size):

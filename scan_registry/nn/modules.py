@@ -13,11 +13,14 @@ Device = torch.device | str | int | None
 
 
 class LSTM(Recurrent[tuple[Tensor, Tensor]]):
-    """``torch.nn.LSTM``, but for ``proj_size``, which must be 0; ``backend`` is that of
-    ``scan_registry.rnn``. The states are (h, c).
+    """``torch.nn.LSTM``; ``backend`` is that of ``scan_registry.rnn``. The states are (h, c).
+
+    No kernel has projections: with ``proj_size`` torch's function runs, and with resets, in graphs and in transforms plain
+    torch, step by step.
 
     Raises:
-        TypeError, ValueError: an argument is not as in torch.nn, or ``proj_size`` is not 0.
+        TypeError, ValueError: an argument is not as in torch.nn, or there are ``proj_size`` and a ``backend`` other than
+            "auto" and "reference".
     """
 
     function = "lstm"
@@ -37,10 +40,10 @@ class LSTM(Recurrent[tuple[Tensor, Tensor]]):
         *,
         backend: RnnBackend = "auto",
     ) -> None:
-        checks.check_projection(proj_size)
+        checks.check_projection(proj_size, backend)
         super().__init__(
             "LSTM", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-            device, dtype, backend,
+            device, dtype, backend, proj_size=proj_size,
         )  # fmt: skip
 
 

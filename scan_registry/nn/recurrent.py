@@ -12,7 +12,7 @@ from torch.nn.functional import dropout, linear
 from torch.nn.utils.rnn import PackedSequence
 
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
-from scan_registry.nn import checks, torch_cells
+from scan_registry.nn import checks, projected, torch_cells
 from scan_registry.nn.packing import Packing, Resets, turned_resets
 from scan_registry.ops.rnn import rnn
 from scan_registry.ops.rnn_layer import fast_layer, on_gpu
@@ -51,6 +51,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         dtype: torch.dtype | None,
         backend: RnnBackend,
         num_heads: int = 1,
+        proj_size: int = 0,
     ) -> None:
         checks.check_constructor(num_layers, dropout, dtype, backend)
         super().__init__(
@@ -62,6 +63,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             batch_first,
             dropout,
             bidirectional,
+            proj_size,
             device=device,
             dtype=dtype,
         )
@@ -79,7 +81,9 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         return ", ".join(parts)
 
     def flatten_parameters(self) -> None:
-        """Does nothing: the kernels take parameters as they lie."""
+        """Does nothing, as the kernels take parameters as they lie; but for those that cuDNN takes."""
+        if self.proj_size:
+            super().flatten_parameters()
 
     def __prepare_scriptable__(self) -> Any:
         """torch.jit.script asks for this first; what it would say by itself names our insides."""
@@ -178,6 +182,8 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         x = x.transpose(0, 1) if first else x
         batch = x.shape[1] if input.dim() == 3 else None
         states = _batched(checks.states_of(self, hx, input, batch), batch)
+        if self.proj_size:
+            return self._projected(input, states, reset, reset_hx)
         steps = x.shape[0], x.shape[0] * x.shape[1]
         if reset is None and batch is not None and torch_cells.takes(self, input, steps):
             out, last = torch_cells.run(self, input, states)
@@ -192,6 +198,19 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             return out.squeeze(1), _as_given([state.squeeze(1) for state in last])
         return out.transpose(0, 1) if first else out, _as_given(last)
 
+    def _projected(self, input: Tensor, states: States | None, reset: Any, reset_hx: Any) -> Any:
+        """The same of a network with projections."""
+        at = 0 if self.batch_first else 1  # of the batch
+        batch = None if input.dim() == 2 else input.shape[at]
+        anew = _batched(checks.states_of(self, reset_hx, input, batch, "reset_hx"), batch)
+        x, marks = (
+            t if t is None or batch is not None else t.unsqueeze(at) for t in (input, reset)
+        )
+        out, last = projected.run(self, x, states, None, marks, anew)
+        if batch is None:
+            return out.squeeze(at), _as_given([state.squeeze(1) for state in last])
+        return out, _as_given(last)
+
     def _packed(self, packed: PackedSequence, hx: Any, reset: Any, reset_hx: Any) -> Any:
         """The same of a ``PackedSequence``."""
         x, given, own = packed.data, packed.sorted_indices, packed.unsorted_indices
@@ -205,7 +224,10 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
                 s if s is None else [state.index_select(1, given) for state in s]
                 for s in (states, anew)
             )
-        if reset is None and torch_cells.takes(self, x, (packed.batch_sizes.numel(), x.shape[0])):
+        if self.proj_size:
+            marks = None if reset is None else reset.data
+            data, last = projected.run(self, x, states, packed.batch_sizes, marks, anew)
+        elif reset is None and torch_cells.takes(self, x, (packed.batch_sizes.numel(), x.shape[0])):
             data, last = torch_cells.run(self, x, states, packed.batch_sizes)
         else:
             data, last = self._sequences(packed, states, reset, anew)

@@ -7,6 +7,7 @@ This package's compiled code takes longer before the first step, and less time f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,6 @@ _CALLS: Mapping[Function, Callable[..., Any]] = {
     "gru": torch._VF.gru,
     "elman": torch._VF.rnn_tanh,
 }
-_DTYPES = (torch.float32, torch.float64)
-
 
 #: With so many steps or more, this package's code is faster than torch's.
 _FEWEST_STEPS: Mapping[Function, int] = {"gru": 8, "elman": 16}
@@ -36,6 +35,8 @@ _LARGE, _FEWEST_OF_ALL = 256, 16
 #: torch converts an LSTM's weights at each call, which is slow if they are large. torch is faster only if
 #: all sequences together have more steps than so many.
 _MOST_OF_LARGE_LSTM = 512
+#: In bfloat16 the conversion takes longer beside the steps. Without gradients it pays off from the second step on.
+_LARGE_IN_BFLOAT16 = 512
 
 
 def takes(module: Recurrent[Any], x: Tensor, steps: tuple[int, int]) -> bool:
@@ -48,12 +49,21 @@ def takes(module: Recurrent[Any], x: Tensor, steps: tuple[int, int]) -> bool:
         and module.backend == "auto"
         and module.num_heads == 1
         and module.function in _CALLS
-        and x.dtype in _DTYPES
         and x.numel() > 0
         and not torch.is_autocast_enabled("cpu")
         and undisturbed()
-        and (x.dtype == torch.float64 or is_faster(module.function, module.hidden_size, *steps))
+        and _does(module, x.dtype, steps)
     )
+
+
+def _does(module: Recurrent[Any], dtype: torch.dtype, steps: tuple[int, int]) -> bool:
+    """Whether torch's function is as precise and faster in this dtype."""
+    function, units = module.function, module.hidden_size
+    if dtype == torch.float32:
+        return is_faster(function, units, *steps)
+    if dtype == torch.bfloat16:  # torch rounds each gate of the other cells
+        return function == "lstm" and has_bfloat16() and is_faster_in_bfloat16(units, *steps)
+    return dtype == torch.float64
 
 
 def is_faster(function: Function, units: int, steps: int, all_steps: int) -> bool:
@@ -65,19 +75,42 @@ def is_faster(function: Function, units: int, steps: int, all_steps: int) -> boo
     return steps < _FEWEST_STEPS[function]
 
 
+def is_faster_in_bfloat16(units: int, steps: int, all_steps: int) -> bool:
+    """Whether torch's function is faster for an LSTM in bfloat16."""
+    if not torch.is_grad_enabled():
+        return units < _LARGE_IN_BFLOAT16 or steps > 1
+    return units <= _LARGE or all_steps >= _MOST_OF_LARGE_LSTM
+
+
+def has_bfloat16() -> bool:
+    """Whether torch computes LSTMs by oneDNN in bfloat16, with instructions for it, which is precise and fast."""
+    return torch.backends.mkldnn.enabled and _instructions()  # type: ignore[attr-defined]
+
+
+@cache
+def _instructions() -> bool:
+    found = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return torch.backends.mkldnn.is_available() and found is not None and bool(found())
+
+
 def run(
-    module: Recurrent[Any], x: Tensor, states: States | None, sizes: Tensor | None = None
+    module: Recurrent[Any],
+    x: Tensor,
+    states: States | None,
+    sizes: Tensor | None = None,
+    weights: list[Tensor] | None = None,
 ) -> tuple[Tensor, States]:
     """All layers, over x (T, B, I), or with ``batch_first`` (B, T, I), or the data of a PackedSequence and
     its ``batch_sizes``: h in the same layout, and the last states. States are (layers · directions, B, H),
-    in the order of the packed data."""
+    in the order of the packed data. ``weights`` are those of the module if None."""
     if states is None:
         batch = int(sizes[0]) if sizes is not None else x.shape[0 if module.batch_first else 1]
         rows = module.num_layers * (2 if module.bidirectional else 1)
         zeros = x.new_zeros(rows, batch, module.hidden_size)
         states = [zeros, zeros] if module.function == "lstm" else [zeros]
     given: Any = states if module.function == "lstm" else states[0]
-    weights = [getattr(module, name) for name in module._flat_weights_names]
+    if weights is None:
+        weights = [getattr(module, name) for name in module._flat_weights_names]
     common = (
         weights,
         module.bias,

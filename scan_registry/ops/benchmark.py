@@ -137,6 +137,7 @@ class Benchmark(Protocol):
     measures     heads of what ``measured`` says of a timing
     backends     of this package, if none is asked for: on a GPU and on the CPU
     targets      cases, the quickest first, with the share of the roofline that they are to reach
+    draws        whether it draws random cases
     streams      whether the memory bounds its kernels: then times stand beside the roofline's, and a picture has
                  lines over the length of sequences; else it has bars for each case
     """
@@ -151,6 +152,7 @@ class Benchmark(Protocol):
     passes: tuple[str, ...] = PASSES
     backends: tuple[tuple[str, ...], tuple[str, ...]] = (("cuda", "triton"), ("auto",))
     targets: tuple[PerformanceTarget, ...] = ()
+    draws: bool = False
     streams: bool = True
 
     def parse(self, text: str) -> Case:
@@ -159,6 +161,10 @@ class Benchmark(Protocol):
     def cases(self, given: Namespace, kind: str) -> list[Any]:
         """Those that ``--case`` names, or else the options choose, on a ``cuda`` or ``cpu`` device;
         ``ValueError`` for what cannot be meant."""
+
+    def draw(self, number: int, seed: int) -> list[Any]:
+        """Random cases, the same for the same seed, where it ``draws`` any."""
+        return []
 
     def call(self, case: Any, direction: str, backend: Any, device: Device) -> Call:
         """One of this package, with inputs of its own."""

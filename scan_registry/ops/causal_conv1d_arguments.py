@@ -14,7 +14,13 @@ from scan_registry.base.environment import flag
 from scan_registry.base.symbols import numbers, same_shape, surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
-from scan_registry.ops.arguments import as_bool, check_cu_seqlens, has_values, refuse_expanded
+from scan_registry.ops.arguments import (
+    as_bool,
+    check_cu_seqlens,
+    has_values,
+    refuse_expanded,
+    refuse_layout,
+)
 
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 #: float64 has no kernels; it is there for checks of derivatives.
@@ -52,7 +58,7 @@ def check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...], x: Any)
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     if value.layout != torch.strided or value.is_nested:
-        raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
+        refuse_layout(name, value)
     if value.dtype not in dtypes:
         names = ", ".join(map(_name, dtypes))
         raise TypeError(f"{name} has dtype {_name(value.dtype)}; accepted are {names}")

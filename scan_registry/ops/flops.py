@@ -94,6 +94,15 @@ def _selective_scan_backward(
     return u.numel() * A.shape[1] * (7 * product + 2 * total + pairs * (product + total))
 
 
+def _selective_state_update(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **_: Any
+) -> int:
+    """As many as a selective scan of one step."""
+    D, z = rest[:2]
+    of_element: int = 1 + (0 if D is None else 2) + (0 if z is None else 1)
+    return x.numel() * (A.shape[-1] * 6 + of_element)
+
+
 def _causal_conv1d(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
     """A product and a sum for each tap of each step, as of torch's own convolutions."""
     return 2 * x.numel() * weight.shape[1]
@@ -119,6 +128,7 @@ FORMULAS: dict[str, Formula] = {
     "rnn_backward": _rnn_backward,
     "selective_scan": _selective_scan,
     "selective_scan_backward": _selective_scan_backward,
+    "selective_state_update": _selective_state_update,
     "causal_conv1d": _causal_conv1d,
     "causal_conv1d_backward": _causal_conv1d_backward,
     "causal_conv1d_update": _causal_conv1d_update,

@@ -32,6 +32,7 @@ LAYOUTS = ("channel_last", "time_last")
 DTYPES = ("float32", "bfloat16", "float16", "float64", "complex64")
 GATES = ("full", "channel")
 SEQLENS = {"cuda": "128,256,1024,2048,4096,8192,16384,32768", "cpu": "128,512,2048"}
+_FLAGS = ("0", "1")
 _SEED = 1  # of the sequences' lengths, which are the same in every run
 
 
@@ -41,6 +42,8 @@ class Case:
 
     sequences  how many of random length are packed along time; 0: none are
     gates      one for every element ("full"), or one for each channel ("channel")
+    reverse    whether the scan goes from the last step to the first
+    state      whether there is an initial state, and the final one is wanted; backward, their gradients
     """
 
     family: ClassVar[str] = "linear_scan"
@@ -52,23 +55,26 @@ class Case:
     dtype: str
     sequences: int = 0
     gates: str = "full"
+    reverse: bool = False
+    state: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """``time_last:8,1536,4096:bfloat16``, to which ``:sequences=64`` and ``:gates=channel`` may be
-        added; ``ValueError`` for anything else."""
+        """``time_last:8,1536,4096:bfloat16``, to which ``:sequences=64``, ``:gates=channel``, ``:reverse=1`` and
+        ``:state=1`` may be added; ``ValueError`` for anything else."""
         try:
             layout, shape, word, *options = text.split(":")
             dtype = DTYPE_WORDS.get(word, word)
             batch, channels, time = map(int, shape.split(","))
             given = dict(option.split("=") for option in options)
             sequences, gates = int(given.pop("sequences", 0)), given.pop("gates", GATES[0])
+            reverse, state = (_FLAGS.index(given.pop(name, "0")) for name in ("reverse", "state"))
             if given:
                 raise ValueError
         except ValueError:
             raise ValueError(
                 f"the case is {text!r}; expected layout:batch,channels,time:dtype, and perhaps "
-                ":sequences=N and :gates=channel"
+                ":sequences=N, :gates=channel, :reverse=1 and :state=1"
             ) from None
         if (
             layout not in LAYOUTS
@@ -81,12 +87,14 @@ class Case:
                 f"the case is {text!r}; layouts are {', '.join(LAYOUTS)}, dtypes "
                 f"{', '.join(DTYPES)}, gates {', '.join(GATES)}, and sizes positive"
             )
-        return cls(layout, batch, channels, time, dtype, sequences, gates)
+        flags = bool(reverse), bool(state)
+        return cls(layout, batch, channels, time, dtype, sequences, gates, *flags)
 
     def __str__(self) -> str:
         """What ``parse`` takes."""
         options = f":sequences={self.sequences}" if self.sequences else ""
         options += f":gates={self.gates}" if self.gates != GATES[0] else ""
+        options += ":reverse=1" * self.reverse + ":state=1" * self.state
         return f"{self.layout}:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
 
     @property
@@ -98,7 +106,8 @@ class Case:
         """In words, what is not as usual; empty if nothing is."""
         packed = [f"{self.sequences} packed sequences"] if self.sequences else []
         shared = ["a gate per channel"] if self.gates == "channel" else []
-        return ", ".join([*packed, *shared])
+        others = ["reverse"] * self.reverse + ["initial and final state"] * self.state
+        return ", ".join([*packed, *shared, *others])
 
     @property
     def group(self) -> str:
@@ -111,7 +120,7 @@ class Case:
 
     def to_json(self) -> dict[str, Any]:
         """The fields; those of options only where there are any."""
-        usual = {"sequences": 0, "gates": GATES[0]}
+        usual = {"sequences": 0, "gates": GATES[0], "reverse": False, "state": False}
         return {k: v for k, v in vars(self).items() if usual.get(k) != v}
 
     @property
@@ -139,6 +148,18 @@ class Case:
             values = values.select(self.dim, 0)[0].clone()
             values = values if self.dim != -1 else values[:, None]
         return values / (1 + values.abs()) if values.is_complex() else values.sigmoid_()
+
+    def entering(self, device: torch.device | str) -> Tensor | None:
+        """A new random state before the first step, or of each packed sequence; None where there is none."""
+        import torch
+
+        from scan_registry.ops.problems import StateLayout
+
+        if not self.state:
+            return None
+        model = torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
+        room = StateLayout.of(model, self.dim, self.bounds("cpu"))
+        return room.empty().normal_()
 
     def bounds(self, device: torch.device | str) -> Tensor | None:
         """Where the packed sequences begin and end; None where none are packed."""
@@ -219,12 +240,13 @@ class ScanBenchmark(Benchmark):
         "of kernel launches; on the CPU the calls, beside torch.mul on tensors of the same size."
     )
     case_help = (
-        "layout:batch,channels,time:dtype, to which :sequences=N (packed along time) and :gates=channel may be "
-        "added; in place of the sizes above; may repeat"
+        "layout:batch,channels,time:dtype, to which :sequences=N (packed along time), :gates=channel, :reverse=1 "
+        "and :state=1 (initial and final) may be added; in place of the sizes above; may repeat"
     )
     columns = ("layout", "B, C, T~", "dtype")
     sizes = "--seqlens"
     targets = TARGETS
+    draws = True
     options = (
         Option(
             *("--d_model", "--d-model"),
@@ -272,6 +294,11 @@ class ScanBenchmark(Benchmark):
             )
         return [Case(layout, batch, channels, length, dtype) for length in times]
 
+    def draw(self, number: int, seed: int) -> list[Case]:
+        from scan_registry.ops import linear_scan_random
+
+        return linear_scan_random.draw(number, seed)
+
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         """The operator forward, and backward what autograd calls."""
         from scan_registry.ops import plans
@@ -279,16 +306,29 @@ class ScanBenchmark(Benchmark):
         from scan_registry.ops.linear_scan import linear_scan
 
         gates, tokens = case.random_gates(device), case.sequence(device)
-        bounds = case.bounds(device)
+        bounds, initial = case.bounds(device), case.entering(device)
 
         def forward() -> Any:
-            return linear_scan(gates, tokens, dim=case.dim, cu_seqlens=bounds, backend=backend)
+            return linear_scan(
+                gates,
+                tokens,
+                initial,
+                dim=case.dim,
+                reverse=case.reverse,
+                cu_seqlens=bounds,
+                return_final_state=case.state,
+                backend=backend,
+            )
 
         if direction == PASSES[0]:
             return forward
-        states = forward()
-        options, wanted = Options(case.dim, backend=backend), (True, True, False)
-        return lambda: plans.backward(gates, states, tokens, None, None, bounds, options, wanted)
+        states, last_grad = forward(), case.entering(device)
+        states = states[0] if case.state else states
+        options = Options(case.dim, case.reverse, backend=backend)
+        wanted = True, True, case.state
+        return lambda: plans.backward(
+            gates, states, tokens, initial, last_grad, bounds, options, wanted
+        )
 
     def baselines(self, device: torch.device) -> Sequence[Baseline]:
         return installed() if device.type == "cuda" else ()

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 
 _MOST_SEQUENCES = 2**31 - 1
+#: Of each pass the states that enter it, and the one that it leaves.
+_STATES = {
+    "forward": (("initial_state",), "final_state"),
+    "backward": (("initial_state", "final_state_grad"), "initial_state_grad"),
+}
 
 
 class LinearScan(Operator):
@@ -147,7 +152,7 @@ class LinearScan(Operator):
         # Tensors on meta count as aligned, as new ones are.
         call = make_kernel_call(
             "forward" if direction == "forward" else "backward",
-            *(gates, others, bounds, case.dim, False),
+            *(gates, others, bounds, case.dim, case.reverse),
         )
         fused = call.fused()
         return (call.problem,) if fused is None else (fused, call.problem)
@@ -161,22 +166,32 @@ class LinearScan(Operator):
         from scan_registry.ops.problems import StateLayout
 
         first, second, bounds = case.sequence(device), case.sequence(device), case.bounds(device)
+        room = StateLayout.of(first, case.dim, bounds)
         outputs = {name: torch.empty_like(first) for name in self.outputs(case, problem)}
         if problem.sums:
-            outputs["gates_grad"] = StateLayout.of(first, case.dim, bounds).leaving(None)
+            outputs["gates_grad"] = room.leaving(None)
+        states: dict[str, Tensor | None] = {}
+        if case.state:
+            entering, leaving = _STATES[problem.direction]
+            states = {name: case.entering(device) for name in entering}
+            outputs[leaving] = room.leaving(None)
         return {
             "gates": case.random_gates(device),
             "offsets": bounds,
             **dict(zip(_inputs(problem.direction), (first, second), strict=False)),
+            **states,
             **outputs,
         }
 
     def outputs(self, case: Case, problem: LinearScanProblem) -> tuple[str, ...]:
+        _, left = _STATES[problem.direction]
+        # Kernels write no state of packed sequences without steps.
+        leaving = (left,) if case.state and not case.sequences else ()
         if problem.direction == "forward":
-            return ("states",)
+            return ("states", *leaving)
         if case.gates != "full" and not problem.sums:
-            return ("tokens_grad",)  # another kernel sums up the gates' gradient
-        return ("gates_grad", "tokens_grad")
+            return ("tokens_grad", *leaving)  # another kernel sums up the gates' gradient
+        return ("gates_grad", "tokens_grad", *leaving)
 
 
 def _inputs(direction: str) -> tuple[str, ...]:

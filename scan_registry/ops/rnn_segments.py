@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from scan_registry.ops import rnn_derivatives
 from scan_registry.ops.arguments import has_values
@@ -136,7 +137,8 @@ def _check_longest(bounds: Tensor, longest: int) -> None:
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# As torch.compiler.disable does, but for its import of the whole compiler.
+@_disable_dynamo
 def _layout_of_values(
     size: tuple[int, int],
     device: torch.device,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from scan_registry.dispatch.select import Backend
+from scan_registry.ops import flops
 from scan_registry.ops import selective_state_update_plans as plans
 from scan_registry.ops.arguments import as_bool, refuse_inference, refuse_mapped
 from scan_registry.ops.derivatives import has_tangents, unobserved
@@ -101,7 +102,7 @@ def selective_state_update(
     ):
         torch.autograd.graph.increment_version(state)
         return fast
-    if not _is_compiling() and _are_tensors(tensors) and unobserved(*tensors):
+    if not _is_compiling() and _are_dense(tensors) and unobserved(*tensors):
         _refuse_derivatives(tensors)
         as_bool("dt_softplus", dt_softplus)
         out = plans.step(tensors, dt_softplus, backend)
@@ -111,6 +112,7 @@ def selective_state_update(
     _refuse_derivatives(tensors)
     if not _is_dynamo_compiling():
         refuse_mapped("selective_state_update", "state", *tensors)
+        flops.announce()
     found: Tensor = _op(*tensors, bool(dt_softplus), backend)
     return found
 
@@ -136,8 +138,12 @@ def describe(
     return {"step": plans.make_kernel_call(given, dt_softplus)} if x.numel() else {}
 
 
-def _are_tensors(tensors: tuple[Any, ...]) -> bool:
-    return all(each is None or isinstance(each, Tensor) for each in tensors)
+def _are_dense(tensors: tuple[Any, ...]) -> bool:
+    """Whether all are tensors that have addresses, by which plans are found; others are for ``check`` to refuse."""
+    return all(
+        each is None or (isinstance(each, Tensor) and each.layout == torch.strided)
+        for each in tensors
+    )
 
 
 def _refuse_derivatives(tensors: tuple[Tensor | None, ...]) -> None:
@@ -177,3 +183,4 @@ _op = register(
     __name__,
     {"device": "_step", "Autograd": "_step_autograd", "Meta": "_step_fake"},
 )
+flops.announce()

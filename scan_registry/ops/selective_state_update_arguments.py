@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scan_registry.base.symbols import same_shape, surely
 from scan_registry.kernels.selective_state_update.problem import MOST_STATES
-from scan_registry.ops.arguments import as_bool, refuse_expanded
+from scan_registry.ops.arguments import as_bool, refuse_expanded, refuse_layout
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,7 +64,7 @@ def _check_tensors(present: dict[str, Any]) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
         if value.layout != torch.strided or value.is_nested:
-            raise TypeError(f"{name} is sparse or nested; accepted are dense tensors")
+            refuse_layout(name, value)
         if value.device != present["state"].device:
             raise ValueError(
                 f"{name} is on {value.device}, state on {present['state'].device}; they must be on one device"

@@ -23,13 +23,14 @@ def call_sharded(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) 
     Tensors and options are in the order that ``scan_registry.distributed.time_shards`` expects them in.
     """
     for tensor in tensors:
-        if tensor is not None and type(tensor) not in _PLAIN_TYPES and _is_dtensor(tensor):
+        if tensor is not None and type(tensor) not in _PLAIN_TYPES and is_dtensor(tensor):
             _load()
             return _call(name, tensors, options)
     return None
 
 
-def _is_dtensor(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
+    """Whether this is a DTensor. Its class is not imported to find out."""
     kind = type(tensor)
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
 

@@ -122,6 +122,23 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     assert [name for name in brought if not name.startswith("torch.")] == []
 
 
+def test_no_public_name_brings_the_compiler_of_torch(tmp_path: Path) -> None:
+    """Its import takes longer than torch's own. Who compiles nothing must not wait for it."""
+    script = """
+import importlib, json, pkgutil, sys
+import torch
+import scan_registry
+from scan_registry import compat, distributed, nn
+for package in (scan_registry, nn, distributed):
+    for name in package.__all__:
+        getattr(package, name)
+for found in pkgutil.walk_packages(compat.__path__, "scan_registry.compat."):
+    importlib.import_module(found.name)
+print(json.dumps([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]))
+"""
+    assert fresh(script, tmp_path) == []
+
+
 def test_an_import_is_quick(tmp_path: Path) -> None:
     script = """
 import time

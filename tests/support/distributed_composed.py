@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from distributed_dtensors import BATCH, Mixer, _mixer, _train
+from distributed_host_work import Counts
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -87,6 +89,21 @@ def check_compiled(rank: int, ranks: int, group: Any, name: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def check_given_up(rank: int, ranks: int, group: Any, name: str) -> None:
+    """In a call under a mode, torch.compile gives up tracing some frames for good. It goes on to trace what those call."""
+    scan = SCANS[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(scan, backend="eager")
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    with Counts():
+        compiled(x, group)
+    before = counters["frames"]["total"]
+    found = _gradient(lambda x: compiled(x, group), x)
+    assert counters["frames"]["total"] - before < 6
+    for one, other in zip(found, _gradient(lambda x: scan(x, group), x), strict=True):
+        assert torch.equal(one, other)
 
 
 # --- Time over some ranks, channels over others ---------------------------------------------------

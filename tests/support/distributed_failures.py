@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scan_registry import distributed
 from scan_registry.distributed import opening
+from scan_registry.distributed.opening import Opening
 
 
 def groups_of_all_kinds(rank: int, ranks: int, group: Any) -> list[str]:
@@ -129,6 +131,75 @@ def killed(rank: int, ranks: int, group: Any) -> tuple[str, float]:
     except RuntimeError as error:
         return str(error), time.perf_counter() - begin
     return "", 0.0
+
+
+def killed_in_backward(rank: int, ranks: int, group: Any, schedule: str, early: bool) -> list[Any]:
+    """The middle rank is killed in its backward pass: before the other ranks hear of it, or else when it has told them that
+    it takes part. The errors of the others' calls, and seconds."""
+    gates, tokens = (torch.rand(2, 4, requires_grad=True) for _ in range(2))
+
+    def both() -> None:
+        distributed.linear_scan(gates, tokens, group=group, schedule=schedule).sum().backward()  # type: ignore[call-overload]
+
+    both()
+    exchange = Opening.exchange
+
+    def last(self: Opening, *args: Any, **how: Any) -> Any:
+        found = None if early else exchange(self, *args, **how)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    states = distributed.linear_scan(gates, tokens, group=group, schedule=schedule)  # type: ignore[call-overload]
+    if rank == ranks // 2:
+        Opening.exchange = last  # type: ignore[method-assign]
+    begin = time.perf_counter()
+    for call in (states.sum().backward, both):
+        try:
+            call()
+        except RuntimeError as error:
+            return [str(error), time.perf_counter() - begin]
+    return ["", 0.0]
+
+
+def absent(rank: int, ranks: int, group: Any, how: str, timeout: float) -> tuple[str, float]:
+    """The last rank raises an error of its own before a forward or backward pass, or calls with another group. The other
+    ranks' error, and how long it took them."""
+    gates, tokens = (torch.rand(2, 4, requires_grad=True) for _ in range(2))
+    distributed.linear_scan(gates, tokens, group=group).sum().backward()
+    last = rank == ranks - 1
+    other = {"group": None if last else group} if how == "group" else {"group": group}
+    begin = time.perf_counter()
+    try:
+        if last and how == "forward":
+            raise KeyError(how)
+        states = distributed.linear_scan(gates, tokens, **other)
+        if last and how == "backward":
+            raise KeyError(how)
+        states.sum().backward()
+    except RuntimeError as error:
+        return str(error), time.perf_counter() - begin
+    except KeyError:
+        time.sleep(timeout + 3)  # the process is still there, so its connections are
+    return "", 0.0
+
+
+def of_another_dtype(rank: int, ranks: int, group: Any) -> list[str]:
+    """``gated_scan`` of float16 on the last rank and float32 on others, and a convolution with a bias on the last alone."""
+    last = rank == ranks - 1
+    x = torch.rand(1, 4, 3, dtype=torch.float16 if last else torch.float32)
+    calls = (
+        lambda: distributed.gated_scan("rg_lru", x, x, x, torch.rand(4), group=group),
+        lambda: distributed.causal_conv1d(
+            *(torch.rand(1, 4, 3), torch.rand(4, 2), torch.rand(4) if last else None), group=group
+        ),
+    )
+    said = []
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 def different_backward(rank: int, ranks: int, group: Any) -> str:

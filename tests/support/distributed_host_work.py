@@ -84,6 +84,11 @@ def steady(rank: int, ranks: int, group: Any, operator: str, final: bool) -> lis
 
         def call() -> Any:
             return distributed.selective_scan(*inputs, A, B, C, **how)
+    elif operator == "causal_conv1d":
+        inputs = [sequence(1, 8, 6), sequence(8, 4)]
+
+        def call() -> Any:
+            return distributed.causal_conv1d(*inputs, **how)
     else:
         inputs = [sequence(1, 6, 8), sequence(1, 6, 8)]
 

@@ -16,12 +16,16 @@ RECURRENT: dict[str, Callable[..., Any]] = {
     kind: partial(getattr(nn, kind), FEATURES, FEATURES, batch_first=True)
     for kind in ("LSTM", "GRU", "RNN", "SLSTM")
 }
+#: By torch's function, or step by step, as there is no kernel.
+PROJECTED: dict[str, Callable[..., Any]] = {
+    "LSTM projected": partial(nn.LSTM, FEATURES, FEATURES + 1, proj_size=FEATURES, batch_first=True)
+}
 BOTH_WAYS: dict[str, Callable[..., Any]] = {
     f"{kind} both ways": partial(make, num_layers=2, bidirectional=True)
-    for kind, make in RECURRENT.items()
+    for kind, make in (RECURRENT | PROJECTED).items()
 }
 MAMBA: dict[str, Callable[..., Any]] = {"Mamba": partial(nn.Mamba, FEATURES, 4)}
-MODULES = {**RECURRENT, **BOTH_WAYS, **MAKERS, **MAMBA}
+MODULES = {**RECURRENT, **PROJECTED, **BOTH_WAYS, **MAKERS, **MAMBA}
 
 
 def output(result: Any) -> Tensor:

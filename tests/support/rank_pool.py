@@ -21,10 +21,13 @@ GROUP_TIMEOUT = 60
 
 
 class RankPool:
-    """Processes, ``RANKS`` unless given. A task runs on the first so many of them, which have a group of their own."""
+    """Processes, ``RANKS`` unless given. A task runs on the first so many of them, which have a group of their own.
 
-    def __init__(self, folder: Path, ranks: int = RANKS) -> None:
-        self.folder, self.ranks, self._started = folder, ranks, 0
+    ``timeout`` is that of a collective, in seconds.
+    """
+
+    def __init__(self, folder: Path, ranks: int = RANKS, timeout: float = GROUP_TIMEOUT) -> None:
+        self.folder, self.ranks, self.timeout, self._started = folder, ranks, timeout, 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -84,7 +87,7 @@ class RankPool:
         store = self.folder / f"store-{self._started}"
         for rank in range(self.ranks):
             mine, theirs = context.Pipe()
-            arguments = rank, self.ranks, str(store), theirs, sys.path
+            arguments = rank, self.ranks, str(store), theirs, sys.path, self.timeout
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -100,13 +103,15 @@ class RankPool:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, ranks: int, store: str, pipe: Connection, path: list[str]) -> None:
+def _serve(
+    rank: int, ranks: int, store: str, pipe: Connection, path: list[str], seconds: float
+) -> None:
     sys.path[:] = path
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=GROUP_TIMEOUT)
+    timeout = timedelta(seconds=seconds)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout
     )

@@ -154,6 +154,10 @@ def test_a_recording_has_whole_turns_that_take_long_enough(
         assert recording.ms() == 1.0
         assert stream.now - before == number
         assert timing.compete([recording], warm_up=1, rounds=2) == [(1.0, 0.0)]
+    (alone, *_), brief = calls, min(enough, 1.0)
+    short = timing.record([alone], place, True, brief, launches=1)
+    assert isinstance(short, timing.Graph)
+    assert short.launches == 1
 
 
 def test_what_takes_longer_to_launch_than_to_run_is_recorded_as_long(
@@ -220,7 +224,7 @@ def test_a_case_moves_what_its_tensors_hold(layout: str, dtype: str) -> None:
     "text", ["", "time_last:1,2:float32", "rows:1,2,3:float32", "time_last:1,2,3:int8",
              "time_last:1,0,3:float32", "time_last:1,x,3:float32", "time_last:1,2,3:float32:packed",
      "time_last:1,2,3:float32:sequences=-1", "time_last:1,2,3:float32:gates=none",
-     "time_last:1,2,3:float32:sequences=x", "time_last:1,2,3:float32:more=1"]
+     "time_last:1,2,3:float32:sequences=x", "time_last:1,2,3:float32:reverse=2", "time_last:1,2,3:float32:more=1"]
 )  # fmt: skip
 def test_cases_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="the case is "):
@@ -257,6 +261,33 @@ def test_what_is_timed_is_the_scan(
     for_gates, for_tokens, for_initial = BENCHMARK.call(case, "backward", "auto", CPU)()
     torch.testing.assert_close((for_gates, for_tokens), expected)
     assert for_initial is None
+
+
+@pytest.mark.parametrize("layout", ["time_last", "channel_last"])
+@pytest.mark.parametrize("options", [{}, {"gates": "channel"}, {"sequences": 3}])
+def test_what_is_timed_has_its_direction_and_states(
+    layout: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(layout, 2, 3, 20, "float64", reverse=True, state=True, **options)
+    assert Case.parse(str(case)) == case
+    assert Case(**case.to_json()) == case
+    assert case.options.endswith("reverse, initial and final state")
+    gates, tokens = case.random_gates(CPU).requires_grad_(), case.sequence(CPU).requires_grad_()
+    initial = case.entering(CPU)
+    assert initial is not None
+    initial.requires_grad_()
+    monkeypatch.setattr(Case, "random_gates", lambda self, device: gates.detach())
+    monkeypatch.setattr(Case, "sequence", lambda self, device: tokens.detach())
+    monkeypatch.setattr(Case, "entering", lambda self, device: initial.detach())
+    how: dict[str, Any] = {"dim": case.dim, "reverse": True, "cu_seqlens": case.bounds(CPU)}
+    states, final = linear_scan(gates, tokens, initial, return_final_state=True, **how)
+    torch.testing.assert_close(
+        BENCHMARK.call(case, "forward", "auto", CPU)(), (states.detach(), final.detach())
+    )
+    expected = torch.autograd.grad(
+        (states, final), (gates, tokens, initial), (tokens.detach(), initial.detach())
+    )
+    torch.testing.assert_close(BENCHMARK.call(case, "backward", "auto", CPU)(), expected)
 
 
 def test_no_kernel_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_the_roofline_streams_as_many_tensors(monkeypatch: pytest.MonkeyPatch) -
 def test_the_fastest_stream_is_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Bench.on(BENCHMARK, CPU)
 
-    def scripted(recordings: Any) -> Any:
+    def scripted(recordings: Any, *_: int) -> Any:
         return [(10.0, 1.0), (20.0, 1.0), (8.0, 0.5), (7.0, 0.5)]
 
     monkeypatch.setattr(measure, "compete", scripted)

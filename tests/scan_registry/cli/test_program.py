@@ -94,6 +94,19 @@ print(json.dumps(sorted(sys.modules)))
     assert not {"rich", "torch", "triton", "numpy", "argcomplete", "importlib.metadata"} & loaded
 
 
+def test_the_help_of_no_command_brings_what_prints_or_computes() -> None:
+    script = """
+import json, sys
+from scan_registry.cli import parser
+parser()
+print(json.dumps([name for name in ("numpy", "rich", "torch") if name in sys.modules]))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd="/", check=True, capture_output=True, encoding="utf-8"
+    )
+    assert json.loads(result.stdout) == []
+
+
 def test_help_lists_what_each_command_is_for(capsys: Capture) -> None:
     """The same, whether its module is imported or not."""
     assert parser().format_help() == parser([]).format_help() == parser(["verify"]).format_help()

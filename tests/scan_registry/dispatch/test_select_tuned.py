@@ -31,6 +31,7 @@ from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.dispatch import select as select_module
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import NoKernelError, System, select
+from scan_registry.kernels.linear_scan.timing_model import COEFFICIENTS
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Row, Tuning
 
@@ -134,6 +135,54 @@ def test_a_variant_that_fills_less_of_its_segments_counts_as_slower(
         assert variant_of(winner) == liked
         assert winner.tuned.ms(kernel, str(cut)) == pytest.approx(counts)
         assert winner.tuned.ms(kernel, str(other)) == 1.1
+
+
+def with_model(tuning: Tuning, sm_count: int = 132) -> Tuning:
+    """With a model by which segments take a fixed time, and others as long as they have bytes."""
+    nothing = dict.fromkeys(COEFFICIENTS, 1e-12)
+    gpu = {"sm_count": sm_count, "bandwidth": 1e9}
+    registers, segments = {**nothing, "dram": 1.0}, {**nothing, "call": 1.0}
+    return replace(tuning, model={"gpu": gpu, "registers": registers, "segments": segments})
+
+
+def test_a_timing_model_scales_a_near_row_and_decides_alone_where_all_are_far(
+    a_binary: Make, a_device: Describe
+) -> None:
+    cut = next(v for v in aligned() if "prefix_lead" in dict(v.statics))
+    whole = next(v for v in aligned() if "stages" not in dict(v.statics))
+    tuning = a_tuning(rows=[(1024, {cut: 0.1, whole: 0.09}), (65536, {cut: 3.0})])
+    binaries = [a_binary(v)[0] for v in (cut, whole)]
+    kernel = FAMILY.kernel(KERNEL, "cuda")
+    plain, modelled = (tuned_archive("sm90", binaries, t) for t in (tuning, with_model(tuning)))
+    device = a_device()
+    for time, rule, liked in (
+        (1024, "row", whole),
+        (2000, "scaled_row", cut),  # others take longer there, and segments do not
+        (64, "timing_model", whole),
+        (8192, "timing_model", whole),  # far from both rows, of which the nearest does not name it
+        (60_000, "scaled_row", cut),
+    ):
+        problem = a_problem(time)
+        winner = decide(device, [modelled], problem).winner
+        assert winner is not None
+        assert (winner.rule, variant_of(winner)) == (rule, liked)
+        again = decide(device, [modelled], problem).winner
+        assert again is not None
+        assert (variant_of(again), again.ms) == (liked, winner.ms)
+        assert winner.tuned is not None
+        estimate = winner.tuned.estimate(kernel, str(liked))
+        assert (winner.ms == estimate) == (rule == "timing_model")
+    assert "the timing model estimates the winner faster" in told(
+        decide(device, [modelled], a_problem(64)), str(cut)
+    )
+    untold = decide(device, [plain], a_problem(64)).winner
+    assert untold is not None
+    assert (untold.rule, variant_of(untold), untold.ms) == ("scaled_row", whole, 0.09)
+    # Another architecture's model says nothing.
+    foreign = tuned_archive("sm90", binaries, replace(with_model(tuning), arch="sm_80"))
+    winner = decide(device, [foreign], a_problem(64)).winner
+    assert winner is not None
+    assert winner.rule == "scaled_row"
 
 
 def test_those_that_rank_after_the_winner_are_looked_at_when_somebody_asks(

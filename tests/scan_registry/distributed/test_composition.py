@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import distributed_composed as composed
 import pytest
-from rank_pool import RANKS, RankPool
+from rank_pool import GROUP_TIMEOUT, RANKS, RankPool
 
 
 @pytest.mark.parametrize("scan", composed.SCANS)
@@ -17,6 +17,12 @@ def test_activation_checkpointing(ranks: RankPool, scan: str) -> None:
 def test_compiled_around_a_scan(ranks: RankPool, scan: str) -> None:
     for said in ranks.run(2, composed.check_compiled, scan):
         assert said.startswith("Unsupported: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", composed.SCANS)
+def test_compiled_after_a_call_under_a_mode(ranks: RankPool, scan: str) -> None:
+    ranks.run(2, composed.check_given_up, scan, limit=GROUP_TIMEOUT / 2)
 
 
 @pytest.mark.slow

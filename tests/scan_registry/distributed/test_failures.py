@@ -96,6 +96,44 @@ def test_a_rank_that_dies_ends_the_others_call(tmp_path: Path) -> None:
         assert seconds < GROUP_TIMEOUT + 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("schedule", ["reduce", "pass"])
+def test_a_rank_that_is_killed_in_its_backward_pass(
+    tmp_path: Path, schedule: str, early: bool
+) -> None:
+    pool = RankPool(tmp_path, 3)
+    try:
+        first, _, last = pool.run(3, cases.killed_in_backward, schedule, early, dies=1)
+    finally:
+        pool.close()
+    for message, seconds in (first, last):
+        assert "Connection" in message
+        assert seconds < GROUP_TIMEOUT / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["forward", "backward", "group"])
+def test_a_rank_that_makes_no_call(tmp_path: Path, how: str) -> None:
+    timeout = 3
+    pool = RankPool(tmp_path, 3, timeout)
+    try:
+        *others, last = pool.run(3, cases.absent, how, timeout)
+    finally:
+        pool.close()
+    for message, seconds in others if how != "group" else (*others, last):
+        assert "Timed out" in message
+        assert seconds < timeout + 2
+
+
+def test_dtypes_and_biases_that_differ(ranks: RankPool) -> None:
+    for of_scan, of_convolution in ranks.run(SIZE, cases.of_another_dtype):
+        assert "ranks 0, 1: gated_scan rg_lru of float32: " in of_scan
+        assert "rank 2: gated_scan rg_lru of float16: " in of_scan
+        assert "bias False" in of_convolution
+        assert "bias True" in of_convolution
+
+
 def test_groups_of_all_kinds(ranks: RankPool) -> None:
     for said in ranks.run(SIZE, cases.groups_of_all_kinds):
         of_namespace, of_number, of_stranger = said

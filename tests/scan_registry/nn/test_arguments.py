@@ -96,8 +96,6 @@ def test_arguments_that_torch_would_let_pass(
 
 
 def test_what_only_torch_has_names_torch() -> None:
-    with pytest.raises(ValueError, match=r"proj_size should be 0, got: 2; .* torch\.nn\.LSTM"):
-        nn.LSTM(5, 6, proj_size=2)
     with pytest.raises(TypeError, match="proj_size should be of type int, got: str"):
         nn.LSTM(5, 6, 1, True, False, 0.0, False, "cpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"should be 'tanh', got: 'relu'; .* torch\.nn\.RNN"):

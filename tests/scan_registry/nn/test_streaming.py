@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layers import FEATURES, MAKERS
-from networks import BOTH_WAYS, MODULES, RECURRENT, final_state
+from networks import BOTH_WAYS, MODULES, PROJECTED, RECURRENT, final_state
 from torch import Tensor
 
 BATCH, LENGTH = 2, 11
@@ -82,7 +82,7 @@ def test_one_step_at_a_time(name: str) -> None:
         if name == "Mamba":
             state = module.allocate_inference_cache(BATCH, 0)
         for part in x.split(1, 1):
-            if name in RECURRENT:
+            if name in RECURRENT | PROJECTED:
                 y, state = module(part, state)
             elif name in MAKERS:
                 y, state = module.step(part.squeeze(1), state)

@@ -52,8 +52,58 @@ def test_torch_is_called_where_its_cell_is_ours(kind: str, dtype: torch.dtype) -
     assert run_by_torch(new(3, 4, dtype=dtype), pack_sequence([*x.unbind()]))[1]
     assert not run_by_torch(new(3, 4, dtype=dtype, backend="reference"), x)[1]
     assert not run_by_torch(new(3, 4, dtype=dtype), x[:0])[1]
-    assert not run_by_torch(new(3, 4, dtype=torch.bfloat16), x.bfloat16())[1]
+    assert not run_by_torch(new(3, 4, dtype=torch.float16), x.half())[1]
     assert not run_by_torch(nn.SLSTM(3, 4, dtype=dtype), x)[1]
+
+
+def test_torch_computes_an_lstm_in_bfloat16_where_the_cpu_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def by_torch(units: int, *shape: int, kind: str = "LSTM") -> bool:
+        module = getattr(nn, kind)(3, units, dtype=torch.bfloat16)
+        return run_by_torch(module, torch.randn(*shape, 3, dtype=torch.bfloat16))[1]
+
+    assert by_torch(4, 5, 2) == torch_cells.has_bfloat16()
+    monkeypatch.setattr(torch_cells, "has_bfloat16", lambda: False)
+    assert not by_torch(4, 5, 2)
+    monkeypatch.setattr(torch_cells, "has_bfloat16", lambda: True)
+    assert by_torch(4, 5, 2)
+    assert by_torch(256, 1, 1)
+    assert not by_torch(257, 5, 2)
+    assert by_torch(257, 512, 1)
+    assert not by_torch(4, 5, 2, kind="GRU")
+    with torch.no_grad():
+        assert by_torch(512, 2, 1)
+        assert not by_torch(512, 1, 9)
+        assert by_torch(511, 1, 9)
+    with torch.backends.mkldnn.flags(enabled=False):
+        monkeypatch.undo()
+        assert not by_torch(4, 5, 2)
+
+
+@pytest.mark.parametrize("start", [False, True])
+def test_bfloat16(start: bool) -> None:
+    """As precise as this package's code, with all gradients, second ones too."""
+    torch.manual_seed(0)
+    if not torch_cells.has_bfloat16():
+        pytest.skip("torch has no fast bfloat16 on this CPU")
+    options = {"num_layers": 2, "bidirectional": True, "batch_first": True}
+    half = nn.LSTM(5, 32, dtype=torch.bfloat16, **options)
+    full = nn.LSTM(5, 32, dtype=torch.float64, **options)
+    full.load_state_dict(half.state_dict())
+    x, weight = torch.randn(3, 20, 5).bfloat16(), torch.randn(3, 20, 64).bfloat16()
+    states = (torch.randn(2, 4, 3, 32).bfloat16(),) if start else ()
+    found = []
+    for module, dtype in ((half, torch.bfloat16), (full, torch.float64)):
+        given = x.to(dtype).requires_grad_()
+        (y, last), by_torch = run_by_torch(module, given, *(s.to(dtype).unbind() for s in states))
+        assert by_torch
+        leaves = [given, *module.parameters()]
+        grads = torch.autograd.grad(y, leaves, weight.to(dtype), create_graph=True)
+        second = torch.autograd.grad(grads[0].sum(), given)
+        found.append([t.detach().double() for t in (y, *last, *grads, *second)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 0.015 * other.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)

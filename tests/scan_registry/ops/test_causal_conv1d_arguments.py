@@ -102,6 +102,17 @@ def test_a_state_made_for_inference_is_not_changed_outside_of_it() -> None:
     assert torch.equal(state.clone(), before.clone())
 
 
+def test_what_is_not_dense_is_refused_with_what_to_pass() -> None:
+    x, weight = torch.rand(2, 3, 8), torch.rand(3, 4)
+    jagged = torch.nested.nested_tensor([torch.rand(3, 8)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"x is in oneDNN's layout; .* pass x\.to_dense\(\)"):
+        causal_conv1d(x.to_mkldnn(), weight)
+    with pytest.raises(TypeError, match=r"x is jagged; .* pass x\.to_padded_tensor\(0\.0\)"):
+        causal_conv1d(jagged, weight)
+    with pytest.raises(TypeError, match=r"weight is sparse; .* pass weight\.to_dense\(\)"):
+        causal_conv1d(x, weight.to_sparse())
+
+
 def test_vmap_of_the_update_is_refused() -> None:
     state, x = torch.randn(5, 2, 3, 3), torch.randn(5, 2, 3)
     with pytest.raises(RuntimeError, match="causal_conv1d_update changes conv_state in place"):

@@ -20,6 +20,7 @@ from scan_registry import (
     nn,
     rnn,
     selective_scan,
+    selective_state_update,
 )
 
 OPERATORS = torch.ops.scan_registry
@@ -130,6 +131,20 @@ def test_lstm_by_hand() -> None:
     module, x = nn.LSTM(5, 6), torch.randn(7, 3, 5)
     counts, _ = counted(lambda: module(x))
     assert sum(counts.values()) == 2 * 7 * 3 * 24 * (5 + 6)
+
+
+@pytest.mark.parametrize(("with_D", "with_z"), [(False, False), (True, True)])
+def test_steps_of_a_selective_scan_count_as_a_scan_of_one_step(with_D: bool, with_z: bool) -> None:
+    state, x, B = torch.zeros(2, 3, 4), torch.randn(2, 3), torch.randn(2, 4)
+    A, D, z = -torch.rand(3, 4), torch.ones(3) if with_D else None, x if with_z else None
+    counts, _ = counted(lambda: selective_state_update(state, x, x, A, B, B, D, z))
+    expected = 6 * (4 * 6 + 1 + 2 * with_D + with_z)
+    assert counts == {OPERATORS.selective_state_update: expected}
+    long, wide = x.unsqueeze(-1), B.unsqueeze(-1)
+    scan, _ = counted(
+        lambda: selective_scan(long, long, A, wide, wide, D, long if with_z else None)
+    )
+    assert scan == {OPERATORS.selective_scan: expected}
 
 
 def test_convolutions() -> None:

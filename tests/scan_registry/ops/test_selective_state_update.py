@@ -328,6 +328,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "B has 3 groups, C 2",
     ),
     "device": (changed(z=torch.zeros(2, 6, device="meta")), ValueError, "z is on meta, state on"),
+    "layout": (changed(x=torch.zeros(2, 6).to_sparse()), TypeError, r"sparse; .*x\.to_dense\(\)"),
     "backend": (changed(backend="rocm"), ValueError, "backend is 'rocm'; accepted are auto"),
     "cuda": (changed(backend="cuda"), ValueError, "needs a CUDA device; state is on cpu"),
     "softplus": (changed(dt_softplus="yes"), TypeError, "dt_softplus is 'yes'; it must be a bool"),

@@ -78,6 +78,8 @@ def test_a_part_of_the_variants_is_timed_beside_what_would_run(workshop: Any) ->
         "channel_last:2,64,96:bfloat16",
         "channel_last:1,32,200:float32:sequences=5",
         "channel_last:2,32,96:float16:gates=channel",
+        "channel_last:2,32,96:float16:gates=channel:reverse=1:state=1",
+        "time_last:1,8,200:float32:sequences=9:state=1",
         "time_last:2,3,101:complex64",
     ],
 )

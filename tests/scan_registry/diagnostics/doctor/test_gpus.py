@@ -37,9 +37,7 @@ def test_a_machine_without_a_gpu(
     assert found["cpu"] == {"works": True, "missing": None}
     (finding,) = found["findings"]
     assert finding["severity"] == "note"
-    assert finding["text"].startswith(
-        "no CUDA driver, so calls run on the CPU alone, by this package's code for it: "
-    )
+    assert finding["text"].startswith("no CUDA driver, so calls run on the CPU alone: ")
     assert found["first"] is None
     out = text(capsys)
     assert "--for H100" in out

@@ -53,7 +53,7 @@ def test_the_winner_is_described(hopper: System) -> None:
         assert said["sha256"] == winner.binary.sha256
         assert said["GPU-tested"].startswith("no; ")
         assert said["launch"] == (
-            "grid 16 × 1 × 1, block 128 × 1 × 1, shared memory 1024 + 0 bytes per block, "
+            "grid 16 × 1 × 1, block 128 × 1 × 1, shared memory 1024 static + 0 dynamic bytes per block, "
             "workspace 0 bytes"
         )
         assert said["copies"] == "none"
@@ -134,7 +134,7 @@ def test_what_a_time_counts_as_is_said(hopper: System, tmp_path: Path, a_binary:
         found = explained(there, 2, 8, time)
         said = facts(str(found), "forward")["tuning"]
         assert "), 0.25 ms there" in said
-        assert ("counted as 0.4," in said) == (counted == 0.4)
+        assert ("counted as 0.4 " in said) == (counted == 0.4)
         record = found.to_json()["steps"][0]["tuning"]
         assert (record["ms"], record["counted"]) == (0.25, counted)
 

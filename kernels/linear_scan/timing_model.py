@@ -1,0 +1,222 @@
+"""How long a variant takes on a problem that nobody has timed: an estimate with few coefficients for each design.
+
+A design is a way of working that variants have in common, such as ``columns``: see ``streams.py``. A call takes a fixed
+time, and then as long as the slowest of three things that overlap:
+
+- DRAM moves the bytes. Where tiles are narrow in memory, that takes longer.
+- The busiest SM computes its elements, and for each thread and tile an exchange with other threads.
+- The CTA that is done last waits for its tiles, one after the other: for memory, by the depth of its ring, and for what
+  a tile computes. Where channels are contiguous and access is generic, each tile of a column waits for the one before.
+
+Nothing is estimated for what is timed too seldom for a fit: wide dtypes, and sequences packed along time.
+
+``tools/fit_timing_model.py`` fits the coefficients to the tuning tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from scan_registry.kernels.linear_scan import rings, streams
+from scan_registry.kernels.linear_scan.problem import ceil_div
+from scan_registry.kernels.linear_scan.registers import channel_last_tile, time_last_tile
+from scan_registry.kernels.linear_scan.space import MISALIGNED, VARLEN
+from scan_registry.kernels.model import ITEM_SIZE, Variant
+from scan_registry.kernels.tuning import Shape
+
+#: Bytes side by side of a tile, beyond which more of them gain nothing.
+_WIDE = 256
+#: Threads of an SM that has as many CTAs as it has room for, where a variant keeps its tiles in registers.
+_RESIDENT = 1024
+#: How sharply the slowest of what overlaps decides.
+_SHARPNESS = 4
+
+#: A coefficient for each of these, in ms but for those that say otherwise.
+COEFFICIENTS = (
+    "call",
+    "dram",  # a factor
+    "narrow",  # a factor
+    "element",
+    "wide_element",
+    "thread",
+    "memory",
+    "tile",
+    "held",
+    "tail",  # a factor: of a last wave that is not full, how much of what is missing it takes all the same
+)
+
+
+class Geometry(NamedTuple):
+    """What is the same on all problems.
+
+    tensors  read and written
+    item     bytes of an element
+    across   scans side by side in a CTA, or in a tile of it where scans are cut
+    times    that a tile covers; where scans are cut, that a segment does
+    held     elements of a thread
+    depth    tiles on their way
+    row      elements of a tile side by side in memory
+    shared   CTAs that share a column
+    """
+
+    design: str
+    tensors: int
+    time_last: bool
+    misaligned: bool
+    item: int
+    across: int
+    times: int
+    held: int
+    depth: int
+    blocks: int
+    row: int
+    shared: int
+
+
+class Work(NamedTuple):
+    """What a variant has to do on a problem: numbers, or arrays of them.
+
+    dram      bytes to and from it over its bandwidth, in ms
+    narrow    how many times narrower tiles are than wide ones, less one
+    elements  of the busiest SM; ``wide`` times more of wider dtypes, less one
+    threads   of its tiles
+    turns     tiles that the last CTA has one after the other
+    missing   what the last wave has less than a whole one
+    depth     of the ring
+    held      elements of a thread
+    """
+
+    dram: float
+    narrow: float
+    elements: float
+    wide: float
+    threads: float
+    turns: float
+    missing: float
+    depth: float
+    held: float
+
+
+def milliseconds(work: Work, of: Mapping[str, float]) -> float:
+    """By the coefficients of its design. Arithmetic alone, so that it takes arrays, too."""
+    dram = work.dram * of["dram"] * (1 + of["narrow"] * work.narrow)
+    each = of["element"] + of["wide_element"] * work.wide
+    busiest = work.elements * each + work.threads * of["thread"]
+    turn = of["memory"] / work.depth + of["tile"] + of["held"] * work.held
+    last = (work.turns + of["tail"] * work.missing) * turn
+    slowest = dram**_SHARPNESS + busiest**_SHARPNESS + last**_SHARPNESS
+    return of["call"] + slowest ** (1 / _SHARPNESS)
+
+
+def predicted(
+    model: Mapping[str, Mapping[str, float]], text: str, shape: Shape, sm_count: int
+) -> float | None:
+    """Milliseconds of the variant that prints as ``text`` on a problem there; None if the model says nothing of such
+    a variant, or it is not for such problems, or there can be none.
+
+    model  coefficients by design; of ``gpu`` the ``bandwidth`` in bytes per ms
+    """
+    try:
+        found = geometry(text) if _serves(text, shape) else None
+        if found is None or found.design not in model:
+            return None
+        work = work_of(found, shape.sizes, sm_count, model["gpu"]["bandwidth"])
+        return milliseconds(work, model[found.design])
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return None  # another version's, which is refused when it is looked at
+
+
+def _serves(text: str, shape: Shape) -> bool:
+    """Whether the variant is for problems of that kind, or for all of its dtypes."""
+    statics, dtypes = text.rpartition(":")[2], shape.kind.partition("access=")[0]
+    there = f"{shape.kind},", f"{dtypes}access=generic,"
+    return shape.sizes["sequences"] == 1 and statics.startswith(there)
+
+
+@lru_cache(maxsize=4096)
+def geometry(text: str) -> Geometry | None:
+    """Of the variant that prints as ``text``; None if no model is fitted for such. ``ValueError`` or ``LookupError``
+    if there can be none."""
+    variant = Variant.parse(text)
+    dtype, access = variant.text("dtype"), variant.text("access")
+    item = ITEM_SIZE[dtype]
+    if item == 8 or access == VARLEN or variant.language != "cuda":
+        return None
+    tile = {name: value for name, value in variant.statics if isinstance(value, int)}
+    time_last = variant.kernel.startswith("time_last")
+    warps = rings.tile_warps(tile)
+    if not streams.is_streamed(variant):
+        design, depth = "generic" if access == "generic" else "registers", 1
+        blocks = max(1, _RESIDENT // (32 * warps))
+        if time_last:
+            times, across, held = time_last_tile(variant), tile["rows"], tile["steps"] * 16 // item
+        else:
+            (across, times), held = channel_last_tile(variant), tile["vector"] * tile["steps"]
+        row = _WIDE if time_last else across
+    else:
+        times, across = streams.times(variant), streams.scans(variant)
+        depth, blocks = max(1, tile["stages"] - 1), tile["blocks"]
+        held = tile["pieces"] * 16 // item if time_last else tile["vector"] * tile["steps"]
+        row = tile["lanes"] * held if time_last else across
+        design = _design(tile, time_last)
+        if design == "segments":
+            times *= warps
+            across = 1 if time_last else across
+    tensors, shared = 3 if variant.kernel.endswith("forward") else 5, tile.get("ctas_per_column", 1)
+    kind = design, tensors, time_last, access == MISALIGNED, item
+    return Geometry(*kind, across, times, held, depth, blocks, row, shared)
+
+
+def _design(tile: Mapping[str, int], time_last: bool) -> str:
+    if "prefix_lead" in tile:
+        return "segments"
+    if time_last:
+        return "rows"
+    if "single_wave" in tile:
+        return "single_wave"
+    return "multi_cta_columns" if "ctas_per_column" in tile else "columns"
+
+
+def work_of(of: Geometry, sizes: Mapping[str, float], sm_count: int, bandwidth: float) -> Work:
+    """What a variant has to do on a problem of those sizes."""
+    scans, time = int(sizes["lines"]), int(sizes["time"])
+    channels = scans if of.time_last else int(sizes["channels"])
+    tensors = of.tensors - (sizes["broadcast"] != 1)
+    moved = tensors * scans * time * of.item
+    walked = time + (_skipped(of, time) if of.misaligned else 0)
+    columns = scans // channels * ceil_div(channels, of.across)
+    tiles, slots = ceil_div(walked, of.times), sm_count * of.blocks
+    chained = of.design == "generic" and not of.time_last
+    if of.design == "segments" or chained:
+        ctas, turns = columns * tiles, 1
+    elif of.design == "single_wave":
+        turns = ceil_div(tiles, max(1, min((slots - 1) // columns, tiles)))
+        ctas = columns * ceil_div(tiles, turns)
+    else:
+        ctas, turns = columns * of.shared, ceil_div(tiles, of.shared)
+    on_one = ceil_div(ctas, sm_count) if ctas <= slots else ctas / sm_count
+    elements = on_one * turns * of.across * of.times
+    waves, missing = max(1.0, ctas / slots), math.ceil(ctas / slots) - ctas / slots
+    if chained:
+        waves, missing = tiles, 0
+    row = min(of.row, time if of.time_last else channels) * of.item
+    return Work(
+        dram=moved / bandwidth,
+        narrow=max(0.0, _WIDE / row - 1),
+        elements=elements,
+        wide=of.item / 2 - 1,
+        threads=elements / of.held,
+        turns=waves * turns,
+        missing=missing * turns if ctas > slots else 0,
+        depth=of.depth,
+        held=of.held,
+    )
+
+
+def _skipped(of: Geometry, time: int) -> int:
+    """Elements before a misaligned row where its scan may start."""
+    line = streams.LINE // of.item
+    return line - 1 if time >= 16 * line else 16 // of.item - 1

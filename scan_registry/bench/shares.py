@@ -1,0 +1,80 @@
+"""What random cases come to: how much of the bandwidth roofline they reach, and which reach the least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scan_registry.bench.targets import fastest
+from scan_registry.ops.benchmark import Timing
+
+NAMED = 10  # of the worst
+
+
+@dataclass(frozen=True)
+class Reached:
+    """One pass over one case."""
+
+    timing: Timing
+
+    @property
+    def ratio(self) -> float:
+        """The roofline's time over the kernel's."""
+        assert self.timing.roofline_ms is not None
+        return self.timing.roofline_ms / self.timing.ms
+
+    def to_json(self) -> dict[str, Any]:
+        timing = self.timing
+        return {
+            "case": str(timing.case),
+            "ratio": self.ratio,
+            "ms": timing.ms,
+            "roofline_ms": timing.roofline_ms,
+        }
+
+
+@dataclass(frozen=True)
+class Shares:
+    """All cases of one pass, the worst first."""
+
+    direction: str
+    shares: Sequence[Reached]
+
+    @property
+    def geometric_mean(self) -> float:
+        return math.exp(sum(math.log(each.ratio) for each in self.shares) / len(self.shares))
+
+    @property
+    def tenth_percentile(self) -> float:
+        """Between the two that are nearest, in proportion."""
+        place = (len(self.shares) - 1) / 10
+        below = int(place)
+        low, high = (self.shares[n].ratio for n in (below, min(below + 1, len(self.shares) - 1)))
+        return low + (place - below) * (high - low)
+
+    @property
+    def worst(self) -> Sequence[Reached]:
+        """Up to ten."""
+        return self.shares[:NAMED]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "direction": self.direction,
+            "cases": len(self.shares),
+            "geometric_mean": self.geometric_mean,
+            "tenth_percentile": self.tenth_percentile,
+            "worst": [each.to_json() for each in self.worst],
+        }
+
+
+def shares(timings: Iterable[Timing]) -> list[Shares]:
+    """Of each pass that was timed, by this package's fastest."""
+    found: dict[str, list[Reached]] = {}
+    for timing in fastest(timings).values():
+        found.setdefault(timing.direction, []).append(Reached(timing))
+    return [
+        Shares(direction, sorted(each, key=lambda reached: reached.ratio))
+        for direction, each in found.items()
+    ]
