@@ -98,20 +98,21 @@ class Emulated:
                 (ctypes.c_uint * 3)(*launch.grid),
                 ctypes.c_uint(32 * self.kernel.code.warps(self.variant)),
                 ctypes.c_uint(self.kernel.code.shared(self.variant)),
-                ctypes.c_uint(self._at_once(launch.grid)),
+                ctypes.c_uint(self._at_once(launch.grid, sm_count)),
                 ctypes.c_uint(seed),
             )
             if workspace and not launch.zeroed:
                 line = ctypes.string_at(workspace, 16)
                 assert line == bytes(16), f"{line.hex()} is left for the next launch to see"
 
-    def _at_once(self, grid: Sequence[int]) -> int:
-        """A GPU that is to run a variant has room for those that share a column."""
+    def _at_once(self, grid: Sequence[int], sm_count: int) -> int:
+        """A GPU that is to run a variant has room for those that share a column, and for one on each SM: those of a network
+        wait for each other."""
         statics = dict(self.variant.statics)
         sharing = (
             math.prod(grid) if "single_wave" in statics else int(statics.get("ctas_per_column", 1))
         )
-        return max(BLOCKS_AT_ONCE, sharing)
+        return max(BLOCKS_AT_ONCE, sm_count, sharing)
 
 
 def emulated(kernel: Kernel, variant: Variant, folder: Path, arch: int = ARCH) -> Emulated:
