@@ -107,6 +107,12 @@ struct BackwardTiles {
 #else
 #include "time_last.cuh"
 
+// The value of an element whose bits lie in a float. A template, as compilers would refuse the body for complex states.
+template <class Float>
+__device__ __forceinline__ State widened(Float bits) {
+    return Element::widen(Storage(__float_as_uint(bits)));
+}
+
 template <bool TURNED>
 struct Inputs {
     Steps<GateElement, TURNED> gates[STEPS];
@@ -160,7 +166,7 @@ struct Inputs {
             if (lane < 31 && order + VECTOR < time) x[VECTOR - 1] = neighbour;
         }
         if constexpr (MISALIGNED) {
-            if (lane == 31 && order + VECTOR < time) x[VECTOR - 1] = Element::widen(Storage(__float_as_uint(edge[k])));
+            if (lane == 31 && order + VECTOR < time) x[VECTOR - 1] = widened(edge[k]);
             if (order + VECTOR <= time) return;
         }
         if constexpr (!ALIGNED || MISALIGNED) {
