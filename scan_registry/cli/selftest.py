@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -239,7 +239,7 @@ def _on_cpu(
         errors: dict[str, list[float]] = {}
         # Plain torch takes its time, step by step, and has no tiles that a shape may fill or not.
         shapes = cases.QUICK if family.on_cpu else cases.QUICK[:2]
-        shapes = tuple(shape for shape in shapes if prod(shape) <= _MOST_ON_CPU)
+        shapes = tuple(shape for shape in shapes if _elements(shape) <= _MOST_ON_CPU)
         with _one_thread() as all_threads:
             for trial in cases.trials(dtype, shapes, CPU):
                 for kernel in dict.fromkeys(kernel.name for kernel in family.kernels):
@@ -265,6 +265,10 @@ def _on_cpu(
                 error=max(found),
                 tolerance=tolerance,
             )
+
+
+def _elements(shape: int | Sequence[int]) -> int:
+    return shape if isinstance(shape, int) else prod(shape)
 
 
 @contextmanager
