@@ -17,8 +17,10 @@ from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import (
     columns,
     cuda_tiles,
+    packed,
     registers,
     rings,
+    routes,
     space,
     streams,
     timing_model,
@@ -446,4 +448,7 @@ FAMILY = Family(
     ),
     samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
     on_cpu=True,
+    languages=packed.languages,
+    routes=routes.routes,
+    estimate=routes.estimate,
 )
