@@ -37,15 +37,7 @@ from scan_registry.kernels.linear_scan.problem import (
     ceil_div,
     state_dtype,
 )
-from scan_registry.kernels.linear_scan.space import (
-    ACCESSES,
-    DTYPES,
-    FAMILY_NAME,
-    FOLDER,
-    Tile,
-    reductions,
-    scans,
-)
+from scan_registry.kernels.linear_scan.space import FAMILY_NAME, FOLDER, Tile, reductions, scans
 from scan_registry.kernels.linear_scan.summary import summaries
 from scan_registry.kernels.model import (
     ITEM_SIZE,
@@ -446,7 +438,9 @@ FAMILY = Family(
         *summaries(parameters("summary"), _cuda_constants, _rejects_static),
         *(kernel for layout in LAYOUTS for kernel in _triton_kernels(layout)),
     ),
-    samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
+    samples=tuple(
+        _sample(*each) for each in product(LAYOUTS, DIRECTIONS, space.DTYPES, space.ACCESSES)
+    ),
     on_cpu=True,
     languages=packed.languages,
     routes=routes.routes,
