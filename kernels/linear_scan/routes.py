@@ -4,6 +4,8 @@
   is also cut into segments, where otherwise a CTA passes over a whole row.
 - ``padded``: contiguous channels whose rows are no whole chunks of 16 bytes go to rows that are. The channels beyond are
   scanned, too, and nobody reads them. Gates that do not change with time stay as few, or are written out.
+- ``rows``: very few contiguous channels go to a row of contiguous time for each, where ``padded`` would have more
+  channels beyond than there are.
 
 A scan and its copies take memory for what is copied, at most ``MOST_BYTES``. Which way is taken is for
 ``dispatch.routes`` to say, by what ``estimate`` says of each.
@@ -32,6 +34,10 @@ LEAST_TIME = 64
 #: What a copy takes: ms for its launch, the share of the bandwidth, and ps for an element whose place is computed. Not
 #: measured for these copies; on the safe side of what torch's copies between tensors of other strides usually reach.
 _COPY_MS, _COPY_BANDWIDTH, _COPY_ELEMENT = 3e-3, 0.7, 2e-9
+
+#: Of ``rows``: bytes of all channels of a step, at most, and of a batch. Each channel's copy reads all of the batch, which
+#: is to stay in the L2; so an input counts as if it had twice its elements.
+_ROWS_STEP, _ROWS_BATCH, _TRANSPOSED = 32, 1 << 24, 2
 
 _FULL = {"forward": ("tokens",), "backward": ("states", "states_grad")}
 _RESULTS = {"forward": ("states",), "backward": ("gates_grad", "tokens_grad")}
@@ -63,6 +69,9 @@ def _routes(problem: LinearScanProblem) -> Iterator[Route]:
         yield _padded(problem, one_gate)
         if one_gate and not problem.sequences:
             yield _padded(problem, False)
+        step = problem.channels * ITEM_SIZE[problem.dtype]
+        if step < _ROWS_STEP and step * problem.time <= _ROWS_BATCH:
+            yield _rows(problem)
 
 
 def _with_gates(problem: LinearScanProblem) -> Route:
@@ -105,6 +114,21 @@ def _padded(problem: LinearScanProblem, keep_gates: bool) -> Route:
     outputs = (*_RESULTS[direction], *_STATES_OUT[direction])
     name = "padded" if shared or not problem.has_one_gate() else "padded, gates"
     return _route(name, problem, posed, inputs, outputs)
+
+
+def _rows(problem: LinearScanProblem) -> Route:
+    """A row of whole chunks for each channel. States stay where they are."""
+    chunk, direction = problem.chunk(), problem.direction
+    pitch = ceil_div(problem.time, chunk) * chunk
+    batch = problem.channels * pitch
+    dense = Strides(problem.batch * batch if problem.outer > 1 else 0, batch, pitch, 1)
+    strides = (*(dense,) * (len(STRIDED[direction]) - 1), problem.strides_of("state"))
+    posed = replace(problem, layout="time_last", strides=strides, alignment=16)
+    inputs = ("gates", *_FULL[direction])
+    found = _route("rows", problem, posed, inputs, _RESULTS[direction])
+    transposed = len(inputs) * found.elements // (len(inputs) + len(_RESULTS[direction]))
+    elements = found.elements + (_TRANSPOSED - 1) * transposed
+    return replace(found, elements=elements, bytes=found.bytes // problem.time * pitch)
 
 
 def _route(

@@ -60,7 +60,10 @@ def there(a_device: Describe, a_binary: Make) -> System:
 SLOW = {
     "channel_last:1,11,65508:float32": ("padded", 180),
     "channel_last:1,302,12334:bfloat16": ("padded", 24),
-    "channel_last:1,9,857512:bfloat16:sequences=862": ("padded", 700),
+    "channel_last:1,9,857512:bfloat16:sequences=862": ("rows", 700),
+    "channel_last:1,2,841815:bfloat16": ("rows", 250),
+    "channel_last:2,7,120965:float32:gates=channel": ("rows", 35),
+    "channel_last:1,17,85711:bfloat16:sequences=199": ("padded", 230),
     "time_last:3,8,539336:bfloat16:gates=channel": ("gates", 100),
     "channel_last:10,1,734755:bfloat16:gates=channel": ("gates", 240),
     "channel_last:1,10,274430:float32:gates=channel": ("padded, gates", 430),
