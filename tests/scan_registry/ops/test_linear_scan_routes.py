@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from scan_registry.kernels.linear_scan import routes
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
-from scan_registry.ops import plans
+from scan_registry.ops import fast_path, plans
 from scan_registry.ops.copies import on_copies
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.ops.linear_scan_operator import OPERATOR
@@ -219,6 +220,63 @@ def test_copies_give_the_same_results(shape: str, gates: str, options: str, dtyp
                 assert torch.equal(found, own[name]), (route.name, name)
             taken += 1
     assert taken or (case.layout == "time_last" and (case.gates == "full" or case.sequences))
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize(
+    "gates", ["2,3,70,5", "2,1,70,5", "1,3,70,5", "2,3,1,5", "1,3,1,5", "2,1,1,1", "1,1,70,1", "5"]
+)
+def test_gates_of_any_shape(gates: str, dim: int) -> None:
+    """Also those for which neither batches nor channels fold into one dimension."""
+    torch.manual_seed(0)
+    shape = [int(size) for size in gates.split(",")]
+    tokens = torch.randn(2, 3, 70, 5)
+    decay = torch.rand(shape)
+    if dim == -1:
+        tokens = tokens.mT.contiguous()
+        decay = decay.mT.contiguous() if decay.dim() > 1 else decay[:, None]
+    call = make_kernel_call("forward", decay, {"tokens": tokens}, None, dim, False)
+    assert not call.copied
+    found = FAMILY.routes(call.problem)
+    own = torch.empty_like(tokens)
+    own_run = plans.runner(call.problem, CPU, "auto")
+    assert callable(own_run)
+    own_run({"gates": decay, "tokens": tokens, "states": own})
+    for route in found:
+        run, states = plans.runner(route.problem, CPU, "auto"), torch.empty_like(tokens)
+        assert callable(run)
+        on_copies(call.problem, route, run)({"gates": decay, "tokens": tokens, "states": states})
+        assert torch.equal(states, own), route.name
+    assert found or (dim == -1 and decay.shape[-1] > 1)
+
+
+def test_the_operator_runs_on_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of a call makes the copies that its decision names, and C does not launch it by itself."""
+    case = Case.parse("channel_last:2,11,100:float32")
+    gates, tokens, _ = tensors_of(case)
+    expected, _ = plans.forward(gates, tokens, None, None, plans.Options(-2))
+    asked: list[Any] = []
+
+    def prepared(ordinal: Any, family: Any, problem: Any, *_: Any, routed: bool = False) -> Any:
+        (route,) = family.routes(problem)
+        asked.append((problem, routed))
+        run = runner(route.problem, CPU, "auto")
+        return SimpleNamespace(launch=run, run=run, decision=SimpleNamespace(route=route))
+
+    runner = plans.runner
+    monkeypatch.setattr(plans, "prepare", prepared)
+    monkeypatch.setattr(fast_path, "prepare", prepared)
+    problem = make_kernel_call("forward", gates, {"tokens": tokens}, None, -2, False).problem
+    run = plans.runner(problem, torch.device("cuda", 0), "auto")
+    assert callable(run)
+    states = torch.empty_like(tokens)
+    run({"gates": gates, "tokens": tokens, "states": states})
+    assert torch.equal(states, expected)
+    monkeypatch.setattr(fast_path, "on_gpu", lambda _: True)
+    monkeypatch.setattr(fast_path, "_empty", torch.empty_strided)
+    launched = fast_path._launch((gates, tokens, None, None), plans.Options(-2), lambda *_: states)
+    assert launched is None
+    assert asked == [(problem, True)] * 2
 
 
 def test_tensors_that_are_missing_stay_so() -> None:
