@@ -255,11 +255,11 @@ def test_the_operator_runs_on_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.parse("channel_last:2,11,100:float32")
     gates, tokens, _ = tensors_of(case)
     expected, _ = plans.forward(gates, tokens, None, None, plans.Options(-2))
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def prepared(ordinal: Any, family: Any, problem: Any, *_: Any, routed: bool = False) -> Any:
         (route,) = family.routes(problem)
-        asked.append((problem, routed))
+        requests.append((problem, routed))
         run = runner(route.problem, CPU, "auto")
         return SimpleNamespace(launch=run, run=run, decision=SimpleNamespace(route=route))
 
@@ -276,7 +276,7 @@ def test_the_operator_runs_on_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_path, "_empty", torch.empty_strided)
     launched = fast_path._launch((gates, tokens, None, None), plans.Options(-2), lambda *_: states)
     assert launched is None
-    assert asked == [(problem, True)] * 2
+    assert requests == [(problem, True)] * 2
 
 
 def test_tensors_that_are_missing_stay_so() -> None:
