@@ -31,8 +31,8 @@ from scan_registry.kernels.tuning import Model, Shape
 MOST_BYTES = 1 << 32
 #: Steps below which nothing is gained: kernels that pass over a row serially are then as fast as any.
 LEAST_TIME = 64
-#: What a copy takes: ms for its launch, the share of the bandwidth, and ps for an element whose place is computed. Not
-#: measured for these copies; on the safe side of what torch's copies between tensors of other strides usually reach.
+#: What a copy takes: ms for its launch, the share of the bandwidth that it reaches, and ms for an element, whose place is
+#: computed by itself. These are guesses; no GPU has timed the copies.
 _COPY_MS, _COPY_BANDWIDTH, _COPY_ELEMENT = 3e-3, 0.7, 2e-9
 
 #: Of ``rows``: bytes of all channels of a step, at most, and of a batch. Each channel's copy reads all of the batch, which
@@ -168,8 +168,10 @@ def estimate(
     sm_count: int,
 ) -> float | None:
     """Milliseconds of the variant that prints as ``text`` on a problem, which may be that of a route, whose copies count;
-    None if there is no estimate. By the timing model, which was within a factor of 2 on all of some 550 random problems
-    of those kinds on an H200 and an H100; of packed sequences see ``packed``."""
+    None if there is no estimate. By the timing model: of random problems of ``LEAST_TIME`` steps or more that took an H200
+    ten times as long as the bandwidth roofline, or longer, it was within a factor of 2 of every forward pass. Of packed
+    sequences see ``packed``.
+    """
     alone = _alone(model, kernel, text, problem, sm_count)
     if alone is None or route is None:
         return alone

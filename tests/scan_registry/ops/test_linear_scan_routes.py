@@ -57,7 +57,8 @@ def there(a_device: Describe, a_binary: Make) -> System:
     return System(a_device(sm_count=132), (archive,), toolchains={})
 
 
-#: With how many times as long the problem's own kernel took on an H200 as the bandwidth roofline says.
+#: With how many times as long the problem's own kernel took on an H200 as the bandwidth roofline says; in 16 bits, of
+#: either dtype.
 SLOW = {
     "channel_last:1,11,65508:float32": ("padded", 180),
     "channel_last:1,302,12334:bfloat16": ("padded", 24),
