@@ -19,6 +19,7 @@ from scan_registry.kernels.selective_scan.spec import FAMILY
 from scan_registry.ops import selective_scan_fast as fast
 from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
+from scan_registry.ops.selective_scan_arguments import Arguments, Options
 
 Play = Callable[..., list[str]]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -249,3 +250,59 @@ def test_saved_tensors_that_a_hook_lays_otherwise(play: Play) -> None:
         return hooked([leaves[0].transpose(1, 2).contiguous().transpose(1, 2), *leaves[1:]], bounds)
 
     compare(results(tensors, None, laid), tensors, None, torch.float32)
+
+
+# --- The backward pass in two halves ----------------------------------------------------------
+
+
+def composed_back(adjoints: plans.Adjoints, A: Tensor, after: Tensor) -> Tensor:
+    """The gradient of the state before all parts, from that of the state after them."""
+    for part in reversed(range(adjoints.sizes.shape[1])):
+        decay = torch.exp(adjoints.sizes[:, part, :, None] * A)
+        after = adjoints.gradients[:, part] + decay * after
+    return after
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("layout", ["time_last", "channel_last"])
+@pytest.mark.parametrize(
+    ("parts", "time", "one"), [(1, 70, False), (3, 96, True), (4, 129, False), (2, 7, True)]
+)
+def test_adjoints_of_all_parts(
+    play: Play, dtype: torch.dtype, layout: str, parts: int, time: int, one: bool
+) -> None:
+    """They say what the gradient of the state before all steps is, for any gradient of the state after them. The backward pass
+    that is handed them does not compute them again."""
+    torch.manual_seed(4)
+    batch, channels, states = 2, 16, 5
+    sequences = [torch.randn(batch, channels, time).to(dtype) for _ in range(4)]
+    if layout == "channel_last":
+        sequences = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in sequences]
+    u, delta, z, out_grad = sequences
+    B, C = (torch.randn(batch, 1 + (not one) * n, states, time).to(dtype) for n in range(2))
+    given = Arguments(
+        *(u, delta, -torch.rand(channels, states), B, C, torch.randn(channels), z),
+        *(torch.rand(channels) - 2, torch.randn(batch, channels, states), None),
+    )
+    options, after = Options(True), torch.randn(batch, channels, states)
+    used = play(parts)
+    for _ in range(2):  # planned, and found again
+        checkpoints = plans.forward(given, options, True).checkpoints
+        adjoints = plans.adjoint(given, out_grad, options)
+        assert adjoints is not None
+        wanted = (True,) * 9
+        found = plans.backward(given, checkpoints, out_grad, after, options, wanted, adjoints)
+    assert used == ["forward", "adjoint", "backward"] * 2
+    assert adjoints.gradients.shape == (batch, parts, channels, states)
+
+    wide = [None if t is None else t.double() for t in given.differentiable]
+    with torch.no_grad():
+        ends = out_grad.double(), after.double()
+        expected = reference.backward(tuple(wide), True, None, *ends, wanted)
+    for place, (mine, right_one) in enumerate(zip(found, expected, strict=True)):
+        assert mine is not None
+        assert right_one is not None
+        assert relative_error(mine, right_one) <= TOLERANCE[dtype], place
+    before = composed_back(adjoints, given.A, after)
+    # In 16 bits, of gates by the GPU's approximation of 2^x.
+    assert relative_error(before, expected[8]) <= (4e-6 if dtype == torch.float32 else 2e-5)
