@@ -346,7 +346,7 @@ def _make_adjoint(*args: Any) -> Plan:
     def plan(*args: Any) -> Adjoints:
         # Alive until the launch, for the sake of those that are copies.
         tensors: dict[str, Any] = {**inputs(Arguments(*args[:-1])), "out_grad": args[-1]}
-        earlier = {
+        earlier: dict[str, Any] = {
             name: Address(t.data_ptr() - skipped * t.stride(-1) * t.element_size())
             for name in ("delta", "z", "C", "out_grad")
             if (t := tensors[name]) is not None

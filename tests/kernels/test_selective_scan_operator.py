@@ -2,59 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from emulated_selective_scan import Play, player
 from torch import Tensor
 
 from scan_registry import selective_scan
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.selective_scan import reference
-from scan_registry.kernels.selective_scan.spec import FAMILY
 from scan_registry.ops import selective_scan_fast as fast
 from scan_registry.ops import selective_scan_plans as plans
-from scan_registry.ops.launching import PlanCache, Run
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 
-Play = Callable[..., list[str]]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: Path) -> Play:
-    """Has CPU tensors taken for a GPU's, and problems given to the emulator; lists the kernels that ran."""
-
-    def start(parts: int = 1, quickly: bool = True) -> list[str]:
-        used: list[str] = []
-
-        def prepared(problem: Any, device: torch.device, backend: Any) -> Run:
-            kernel = FAMILY.kernel(problem.kernel, "cuda")
-            fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
-            variant = min(fitting, key=lambda variant: kernel.cost(variant, problem))
-            library = cuda_emulator.emulated(kernel, variant, tmp_path)
-
-            def run(tensors: Mapping[str, Tensor | None]) -> None:
-                used.append(problem.kernel)
-                library.run(problem, {n: tensors.get(n) for n in kernel.pointers}, 0)
-
-            return run
-
-        monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
-        if not quickly:
-            module = importlib.import_module("scan_registry.ops.selective_scan")
-            monkeypatch.setattr(module, "fast_scan", lambda *_: None)
-        monkeypatch.setattr(plans, "_prepared", prepared)
-        monkeypatch.setattr(plans, "parts_of", lambda *_: parts)
-        monkeypatch.setattr(plans, "plan_cache", PlanCache())
-        monkeypatch.setattr(fast, "_kinds", {})
-        return used
-
-    return start
+    return player(monkeypatch, cuda_emulator, tmp_path)
 
 
 BOUNDS = torch.tensor([0, 0, 9, 41, 70])
