@@ -11,9 +11,9 @@ its part:
           rank, and the piece's last state goes to the next rank. Nothing is read twice. But the last rank waits until
           the first piece has passed through all others: with N ranks and P pieces, the time of N − 1 pieces is lost.
 
-The model counts the time of GPUs, memory and links. It leaves out the CPU's time to launch a call. All functions of this
-module are pure: the same numbers give the same results on every rank. Times are in seconds, and sizes in bytes. The module
-does not import torch.
+The model counts the time of GPUs, memory and links, and the CPU's time for pieces of "pass". It leaves out the CPU's time for
+the rest of a call. All functions of this module are pure: the same numbers give the same results on every rank. Times are in
+seconds, and sizes in bytes. The module does not import torch.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ are pure, and the module does not import torch. Times are in seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal
 
 from scan_registry.distributed.cost import OPENING, time_in_words
@@ -22,10 +23,12 @@ from scan_registry.distributed.machines import Machine
 SelectiveSchedule = Literal["local", "reduce", "pass", "mixed"]
 Times = dict[SelectiveSchedule, float]
 
-#: Seconds of an element of 16 states, forward and backward, and the shortest step, on an H100: (8, 2048, 4096, 16) and
-#: (1, 5120, 32768, 16) of ``bench selective_scan`` in bfloat16 (kernels/selective_scan/notes). Other GPUs and dtypes have other
-#: times, but the schedules' times are as far apart.
-FORWARD, BACKWARD, STEP = 7.6e-12, 36e-12, 72e-9
+#: Seconds of an element of 16 states, forward and backward, on an H100 that is full. Where an SM has up to ``FULL`` CTAs of
+#: ``CTA_ROWS`` rows, a forward step takes ``STEP`` seconds, and ``STEP_OF_CTA`` for each CTA. They come from 72 ns with two CTAs
+#: and 124 ns with four, (1, 5120, 32768, 16) and (8, 2048, 4096, 16) of ``bench selective_scan`` in bfloat16
+#: (kernels/selective_scan/notes). Other GPUs and dtypes have other times, and about the same ratios.
+FORWARD, BACKWARD = 7.6e-12, 36e-12
+STEP, STEP_OF_CTA, CTA_ROWS, FULL, SMS = 20e-9, 26e-9, 32, 4, 132
 _STATES = 16
 #: What the kernel ``adjoint`` adds to a backward pass that would run without it, and the rows from which on it would.
 ADJOINT, MANY_ROWS = 0.2, 64 * 264
@@ -74,7 +77,10 @@ class SelectiveWork:
     def forward(self, rows: float) -> float:
         """Seconds of a step."""
         scale = max(1.0, self.states / _STATES)
-        return scale * (max(STEP, rows * FORWARD) if self.kernels else rows * PLAIN_FORWARD)
+        if not self.kernels:
+            return scale * rows * PLAIN_FORWARD
+        ctas = ceil(rows / (CTA_ROWS * SMS))  # of the SM that has the most
+        return scale * max(STEP + STEP_OF_CTA * min(ctas, FULL), rows * FORWARD)
 
     def backward(self, rows: float) -> float:
         scale = max(1.0, self.states / _STATES)
@@ -86,8 +92,11 @@ class SelectiveWork:
         return self.rows * (self.itemsize + (16 if self.softplus else 0))
 
 
-def _passing(work: SelectiveWork, machine: Machine, step: float) -> float:
-    """Pieces whose step takes so long pass through all ranks, as in ``cost.pass_seconds``."""
+def _passing(work: SelectiveWork, machine: Machine, step: float, copied: int) -> float:
+    """Pieces whose step takes so long pass through all ranks, as in ``cost.pass_seconds``. Of several pieces, so many sequences
+    are copied to where the whole is."""
+    if work.pieces > 1:
+        step += 2 * copied * work.itemsize * work.rows / work.pieces / machine.memory
     times = [steps * step + machine.piece for steps in work.steps]
     through = sum(times) + machine.passing(work.ranks, work.state / work.pieces)
     opening = machine.all_gather(work.ranks, OPENING)
@@ -108,14 +117,14 @@ def seconds(work: SelectiveWork, machine: Machine) -> Times:
     forward = {
         "local": total * work.forward(rows) + machine.launch,
         "reduce": _reduced(work, machine, longest * twice),
-        "pass": _passing(work, machine, work.forward(rows / work.pieces)),
+        "pass": _passing(work, machine, work.forward(rows / work.pieces), 1),
     }
     backward = dict.fromkeys(forward, 0.0)
     if work.recorded:
         backward = {
             "local": total * work.backward(rows) + machine.launch,
             "reduce": _reduced(work, machine, longest * work.backward(rows) * (1 + share)),
-            "pass": _passing(work, machine, work.backward(rows / work.pieces)),
+            "pass": _passing(work, machine, work.backward(rows / work.pieces), 3),
         }
     found: Times = {
         "local": forward["local"] + backward["local"],

@@ -30,10 +30,21 @@ def test_few_rows_work_at_once_and_many_pass() -> None:
     # Without chunks the two scans forward take as long as both ranks one after the other.
     assert choose(replace(LONG, chunks=1), NVLINK).schedule == "mixed"
     assert choose(replace(LONG, chunks=1, recorded=False), NVLINK).schedule == "pass"
-    assert choose(WIDE, NVLINK).schedule == "pass"
+    assert choose(replace(WIDE, recorded=False), NVLINK).schedule == "pass"
+    # Backward a summary costs less than the start of a pipeline.
+    assert choose(WIDE, NVLINK).schedule == "reduce"
     assert choose(replace(WIDE, kernels=False), MACHINES["cpu"]).schedule == "pass"
     # A pipeline of many ranks is never full.
     assert choose(replace(LONG, steps=(65_536,) * 8, chunks=1), NVLINK).schedule == "reduce"
+
+
+@pytest.mark.parametrize(
+    ("rows", "nanoseconds"), [(4000, 46), (5120, 72), (8192, 72), (10_240, 98), (16_384, 124.5), (40_960, 311)]
+)  # fmt: skip
+def test_a_step_takes_longer_with_more_on_an_sm(rows: int, nanoseconds: float) -> None:
+    """Those of 5,120, 8,192 and 16,384 rows were measured."""
+    assert LONG.forward(rows) == pytest.approx(nanoseconds * 1e-9, rel=0.01)
+    assert replace(LONG, states=64).forward(rows) == pytest.approx(4 * LONG.forward(rows))
 
 
 def test_one_rank_exchanges_nothing() -> None:
