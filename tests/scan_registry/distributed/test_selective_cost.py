@@ -10,12 +10,10 @@ import torch
 from rank_pool import RankPool
 
 from scan_registry import distributed
-from scan_registry.distributed import selective_chunks
 from scan_registry.distributed.calibration import _measured
 from scan_registry.distributed.group import resolve
 from scan_registry.distributed.machines import MACHINES, Machine
 from scan_registry.distributed.selective_cost import SelectiveWork, choose, seconds
-from scan_registry.ops.selective_scan_arguments import Arguments
 
 NVLINK = MACHINES["nvlink"]
 #: (1, 5120, 131072) on two ranks.
@@ -138,53 +136,3 @@ def test_schedules_that_there_are_not(ranks: RankPool) -> None:
     for unknown, packed in ranks.run(2, refused):
         assert "schedule is 'ring'" in unknown
         assert "packed sequences take 'pass' or 'auto'" in packed
-
-
-# --- Chunks -----------------------------------------------------------------------------------
-
-
-class OnGpu(torch.Tensor):
-    """Stands for a tensor on a GPU, of which nothing is asked but its shape and strides."""
-
-    is_cuda = True
-
-
-def given(batch: int, channels: int, time: int, *, channel_last: bool = False) -> Arguments:
-    u = torch.empty(batch, channels, time, device="meta")
-    if channel_last:
-        u = torch.empty(batch, time, channels, device="meta").transpose(1, 2)
-    u = u.as_subclass(OnGpu)
-    A, B = torch.empty(channels, 16), torch.empty(batch, 1, 16, time, device="meta")
-    return Arguments(u, u, A, B, B, None, u, None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("shape", "channel_last", "count"),
-    [
-        ((1, 5120, 65_536), False, 4),
-        ((1, 5120, 65_536), True, 4),
-        ((1, 5120, 65_536 + 64), False, 2),  # chunks of whole tiles
-        ((1, 5120, 65_536 + 8), False, 1),
-        ((1, 16_384, 65_536), False, 1),
-        ((1, 64, 65_536), False, 8),
-        ((1, 64, 1024), False, 4),  # chunks of 256 steps
-        ((2, 5120, 65_536), False, 1),  # no views
-        ((2, 5120, 65_536), True, 2),
-    ],
-)
-def test_chunks_fill_a_gpu(shape: tuple[int, int, int], channel_last: bool, count: int) -> None:
-    arguments = given(*shape, channel_last=channel_last)
-    assert selective_chunks.chunk_count(arguments) == count
-    if count > 1:
-        u = arguments.u.as_subclass(torch.Tensor)
-        assert selective_chunks.chunked(u, count)._is_view()
-
-
-def test_chunks_are_views_and_come_back() -> None:
-    x = torch.arange(2 * 3 * 12.0).view(2, 12, 3).transpose(1, 2)
-    cut = selective_chunks.chunked(x, 4)
-    assert cut.data_ptr() == x.data_ptr()
-    assert torch.equal(cut[4 + 1], x[1, :, 3:6])
-    assert torch.equal(selective_chunks.joined(cut, 4), x)
-    # Of memory like theirs, the whole is a view.
-    assert selective_chunks.joined(torch.empty_like(cut), 4)._is_view()
