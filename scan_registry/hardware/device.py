@@ -81,7 +81,7 @@ SUPPORTED = tuple(_BRANCHES.values())
 def cuda_of_driver(text: str) -> CudaVersion:
     """(12, 9) for ``12.9`` and for driver ``575`` or ``575.57.08``; ``ValueError`` for anything else."""
     first, *rest = text.split(".")
-    if not (first.isdecimal() and all(part.isdecimal() for part in rest)):
+    if not text.isascii() or not all(part.isdecimal() for part in (first, *rest)):
         raise ValueError(f"{text!r} is neither a CUDA version nor a driver's")
     number = int(first)
     if number < 100 and len(rest) == 1:

@@ -56,7 +56,7 @@ SHARED_MEMORY: Mapping[Capability, int] = {
     (12, 1): 101_376,
 }
 
-_TARGET = re.compile(r"(?P<kind>sm|compute|ptx)_?(?P<number>\d{2,3})(?P<suffix>[af]?)")
+_TARGET = re.compile(r"(?P<kind>sm|compute|ptx)_?(?P<number>\d{2,3})(?P<suffix>[af]?)", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
