@@ -44,6 +44,7 @@ _SM_COUNTS: Mapping[Capability, int] = {
     (8, 9): 144,
     (9, 0): 132,
     (10, 0): 152,
+    (10, 1): 20,  # Thor, as CUDA 12 calls it
     (10, 3): 152,
     (11, 0): 20,
     (12, 0): 188,

@@ -93,6 +93,12 @@ def test_numbers_that_are_no_capability(text: str) -> None:
         product_of(text)
 
 
+def test_thor_is_one_gpu_in_cuda_12_and_13() -> None:
+    before, now = described((10, 1)), described((11, 0))
+    assert before.sm_count == now.sm_count
+    assert before.shared_memory_per_block == now.shared_memory_per_block
+
+
 def test_drivers_are_given_in_plain_digits() -> None:
     assert cuda_of_driver("575") == (12, 9)
     with pytest.raises(ValueError, match="neither a CUDA version nor a driver's"):
