@@ -28,7 +28,7 @@ from scan_registry.kernels.model import ITEM_SIZE, Kernel, Route
 from scan_registry.kernels.tuning import Model, Shape
 
 #: Of all copies of a call together.
-MOST_BYTES = 1 << 32
+MOST_BYTES = 1 << 30
 #: Steps below which nothing is gained: kernels that pass over a row serially are then as fast as any.
 LEAST_TIME = 64
 #: What a copy takes: ms for its launch, the share of the bandwidth that it reaches, and ms for an element, whose place is
