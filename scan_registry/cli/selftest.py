@@ -238,7 +238,8 @@ def _on_cpu(
         tell(dtype)
         errors: dict[str, list[float]] = {}
         # Plain torch takes its time, step by step, and has no tiles that a shape may fill or not.
-        shapes = cases.QUICK if family.on_cpu else cases.QUICK[:2]
+        compiled = family.compiled_for_cpu(dtype)
+        shapes = cases.QUICK if compiled else cases.QUICK[:2]
         shapes = tuple(shape for shape in shapes if _elements(shape) <= _MOST_ON_CPU)
         with _one_thread() as all_threads:
             for trial in cases.trials(dtype, shapes, CPU):
@@ -257,7 +258,7 @@ def _on_cpu(
             yield Result(
                 family=family.name,
                 kernel=kernel,
-                language="c" if family.on_cpu else "torch",
+                language="c" if compiled else "torch",
                 dtype=dtype,
                 tier=CPU,
                 variants=(),

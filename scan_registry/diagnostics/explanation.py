@@ -91,8 +91,8 @@ class Step:
 
     def _torch_or_cpu(self) -> str:
         decision, family = self.decision, self.decision.family
-        here = family.on_cpu and not decision.system.device and decision.backend == "auto"
-        if here and getattr(decision.problem, "dtype", "") not in family.by_torch:
+        here = not decision.system.device and decision.backend == "auto"
+        if here and family.compiled_for_cpu(decision.problem.dtype):
             return "this package's compiled code for the CPU"
         return "plain torch, step by step along time"
 
