@@ -10,7 +10,7 @@ import json
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -53,6 +53,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tensors so small that torch's threads would only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def make_device(capability: tuple[int, int] = (9, 0), **changes: Any) -> Device:
