@@ -56,10 +56,11 @@ class Step:
         return self.text()
 
     def brief(self, most: int) -> list[str]:
-        """What wins, how it is launched, why, and what would run in its place, in so many lines, 3 or more."""
+        """What wins, how it is launched, why, and what would run in its place, in at most ``most`` lines, 3 or
+        more."""
         decision, winner, losers = self.decision, self.decision.winner, self.decision.rejected
         if winner is None:
-            # First what would do if it were allowed.
+            # First the candidates that would run if the policy allowed their tier.
             found = sorted(
                 grouped(losers).items(), key=lambda each: not each[0].startswith("tier ")
             )
@@ -199,7 +200,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
 
 def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Explanation:
-    """The same for any system, of which nothing need be here; ``args`` may be tensors on meta.
+    """The same for a system that is described, not present; ``args`` may be tensors on meta.
 
     ``ValueError`` if there is no operator called ``name``.
     """
