@@ -209,7 +209,16 @@ def build_all(fresh: bool, every: int, record: bool) -> None:
         sizes_told(platforms, DIST, clock)
 
 
+def usable(wheels: Sequence[Path]) -> None:
+    """Raise ``DevError`` if a file is missing, or if there is none of this machine, which assembling installs."""
+    if missing := [str(wheel) for wheel in wheels if not wheel.is_file()]:
+        raise DevError(f"not a file: {', '.join(missing)}")
+    if not any(os.uname().machine in wheel.name for wheel in wheels):
+        raise DevError(f"none of the wheels is for {os.uname().machine}, on which they are checked")
+
+
 def build_from(fresh: bool, wheels: Sequence[Path], every: int, record: bool) -> None:
+    usable(wheels)
     clock = Clock()
     with clock.step("environment"):
         environment = tools(fresh)
@@ -263,6 +272,8 @@ def main() -> int:
     )
     parser.add_argument("--record", action="store_true", help="keep the sizes in ci/sizes.json")
     options = parser.parse_args()
+    if options.rebuild < 0:
+        parser.error("argument --rebuild: accepted are numbers from 0 on")
     WORK.mkdir(parents=True, exist_ok=True)
     try:
         if options.container:

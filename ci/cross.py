@@ -15,7 +15,7 @@ import shlex
 import shutil
 import struct
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,12 @@ COMPILER = "ziglang==0.16.0"
 
 #: By a platform's name of its machine: the number of the machine in the header of an ELF file.
 MACHINES: Mapping[str, int] = {"x86_64": 62, "aarch64": 183}
+#: By a platform's name of its machine: the largest pages that its Linux kernels have, in bytes. The loader refuses a
+#: library whose parts are aligned to less than a page. Pages of 64 KiB are usual on Grace.
+PAGES: Mapping[str, int] = {"x86_64": 4096, "aarch64": 65536}
 _HEADER = struct.Struct("<4sBB10xHH")  # magic, 64 bits, little-endian; type and machine
+_PARTS = struct.Struct("<32xQ14xHH")  # where program headers start; size of one, how many there are
+_PART, _LOADED = struct.Struct("<I44xQ"), 1  # kind and alignment
 
 #: The flags of Python's own build that change the meaning of code.
 _FLAGS = "-DNDEBUG -fwrapv"
@@ -142,3 +147,22 @@ def foreign(files: Mapping[str, bytes], machine: str) -> list[str]:
         if len(content) < _HEADER.size or _HEADER.unpack_from(content) != wanted
     ]
     return wrong if libraries else ["no file"]
+
+
+def crowded(files: Mapping[str, bytes], machine: str) -> list[str]:
+    """The shared libraries among ``files`` that do not load where the machine's pages have their largest size."""
+    libraries = {name: content for name, content in files.items() if name.endswith(".so")}
+    return [
+        name
+        for name, content in libraries.items()
+        if any(alignment % PAGES[machine] for alignment in _alignments(content))
+    ]
+
+
+def _alignments(library: bytes) -> Iterator[int]:
+    """How the parts of a library that get loaded are aligned."""
+    start, size, count = _PARTS.unpack_from(library)
+    for number in range(count):
+        kind, alignment = _PART.unpack_from(library, start + size * number)
+        if kind == _LOADED:
+            yield alignment

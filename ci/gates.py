@@ -259,12 +259,16 @@ def _platform(path: Path) -> str:
 
 
 def _beyond(path: Path, platform: str) -> Iterator[str]:
-    """What the machine code needs and the tag does not promise: another machine, or a later glibc."""
+    """What the machine code needs and the tag does not promise: another machine, smaller pages, or a later
+    glibc."""
     promised = re.fullmatch(_GLIBC, platform)
     machine = platform if promised is None else promised[3]
     if machine in cross.MACHINES:
-        for name in cross.foreign(Wheel.read(path).files, machine):
-            yield f"{name} is not machine code for {machine}"
+        files = Wheel.read(path).files
+        wrong = cross.foreign(files, machine)
+        yield from (f"{name} is not machine code for {machine}" for name in wrong)
+        for name in () if wrong else cross.crowded(files, machine):
+            yield f"{name} does not load where pages have {cross.PAGES[machine]} bytes"
     shown = subprocess.run(
         [str(Path(sys.executable).with_name("auditwheel")), "show", str(path)],
         capture_output=True,

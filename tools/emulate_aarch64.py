@@ -231,6 +231,15 @@ def wheel_in(dist: Path) -> Path:
     return found[0]
 
 
+def checked(wheel: Path) -> Path:
+    """The wheel's whole path, if it is a file and for aarch64: everything else takes minutes to fail."""
+    if not wheel.is_file():
+        raise DevError(f"{wheel} is not a file")
+    if not wheel.name.endswith("_aarch64.whl"):
+        raise DevError(f"{wheel.name} is not a wheel for aarch64")
+    return wheel.resolve()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -240,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="fetch everything anew")
     options = parser.parse_args(argv)
     try:
-        wheel = (options.wheel or wheel_in(ROOT / "dist")).resolve()
+        wheel = checked(options.wheel or wheel_in(ROOT / "dist"))
         outcomes = try_wheel(wheel, options.only, options.fresh)
     except DevError as error:
         print(f"\nerror: {error}", file=sys.stderr)

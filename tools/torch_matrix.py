@@ -156,6 +156,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the table there, too")
     parser.add_argument("rest", nargs="*", help="further arguments for pytest, after --")
     options = parser.parse_args(words)
+    if options.wheel and not options.wheel.is_file():
+        parser.error(f"argument --wheel: {options.wheel} is not a file")
     WORK.mkdir(parents=True, exist_ok=True)
     try:
         wheel = options.wheel.resolve() if options.wheel else _wheel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -101,9 +101,13 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
     for answer in gpu.answers:
         kernels.setdefault(f"{answer.family}.{answer.kernel}", []).append(answer)
     backends = list(dict.fromkeys(b for answer in gpu.answers for b in answer.tiers))
-    table = new_table("kernel", *(f"{backend}!" for backend in backends))
+    table, narrow = (new_table("kernel", *(f"{b}!" for b in backends)) for _ in range(2))
     for kernel, answers in kernels.items():
         table.add_row(kernel, *(_cell(answers, backend) for backend in backends))
+        for name, some in _alike(kernel, answers, backends):
+            narrow.add_row(name, *(_cell(some, b) if some else "" for b in backends))
+    if any(line.cell_len > console.width for line in table.lines(console.width)[0]):
+        table = narrow
     device = gpu.device
     shared = f"{device.shared_memory_per_block} bytes of shared memory per block"
     show(
@@ -117,6 +121,23 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
         console.print(f"\nassumed: {'; '.join(gpu.assumed)}", markup=False)
     tuned = "; ".join(map(str, gpu.tuned)) or "no table for it; the specs' estimates decide"
     console.print(f"\ntuning: {tuned}", markup=False, soft_wrap=True)
+
+
+def _alike(
+    kernel: str, answers: Sequence[Answer], backends: Sequence[Backend]
+) -> Iterator[tuple[str, list[Answer]]]:
+    """Rows of a kernel for a narrow terminal, as its first cell with answers that have the same tiers: one, or a row
+    without answers and below it one for each group of them."""
+    groups: dict[tuple[object, ...], list[Answer]] = {}
+    for answer in answers:
+        groups.setdefault(tuple(answer.tiers.get(b, "–") for b in backends), []).append(answer)
+    if len(groups) == 1:
+        yield kernel, [*answers]
+        return
+    yield kernel, []
+    every = [(answer.dtype, answer.access) for answer in answers]
+    for some in groups.values():
+        yield f"  {condensed([(each.dtype, each.access) for each in some], every)}", some
 
 
 def _print_first_calls(console: Console, gpu: Coverage) -> None:

@@ -9,13 +9,15 @@ from scan_registry.cli.errors import UsageError
 from scan_registry.dispatch.fit import dotted
 from scan_registry.hardware.device import Device, cuda_of_driver, described, device
 from scan_registry.hardware.products import named, names
-from scan_registry.hardware.target import Capability, CudaVersion, Target
+from scan_registry.hardware.target import FIRST_CUDA, Capability, CudaVersion, Target
 
 _INVALID_DEVICE, _NO_DEVICE = 101, 100  # CUDA_ERROR_…
 
 #: What describes a GPU beside its architecture, as attributes of parsed arguments.
 _DETAILS = ("driver", "sms", "shared_memory")
-_CAPABILITY = re.compile(r"(\d{1,2})\.(\d)")
+_CAPABILITY = re.compile(r"([1-9]\d?)\.(\d)", re.ASCII)
+#: What compilers and lists of architectures call one, and shorter forms: sm_90a, compute_90, 12.1f, sm-90, 90.
+_ALMOST = re.compile(r"(?:sm|compute|ptx|cc)?[\s_-]*([1-9]\d?)\.?(\d)[af]?", re.ASCII)
 
 
 def add_gpu(parser: argparse.ArgumentParser) -> None:
@@ -92,16 +94,21 @@ def product_of(text: str) -> tuple[Capability, str | None, int | None]:
 
 
 def _like(word: str) -> str | None:
-    """A question that suggests known names for an unknown one; None if no name is like it."""
+    """A question that suggests known names or an architecture for an unknown name; None if nothing is like it."""
     from difflib import get_close_matches  # imported here, as only an unknown name needs it
 
     plain = {name.lower(): name for name in names()}
     bare = word.removeprefix("nvidia").strip()
+    meant = _ALMOST.fullmatch(word)
+    found = []
+    if meant and (int(meant[1]), int(meant[2])) in FIRST_CUDA:
+        found.append(f"sm_{meant[1]}{meant[2]}")
     digits = re.sub(r"\D", "", bare)
-    found = [name for key, name in plain.items() if bare and (bare in key or key in bare.split())]
-    found += [plain[key] for key in get_close_matches(bare, plain, 4, 0.6)]
+    found += [name for key, name in plain.items() if bare and (bare in key or key in bare.split())]
+    near = [plain[key] for key in get_close_matches(bare, plain, 4, 0.6)]
+    found += near[:2]
     found += [name for key, name in plain.items() if len(digits) > 2 and digits in key]
-    close = list(dict.fromkeys(found))[:4]
+    close = list(dict.fromkeys([*found, *near]))[:5]
     return f"did you mean {' or '.join(close)}?" if close else None
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from scan_registry.distributed import cost, machines
     from scan_registry.distributed.calibration import measure
     from scan_registry.distributed.convolution import causal_conv1d
-    from scan_registry.distributed.explanation import explain
+    from scan_registry.distributed.explanation import explain, explain_selective_scan
     from scan_registry.distributed.gated import gated_scan
     from scan_registry.distributed.linear import linear_scan
     from scan_registry.distributed.selective import selective_scan
@@ -23,6 +23,7 @@ __all__ = [
     "causal_conv1d",
     "cost",
     "explain",
+    "explain_selective_scan",
     "gated_scan",
     "linear_scan",
     "machines",
@@ -34,6 +35,7 @@ __all__ = [
 _HOMES: dict[str, str | None] = {
     "cost": None,
     "explain": "scan_registry.distributed.explanation",
+    "explain_selective_scan": "scan_registry.distributed.explanation",
     "causal_conv1d": "scan_registry.distributed.convolution",
     "gated_scan": "scan_registry.distributed.gated",
     "linear_scan": "scan_registry.distributed.linear",

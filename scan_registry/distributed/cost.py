@@ -11,9 +11,9 @@ its part:
           rank, and the piece's last state goes to the next rank. Nothing is read twice. But the last rank waits until
           the first piece has passed through all others: with N ranks and P pieces, the time of N − 1 pieces is lost.
 
-The model counts the time of GPUs, memory and links. It leaves out the CPU's time to launch a call. All functions of this
-module are pure: the same numbers give the same results on every rank. Times are in seconds, and sizes in bytes. The module
-does not import torch.
+The model counts the time of GPUs, memory and links, and the CPU's time for pieces of "pass". It leaves out the CPU's time for
+the rest of a call. All functions of this module are pure: the same numbers give the same results on every rank. Times are in
+seconds, and sizes in bytes. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Choice:
         head = (
             f"{self.schedule}, {self.pieces} pieces" if self.schedule == "pass" else self.schedule
         )
-        return "\n  ".join([f"{head}: {_time(self.seconds)} predicted", *self.reasons])
+        return "\n  ".join([f"{head}: {time_in_words(self.seconds)} predicted", *self.reasons])
 
 
 def choose(
@@ -248,7 +248,7 @@ def choose(
         _why(chosen, schedule, reduced, passed),
         _why_reduce(work, machine, reduced),
         _why_pass(work, machine, number, passed),
-        f"one rank with all {sum(work.steps):,} steps: {_time(alone)}",
+        f"one rank with all {sum(work.steps):,} steps: {time_in_words(alone)}",
         f"model of {machine.name} ({machine.source})",
     )
     seconds = reduced if chosen == "reduce" else passed
@@ -266,15 +266,15 @@ def _why(chosen: str, schedule: str, reduced: float, passed: float) -> str:
     )
     if difference >= 0:
         return f"{chosen} was given, and is what auto would take"
-    return f"{chosen} was given; auto would take {other}, which is {_time(-difference)} shorter"
+    return f"{chosen} was given; auto would take {other}, which is {time_in_words(-difference)} shorter"
 
 
 def _why_reduce(work: Work, machine: Machine, seconds: float) -> str:
     longest = max(work.steps)
     return (
-        f"reduce: {_time(seconds)}, of which {_time(longest * work.summary / machine.memory)} read the summary of "
-        f"{longest:,} steps, {_time(work.passes * machine.all_gather(work.ranks, 2 * work.state))} gather "
-        f"{work.ranks} × {2 * work.state:,.0f} bytes, and {_time(longest * work.scan / machine.memory)} scan"
+        f"reduce: {time_in_words(seconds)}, of which {time_in_words(longest * work.summary / machine.memory)} read the summary of "
+        f"{longest:,} steps, {time_in_words(work.passes * machine.all_gather(work.ranks, 2 * work.state))} gather "
+        f"{work.ranks} × {2 * work.state:,.0f} bytes, and {time_in_words(longest * work.scan / machine.memory)} scan"
     )
 
 
@@ -282,14 +282,14 @@ def _why_pass(work: Work, machine: Machine, pieces: int, seconds: float) -> str:
     scan = max(work.steps) * work.scan / machine.memory
     others = (sum(work.steps) - max(work.steps)) * work.scan / machine.memory / pieces
     return (
-        f"pass: {_time(seconds)} in {pieces} of at most {work.most} pieces, of which {_time(scan)} scan, "
-        f"{_time(others)} wait for the first piece of the other ranks, "
-        f"{_time(work.passes * machine.passing(work.ranks, work.state / pieces))} pass states on, "
-        f"{_time(work.passes * machine.all_gather(work.ranks, OPENING))} compare the calls, and "
-        f"{_time(work.passes * (work.ranks - 1 + pieces) * machine.piece)} are the cost of pieces"
+        f"pass: {time_in_words(seconds)} in {pieces} of at most {work.most} pieces, of which {time_in_words(scan)} scan, "
+        f"{time_in_words(others)} wait for the first piece of the other ranks, "
+        f"{time_in_words(work.passes * machine.passing(work.ranks, work.state / pieces))} pass states on, "
+        f"{time_in_words(work.passes * machine.all_gather(work.ranks, OPENING))} compare the calls, and "
+        f"{time_in_words(work.passes * (work.ranks - 1 + pieces) * machine.piece)} are the cost of pieces"
     )
 
 
-def _time(seconds: float) -> str:
+def time_in_words(seconds: float) -> str:
     """Three digits, in µs or ms."""
     return f"{seconds * 1e6:.3g} µs" if seconds < 999.5e-6 else f"{seconds * 1e3:.4g} ms"

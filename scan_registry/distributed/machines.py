@@ -84,11 +84,8 @@ class Machine:
 
 _NCCL = "hops: NCCL's src/graph/tuning.cc, ring, LL128"
 _CALL = (
-    "call: 45 µs of an all-gather measured on two H200s, less its hop; send: taken to be the same"
-)
-_PIECE = (
-    'piece: in round numbers what the bytes leave of the time of "pass" on two H200s '
-    "(tools/results/h200x2-distributed.json); launch: assumed"
+    "call: 11 µs of an all-gather measured on two H100s, less its hop; send, piece and launch: measured there by "
+    "scan_registry.distributed.measure, in round numbers (tools/results/h100x2-distributed.json)"
 )
 _H100 = "memory: torch.add on an H100, measured (tools/results/h100-bench.json)"
 _FAR = {"far_hop": 4.0e-6, "far_link": 50e9}
@@ -98,22 +95,22 @@ _FAR_SOURCE = "between nodes: 400 Gb/s for each rank"
 MACHINES: Mapping[str, Machine] = {
     "nvlink": Machine(
         name="H100s on NVLink",
-        memory=3.04e12, call=43e-6, send=43e-6, piece=65e-6, launch=4e-6,
+        memory=3.04e12, call=9e-6, send=7e-6, piece=110e-6, launch=5e-6,
         hop=1.9e-6, link=450e9, **_FAR, ranks_per_node=8,
-        source=f"{_H100}; {_CALL}; {_NCCL}; link: NVLink 4's data sheet; {_FAR_SOURCE}; {_PIECE}",
+        source=f"{_H100}; {_CALL}; {_NCCL}; link: NVLink 4's data sheet; {_FAR_SOURCE}",
     ),
     "pcie": Machine(
         name="GPUs on PCIe",
-        memory=1.6e12, call=43e-6, send=43e-6, piece=65e-6, launch=4e-6,
+        memory=1.6e12, call=9e-6, send=7e-6, piece=110e-6, launch=5e-6,
         hop=2.5e-6, link=25e9, **_FAR, ranks_per_node=8,
         source=f"memory: of a GPU with 2 TB/s, assumed; {_CALL}; {_NCCL}; link: PCIe 4.0 × 16, less its "
-        f"protocol; {_FAR_SOURCE}; {_PIECE}",
+        f"protocol; {_FAR_SOURCE}",
     ),
     "nodes": Machine(
         name="one H100 a node",
-        memory=3.04e12, call=43e-6, send=43e-6, piece=65e-6, launch=4e-6,
+        memory=3.04e12, call=9e-6, send=7e-6, piece=110e-6, launch=5e-6,
         hop=4.0e-6, link=50e9, **_FAR, ranks_per_node=1,
-        source=f"{_H100}; {_CALL}; {_NCCL}; {_FAR_SOURCE}; {_PIECE}",
+        source=f"{_H100}; {_CALL}; {_NCCL}; {_FAR_SOURCE}",
     ),
     "cpu": Machine(
         name="processes of one machine, gloo",

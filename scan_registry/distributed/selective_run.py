@@ -1,8 +1,8 @@
 """The forward and backward pass of a selective scan over ranks, in pieces of channels.
 
 A piece starts when the state before it has come from the rank before. As soon as the piece is done, its last state goes to the
-next rank. The backward pass sends gradients of states from the last rank to the first. There is no schedule "reduce", as a
-summary would cost as much as the scan.
+next rank. The backward pass sends gradients of states from the last rank to the first. ``selective_reduce`` has the other
+schedule.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from torch import Tensor
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.distributed import group as groups
+from scan_registry.distributed import selective_reduce as reduce
 from scan_registry.distributed.group import Members
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import Opening, opening_of
 from scan_registry.distributed.parts import Part
+from scan_registry.distributed.selective_reduce import Gathered
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
@@ -37,6 +39,13 @@ PIECES, MOST = 4, 64
 WAVE = 64 * 132
 
 _DIFFERENTIABLE = 9
+
+#: Of each piece, the states before it and its checkpoints, for the backward pass.
+Kept = list[tuple[Tensor | None, Tensor]]
+
+#: Modes of a run that are no numbers of pieces: both passes reduce; and forward passes states on in one piece, and backward
+#: reduces.
+REDUCE, MIXED = 0, -1
 
 
 # --- Pieces -----------------------------------------------------------------------------------
@@ -72,15 +81,20 @@ class Piece(NamedTuple):
         return Arguments._make((*others, entered, given.cu_seqlens))
 
 
-def pieces_of(given: Arguments, ranks: int) -> tuple[Piece, ...]:
-    """The pieces, each of whole groups of channels."""
+def most_pieces(given: Arguments, ranks: int) -> int:
+    """The number of pieces to ask ``pieces_of`` for."""
     batch, channels, _ = given.u.shape
+    most = max(1, min(PIECES * (ranks - 1), MOST))
+    return min(most, max(1, batch * channels // WAVE)) if given.u.is_cuda else most
+
+
+def pieces_of(given: Arguments, most: int) -> tuple[Piece, ...]:
+    """At most so many pieces, each of whole groups of channels."""
+    channels = given.u.shape[1]
     unit = math.lcm(
         *(channels // x.shape[1] for x in (given.B, given.C) if x.dim() == 4 and x.shape[1] > 1)
     )
-    units, most = max(1, channels // unit), min(PIECES * (ranks - 1), MOST)
-    if given.u.is_cuda:
-        most = min(most, max(1, batch * channels // WAVE))
+    units = max(1, channels // unit)
     width = unit * -(-units // min(units, most))
     return tuple(
         Piece(begin, min(width, channels - begin), channels)
@@ -106,27 +120,53 @@ def _room(x: Tensor) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class Run:
     """What calls that the ranks agreed on have in common: they share it if nothing is packed, and shapes and options are the
-    same."""
+    same.
+
+    mode   the number of pieces that were asked for, ``REDUCE`` or ``MIXED``
+    state  the shape of one sequence's state
+    """
 
     members: Members
     terms: Terms
     options: Options
     part: Part
     final: bool
-    channels: int
+    state: tuple[int, ...]
+    dtype: torch.dtype
     device: torch.device
+    mode: int
     pieces: tuple[Piece, ...]
     required: Tier | None
 
-    @cached_property
-    def opening(self) -> Opening:
-        return opening_of(self.members, self.terms, self.device)
+    @property
+    def count(self) -> int:
+        """The number of elements of one state."""
+        return math.prod(self.state)
 
     @cached_property
-    def _backward_opening(self) -> Opening:
+    def _opening(self) -> Opening:
+        return self._opening_of(self.terms, 2 if self.mode == REDUCE else 0)
+
+    @cached_property
+    def backward_opening(self) -> Opening:
+        """Where the backward pass reduces, with the summary and the final state's gradient."""
         common = (*self.terms.common, ("create_graph", False))
         terms = Terms(f"{self.terms.operator}'s backward pass", common)
-        return opening_of(self.members, terms, self.device)
+        return self._opening_of(terms, 0 if self.mode > 0 else 2 + self.final)
+
+    def _opening_of(self, terms: Terms, states: int) -> Opening:
+        return opening_of(self.members, terms, self.device, states * self.count, self.dtype)
+
+    def open(self, given: Arguments, read: bool) -> Gathered:
+        """Open a call that was agreed on before."""
+        if self.mode == REDUCE:
+            return reduce.exchange(self, self._opening, given, read)
+        return Gathered(self._opening.exchange(self._opening.message(), read=read))
+
+    def gather(self, given: Arguments, read: bool) -> Gathered:
+        """Exchange the summaries after an opening that had none."""
+        terms = self.terms._replace(operator=f"{self.terms.operator}'s exchange")
+        return reduce.exchange(self, self._opening_of(terms, 2), given, read)
 
     def _of(self, states: Tensor, sequence: int) -> Tensor:
         """The state of one sequence."""
@@ -159,10 +199,9 @@ class Run:
         if sequence is None:
             return iter(())
         members, device, (batch, _, _) = self.members, given.u.device, given.u.shape
-        dtype = reference.state_dtype(given.u.dtype, given.A.dtype)
         coming = (
             groups.receive(
-                *(members, (batch, piece.width, given.A.shape[1]), dtype, device),
+                *(members, (batch, piece.width, given.A.shape[1]), self.dtype, device),
                 members.rank + step,
             )
             for piece in pieces
@@ -171,13 +210,15 @@ class Run:
         return groups.begun(coming, passes_on is not None)
 
     def forward(
-        self, given: Arguments, training: bool
-    ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor | None, Tensor]]]:
+        self, given: Arguments, training: bool, gathered: Gathered
+    ) -> tuple[Tensor, Tensor | None, Kept]:
         """The output, the final state if it is wanted, and each piece's initial states and checkpoints for backward."""
+        if self.mode == REDUCE:
+            return reduce.forward(self, given, training, gathered)
         part, members = self.part, self.members
         out = None if len(self.pieces) == 1 else torch.empty_like(given.u)
         lasts: list[Tensor] = []
-        kept: list[tuple[Tensor | None, Tensor]] = []
+        kept: Kept = []
         coming = self._receive(given, self.pieces, part.enters, -1)
         for piece in self.pieces:
             entered = piece.state(given.initial_state)
@@ -204,24 +245,26 @@ class Run:
     def backward(
         self,
         given: Arguments,
-        kept: list[tuple[Tensor | None, Tensor]],
+        kept: Kept,
         out_grad: Tensor | None,
         last_grad: Tensor | None,
         wanted: tuple[bool, ...],
         number: int,
     ) -> tuple[Tensor | None, ...]:
         """The gradients that are wanted on this rank, of the call with this number."""
-        part, members, opening = self.part, self.members, self._backward_opening
+        part, members, opening = self.part, self.members, self.backward_opening
         if torch.is_grad_enabled():
             error = RuntimeError(
                 "selective_scan over ranks has first derivatives only, and create_graph asks for further ones; "
                 "scan_registry.distributed.linear_scan has second ones"
             )
             opening.exchange(opening.message(), number, error=error)
-        # With packed sequences, another collective follows.
-        opening.exchange(opening.message(), number, read=part.bounds is not None)
         if out_grad is None:
             out_grad = torch.zeros_like(given.u)
+        if self.mode <= 0:
+            return reduce.backward(self, given, kept, out_grad, last_grad, wanted, number)
+        # With packed sequences, another collective follows.
+        opening.exchange(opening.message(), number, read=part.bounds is not None)
         behind = None
         if self.final:
             total = groups.all_reduce(members, self._last_grad(given, last_grad))
@@ -269,9 +312,8 @@ class Run:
         if last_grad is not None:
             return last_grad
         between = () if self.part.bounds is None else (len(self.part.bounds) - 1,)
-        dtype = reference.state_dtype(given.u.dtype, given.A.dtype)
         shape = given.u.shape[0], *between, *given.A.shape
-        return torch.zeros(shape, dtype=dtype, device=given.u.device)
+        return torch.zeros(shape, dtype=self.dtype, device=given.u.device)
 
 
 class SelectiveScan(torch.autograd.Function):
@@ -279,10 +321,10 @@ class SelectiveScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
-        *tensors, _, run = args
+        *tensors, _, run, gathered = args
         given = Arguments(*tensors)
         number = run.members.session.calls
-        out, last, kept = run.forward(given, True)
+        out, last, kept = run.forward(given, True, gathered)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, *(each for pair in kept for each in pair))
         ctx.run, ctx.number = run, number
@@ -296,4 +338,4 @@ class SelectiveScan(torch.autograd.Function):
         pairs = list(zip(kept[::2], kept[1::2], strict=True))
         wanted = tuple(ctx.needs_input_grad[:_DIFFERENTIABLE])
         found = ctx.run.backward(given, pairs, out_grad, last_grad, wanted, ctx.number)
-        return *found, None, None, None
+        return *found, None, None, None, None

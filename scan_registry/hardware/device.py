@@ -44,6 +44,7 @@ _SM_COUNTS: Mapping[Capability, int] = {
     (8, 9): 144,
     (9, 0): 132,
     (10, 0): 152,
+    (10, 1): 20,  # Thor, as CUDA 12 calls it
     (10, 3): 152,
     (11, 0): 20,
     (12, 0): 188,
@@ -81,7 +82,7 @@ SUPPORTED = tuple(_BRANCHES.values())
 def cuda_of_driver(text: str) -> CudaVersion:
     """(12, 9) for ``12.9`` and for driver ``575`` or ``575.57.08``; ``ValueError`` for anything else."""
     first, *rest = text.split(".")
-    if not (first.isdecimal() and all(part.isdecimal() for part in rest)):
+    if not text.isascii() or not all(part.isdecimal() for part in (first, *rest)):
         raise ValueError(f"{text!r} is neither a CUDA version nor a driver's")
     number = int(first)
     if number < 100 and len(rest) == 1:

@@ -50,13 +50,14 @@ SHARED_MEMORY: Mapping[Capability, int] = {
     (8, 9): 101_376,
     (9, 0): 232_448,
     (10, 0): 232_448,
+    (10, 1): 232_448,
     (10, 3): 232_448,
     (11, 0): 232_448,
     (12, 0): 101_376,
     (12, 1): 101_376,
 }
 
-_TARGET = re.compile(r"(?P<kind>sm|compute|ptx)_?(?P<number>\d{2,3})(?P<suffix>[af]?)")
+_TARGET = re.compile(r"(?P<kind>sm|compute|ptx)_?(?P<number>\d{2,3})(?P<suffix>[af]?)", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)

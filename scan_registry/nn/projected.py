@@ -56,7 +56,14 @@ def _torch_computes(module: Recurrent[Any], x: Tensor) -> bool:
     if module.backend != "auto" or torch.compiler.is_dynamo_compiling():
         return False
     # In what torch.export makes of torch's function, any batch size goes; torch itself fixes the number of steps.
-    return torch.compiler.is_exporting() or (x.numel() > 0 and undisturbed())
+    return _exporting() or (x.numel() > 0 and undisturbed())
+
+
+def _exporting() -> bool:
+    """Whether torch.export traces the call. torch 2.6 has no function for that; is_compiling is true there in an export
+    that Dynamo does not trace, and in no other call that Dynamo does not trace."""
+    known = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+    return bool(known())
 
 
 def _zeros(module: Recurrent[Any], x: Tensor, sizes: Tensor | None) -> States:

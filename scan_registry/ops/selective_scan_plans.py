@@ -23,6 +23,7 @@ from scan_registry.ops import selective_scan_cpu
 from scan_registry.ops.launching import Run, addresses_of, allocator, plan_cache
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 from scan_registry.ops.selective_scan_gradients import (
+    Address,
     GradientBuffers,
     Gradients,
     finisher,
@@ -50,6 +51,14 @@ class Outputs(NamedTuple):
     out: Tensor
     last: Tensor
     checkpoints: Tensor
+
+
+class Adjoints(NamedTuple):
+    """Of each part of a sequence: ``gradients`` of the state before its first step, if the gradient of the state after its last
+    one is zero, (B, parts, D, N); and ``sizes``, the sums of its step sizes, (B, parts, D)."""
+
+    gradients: Tensor
+    sizes: Tensor
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -209,10 +218,13 @@ def backward(
     final_grad: Tensor | None,
     options: Options,
     wanted: tuple[bool, ...],
+    adjoints: Adjoints | None = None,
 ) -> Gradients:
-    """The gradients that are wanted, of all arguments but the bounds, each in its own dtype."""
+    """The gradients that are wanted, of all arguments but the bounds, each in its own dtype. ``adjoints`` are what
+    ``adjoint`` has found for the same arguments, if it was called before."""
     tensors = *given, checkpoints, out_grad, final_grad
-    gradients: Gradients = plan_cache.run(_make_backward, tensors, options, wanted)
+    plan = plan_cache.plan(_make_backward, tensors, options, wanted)
+    gradients: Gradients = plan(*tensors, adjoints=adjoints)
     return gradients
 
 
@@ -221,7 +233,7 @@ def _make_backward(*args: Any) -> Plan:
     *every, checkpoints, out_grad, final_grad = tensors
     given, addresses = Arguments(*every), addresses_of(tensors)
 
-    def by_reference(*tensors: Any) -> Gradients:
+    def by_reference(*tensors: Any, adjoints: Any = None) -> Gradients:
         given, (_, out_grad, final_grad) = Arguments(*tensors[:-3]), tensors[-3:]
         # Below autograd, where the dispatcher may have come to by now, no derivatives are recorded.
         recorded = torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False)
@@ -230,16 +242,20 @@ def _make_backward(*args: Any) -> Plan:
 
     if given.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(given, options):
         if selective_scan_cpu.takes(given, options):
-            return lambda *tensors: selective_scan_cpu.backward(
+            return lambda *tensors, adjoints=None: selective_scan_cpu.backward(
                 Arguments(*tensors[:-3]), tensors[-2], tensors[-1], options, wanted
             )
         return by_reference
     launch = plan_backward(given, out_grad, final_grad, options, wanted, addresses, given)
     if isinstance(launch, Decision):
         decision = launch
-        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+        return lambda *tensors, adjoints=None: run_reference(
+            decision, lambda: by_reference(*tensors)
+        )
     run = launch
-    return lambda *tensors: run(Arguments(*tensors[:-3]), *tensors[-3:])
+    return lambda *tensors, adjoints=None: run(
+        Arguments(*tensors[:-3]), *tensors[-3:], adjoints=adjoints
+    )
 
 
 def plan_backward(
@@ -273,16 +289,71 @@ def plan_backward(
     finish = finisher(given, problem, wanted, shapes, buffers)
     gaps = final_grad is not None and not final_grad.is_contiguous()
 
-    def plan(given: Arguments, checkpoints: Tensor, out_grad: Tensor, final_grad: Any) -> Gradients:
+    def plan(
+        given: Arguments,
+        checkpoints: Tensor,
+        out_grad: Tensor,
+        final_grad: Any,
+        adjoints: Any = None,
+    ) -> Gradients:
         tensors = inputs(given)
         tensors["out_grad"] = out_grad
         tensors["final_grad"] = final_grad.contiguous() if gaps else final_grad
         tensors["checkpoints"] = checkpoints
         sums = buffers.put(tensors)
-        if first is not None:
+        if first is not None and adjoints is None:
             first(tensors)
+        elif first is not None:
+            tensors["adjoints"], tensors["sizes"] = map(Tensor.contiguous, adjoints)
         launch(tensors)
         return finish(tensors, sums)
+
+    return plan
+
+
+# --- Adjoints of parts ------------------------------------------------------------------------
+
+
+def adjoint(given: Arguments, out_grad: Tensor, options: Options) -> Adjoints | None:
+    """What the kernel ``adjoint`` finds for each part of a sequence, also for the first; None if no kernel does. Nothing is
+    packed."""
+    tensors = *given, out_grad
+    adjoints: Adjoints | None = plan_cache.run(_make_adjoint, tensors, options)
+    return adjoints
+
+
+def _make_adjoint(*args: Any) -> Plan:
+    *every, out_grad, options = args
+    given, addresses = Arguments(*every), addresses_of((*every, out_grad))
+    if given.u.numel() == 0 or given.cu_seqlens is not None or _in_torch(given, options):
+        return lambda *tensors: None
+    device, grouped = given.u.device, with_groups(given)
+    others = {"grad": out_grad, "u_grad": torch.empty_like(given.u)}
+    parts = parts_of(make_problem("backward", grouped, options, others, addresses), device)
+    # The kernel leaves out a sequence's first part. So it is told of one part more, which lies before the tensors begin, and
+    # which it does not read.
+    batch, channels, time = given.u.shape
+    skipped = INTERVAL * -(-time // (INTERVAL * parts))
+    grad = {"grad": out_grad}
+    problem = make_problem("adjoint", grouped, options, grad, addresses, parts + 1)
+    run = _prepared(replace(problem, time=time + skipped), device, options.backend)
+    if isinstance(run, Decision):
+        return lambda *tensors: None
+    launch, inputs = run, inputs_of(given)
+    new_adjoints = allocator(device, (batch, parts + 1, channels, given.A.shape[1]))
+    new_sizes = allocator(device, (batch, parts + 1, channels))
+
+    def plan(*args: Any) -> Adjoints:
+        # Alive until the launch, for the sake of those that are copies.
+        tensors: dict[str, Any] = {**inputs(Arguments(*args[:-1])), "out_grad": args[-1]}
+        earlier: dict[str, Any] = {
+            name: Address(t.data_ptr() - skipped * t.stride(-1) * t.element_size())
+            for name in ("delta", "z", "C", "out_grad")
+            if (t := tensors[name]) is not None
+        }
+        found, sizes = new_adjoints(), new_sizes()
+        launch({**tensors, **earlier, "adjoints": found, "sizes": sizes})
+        return Adjoints(found[:, 1:], sizes[:, 1:])
 
     return plan
 

@@ -48,6 +48,26 @@ def test_it_asks_for_one_thing() -> None:
     assert run("--all", "--container", "sm90").returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "error"),
+    [
+        (("--from", "nowhere.whl"), 1, "error: not a file: nowhere.whl"),
+        (("--from", "other.whl"), 1, "error: none of the wheels is for "),
+        (("--all", "--rebuild", "-1"), 2, "--rebuild: accepted are numbers from 0 on"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_made(
+    words: tuple[str, ...], status: int, error: str, tmp_path: Path
+) -> None:
+    (tmp_path / "other.whl").touch()
+    given = [str(tmp_path / word) if word == "other.whl" else word for word in words]
+    done = run(*given)
+    assert done.returncode == status
+    assert error in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
 def test_no_container_engine(tmp_path: Path) -> None:
     done = run("--container", "sm90", PATH=str(tmp_path))
     assert done.returncode == 1

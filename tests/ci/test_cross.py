@@ -42,6 +42,23 @@ def test_libraries_for_another_machine_are_named() -> None:
     assert cross.foreign({"a.py": b""}, "aarch64") == ["no file"]
 
 
+def test_libraries_load_with_the_largest_pages() -> None:
+    def with_parts(*parts: tuple[int, int]) -> bytes:
+        head = bytearray(elf(183))
+        struct.pack_into("<Q14xHH", head, 32, len(head), 56, len(parts))
+        return bytes(head) + b"".join(struct.pack("<I44xQ", *part) for part in parts)
+
+    loaded, stack = 1, 0x6474E551
+    files = {
+        "right.so": with_parts((loaded, 65536), (stack, 0), (loaded, 65536)),
+        "wrong.so": with_parts((loaded, 65536), (loaded, 4096)),
+        "data": b"",
+    }
+    assert cross.crowded(files, "aarch64") == ["wrong.so"]
+    assert cross.crowded(files, "x86_64") == []
+    assert set(cross.PAGES) == set(cross.MACHINES)
+
+
 def test_a_wheel_gets_the_platforms_tag(core: Wheel, tmp_path: Path) -> None:
     tag = "cp310-abi3-linux_aarch64"
     stated = core.information["WHEEL"].replace(core.tag.encode(), tag.encode())

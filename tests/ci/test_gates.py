@@ -56,7 +56,7 @@ def real(tmp_path: Path) -> Callable[..., Release]:
 
 def elf(machine: int) -> bytes:
     """As much of a shared library as is looked at."""
-    return struct.pack("<4sBB10xHH", b"\x7fELF", 2, 1, 3, machine)
+    return struct.pack("<4sBB10xHH", b"\x7fELF", 2, 1, 3, machine) + bytes(44)
 
 
 def changed(path: Path, change: Callable[[Wheel], Wheel]) -> None:
@@ -281,6 +281,17 @@ def test_machine_code_for_another_processor(
     wrong = gates.portable(release, compiled_here=True).wrong
     assert len(wrong) == 3
     assert all(f"{LAUNCHER} is not machine code for aarch64" in text for text in wrong)
+
+
+def test_machine_code_for_small_pages(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (*release.wheels("index"), *release.wheels("pypi")):
+        if "-abi3-" in path.name:
+            changed(path, lambda wheel: wheel.with_files({LAUNCHER: elf(62)}))
+    monkeypatch.setattr(gates.subprocess, "run", tool("manylinux_2_17_x86_64"))
+    monkeypatch.setattr(gates.cross, "crowded", lambda *_: [LAUNCHER])
+    wrong = gates.portable(release, compiled_here=True).wrong
+    assert len(wrong) == 3
+    assert all(f"{LAUNCHER} does not load where pages have 4096 bytes" in text for text in wrong)
 
 
 def test_vectors(release: Release) -> None:

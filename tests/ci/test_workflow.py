@@ -74,6 +74,13 @@ def test_pull_requests_run_the_command_that_developers_run() -> None:
     ]
 
 
+def test_pull_requests_from_forks_find_torch() -> None:
+    """They see no variables, and without a further index x86-64 gets gigabytes of torch for CUDA."""
+    given = re.findall(r"PIP_EXTRA_INDEX_URL: (\$\{\{.*?\}\})", "".join(TEXTS.values()))
+    assert len(given) == 4
+    assert set(given) == {"${{ vars.TORCH_INDEX || 'https://download.pytorch.org/whl/cpu' }}"}
+
+
 def test_what_checks_workflows_is_pinned() -> None:
     pins = (ROOT / "ci" / "workflows.txt").read_text(encoding="utf-8").splitlines()
     packages = [line for line in pins if not line.startswith("#")]

@@ -2,58 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from emulated_selective_scan import Play, player
 from torch import Tensor
 
 from scan_registry import selective_scan
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.selective_scan import reference
-from scan_registry.kernels.selective_scan.spec import FAMILY
 from scan_registry.ops import selective_scan_fast as fast
 from scan_registry.ops import selective_scan_plans as plans
-from scan_registry.ops.launching import PlanCache, Run
+from scan_registry.ops.selective_scan_arguments import Arguments, Options
 
-Play = Callable[..., list[str]]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: Path) -> Play:
-    """Has CPU tensors taken for a GPU's, and problems given to the emulator; lists the kernels that ran."""
-
-    def start(parts: int = 1, quickly: bool = True) -> list[str]:
-        used: list[str] = []
-
-        def prepared(problem: Any, device: torch.device, backend: Any) -> Run:
-            kernel = FAMILY.kernel(problem.kernel, "cuda")
-            fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
-            variant = min(fitting, key=lambda variant: kernel.cost(variant, problem))
-            library = cuda_emulator.emulated(kernel, variant, tmp_path)
-
-            def run(tensors: Mapping[str, Tensor | None]) -> None:
-                used.append(problem.kernel)
-                library.run(problem, {n: tensors.get(n) for n in kernel.pointers}, 0)
-
-            return run
-
-        monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
-        if not quickly:
-            module = importlib.import_module("scan_registry.ops.selective_scan")
-            monkeypatch.setattr(module, "fast_scan", lambda *_: None)
-        monkeypatch.setattr(plans, "_prepared", prepared)
-        monkeypatch.setattr(plans, "parts_of", lambda *_: parts)
-        monkeypatch.setattr(plans, "plan_cache", PlanCache())
-        monkeypatch.setattr(fast, "_kinds", {})
-        return used
-
-    return start
+    return player(monkeypatch, cuda_emulator, tmp_path)
 
 
 BOUNDS = torch.tensor([0, 0, 9, 41, 70])
@@ -249,3 +220,59 @@ def test_saved_tensors_that_a_hook_lays_otherwise(play: Play) -> None:
         return hooked([leaves[0].transpose(1, 2).contiguous().transpose(1, 2), *leaves[1:]], bounds)
 
     compare(results(tensors, None, laid), tensors, None, torch.float32)
+
+
+# --- The backward pass in two halves ----------------------------------------------------------
+
+
+def composed_back(adjoints: plans.Adjoints, A: Tensor, after: Tensor) -> Tensor:
+    """The gradient of the state before all parts, from that of the state after them."""
+    for part in reversed(range(adjoints.sizes.shape[1])):
+        decay = torch.exp(adjoints.sizes[:, part, :, None] * A)
+        after = adjoints.gradients[:, part] + decay * after
+    return after
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("layout", ["time_last", "channel_last"])
+@pytest.mark.parametrize(
+    ("parts", "time", "one"), [(1, 70, False), (3, 96, True), (4, 129, False), (2, 7, True)]
+)
+def test_adjoints_of_all_parts(
+    play: Play, dtype: torch.dtype, layout: str, parts: int, time: int, one: bool
+) -> None:
+    """They say what the gradient of the state before all steps is, for any gradient of the state after them. The backward pass
+    that is handed them does not compute them again."""
+    torch.manual_seed(4)
+    batch, channels, states = 2, 16, 5
+    sequences = [torch.randn(batch, channels, time).to(dtype) for _ in range(4)]
+    if layout == "channel_last":
+        sequences = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in sequences]
+    u, delta, z, out_grad = sequences
+    B, C = (torch.randn(batch, 1 + (not one) * n, states, time).to(dtype) for n in range(2))
+    given = Arguments(
+        *(u, delta, -torch.rand(channels, states), B, C, torch.randn(channels), z),
+        *(torch.rand(channels) - 2, torch.randn(batch, channels, states), None),
+    )
+    options, after = Options(True), torch.randn(batch, channels, states)
+    used = play(parts)
+    for _ in range(2):  # planned, and found again
+        checkpoints = plans.forward(given, options, True).checkpoints
+        adjoints = plans.adjoint(given, out_grad, options)
+        assert adjoints is not None
+        wanted = (True,) * 9
+        found = plans.backward(given, checkpoints, out_grad, after, options, wanted, adjoints)
+    assert used == ["forward", "adjoint", "backward"] * 2
+    assert adjoints.gradients.shape == (batch, parts, channels, states)
+
+    wide = [None if t is None else t.double() for t in given.differentiable]
+    with torch.no_grad():
+        ends = out_grad.double(), after.double()
+        expected = reference.backward(tuple(wide), True, None, *ends, wanted)
+    for place, (mine, right_one) in enumerate(zip(found, expected, strict=True)):
+        assert mine is not None
+        assert right_one is not None
+        assert relative_error(mine, right_one) <= TOLERANCE[dtype], place
+    before = composed_back(adjoints, given.A, after)
+    # In 16 bits, of gates by the GPU's approximation of 2^x.
+    assert relative_error(before, expected[8]) <= (4e-6 if dtype == torch.float32 else 2e-5)

@@ -78,12 +78,13 @@ def steady(rank: int, ranks: int, group: Any, operator: str, final: bool) -> lis
         return torch.rand(shape, requires_grad=True)
 
     how: Any = {"group": group, "return_final_state": final}
-    if operator == "selective_scan":
+    if operator in ("selective_scan", "selective_scan, reduce"):
         inputs = [sequence(1, 8, 6), sequence(1, 8, 6)]
         A, B, C = -torch.rand(8, 2), torch.rand(1, 2, 6), torch.rand(1, 2, 6)
 
         def call() -> Any:
-            return distributed.selective_scan(*inputs, A, B, C, **how)
+            schedule: Any = "pass" if operator == "selective_scan" else "reduce"
+            return distributed.selective_scan(*inputs, A, B, C, schedule=schedule, **how)
     elif operator == "causal_conv1d":
         inputs = [sequence(1, 8, 6), sequence(8, 4)]
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -10,9 +15,12 @@ from distributed_cases import close, summed
 from torch import Tensor
 
 from scan_registry import distributed, gated_scan, selective_scan
-from scan_registry.distributed import opening, selective_run
+from scan_registry.distributed import opening, selective_chunks, selective_run
 from scan_registry.distributed.group import resolve
 from scan_registry.kernels.gated_scan.kinds import KINDS
+
+#: The module: the package has a function of this name.
+selective_module = import_module("scan_registry.distributed.selective")
 
 
 def gated(rank: int, ranks: int, group: Any, kind: str, dim: int, packed: bool) -> None:
@@ -54,61 +62,135 @@ def gated(rank: int, ranks: int, group: Any, kind: str, dim: int, packed: bool) 
                     close(summed(grad, group), of_whole)
 
 
-def selective(
-    rank: int, ranks: int, group: Any, groups: tuple[int, int], packed: bool, every: bool
-) -> None:
-    """``selective_scan``, with all that it takes or the least, against one process."""
+#: How ``selective`` runs: the schedule, the most pieces of "pass", and the chunks of "reduce".
+WAYS = {
+    "pieces": ("pass", 64, 1),
+    "one piece": ("pass", 1, 1),
+    "mixed": ("mixed", 1, 1),
+    "reduce": ("reduce", 1, 1),
+    "chunks": ("reduce", 1, 4),
+}
+_MODES = {"mixed": selective_run.MIXED, "reduce": selective_run.REDUCE}
+
+
+@dataclass(frozen=True)
+class Selective:
+    """A ``selective_scan`` of all ranks' steps, with all that it takes or the least.
+
+    groups    of B and of C; 0 for one that does not change with time
+    ways      names of ``WAYS``
+    """
+
+    groups: tuple[int, int]
+    packed: bool = False
+    every: bool = True
+    ways: tuple[str, ...] = ("pieces", "one piece")
+    softplus: bool = True
+    complex_numbers: bool = False
+
+    @property
+    def timed(self) -> tuple[int, ...]:
+        """The arguments that are cut along time."""
+        return (0, 1, *(3 + n for n, count in enumerate(self.groups) if count), 6)
+
+    def arguments(self, batch: int, channels: int, states: int, time: int) -> list[Any]:
+        """u, delta, A, B, C, D, z, delta_bias, initial_state."""
+        numbers = 1 + self.complex_numbers  # of a B or C at a step
+
+        def draw(*size: int) -> Tensor:
+            return torch.randn(size, dtype=torch.float64)
+
+        def draw_state(*size: int) -> Tensor:
+            return torch.complex(draw(*size), draw(*size)) if self.complex_numbers else draw(*size)
+
+        def projection(count: int) -> Tensor:
+            if count == 0:
+                return draw_state(channels, states)
+            return draw(batch, count, states, numbers * time)
+
+        given: list[Any] = [draw(batch, channels, time), draw(batch, channels, time)]
+        rates: Any = -torch.rand(channels, states, dtype=torch.float64)
+        given.append(rates + 1j * draw(channels, states) if self.complex_numbers else rates)
+        given += map(projection, self.groups)
+        if not self.every:
+            return [*given, None, None, None, None]
+        between = (3,) if self.packed else ()
+        initial = draw_state(batch, *between, channels, states)
+        return [*given, draw(channels), draw(batch, channels, time), draw(channels), initial]
+
+
+def _with_gradient(x: Any) -> Any:
+    return None if x is None else x.clone().requires_grad_()
+
+
+def _chunks(most: int, given: Any) -> int:
+    """At most so many, of a few steps each."""
+    return most if given.u.shape[-1] and given.u.shape[-1] % most == 0 else 1
+
+
+@contextmanager
+def _by(way: str, known: bool, group: Any) -> Iterator[str]:
+    """Calls that go a way. ``known``: by the plan of the call before, as over NCCL. Yields the schedule to ask for."""
+    schedule, most, chunks = WAYS[way]
+    with ExitStack() as stack:
+        for what in (
+            patch.object(opening, "_reading_waits", lambda place: known),
+            patch.object(selective_run, "MOST", most),
+            patch.object(selective_chunks, "chunk_count", partial(_chunks, chunks)),
+        ):
+            stack.enter_context(what)
+        if schedule == "mixed":
+            mixed = patch.object(selective_module, "mode_of", lambda _: selective_run.MIXED)
+            stack.enter_context(mixed)
+        if not known:
+            resolve(group).session.plans.clear()
+            resolve(group).session.agreed.clear()
+        yield "auto" if schedule == "mixed" else schedule
+
+
+def selective(rank: int, ranks: int, group: Any, case: Selective) -> None:
+    """A case against one process."""
     torch.manual_seed(7)
     lengths = [(3, 0, 4)[each % 3] for each in range(ranks)]
     time, begin = sum(lengths), sum(lengths[:rank])
-    batch, channels, states = 2, 24, 3
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, dtype=torch.float64)
-
-    def projection(count: int) -> Tensor:
-        return draw(channels, states) if count == 0 else draw(batch, count, states, time)
-
-    bounds = torch.tensor([0, time // 3, time // 3, time]) if packed else None
-    given: list[Any] = [draw(batch, channels, time), draw(batch, channels, time)]
-    given += [-torch.rand(channels, states, dtype=torch.float64), *map(projection, groups)]
-    between = (3,) if packed else ()
-    optional = [draw(channels), draw(batch, channels, time), draw(channels)]
-    given += optional if every else [None] * 3
-    initial = draw(batch, *between, channels, states) if every else None
-    weights, last_weights = draw(batch, channels, time), draw(batch, *between, channels, states)
-    timed = (0, 1, *(3 + n for n, count in enumerate(groups) if count), 6)
+    given, softplus = case.arguments(2, 24, 3, time), case.softplus
+    bounds = torch.tensor([0, time // 3, time // 3, time]) if case.packed else None
+    weights = torch.randn(2, 24, time, dtype=torch.float64)
     how: Any = {"cu_seqlens": bounds, "return_final_state": True}
 
     def cut(x: Tensor) -> Tensor:
-        return x.narrow(-1, begin, lengths[rank]).clone()
+        each = x.shape[-1] // time
+        return x.narrow(-1, each * begin, each * lengths[rank]).clone()
 
-    def with_gradient(x: Any) -> Any:
-        return None if x is None else x.clone().requires_grad_()
+    def losses(out: Tensor, last: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        real = last.real - 2 * last.imag if last.is_complex() else last
+        return (out * weight).sum(), (real.sin() + real).sum()
 
-    leaves = [with_gradient(x) for x in (*given, initial)]
-    out, last = selective_scan(*leaves[:8], True, leaves[8], **how)
-    loss = (out * weights).sum() + (last * last_weights).sum()
-    wanted = torch.autograd.grad(loss, [x for x in leaves if x is not None])
-    # The second call goes by the plan of the first, as over NCCL; the third is in one piece.
-    for known, most in ((False, 64), (True, 64), (True, 1)):
-        of_whole = iter(wanted)
-        waits = patch.object(opening, "_reading_waits", lambda place, known=known: known)
-        with waits, patch.object(selective_run, "MOST", most):
-            if most == 1:
-                resolve(group).session.plans.clear()
-            mine = [
-                with_gradient(cut(x) if n in timed and x is not None else x)
-                for n, x in enumerate(given)
-            ]
-            mine.append(with_gradient(initial))
-            here, end = distributed.selective_scan(*mine[:8], True, mine[8], group=group, **how)
+    leaves = [_with_gradient(x) for x in given]
+    out, last = selective_scan(*leaves[:8], softplus, leaves[8], **how)
+    used = [x for x in leaves if x is not None]
+    wanted = torch.autograd.grad(sum(losses(out, last, weights)), used)
+    for way, known in ((way, known) for way in case.ways for known in (False, True)):
+        mine = [
+            _with_gradient(cut(x) if n in case.timed and x is not None else x)
+            for n, x in enumerate(given)
+        ]
+        used = [x for x in mine if x is not None]
+        with _by(way, known, group) as schedule:
+            here, end = distributed.selective_scan(
+                *mine[:8], softplus, mine[8], group=group, schedule=schedule, **how
+            )
             close(here, cut(out))
             close(end, last)
-            loss = (here * cut(weights)).sum() + (end * last_weights).sum() / ranks
-            found = iter(torch.autograd.grad(loss, [x for x in mine if x is not None]))
-            for number, x in enumerate(mine):
-                if x is not None and number in timed:
-                    close(next(found), cut(next(of_whole)))
-                elif x is not None:
-                    close(summed(next(found), group), next(of_whole))
+            of_here, of_end = losses(here, end, cut(weights))
+            found = iter(torch.autograd.grad(of_here + of_end / ranks, used))
+        modes = [run.mode for run, _ in resolve(group).session.plans.values()]
+        if ranks > 1 and not case.packed:
+            assert modes == [_MODES.get(WAYS[way][0], modes[0])]
+            assert (modes[0] > 0) == (schedule == "pass")
+        of_whole = iter(wanted)
+        for number, x in enumerate(mine):
+            if x is not None and number in case.timed:
+                close(next(found), cut(next(of_whole)))
+            elif x is not None:
+                close(summed(next(found), group), next(of_whole))

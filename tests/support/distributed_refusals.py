@@ -20,6 +20,7 @@ ARGUMENTS = {
     "causal_conv1d": ("x", "weight", "bias", "seq_idx"),
     "scan_summary": ("gates", "tokens"),
     "explain": ("gates",),
+    "explain_selective_scan": ("u", "C"),
 }
 
 
@@ -41,10 +42,10 @@ def calls(group: Any, function: str) -> tuple[dict[str, Any], Callable[[dict[str
             return distributed.gated_scan("rg_lru", *inputs, **how)
 
         return named, gated
-    if function == "selective_scan":
+    if function in ("selective_scan", "explain_selective_scan"):
         named = {"u": last, "delta": last, "A": -torch.rand(4, 3), "B": torch.rand(2, 3, 6)}
         named |= {"C": torch.rand(2, 3, 6), "initial_state": torch.rand(2, 4, 3)}
-        return named, lambda given: distributed.selective_scan(**given, group=group)
+        return named, lambda given: getattr(distributed, function)(**given, group=group)
     if function == "causal_conv1d":
         named = {"x": last, "weight": torch.rand(4, 3), "bias": torch.rand(4)}
         named["seq_idx"] = torch.zeros(2, 6, dtype=torch.int32)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scan_registry import distributed, linear_scan
+from scan_registry import distributed, linear_scan, selective_scan
 
 #: Largest ‖found − wanted‖ / ‖wanted‖. A state that did not arrive makes ten times as much or more.
 LIMIT = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 1e-3}
@@ -100,6 +100,63 @@ def errors(case: Case, schedule: str, device: torch.device) -> list[float]:
     return [float(each) for each in largest.tolist()]
 
 
+# --- selective_scan ---------------------------------------------------------------------------
+
+#: Of sums over time, and of states, in 16 bits by the GPU's approximation of 2^x.
+SELECTIVE_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
+#: (batch, channels, time), dtype, and which ranks have how many steps.
+SELECTIVE: tuple[tuple[tuple[int, int, int], str, str], ...] = (
+    ((1, 96, 3001), "float32", "uneven"),
+    ((1, 640, 8192), "bfloat16", "even"),  # in chunks
+    ((2, 100, 600), "float32", "empty"),
+    ((2, 8448, 512), "bfloat16", "even"),
+)
+
+
+def selective_errors(
+    shape: tuple[int, int, int], dtype_name: str, how_cut: str, schedule: str, device: torch.device
+) -> list[float]:
+    """The largest of all ranks, of the output, the final state and the gradients."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(8)
+    (batch, channels, time), dtype = shape, getattr(torch, dtype_name)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, device=device)
+
+    u, z, grad = (draw(*shape).to(dtype) for _ in range(3))
+    delta = (draw(*shape) - 3).to(dtype)
+    B, C = (draw(batch, 1, 16, time).to(dtype) for _ in range(2))
+    given = [u, delta, -8 * torch.rand(channels, 16, device=device) - 0.02, B, C, draw(channels)]
+    given += [z, 0.5 * torch.rand(channels, device=device), draw(batch, channels, 16)]
+    last_grad, timed = draw(batch, channels, 16), (0, 1, 3, 4, 6)
+
+    def run(scan: Any, given: list[Tensor], ends: list[Tensor], **how: Any) -> list[Tensor]:
+        inputs = [each.detach().requires_grad_() for each in given]
+        made = scan(*inputs[:8], True, inputs[8], return_final_state=True, **how)
+        return [*(x.detach() for x in made), *torch.autograd.grad(made, inputs, ends)]
+
+    parts = steps(Case(shape, 2, dtype_name, how_cut), ranks)
+
+    def cut(x: Tensor) -> Tensor:
+        return x.narrow(-1, sum(parts[:rank]), parts[rank])
+
+    mine = [cut(x).contiguous() if n in timed else x for n, x in enumerate(given)]
+    ends = [cut(grad).contiguous(), last_grad / ranks]
+    found = run(distributed.selective_scan, mine, ends, schedule=schedule)
+    wanted = run(selective_scan, given, [grad, last_grad])
+    held = []
+    for place, (one, other) in enumerate(zip(found, wanted, strict=True), -2):
+        right = cut(other) if place == -2 or place in timed else other
+        if place >= 0 and place not in timed:
+            dist.all_reduce(one)
+        norm = float(right.double().norm())
+        held.append(float((one.double() - right.double()).norm()) / norm if norm else 0.0)
+    largest = torch.tensor(held, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return [float(each) for each in largest.tolist()]
+
+
 def main() -> int:
     local, timeout = int(os.environ["LOCAL_RANK"]), timedelta(seconds=60)
     device = torch.device("cpu")
@@ -118,6 +175,15 @@ def main() -> int:
             if dist.get_rank() == 0:
                 words = " ".join(f"{each:.1e}" for each in found)
                 print("right" if right else "WRONG", schedule, *case, words, flush=True)
+    for shape, dtype, how_cut in SELECTIVE:
+        for schedule in ("auto", "reduce", "pass"):
+            found = selective_errors(shape, dtype, how_cut, schedule, device)
+            right = max(found) <= SELECTIVE_LIMIT[dtype]
+            wrong += not right
+            if dist.get_rank() == 0:
+                words = " ".join(f"{each:.1e}" for each in found)
+                said = "right" if right else "WRONG"
+                print(said, "selective", schedule, *shape, dtype, how_cut, words, flush=True)
     dist.destroy_process_group()
     return 1 if wrong else 0
 

@@ -240,6 +240,8 @@ def over_ranks(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     assert_type(out, Tensor)
     assert distributed.measure(group).memory > 0
     assert distributed.explain(gates, tokens).schedule == "local"
+    choice = distributed.explain_selective_scan(tokens, sizes, A, B, B, schedule="reduce")
+    assert choice.schedule == "local"
     summary = distributed.scan_summary(gates, tokens, dim=-1)
     assert_type(summary, tuple[Tensor, Tensor])
     filters = torch.ones(tokens.shape[1], 4)

@@ -45,6 +45,29 @@ def test_one_wheel_for_aarch64(emulate: ModuleType, tmp_path: Path) -> None:
     assert emulate.wheel_in(tmp_path) == wheel
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("missing_aarch64.whl", "missing_aarch64.whl is not a file"),
+        ("scan_registry-0.1.0-cp310-abi3-linux_x86_64.whl", "is not a wheel for aarch64"),
+    ],
+)
+def test_a_wrong_wheel_is_refused_before_anything_is_fetched(
+    emulate: ModuleType,
+    name: str,
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(emulate, "try_wheel", lambda *_: pytest.fail("the wheel was tried"))
+    wheel = tmp_path / name
+    if "missing" not in name:
+        wheel.touch()
+    assert emulate.main([str(wheel)]) == 1
+    assert error in capsys.readouterr().err
+
+
 def test_python_starts_itself_again_by_the_same_script(emulate: ModuleType, tmp_path: Path) -> None:
     programs = tmp_path / "root" / "usr" / "bin"
     programs.mkdir(parents=True)

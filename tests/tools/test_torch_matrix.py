@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -63,10 +64,21 @@ def test_the_table_says_what_was_not_run(tool: Any) -> None:
 
 @pytest.mark.parametrize(("strict", "status"), [([], 0), (["--strict"], 1)])
 def test_a_release_that_is_not_there_fails_if_it_must_not(
-    tool: Any, monkeypatch: pytest.MonkeyPatch, strict: list[str], status: int
+    tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: list[str], status: int
 ) -> None:
     monkeypatch.setattr(tool, "run", lambda release, *_: tool.Row(release, why="not there"))
-    assert tool.main([*strict, "--wheel", "some.whl"]) == status
+    wheel = tmp_path / "some.whl"
+    wheel.touch()
+    assert tool.main([*strict, "--wheel", str(wheel)]) == status
+
+
+def test_a_missing_wheel_is_refused_before_torch_is_installed(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "run", lambda *_: pytest.fail("torch was to be installed"))
+    with pytest.raises(SystemExit):
+        tool.main(["--wheel", "nowhere.whl"])
+    assert "nowhere.whl is not a file" in capsys.readouterr().err
 
 
 def test_the_releases_are_the_matrixs(tool: Any) -> None:

@@ -170,6 +170,19 @@ def test_few_ranks_with_long_parts_pass_and_many_with_short_ones_reduce() -> Non
     assert chosen(1 << 10, 8).pieces == 1
 
 
+@pytest.mark.parametrize(
+    ("time", "rows", "channels"),
+    [(1 << 20, 1024, 1024), (65_536, 4 * 2560, 2560), (1 << 18, 2048, 2048)],
+)
+@pytest.mark.parametrize("direction", ["forward", "both"])
+def test_two_gpus_reduce(
+    time: int, rows: int, channels: int, direction: Literal["forward", "both"]
+) -> None:
+    """The CPU's time for the pieces of "pass" makes it the slower schedule on two GPUs."""
+    work = linear_scan_work(even(time, 2), rows, 2, direction=direction, channels=channels)
+    assert choose(work, MACHINES["nvlink"]).schedule == "reduce"
+
+
 def test_the_choice_is_the_shorter_of_the_two() -> None:
     seen = set()
     for work in works(200, seed=2):

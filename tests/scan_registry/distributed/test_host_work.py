@@ -12,6 +12,7 @@ OPERATORS = {
     "reduce": (10, 13),
     "pass": (3, 4),
     "selective_scan": (3, 4),
+    "selective_scan, reduce": (12, 14),
     "causal_conv1d": (15, 14),
 }
 
@@ -25,15 +26,18 @@ def test_a_known_call_reads_nothing(ranks: RankPool, size: int, operator: str) -
             assert len(operators) <= most, operators
             gathers = [each for each in exchanges if "gather" in each]
             assert len(gathers) == 1, exchanges
-            if operator in ("reduce", "causal_conv1d"):
+            if operator in ("reduce", "selective_scan, reduce", "causal_conv1d"):
                 assert exchanges == gathers
             elif 0 < rank < size - 1:
                 assert {"send", "recv_"} <= set(exchanges), exchanges
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_final_states_need_no_exchange_of_their_own(ranks: RankPool, size: int) -> None:
-    for passes in ranks.run(size, work.steady, "reduce", True):
+@pytest.mark.parametrize("operator", ["reduce", "selective_scan, reduce"])
+def test_final_states_need_no_exchange_of_their_own(
+    ranks: RankPool, size: int, operator: str
+) -> None:
+    for passes in ranks.run(size, work.steady, operator, True):
         for _, exchanges, reads in passes:
             assert reads == []
             assert len(exchanges) == 1

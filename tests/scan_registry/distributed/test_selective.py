@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-import distributed_operators as cases
 import pytest
+from distributed_operators import Selective, selective
 from rank_pool import SIZES, RankPool
+
+REDUCED = ("mixed", "reduce", "chunks")
+GROUPS = [(1, 2), (4, 0), (0, 3), (6, 4)]
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("packed", [False, True])
 def test_all_that_it_takes(ranks: RankPool, size: int, packed: bool) -> None:
-    ranks.run(size, cases.selective, (1, 1), packed, True)
+    ranks.run(size, selective, Selective((1, 1), packed))
 
 
-@pytest.mark.parametrize("groups", [(1, 2), (4, 0), (0, 3), (6, 4)], ids=str)
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_groups_and_what_does_not_change_with_time(
     ranks: RankPool, groups: tuple[int, int], packed: bool
 ) -> None:
-    ranks.run(3, cases.selective, groups, packed, False)
+    ranks.run(3, selective, Selective(groups, packed, every=False))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_ranks_at_once(ranks: RankPool, size: int) -> None:
+    """With the schedule "reduce", of a rank's part as it is and in chunks, and with it in the backward pass alone."""
+    ranks.run(size, selective, Selective((1, 1), ways=REDUCED))
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_all_ranks_at_once_with_groups(ranks: RankPool, groups: tuple[int, int]) -> None:
+    ranks.run(3, selective, Selective(groups, every=False, ways=REDUCED, softplus=False))
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (0, 0)], ids=str)
+@pytest.mark.parametrize("ways", [("pieces", "one piece"), REDUCED], ids=["pass", "reduce"])
+def test_complex_numbers(ranks: RankPool, groups: tuple[int, int], ways: tuple[str, ...]) -> None:
+    ranks.run(3, selective, Selective(groups, ways=ways, complex_numbers=True))

@@ -6,7 +6,7 @@ import pytest
 
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.gpus import product_of
-from scan_registry.hardware.device import described
+from scan_registry.hardware.device import cuda_of_driver, described
 from scan_registry.hardware.products import PRODUCTS, named, names
 from scan_registry.hardware.target import FIRST_CUDA, OLDEST, SHARED_MEMORY
 
@@ -28,6 +28,8 @@ from scan_registry.hardware.target import FIRST_CUDA, OLDEST, SHARED_MEMORY
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("5090", "RTX 5090"),
+        ("4070 ti super", "RTX 4070 Ti SUPER"),
+        ("3090ti", "RTX 3090 Ti"),
         ("a6000", "RTX A6000"),
         ("Tesla T4", "T4"),
         ("Tesla V100-SXM2-16GB", "V100"),
@@ -70,6 +72,12 @@ def test_what_is_known_of_a_product_is_known_of_its_capability() -> None:
         ("NVIDIA GB100", ["GB10"]),
         ("RTX 6000", ["RTX 6000 Ada", "RTX PRO 6000"]),
         ("blackwell", ["Grace Blackwell"]),
+        ("sm_121a", ["sm_121"]),
+        ("12.1f", ["sm_121"]),
+        ("compute_90", ["sm_90"]),
+        ("SM-90", ["sm_90"]),
+        ("cc 8.7", ["sm_87"]),
+        ("100", ["sm_100"]),
     ],
 )
 def test_an_unknown_name_gets_near_ones(text: str, near: list[str]) -> None:
@@ -77,6 +85,24 @@ def test_an_unknown_name_gets_near_ones(text: str, near: list[str]) -> None:
         product_of(text)
     for name in near:
         assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["0.0", "09.0", "١٠.٣", "９.０", "sm_９０", "9.00", "9.", ".9"])
+def test_numbers_that_are_no_capability(text: str) -> None:
+    with pytest.raises(UsageError, match="accepted are a GPU's name"):
+        product_of(text)
+
+
+def test_thor_is_one_gpu_in_cuda_12_and_13() -> None:
+    before, now = described((10, 1)), described((11, 0))
+    assert before.sm_count == now.sm_count
+    assert before.shared_memory_per_block == now.shared_memory_per_block
+
+
+def test_drivers_are_given_in_plain_digits() -> None:
+    assert cuda_of_driver("575") == (12, 9)
+    with pytest.raises(ValueError, match="neither a CUDA version nor a driver's"):
+        cuda_of_driver("٥٧٥")
 
 
 def test_a_name_that_is_like_none_gets_all() -> None:

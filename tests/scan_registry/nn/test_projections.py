@@ -256,3 +256,11 @@ def test_states_of_other_sizes() -> None:
         ours(x, (c, c))
     with pytest.raises(RuntimeError, match=r"hx\[1\] \(c\) of size \(1, 4, 7\), got \(1, 4, 3\)"):
         ours(x, (h, h))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_torch_2_6_has_no_word_for_exports(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compiler.is_exporting came with torch 2.7."""
+    monkeypatch.delattr(torch.compiler, "is_exporting")
+    theirs, ours = pair(backend)
+    alike(theirs, ours, torch.randn(TIME, BATCH, INPUTS, dtype=torch.float64, requires_grad=True))

@@ -18,6 +18,7 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops import selective_scan_fast, selective_scan_plans
 from scan_registry.ops.launching import PlanCache
+from scan_registry.ops.selective_scan_arguments import Options, normalised
 
 pytestmark = pytest.mark.gpu
 
@@ -251,6 +252,36 @@ def test_a_graph_of_a_training_step(parts: int, monkeypatch: pytest.MonkeyPatch)
     torch.cuda.synchronize()
     for one, other in zip(recorded, step(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_backward_pass_in_two_halves(
+    parts: int, turned: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel ``adjoint`` finds in advance gives the same gradients, and that of the state before."""
+    monkeypatch.setattr(selective_scan_plans, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(selective_scan_plans, "plan_cache", PlanCache())
+    tensors = drawn((2, 96, 520, 16, 1), dtype, turned)
+    options = Options(True)
+    given = normalised(*(tensors[name] for name in NAMES), None, *options)
+    out_grad, after = torch.randn_like(given.u), torch.randn(2, 96, 16, device="cuda")
+    kept = selective_scan_plans.forward(given, options, True).checkpoints
+    how: Any = given, kept, out_grad, after, options, (True,) * 9
+    adjoints = selective_scan_plans.adjoint(given, out_grad, options)
+    assert adjoints is not None
+    expected = selective_scan_plans.backward(*how)
+    found = selective_scan_plans.backward(*how, adjoints)
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+    for part in reversed(range(parts)):
+        decay = torch.exp(adjoints.sizes[:, part, :, None] * given.A)
+        after = adjoints.gradients[:, part] + decay * after
+    assert expected[8] is not None
+    assert relative_error(after, expected[8]) <= 1e-4
 
 
 def test_a_graph_of_packed_sequences_that_are_composed() -> None:

@@ -14,8 +14,11 @@ from diagnosing import SCHEMA, Capture, Describe, Provide, document, errors, tex
 from jsonschema import Draft202012Validator
 
 from scan_registry.cli import doctor as command
-from scan_registry.cli import main
+from scan_registry.cli import doctor_text, main, tables
+from scan_registry.diagnostics.doctor import Answer, Coverage
+from scan_registry.dispatch.fit import Tier
 from scan_registry.hardware import driver
+from scan_registry.hardware.device import described
 
 
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,3 +270,32 @@ def test_what_to_do_first(provide: Provide, capsys: Capture) -> None:
     assert found["first"] == {"about": worst["about"], "remedy": worst["remedies"][0]}
     out = text(capsys, "--for", "RTX 5090", status=1)
     assert out.splitlines()[-3] == "To do first: `pip install scan-registry-sm120`"
+
+
+@pytest.mark.parametrize("width", [70, 200])
+def test_tiers_that_differ_by_dtype_fit_a_narrow_terminal(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    major, jit = {"auto": Tier.SAME_MAJOR, "cuda": Tier.SAME_MAJOR}, {"auto": Tier.JIT}
+    answers = [
+        Answer("gated_scan", "channel_last_backward", dtype, "", {**tiers, "triton": Tier.JIT})
+        for dtype, tiers in (("float32", major), ("bfloat16", major), ("float16", jit))
+    ]
+    answers.append(Answer("rnn", "step_forward", "float32", "", {**major}))
+    monkeypatch.setattr(tables, "on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    doctor_text._print_gpu(tables.screen(), Coverage(described((12, 1)), None, tuple(answers)))
+    lines = capsys.readouterr().out.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("kernel "))
+    rows = lines[first : lines.index("", first)]
+    assert max(map(len, rows)) <= width
+    cells = [line.split() for line in rows[2:]]
+    assert cells[-1] == ["rnn.step_forward", "same-major", "same-major", "–"]
+    assert cells[0][0] == "gated_scan.channel_last_backward"
+    if width == 70:
+        assert cells[:3] == [
+            ["gated_scan.channel_last_backward"],
+            ["float32,", "bfloat16", "same-major", "same-major", "jit"],
+            ["float16", "jit", "–", "jit"],
+        ]
+    assert len(cells) == (4 if width == 70 else 2)

@@ -1,0 +1,51 @@
+"""``selective_scan`` on its own CUDA kernels, emulated on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.selective_scan.spec import FAMILY
+from scan_registry.ops import selective_scan_fast as fast
+from scan_registry.ops import selective_scan_plans as plans
+from scan_registry.ops.launching import PlanCache, Run
+
+Play = Callable[..., list[str]]
+
+
+def player(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, folder: Path) -> Play:
+    """Has CPU tensors taken for a GPU's, and problems given to the emulator; lists the kernels that ran."""
+
+    def start(parts: int = 1, quickly: bool = True) -> list[str]:
+        used: list[str] = []
+
+        def prepared(problem: Any, device: torch.device, backend: Any) -> Run:
+            kernel = FAMILY.kernel(problem.kernel, "cuda")
+            fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
+            variant = min(fitting, key=lambda variant: kernel.cost(variant, problem))
+            library = cuda_emulator.emulated(kernel, variant, folder)
+
+            def run(tensors: Mapping[str, Tensor | None]) -> None:
+                used.append(problem.kernel)
+                library.run(problem, {n: tensors.get(n) for n in kernel.pointers}, 0)
+
+            return run
+
+        monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
+        if not quickly:
+            module = importlib.import_module("scan_registry.ops.selective_scan")
+            monkeypatch.setattr(module, "fast_scan", lambda *_: None)
+        monkeypatch.setattr(plans, "_prepared", prepared)
+        monkeypatch.setattr(plans, "parts_of", lambda *_: parts)
+        monkeypatch.setattr(plans, "plan_cache", PlanCache())
+        monkeypatch.setattr(fast, "_kinds", {})
+        return used
+
+    return start
