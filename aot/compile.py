@@ -145,7 +145,7 @@ def _describe(made_of: Recipe, compiled: Compiled) -> Binary:
 
 
 def refuse_spill(binary: Binary) -> None:
-    """``CompileError`` if a binary spills registers without the spec's leave.
+    """``CompileError`` if a binary spills registers and its spec does not allow it.
 
     A gate for wheels. On hardware that no wheel was built for, a spilled kernel beats none.
     """

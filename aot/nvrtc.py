@@ -25,14 +25,15 @@ from scan_registry.hardware.target import CudaVersion, Target
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.model import Kernel, Variant
 
-#: What NVRTC makes for this one assembles to the code of these, too, unless a source asks which it is and the answers
-#: differ.
+#: NVRTC's PTX for this architecture is also that of the others, unless the source tests ``__CUDA_ARCH__`` with
+#: different outcomes.
 _PORTABLE = Target((8, 0), "compute")
 _LIKE_80 = (86, 89, 90)
 _ASKS = re.compile(r"__CUDA_ARCH(?:__ (==|>=) (\d+)\b)?")
 _COMPARED = {"==": operator.eq, ">=": operator.ge}
 
-#: Not anchored to a line's start, which would have a warm start look at every line.
+#: Not anchored to the start of a line: that would be slower, and each process that finds its kernels in the cache
+#: searches.
 _INCLUDE = re.compile(r'#include\s+"([^"]+)"')
 
 

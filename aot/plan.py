@@ -11,7 +11,9 @@ from scan_registry.kernels import families
 from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.kernels.tuning import Tuning, fewest, nearest_arch
 
-#: What is close enough to the fastest on another GPU, where times are a guess: as much as leaves room in the wheel.
+#: A variant counts as fast enough on an architecture without a table of its own if its time, on the GPU that was
+#: measured, is at most this many times the fastest's. A smaller number would put more variants into wheels than there
+#: is room for.
 BORROWED = 2.0
 
 
@@ -86,8 +88,8 @@ def tunings_for(kernel: Kernel, arch: Target) -> tuple[Tuning, ...]:
 
 
 def _borrowed(kernel: Kernel, tuning: Tuning, arch: Target) -> Tuning:
-    """What is taken over from another GPU: of the variants that there is room for, few that are near the fastest. Kinds
-    with default variants do with those where only one problem was timed; others, such as packed sequences, cannot."""
+    """What is taken over from another GPU: of the variants that there is room for, few that are near the fastest. If
+    only one problem of a kind was timed, the default variants serve that kind, where there are any."""
     serving = {kernel.label(v) for v in kernel.every if kernel.rules.serves(v.statics, arch)}
     usual = {kernel.label(variant) for variant in kernel.by_text.values()}
     kept = dict[str, set[str]]()

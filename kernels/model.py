@@ -421,6 +421,10 @@ class Family:
         lambda model, kernel, text, problem, route, count: None
     )
 
+    def compiled_for_cpu(self, dtype: str) -> bool:
+        """Whether this package's compiled code computes the dtype on the CPU, and not plain torch."""
+        return self.on_cpu and dtype not in self.by_torch
+
     def variants(self) -> tuple[Variant, ...]:
         """Every variant that wheels hold, of every kernel, in the spec's order."""
         return tuple(variant for kernel in self.kernels for variant in kernel.variants)

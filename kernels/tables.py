@@ -33,11 +33,11 @@ from scan_registry.kernels.tuning import (
 SCHEMA = 1
 FOLDER = "tuning"
 _REDUCED, _MODELS = "reduced", "models"
-#: A variant within this of the fastest is as good for what was tuned on one machine: what fewer variants can serve,
-#: fewer do.
+#: On the machine that was tuned, a variant whose time is at most this many times the fastest's counts as equally
+#: good, so that few variants serve all problems.
 EQUAL = 1.04
-#: The same for wheels, which hold variants for GPUs that somebody else has timed; and what a further variant has to gain
-#: to be in them: a percent on each of forty problems.
+#: The same for the variants in wheels; and how much a further variant has to gain to be in them, summed over
+#: problems: such as 1% on each of forty problems.
 ENOUGH, WORTH = 1.08, 0.4
 
 

@@ -225,7 +225,7 @@ def few(problems: Sequence[Mapping[str, float]], within: float, worth: float) ->
 
 def fewest(problems: Sequence[Mapping[str, float]], within: float) -> tuple[str, ...]:
     """Few labels, of which each problem, milliseconds by label, has one whose time is at most ``within`` times its
-    least: again and again the one that serves most of the problems that are still without."""
+    least: greedily, the label that serves most of the problems that have none yet."""
     best = [min(times.values()) for times in problems]
     fit = {
         number: {label for label, ms in times.items() if ms <= within * best[number]}
@@ -251,8 +251,8 @@ def fewest(problems: Sequence[Mapping[str, float]], within: float) -> tuple[str,
 def worthwhile(
     problems: Sequence[Mapping[str, float]], held: Collection[str], worth: float
 ) -> set[str]:
-    """What is ``held``, and labels that are worth a place beside it: again and again the one that gains most, while
-    that is ``worth`` at least. What a label gains is the logarithm of how many times faster it makes a problem,
+    """What is ``held``, and labels that are worth a place beside it: greedily, the label that gains most, while it
+    gains at least ``worth``. What a label gains is the logarithm of how many times faster it makes a problem,
     milliseconds by label, than what there is, summed over problems; more than 1 where there is nothing."""
     kept = set(held)
     while True:
@@ -291,7 +291,7 @@ def arch_distance(tuning: Tuning, capability: tuple[int, int]) -> tuple[bool, bo
 
 
 def nearest_arch(found: Iterable[Tuning], capability: tuple[int, int]) -> Tuning | None:
-    """The tuning that is the least strange to a GPU, whatever its name."""
+    """The tuning whose GPU has the nearest architecture, whatever the GPU's name."""
     general = (tuning for tuning in found if not tuning.exclusive)
     return min(general, key=lambda tuning: arch_distance(tuning, capability), default=None)
 

@@ -6,18 +6,18 @@ rather than ``python -m pytest``, which would put the sources' folder first on t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+from by_path import load
 
 from scan_registry.artifact import archive, chunks
 from scan_registry.artifact.archive import Archive, Binary, digest
@@ -53,6 +53,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tensors so small that torch's threads would only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def make_device(capability: tuple[int, int] = (9, 0), **changes: Any) -> Device:
@@ -239,22 +250,10 @@ def archive_parts() -> type[Parts]:
     return Parts
 
 
-def _stub_module() -> Any:
-    """tests/stub/driver.py, by its path: tests are no packages."""
-    path = Path(__file__).parent / "stub" / "driver.py"
-    spec = importlib.util.spec_from_file_location("stub_driver", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def stub_module(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """The module tests/stub/driver.py, and the library that it built."""
-    module = _stub_module()
+    module = load(Path(__file__).parent / "stub" / "driver.py")
     if shutil.which(module.compiler()[0]) is None:
         pytest.skip("needs a C compiler")
     return module, module.build(tmp_path_factory.mktemp("stub"))

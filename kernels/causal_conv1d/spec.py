@@ -304,4 +304,6 @@ FAMILY = Family(
         *(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ("aligned", "generic"))),
         *_other_samples(),
     ),
+    on_cpu=True,
+    by_torch=("float64",),
 )

@@ -12,14 +12,14 @@ from scan_registry.kernels.model import ITEM_SIZE, Pins
 
 
 def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
-    """Those that every wheel holds."""
+    """The tiles that every wheel holds."""
     if layout == "time_last":
         if access == MISALIGNED:
             return [*_misaligned_rows(direction, dtype), *_cut_rows(direction, dtype)]
         short, long = registers.time_last_tiles()
         if access == "generic":
             return mixed(layout) if ITEM_SIZE[dtype] == 8 else (short, long)
-        # Of wide dtypes, short rows are for the generic variants.
+        # In dtypes of 8 bytes, generic variants take short rows.
         return (long,) if ITEM_SIZE[dtype] == 8 else [short, long, *_cut_rows(direction, dtype)]
     if access == "generic":  # 32 channels wide, so that many run side by side, or narrow
         narrow = {**registers.WIDE, "lanes": registers.NARROW}
@@ -28,7 +28,8 @@ def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
 
 
 def mixed(layout: Layout) -> Sequence[Tile]:
-    """Of generic access, what mixed and wide dtypes do with: one tile for rows, or columns, of any size."""
+    """The one tile of generic access for mixed dtypes and dtypes of 8 bytes. It takes rows, or columns, of any
+    size."""
     return [{"warps": 4, "rows": 1, "steps": 1} if layout == "time_last" else registers.WIDE]
 
 
@@ -38,27 +39,30 @@ def _misaligned_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 
 def _cut_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """One that any GPU has room for, of the dtypes whose few long rows are tuned."""
+    """A tile for few long rows, which are cut into segments. Every GPU has room for it. Dtypes of 8 bytes have
+    none."""
     if ITEM_SIZE[dtype] < 8:
         tile = {"warps": 1, "rows": 8, "lanes": 32, "pieces": 2, "stages": 3, "prefix_lead": 2}
         yield from rings.resident(direction, dtype, tile, 1)
 
 
 def _column_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """One for many channels, whose columns are passed over serially, and one for few, which are cut into segments."""
+    """A tile for many channels, whose columns are scanned serially in time, and one for few, which are cut into
+    segments."""
     each = ITEM_SIZE[dtype]
-    warps = 8 if access == "aligned" else 4  # of misaligned rows lanes keep more in registers
+    warps = 8 if access == "aligned" else 4  # misaligned rows take more registers
     serial = {"warps": warps, "lanes_across": 32} if each < 8 else {"warps": 4, "lanes_across": 16}
     ring = {"steps": 8, "stages": 3} if each < 8 else {"steps": 16, "stages": 2}
     serial |= {"vector": 1 if access == "aligned" else 2, **ring}
     yield from rings.resident(direction, dtype, serial, 2, access)
-    if access == "aligned" and each < 8:  # few channels of wide dtypes are for the generic variants
+    if access == "aligned" and each < 8:  # generic variants take few channels of 8 bytes
         cut = {"warps": 4, "lanes": max(2, each // 2), "vector": 16 // each, "steps": 4}
         yield from rings.resident(direction, dtype, cut | {"stages": 3, "prefix_lead": 1}, 1)
 
 
 def serves(direction: Direction, statics: Pins, target: Target) -> bool:
-    """Whether an architecture's GPUs have room for the variant's shared memory. PTX is held to the GPUs with the least."""
+    """Whether an architecture's GPUs have room for the variant's shared memory. PTX has to fit the GPUs with the
+    least."""
     tile = {name: value for name, value in statics if isinstance(value, int)}
     if "stages" not in tile:
         return True
@@ -70,7 +74,7 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
 
 
 def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """What tuning may choose from."""
+    """The tiles that tuning may choose from."""
     if access == "generic":
         of_dtype = space.cuda_time_last if layout == "time_last" else space.cuda_channel_last
         yield from of_dtype(dtype)

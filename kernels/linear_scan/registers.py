@@ -1,8 +1,8 @@
 """CUDA variants whose tiles are held in registers: those without a number of ``stages``.
 
-Of time-last kernels ``warps`` share a row, which may be misaligned, ``rows`` are side by side, and a lane
-holds ``steps`` chunks; channel-last ones have ``lanes`` along the channels, each with ``vector`` of them in
-``steps`` rows. The sources are ``time_last.cuh`` and ``channel_last.cuh``.
+In time-last kernels ``warps`` share a row, which may be misaligned, a CTA has ``rows`` rows, and a lane holds
+``steps`` chunks. In channel-last kernels ``lanes`` lie along the channels, and each holds ``vector`` channels of
+``steps`` time steps. The sources are ``time_last.cuh`` and ``channel_last.cuh``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def time_last_tile(variant: Variant) -> int:
 
 
 def walk_cost(variant: Variant, problem: LinearScanProblem, tile: int) -> float:
-    """The largest tile, provided that a row fills half as many of them as the tile has warps.
+    """Prefers the largest tile if a row has at least half as many tiles as a tile has warps, else the smallest.
 
-    The more warps meet at a tile's barrier, the more tiles it takes to hide that.
+    The warps of a tile wait for each other at a barrier. The more warps, the more tiles it takes to hide that.
     """
     generic = 0.5 if variant.text("access") == "generic" else 0.0
     steps = problem.time // max(1, problem.sequences)
@@ -55,8 +55,7 @@ def channel_last_tile(variant: Variant) -> tuple[int, int]:
 
 
 def channel_last_refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
-    """Few channels go to narrow tiles, which are the longer for it: of a wide one, most lanes would have
-    nothing to do, and its rows would be few."""
+    """Narrow tiles are for few channels, and have more time steps. In a wide tile most lanes would be idle then."""
     lanes = variant.number("lanes")
     if ITEM_SIZE[problem.dtype] == 8 or problem.gates_dtype != problem.dtype:
         return None  # there are no narrow ones

@@ -10,12 +10,12 @@ from scan_registry.kernels.linear_scan.problem import Direction
 from scan_registry.kernels.linear_scan.space import MISALIGNED, VARLEN, Tile
 from scan_registry.kernels.model import ITEM_SIZE
 
-#: Of shared memory that the CTAs of an SM may have together, in bytes.
+#: Bytes of shared memory that all CTAs of an SM may have together.
 _SHARED = 220_000
-#: Of a CTA that has an SM to itself, but for a little that it keeps beside its ring.
+#: Bytes of the ring of a CTA that has an SM to itself, which leaves a little for its static shared memory.
 _ALONE = 231_424
-#: Of scans that are cut into segments. Contiguous time: warps that own tiles, a lane's pieces, and rings: stages, and
-#: the prefix lead. Few channels: rings by the steps of a tile.
+#: Scans that are cut into segments. Contiguous time: numbers of warps that own tiles, pieces of a lane, and pairs of
+#: stages and prefix lead. Few channels: pairs of stages and prefix lead, by the steps of a tile.
 _CUT = (
     ((10, 12, 16), 2, ((4, 2), (5, 3))),
     ((8, 9, 10, 11, 12), 4, ((3, 2), (4, 2), (5, 3))),
@@ -23,8 +23,8 @@ _CUT = (
     ((8, 10, 12, 16), 8, ((2, 1), (3, 2))),
 )
 _CUT_STEPS = {4: ((4, 2),), 6: ((3, 1), (3, 2), (4, 2)), 8: ((2, 1), (3, 1), (3, 2), (4, 2))}
-#: Lanes that share a row and a lane's pieces, to rows of warps, stages and the most blocks that are worth a try (notes/
-#: says which ones were left out).
+#: Rows side by side: numbers of lanes that share a row, pieces of a lane, and triples of ``rows``, stages and the
+#: most CTAs of an SM that are worth a try. The notes say which were left out.
 _SIDE_BY_SIDE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, int, int], ...]], ...] = (
     ((2, 4, 8, 16, 32), 1, ((2, 3, 8), (4, 1, 8), (4, 2, 8), (4, 3, 6))),
     ((1, 2, 4, 8, 16, 32), 2, ((2, 2, 8), (2, 3, 8), (4, 1, 8), (4, 3, 4))),
@@ -66,8 +66,8 @@ _SINGLE_WAVE: dict[tuple[int, Direction], tuple[tuple[int, int, int], ...]] = {
 
 
 def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """A warp's rows side by side, down to a row for each lane; or parts of rows. Rows of one tile have
-    nothing to fetch ahead, but gain from more blocks at once."""
+    """Whole rows, side by side in a warp, down to one row for each lane; or segments of rows. Rows that fit into one
+    tile have nothing to prefetch, but gain from more CTAs on an SM."""
     for sharing, pieces, blocks in _SIDE_BY_SIDE:
         for lanes, (rows, stages, most) in product(sharing, blocks):
             if ITEM_SIZE[dtype] < 8 or lanes >= 16:
@@ -80,18 +80,19 @@ def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """Columns with rows of 32 to 512 bytes; for few channels, 16 bytes to a lane, and cut into segments."""
+    """Columns whose rows have 32 to 512 bytes. For few channels, columns with 16 bytes for each lane, which are cut
+    into segments."""
     each = ITEM_SIZE[dtype]
     usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
     for warps, (lanes_across, vector), (steps, stages) in (
         *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
         *((warps, (32, 2), ring) for warps, ring in _BESIDE.get(each, ())),
-        # Narrow columns are for problems that leave an SM one CTA.
+        # Narrow columns are for problems that have one CTA for each SM.
         *product((4,), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
     ):
         narrow = lanes_across == 16 and each < 8
         if (warps == 16 and (steps == 4 or narrow)) or (warps == 8 and steps == 4 and narrow):
-            continue  # of every problem that is tuned, 3% slower than others at least
+            continue  # at least 3% slower than another tile on every tuned problem
         tile = _column(warps, vector, steps, stages, lanes_across)
         yield from resident(direction, dtype, tile, 2, access)
         if warps == 16:  # more registers
@@ -105,7 +106,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         for warps, steps, stages in _WIDE:
             yield from resident(direction, dtype, _column(warps, 4, steps, stages), 2)
     if each == 2:
-        # More registers than two would have.
+        # One CTA to an SM, which then has more registers than two would have.
         yield from resident(direction, dtype, _column(4, 2, 12, 3), 1)
         yield from _multi_cta_columns(direction, dtype)
     yield from _single_wave_columns(direction, dtype)
@@ -122,7 +123,7 @@ def _cut_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
     for warps, scans, steps in widths:
         for stages, lead in _CUT_STEPS[steps]:
             if warps == 4 and stages == lead + 1:
-                continue  # of every problem that is tuned, 4% slower than others at least
+                continue  # at least 4% slower than another tile on every tuned problem
             tile = {"warps": warps, "lanes": scans // vector, "vector": vector, "steps": steps}
             yield from resident(direction, dtype, tile | {"stages": stages, "prefix_lead": lead}, 1)
 

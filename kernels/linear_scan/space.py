@@ -39,21 +39,21 @@ Tile: TypeAlias = Mapping[str, Static]
 #: Dtype and access to tiles.
 Tiles: TypeAlias = Callable[[str, str], Iterable[Tile]]
 
-#: Tiles along a scan of four times its length that are no waste of time to try.
+#: Tuning does not try tiles so short that a scan would have more than a quarter of this many.
 _MOST_TILES = 1 << 18
 
-#: Gates that are broadcast are as far from others as a factor of this in a size.
+#: Problems with broadcast gates are as far from others as a factor of this in one size.
 _BROADCAST = 16.0
-#: Of contiguous channels, which tile is good depends on how many there are in all batches, since they fill the
-#: GPU, and little on how they are spread over batches, or how long they are.
+#: The weights of sizes for contiguous channels. Which tile is fast depends on the number of channels of all batches,
+#: ``lines``, since they fill the GPU. It depends little on the channels of one batch and on the time steps.
 COLUMN_WEIGHTS = {"channels": 0.1, "time": 0.125}
 
 
 def scans(
     tiles: Tiles, accesses: Sequence[str] = ACCESSES, mixed: Sequence[Tile] | None = None
 ) -> Space:
-    """Variants of a forward or backward kernel, for every kind; mixed dtypes are generic, and so are wide ones
-    in misaligned rows. Mixed dtypes have the tiles ``mixed``, or those of their tokens."""
+    """Variants of a forward or backward kernel, for every kind; mixed dtypes, and dtypes of 8 bytes in misaligned
+    rows, have generic access alone. Mixed dtypes have the tiles ``mixed``, or those of their tokens."""
     kinds = [
         *(
             (dtype, dtype, access)
@@ -81,8 +81,8 @@ def reductions(tile: Tile) -> Space:
 
 
 def cuda_time_last(dtype: str) -> list[Tile]:
-    """Of generic access: a warp to each of several rows, or several warps to one. A lane holds at most 64
-    bytes of a tensor."""
+    """Tiles of generic access: one warp for each of several rows, or several warps for one row. A lane holds at most
+    64 bytes of a tensor."""
     chunk = min(16, 4 * ITEM_SIZE[dtype])
     return [
         {"warps": warps, "rows": rows, "steps": steps}
@@ -92,7 +92,7 @@ def cuda_time_last(dtype: str) -> list[Tile]:
 
 
 def cuda_channel_last(dtype: str) -> list[Tile]:
-    """Of generic access: every channel of a tile has a thread of its own, which takes it by itself."""
+    """Tiles of generic access: a lane has a single channel, and loads its elements one by one."""
     return [
         {"warps": warps, "lanes": lanes, "vector": 1, "steps": steps}
         for warps, lanes, steps in product((4, 8), (4, 16, 32), (4, 8, 16))
@@ -105,7 +105,7 @@ _HELD = range(4, 17)  # elements of each tensor in a thread
 
 
 def triton_time_last(dtype: str, access: str) -> list[Tile]:
-    """As many elements of a tile as a thread can hold; in the aligned variants both ways."""
+    """Tiles of as many elements as threads can hold. Aligned variants are separate for each direction of time."""
     tiles: list[Tile] = [
         {"rows": rows, "times": times, "warps": warps}
         for rows, times, warps in product((1, 2, 4), (64, 128, 256, 512, 1024, 2048), (1, 2, 4, 8))
@@ -132,8 +132,8 @@ def tunable(
         lambda model, text, shape, count: None
     ),
 ) -> Tunable:
-    """What a kernel of scans says of its tuning. ``tile`` is how many times a tile covers, and ``packs``
-    whether there are ``varlen`` variants for a problem."""
+    """What a kernel of scans says of its tuning. ``tile`` is how many time steps a tile covers, and ``packs`` whether
+    there are ``varlen`` variants for a problem."""
     closer = tuple(
         Variant(FAMILY_NAME, name, language, statics)
         for statics in defaults
@@ -202,9 +202,9 @@ def _broadcast(problem: LinearScanProblem) -> bool:
 
 
 def worth(tile: Callable[[Variant], int], shape: Shape, variant: Variant) -> bool:
-    """Whether tuning should try a variant on a problem there: generic access is for those that others
-    cannot take, tiles much longer than a sequence leave most of a block idle, and those much shorter take
-    seconds. ``tile`` is how many times one of the variant covers."""
+    """Whether tuning should try a variant on problems of this shape. It does not try generic access where another
+    access serves, tiles much longer than a sequence, which leave most of a CTA idle, or much shorter ones, which take
+    seconds. ``tile`` is how many time steps a tile covers."""
     access = dict(item.split("=") for item in shape.kind.split(","))["access"]
     times = tile(variant), shape.sizes["time"]
     return variant.text("access") == access and times[0] <= 4 * times[1] <= _MOST_TILES * times[0]

@@ -36,7 +36,7 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 _MOST_ROWS = 2**31 - 1
 #: Bytes before a misaligned row of contiguous time, at most, where its scan may start.
 LINE = 128
-#: Bytes to compose, at most, where columns are read at once: some come twice, and then from the L2.
+#: Single wave: the most bytes of gates and tokens. Some are read twice, the second time from the L2.
 _TWICE = 100_000_000
 #: Single wave: bytes before the descriptors, and of a descriptor.
 HEAD, _WORD = 128, 8
@@ -66,7 +66,7 @@ def shared(direction: Direction, variant: Variant) -> int:
 
 
 def times(variant: Variant) -> int:
-    """Times that a tile covers."""
+    """Time steps that a tile covers."""
     lanes = variant.number("lanes_across" if is_column_serial(variant) else "lanes")
     if variant.kernel.startswith("time_last"):
         return lanes * variant.number("pieces") * 16 // ITEM_SIZE[variant.text("dtype")]
@@ -75,7 +75,7 @@ def times(variant: Variant) -> int:
 
 
 def scans(variant: Variant) -> int:
-    """Side by side in a tile of a block."""
+    """Scans side by side in a tile of a CTA."""
     if is_column_serial(variant):
         return variant.number("lanes_across") * variant.number("vector")
     if variant.kernel.startswith("time_last"):
@@ -123,13 +123,13 @@ def _refuses_single_wave(problem: LinearScanProblem) -> str | None:
         return f"{problem.batch} batches; its grid has {MOST_ALONG_Y}"
     composed = 2 * problem.batch * problem.channels * problem.time * ITEM_SIZE[problem.dtype]
     if composed > _TWICE:
-        return f"{composed} bytes to compose; what comes again is in no L2 beyond {_TWICE}"
+        return f"{composed} bytes of gates and tokens; it reads some twice, and more than {_TWICE} are in no L2"
     return None
 
 
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
-    """Where no tuning speaks: whole columns, unless they would leave most of any GPU idle; whose tiles are
-    filled best, and then the widest."""
+    """The preference without tuning. Contiguous channels: whole columns, unless they would leave most of any GPU
+    idle. Contiguous time: tiles that rows fill best, and of these the widest."""
     if problem.layout == "channel_last":
         alone = (
             is_column_serial(variant)
@@ -142,9 +142,9 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
 
 
 def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
-    """How full segments are, where scans are cut into them: a block waits for the last of its warps, whether
-    all have a tile or not. How full columns are, where they are read at once: with many batches of few channels
-    there are as many columns as with few of many. Other variants ask for no bytes where there are none."""
+    """The share of a variant's work that the problem needs. Scans that are cut: how full segments are, since a CTA
+    waits for all of its warps, whether each has a tile or not. Single wave: how full columns are, since a column of
+    few channels takes as long as a full one. Other variants load nothing beyond the problem: 1."""
     if ",prefix_lead=" not in text and ",single_wave=" not in text:
         return 1.0
     try:
@@ -159,8 +159,8 @@ def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
 
 
 def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
-    """A block for each column, or as many as the GPU holds if that is far more; where columns are cut, a
-    block for each segment, or as many as the GPU holds; where they are read at once, as many as it holds."""
+    """One CTA for each column, but if these are far more than the GPU holds at once, as many as it holds. Scans that
+    are cut: one CTA for each segment, at most as many as the GPU holds. Single wave: as many as it holds."""
     at_once = sm_count * variant.number("blocks")
     if _cuts(variant):
         segments = _segments(variant, problem)
@@ -193,8 +193,8 @@ def _launch_single_wave(variant: Variant, problem: LinearScanProblem, room: int)
 
 
 def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> int:
-    """Bytes of the counter and the aggregates of segments and of groups of them, in pieces of 16 bytes, which hold three
-    words and a flag."""
+    """Bytes of the counter, and of the aggregates of segments and of groups of segments. They lie in chunks of 16
+    bytes, each of three words and a flag."""
     words = 2 if ITEM_SIZE[problem.dtype] == 8 else 1
     compensated = ITEM_SIZE[problem.dtype] >= 4
     of_map = ceil_div((3 if compensated else 2) * words, 3)
@@ -224,7 +224,8 @@ def _descriptor_bytes(variant: Variant, blocks: int) -> int:
 
 
 def exceeds_residency(variant: Variant, problem: LinearScanProblem, sm_count: int) -> str | None:
-    """Why a GPU has no room for all blocks that share columns: others would begin when those are done."""
+    """Why a GPU cannot hold all CTAs that share columns at once. Those that it holds would wait for ones that start
+    only after them."""
     ctas = _ctas_per_column(variant)
     if ctas == 1 and not _is_single_wave(variant):
         return None
@@ -243,7 +244,7 @@ def _cuts(variant: Variant) -> bool:
 
 
 def _segments(variant: Variant, problem: LinearScanProblem) -> int:
-    """Of all columns, if the variant cuts them."""
+    """The segments of all columns, for a variant that cuts them."""
     if problem.layout == "time_last":
         columns = problem.batch * problem.channels
     else:

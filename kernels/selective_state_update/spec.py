@@ -38,7 +38,8 @@ _WARPS = 4
 _POINTERS = ("state", "x", "dt", "A", "B", "C", "D", "z", "bias", "indices", "out")
 _SIZES = ("batches", "heads", "channels", "states", "group_rows", "slots")
 _OF_LAUNCH = ("lane_bits", "steps")
-#: Threads of each SM that are worth more than to read A less often, and batches that a thread takes at most.
+#: Threads that an SM should have before threads take several batches, which read A less often; and the most batches
+#: of a thread.
 _THREADS_OF_SM, _MOST_STEPS = 1024, 8
 
 

@@ -77,9 +77,9 @@ def write(
 ) -> None:
     """Write an archive in one step: readers see the old file or the new one, never a part.
 
-    ``provenance`` is the package's version and source commit. Binaries keep their order; equal
-    bytes are stored once. ``tunings`` go by how their kernel's variants begin; without binaries of
-    it, they are left out.
+    ``provenance`` is the package's version and source commit. Binaries keep their order; equal bytes are stored once.
+    The keys of ``tunings`` are the beginnings of variants' names, which say the kernel and language; tunings of
+    kernels without binaries are left out.
     """
     parts: list[bytes] = []
     end = 0
@@ -131,7 +131,7 @@ Said = TypeVar("Said")
 def _grouped(
     listed: Iterable[Each], key: Callable[[Each], str]
 ) -> Iterable[tuple[str, Sequence[Each]]]:
-    """Those of one key together, in order of appearance."""
+    """The items grouped by key, in order of first appearance."""
     groups: dict[str, list[Each]] = {}
     for each in listed:
         groups.setdefault(key(each), []).append(each)
@@ -139,7 +139,7 @@ def _grouped(
 
 
 def _kin(pair: tuple[Binary, bytes]) -> str:
-    """What binaries have in common that share chunks: family and language, whose kernels have much code in common."""
+    """The key of binaries that may share a chunk: family and language. Their kernels have much code in common."""
     return f"{pair[0].variant.family}:{pair[0].variant.language}"
 
 
@@ -181,8 +181,8 @@ def _in_chunks(
 def _alike(
     binaries: Sequence[tuple[Binary, bytes]], most: int
 ) -> Iterator[list[tuple[Binary, bytes]]]:
-    """Those with the same static parameters and of like size together, which are most alike, and no more bytes than
-    that unless one is larger."""
+    """Groups of binaries with the same static parameters and similar sizes, which are the most alike. A group has at
+    most the given bytes, unless one binary is larger."""
 
     def likeness(pair: tuple[Binary, bytes]) -> tuple[list[str], int]:
         binary, content = pair
@@ -275,7 +275,7 @@ class Archive:
         )
 
     def tunings(self, head: str) -> tuple[Tuning, ...]:
-        """What tuning found of a kernel in a language, given by how its variants begin."""
+        """What tuning found of a kernel in a language; ``head`` is the beginning of its variants' names."""
         listed = self._documents("tunings", f"{head}:")
         said = (self._said("tunings of", each, read_tunings) for each in listed)
         return tuple(tuning for tunings in said for tuning in tunings)
@@ -295,7 +295,7 @@ class Archive:
         return self._said("section", listed, Content.read)
 
     def _said(self, what: str, listed: Document, read: Callable[[str, bytes, Path], Said]) -> Said:
-        """What a document says, once its bytes have been checked against its digest."""
+        """The content of a document, whose bytes are checked against its digest."""
         if (what, listed) not in self._known:
             content = self._bytes(self.manifest["start"] + listed.offset, listed.size)
             if digest(content) != listed.sha256:
@@ -355,7 +355,7 @@ class Archive:
                 opened[place] = chunks.Opened(packed)
             content = opened[place].part(start, binary.size)
         except ValueError as error:
-            opened.pop(place, None)  # what lies before the damage can still be read
+            opened.pop(place, None)  # binaries before the damage can still be read
             raise ArchiveError(f"{self.path}: {binary}: its chunk {error}; {again}") from error
         found = digest(content)
         if found != binary.sha256:

@@ -16,17 +16,18 @@ except ImportError:
 
 __all__ = ["OFTEN", "PLAIN", "SIZE", "SMALL", "Opened", "compress", "decompress", "stored"]
 
-#: Bytes of binaries in a chunk, unless a single one is larger. Larger chunks make smaller archives, and the
-#: last binary of one later to be had: 10 ms a megabyte. Small ones are for what is wanted most often.
+#: Bytes of binaries in a chunk, unless a single one is larger. Larger chunks make smaller archives, but it takes
+#: longer to reach the last binary of a chunk: 10 ms a megabyte. Small chunks are for the binaries that are used most.
 SIZE, SMALL = 1 << 21, 1 << 18
 #: Bytes of a binary up to which it is stored as it is, if it is the fastest on so many tuned problems:
 #: decompressing it would take a tenth of a first call.
 PLAIN, OFTEN = 26 << 10, 6
-#: Bytes of a part of a chunk that is not compressed, at most; what says so, and what says that no part follows.
+#: The most bytes of an uncompressed part of a chunk; the byte that marks such a part, and the byte that says that no
+#: part follows.
 _PART, _AS_IT_IS, _END = 1 << 16, b"\x01", b"\0"
 
-#: Machine code repeats itself at steps of 16 bytes, an instruction; PTX, which is text, at none. Each becomes
-#: some percent smaller so. A chunk says itself how it was compressed.
+#: LZMA settings. Machine code repeats itself at multiples of 16 bytes, the size of an instruction; PTX is text. With
+#: these settings each is some percent smaller. A chunk says itself how it was compressed.
 _CODE, _TEXT = {"lc": 0, "lp": 4, "pb": 4}, {"pb": 0}
 
 _MISSING = "needs the module lzma, which this Python was built without"

@@ -64,8 +64,8 @@ def digest(content: bytes) -> str:
 
 
 class Entry:
-    """What an archive says of one binary. All of it is read only for one that is of use: a first call
-    has no time for the others.
+    """What an archive says of one binary. All fields are read only for the entries that a call considers, to keep
+    first calls short.
 
     ``text`` is how its variant prints, and errors start with ``where``."""
 

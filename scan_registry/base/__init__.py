@@ -1,1 +1,1 @@
-"""What every room may use: dataclasses that take little time to make, names that load late, flags."""
+"""What every subpackage may use: dataclasses that take little time to make, names that load late, flags."""

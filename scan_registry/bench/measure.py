@@ -133,7 +133,7 @@ class Bench:
             self.check_room(case)
 
     def run(self, case: Case) -> None:
-        """Time every pass of a case by everyone who takes it; ``NoKernelError`` if nobody does."""
+        """Time every pass of a case by every backend and baseline that takes it; ``NoKernelError`` if none does."""
         with self._current():
             for direction in self.passes:
                 self.timings += self._measure(case, direction)
@@ -204,8 +204,8 @@ class Bench:
                 self.skipped.setdefault(f"{baseline.name}, {case}", _words(error))
 
     def _scale(self, case: Case, direction: str) -> dict[str, Recording]:
-        """On the CPU, where allocating a result has a price: what moves as many bytes, and allocates,
-        too."""
+        """The scale on the CPU, where allocating a result takes time: an operation that moves as many bytes and
+        allocates its result."""
         moved = case.moves(direction)
         if self.device.type != "cpu" or direction != "forward" or moved is None:
             return {}
@@ -230,7 +230,7 @@ class Bench:
         return record(calls, self.device, captured, effort.enough, effort.launches)
 
     def _rooflines(self, case: Case, direction: str) -> dict[str, Recording]:
-        """What streams as many tensors of the same size, on a GPU."""
+        """The kernels that read and write as many tensors of the same size, on a GPU."""
         moved, traffic = case.moves(direction), case.traffic(direction)
         if self.device.type != "cuda" or moved is None:
             return {}

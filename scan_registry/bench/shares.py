@@ -1,4 +1,5 @@
-"""What random cases come to: how much of the bandwidth roofline they reach, and which reach the least."""
+"""Summary of random cases: the share of the bandwidth roofline that they reach, and the cases that reach the
+least."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _recording(
 
 
 def _captured(calls: Sequence[Call], turns: int) -> torch.cuda.CUDAGraph:
-    """``torch.cuda.graph`` would empty the allocator's cache each time, for the next recording to fill."""
+    """A captured graph. ``torch.cuda.graph`` is not used, as it empties the allocator's cache each time."""
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin(pool)
@@ -159,7 +159,7 @@ def _undo_capture(pool: Any) -> None:
     """What the end of a capture does to torch, which leaves it undone where CUDA refuses the graph.
 
     Then the allocator believes that a capture goes on, and empties its cache no more. In versions before 2.13 so does
-    the generator of random numbers, and draws none. Undoing what was undone already raises, which is suppressed.
+    the generator of random numbers, and draws none. Undoing it twice raises an error, which is suppressed.
     """
     device = torch.cuda.current_device()
     with suppress(RuntimeError):  # the allocator's capture has ended

@@ -56,8 +56,8 @@ def _chosen(variable: str, name: str) -> Path:
     chosen = os.environ.get(variable)
     if chosen:
         return _placed(chosen)
-    # By the XDG base directory specification. A library that knows it takes longer to import than a
-    # first call has, and a first call looks for what was tuned here.
+    # By the XDG base directory specification. The library for it takes longer to import than a first call should
+    # take, and every first call looks for what was tuned here.
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.expanduser("~/.cache")
@@ -271,7 +271,7 @@ def _take(handle: int) -> None:
 
 
 def _children(folder: Path) -> list[Path]:
-    """In order; none where there is no such folder, or no longer, or where nobody knows which it is."""
+    """The folder's entries in order; none if the folder does not exist, or its path is not known."""
     if not folder.is_absolute():
         return []
     try:
@@ -285,7 +285,7 @@ def _refusal(folder: Path) -> str | None:
 
 
 def _unplaced(folder: Path) -> str | None:
-    """Why nobody knows which folder it is: see ``_placed``."""
+    """Why the folder's path is not known: see ``_placed``."""
     if folder.is_absolute():
         return None
     first = folder.parts[0] if folder.parts else ""

@@ -1,8 +1,8 @@
 """What was tuned on this machine: for each GPU one archive in the cache's folder, which holds the
 variants that are the fastest there and the rows that say so.
 
-It is found by a key over all that makes it valid: the GPU's name, this package's version, and the
-kernels' sources and specs. Where any of these is another, it is as if there were none.
+It is found by a key over all that makes it valid: the GPU's name, this package's version, and the kernels' sources
+and specs. If any of these differs, the archive is not found.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def tuned_cache() -> Cache:
 
 
 def key_of(gpu: str) -> str:
-    """Of what is tuned on GPUs of a name, now."""
+    """The key of what is tuned on GPUs of this name with the present package."""
     return digest(json.dumps(["tuned", gpu, __version__, _sources()]).encode())
 
 
 @cache
 def archive_of(device: Device) -> Archive | None:
     """What was tuned on such a device, if anything was; looked for once in a process."""
-    # Most have none, and a first call has no time; nor is it to fail where nobody may look.
+    # Most machines have no such archive, so looking must be quick. A folder that may not be read is no error.
     if not os.path.isdir(jit_folder() / _FOLDER):
         return None
     return tuned_cache().open(key_of(device.name), Target(device.capability))

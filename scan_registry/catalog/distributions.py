@@ -107,7 +107,8 @@ def _distribution(place: str, entry: str) -> Distribution:
 
 def _entry_points(folder: str) -> bytes:
     path = f"{folder}/entry_points.txt"
-    # Most have none, and to ask takes less time than an exception. Who reads a pipe would wait for a writer.
+    # Most folders have no such file, and asking first takes less time than an exception. Reading a pipe would wait
+    # for a writer.
     if not os.access(path, os.R_OK) or not os.path.isfile(path):
         return b""
     try:

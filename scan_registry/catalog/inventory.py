@@ -57,7 +57,7 @@ class Catalogue:
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:
-        """Files that lie among the archives and are none, each with the reason."""
+        """Files in the folders of archives that are not archives, each with the reason."""
         return tuple(f"{path} {MISNAMED}" for p in self.providers for path in p.misnamed)
 
     @cached_property

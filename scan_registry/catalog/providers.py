@@ -69,7 +69,7 @@ class Provider:
 
     @cached_property
     def _files(self) -> tuple[Archive, ...]:
-        """What lay in the folder when it was first asked for."""
+        """The files that were in the folder when it was first read."""
         folder = self.folder / "archives"
         try:
             names = os.listdir(folder)
@@ -180,8 +180,8 @@ def core_range(version: str) -> str:
 
 
 def release_line(version: str) -> str:
-    """The versions of this project's own providers that go with ``version`` of this package: all up to
-    that next one, as long as they accept ``version``, too."""
+    """The versions of this project's own providers that go with ``version`` of this package: all below the next
+    incompatible version, as long as they accept ``version``, too."""
     from packaging.version import Version
 
     own = Version(version)

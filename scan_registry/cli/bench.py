@@ -114,7 +114,7 @@ def _add_operator(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time what is asked for; ``UsageError`` for arguments that cannot be meant."""
+    """Time what is asked for; ``UsageError`` for arguments that are not valid."""
     if args.timed == bench_distributed.NAME:
         return bench_distributed.run(args)
     operator = operators()[args.operator]
@@ -214,8 +214,8 @@ def document(bench: Bench, targets: Sequence[PerformanceTarget]) -> dict[str, An
 
 
 def _bench(operator: Operator, args: argparse.Namespace, device: Device) -> Bench:
-    """What times on the device, whose bandwidth it measures first. Targets and random cases are for what runs where
-    no language is asked for."""
+    """The object that times cases on the device, whose bandwidth it measures first. Unless backends are named,
+    targets and random cases time what the operator itself chooses."""
     import torch
 
     from scan_registry.bench.measure import QUICK, Bench
@@ -284,7 +284,7 @@ def _show_skipped(console: Console, bench: Bench) -> None:
 
 
 def show_table(bench: Bench) -> None:
-    """Print what has been timed, and who has not been and why."""
+    """Print what has been timed, and what has not been and why."""
     console, benchmark = screen(), bench.benchmark
     measures = benchmark.measures(bench)
     table = new_table(*benchmark.columns, "pass", benchmark.by, "ms>", "± ms>?", *measures)

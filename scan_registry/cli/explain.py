@@ -55,7 +55,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _options() -> dict[str, tuple[Option, list[str]]]:
-    """The operators' own, and which operators have each; of one that several have, the first declares it."""
+    """The options of operators, and which operators have each. If several have the same option, the first one
+    declares it."""
     found: dict[str, tuple[Option, list[str]]] = {}
     for operator in operators().values():
         for option in operator.options:
@@ -64,7 +65,7 @@ def _options() -> dict[str, tuple[Option, list[str]]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain the call; ``UsageError`` for arguments that cannot be meant."""
+    """Explain the call; ``UsageError`` for arguments that are not valid."""
     try:
         operator = operators()[known("operator", args.operator, [*operators()])]
         dtype = DTYPES[known("--dtype", args.dtype, [*DTYPES])]

@@ -16,7 +16,7 @@ _ALONE = ("-h", "--help", "--version")  # options that end the program
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but a shortened option is unknown, and an error is one line with what to do."""
+    """argparse's parser, but it does not take shortened options, and an error is one line that says what to do."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
@@ -101,7 +101,7 @@ class Commands(_SubParsers):
 
 def suggestion(word: str, accepted: Sequence[str]) -> str | None:
     """``did you mean --kernel?``, or None if nothing is like the word."""
-    # Imported for those who mistype.
+    # Imported here, as only mistyped words need it.
     from difflib import get_close_matches
 
     shortened = [each for each in accepted if each.startswith(word)] if word.strip("-") else []

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watched(device: Any, dtype: str | None, skipped: dict[str, str]) -> list[Result]:
-    """All results; on a terminal a line on stderr says meanwhile what is being run."""
+    """All results. If stderr is a terminal, a line there shows meanwhile what is being run."""
     from rich.console import Console
 
     console, results = Console(stderr=True, highlight=False), list[Result]()
@@ -137,7 +137,7 @@ def _told(tell: Callable[[str], object], start: str, dtype: str) -> None:
 
 @dataclass
 class _Tally:
-    """What came of a kernel in a dtype so far."""
+    """The results of a kernel in a dtype so far."""
 
     worst: float = 0.0
     cases: int = 0
@@ -238,7 +238,8 @@ def _on_cpu(
         tell(dtype)
         errors: dict[str, list[float]] = {}
         # Plain torch takes its time, step by step, and has no tiles that a shape may fill or not.
-        shapes = cases.QUICK if family.on_cpu else cases.QUICK[:2]
+        compiled = family.compiled_for_cpu(dtype)
+        shapes = cases.QUICK if compiled else cases.QUICK[:2]
         shapes = tuple(shape for shape in shapes if _elements(shape) <= _MOST_ON_CPU)
         with _one_thread() as all_threads:
             for trial in cases.trials(dtype, shapes, CPU):
@@ -257,7 +258,7 @@ def _on_cpu(
             yield Result(
                 family=family.name,
                 kernel=kernel,
-                language="c" if family.on_cpu else "torch",
+                language="c" if compiled else "torch",
                 dtype=dtype,
                 tier=CPU,
                 variants=(),
@@ -273,8 +274,8 @@ def _elements(shape: int | Sequence[int]) -> int:
 
 @contextmanager
 def _one_thread() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Torch with one thread, as the reference consists of many small steps, between which threads would wait for
-    one another; on a busy machine for long. Yields a context in which torch has all of its threads."""
+    """Torch with one thread. The reference consists of many small steps, between which threads would wait for one
+    another, which takes long on a busy machine. Yields a context in which torch has all of its threads."""
     import torch
 
     threads = torch.get_num_threads()
@@ -318,7 +319,7 @@ def _print(results: list[Result], where: str, skipped: dict[str, str]) -> None:
 
 
 def by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
-    """What was skipped, by why."""
+    """What was skipped, by reason."""
     found: dict[str, list[str]] = {}
     for subject, reason in skipped.items():
         found.setdefault(reason, []).append(subject)

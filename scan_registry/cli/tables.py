@@ -1,4 +1,5 @@
-"""Tables of one line a row, whole in a pipe or a file; on a terminal that is narrower, columns go."""
+"""Tables with one line for each row. In a pipe or a file they are whole; on a narrow terminal columns are left
+out."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _GAP = "  "
 
 
 def on_terminal() -> bool:
-    """Whether somebody reads along; what goes into a pipe or a file is for programs, too."""
+    """Whether output goes to a terminal, and not into a pipe or a file."""
     return sys.stdout.isatty()
 
 

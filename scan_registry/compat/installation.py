@@ -40,7 +40,7 @@ STAND_INS = {
         "1.6.0+scan.registry",
         dict.fromkeys(("", ".causal_conv1d_interface", ".causal_conv1d_varlen"), _CONV),
     ),
-    # The last version without the kernels of Mamba-2: who asks for those must not find them here.
+    # The last version without the kernels of Mamba-2, so that programs that need these see that they are missing.
     "mamba_ssm": StandIn(
         "1.2.2+scan.registry",
         {

@@ -268,7 +268,7 @@ def _tier(decision: Decision) -> Tier | None:
 
 
 def _worth_a_word(answer: Answer, backend: Backend) -> bool:
-    """Whether less than machine code runs; of a language, whether it is missing while others are not."""
+    """Whether to report it: less than machine code runs, or one language is missing and others are not."""
     if backend == "auto":
         return answer.tiers["auto"] in _SEVERITY
     return answer.tiers[backend] is None and _SEVERITY.get(answer.tiers["auto"]) != "error"

@@ -69,10 +69,11 @@ class Step:
         return self.text()
 
     def brief(self, most: int) -> list[str]:
-        """What wins, how it is launched, why, and what would run in its place, in so many lines, 3 or more."""
+        """What wins, how it is launched, why, and what would run in its place, in at most ``most`` lines, 3 or
+        more."""
         decision, winner, losers = self.decision, self.decision.winner, self.decision.rejected
         if winner is None:
-            # First what would do if it were allowed.
+            # First the candidates that would run if the policy allowed their tier.
             found = sorted(
                 grouped(losers).items(), key=lambda each: not each[0].startswith("tier ")
             )
@@ -105,8 +106,8 @@ class Step:
 
     def _torch_or_cpu(self) -> str:
         decision, family = self.decision, self.decision.family
-        here = family.on_cpu and not decision.system.device and decision.backend == "auto"
-        if here and getattr(decision.problem, "dtype", "") not in family.by_torch:
+        here = not decision.system.device and decision.backend == "auto"
+        if here and family.compiled_for_cpu(decision.problem.dtype):
             return "this package's compiled code for the CPU"
         return "plain torch, step by step along time"
 
@@ -213,7 +214,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
 
 def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Explanation:
-    """The same for any system, of which nothing need be here; ``args`` may be tensors on meta.
+    """The same for a system that is described, not present; ``args`` may be tensors on meta.
 
     ``ValueError`` if there is no operator called ``name``.
     """

@@ -54,7 +54,7 @@ def altered(provider: Provider) -> list[Defect]:
 
     Nothing is known of an editable installation, which records none of them.
     """
-    # Of this version: what another one has left beside it is not what brought these files.
+    # Of this version: files that another version left behind did not install these.
     recorded = [
         file
         for found in distributions.named(provider.name)
@@ -155,7 +155,7 @@ def _kernel(variant: Variant) -> Kernel | None:
 
 
 def _contradictions(binary: Binary, content: bytes) -> Iterator[str]:
-    """In what the image says other of itself than its entry does."""
+    """The facts on which the image and its entry in the manifest disagree."""
     form = "ptx" if binary.target.is_ptx else "cubin"
     if binary.format != form:
         yield f"format: the entry states {binary.format}, but code for {binary.target} is {form}"
@@ -293,7 +293,7 @@ def _again(binary: Binary) -> tuple[Binary | str, float]:
 
 
 def _difference(binary: Binary, made: Binary | str) -> str:
-    """What is other in the binary that was compiled here; empty if nothing is."""
+    """How the binary that was compiled here differs; empty if it does not."""
     if isinstance(made, str):
         return made
     if made.sha256 != binary.sha256:

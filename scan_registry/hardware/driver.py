@@ -26,7 +26,7 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_…
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_…
 
-#: Errors of loading that say "not this image", and nothing of the device's state.
+#: Errors of loading that are about the image, and leave the device usable.
 UNFIT = frozenset(
     {
         200,  # CUDA_ERROR_INVALID_IMAGE
@@ -153,7 +153,7 @@ def load(context: int, image: bytes, entry: str, dynamic_shared: int, subject: o
 
 
 class CaptureError(RuntimeError):
-    """A capture that came to nothing, such as one that another thread's wait for the device ended."""
+    """A capture that failed, for example because another thread synchronised the device."""
 
 
 @contextmanager
@@ -169,7 +169,8 @@ def _current(ordinal: int) -> Iterator[ctypes.CDLL]:
 
 
 def create_stream(ordinal: int) -> int:
-    """A stream that waits for none by itself; it stays for the life of the process."""
+    """A non-blocking stream, which does not synchronise with the default stream. It stays for the life of the
+    process."""
     stream = c_void_p()
     with _current(ordinal) as driver:
         _check("cuStreamCreate", driver.cuStreamCreate(byref(stream), c_uint(_STREAM_NON_BLOCKING)))

@@ -63,8 +63,8 @@ def check_tensors(gates: Any, tokens: Any, initial_state: Any, cu_seqlens: Any) 
 
 
 def refuse_layout(name: str, tensor: Tensor, of_jagged: str | None = None) -> NoReturn:
-    """Raise ``TypeError`` for a tensor that is not dense. The message says what to pass instead, which
-    ``of_jagged`` says of a jagged one."""
+    """Raise ``TypeError`` for a tensor that is not dense. The message says what to pass instead; ``of_jagged`` is
+    that advice for a jagged tensor."""
     if tensor.layout == torch.jagged:
         kind, instead = "jagged", of_jagged or f"{name}.to_padded_tensor(0.0)"
     elif tensor.is_nested:
@@ -77,7 +77,8 @@ def refuse_layout(name: str, tensor: Tensor, of_jagged: str | None = None) -> No
 
 
 def refuse_expanded(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is to be changed in place and has elements twice, as an expanded one has."""
+    """Refuse a tensor that is to be changed in place if some of its elements share memory, as in an expanded
+    tensor."""
     if any(
         surely(stride == 0) and not surely(size <= 1)
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -88,8 +89,8 @@ def refuse_expanded(name: str, tensor: Tensor) -> None:
 
 
 def refuse_inference(name: str, state: Any) -> None:
-    """Refuse to change a tensor in place that was made under ``torch.inference_mode()``, outside of that: torch does so,
-    too, but after the change."""
+    """Refuse to change a tensor in place that was made under ``torch.inference_mode()``, in a call outside of it.
+    Torch refuses this too, but only after the change."""
     if isinstance(state, Tensor) and state.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{name} was made under torch.inference_mode(), and is changed in place; call this under "
@@ -240,8 +241,8 @@ def check_initial_state(initial_state: Tensor, shape: Sequence[int], states: tor
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
-    """Refuse bounds of packed sequences that are none. On a GPU their values are checked only under
-    ``SCAN_REGISTRY_DEBUG``, as that waits for them."""
+    """Refuse ``cu_seqlens`` that cannot be bounds of packed sequences. On a GPU the values are checked only under
+    ``SCAN_REGISTRY_DEBUG``, as the check waits for the GPU."""
     if cu_seqlens.dtype not in _OFFSETS:
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
     if cu_seqlens.dim() == 1 and _is_compiling():
@@ -256,7 +257,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a check can read them: not where torch compiles, maps or pretends."""
+    """Whether Python can read the values: not under torch.compile or ``torch.vmap``, and not of meta or fake
+    tensors."""
     return not (torch.compiler.is_compiling() or type(tensor) is not Tensor or _is_mapped(tensor))
 
 
@@ -288,7 +290,8 @@ def normalised(
     check_tensors(gates, tokens, initial_state, cu_seqlens)
     shape, options = check_options(gates, tokens, options)
     gates_dtype, states = kernel_dtypes(gates.dtype, tokens.dtype)
-    # What nothing has to be done to is passed on as it is: a first call has no time for torch's first ones.
+    # Tensors that need no conversion are passed on as they are: the first call of any torch operator in a process is
+    # slow.
     if gates.dtype != gates_dtype:
         gates = gates.to(gates_dtype)
     if tokens.dtype != states:

@@ -1,7 +1,7 @@
 """What ``bench`` times of an operator: cases, their bytes, baselines and targets.
 
-``bench`` brings the rest: it measures the bandwidth roofline, interleaves who is timed, prints and draws.
-Defaults are for kernels that the memory bounds, whose times stand beside the roofline's.
+``bench`` brings the rest: it measures the bandwidth roofline, interleaves the timings, prints and draws. Defaults are
+for kernels that the memory bounds, whose times stand beside the roofline's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Case(Protocol):
 
 
 class Baseline(Protocol):
-    """Somebody to compare with. ``captured``: whether a CUDA graph can record the launches."""
+    """Another implementation to compare with. ``captured``: whether a CUDA graph can record the launches."""
 
     @property
     def name(self) -> str: ...
@@ -75,7 +75,7 @@ class Baseline(Protocol):
     def captured(self) -> bool: ...
 
     def refusal(self, case: Any) -> str | None:
-        """Why it cannot run the case, if that is worth a word."""
+        """Why it cannot run the case, if users are to be told."""
 
     def kernel_call(
         self, case: Any, direction: str, device: Any
@@ -160,7 +160,7 @@ class Benchmark(Protocol):
 
     def cases(self, given: Namespace, kind: str) -> list[Any]:
         """Those that ``--case`` names, or else the options choose, on a ``cuda`` or ``cpu`` device;
-        ``ValueError`` for what cannot be meant."""
+        ``ValueError`` for options that are not valid."""
 
     def draw(self, number: int, seed: int) -> list[Any]:
         """Random cases, the same for the same seed, where it ``draws`` any."""

@@ -1,4 +1,5 @@
-"""What is timed of causal convolutions: cases, their bytes, and the package causal_conv1d beside them."""
+"""The benchmark of causal convolutions: cases, the bytes that they move, and the package causal_conv1d as a
+baseline."""
 
 from __future__ import annotations
 

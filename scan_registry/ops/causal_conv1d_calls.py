@@ -1,7 +1,7 @@
 """Calls of a kind that was checked and planned before: they go from their arguments to the plan.
 
-Checks take longer than a launch. What they find depends on what a plan depends on, and on nothing else but the values of
-packed sequences' bounds where these are checked, too.
+Checks take longer than a launch. Their result depends on the facts that a plan depends on, and otherwise only on the
+values of ``cu_seqlens``, if these are checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from scan_registry.dispatch import policy
 from scan_registry.ops.derivatives import unobserved
 
-#: What a call is found by again.
+#: The key of a call.
 Key = tuple[Any, ...]
 Plan = Callable[..., Any]
 

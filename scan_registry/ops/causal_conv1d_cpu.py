@@ -64,8 +64,8 @@ def _run(
     sizes: Sequence[int],
     strided: Sequence[Tensor],
 ) -> None:
-    """``like`` are x and the weight, and ``tensors`` the kernel's pointers; those that are ``strided`` have strides of
-    their own."""
+    """Call ``kernel``. ``like`` are x and the weight, which give the dtypes. ``tensors`` are the kernel's pointers.
+    The strides of those in ``strided`` are passed too."""
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in like]
     pointers = tuple(None if each is None else each.data_ptr() for each in tensors)
     scalars = tuple(map(int, (*sizes, *(n for tensor in strided for n in tensor.stride()))))

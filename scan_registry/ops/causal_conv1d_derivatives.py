@@ -1,7 +1,7 @@
 """``causal_conv1d`` in torch: dispatch, and derivatives in both modes, of any order.
 
-The first reverse-mode derivative is a kernel, and one that adds up sums. Further ones, forward mode and ``torch.func`` go
-through plain torch.
+The first reverse-mode derivative is two kernels, the second of which adds up partial sums. Further derivatives,
+forward mode and ``torch.func`` are computed in plain torch.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ def update(given: UpdateArguments, options: Options) -> Tensor:
 
 
 def _transformed(given: Arguments, options: Options) -> Outputs:
-    """In operators of torch, which it transforms as it likes."""
+    """In operators of torch, which ``torch.func`` can transform."""
     x, weight, bias, state, seq_idx, bounds = given
     runs = reference.Runs(seq_idx, bounds)
     return reference.forward(x, weight, bias, state, runs, options.silu, options.final)
 
 
 class CausalConv1d(torch.autograd.Function):
-    """``plan`` goes round the dispatcher; without one, the operator runs."""
+    """If ``plan`` is given, it runs and bypasses the dispatcher; otherwise the operator runs."""
 
     # What torch asks the class for at each call by a new string, and else finds last of all.
     setup_context = staticmethod(torch.autograd.Function.setup_context)

@@ -41,10 +41,11 @@ class CausalConv1d(Operator):
             x = described_tensor((batch, time, channels), dtype).transpose(1, 2)
         else:
             x = described_tensor(shape, dtype)
+        wide = "float64" if dtype == "float64" else "float32"
         tensors = (
             x,
-            described_tensor((channels, width), "float32"),
-            described_tensor((channels,), "float32"),
+            described_tensor((channels, width), wide),
+            described_tensor((channels,), wide),
         )
         record = {"width": width, "channel_last": bool(given.channel_last)}
         return ParsedCall(tensors, {"activation": "silu"}, record)

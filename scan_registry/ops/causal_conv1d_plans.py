@@ -58,7 +58,7 @@ class KernelCall:
 
 
 def _layout(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Layout | None:
-    """Which dimension has unit stride in all tensors; None if none has. One step is a row of channels."""
+    """Which dimension has unit stride in all tensors; None if none has. For a single step, channels come first."""
     ways: list[tuple[Layout, int]] = [("time_last", 2), ("channel_last", 1)]
     if shape[2] == 1 and shape[1] > 1:
         ways.reverse()
@@ -69,7 +69,7 @@ def _layout(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Layout | 
 
 
 def _common_alignment(tensors: Sequence[Tensor | None]) -> int:
-    """Bytes, at most 16, that divide every address: what a plan is kept by."""
+    """The largest power of two up to 16 that divides every address. Plans are kept by it."""
     together = 16
     for tensor in tensors:
         if tensor is not None and not tensor.is_meta:
@@ -89,8 +89,8 @@ def make_kernel_call(
     y_grad: Tensor | None = None,
     others: Sequence[Tensor | None] = (),
 ) -> KernelCall:
-    """What one direction makes of its inputs. What lies otherwise than x, or has no unit stride, is copied first, to
-    the strides of a new tensor like x, or without gaps. ``others`` are read, too."""
+    """The kernel call of one direction. Tensors that have other strides than x, or no dimension of unit stride, are
+    copied first: to the strides of a new tensor like x, or without gaps. The kernel also reads ``others``."""
     x, dense = given.x, _new_strides(given.x)
     own = {"x": x.stride(), **({} if y_grad is None else {"y_grad": y_grad.stride()})}
     copied: tuple[str, ...] = ()
@@ -167,7 +167,7 @@ def seen() -> PlanCache:
 
 
 def _is_plain(x: Tensor, options: Options) -> bool:
-    """Whether plain torch computes it without being asked whether a kernel does."""
+    """Whether no kernel on a GPU is looked for."""
     return (
         options.backend == "reference"
         or x.device.type == "cpu"
@@ -184,7 +184,7 @@ def _like(model: Tensor, found: Tensor) -> Tensor:
 
 
 def _copied(tensors: Mapping[str, Tensor], call: KernelCall) -> dict[str, Tensor]:
-    """The tensors, those that are to be copied in the strides that the problem has for them."""
+    """The tensors, with copies, in the strides of the problem, of those that ``call`` names."""
     problem = call.problem
     assert isinstance(problem, ConvProblem)
     strides = tuple(vars(problem.strides[-1]).values())
@@ -200,7 +200,7 @@ def _copied(tensors: Mapping[str, Tensor], call: KernelCall) -> dict[str, Tensor
 
 
 def _check(given: Arguments) -> None:
-    """The operator itself may be called with anything, and kernels read what they are given."""
+    """Raise for tensors that kernels must not be given: users may call the registered operator directly."""
     x, weight, bias, state, seq_idx, cu_seqlens = given
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     expected = {
@@ -238,8 +238,8 @@ def state_shape(given: Arguments) -> tuple[int, int, int]:
 
 
 def _new_state(shape: Sequence[int], x: Tensor, packed: bool, entering: Tensor | None) -> Tensor:
-    """Room for a state that a kernel writes. It writes none for packed sequences without steps, which leave what enters
-    them."""
+    """Memory for a state or its gradient. A kernel writes nothing for packed sequences without steps, which keep
+    ``entering``."""
     state = torch.empty(shape, dtype=x.dtype, device=x.device)
     if packed:
         state = state.zero_() if entering is None else state.copy_(entering)
@@ -346,7 +346,7 @@ def _plan_backward(*arguments: Any) -> Callable[..., Any]:
     count = pieces(variant, call.problem)
     reduce: Run | None = None
     if of_weight or of_bias:
-        # Plain torch adds sums in an order of its own where the sum's kernel does not run.
+        # Where no kernel for the sum runs, plain torch adds the partial sums, in another order.
         reducing = _runner(make_reduction_call(given, count), given.x.device, options)
         reduce = None if isinstance(reducing, Decision) else reducing[0]
     shape, packed = state_shape(given), given.cu_seqlens is not None

@@ -179,7 +179,8 @@ class LinearScan(torch.autograd.Function):
 
 
 def _alive(tensor: Any) -> Any:
-    """What a transform that has ended wrapped, for pullbacks that are called after it."""
+    """The tensor inside a wrapper of a ``torch.func`` transform that has ended: a pullback may be called after its
+    transform."""
     return None if tensor is None else torch._C._functorch.unwrap_if_dead(tensor)
 
 
@@ -229,7 +230,7 @@ def _dispatched_backward(*args: Any) -> Gradients:
 def before(
     x: Tensor, boundary: Tensor | None, cu_seqlens: Tensor | None, options: Options
 ) -> Tensor:
-    """What comes before each step along the walk; ``boundary``, or zero, before the first steps."""
+    """The value before each step, in the direction of the scan; ``boundary``, or zero, before the first steps."""
     dim, reverse = options.dim, options.reverse
     count = x.shape[dim]
     if count == 0:

@@ -42,7 +42,8 @@ def _linear_scan_backward(
 
 
 def _gated_scan(kind: str, inputs: Any, *_: Any, **__: Any) -> int:
-    """The scan's; what computes its gates and tokens is not counted, as no activation is."""
+    """As many as the scan. The operations that compute its gates and tokens are not counted, as torch counts no
+    activation."""
     return _linear_scan(inputs[0], inputs[0])
 
 

@@ -1,7 +1,7 @@
 """DTensors among an operator's arguments. ``scan_registry.distributed.time_shards`` knows how to compute with them.
 
-It is imported when the first DTensor is seen, since what it imports takes longer than a first call. What is below it finds
-it by name.
+It is imported when the first DTensor is seen, since what it imports takes longer than a first call. The operators
+must not import it, since it imports them; so they find it by name.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class StepBuffers:
 class BufferPool:
     """Buffers that no call uses at the moment, at most ``max_size`` bytes on each device.
 
-    Where more are given back, those that were not used for longest go.
+    If more are given back, the least recently used ones are freed.
     """
 
     def __init__(self) -> None:

@@ -22,9 +22,8 @@ Obtained = tuple[Binary, bytes]
 
 
 def obtain(device: Device, archives: Iterable[Archive], variant: Variant) -> Obtained:
-    """The binary and its bytes; ``CompileError`` says why there are none that may be used.
-
-    A variant that spills without the spec's leave is none: no wheel would hold it.
+    """The binary and its bytes; ``CompileError`` says why there is none that may be used. A variant that spills
+    registers, and may not by its spec, is refused, as no wheel would hold it.
     """
     found = _installed(device, archives, variant)
     return _checked(device, variant, found or _compiled(variant, _target(device, variant)))
@@ -52,7 +51,7 @@ def _installed(device: Device, archives: Iterable[Archive], variant: Variant) ->
                 if entry.text == text and exact and misfit(entry.binary, device) is None:
                     return entry.binary, archive.read(entry.binary)
         except ArchiveError:
-            continue  # what is compiled here stands in for it
+            continue  # a binary that is compiled here takes its place
     return None
 
 

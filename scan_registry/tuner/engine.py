@@ -1,10 +1,10 @@
 """The tuner: on each problem, times every variant that is worth it, and the closest ones again.
 
-Variants of one kernel and kind are compiled first, side by side. Then, problem by problem, all of them
-are timed interleaved as CUDA graphs over the same inputs, which rotate out of the caches; few rounds tell
-who is near the fastest, and more rounds which of those it is. Before that each has to give the results
-of the variant that would run untuned, and of all but that one those that take several times as long as
-others leave.
+Variants of one kernel and kind are compiled first, side by side. Then, problem by problem, all of them are timed
+interleaved as CUDA graphs over the same inputs, which rotate out of the caches; few rounds tell which variants are
+near the fastest, and more rounds which of those is the fastest. Before that, a variant is dropped if its results
+differ from those of the variant that would run untuned, or if it takes several times as long as others. The one that
+would run untuned always stays.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class Tuner:
         return left | _race(recordings, shipped)
 
     def _distrust(self, variant: Variant, posed: Posed, reason: str) -> None:
-        """A variant that is wrong once is not to be taken anywhere, however right it was before."""
+        """Exclude a variant that gave a wrong result once, for all problems."""
         self.refused[variant] = f"{posed}: {reason}"
         del self._binaries[variant]
         label = posed.kernel.label(variant)
@@ -290,7 +290,7 @@ def untuned(ordinal: int, posed: Posed) -> Variant | None:
 
 
 def _race(recordings: Mapping[str, Recording], shipped: str | None) -> dict[str, Timing]:
-    """Few rounds for all; more for those near the fastest, and for what is shipped."""
+    """Time all variants in few rounds, then those near the fastest, and the shipped one, in more."""
     found = _times(recordings, COARSE)
     if not found:
         return {}
@@ -312,7 +312,7 @@ def _times(recordings: Mapping[str, Recording], how: Mapping[str, int]) -> dict[
 
 
 def _timing(ms: float, spread: float, rounds: int) -> Timing:
-    """In digits that are more than noise, as tables are long."""
+    """Rounded to the digits that are more than noise, as tables are long."""
     return Timing(float(f"{ms:.5g}"), float(f"{spread:.3g}"), rounds)
 
 
@@ -350,7 +350,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _words(tuned: TuningResult) -> str:
-    """One line for people who wait."""
+    """One line of progress."""
     timings = tuned.measured.timings
     best = timings[tuned.best]
     regret = "nothing shipped" if tuned.regret is None else f"regret {tuned.regret:.3f}"

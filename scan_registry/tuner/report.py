@@ -1,4 +1,4 @@
-"""What tuning came to: how much slower the shipped choices are than the best, and a document of it all."""
+"""The results of tuning: how much slower the shipped choices are than the best, as text and as JSON."""
 
 from __future__ import annotations
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from by_path import load
 
 
 @pytest.fixture(scope="session")
 def cuda_emulator(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The module of that name, which keeps libraries where all workers of this run have them."""
-    spec = importlib.util.spec_from_file_location(
-        "cuda_emulator", Path(__file__).with_name("cuda_emulator.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its module up there.
-    sys.modules["cuda_emulator"] = module
-    spec.loader.exec_module(module)
+    module: ModuleType = load(Path(__file__).with_name("cuda_emulator.py"))
     if module.compiler() is None:
         pytest.skip("g++ is not installed")
     base = tmp_path_factory.getbasetemp()

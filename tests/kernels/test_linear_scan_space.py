@@ -244,7 +244,7 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
     assert (
         kernel.tunable.tile_efficiency(str(variant), {"time": 1e4, "channels": 8}) == 8 / channels
     )
-    assert "201326592 bytes to compose" in str(
+    assert "201326592 bytes of gates and tokens" in str(
         kernel.rules.accepts(variant, replace(small, time=1 << 17))
     )
 

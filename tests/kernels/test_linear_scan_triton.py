@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from interpreting import interpret
 
 from scan_registry.aot.compile import compile_variant
 from scan_registry.hardware.target import Target
@@ -23,19 +21,7 @@ SCRIPT = Path(__file__).with_name("interpret_linear_scan.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward", "reduction"])
 def test_matches_the_reference(direction: str) -> None:
-    """In a process of its own, since the interpreter replaces ``triton.jit`` for all of a process."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), direction],
-        env=environment,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == ""
+    interpret(SCRIPT, direction)
 
 
 @pytest.mark.parametrize("kernel", COLUMNS, ids=lambda kernel: kernel.name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -12,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from by_path import load
 
 from scan_registry.aot.compile import compile_variant
 from scan_registry.hardware.target import Target
@@ -28,14 +27,7 @@ SM_COUNT, OF_CLUSTER = 5, 8
 @pytest.fixture(scope="module")
 def rnn_trials() -> ModuleType:
     """The module of that name."""
-    spec = importlib.util.spec_from_file_location(
-        "rnn_trials", Path(__file__).with_name("rnn_trials.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rnn_trials"] = module
-    spec.loader.exec_module(module)
+    module: ModuleType = load(Path(__file__).with_name("rnn_trials.py"))
     return module
 
 

@@ -14,7 +14,6 @@ from scan_registry.kernels.rnn import reference
 
 #: Of each gate's gradient by itself. Taken from differences of rounded states, f's was wrong by 0.11 in bfloat16.
 TOLERANCE = {"float32": 1e-4, "float16": 6e-3, "bfloat16": 5e-2}
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
 
 
 def draw(dim: int, dtype: str, device: str) -> list[Tensor]:
@@ -64,7 +63,6 @@ def test_each_gate_has_the_gradient_of_a_float64_loop(dim: int, dtype: str) -> N
 
 
 @pytest.mark.gpu
-@ON_GPU
 @pytest.mark.parametrize("backend", ["cuda_fused", "cuda_alternating", "triton"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("dim", [16, 32, 48])

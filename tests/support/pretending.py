@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, RnnProblem
+from scan_registry.nn import torch_cells
+from scan_registry.ops import rnn_layer, rnn_plans
 
 
 class SequenceKernel:
@@ -103,3 +106,35 @@ class SequenceKernel:
         )
         self.strided(tensors, "gates_grad", sizes.bias).copy_(gates_grad.permute(2, 0, 1, 3, 4))
         self.dense(tensors, "initial_grad", count, problem.batch).copy_(initial_grad)
+
+
+#: Problems that were solved, with the tensors that the kernel was given.
+Runs = list[tuple[RnnProblem, dict[str, Any]]]
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Has layers take CPU tensors for a GPU's. Lists what kernels are given from then on."""
+    runs: Runs = []
+
+    def prepared(posed: Any, device: torch.device) -> Any:
+        problem, _ = posed[0]
+        kernel = SequenceKernel(problem)
+
+        def run(tensors: Any) -> None:
+            runs.append((problem, dict(tensors)))
+            kernel(tensors)
+
+        return problem, run
+
+    monkeypatch.setattr(rnn_plans, "_prepared", prepared)
+    monkeypatch.setattr(rnn_layer, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: True)
+    monkeypatch.setattr(rnn_layer, "_layers", {})
+    monkeypatch.setattr(torch_cells, "takes", lambda *_: False)  # which are the CPU's
+    torch.manual_seed(0)
+    return runs
+
+
+def flat(results: Any) -> list[Tensor]:
+    """The tensors in nested tuples and lists."""
+    return [results] if isinstance(results, Tensor) else [t for r in results for t in flat(r)]

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import sys
 from argparse import Namespace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from by_path import TOOLS, load_tool
 
-TOOL = Path(__file__).parents[2] / "tools" / "train_sequence_parallel.py"
+TOOL = TOOLS / "train_sequence_parallel.py"
 
 
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(TOOL.stem, TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    return load_tool(TOOL.stem)
 
 
 def options(**given: Any) -> Namespace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import types
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_path import load_tool
 
 from scan_registry.bench import timing
 from scan_registry.dispatch.candidates import System
@@ -32,14 +32,7 @@ LONGER = replace(SMALL, time=1024)
 
 @pytest.fixture(scope="module")
 def tool() -> types.ModuleType:
-    path = ROOT / "tools" / "measure_random.py"
-    spec = importlib.util.spec_from_file_location("measure_random_tool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("measure_random")
 
 
 @dataclass

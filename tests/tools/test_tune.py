@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import types
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from by_path import load_tool
 
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.tables import Measured, Run, Table, Timing
@@ -23,12 +23,7 @@ RUN = Run("Imaginary", "580.1", {}, {"cuda": "nvrtc 12.9.86"}, "9.9.9", "2026-01
 
 @pytest.fixture(scope="module")
 def tool() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("tune_tool", ROOT / "tools" / "tune.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("tune")
 
 
 def tuned(text: str, ms: float, number: int = 0, run: Run = RUN) -> TuningResult:

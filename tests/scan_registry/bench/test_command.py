@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 import torch
 from benching import CPU, ROOT, SMALL, TINY, Capture, bench, document, refusal, schema
+from by_path import load_tool
 
 from scan_registry.bench import plot
 from scan_registry.bench.measure import Bench
@@ -272,14 +273,7 @@ def test_a_picture_that_cannot_be_written(
 
 @pytest.fixture(scope="module")
 def tool() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_tool", ROOT / "tools" / "bench.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "tools"))  # tools import one another
-        spec.loader.exec_module(module)
-    return module
+    return load_tool("bench")
 
 
 def test_the_tools_cases_are_those_of_the_recorded_results(tool: types.ModuleType) -> None:

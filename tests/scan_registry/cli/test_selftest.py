@@ -38,6 +38,8 @@ def test_one_dtype(dtype: str, capsys: Capture) -> None:
     ran = {family for family, _ in kernels}
     assert ran | {re.split("[ .]", subject)[0] for subject in skipped} >= set(families())
     assert ("rnn" in ran) == (dtype in RNN_TOLERANCE)
+    by_torch = {each["family"] for each in document["results"] if each["language"] == "torch"}
+    assert by_torch == ran & {"selective_state_update"}
     assert skipped["roofline"] == "no function calls it; its kernels are for GPUs"
 
 

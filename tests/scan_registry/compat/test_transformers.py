@@ -29,13 +29,7 @@ pytestmark = pytest.mark.slow
 
 DEVICES = [
     "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-        ],
-    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 TOLERANCE = 1e-5
 VOCABULARY, LENGTH, NEW = 50, 19, 8

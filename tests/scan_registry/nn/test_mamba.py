@@ -371,14 +371,9 @@ def test_keywords_of_our_own_come_last() -> None:
 
 # --- On a GPU ---------------------------------------------------------------------------------
 
-on_a_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
-
 
 class TestOnAGpu:
-    pytestmark = on_a_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize(
         ("dtype", "tolerance"),

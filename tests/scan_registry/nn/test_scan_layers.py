@@ -325,14 +325,8 @@ def test_a_steps_output_may_be_changed_in_place(name: str) -> None:
 # --- On a GPU ---------------------------------------------------------------------------------
 
 
-on_a_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
-
-
 class TestOnAGpu:
-    pytestmark = on_a_gpu
+    pytestmark = pytest.mark.gpu
 
     @EVERY
     @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from scan_registry import causal_conv1d, causal_conv1d_update, explain
 from scan_registry.kernels.causal_conv1d.reference import compute_dtype
+from scan_registry.ops.causal_conv1d import describe
+from scan_registry.ops.causal_conv1d_operator import OPERATOR
 
 OP = torch.ops.scan_registry.causal_conv1d.default
 BACKWARD_OP = torch.ops.scan_registry.causal_conv1d_backward.default
@@ -332,6 +335,13 @@ def test_explained() -> None:
     text = str(explain(causal_conv1d, x, weight, bias))
     assert "time_last_forward" in text
     assert "time_last_backward" in text
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_commands_describe_a_call_in_any_dtype(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    call = OPERATOR.parse(name, (2, 8, 16), Namespace(width=None, channel_last=False))
+    assert describe(*call.args, **call.kwargs)["forward"].problem.dtype == name
 
 
 def test_what_was_checked_before_is_checked_again_where_it_differs() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from placing import PLACES
 from torch import Tensor
 from watched import Memory, levels, using
 
@@ -20,15 +21,6 @@ from scan_registry.ops import _cpu
 from scan_registry.ops.causal_conv1d_operator import OPERATOR
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-#: How (batch, channels, time) lies in memory.
-PLACES: dict[str, Callable[[Tensor], Tensor]] = {
-    "time last": torch.Tensor.contiguous,
-    "channel last": lambda x: x.mT.contiguous().mT,
-    "strided": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
-    "misaligned": lambda x: torch.cat([x[..., :1], x], -1)[..., 1:],
-    "batch last": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
-}
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,7 @@ from torch import Tensor
 from scan_registry import causal_conv1d, causal_conv1d_update
 from scan_registry.kernels.causal_conv1d import reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 NAMES = ("x", "weight", "bias", "initial_state")

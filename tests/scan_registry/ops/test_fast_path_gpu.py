@@ -12,10 +12,7 @@ from torch import Tensor
 from scan_registry import linear_scan
 from scan_registry.ops import fast_path
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 BATCH, TIME, CHANNELS = 3, 200, 64
 WAYS = [*product((False, True), repeat=4)]

@@ -21,10 +21,7 @@ from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.ops import gated_scan_fast, gated_scan_plans
 from scan_registry.ops.launching import PlanCache
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 #: Numbers below this count as 0.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from precision import ROUNDING, wide
 from torch import Tensor
 
 from scan_registry import linear_scan
@@ -14,23 +15,6 @@ from scan_registry import linear_scan
 Oracle = Callable[..., tuple[Tensor, Tensor]]
 
 SHAPES = [((7,), 0), ((2, 3, 9), -1), ((2, 9, 3), 1), ((9, 2, 3), 0), ((2, 2, 4, 3, 2), -3)]
-#: Half a unit in the last place.
-ROUNDING = {
-    torch.float64: 2.0**-53,
-    torch.float32: 2.0**-24,
-    torch.float16: 2.0**-11,
-    torch.bfloat16: 2.0**-8,
-    torch.complex64: 2.0**-24,
-    torch.complex128: 2.0**-53,
-}
-
-
-def wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def inputs(

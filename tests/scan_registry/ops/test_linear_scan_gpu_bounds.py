@@ -11,10 +11,7 @@ import scan_registry
 from scan_registry.ops import plans
 from scan_registry.ops.problems import StateLayout, make_kernel_call, make_reduction_call
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 BACKENDS = ("cuda", "triton")

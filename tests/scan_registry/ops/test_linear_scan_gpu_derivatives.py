@@ -14,10 +14,7 @@ import torch
 
 import scan_registry
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 BACKENDS = ("cuda", "triton")

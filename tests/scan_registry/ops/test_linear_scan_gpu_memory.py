@@ -8,15 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gpu_scans import inputs, with_states
 
 import scan_registry
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan.cases import TOLERANCE, wide
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 BACKENDS = ("cuda", "triton")
@@ -25,26 +23,6 @@ BACKENDS = ("cuda", "triton")
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-def inputs(*shape, dtype=torch.float32, grad=True, gates=None):
-    """Gates, of another shape if that is given, and tokens."""
-    decays = 1 - torch.rand(*(gates or shape), device=DEVICE) ** 3
-    tensors = decays.to(dtype), torch.randn(*shape, device=DEVICE).to(dtype)
-    return [t.requires_grad_(grad) for t in tensors]
-
-
-def with_states(*shape, dim, packed, gates=None):
-    """Gates, tokens and initial states; bounds, or None."""
-    tensors = inputs(*shape, gates=gates)
-    bounds = None
-    of_state = [*shape]
-    del of_state[dim]
-    if packed:
-        time = shape[dim]
-        bounds = torch.tensor([0, 0, 3, time // 2, time // 2, time], device=DEVICE)
-        of_state.insert(dim % len(shape), len(bounds) - 1)
-    return [*tensors, torch.randn(of_state, device=DEVICE, requires_grad=True)], bounds
 
 
 # --- Memory -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from precision import ROUNDING, compute_dtype, wide
 from torch import Tensor
 
 from scan_registry import linear_scan
@@ -19,15 +20,6 @@ from scan_registry.ops.arguments import common_shape
 
 Oracle = Callable[..., tuple[Tensor, Tensor]]
 
-#: Half a unit in the last place.
-ROUNDING = {
-    torch.float64: 2.0**-53,
-    torch.complex128: 2.0**-53,
-    torch.float32: 2.0**-24,
-    torch.complex64: 2.0**-24,
-    torch.float16: 2.0**-11,
-    torch.bfloat16: 2.0**-8,
-}
 PAIRS = [
     *[(torch.float64, torch.float64)] * 4,
     (torch.complex128, torch.complex128),
@@ -41,14 +33,6 @@ PAIRS = [
     (torch.float32, torch.bfloat16),
     (torch.bfloat16, torch.float32),
 ]
-
-
-def wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 SHAPES = st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=4)

@@ -10,10 +10,7 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.cases import TOLERANCE, wide
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 #: Rows and columns, few and many, one step, primes, and one sequence cut into segments.
 SHAPES = (

@@ -16,10 +16,7 @@ from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.cases import TOLERANCE
 from scan_registry.kernels.rnn.problem import SIZES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 BACKENDS = ("cuda_fused", "cuda_alternating")

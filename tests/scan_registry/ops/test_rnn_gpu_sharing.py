@@ -19,10 +19,7 @@ import scan_registry
 from scan_registry import nn
 from scan_registry.ops.step_buffers import StepBuffers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 MEGABYTE = 1 << 20
 #: What cuBLAS works in, which torch keeps for each thread's handle and each stream.

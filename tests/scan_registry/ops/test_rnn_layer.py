@@ -4,19 +4,17 @@ against the same layers composed of operators."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from pretending import SequenceKernel
+from pretending import Runs, flat, pretend_gpu
 from torch import Tensor
 
 from scan_registry import nn
 from scan_registry.dispatch import policy
-from scan_registry.kernels.rnn.problem import RnnProblem
-from scan_registry.nn import torch_cells
 from scan_registry.ops import rnn_layer, rnn_plans
 
 KINDS = ("LSTM", "GRU", "RNN", "SLSTM")
@@ -29,37 +27,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def solved(monkeypatch: pytest.MonkeyPatch) -> list[RnnProblem]:
-    """Has CPU tensors taken for a GPU's by layers, and lists the problems solved; each run of one, too."""
-    problems: list[RnnProblem] = []
-
-    def prepared(posed: Any, device: torch.device) -> Any:
-        problem, _ = posed[0]
-        kernel = SequenceKernel(problem)
-
-        def run(tensors: Any) -> None:
-            problems.append(problem)
-            kernel(tensors)
-
-        return problem, run
-
-    monkeypatch.setattr(rnn_plans, "_prepared", prepared)
-    monkeypatch.setattr(rnn_layer, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: True)
-    monkeypatch.setattr(rnn_layer, "_layers", {})
-    monkeypatch.setattr(torch_cells, "takes", lambda *_: False)  # which are the CPU's
-    torch.manual_seed(0)
-    return problems
+def solved(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """The problems that were solved by kernels, which are played on the CPU; each run of one, too."""
+    return pretend_gpu(monkeypatch)
 
 
 def make(kind: str, **options: Any) -> Any:
@@ -84,10 +58,6 @@ def draw_marks(module: Any) -> Tensor:
     marks = torch.rand(BATCH, TIME) < 0.3
     marks[:, 0] = torch.arange(BATCH) == 1
     return marks if module.batch_first else marks.T.contiguous()
-
-
-def flat(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [t for r in results for t in flat(r)]
 
 
 def leaves(module: Any, x: Tensor, hx: Any) -> list[Tensor]:
@@ -135,7 +105,7 @@ def test_layers_are_those_composed(
     name: str,
     with_states: bool,
     resets: bool,
-    solved: list[RnnProblem],
+    solved: Runs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = make(kind, **OPTIONS[name])
@@ -145,8 +115,8 @@ def test_layers_are_those_composed(
     with torch.no_grad():
         close(flat(module(*given, **how)), found["all"][0])
     assert len(solved) == module.num_layers * (2 * len(USED) + 1)
-    assert all(p.resets == resets for p in solved)
-    assert {p.graded for p in solved if p.direction == "backward"} == {0, 1}
+    assert all(p.resets == resets for p, _ in solved)
+    assert {p.graded for p, _ in solved if p.direction == "backward"} == {0, 1}
     monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: False)
     for each, used in USED.items():
         expected = gradients(module, *given, used, **how)
@@ -160,7 +130,7 @@ def test_layers_are_those_composed(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_narrow_dtypes(kind: str, solved: list[RnnProblem]) -> None:
+def test_narrow_dtypes(kind: str, solved: Runs) -> None:
     module = make(kind).bfloat16()
     x, hx = draw(module, True)
     exact = copy.deepcopy(module).float()
@@ -172,13 +142,13 @@ def test_narrow_dtypes(kind: str, solved: list[RnnProblem]) -> None:
     for one, other in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
         assert one.dtype == torch.bfloat16
         assert float(((one.float() - other).norm() / other.norm()).detach()) < 2e-2
-    assert {p.dtype for p in solved} == {"bfloat16", "float32"}
+    assert {p.dtype for p, _ in solved} == {"bfloat16", "float32"}
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (4, 1)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_steps_and_rows(
-    kind: str, shape: tuple[int, int], solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch
+    kind: str, shape: tuple[int, int], solved: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = make(kind)
     x = torch.randn(*shape, FEATURES, requires_grad=True)
@@ -191,7 +161,7 @@ def test_few_steps_and_rows(
         close(one[0] + one[1], expected[0] + expected[1], 1e-4)
 
 
-def test_gradients_that_are_not_wanted(solved: list[RnnProblem]) -> None:
+def test_gradients_that_are_not_wanted(solved: Runs) -> None:
     for kind, seen in product(KINDS, range(6)):
         module = make(kind)
         x, hx = draw(module, True)
@@ -203,7 +173,7 @@ def test_gradients_that_are_not_wanted(solved: list[RnnProblem]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_memory_is_shared(kind: str, solved: list[RnnProblem]) -> None:
+def test_no_memory_is_shared(kind: str, solved: Runs) -> None:
     """Results and gradients may be changed in place, but for what a backward pass needs."""
     module = make(kind)
     x, hx = draw(module, True)
@@ -227,7 +197,7 @@ def test_no_memory_is_shared(kind: str, solved: list[RnnProblem]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_before_a_reset_counts_for_nothing(kind: str, solved: list[RnnProblem]) -> None:
+def test_what_was_before_a_reset_counts_for_nothing(kind: str, solved: Runs) -> None:
     """Even if it is NaN: in a step before, and in the states that a first reset hides, which get no gradient."""
     module = make(kind)
     x, hx = draw(module, True)
@@ -244,10 +214,10 @@ def test_what_was_before_a_reset_counts_for_nothing(kind: str, solved: list[RnnP
     count = len(expected[1])
     close(found[0] + found[1][:count], expected[0] + expected[1], 1e-4)
     assert not any(grad.any() for grad in found[1][count:])
-    assert sum(p.resets for p in solved) == 3
+    assert sum(p.resets for p, _ in solved) == 3
 
 
-def test_marks_as_they_may_lie(solved: list[RnnProblem]) -> None:
+def test_marks_as_they_may_lie(solved: Runs) -> None:
     """Strided, unbatched, and written to afterwards."""
     module = make("GRU")
     x, _ = draw(module)
@@ -262,13 +232,13 @@ def test_marks_as_they_may_lie(solved: list[RnnProblem]) -> None:
     one = module(x[:, 0], reset=marks[:, 0])[0]
     torch.testing.assert_close(one, expected[0][0][:, 0])
     assert len(solved) == 5
-    assert all(p.resets for p in solved)
+    assert all(p.resets for p, _ in solved)
 
 
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives(
-    kind: str, resets: bool, solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch
+    kind: str, resets: bool, solved: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = make(kind)
     how = {"reset": draw_marks(module)} if resets else {}
@@ -286,13 +256,13 @@ def test_second_derivatives(
         return [*torch.autograd.grad(loss, wanted)]
 
     found = second()
-    assert any(p.direction == "forward" for p in solved)
+    assert any(p.direction == "forward" for p, _ in solved)
     monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: False)
     for one, other in zip(found, second(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
-def test_weights_that_change_are_seen(solved: list[RnnProblem]) -> None:
+def test_weights_that_change_are_seen(solved: Runs) -> None:
     """Whatever writes to them, with or without a version: nothing of a weight is kept."""
     for kind in KINDS:
         module = make(kind)
@@ -306,7 +276,7 @@ def test_weights_that_change_are_seen(solved: list[RnnProblem]) -> None:
                 assert torch.equal(module(x)[0], copy.deepcopy(module)(x)[0]), name
 
 
-def test_hooks_of_saved_tensors(solved: list[RnnProblem]) -> None:
+def test_hooks_of_saved_tensors(solved: Runs) -> None:
     """Tensors that come back another way are computed with as they are."""
     for kind in KINDS:
         module = make(kind)
@@ -323,9 +293,7 @@ def test_hooks_of_saved_tensors(solved: list[RnnProblem]) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_required_backwards_is_what_was_forwards(
-    solved: list[RnnProblem], monkeypatch: Any
-) -> None:
+def test_what_is_required_backwards_is_what_was_forwards(solved: Runs, monkeypatch: Any) -> None:
     requests: list[Any] = []
     prepare = rnn_plans.prepare_sequence
 
@@ -397,12 +365,12 @@ def left_to_others() -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("name", left_to_others())
-def test_what_is_left_to_others(name: str, solved: list[RnnProblem]) -> None:
+def test_what_is_left_to_others(name: str, solved: Runs) -> None:
     left_to_others()[name]()
     assert not solved
 
 
-def test_no_kernel(solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel(solved: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none takes all steps the layer is composed, and where none goes backwards its gradient is."""
     module = make("LSTM")
     x, hx = draw(module, True)
@@ -423,7 +391,7 @@ def test_no_kernel(solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_gradients(kind: str, resets: bool, solved: list[RnnProblem]) -> None:
+def test_batches_of_gradients(kind: str, resets: bool, solved: Runs) -> None:
     """As Jacobians are taken: by torch's own batches, and by ``torch.func.vmap`` over a backward pass."""
     module = make(kind)
     x, hx = draw(module, True)

@@ -7,51 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from pretending import SequenceKernel
+from pretending import Runs, flat, pretend_gpu
 from torch import Tensor
 
 from scan_registry import nn
-from scan_registry.kernels.rnn.problem import RnnProblem
-from scan_registry.nn import torch_cells
-from scan_registry.ops import constants, rnn_layer, rnn_plans
+from scan_registry.ops import constants, rnn_layer
 
 KINDS = ("LSTM", "GRU", "RNN", "SLSTM")
 TIME, BATCH, FEATURES, HIDDEN = 4, 3, 8, 32
 
-#: Problems solved, with the tensors that the kernel was given.
-Runs = list[tuple[RnnProblem, dict[str, Any]]]
-
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """Has CPU tensors taken for a GPU's by layers, and lists what kernels were given."""
-    found: Runs = []
-
-    def prepared(posed: Any, device: torch.device) -> Any:
-        problem, _ = posed[0]
-        kernel = SequenceKernel(problem)
-
-        def run(tensors: Any) -> None:
-            found.append((problem, dict(tensors)))
-            kernel(tensors)
-
-        return problem, run
-
-    monkeypatch.setattr(rnn_plans, "_prepared", prepared)
-    monkeypatch.setattr(rnn_layer, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: True)
-    monkeypatch.setattr(rnn_layer, "_layers", {})
-    monkeypatch.setattr(torch_cells, "takes", lambda *_: False)  # which are the CPU's
-    torch.manual_seed(0)
-    return found
+    """What kernels were given, which are played on the CPU."""
+    return pretend_gpu(monkeypatch)
 
 
 def make(kind: str, **options: Any) -> Any:
     return getattr(nn, kind)(FEATURES, HIDDEN, **options)
-
-
-def flat(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [t for r in results for t in flat(r)]
 
 
 def draw(module: Any) -> Tensor:

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from pretending import flat
 from torch import Tensor
 
 from scan_registry import nn
 from scan_registry.nn import recurrent
 from scan_registry.ops import constants, rnn_layer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 KINDS = ("LSTM", "GRU", "RNN", "SLSTM")
 TIME, BATCH, FEATURES, HIDDEN = 17, 5, 24, 64
@@ -52,10 +50,6 @@ def draw_marks(module: Any) -> Tensor:
     marks = torch.rand(BATCH, TIME, device="cuda") < 0.2
     marks[1, 0] = True
     return marks if module.batch_first else marks.T.contiguous()
-
-
-def flat(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [t for r in results for t in flat(r)]
 
 
 def run(

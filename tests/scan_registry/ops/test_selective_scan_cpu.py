@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from placing import PLACES
 from torch import Tensor
 from watched import levels, using
 
@@ -16,15 +17,6 @@ import scan_registry
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.cases import TOLERANCE
 from scan_registry.ops import _cpu
-
-#: How (batch, channels, time) lies in memory: time or channels without gaps, or neither; off 16 bytes.
-PLACES: dict[str, Callable[[Tensor], Tensor]] = {
-    "time last": torch.Tensor.contiguous,
-    "channel last": lambda x: x.mT.contiguous().mT,
-    "strided": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
-    "misaligned": lambda x: torch.cat([x[..., :1], x], -1)[..., 1:],
-    "batch last": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
-}
 
 
 @dataclass(frozen=True)

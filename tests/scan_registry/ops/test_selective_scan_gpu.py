@@ -20,10 +20,7 @@ from scan_registry.ops import selective_scan_fast, selective_scan_plans
 from scan_registry.ops.launching import PlanCache
 from scan_registry.ops.selective_scan_arguments import Options, normalised
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")

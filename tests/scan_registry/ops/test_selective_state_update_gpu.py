@@ -12,10 +12,7 @@ from scan_registry import linear_scan_step, selective_state_update
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.selective_state_update import reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 TENSORS = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")

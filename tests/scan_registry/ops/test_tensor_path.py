@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from placing import memory
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,13 +17,6 @@ from scan_registry.ops.derivatives import OBSERVERS, PLAIN_TYPES
 pytestmark = pytest.mark.skipif(
     not hasattr(Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no table of DLPack's"
 )
-
-
-def memory(*shape: int, dtype: torch.dtype = torch.float32, off: int = 0) -> Tensor:
-    """On the 16-byte grid, or ``off`` elements from it."""
-    room = torch.zeros(torch.Size(shape).numel() + 16, dtype=dtype)
-    first = -room.data_ptr() // room.element_size() % 16 + off
-    return room[first:][: torch.Size(shape).numel()].view(shape)
 
 
 class Planner:

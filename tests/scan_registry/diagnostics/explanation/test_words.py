@@ -209,6 +209,7 @@ def test_what_computes_on_the_cpu(dtype: torch.dtype) -> None:
     wx, r = torch.zeros(2, 8, 4, 1, 16, dtype=dtype), torch.zeros(4, 1, 16, 16, dtype=dtype)
     assert runs(scan_registry.rnn, wx, r, None) == expected
     assert runs(scan_registry.rnn, wx, r, None, backend="reference") == plain
+    assert runs(scan_registry.causal_conv1d, x, torch.zeros(8, 4, dtype=dtype)) == expected
     rates = torch.zeros(8, 4, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     states = torch.zeros(2, 4, 16, dtype=dtype)
     assert runs(scan_registry.selective_scan, x, x, rates, states, states) == expected
