@@ -61,25 +61,29 @@ def draw(module: Any) -> Tensor:
 @pytest.mark.skipif(
     not hasattr(Tensor, "__dlpack_c_exchange_api__"), reason="torch has no table for C"
 )
+@pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_without_gradients_are_found_in_c(
-    kind: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
+    kind: str, batch_first: bool, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unwanted(*_: Any) -> Any:
         raise AssertionError
 
-    module = make(kind)
+    module = make(kind, batch_first=batch_first)
     x = draw(module)
     tracked = module(x)
     hx = tracked[1]
+    loose = torch.cat((x, x), 2)[..., :FEATURES]
+    calls = (x,), (x, hx), (loose, hx)
     with torch.no_grad():
-        known = module(x), module(x, hx)
+        known = [module(*call) for call in calls]
         for name in ("call_facts", "_plan"):
             monkeypatch.setattr(rnn_layer, name, unwanted)
         monkeypatch.setattr(type(module), "_layers", unwanted)
-        found = module(x), module(x, hx)
+        found = [module(*call) for call in calls]
         for one, other in zip(flat(found), flat(known), strict=True):
             assert torch.equal(one, other)
+    assert torch.equal(found[2][0], found[1][0])
     for one, other in zip(flat(found[0]), flat(tracked), strict=True):
         assert torch.equal(one, other)
         assert not one.requires_grad
@@ -203,6 +207,7 @@ def test_zeros_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     other = torch.device("cpu"), torch.float32, 32
     assert constants.zeros(*other) is not constants.zeros(*other)
     assert constants.zeros(*wanted) is one
+    assert constants.zeros(*wanted[:2], 3, 16).shape == (3, 16)
 
 
 def test_projections_are_left_to_others(runs: Runs) -> None:
