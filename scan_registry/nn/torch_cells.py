@@ -85,7 +85,7 @@ def is_faster_in_bfloat16(units: int, steps: int, all_steps: int) -> bool:
 
 def has_bfloat16() -> bool:
     """Whether torch computes LSTMs by oneDNN in bfloat16, with instructions for it, which is precise and fast."""
-    return torch.backends.mkldnn.enabled and _instructions()  # type: ignore[attr-defined]
+    return bool(torch.backends.mkldnn.enabled) and _instructions()
 
 
 @cache
