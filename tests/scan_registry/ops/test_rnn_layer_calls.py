@@ -150,6 +150,22 @@ def test_what_lies_batches_first_is_not_copied(kind: str, runs: Runs) -> None:
     assert first.strides[:2] == gates.stride()[:2]
 
 
+@pytest.mark.parametrize(("batch", "time"), [(1, 1), (1, TIME), (BATCH, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_batch_or_one_step(kind: str, batch: int, time: int, runs: Runs) -> None:
+    """Of which both orders in memory are the same."""
+    module = make(kind, batch_first=True)
+    x = torch.randn(batch, time, FEATURES)
+    found = module(x)
+    with torch.no_grad():
+        for _ in range(2):
+            again = module(x)
+            assert again[0].shape == (batch, time, HIDDEN)
+            for one, other in zip(flat(again), flat(found), strict=True):
+                assert torch.equal(one, other)
+    assert len(runs) == 3
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_of_gru_are_put_in_order_once(dtype: torch.dtype, bias: bool, runs: Runs) -> None:
