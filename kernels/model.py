@@ -16,6 +16,8 @@ from scan_registry.hardware.target import Target
 from scan_registry.kernels.tuning import Model, Shape, Source
 
 Language = Literal["cuda", "triton"]
+#: In order of preference on one tier, unless a family says otherwise of a problem.
+LANGUAGES: tuple[Language, ...] = ("cuda", "triton")
 Static: TypeAlias = str | int
 #: Static parameters with their values.
 Pins: TypeAlias = tuple[tuple[str, Static], ...]
@@ -372,6 +374,27 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Route:
+    """Another way to pose a problem: tensors are copied into another layout, a kernel solves the problem of the
+    copies, and its results are copied back.
+
+    name      such as ``padded``
+    problem   of the copies
+    inputs    and ``outputs``: pointers whose tensors are copied before the kernel, and back after it
+    launches  of kernels that copy, at most
+    elements  and ``bytes`` of the copies
+    """
+
+    name: str
+    problem: Any
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    launches: int
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Family:
     """Kernels that compute one thing.
 
@@ -379,6 +402,10 @@ class Family:
                aligned and that are not: what ``doctor`` asks selection about
     on_cpu     whether this package has compiled code for the CPU, too; else plain torch runs there
     by_torch   the dtypes that plain torch computes on the CPU all the same
+    languages  problem -> languages in order of preference on one tier
+    routes     problem -> other ways to pose it, which may be faster
+    estimate   coefficients of the timing model, a kernel, what a variant prints as, the problem that it is to solve, the
+               route if that is one's, SMs of the GPU -> milliseconds, copies included; None where nothing is known
     """
 
     name: str
@@ -388,6 +415,11 @@ class Family:
     samples: tuple[Sample, ...] = ()
     on_cpu: bool = False
     by_torch: tuple[str, ...] = ()
+    languages: Callable[[Any], tuple[Language, ...]] = lambda problem: LANGUAGES
+    routes: Callable[[Any], tuple[Route, ...]] = lambda problem: ()
+    estimate: Callable[[Model, Kernel, str, Any, Route | None, int], float | None] = (
+        lambda model, kernel, text, problem, route, count: None
+    )
 
     def compiled_for_cpu(self, dtype: str) -> bool:
         """Whether this package's compiled code computes the dtype on the CPU, and not plain torch."""

@@ -36,11 +36,12 @@ from scan_registry.bench.timing import (
 )
 from scan_registry.diagnostics import accuracy
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.candidates import LANGUAGES, Candidate, candidates, checked
+from scan_registry.dispatch.candidates import Candidate, candidates, checked
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Decision, NoKernelError
 from scan_registry.hardware.device import device
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import LANGUAGES
 from scan_registry.ops.benchmark import PASSES, Call
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.ops.linear_scan_operator import OPERATOR

@@ -17,8 +17,10 @@ from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import (
     columns,
     cuda_tiles,
+    packed,
     registers,
     rings,
+    routes,
     space,
     streams,
     timing_model,
@@ -35,15 +37,7 @@ from scan_registry.kernels.linear_scan.problem import (
     ceil_div,
     state_dtype,
 )
-from scan_registry.kernels.linear_scan.space import (
-    ACCESSES,
-    DTYPES,
-    FAMILY_NAME,
-    FOLDER,
-    Tile,
-    reductions,
-    scans,
-)
+from scan_registry.kernels.linear_scan.space import FAMILY_NAME, FOLDER, Tile, reductions, scans
 from scan_registry.kernels.linear_scan.summary import summaries
 from scan_registry.kernels.model import (
     ITEM_SIZE,
@@ -444,6 +438,11 @@ FAMILY = Family(
         *summaries(parameters("summary"), _cuda_constants, _rejects_static),
         *(kernel for layout in LAYOUTS for kernel in _triton_kernels(layout)),
     ),
-    samples=tuple(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ACCESSES)),
+    samples=tuple(
+        _sample(*each) for each in product(LAYOUTS, DIRECTIONS, space.DTYPES, space.ACCESSES)
+    ),
     on_cpu=True,
+    languages=packed.languages,
+    routes=routes.routes,
+    estimate=routes.estimate,
 )

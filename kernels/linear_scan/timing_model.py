@@ -34,6 +34,11 @@ _RESIDENT = 1024
 #: How sharply the slowest of what overlaps decides.
 _SHARPNESS = 4
 
+#: ps for an element of contiguous channels, at least, where a gate is shared by all time steps: such designs read it again
+#: for each. Segments take as much more as they have fewer lanes along the channels. Timed on an H200, with (27, 144, 37132),
+#: (5, 72, 439474) and (3, 376, 15249) among the shapes; columns that one CTA passes over lose nothing.
+_SHARED_GATES: Mapping[str, float] = {"single_wave": 10.0, "multi_cta_columns": 4.3}
+_SHARED_GATES_IN_SEGMENTS = 40.0
 #: A coefficient for each of these, in ms but for those that say otherwise.
 COEFFICIENTS = (
     "call",
@@ -125,9 +130,20 @@ def predicted(
         if found is None or found.design not in model:
             return None
         work = work_of(found, shape.sizes, sm_count, model["gpu"]["bandwidth"])
-        return milliseconds(work, model[found.design])
+        ms = milliseconds(work, model[found.design])
+        return max(ms, _least_with_shared_gates(found, text, shape.sizes))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None  # another version's, which is refused when it is looked at
+
+
+def _least_with_shared_gates(of: Geometry, text: str, sizes: Mapping[str, float]) -> float:
+    """Milliseconds below which a variant does not get if gates are broadcast; 0 if nothing is known."""
+    if of.time_last or sizes["broadcast"] == 1:
+        return 0.0
+    each = _SHARED_GATES.get(of.design, 0.0)
+    if of.design == "segments":
+        each = _SHARED_GATES_IN_SEGMENTS / Variant.parse(text).number("lanes")
+    return sizes["lines"] * sizes["time"] * each * 1e-9
 
 
 def _serves(text: str, shape: Shape) -> bool:

@@ -191,6 +191,10 @@ def _fused_launch(
     at_once = max(1, min(groups, sm_count // members))
     published = problem.dim * (values["gates"] if direction == "backward" else 1)
     alone = (members == 1 and values["rows"] > 1) or values["cluster"]
+    if (
+        direction == "forward"
+    ):  # Backwards a step publishes for the gradients of initial states, too.
+        alone = alone or problem.time == 1
     ring = 0 if alone else tilings.RING * tile * published * values["item"]
     return _launch_of("sequence", direction, problem, at_once * members, at_once * ring)
 

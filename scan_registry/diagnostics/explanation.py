@@ -20,7 +20,7 @@ from scan_registry.dispatch.rows import NEAR
 from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
-from scan_registry.kernels.model import Variant
+from scan_registry.kernels.model import Route, Variant
 from scan_registry.ops.operator import KernelCall, Operator, operators
 
 _LABEL = 11  # columns before the text of a line
@@ -29,7 +29,8 @@ _EMPTY = "nothing runs: the tensors are empty"
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel of a call, such as ``forward``: inputs that are copied before it, and the decision."""
+    """One kernel of a call, such as ``forward``: inputs that are copied before it because of their strides, and the
+    decision, whose route says what else is copied."""
 
     name: str
     copied: tuple[str, ...]
@@ -37,6 +38,18 @@ class Step:
 
     def to_json(self) -> dict[str, Any]:
         return {"step": self.name, "copied": list(self.copied), **decision_record(self.decision)}
+
+    def _copies(self) -> str:
+        """What is copied, before the kernel and after it; empty if nothing is."""
+        first, route = ", ".join(self.copied), self.decision.route
+        words = [f"{first} first"] if first else []
+        if route is not None:
+            words.append(
+                f"{', '.join(route.inputs)} into another layout ({route.name}; {route.bytes} bytes in all)"
+            )
+            if route.outputs:
+                words.append(f"{', '.join(route.outputs)} back")
+        return ", ".join(words)
 
     def text(self, *, everything: bool = False) -> str:
         """A line for each fact. What was not taken is grouped by reason, unless ``everything``."""
@@ -74,7 +87,8 @@ class Step:
             attestation = _attestations().get(winner.binary.sha256) if winner.binary else None
             tested = "GPU-tested" if attestation and attestation.passed else "not GPU-tested"
             lines = [f"{self.name}: {winner.tier}, {winner.subject}, {tested}"]
-            copies = f"; copies {', '.join(self.copied)} first" if self.copied else ""
+            copied = self._copies()
+            copies = f"; copies {copied}" if copied else ""
             launch = f"  {'launch':{_LABEL}}{_launch(decision)}{copies}"
             tuning = _tuning(decision, winner)
             lines += (
@@ -114,7 +128,7 @@ class Step:
                 yield "sha256", winner.binary.sha256
                 yield "GPU-tested", _gpu_test(winner.binary)
             yield "launch", _launch(decision)
-            yield "copies", ", ".join(self.copied) + " first" if self.copied else "none"
+            yield "copies", self._copies() or "none"
             yield "tuning", _tuning(decision, winner)
         device = decision.system.device
         if device and decision.backend != "reference" and (not winner or winner.tier > Tier.PTX):
@@ -256,6 +270,7 @@ def decision_record(decision: Decision) -> dict[str, Any]:
     binary = winner.binary if winner else None
     attestation = _attestations().get(binary.sha256) if binary else None
     return {
+        "route": _route_record(decision.route),
         "kernel": decision.problem.kernel,
         "problem": str(decision.problem),
         "backend": decision.backend,
@@ -282,6 +297,13 @@ def decision_record(decision: Decision) -> dict[str, Any]:
         else None,
         "rejected": [asdict(loser) for loser in decision.rejected],
     }
+
+
+def _route_record(route: Route | None) -> dict[str, Any] | None:
+    if route is None:
+        return None
+    copied = {"copied": list(route.inputs), "copied_back": list(route.outputs)}
+    return {"name": route.name, **copied, "bytes": route.bytes}
 
 
 def _tuning_record(decision: Decision) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ Selection checks those that rank first, until one is; whoever asks for reasons h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from typing import Literal
@@ -25,13 +25,18 @@ from scan_registry.dispatch.fit import (
 from scan_registry.dispatch.rows import Rule, TuningMatch, nearest_row
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.model import Family, Kernel, Language, Launch, Problem, Variant
+from scan_registry.kernels.model import (
+    Family,
+    Kernel,
+    Language,
+    Launch,
+    Problem,
+    Variant,
+)
 
 Backend = Literal["auto", "cuda", "triton", "reference"]
 Key = tuple[str, str]
 BACKENDS: tuple[Backend, ...] = ("auto", "cuda", "triton", "reference")
-#: In order of preference on one tier.
-LANGUAGES: tuple[Language, ...] = ("cuda", "triton")
 MOST_BLOCKS = 2**31 - 1  # along x, on every GPU
 
 
@@ -110,14 +115,19 @@ class Candidate:
         return self.subject, str(self.archive.path) if self.archive else "here"
 
     @cached_property
-    def order(self) -> tuple[int, int, int, bool, float]:
-        """Tier first, CUDA before Triton, the latest architecture, then what tuning found to be the
+    def order(self) -> tuple[int, int, bool, float]:
+        """Among candidates of one language: tier first, the latest architecture, then what tuning found to be the
         fastest, then the spec's preference, which is 0 until it is checked."""
-        if self.language is None or self.target is None:
-            return self.tier, 0, 0, False, 0.0
-        other = LANGUAGES.index(self.language)
+        if self.target is None:
+            return self.tier, 0, False, 0.0
         preference = self.cost if self.ms is None else self.ms
-        return self.tier, other, -self.target.number, self.ms is None, preference
+        return self.tier, -self.target.number, self.ms is None, preference
+
+    def order_among(self, languages: Sequence[Language]) -> tuple[int, int, int, bool, float]:
+        """Among candidates of ``languages``, of which the earlier comes first on one tier."""
+        tier, *others = self.order
+        place = 0 if self.language is None else languages.index(self.language)
+        return tier, place, *others  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -180,9 +190,14 @@ def candidates(
 
 def _row(system: System, device: Device, kernel: Kernel, problem: Problem) -> TuningMatch | None:
     """All of one language go by the same row, wherever they come from, so that their times can be compared."""
-    fitting = [a for a in system.archives if _is_fitting(a, device)]
+    fitting = fitting_archives(system, device)
     spec = system.toolchains is not None
     return nearest_row(device, system.tuned, fitting, spec, kernel, problem)
+
+
+def fitting_archives(system: System, device: Device) -> list[Archive]:
+    """Those for architectures that the device runs, in order of preference among equals."""
+    return [archive for archive in system.archives if _is_fitting(archive, device)]
 
 
 def _is_fitting(archive: Archive, device: Device) -> bool:

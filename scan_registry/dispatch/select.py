@@ -15,7 +15,6 @@ from scan_registry.artifact.archive import ArchiveError
 from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch.candidates import (
     BACKENDS,
-    LANGUAGES,
     MOST_BLOCKS,
     Backend,
     Candidate,
@@ -30,7 +29,7 @@ from scan_registry.dispatch.candidates import (
 from scan_registry.dispatch.fit import Tier, Toolchain, dotted, jit_driver
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import FIRST_CUDA, OLDEST, CudaVersion, Target
-from scan_registry.kernels.model import Family, Launch, Problem
+from scan_registry.kernels.model import Family, Launch, Problem, Route
 
 __all__ = [
     "BACKENDS",
@@ -57,6 +56,7 @@ class Decision:
     lowest   the worst tier that may run
     damaged  archives and binaries that were found to be damaged while the winner was looked for
     before   what was rejected for other problems of the same call, which were tried earlier (alternatives.py)
+    route    how ``problem`` came about, if it is that of copies (routes.py)
     """
 
     system: System
@@ -67,6 +67,7 @@ class Decision:
     winner: Candidate | None
     damaged: tuple[Rejected, ...] = ()
     before: tuple[Rejected, ...] = ()
+    route: Route | None = None
 
     @cached_property
     def rejected(self) -> tuple[Rejected, ...]:
@@ -123,7 +124,8 @@ def select(
     An archive for an architecture that the device cannot run is rejected as a whole, unread.
     """
     found, damaged = list[Candidate](), list[Rejected]()
-    for language in LANGUAGES:
+    languages = family.languages(problem)
+    for language in languages:
         if backend in ("auto", language):
             # Languages come in order of preference. Once one has a candidate, what the JIT would compile in a later
             # language cannot win, so it is not listed. Once that candidate is EXACT, nothing in a later language can.
@@ -134,7 +136,7 @@ def select(
                 break
     reference = _reference(system, backend, lowest)
     found += [reference] if isinstance(reference, Candidate) else []
-    winner = min(found, key=lambda each: each.order, default=None)
+    winner = min(found, key=lambda each: each.order_among(languages), default=None)
     return Decision(system, family, problem, backend, lowest, winner, tuple(dict.fromkeys(damaged)))
 
 
@@ -183,7 +185,8 @@ def _losers(decision: Decision) -> tuple[list[Rejected], list[Rejected]]:
     outcomes, unfit, outranked = list[Candidate | Rejected](), list[Rejected](), list[Candidate]()
     # Archives that are rejected as a whole come up again for each language, and are listed once.
     whole = dict[Rejected, None]()
-    for language in LANGUAGES:
+    languages = decision.family.languages(problem)
+    for language in languages:
         requested = decision.backend in ("auto", language)
         for each in candidates(system, decision.family, problem, language, all_dtypes=True):
             if isinstance(each, Rejected):
@@ -199,7 +202,7 @@ def _losers(decision: Decision) -> tuple[list[Rejected], list[Rejected]]:
             unfit.append(outcome)
         elif winner is None or (outcome.key, outcome.binary) != (winner.key, winner.binary):
             outranked.append(outcome)
-    outranked.sort(key=lambda each: each.order)
+    outranked.sort(key=lambda each: each.order_among(languages))
     return unfit, [Rejected(each.subject, _outranked(each, winner)) for each in outranked if winner]
 
 
@@ -212,7 +215,7 @@ def _outranked(loser: Candidate, winner: Candidate) -> str:
     assert loser.variant is not None
     assert winner.variant is not None
     if loser.variant.language != winner.variant.language:
-        return f"{winner.variant.language} comes first"
+        return f"{winner.variant.language} comes first for such problems"
     if loser.target != winner.target:
         return f"{winner.target} is closer to the device"
     if loser.variant == winner.variant and loser.archive and winner.archive:

@@ -26,7 +26,13 @@ from scan_registry.ops.derivatives import unobserved
 from scan_registry.ops.launching import plan_cache
 from scan_registry.ops.layout import arrange
 from scan_registry.ops.linear_scan_summary import linear_scan_summary
-from scan_registry.ops.problems import StateLayout, as_new, make_summary_call, state_strides
+from scan_registry.ops.problems import (
+    StateLayout,
+    as_new,
+    make_summary_call,
+    packed_sequences,
+    state_strides,
+)
 
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
@@ -255,7 +261,7 @@ def _problem(
         dtype=str(model.dtype).removeprefix("torch."),
         gates_dtype=str(gates.dtype).removeprefix("torch."),
         alignment=common_alignment(each.data_ptr() for each in (gates, *aligned)),
-        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        sequences=packed_sequences(cu_seqlens),
         reverse=options.reverse,
         **vars(arranged),
     )

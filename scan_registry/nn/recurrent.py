@@ -219,7 +219,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
     def _at_once(self, x: Tensor, hx: Any) -> Any:
         """The results of one layer of one direction, of which a plan knows that all tensors are as they should be. None if
         they are not, or if no plan takes them."""
-        if self.bidirectional or not on_gpu(x) or x.dim() != 3:
+        if self.bidirectional or not on_gpu(x) or x.dim() != 3 or torch.compiler.is_compiling():
             return None
         states: Any = ()
         if hx is not None:
@@ -231,11 +231,12 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
                 or not all(isinstance(state, Tensor) for state in states)
             ):
                 return None
-        found = self._fast_layer(0, x.transpose(0, 1) if self.batch_first else x, states, None)
+        first = self.batch_first
+        found = fast_layer(self._cell, (x, *self._tensors(0), None, *states), first)
         if found is None:
             return None
         out, last = found
-        return out.transpose(0, 1) if self.batch_first else out, as_given(last)
+        return out.transpose(0, 1) if first else out, as_given(last)
 
     def _packed(self, packed: PackedSequence, hx: Any, reset: Any, reset_hx: Any) -> Any:
         """The same of a ``PackedSequence``."""
@@ -334,14 +335,20 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         """One layer of one direction as one function of autograd; None if ``_layer`` has to compute it."""
         if self.bidirectional or not on_gpu(x) or torch.compiler.is_compiling():
             return None
+        return fast_layer(self._cell, (x, *self._tensors(layer), reset, *(before or ())))
+
+    @property
+    def _cell(self) -> Cell:
+        return Cell(self.function, self.backend, self.num_heads)
+
+    def _tensors(self, layer: int) -> tuple[Tensor | None, ...]:
+        """The weights and biases of one layer of one direction."""
         names, own = self._all_weights[layer], self._parameters
         try:  # as getattr finds them, but faster
             weights = [own[name] for name in names]
         except KeyError:  # there is a parametrization
             weights = [getattr(self, name) for name in names]
-        biases = () if self.bias else (None, None)
-        cell = Cell(self.function, self.backend, self.num_heads)
-        return fast_layer(cell, (x, *weights, *biases, reset, *(before or ())))
+        return (*weights,) if self.bias else (*weights, None, None)
 
     def _layer(
         self,

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from scan_registry.ops.recording import is_capturing
 
-_zeros: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+_zeros: dict[tuple[Any, ...], Tensor] = {}
 
 
-def zeros(device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
-    """That many zeros, which nobody may write to. They are never freed: a CUDA graph may read them at any time."""
-    found = _zeros.get((device, dtype, count))
+def zeros(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Zeros of a shape, which nobody may write to. They are never freed: a CUDA graph may read them at any time."""
+    key = device, dtype, shape
+    found = _zeros.get(key)
     if found is not None:
         return found
     with torch.inference_mode(False):
-        made = torch.zeros(count, dtype=dtype, device=device)
+        made = torch.zeros(shape, dtype=dtype, device=device)
     if is_capturing(made):
         return made  # They are zeros only while that graph runs.
     if made.is_cuda:
         torch.cuda.current_stream(device).synchronize()  # Others read them on other streams.
-    return _zeros.setdefault((device, dtype, count), made)
+    return _zeros.setdefault(key, made)

@@ -127,9 +127,9 @@ def _launch(
     if options.final and cu_seqlens is not None:
         return None  # Python first copies initial states, which are the final ones of sequences without steps
     backend: Any = options.backend
-    plan = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest())
-    if plan.launch is None:
-        return None
+    plan = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest(), routed=True)
+    if plan.launch is None or plan.decision.route is not None:
+        return None  # Python makes the copies of a route
     states = as_new(tokens)
     results = ("states", "final_state") if options.final else ("states",)
     return FastLaunch(

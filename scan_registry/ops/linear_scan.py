@@ -88,14 +88,16 @@ def linear_scan(
 
     Args:
         gates: broadcasts with ``tokens`` to one shape. A gate that is broadcast (a decay per channel,
-            say) is read once, and its gradient summed up without one for every element.
+            say) is read once, and its gradient summed up without one for every element. Where there are few rows,
+            and these are long, it may be written out for every step first.
         tokens: float32, bfloat16, float16, float64 or complex64, on the CPU complex128 too. Gates may
             differ in dtype: float32 gates with narrower tokens are read as they are; other mixes are
             converted first, without loss. float64 goes with float64 only.
         initial_state: x[-1], or with ``reverse`` x[T]: broadcasts to the state's shape; zero if None.
         dim: the time dimension. It decides which kernel runs only through its stride: where time has
             stride 1, or another dimension has (as for a (B, T, D) tensor with ``dim=1``), the same one
-            in both tensors, nothing is copied. Otherwise one of them is copied first.
+            in both tensors, nothing is copied, but for few layouts without a fast kernel, where that is
+            estimated to be much faster. Otherwise one of them is copied first. ``explain`` tells of copies.
         reverse: compute x[t] = gates[t] * x[t+1] + tokens[t] instead.
         cu_seqlens: (sequences + 1,), int32 or int64, on the device of ``tokens``: where sequences that
             are packed along ``dim`` begin, and where the last one ends: 0, …, T. Each starts from its

@@ -21,6 +21,7 @@ from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.ops import _cpu
 from scan_registry.ops.arguments import Options, common_shape
+from scan_registry.ops.copies import on_copies
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.layout import KernelCall
 from scan_registry.ops.problems import (
@@ -66,8 +67,11 @@ def runner(
         return run_here
 
     allowed = policy.lowest() if lowest is None else min(lowest, policy.lowest())
-    plan = prepare(device.index, FAMILY, problem, backend, allowed)
-    return plan.decision if plan.launch is None else plan.run
+    plan = prepare(device.index, FAMILY, problem, backend, allowed, routed=True)
+    if plan.launch is None:
+        return plan.decision
+    route = plan.decision.route
+    return plan.run if route is None else on_copies(problem, route, plan.run)
 
 
 def _copied(tensors: dict[str, Tensor], names: Sequence[str], model: Tensor) -> dict[str, Tensor]:

@@ -92,6 +92,15 @@ class StateLayout:
         return self.empty().zero_() if entering is None else self.empty().copy_(entering)
 
 
+def packed_sequences(cu_seqlens: Tensor | None) -> int:
+    """How many sequences a problem has along time; 0 if none are packed. To a GPU a single one, which covers all of time,
+    is none: kernels for what is not packed are faster, and states lie alike. The CPU's kernels check its bounds."""
+    if cu_seqlens is None:
+        return 0
+    sequences = cu_seqlens.shape[0] - 1
+    return 0 if sequences == 1 and not cu_seqlens.is_cpu else sequences
+
+
 def _problem(
     direction: Direction,
     arranged: Arrangement,
@@ -106,7 +115,7 @@ def _problem(
         dtype=str(states.dtype).removeprefix("torch."),
         gates_dtype=str(gates.dtype).removeprefix("torch."),
         alignment=common_alignment(tensor.data_ptr() for tensor in aligned),
-        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        sequences=packed_sequences(cu_seqlens),
         reverse=reverse,
         **vars(arranged),
     )
@@ -163,5 +172,16 @@ def make_reduction_call(
     )
     if arranged is None:
         return None
+    arranged = _with_full_tiles(arranged)
     problem = _problem("reduction", arranged, states, gates, [states], cu_seqlens, reverse)
     return KernelCall(problem, ())
+
+
+def _with_full_tiles(arranged: Arrangement) -> Arrangement:
+    """Of contiguous time, batches and channels are alike but for this: a tile of a reduction has rows of several channels,
+    and batches are summed one after the other. So the larger of the two counts as channels."""
+    if arranged.layout != "time_last" or arranged.batch <= arranged.channels:
+        return arranged
+    strides = [replace(each, batch=each.channel, channel=each.batch) for each in arranged.strides]
+    batch, channels = arranged.channels, arranged.batch
+    return replace(arranged, batch=batch, channels=channels, strides=tuple(strides))

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from scan_registry.dispatch import policy
 from scan_registry.kernels.rnn import reference
-from scan_registry.kernels.rnn.problem import SIZES, Direction
+from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.ops import rnn_plans
 from scan_registry.ops.derivatives import forward_mode, has_tangents, transforms_active, unobserved
 from scan_registry.ops.fast_calls import call_facts, found_in_c
@@ -27,14 +27,13 @@ from scan_registry.ops.launching import MOST_PLANS, Run, addresses_of, allocator
 from scan_registry.ops.recomputation import gradients
 from scan_registry.ops.rnn_arguments import COMPILED, Options
 from scan_registry.ops.rnn_layer_composed import Cell, Result, composed, composed_backward
-from scan_registry.ops.rnn_layout import UNITS
+from scan_registry.ops.rnn_layout import UNITS, all_dense, states_before, turned
 from scan_registry.ops.rnn_weights import kernel_weights
 
 _required = policy.required.get
 _enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _autocast = torch.is_autocast_enabled
-_DENSE = torch.contiguous_format
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -83,21 +82,12 @@ class Layer:
     def _maker(self, shape: tuple[int, ...]) -> Callable[[], Tensor]:
         return allocator(self.device, shape, self.dtype)
 
-    def _part(self, whole: Tensor, offset: int, place: tuple[Any, Any]) -> Tensor:
-        """A tensor in the memory of another, and no view of it: users could not change a view that a function returns in
-        place."""
-        return self._new_shell().set_(whole.untyped_storage(), offset, *place)
-
     def forward(
         self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, reset: Any, *states: Tensor
     ) -> tuple[Tensor, list[Tensor], tuple[Any, ...]]:
         """h, the last states, and what the backward pass needs beside the arguments: all states, cache, initial states, and
         R as the kernel takes it if that is a copy."""
-        if self._turned:
-            x = x.transpose(0, 1)  # The kernel takes what is made of it as it lies.
-        elif not self._contiguous:
-            x = x.contiguous()
-        inputs = linear(x, w, b)
+        inputs = linear(self._lying(x), w, b)
         recurrent, bias = kernel_weights(self.cell, r, c)
         start = None
         if states:
@@ -116,17 +106,52 @@ class Layer:
             }
         )
         copied = None if recurrent is r else recurrent
-        last = every.narrow(*self._to_end).clone()
-        if self._single:
-            return every, [last], (None, cache, start, copied)
-        h = self._part(every, 0, self._of_hidden)
-        ends = [self._part(last, offset, self._of_last) for offset in self._state_offsets]
-        return h, ends, (every, cache, start, copied)
+        h, ends = self._results(every)
+        return h, ends, (None if self._single else every, cache, start, copied)
 
-    def untracked(self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, *states: Any) -> Result:
-        """h and the last states, of arguments without reset; those of states that are missing are None."""
-        given = () if states[0] is None else states[: len(self._state_offsets)]
-        return self.forward(x, w, r, b, c, None, *given)[:2]
+    def _results(self, every: Tensor) -> Result:
+        """h and the last states, of all states."""
+        last = every.narrow_copy(*self._to_end)
+        if self._single:
+            return every, [last]
+        make, ends = self._new_shell, last.untyped_storage()
+        return make().set_(every.untyped_storage(), 0, *self._of_hidden), [
+            make().set_(ends, offset, *self._of_last) for offset in self._state_offsets
+        ]
+
+    def untracked(
+        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, _: None, *states: Any
+    ) -> Result:
+        """h and the last states, without resets, where nothing is kept for a backward pass. ``x`` lies as the kernel takes it;
+        initial states that are missing are None."""
+        inputs = linear(x, w, b)
+        recurrent, bias = kernel_weights(self.cell, r, c)
+        start = states[0]
+        if start is not None and not self._single:
+            start = torch.cat(states[: len(self._state_offsets)])
+        every = self._new_states()
+        self._run(
+            {
+                "inputs": inputs,
+                "recurrent": recurrent,
+                "bias": bias,
+                "initial": start,
+                "reset": None,
+                "states": every,
+                "cache": None,
+            }
+        )
+        return self._results(every)
+
+    def untracked_anyhow(self, x: Tensor, *others: Any) -> Result:
+        """The same of ``x`` (T, B, I) with any strides."""
+        return self.untracked(self._lying(x), *others)
+
+    def _lying(self, x: Tensor) -> Tensor:
+        """The inputs as the kernel takes what is made of them, which is as they lie."""
+        if self._turned:
+            return x.transpose(0, 1)
+        return x if self._contiguous else x.contiguous()
 
     def backward(
         self, tensors: tuple[Any, ...], grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
@@ -139,10 +164,10 @@ class Layer:
         for tensor, facts in zip(flat, self._shapes, strict=True):
             if tensor is not None and facts != (tensor.shape, tensor.stride()):
                 return None
-        if not dense(h, every, cache, start, copied):
+        if not all_dense(h, every, cache, start, copied):
             return None
         given, *ends = grads
-        if given is not None and not dense(given):
+        if given is not None and not all_dense(given):
             given = given.clone(memory_format=torch.contiguous_format)
         run = self._backward(0 if given is None else 1)
         if run is None:
@@ -198,7 +223,7 @@ class Layer:
         if self._single:
             (end,) = ends
             assert end is not None
-            return end if dense(end) else end.clone(memory_format=torch.contiguous_format)
+            return end if all_dense(end) else end.clone(memory_format=torch.contiguous_format)
         model = next(end for end in ends if end is not None)
         return torch.cat([torch.zeros_like(model) if end is None else end for end in ends])
 
@@ -220,7 +245,7 @@ class Layer:
         else:
             left, before = rows[:, : fed * dim], h.view(-1, dim)
             if reset is not None:
-                before = _before(h, start, reset)
+                before = states_before(h, start, reset)
                 grad = torch.mm(left[-len(before) :].t(), before)
             elif time > 1:
                 grad = torch.mm(left[batch:].t(), before[:-batch])
@@ -236,69 +261,12 @@ class Layer:
         """The launch, where h has a gradient at every step and where it has not."""
         if graded not in self._backwards:
             with policy.as_required(self.required):
-                found = _prepare(
+                found = rnn_plans.prepare_layer(
                     *("backward", self.options, self.sizes, self.device, self.dtype, self.resets),
                     graded=graded,
                 )
             self._backwards[graded] = found
         return self._backwards[graded]
-
-
-def _before(h: Tensor, start: Tensor | None, reset: Tensor) -> Tensor:
-    """h before each step, in rows: zeros where there is a reset. Without initial states, the first step's rows are left
-    out if there is another step."""
-    marks = reset.t().unsqueeze(2)
-    if start is not None:
-        found = torch.cat((start.view(-1, *h.shape[1:])[:1], h[:-1])).masked_fill_(marks, 0)
-    elif len(h) > 1:
-        found = h[:-1].masked_fill(marks[1:], 0)
-    else:
-        found = torch.zeros_like(h)
-    return found.view(-1, h.shape[2])
-
-
-def turned(x: Tensor) -> bool:
-    """Whether x (T, B, I) has its first two dimensions the other way round in memory."""
-    return not x.is_contiguous() and x.dim() == 3 and x.transpose(0, 1).is_contiguous()
-
-
-def dense(*tensors: Tensor | None) -> bool:
-    """Whether all tensors, leaving out None, have no gaps and start at multiples of 16 bytes."""
-    return all(t is None or (t.is_contiguous() and not t.data_ptr() & 15) for t in tensors)
-
-
-def _prepare(
-    direction: Direction,
-    options: Options,
-    size: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    resets: bool,
-    *,
-    graded: int = 0,
-    training: bool = True,
-    turned: bool = False,
-) -> Run | None:
-    """The launch of all steps, time being outermost in memory, and batches if ``turned`` in that of the inputs; None if no
-    kernel takes them all."""
-    time, batch, *unit = size
-    of = SIZES[options.function]
-
-    def made(lead: int | None, count: int | None) -> Tensor:
-        first = () if lead is None else (lead,)
-        block = () if count is None else (count,)
-        shape = (*first, time, batch, *block, *unit)
-        return torch.empty(shape, dtype=dtype, device="meta").transpose(len(first), len(first) + 1)
-
-    states = made(len(of.states), None)
-    cache = made(None, len(of.cache)) if training and of.cache else states[0].unsqueeze(2)
-    tensors = {"states": states, "cache": cache}
-    if direction == "forward":
-        lying = made(None, of.inputs)
-        tensors["inputs"] = torch.empty_like(lying, memory_format=_DENSE) if turned else lying
-    else:
-        tensors |= {"states_grad": made(1, None), "gates_grad": made(None, of.bias)}
-    return rnn_plans.prepare_sequence(direction, options, tensors, device, training, graded, resets)
 
 
 def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
@@ -330,7 +298,7 @@ def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
         return None
     size, resets = (time, batch, cell.heads, dim), reset is not None
     how = {"training": training, "turned": turned(x)}
-    run = _prepare("forward", options, size, x.device, x.dtype, resets, **how)
+    run = rnn_plans.prepare_layer("forward", options, size, x.device, x.dtype, resets, **how)
     return None if run is None else Layer(cell, flat, training, run, options)
 
 
@@ -382,47 +350,57 @@ _recorded: Callable[..., Any] = super(Function, RecurrentLayer).apply
 
 #: The plans of calls by what is known of them; and, by their cells, what finds the plans of calls without gradients.
 _layers: dict[tuple[Any, ...], Any] = {}
-#: The states that a cell has at most, what stands for those that are missing, and the tensors before them but for ``reset``.
+#: The states that a cell has at most, and what stands for those that are missing.
 _MOST_STATES = max(len(of.states) for of in SIZES.values())
 _MISSING = (None,) * _MOST_STATES
-_OTHERS = 5
+#: The arguments before the states.
+_OTHERS = 6
 
 
 def _finder(cell: Cell) -> Callable[..., Result | None]:
-    """Runs the plans of the cell's calls that record no gradients. A call is looked up in C."""
+    """Runs the plans of the cell's calls that record no gradients: a function of whether x is (B, T, I) and of ``fast_layer``'s
+    tensors. A call is looked up in C."""
 
-    def plan(_: bool, *flat: Any) -> Callable[..., Result | None]:
-        arguments, states = flat[:_OTHERS], [state for state in flat[_OTHERS:] if state is not None]
+    def plan(first: bool, *flat: Any) -> Callable[..., Result | None]:
+        x, *others = flat[:_OTHERS]
+        states = [state for state in flat[_OTHERS:] if state is not None]
         layer = None
-        if not addresses_of(flat) & 15:
+        if x.dim() == 3 and not addresses_of(flat) & 15:
             with torch.no_grad():
-                layer = _plan(cell, (*arguments, None, *states), False)
-        return (lambda *_: None) if layer is None else layer.untracked
+                layer = _plan(cell, (x.transpose(0, 1) if first else x, *others, *states), False)
+        if layer is None:
+            return lambda *_: None
+        if x.is_contiguous():
+            return layer.untracked
+        anyhow = layer.untracked_anyhow
+        return (lambda x, *others: anyhow(x.transpose(0, 1), *others)) if first else anyhow
 
     return found_in_c(plan, _OTHERS + _MOST_STATES)
 
 
-def _untracked(cell: Cell, flat: tuple[Any, ...]) -> Result | None:
+def _untracked(cell: Cell, flat: tuple[Any, ...], first: bool) -> Result | None:
     """``fast_layer`` of calls that need no more than a look-up in C; None for others."""
-    if flat[_OTHERS] is not None or profiler._is_profiler_enabled or forward_mode():
+    if flat[_OTHERS - 1] is not None or profiler._is_profiler_enabled or forward_mode():
         return None
     find = _layers.get(cell)
     if find is None:
         find = _layers[cell] = _finder(cell)
-    missing = _MISSING[len(flat) - _OTHERS - 1 :]
-    found: Result | None = find(False, *flat[:_OTHERS], *flat[_OTHERS + 1 :], *missing)
+    found: Result | None = find(first, *flat, *_MISSING[len(flat) - _OTHERS :])
     return found
 
 
-def fast_layer(cell: Cell, flat: tuple[Any, ...]) -> Result | None:
-    """What ``composed`` computes from the same tensors. None if ``composed`` has to compute it: if an argument has to be
-    converted, no kernel takes all steps in one launch, or the dispatcher would do more than find the kernels."""
+def fast_layer(cell: Cell, flat: tuple[Any, ...], first: bool = False) -> Result | None:
+    """What ``composed`` computes from the same tensors, or with ``first`` from x (B, T, I). None if ``composed`` has to compute
+    it: if an argument has to be converted, no kernel takes all steps in one launch, or the dispatcher would do more than find
+    the kernels."""
     if _is_compiling() or not on_gpu(flat[0]) or _autocast("cuda"):
         return None
     if not _enabled() or not flat[1].requires_grad:
-        result = _untracked(cell, flat)
+        result = _untracked(cell, flat, first)
         if result is not None:
             return result
+    if first:
+        flat = flat[0].transpose(0, 1), *flat[1:]
     found = call_facts(flat, on_gpu)
     if found is None:
         return None

@@ -66,3 +66,26 @@ def known_states(states: Tensor) -> Tensor:
     """States as a backward kernel takes them. Their gradients are zero in units that are padded, and
     stay so whatever the states are, as long as none that is divided by is zero."""
     return widened(blocked(states, 2), value=1.0)
+
+
+def states_before(h: Tensor, start: Tensor | None, reset: Tensor) -> Tensor:
+    """h before each step, in rows: zeros where there is a reset. Without initial states, the first step's rows are left
+    out if there is another step."""
+    marks = reset.t().unsqueeze(2)
+    if start is not None:
+        found = torch.cat((start.view(-1, *h.shape[1:])[:1], h[:-1])).masked_fill_(marks, 0)
+    elif len(h) > 1:
+        found = h[:-1].masked_fill(marks[1:], 0)
+    else:
+        found = torch.zeros_like(h)
+    return found.view(-1, h.shape[2])
+
+
+def turned(x: Tensor) -> bool:
+    """Whether x (T, B, I) has its first two dimensions the other way round in memory."""
+    return not x.is_contiguous() and x.dim() == 3 and x.transpose(0, 1).is_contiguous()
+
+
+def all_dense(*tensors: Tensor | None) -> bool:
+    """Whether all tensors, leaving out None, have no gaps and start at multiples of 16 bytes."""
+    return all(t is None or (t.is_contiguous() and not t.data_ptr() & 15) for t in tensors)

@@ -86,6 +86,42 @@ def prepare_sequence(
     return found[1]
 
 
+def prepare_layer(
+    direction: Direction,
+    options: Options,
+    size: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    resets: bool,
+    *,
+    graded: int = 0,
+    training: bool = True,
+    turned: bool = False,
+) -> Run | None:
+    """The launch of all steps, time being outermost in memory, and batches if ``turned`` in that of the inputs; None if no
+    kernel takes them all."""
+    time, batch, *unit = size
+    of = SIZES[options.function]
+
+    def made(lead: int | None, count: int | None) -> Tensor:
+        first = () if lead is None else (lead,)
+        block = () if count is None else (count,)
+        shape = (*first, time, batch, *block, *unit)
+        return torch.empty(shape, dtype=dtype, device="meta").transpose(len(first), len(first) + 1)
+
+    states = made(len(of.states), None)
+    cache = made(None, len(of.cache)) if training and of.cache else states[0].unsqueeze(2)
+    tensors = {"states": states, "cache": cache}
+    if direction == "forward":
+        lying = made(None, of.inputs)
+        tensors["inputs"] = (
+            torch.empty_like(lying, memory_format=torch.contiguous_format) if turned else lying
+        )
+    else:
+        tensors |= {"states_grad": made(1, None), "gates_grad": made(None, of.bias)}
+    return prepare_sequence(direction, options, tensors, device, training, graded, resets)
+
+
 @contextmanager
 def _step_buffers(problem: RnnProblem, like: Tensor, resets: bool) -> Iterator[StepBuffers]:
     """Buffers for a call that poses a step's problem, on the current stream. For a graph that somebody

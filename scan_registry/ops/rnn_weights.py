@@ -35,7 +35,7 @@ def _of_gru(heads: int, r: Tensor, c: Any) -> tuple[Tensor, Tensor]:
     if c is None:
         return torch.cat((last, first)), zeros(r.device, torch.float32, 4 * width)
     of_first, of_last = _split(c.view(3 * heads, dim), (2 * heads, heads))
-    none = zeros(r.device, r.dtype, width).view(heads, dim)
+    none = zeros(r.device, r.dtype, heads, dim)
     both = torch.cat((last, first, of_last, of_first, none))
     bias = _split(both, (3 * width, 4 * heads))[1]
     return both, bias if bias.dtype == torch.float32 else bias.float()

@@ -190,6 +190,8 @@ def test_small_heads_take_few_blocks(kernel: Kernel) -> None:
         launch = kernel.launch(variant, problem, 132)
         assert launch.grid == (members, 1, 1)
         assert (launch.workspace > 0) == (members > 1 and variant.number("cluster") == 0)
+        once = kernel.launch(variant, replace(problem, time=1), 132)
+        assert (once.workspace > 0) == (launch.workspace > 0 and kernel.name.endswith("backward"))
 
 
 def test_more_blocks_are_taken_as_long_as_they_all_run() -> None:

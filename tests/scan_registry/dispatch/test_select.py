@@ -374,3 +374,28 @@ def test_variants_of_another_version(a_device: Describe, a_binary: Make) -> None
     archive = in_memory("sm90", [a_binary(TRITON[0])[0]])
     decision = select(System(a_device(), (archive,)), fewer, a_problem())
     assert told(decision, str(TRITON[0])) == "this version has no such kernel in triton"
+
+
+@pytest.mark.parametrize("available", ["both", "cuda", "compiler"])
+def test_a_family_may_prefer_triton_for_a_problem(
+    archive_factory: Factory, a_device: Describe, available: str
+) -> None:
+    """Of one row of 40 packed sequences, CUDA would have all but a few SMs idle."""
+    problem = replace(a_problem(40 * 4000), batch=1, channels=1, sequences=40)
+    held = [*CUDA, *TRITON] if available == "both" else CUDA
+    archive = archive_factory("sm90", variants=held)
+    compilers = COMPILERS if available == "compiler" else None
+    decision = decide(a_device(), [archive], problem, toolchains=compilers)
+    winner = variant_of(decision.taken()).language
+    if available == "both":
+        assert winner == "triton"
+        assert "triton comes first" in told(decision, ":cuda:")
+        assert decision.runner_up is not None
+        assert ":cuda:" in decision.runner_up.subject
+    else:
+        assert winner == "cuda"
+        assert decision.taken().tier is Tier.EXACT
+    pinned = decide(a_device(), [archive], problem, "cuda")
+    assert variant_of(pinned.taken()).language == "cuda"
+    few = decide(a_device(), [archive], replace(problem, sequences=2), toolchains=compilers)
+    assert variant_of(few.taken()).language == "cuda"

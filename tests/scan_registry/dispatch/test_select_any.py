@@ -24,7 +24,7 @@ from scan_registry.dispatch.select import (
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import FIRST_CUDA, TEGRA, Target
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
-from scan_registry.kernels.model import Variant
+from scan_registry.kernels.model import LANGUAGES, Variant
 
 CAPABILITIES = st.sampled_from([(7, 5), *(c for c in FIRST_CUDA if c >= (8, 0)), (13, 0)])
 ARCHS = st.sampled_from(
@@ -239,14 +239,16 @@ def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> 
         assert (decision.launch() is None) == (winner.tier is Tier.REFERENCE)
     every = [
         candidates.checked(system, problem, each, lowest)
-        for language in candidates.LANGUAGES
+        for language in LANGUAGES
         if backend in ("auto", language)
         for each in candidates.candidates(system, FAMILY, problem, language, all_dtypes=True)
         if isinstance(each, Candidate)
     ]
     found = [outcome for outcome in every if isinstance(outcome, Candidate)]
     if winner is not None and winner.tier < Tier.REFERENCE:
-        assert identity(winner) == identity(min(found, key=lambda candidate: candidate.order))
+        assert identity(winner) == identity(
+            min(found, key=lambda candidate: candidate.order_among(LANGUAGES))
+        )
     accounted = [r.subject for r in decision.rejected] + ([winner.subject] if winner else [])
     assert sorted(accounted) == sorted(considered(system))
     assert all(loser.reason.strip() and not loser.damaged for loser in decision.rejected)

@@ -34,25 +34,29 @@ def draw(module: Any) -> Tensor:
 @pytest.mark.skipif(
     not hasattr(Tensor, "__dlpack_c_exchange_api__"), reason="torch has no table for C"
 )
+@pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_without_gradients_are_found_in_c(
-    kind: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
+    kind: str, batch_first: bool, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unwanted(*_: Any) -> Any:
         raise AssertionError
 
-    module = make(kind)
+    module = make(kind, batch_first=batch_first)
     x = draw(module)
     tracked = module(x)
     hx = tracked[1]
+    loose = torch.cat((x, x), 2)[..., :FEATURES]
+    calls = (x,), (x, hx), (loose, hx)
     with torch.no_grad():
-        known = module(x), module(x, hx)
+        known = [module(*call) for call in calls]
         for name in ("call_facts", "_plan"):
             monkeypatch.setattr(rnn_layer, name, unwanted)
         monkeypatch.setattr(type(module), "_layers", unwanted)
-        found = module(x), module(x, hx)
+        found = [module(*call) for call in calls]
         for one, other in zip(flat(found), flat(known), strict=True):
             assert torch.equal(one, other)
+    assert torch.equal(found[2][0], found[1][0])
     for one, other in zip(flat(found[0]), flat(tracked), strict=True):
         assert torch.equal(one, other)
         assert not one.requires_grad
@@ -119,6 +123,22 @@ def test_what_lies_batches_first_is_not_copied(kind: str, runs: Runs) -> None:
     assert first.strides[:2] == gates.stride()[:2]
 
 
+@pytest.mark.parametrize(("batch", "time"), [(1, 1), (1, TIME), (BATCH, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_batch_or_one_step(kind: str, batch: int, time: int, runs: Runs) -> None:
+    """Of which both orders in memory are the same."""
+    module = make(kind, batch_first=True)
+    x = torch.randn(batch, time, FEATURES)
+    found = module(x)
+    with torch.no_grad():
+        for _ in range(2):
+            again = module(x)
+            assert again[0].shape == (batch, time, HIDDEN)
+            for one, other in zip(flat(again), flat(found), strict=True):
+                assert torch.equal(one, other)
+    assert len(runs) == 3
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_of_gru_are_put_in_order_once(dtype: torch.dtype, bias: bool, runs: Runs) -> None:
@@ -176,6 +196,7 @@ def test_zeros_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     other = torch.device("cpu"), torch.float32, 32
     assert constants.zeros(*other) is not constants.zeros(*other)
     assert constants.zeros(*wanted) is one
+    assert constants.zeros(*wanted[:2], 3, 16).shape == (3, 16)
 
 
 def test_projections_are_left_to_others(runs: Runs) -> None:

@@ -1,0 +1,83 @@
+"""How long kernels take on sequences that are packed along time, and which language is to come first for that.
+
+The timing model says nothing of packed sequences, as their lengths are known on the GPU alone. These estimates take
+lengths to be random, with the mean that the call tells. They decide between ways of working that are far apart:
+
+- Of contiguous time, a row is scanned by one CTA in CUDA, tile after tile, whatever is packed in it; in Triton each
+  sequence of a row has a program of its own.
+- Of contiguous channels, ``generic`` scans a column tile after tile, and ``varlen`` has CTAs for each sequence.
+
+The constants are fitted by eye to what ``bench --random`` and ``tools/measure_random.py`` timed on an H200 and an H100.
+Estimates were within a factor of 2, mostly on the side of CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+
+from scan_registry.kernels.linear_scan.problem import LinearScanProblem, ceil_div
+from scan_registry.kernels.model import ITEM_SIZE, Language
+
+#: ns for a step of a row in CUDA: where four warps share the row, and where it has one.
+_SHARED_ROW, _OWN_ROW = 3.0, 16.0
+#: Tiles of four warps that a sequence fills on average where four warps share a row: see ``registers.walk_cost``.
+_SHARED_TILES = 2
+_ELEMENT = 0.008  # ns for an element in CUDA, where there are many rows
+#: ns for a step of a sequence in Triton, for a program where there are many, and for each of its tiles.
+_TRITON_STEP, _PROGRAM, _PROGRAM_TILE = 5.0, 1.0, 0.8
+_TRITON_TIMES = 256  # of a tile
+_FASTER = 1.2  # times that Triton has to be as fast to come first
+#: ns for a step of a column in ``varlen``, by the bytes of an element, forward and backward, and for a CTA.
+_COLUMN_STEP = {2: (6.0, 7.5), 4: (10.5, 22.0)}
+_COLUMN_CTA, _COLUMN_WIDTH = 1000.0, 32
+
+
+def languages(problem: LinearScanProblem) -> tuple[Language, ...]:
+    """In order of preference on one tier: Triton first where sequences are packed along contiguous time, and long or
+    few enough for a program each."""
+    if (
+        problem.layout == "time_last"
+        and problem.direction in ("forward", "backward")
+        and problem.sequences > 1
+        and ITEM_SIZE[problem.dtype] < 8
+        and _FASTER * triton_rows_ms(problem) < cuda_rows_ms(problem)
+    ):
+        return "triton", "cuda"
+    return "cuda", "triton"
+
+
+def longest(problem: LinearScanProblem) -> float:
+    """Steps of the longest of the sequences, if they are cut at random."""
+    mean = problem.time / problem.sequences
+    return min(float(problem.time), mean * (1 + math.log(problem.sequences)))
+
+
+def cuda_rows_ms(problem: LinearScanProblem) -> float:
+    """Of the CUDA variant that the spec prefers for contiguous time."""
+    item = ITEM_SIZE[problem.dtype]
+    mean = problem.time // problem.sequences
+    shared = mean >= _SHARED_TILES * 4 * 2 * 32 * (16 // item)
+    elements = _rows(problem) * problem.time
+    step = _SHARED_ROW if shared else _OWN_ROW
+    return max(problem.time * step, elements * _ELEMENT) / 1e6
+
+
+def triton_rows_ms(problem: LinearScanProblem) -> float:
+    """Of Triton's variant for contiguous time."""
+    programs = _rows(problem) * problem.sequences
+    tiles = ceil_div(problem.time, problem.sequences * _TRITON_TIMES)
+    every = programs * (_PROGRAM + _PROGRAM_TILE * tiles)
+    return max(longest(problem) * _TRITON_STEP, every) / 1e6
+
+
+def columns_ms(problem: LinearScanProblem, sm_count: int) -> float:
+    """Of a ``varlen`` variant for contiguous channels."""
+    step = _COLUMN_STEP[ITEM_SIZE[problem.dtype]][problem.direction == "backward"]
+    columns = problem.outer * problem.batch * ceil_div(problem.channels, _COLUMN_WIDTH)
+    waves = columns * problem.sequences / sm_count
+    every = waves * (problem.time / problem.sequences * step + _COLUMN_CTA)
+    return (longest(problem) * step + every) / 1e6
+
+
+def _rows(problem: LinearScanProblem) -> int:
+    return problem.outer * problem.batch * problem.channels
