@@ -172,7 +172,7 @@ def sizes(release: Release) -> dict[str, int]:
 
 
 def _nameless(path: Path) -> str:
-    """A wheel's name without its version, which changes from release to release."""
+    """A wheel's name without its version, so that wheels of two releases can be matched."""
     name, _, *tags = path.name.split("-")
     return "-".join([name, *tags])
 

@@ -22,7 +22,7 @@ METADATA = "variant.json"
 STATED = "https://variants-schema.wheelnext.dev/v0.2.0.json"
 SCHEMA = "https://variants-schema.wheelnext.dev/peps/850/v0.2.0.json"
 
-#: Who tells which GPU is there: NVIDIA's plug-in, which uv has built in.
+#: The plug-in that detects the GPU: NVIDIA's, which uv has built in.
 PROVIDER = """\
 [variant.default-priorities]
 namespace = ["nvidia"]

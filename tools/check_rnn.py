@@ -184,7 +184,7 @@ def problems(
 def worst_error(
     function: Function, problem: Problem, dtype: str, backend: Any
 ) -> tuple[float, str]:
-    """The largest relative error of what ``rnn`` gives, and of what it is."""
+    """The largest relative error of the results of ``rnn``, and the name of the result that has it."""
     there = getattr(torch, dtype)
     inputs = [t.to(there).contiguous().requires_grad_() for t in problem.arguments.values()]
     results = scan_registry.rnn(*inputs, function=function, backend=backend)
@@ -238,7 +238,7 @@ class Tally:
         self.errors[group.time] = max(self.errors.get(group.time, 0.0), error)
 
     def defects(self) -> Iterator[str]:
-        """What is not as it was to be."""
+        """The failures."""
         name, limit = f"{self.function} {self.backend} {self.dtype}", TOLERANCE[self.dtype]
         if not self.error <= limit:
             yield f"{name}: error {self.error:.1e} > {limit:.0e}, {self.at}"

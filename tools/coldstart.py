@@ -221,7 +221,7 @@ def measure(device: str, repeat: int) -> list[Result]:
         try:
             results.append(measure_start(baseline, device, repeat))
         except MeasurementError as error:
-            # A baseline that does not build here is no reason to measure nothing; the exit status tells.
+            # A baseline that does not build here does not end the run; the exit status tells of it.
             results.append(Result(baseline.name, baseline.version, failure=str(error)))
     results.append(Result(SCALE, ""))
     started = [p for p, r in zip((OURS, *BASELINES), results, strict=False) if r.cold]
@@ -277,7 +277,7 @@ def summary(result: Result) -> str:
 
 
 def circumstances() -> dict[str, Any]:
-    """Where and when: what a number means nothing without."""
+    """The GPU, versions and date, without which the numbers mean nothing."""
     import torch
 
     from scan_registry.hardware import driver

@@ -134,7 +134,7 @@ class Measured:
         return statistics.median(run[column] for run in self.runs)
 
     def defects(self, target: float) -> list[str]:
-        """What is not as it was to be; ``target`` is the most ms of a first call."""
+        """The failures; ``target`` is the most ms that a first call may take."""
         if self.name not in OURS:
             return []
         found = [f"{self.name}: left {path} in the cache" for path in self.left]

@@ -79,7 +79,7 @@ def _listed(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """Not argparse's own, which differs from Python to Python."""
+    """The usage line. argparse's own differs from one release of Python to another."""
     words = [parser.prog]
     for action in _listed(parser):
         shown = _name(action, action.option_strings[0] if action.option_strings else "")

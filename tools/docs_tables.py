@@ -86,7 +86,7 @@ def groups() -> str:
 
 
 def targets() -> str:
-    """How many targets are met, and how many are missed by a hair."""
+    """How many targets are met, and how many are missed by at most 0.01."""
     rows = []
     for gpu in ("h200", "h100"):
         held = results.document(f"{gpu}-targets")["targets"]
@@ -168,7 +168,7 @@ def tiers() -> str:
 
 
 def cold_start() -> str:
-    """Import, first scan and cost per call, of everyone who was measured."""
+    """Import, first scan and cost per call, of all packages that were measured."""
     rows = []
     for name, host in (("h200-coldstart", "H200"), ("h100-coldstart", "H100"), ("h200-coldstart-baselines", "H200, another host")):  # fmt: skip
         held = {each["name"]: each for each in results.document(name)["results"]}

@@ -58,7 +58,8 @@ LEAST = (5e-4, 0.5, 1e-3, 1e-11, 1e-12, 1e-12, 1e-6, 1e-7, 1e-9, 0.01)
 MOST = (2e-2, 2.0, 2.0, 1e-5, 1e-5, 1e-3, 1e-1, 1e-1, 1e-2, 1.0)
 #: Timings that a design needs, at least.
 ENOUGH = 15
-#: What a coefficient that is e times what a fit starts with counts as: for designs with few timings.
+#: The penalty for a coefficient that is e times its starting value. It keeps the fits of designs with few timings
+#: near the start.
 PRIOR = 0.02
 #: Logarithm of a ratio beyond which an error is an outlier.
 OUTLIER = 0.15
@@ -225,7 +226,7 @@ def chosen(
 
 
 def same(a: Row, b: Row, lines: bool) -> bool:
-    """Whether one is left out with the other."""
+    """Whether cross-validation leaves one row out together with the other."""
     if lines and "channels" in a.sizes:
         return a.sizes["lines"] == b.sizes["lines"]
     near = abs(math.log2(a.sizes["time"] / b.sizes["time"])) <= 1.01
@@ -267,7 +268,7 @@ def regret(lines: bool) -> None:
 
 
 def _group(row: Row) -> tuple[float, float]:
-    """Rows with the same are left out of a fit together."""
+    """The group of a row. Cross-validation leaves the rows of a group out together."""
     return row.sizes["lines"], 0.0 if "channels" in row.sizes else row.sizes["time"]
 
 

@@ -117,7 +117,7 @@ class Gang:
 
 
 def _append(path: Path, line: str) -> None:
-    """In one write, so that the lines of several processes stay whole."""
+    """Append a line in one write, so that lines of several processes do not mix."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         os.write(handle, f"{line}\n".encode())

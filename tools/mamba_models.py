@@ -79,7 +79,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 def model_of(module: ModuleType, size: Size, device: torch.device, dtype: torch.dtype) -> Any:
-    """With the same weights each time."""
+    """The model, with the same weights each time."""
     from transformers import MambaConfig
 
     config = MambaConfig(

@@ -263,7 +263,7 @@ def document(passed: Sequence[Passed], skipped: Mapping[str, str], facts: Any) -
 
 
 def keep(path: Path, found: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the file in one step, so that it is never there in part."""
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(found) + "\n", encoding="utf-8")
     unfinished.replace(path)
@@ -314,7 +314,7 @@ def measure_all(
     budget: float | None,
     save: Callable[[Sequence[Passed], Mapping[str, str]], object],
 ) -> tuple[list[Passed], dict[str, str]]:
-    """What there was time for, and why there was not more."""
+    """The results that there was time for, and the reason for ending."""
     passed: list[Passed] = []
     skipped: dict[str, str] = {}
     begun = measuring.clock()

@@ -58,7 +58,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Use:
-    """What a binary leaves an SM."""
+    """How many warps of a binary an SM holds, and how many bytes they have in flight."""
 
     binary: Binary
     warps: int

@@ -26,7 +26,7 @@ from torch import Tensor
 from scan_registry import linear_scan, nn
 
 STREAMS = 2
-#: What may be allocated at one look and not at another, in bytes: results in flight.
+#: By how many bytes two readings of the allocated memory may differ: results that are being computed.
 SLACK = 64 << 20
 
 Job = Callable[[Tensor], list[Tensor]]
@@ -72,7 +72,7 @@ def scan_job(dim: int, reverse: bool) -> Job:
 
 
 def make_race(threads: int, device: str) -> Race:
-    """Inputs and the results that are right."""
+    """Inputs, and the expected results."""
     wide = 1024 if device == "cuda" else 32
     dtypes = (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32, torch.float64)
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def make_race(threads: int, device: str) -> Race:
 
 
 def run_thread(race: Race, number: int, stream: torch.cuda.Stream | None) -> None:
-    """Until it is told to stop, or something is wrong."""
+    """Run jobs until the thread is told to stop, or a result is wrong."""
     order = random.Random(number)
     jobs = [*range(len(race.jobs))]
     try:

@@ -85,7 +85,7 @@ def on(path: str) -> Iterator[None]:
 
 
 def model_of(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
-    """With the same weights each time."""
+    """The model, with the same weights each time."""
     from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
     config = RecurrentGemmaConfig(

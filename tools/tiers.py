@@ -147,7 +147,7 @@ class Measured:
         return max(float(runs[0]["errors"][dtype]) for runs in (self.cold, self.warm))
 
     def defects(self, tolerance: dict[str, float]) -> list[str]:
-        """What is not as it was to be."""
+        """The failures."""
         found = {tier for run in (*self.cold, *self.warm) for tier in run["tiers"]}
         defects = (
             [f"{self.name}: ran on {', '.join(sorted(found))}"] if found != {self.tier} else []

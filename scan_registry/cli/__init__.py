@@ -97,7 +97,7 @@ def _main(words: Sequence[str]) -> int:
     if args.command is None:
         program.print_help(sys.stderr)
         return 2
-    # Torch's word where NumPy is not installed, which nothing here needs.
+    # Torch warns of this if NumPy is not installed. Nothing here needs NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         return command(args.command).run(args)

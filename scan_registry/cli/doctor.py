@@ -131,7 +131,7 @@ def examine(elsewhere: Device | None = None, *, strict: bool = False) -> Report:
 
 @dataclass
 class _Stock:
-    """What providers bring: the part that can be used, and the state of all of it.
+    """What providers bring: the archives that can be used, and the state of all providers and archives.
 
     damaged  by key, binaries whose bytes are not those that their entries state
     """

@@ -196,7 +196,7 @@ def watched(tuner: Tuner, problems: Sequence[Posed]) -> None:
 
 
 def _save(tuner: Tuner) -> str:
-    """Where it went; ``UsageError`` if the cache's folder cannot be used."""
+    """Save the results, and return where; ``UsageError`` if the cache's folder cannot be used."""
     from scan_registry.tuner.report import tunings
 
     found = tunings(tuner.device, tuner.tuned)
