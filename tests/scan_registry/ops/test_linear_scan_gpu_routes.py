@@ -1,4 +1,7 @@
-"""``linear_scan`` on a GPU where it computes with copies of its tensors, or with Triton for packed rows, against float64. What is taken, and why, is tested without a GPU in test_linear_scan_routes.py."""
+"""``linear_scan`` on a GPU where it computes with copies of its tensors, or with Triton for packed rows, against float64.
+
+What is taken, and why, is tested without a GPU in test_linear_scan_routes.py.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,7 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan.cases import TOLERANCE, wide
 from scan_registry.ops.linear_scan_bench import Case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 PADDED = ("channel_last:1,11,20001", "channel_last:3,5,9000", "channel_last:2,33,30001")
