@@ -52,7 +52,8 @@ class Setting:
     starts  whether there are states before the first step
     ends    whether the last states have gradients of their own
     graded  whether all states have gradients, and not h alone
-    resets  whether states start anew here and there
+    resets  whether states start anew here and there, from zeros
+    given   whether they start anew from given states
     clips   what is clipped
     """
 
@@ -60,6 +61,7 @@ class Setting:
     ends: bool = False
     graded: bool = False
     resets: bool = False
+    given: bool = False
     clips: Clips = Clips()  # noqa: RUF009
 
     def __str__(self) -> str:
@@ -73,6 +75,7 @@ SETTINGS = (
     Setting(starts=True, ends=True, graded=True, clips=Clips(0.5, 0.25)),
     Setting(ends=True, clips=Clips(recurrent_cut=True)),
     Setting(starts=True, ends=True, resets=True),
+    Setting(starts=True, ends=True, resets=True, given=True),
 )
 
 _KERNELS: dict[str, tuple[Scope, Direction]] = {
@@ -86,7 +89,7 @@ OUTPUTS: dict[tuple[Scope, Direction], tuple[str, ...]] = {
     ("step", "backward"): ("gates_grad", "carry"),
 }
 #: Of these, what has the states in front; each of them counts by itself.
-_BY_STATE = ("states", "carry", "initial_grad")
+_BY_STATE = ("states", "carry", "initial_grad", "reset_grad")
 _GAP = 16  # elements between rows that have gaps
 
 
@@ -154,7 +157,8 @@ class Trial:
         for name, value in expected.items():
             if name == "carry":
                 continue  # which is read first
-            poison = torch.full_like(value, torch.nan, dtype=narrow)
+            exact = torch.float32 if name == "reset_grad" else narrow
+            poison = torch.full_like(value, torch.nan, dtype=exact)
             tensors[name] = _placed(name, poison, name in strided, aligned)
         strides = []
         for name, dimensions in strided.items():
@@ -213,6 +217,7 @@ def draw(
         "recurrent": new(sizes.recurrent, heads, dim, dim, by=dim**-0.5),
         "bias": new(sizes.bias, *unit).float(),
         "initial": new(states, batch, *unit) if setting.starts else None,
+        "reset_states": new(states, batch, *unit) if setting.given else None,
         "states_grad": new(graded, batch, time, *unit),
         "final_grad": None,
         "reset": torch.rand(batch, time) < 1 / 8 if setting.resets else None,
@@ -221,11 +226,17 @@ def draw(
         final = new(states, batch, *unit)
         final[graded:] = 0
         given["final_grad"] = final
-    if function == "slstm" and setting.starts:
-        initial = given["initial"]
-        assert initial is not None
-        initial[2] = initial[2].abs() + 1
-        initial[1:3, ..., ::3] = 0  # where i decides
+    for name in ("initial", "reset_states"):
+        start = given[name]
+        if start is not None and function == "slstm":
+            start[2] = start[2].abs() + 1
+            start[1:3, ..., ::3] = 0  # where i decides
+    anew, reset = given["reset_states"], given["reset"]
+    if anew is not None and reset is not None:  # which a kernel finds in `initial` at a first step
+        begins, start = reset[:, :1, None], given["initial"]
+        given["initial"] = torch.where(
+            begins, anew, torch.zeros_like(anew) if start is None else start
+        )
     inputs, expected = _solved(function, setting, given, narrow)
     moved = {
         key: {name: None if t is None else t.to(device) for name, t in found.items()}
@@ -246,22 +257,23 @@ def _solved(
     """What each kernel takes, and what it is to make of that."""
     sizes, clips = SIZES[function], setting.clips
     wide = {name: None if t is None else t.double() for name, t in given.items()}
-    reset = given["reset"]
+    reset, anew = given["reset"], wide["reset_states"]
     x, r, b, grad = (wide[name] for name in ("inputs", "recurrent", "bias", "states_grad"))
     assert x is not None
     assert r is not None
     assert b is not None
     assert grad is not None
-    states, cache = reference.forward(function, x, r, b, wide["initial"], clips, reset)
-    gates_grad, initial_grad = reference.backward(
-        function, r, states, wide["initial"], cache, grad, wide["final_grad"], clips, reset=reset
+    states, cache = reference.forward(function, x, r, b, wide["initial"], clips, reset, anew)
+    gates_grad, initial_grad, *reset_grad = reference.backward(
+        *(function, r, states, wide["initial"], cache, grad, wide["final_grad"], clips),
+        reset=reset,
+        reset_states=anew,
     )
     kept = cache.to(narrow) if sizes.cache else None
     back: dict[str, Tensor | None] = {"states": states.to(narrow), "cache": kept}
-    forward = {name: given[name] for name in ("inputs", "recurrent", "bias", "initial", "reset")}
-    backward = {
-        name: given[name] for name in ("recurrent", "initial", "reset", "states_grad", "final_grad")
-    }
+    resets = ("initial", "reset", "reset_states")
+    forward = {name: given[name] for name in ("inputs", "recurrent", "bias", *resets)}
+    backward = {name: given[name] for name in ("recurrent", *resets, "states_grad", "final_grad")}
     inputs: dict[tuple[Scope, Direction], dict[str, Tensor | None]] = {
         ("sequence", "forward"): forward,
         ("sequence", "backward"): backward | back,
@@ -269,7 +281,11 @@ def _solved(
     of_cache = {"cache": cache} if sizes.cache else {}
     expected: dict[tuple[Scope, Direction], dict[str, Tensor]] = {
         ("sequence", "forward"): {"states": states, **of_cache},
-        ("sequence", "backward"): {"gates_grad": gates_grad, "initial_grad": initial_grad},
+        ("sequence", "backward"): {
+            "gates_grad": gates_grad,
+            "initial_grad": initial_grad,
+            **({"reset_grad": reset_grad[0]} if reset_grad else {}),
+        },
     }
     _solve_step(function, setting, given, states, inputs, expected)
     return inputs, expected

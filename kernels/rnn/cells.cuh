@@ -184,12 +184,22 @@ __device__ inline void release(float (&grads)[Cell::STATES], const float (&befor
     if constexpr (Cell::STATES == 4) grads[3] += grads[1] * before[0] + grads[2] * before[1];
 }
 
-// A reset: neither the product with R nor the states before are of account, even if they are not finite.
+// A reset to zeros: neither the product with R nor the states before are of account, even if they are not finite.
 __device__ inline void start_anew(float (&r)[Cell::RECURRENT], float (&states)[Cell::STATES]) {
 #pragma unroll
     for (int g = 0; g < Cell::RECURRENT; g++) r[g] = 0;
 #pragma unroll
     for (int s = 0; s < Cell::STATES; s++) states[s] = 0;
+}
+
+// A reset of a pair of units, `own` of (states, batch, heads, dim), to given states, or to zeros if null.
+__device__ inline void start_from(const Storage* given, i64 own, i64 of_state, float (&states)[2][Cell::STATES]) {
+#pragma unroll
+    for (int s = 0; s < Cell::STATES; s++) {
+        const float2 x = given ? load_pair(given + own + s * of_state) : make_float2(0, 0);
+        states[0][s] = x.x;
+        states[1][s] = x.y;
+    }
 }
 
 __device__ constexpr int at_least_one(int n) { return n > 0 ? n : 1; }

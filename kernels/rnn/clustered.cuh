@@ -133,14 +133,16 @@ struct Rounds {
         for (int c = 0; c < CHUNKS; c++) h[c] = from[4 * c];
     }
     // Make the latest round that of the initial state, or null for zeros, of `batches` batches that are
-    // `stride` apart.
-    __device__ void fill(const Storage* initial, unsigned batches, i64 stride, unsigned dim) {
+    // `stride` apart. If `zeros` is given, it says of each batch whether its state is zeros all the same, by a byte that
+    // is not 0; those bytes are `apart`.
+    __device__ void fill(const Storage* initial, unsigned batches, i64 stride, unsigned dim,
+                         const unsigned char* zeros, i64 apart) {
         __syncthreads();
         for (unsigned i = threadIdx.x; i < WORDS; i += THREADS) {
             const unsigned in_tile = i / (STRIDE / PER), unit = i % (STRIDE / PER) * PER;
             const bool there = unit < dim;
             memory.rows[number % 2][i] =
-                initial && there && in_tile < batches
+                initial && there && in_tile < batches && !(zeros && zeros[in_tile * apart])
                     ? *reinterpret_cast<const uint4*>(initial + in_tile * stride + unit)
                     : make_uint4(0, 0, 0, 0);
             if (!there) memory.rows[1 - number % 2][i] = make_uint4(0, 0, 0, 0);

@@ -20,7 +20,7 @@ struct PrefetchLine {
     const unsigned unit = blockIdx.x % CLUSTER * UNITS + threadIdx.x % LINES * OF_LINE;
 };
 
-// initial, reset (batch, time) and cache may be null; no workspace is needed.
+// initial, reset (batch, time), reset_states and cache may be null; no workspace is needed.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
@@ -28,7 +28,8 @@ __cluster_dims__(CLUSTER, 1, 1)
 rnn_sequence_forward(
     const Storage* __restrict__ inputs, const Storage* __restrict__ recurrent,
     const float* __restrict__ bias, const Storage* __restrict__ initial,
-    const unsigned char* __restrict__ reset, Storage* __restrict__ states, Storage* __restrict__ cache, void*,
+    const unsigned char* __restrict__ reset, const Storage* __restrict__ reset_states,
+    Storage* __restrict__ states, Storage* __restrict__ cache, void*,
     i64 batch, i64 time, i64 heads, i64 dim, i64 forward_clip,
     i64 inputs_batch, i64 inputs_time, i64 states_state, i64 states_batch, i64 states_time,
     i64 cache_batch, i64 cache_time) {
@@ -49,8 +50,10 @@ rnn_sequence_forward(
         const bool live = there && at.in_tile < batches;
         const i64 of_head = i64(head) * dim, offset = of_head + at.unit;
         weights.load(recurrent, at, head, unsigned(heads), unsigned(dim));
+        // Of a first step: `initial` has the states of a reset already, but not zeros.
+        const unsigned char* const zeros = reset && !reset_states ? reset + i64(first_batch) * time : nullptr;
         rounds.fill(initial ? initial + first_batch * block_of + of_head : nullptr, batches, block_of,
-                    unsigned(dim));
+                    unsigned(dim), zeros, time);
         if (CLUSTER > 1 && !there) continue;
 
         const Storage* input = inputs + own_batch * inputs_batch + offset;
@@ -67,7 +70,8 @@ rnn_sequence_forward(
 #pragma unroll
         for (int s = 0; s < Cell::STATES; s++) {
             float2 x = make_float2(0, 0);
-            if (initial && live) x = load_pair(initial + (s * batch + own_batch) * block_of + offset);
+            if (initial && live && !(zeros && zeros[at.in_tile * time]))
+                x = load_pair(initial + (s * batch + own_batch) * block_of + offset);
             carried[0][s] = x.x;
             carried[1][s] = x.y;
         }
@@ -104,7 +108,7 @@ rnn_sequence_forward(
                 const float2 pair = widen(coming[g]);
                 x[0][g] = pair.x, x[1][g] = pair.y;
             }
-            const bool more = t + 1 < time, anew = coming_anew;
+            const bool more = t + 1 < time;
             if (live && more) fetch(t + 1);
             if (brings && t + PREFETCH_STEPS < time) prefetch(later);
             later += inputs_time;
@@ -112,7 +116,6 @@ rnn_sequence_forward(
             weights.multiply(r, h, at);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                if (reset && anew) start_anew(r[i], carried[i]);
                 Cell::forward(r[i], x[i], biases[i], carried[i], kept[i]);
                 carried[i][0] = clipped(carried[i][0], clip);
             }
@@ -123,7 +126,13 @@ rnn_sequence_forward(
             for (int v = 0; v < Cell::KEPT; v++)
                 made.kept[v] = Element::narrow(make_float2(kept[0][v], kept[1][v]));
             if (!more) break;
-            rounds.exchange(live ? made.states[0] : Pair{}, there, at);
+            Pair next = made.states[0];
+            if (coming_anew) {
+                const i64 own = own_batch * block_of + offset;
+                next = reset_states ? *reinterpret_cast<const Pair*>(reset_states + own) : Pair{};
+                start_from(reset_states, own, batch * block_of, carried);
+            }
+            rounds.exchange(live ? next : Pair{}, there, at);
         }
         if (live) store();
     }

@@ -6,13 +6,16 @@ Tensors, N being heads and D hidden units of a head; ``Sizes`` has the counts of
     recurrent     (recurrent, N, D, D)      R; the last two are the new and the previous unit
     bias          (bias, N, D)
     initial       (states, B, N, D)         before the first step; null: zeros
-    reset         (B, T), a byte each       not 0: states start from zeros at this step; null: nowhere
+    reset         (B, T), a byte each       not 0: states start anew at this step; null: nowhere
+    reset_states  (states, B, N, D)         that a reset starts from; for a first step ``initial`` has them
+                                            already; null: zeros
     states        (states, B, T, N, D)      after each step; h comes first
     cache         (B, T, cache, N, D)       what the backward pass needs beside the states
     states_grad   (graded, B, T, N, D)      of all states, or of h alone
     final_grad    (states, B, N, D)         comes on top of the last step's; null: zeros
     gates_grad    (B, T, bias, N, D)        of every pre-activation, in the order of the bias
     initial_grad  (states, B, N, D)
+    reset_grad    (states, B, N, D)         of ``reset_states``, in float32
 
 The gates that ``recurrent`` feeds are the first of those, and the gates that ``inputs`` feeds the last.
 Each (gates, N, D) block and each (N, D) block is without gaps; between batches, times and states there

@@ -4,7 +4,8 @@
 //
 // Forward's scheme, see there: what the CTAs of a group tell each other is gates_grad, as far as R feeds
 // those gates, and a CTA keeps its units' columns of R. What a step gives to the one before it, by R, too, is
-// of no account where `reset` has a byte that is not 0.
+// of no account where `reset` has a byte that is not 0; or it is added to the gradient of `reset_states`, by the
+// thread that has the unit.
 #include "block.cuh"
 #include "cells.cuh"
 
@@ -51,7 +52,7 @@ struct Columns {
 // What a step needs of a pair of units, as it lies in memory.
 struct Known {
     Pair kept[at_least_one(Cell::KEPT)], before[Cell::TRACKED], given[Cell::STATES];
-    bool anew;  // at this step the states started from zeros, and not from those before
+    bool anew;  // at this step the states did not start from those before
 };
 
 // What a thread has of one of its slots; the pointers are to the step that is fetched next.
@@ -77,13 +78,29 @@ __device__ inline void receive_all(Unit& unit, const Storage* from, i64 stride, 
     }
 }
 
-// initial, reset (batch, time), final_grad, initial_grad and workspace may be null. recurrent_clip 0: nothing goes through R.
+// What goes into the gradient of the states that a reset started from, in float32; both (states, batch, heads, dim).
+__device__ inline void give_back(Unit& unit, const Storage* from, float* to, i64 of_state) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float before[Cell::TRACKED];
+#pragma unroll
+        for (int s = 0; s < Cell::TRACKED; s++)
+            before[s] = Element::widen(from[(s + Cell::FIRST) * of_state + i]);
+        release(unit.grads[i], before);
+#pragma unroll
+        for (int s = 0; s < Cell::STATES; s++) to[s * of_state + i] += unit.grads[i][s];
+    }
+}
+
+// initial, reset (batch, time), reset_states, final_grad, initial_grad, reset_grad and workspace may be null.
+// recurrent_clip 0: nothing goes through R.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
     const Storage* __restrict__ recurrent, const Storage* __restrict__ states,
     const Storage* __restrict__ initial, const unsigned char* __restrict__ reset,
-    const Storage* __restrict__ cache, const Storage* __restrict__ states_grad,
+    const Storage* __restrict__ reset_states, const Storage* __restrict__ cache, const Storage* __restrict__ states_grad,
     const Storage* __restrict__ final_grad,
-    Storage* __restrict__ gates_grad, Storage* __restrict__ initial_grad, void* workspace,
+    Storage* __restrict__ gates_grad, Storage* __restrict__ initial_grad, float* __restrict__ reset_grad,
+    void* workspace,
     i64 batch, i64 time, i64 heads, i64 dim, i64 graded, i64 recurrent_clip,
     i64 states_state, i64 states_batch, i64 states_time, i64 cache_batch, i64 cache_time,
     i64 states_grad_state, i64 states_grad_batch, i64 states_grad_time,
@@ -140,6 +157,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
             unit.place(at, group, k);
             unit.blocked = false;
             if (!unit.live) continue;
+            if (reset_grad)
+#pragma unroll
+                for (int s = 0; s < Cell::STATES; s++)
+                    *reinterpret_cast<float2*>(reset_grad + s * of_state + i64(unit.batch) * block_of + unit.offset) =
+                        make_float2(0, 0);
             const i64 last = time - 1;
             unit.cache = cache + unit.batch * cache_batch + last * cache_time + unit.offset;
             unit.before = states + unit.batch * states_batch + (last - 1) * states_time + unit.offset;
@@ -182,10 +204,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
             if (reset)
 #pragma unroll
                 for (int k = 0; k < OWN; k++)
-                    if (units[k].blocked)
+                    if (units[k].blocked) {
+                        if (reset_states) {
+                            const i64 own = i64(units[k].batch) * block_of + units[k].offset;
+                            give_back(units[k], reset_states + own, reset_grad + own, of_state);
+                        }
 #pragma unroll
                         for (int s = 0; s < Cell::STATES; s++)
                             units[k].grads[0][s] = units[k].grads[1][s] = 0;
+                    }
             if (t < 0) break;
             if (alone) factor = {Rows::at(round), Rows::STRIDE, false};
             else factor = {ring.at(ring.published), values, true};
@@ -208,8 +235,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
                     receive(unit.grads[i], given, unit.after[i]);
                     float from[Cell::TRACKED];
 #pragma unroll
-                    for (int s = 0; s < Cell::TRACKED; s++)
-                        from[s] = reset && unit.coming.anew ? 0.f : before[s];
+                    for (int s = 0; s < Cell::TRACKED; s++) {
+                        from[s] = before[s];
+                        if (!reset || !unit.coming.anew) continue;
+                        const i64 own = (s + Cell::FIRST) * of_state + i64(unit.batch) * block_of + unit.offset;
+                        from[s] = reset_states ? Element::widen(reset_states[own + i]) : 0.f;
+                    }
                     Cell::backward(kept, from, unit.after[i], unit.grads[i], gates[i]);
 #pragma unroll
                     for (int s = 0; s < Cell::TRACKED; s++) unit.after[i][s] = before[s];

@@ -7,8 +7,9 @@
 // come a step ahead from the L2 cache and several steps ahead from memory. All CTAs have to be running
 // at the same time; they work on as many groups as there are, one after the other.
 //
-// Where `reset` has a byte that is not 0, the states of its batch start from zeros at its step. The product with
-// R is made all the same, and of no account: a batch's terms come from its own h alone.
+// Where `reset` has a byte that is not 0, the states of its batch start anew at its step, from `reset_states` or zeros. The
+// step before leaves those to it, and publishes their h in place of its own; a batch's terms come from its own h alone. For
+// a first step `initial` has the reset states already, but not zeros: then the product with R is of no account.
 //
 // Where a cluster of CTAs holds a whole head, all that is in clustered_forward.cuh.
 #if CLUSTER
@@ -48,16 +49,17 @@ struct Unit : Slot {
     const Storage* inputs;
     Storage *states, *cache;
     Pair coming[Cell::INPUTS];
-    bool anew;  // at the step whose inputs are coming
+    bool anew_after;  // the step whose inputs are coming
     float bias[2][Cell::GATES];
     float carried[2][Cell::STATES];
 };
 
-// initial, reset (batch, time), cache and workspace may be null.
+// initial, reset (batch, time), reset_states, cache and workspace may be null.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
     const Storage* __restrict__ inputs, const Storage* __restrict__ recurrent,
     const float* __restrict__ bias, const Storage* __restrict__ initial,
-    const unsigned char* __restrict__ reset, Storage* __restrict__ states, Storage* __restrict__ cache, void* workspace,
+    const unsigned char* __restrict__ reset, const Storage* __restrict__ reset_states,
+    Storage* __restrict__ states, Storage* __restrict__ cache, void* workspace,
     i64 batch, i64 time, i64 heads, i64 dim, i64 forward_clip,
     i64 inputs_batch, i64 inputs_time, i64 states_state, i64 states_batch, i64 states_time,
     i64 cache_batch, i64 cache_time) {
@@ -73,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
     AdaptiveBackoff backoff;
 
     const auto fetch = [&](Unit& unit, i64 t) {
-        unit.anew = reset && reset[unit.batch * time + t];
+        unit.anew_after = reset && t + 1 < time && reset[unit.batch * time + t + 1];
 #pragma unroll
         for (int g = 0; g < Cell::INPUTS; g++)
             unit.coming[g] = *reinterpret_cast<const Pair*>(unit.inputs + g * block_of);
@@ -132,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
 #pragma unroll
                 for (int g = 0; g < GATES; g++)
                     r[0][g] = terms[k][g].x, r[1][g] = terms[k][g].y;
-                if (reset && unit.anew)
+                if (t == 0 && reset && !reset_states && reset[unit.batch * time])
 #pragma unroll
                     for (int i = 0; i < 2; i++) start_anew(r[i], unit.carried[i]);
 #pragma unroll
@@ -141,8 +143,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
                     Cell::forward(r[i], x[i], unit.bias[i], s, kept[i]);
                     s[0] = clipped(s[0], clip);
                 }
-                const Pair h = Element::narrow(make_float2(unit.carried[0][0], unit.carried[1][0]));
+                Pair h = Element::narrow(make_float2(unit.carried[0][0], unit.carried[1][0]));
+                const bool anew = reset && unit.anew_after;
+                // From the group's first batch: with the unit's batch times 64 bits, NVRTC 12.9 crashes for sm_120.
+                const i64 own = group.first_batch * block_of + (unit.in_tile * unsigned(block_of) + unit.offset);
                 if (more) {
+                    if (anew) h = reset_states ? *reinterpret_cast<const Pair*>(reset_states + own) : Pair{};
                     Storage* const to =
                         const_cast<Storage*>(factor.first) + (unit.in_tile * factor.stride + unit.unit);
                     if (alone) *reinterpret_cast<Pair*>(to) = h;
@@ -152,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_forward(
                 for (int s = 0; s < Cell::STATES; s++)
                     store_pair(unit.states + s * states_state,
                                make_float2(unit.carried[0][s], unit.carried[1][s]));
+                if (anew) start_from(reset_states, own, batch * block_of, unit.carried);
                 unit.states += states_time;
                 if (unit.cache) {
 #pragma unroll

@@ -49,6 +49,7 @@ _POINTERS: dict[tuple[Scope, Direction], tuple[str, ...]] = {
         "bias",
         "initial",
         "reset",
+        "reset_states",
         "states",
         "cache",
         "workspace",
@@ -58,11 +59,13 @@ _POINTERS: dict[tuple[Scope, Direction], tuple[str, ...]] = {
         "states",
         "initial",
         "reset",
+        "reset_states",
         "cache",
         "states_grad",
         "final_grad",
         "gates_grad",
         "initial_grad",
+        "reset_grad",
         "workspace",
     ),
     ("step", "forward"): ("inputs", "terms", "bias", "carry", "states", "cache"),
@@ -82,7 +85,7 @@ _STEP_WARPS = 4
 def _pointers(scope: Scope, direction: Direction, language: str) -> tuple[str, ...]:
     """Those of one kernel. Triton's have no resets: what sLSTM's gradients keep fills the registers as it is."""
     names = _POINTERS[scope, direction]
-    return names if language == "cuda" else tuple(name for name in names if name != "reset")
+    return names if language == "cuda" else tuple(n for n in names if not n.startswith("reset"))
 
 
 def parameters(scope: Scope, direction: Direction, language: str = "cuda") -> tuple[Parameter, ...]:

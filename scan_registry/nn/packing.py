@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from scan_registry.nn.states import joined
+
 
 class Packing(NamedTuple):
     """The orders of steps of a ``PackedSequence``. "In a row" means one sequence after the other, in the order
@@ -58,6 +60,10 @@ class Resets(NamedTuple):
     marks: Tensor
     turned: Tensor | None
     states: list[Tensor] | None
+
+    def tensors(self) -> tuple[Tensor, Tensor | None]:
+        """The marks, and all states in one tensor, as one layer of one direction takes them."""
+        return self.marks, None if self.states is None else joined(self.states, 0)
 
 
 def turned_resets(marks: Tensor, packing: Packing | None) -> Tensor:

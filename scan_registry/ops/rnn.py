@@ -163,7 +163,7 @@ def describe(
     if given.inputs.numel() == 0:
         return {}
     wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states, reset_states))
-    cut = reset_states is not None or backend == "triton"
+    cut = backend == "triton"
     in_rows = (cut and reset is not None) or resets.packed
     resets_left = reset is not None and not cut
     if in_rows:

@@ -28,6 +28,7 @@ from scan_registry.ops.recomputation import gradients
 from scan_registry.ops.rnn_arguments import COMPILED, Options
 from scan_registry.ops.rnn_layer_composed import Cell, Result, composed, composed_backward
 from scan_registry.ops.rnn_layout import UNITS, all_dense, states_before, turned
+from scan_registry.ops.rnn_resets import before_first
 from scan_registry.ops.rnn_weights import kernel_weights
 
 _required = policy.required.get
@@ -71,6 +72,7 @@ class Layer:
         self._new_gates = make((time, batch, of.bias, self.width))
         self._new_initial = make((count, 1, batch, self.width))
         self._new_shell = make((0,))
+        self._new_anew = allocator(self.device, (count, batch, self.width))
         row = self.width, 1
         self._of_hidden = hidden, (batch * self.width, *row)
         self._of_last = (1, batch, self.width), (batch * self.width, *row)
@@ -83,7 +85,15 @@ class Layer:
         return allocator(self.device, shape, self.dtype)
 
     def forward(
-        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, reset: Any, *states: Tensor
+        self,
+        x: Tensor,
+        w: Tensor,
+        r: Tensor,
+        b: Any,
+        c: Any,
+        reset: Any,
+        anew: Any,
+        *states: Tensor,
     ) -> tuple[Tensor, list[Tensor], tuple[Any, ...]]:
         """h, the last states, and what the backward pass needs beside the arguments: all states, cache, initial states, and
         R as the kernel takes it if that is a copy."""
@@ -92,6 +102,7 @@ class Layer:
         start = None
         if states:
             start = states[0] if self._single else torch.cat(states)
+        start = before_first(start, reset, anew)
         every = self._new_states()
         cache = None if self._new_cache is None else self._new_cache()
         self._run(
@@ -101,6 +112,7 @@ class Layer:
                 "bias": bias,
                 "initial": start,
                 "reset": reset,
+                "reset_states": anew,
                 "states": every,
                 "cache": cache,
             }
@@ -120,7 +132,7 @@ class Layer:
         ]
 
     def untracked(
-        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, _: None, *states: Any
+        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, _: None, __: None, *states: Any
     ) -> Result:
         """h and the last states, without resets, where nothing is kept for a backward pass. ``x`` lies as the kernel takes it;
         initial states that are missing are None."""
@@ -137,6 +149,7 @@ class Layer:
                 "bias": bias,
                 "initial": start,
                 "reset": None,
+                "reset_states": None,
                 "states": every,
                 "cache": None,
             }
@@ -160,7 +173,7 @@ class Layer:
         strides of one. ``tensors`` are those arguments, h, and the rest of what ``forward`` returned."""
         count = len(self._shapes)
         flat, (h, every, cache, start, copied) = tensors[:count], tensors[count:]
-        x, w, r, _, _, reset, *_ = flat
+        x, w, r, _, _, reset, anew, *_ = flat
         for tensor, facts in zip(flat, self._shapes, strict=True):
             if tensor is not None and facts != (tensor.shape, tensor.stride()):
                 return None
@@ -175,20 +188,23 @@ class Layer:
         function, width = self.cell.function, self.width
         final = self._ends(ends)
         gates, initial = self._new_gates(), self._new_initial()
+        grad_anew = None if anew is None else self._new_anew()
         run(
             {
                 "recurrent": r if copied is None else copied,
                 "states": h if every is None else every,
                 "initial": start,
                 "reset": reset,
+                "reset_states": anew,
                 "cache": cache,
                 "states_grad": given,
                 "final_grad": final,
                 "gates_grad": gates,
                 "initial_grad": initial,
+                "reset_grad": grad_anew,
             }
         )
-        of_x, of_w, of_r, of_b, of_c, _, *of_states = wanted
+        of_x, of_w, of_r, of_b, of_c, _, of_anew, *of_states = wanted
         rows = gates.view(-1, gates.shape[2] * width)
         of_inputs = rows[:, width:] if function == "gru" else rows
         grad_x = grad_w = grad_r = grad_b = grad_c = None
@@ -197,7 +213,7 @@ class Layer:
         if of_w:
             grad_w = torch.mm(of_inputs.t(), x.reshape(-1, x.shape[2]))
         if of_r:
-            grad_r = self._recurrent_grad(gates, rows, h, start, reset)
+            grad_r = self._recurrent_grad(gates, rows, h, start, reset, anew)
         if of_b or of_c:
             total = rows.sum(0)
             if function == "gru":
@@ -213,6 +229,7 @@ class Layer:
             grad_b if of_b else None,
             grad_c if of_c else None,
             None,
+            grad_anew.to(self.dtype) if of_anew and grad_anew is not None else None,
             *(initial[k] if want else None for k, want in enumerate(of_states)),
         )
 
@@ -228,7 +245,7 @@ class Layer:
         return torch.cat([torch.zeros_like(model) if end is None else end for end in ends])
 
     def _recurrent_grad(
-        self, gates: Tensor, rows: Tensor, h: Tensor, start: Tensor | None, reset: Tensor | None
+        self, gates: Tensor, rows: Tensor, h: Tensor, start: Any, reset: Any, anew: Any
     ) -> Tensor:
         """The gradient of ``weight_hh``."""
         time, batch, heads, dim = self.sizes
@@ -238,14 +255,16 @@ class Layer:
             seen = gates.view(time, batch, -1, *unit).transpose(0, 1)
             states = h.view(1, time, batch, *unit).transpose(1, 2)
             initial = None if start is None else start.view(-1, batch, *unit)[:1]
-            function, wanted = self.cell.function, (True, False)
-            found = reference.parameter_grads(function, seen, states, initial, wanted, reset)[1]
+            restart = None if anew is None else anew.view(-1, batch, *unit)[:1]
+            found = reference.parameter_grads(
+                self.cell.function, seen, states, initial, (True, False), reset, restart
+            )[1]
             assert found is not None
             grad = found.view(fed * self.width, dim)
         else:
             left, before = rows[:, : fed * dim], h.view(-1, dim)
             if reset is not None:
-                before = states_before(h, start, reset)
+                before = states_before(h, start, reset, anew)
                 grad = torch.mm(left[-len(before) :].t(), before)
             elif time > 1:
                 grad = torch.mm(left[batch:].t(), before[:-batch])
@@ -271,8 +290,8 @@ class Layer:
 
 def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
     """None if the layer is for ``composed``."""
-    x, w, r, b, c, reset, *states = flat
-    there = [t for t in (x, w, r, b, c, *states) if t is not None]
+    x, w, r, b, c, reset, anew, *states = flat
+    there = [t for t in (x, w, r, b, c, anew, *states) if t is not None]
     if any((t.dtype, t.device) != (x.dtype, x.device) for t in there) or x.dtype not in COMPILED:
         return None
     of, dim = SIZES[cell.function], r.shape[-1]
@@ -284,6 +303,7 @@ def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
         "r": (r, (of.recurrent * width, dim)),
         "b": (b, (of.inputs * width,)),
         "c": (c, (of.recurrent * width,)),
+        "anew": (anew, (len(of.states), x.shape[1], width)),
         **{str(k): (state, (1, x.shape[1], width)) for k, state in enumerate(states)},
     }
     for tensor, shape in expected.values():
@@ -354,7 +374,7 @@ _layers: dict[tuple[Any, ...], Any] = {}
 _MOST_STATES = max(len(of.states) for of in SIZES.values())
 _MISSING = (None,) * _MOST_STATES
 #: The arguments before the states.
-_OTHERS = 6
+_OTHERS = 7
 
 
 def _finder(cell: Cell) -> Callable[..., Result | None]:
@@ -380,7 +400,7 @@ def _finder(cell: Cell) -> Callable[..., Result | None]:
 
 def _untracked(cell: Cell, flat: tuple[Any, ...], first: bool) -> Result | None:
     """``fast_layer`` of calls that need no more than a look-up in C; None for others."""
-    if flat[_OTHERS - 1] is not None or profiler._is_profiler_enabled or forward_mode():
+    if flat[_OTHERS - 2] is not None or profiler._is_profiler_enabled or forward_mode():
         return None
     find = _layers.get(cell)
     if find is None:

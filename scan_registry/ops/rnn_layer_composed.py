@@ -27,11 +27,19 @@ class Cell(NamedTuple):
 
 
 def composed(
-    cell: Cell, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, reset: Any, *states: Tensor
+    cell: Cell,
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Any,
+    c: Any,
+    reset: Any,
+    anew: Any,
+    *states: Tensor,
 ) -> Result:
     """The layer of x (T, B, I), composed of ``rnn`` and torch's operators. ``w`` (gates · H, I) and ``r`` (gates · H, D) are
-    torch.nn's weights, and ``b`` and ``c`` their biases or None. ``reset`` (B, T) is where states start anew from zeros, or
-    None. ``states`` are those before the first step, (1, B, H) each; none stands for zeros."""
+    torch.nn's weights, and ``b`` and ``c`` their biases or None. ``reset`` (B, T) is where states start anew, or None, and
+    ``anew`` (states, B, H) from what, or None for zeros. ``states`` are those before the first step, (1, B, H) each; none stands for zeros."""
     sizes, (time, batch, _) = SIZES[cell.function], x.shape
     dim = r.shape[1]
     unit = cell.heads, dim
@@ -39,6 +47,8 @@ def composed(
     recurrent, bias = _for_kernels(cell.function, r.view(sizes.recurrent, *unit, dim), c, unit)
     start = torch.stack([s.view(batch, 1, *unit) for s in states]) if states else None
     how: dict[str, Any] = {"reset": reset, "function": cell.function, "backend": cell.backend}
+    if anew is not None:
+        how["reset_states"] = anew.view(-1, batch, 1, *unit)
     every, last = rnn(inputs, recurrent, bias, start, **how)
     h = every[0].transpose(0, 1).reshape(time, batch, -1)
     return h, [state.reshape(1, batch, -1) for state in last]
@@ -49,14 +59,17 @@ def composed_backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are wanted, of the arguments of ``composed``, from the gradients of its results. All is computed
     step by step, in operators that torch can differentiate and vmap."""
-    x, w, r, b, c, reset, *states = flat
+    x, w, r, b, c, reset, anew, *states = flat
     function, of, (time, batch, _) = cell.function, SIZES[cell.function], x.shape
     dim, width = r.shape[1], cell.heads * r.shape[1]
     unit = cell.heads, dim
     inputs = linear(x, w, b).view(time, batch, of.inputs, *unit).transpose(0, 1)
     recurrent, bias = _for_kernels(function, r.view(of.recurrent, *unit, dim), c, unit)
     start = torch.stack([s.view(batch, *unit) for s in states]) if states else None
-    every, cache = reference.forward(function, inputs, recurrent, bias, start, reset=reset)
+    resets: dict[str, Any] = {"reset": reset}
+    if anew is not None:
+        resets["reset_states"] = anew.view(-1, batch, *unit)
+    every, cache = reference.forward(function, inputs, recurrent, bias, start, **resets)
     model = next(g for g in grads if g is not None)
 
     def heads(grad: Tensor | None, steps: int) -> Tensor:
@@ -66,12 +79,12 @@ def composed_backward(
     zeros = torch.zeros_like(heads(grads[0], time))
     along = [heads(grads[0], time), *[zeros] * (len(of.states) - 1)]
     ends = torch.stack([heads(end, 1)[0] for end in grads[1:]])
-    gates, initial = reference.backward(
+    gates, initial, *of_anew = reference.backward(
         *(function, recurrent, every, start, cache, torch.stack(along).transpose(1, 2), ends),
-        reset=reset,
+        **resets,
     )
     of_inputs, of_recurrent, of_bias = reference.parameter_grads(
-        function, gates, every, start, reset=reset
+        function, gates, every, start, **resets
     )
     assert of_recurrent is not None
     assert of_bias is not None
@@ -86,6 +99,7 @@ def composed_backward(
         rows.sum(0),
         of_hidden.reshape(-1).to(r.dtype),
         None,
+        of_anew[0].reshape(anew.shape) if of_anew else None,
         *(each.reshape(1, batch, width) for each in initial),
     )
     return tuple(each if want else None for each, want in zip(found, wanted, strict=True))

@@ -68,12 +68,16 @@ def known_states(states: Tensor) -> Tensor:
     return widened(blocked(states, 2), value=1.0)
 
 
-def states_before(h: Tensor, start: Tensor | None, reset: Tensor) -> Tensor:
-    """h before each step, in rows: zeros where there is a reset. Without initial states, the first step's rows are left
-    out if there is another step."""
+def states_before(h: Tensor, start: Tensor | None, reset: Tensor, anew: Tensor | None) -> Tensor:
+    """h before each step, in rows: that of ``anew``, or zeros, where there is a reset. Without initial states, the first
+    step's rows are left out if there is another step."""
     marks = reset.t().unsqueeze(2)
     if start is not None:
-        found = torch.cat((start.view(-1, *h.shape[1:])[:1], h[:-1])).masked_fill_(marks, 0)
+        found = torch.cat((start.view(-1, *h.shape[1:])[:1], h[:-1]))
+        if anew is None:
+            found.masked_fill_(marks, 0)
+        else:  # in place, as the order of the marks would be that of a new tensor
+            torch.where(marks, anew[0], found, out=found)
     elif len(h) > 1:
         found = h[:-1].masked_fill(marks[1:], 0)
     else:

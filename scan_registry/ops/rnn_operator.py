@@ -54,7 +54,8 @@ class Rnn(Operator):
         if problem.direction == "forward":
             initial = tensors.get("initial")
             arguments = Arguments(
-                given["inputs"], given["recurrent"], given["bias"], initial, tensors.get("reset")
+                *(given["inputs"], given["recurrent"], given["bias"], initial),
+                *(tensors.get("reset"), tensors.get("reset_states")),
             )
             made = rnn_plans.forward(arguments, options, True)
             given["states"].copy_(made.states)
@@ -65,8 +66,11 @@ class Rnn(Operator):
         gradients = rnn_plans.backward(
             *(given["recurrent"], given["states"], tensors.get("initial"), cache),
             *(given["states_grad"], tensors.get("final_grad"), options, tensors.get("reset")),
+            tensors.get("reset_states"),
         )
-        for name, gradient in zip(("gates_grad", "initial_grad"), gradients, strict=True):
+        for name, gradient in zip(
+            ("gates_grad", "initial_grad", "reset_grad"), gradients, strict=False
+        ):
             given[name].copy_(gradient)
 
 

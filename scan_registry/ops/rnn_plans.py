@@ -37,7 +37,7 @@ from scan_registry.ops.rnn_layout import (
     widened,
 )
 from scan_registry.ops.rnn_problems import alternatives
-from scan_registry.ops.rnn_resets import check_reset, without_kernels
+from scan_registry.ops.rnn_resets import before_first, check_reset
 from scan_registry.ops.step_buffers import Key, StepBuffers, rnn_buffers
 from scan_registry.runtime.loader import prepare_first, run_reference
 
@@ -123,7 +123,9 @@ def prepare_layer(
 
 
 @contextmanager
-def _step_buffers(problem: RnnProblem, like: Tensor, resets: bool) -> Iterator[StepBuffers]:
+def _step_buffers(
+    problem: RnnProblem, like: Tensor, resets: bool, given: bool
+) -> Iterator[StepBuffers]:
     """Buffers for a call that poses a step's problem, on the current stream. For a graph that somebody
     records they are new, and the graph's alone."""
     direction, training = problem.direction, problem.training
@@ -135,13 +137,13 @@ def _step_buffers(problem: RnnProblem, like: Tensor, resets: bool) -> Iterator[S
     shapes = rnn_steps.buffer_shapes(direction, problem.function, size, steps, training)
 
     def make() -> StepBuffers:
-        return rnn_steps.make_buffers(shapes, steps, like, problem.function, resets)
+        return rnn_steps.make_buffers(shapes, steps, like, problem.function, resets, given)
 
     if is_capturing(like):
         yield make()
         return
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
-    options = direction, problem.batch, problem.dtype, training, problem.clips, resets
+    options = direction, problem.batch, problem.dtype, training, problem.clips, resets, given
     key = Key(like.device, stream, problem.function, *size[1:], (*options, policy.required.get()))
     with rnn_buffers.lent(key, make) as buffers:
         yield buffers
@@ -211,7 +213,6 @@ def _plan_forward(
         if not rnn_cpu.takes(inputs, options.backend):
             return by_reference
         return lambda *tensors: Outputs(*rnn_cpu.forward(tensors, options, training))
-    options = without_kernels(options, reset_states)
     tensors = forward_tensors(inputs, function, training)
     posed = alternatives("forward", options, tensors, training, reset is not None)
     found = _prepared(posed, inputs.device)
@@ -229,10 +230,12 @@ def _plan_forward(
         weight, offset = dense(widened(recurrent, 2)), dense(widened(bias))
         cache = made.cache if made.cache.numel() else None
         marks = None if reset is None else reset.contiguous()
+        restart = None if anew is None else dense(widened(anew))
+        start = before_first(start, marks, restart)
         if problem.scope == "step":
-            with _step_buffers(problem, given, marks is not None) as buffers:
+            with _step_buffers(problem, given, marks is not None, anew is not None) as buffers:
                 rnn_steps.forward(
-                    buffers, run, given, weight, offset, start, made.states, cache, marks
+                    buffers, run, given, weight, offset, start, made.states, cache, marks, restart
                 )
         else:
             run(
@@ -242,6 +245,7 @@ def _plan_forward(
                     "bias": offset,
                     "initial": start,
                     "reset": marks,
+                    "reset_states": restart,
                     "states": made.states,
                     "cache": cache,
                 }
@@ -363,7 +367,6 @@ def _plan_backward(
         if not rnn_cpu.takes(states, options.backend):
             return by_reference
         return lambda *tensors: rnn_cpu.backward(tensors, options)
-    options = without_kernels(options, reset_states)
     strided = backward_tensors(states, cache, states_grad, function)
     posed = alternatives("backward", options, strided, True, reset is not None)
     found = _prepared(posed, states.device)
@@ -382,33 +385,45 @@ def _plan_backward(
         start = None if initial is None else dense(known_states(initial))
         final = None if end is None else dense(widened(end))
         weight = dense(widened(recurrent, 2))
-        gates_grad, initial_grad = empty_gradients(known, function)
+        gates_grad, initial_grad, *reset_grad = empty_gradients(known, function, from_given)
         marks = None if reset is None else reset.contiguous()
+        restart = None if anew is None else dense(known_states(anew))
         if problem.scope == "step":
-            with _step_buffers(problem, known, marks is not None) as buffers:
+            with _step_buffers(problem, known, marks is not None, from_given) as buffers:
                 left = rnn_steps.backward(
                     buffers, run, weight, known, start, cache if known_cache is None else known_cache,
-                    given, final, options.clips, gates_grad, marks,
+                    given, final, options.clips, gates_grad, marks, restart,
                 )  # fmt: skip
-                initial_grad.copy_(left)
+            for room, each in zip((initial_grad, *reset_grad), left, strict=True):
+                room.copy_(each)
         else:
+            exact = (
+                reset_grad[0].new_empty(reset_grad[0].shape, dtype=torch.float32)
+                if from_given
+                else None
+            )
             run(
                 {
                     "recurrent": weight,
                     "states": known,
                     "initial": start,
                     "reset": marks,
+                    "reset_states": restart,
                     "cache": known_cache,
                     "states_grad": given,
                     "final_grad": final,
                     "gates_grad": gates_grad,
                     "initial_grad": initial_grad,
+                    "reset_grad": exact,
                 }
             )
+            if exact is not None:
+                reset_grad[0].copy_(exact)
+        found = gates_grad, initial_grad, *reset_grad
         if known.shape[-1] == dim:
-            return gates_grad, initial_grad
-        made = empty_gradients(states, function)
-        return made[0].copy_(gates_grad[..., :dim]), made[1].copy_(initial_grad[..., :dim])
+            return found
+        made = empty_gradients(states, function, from_given)
+        return tuple(room.copy_(each[..., :dim]) for room, each in zip(made, found, strict=True))
 
     return plan
 

@@ -16,13 +16,10 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def cuts_at_resets(given: Arguments, options: Options) -> bool:
-    """Whether a call cuts its sequences at resets, and runs the pieces as rows of a batch. It does so on a GPU if
-    states are given, as the CUDA kernels start anew from zeros alone, and for the Triton kernels, which support no
-    resets. If the values of ``reset`` cannot be read, plain torch runs."""
+    """Whether a call cuts its sequences at resets, and runs the pieces as rows of a batch. It does so for the Triton
+    kernels, which support no resets."""
     inputs, reset = given.inputs, given.reset
-    if reset is None or not inputs.is_cuda or options.backend == "reference":
-        return False
-    if given.reset_states is None and options.backend != "triton":
+    if reset is None or not inputs.is_cuda or options.backend != "triton":
         return False
     if inputs.dtype not in COMPILED or _is_compiling() or not has_values(reset):
         return False
@@ -30,16 +27,15 @@ def cuts_at_resets(given: Arguments, options: Options) -> bool:
     return not watched and not is_capturing(inputs)
 
 
-def without_kernels(options: Options, reset_states: Tensor | None) -> Options:
-    """The options of the operator on a GPU, where no kernel starts anew from given states."""
-    if reset_states is None:
-        return options
-    if options.backend != "auto":
-        raise ValueError(
-            f"backend is {options.backend!r}, and with reset_states where the values of reset cannot be read, as in "
-            "compiled graphs, there is plain torch only; accepted are auto and reference"
-        )
-    return options._replace(backend="reference")
+def before_first(
+    initial: Tensor | None, reset: Tensor | None, reset_states: Tensor | None
+) -> Tensor | None:
+    """The states before the first step (states, B, …), as CUDA kernels take them: where there is a reset at that step,
+    its states, if they are given."""
+    if reset is None or reset_states is None:
+        return initial
+    begins = reset[:, 0].view(-1, *[1] * (reset_states.dim() - 2))
+    return torch.where(begins, reset_states, 0 if initial is None else initial).contiguous()
 
 
 def check_reset(reset: Tensor | None, shape: Sequence[int]) -> None:

@@ -78,8 +78,10 @@ def make_buffers(
     like: Tensor,
     function: Function,
     resets: bool = False,
+    given: bool = False,
 ) -> StepBuffers:
-    """Empty buffers, in the dtype and on the device of ``like``; for ``resets``, where they are, too."""
+    """Empty buffers, in the dtype and on the device of ``like``; for ``resets``, where they are, too, and if they are to
+    ``given`` states, those, and what a backward pass makes of their gradient."""
     _, batch, _, *unit = shapes["states"]
     sizes = SIZES[function]
     tensors = {name: like.new_empty(shape) for name, shape in shapes.items()}
@@ -87,6 +89,13 @@ def make_buffers(
     tensors["bias"] = like.new_empty(sizes.bias, *unit, dtype=torch.float32)
     if resets:
         tensors["reset"] = like.new_empty(batch, steps, dtype=torch.bool)
+    if given:
+        shape = len(sizes.states), batch, *unit
+        tensors["anew"] = like.new_empty(shape)
+        tensors["start"] = like.new_empty(shape[1:])
+        for name in ("carry_anew", "reset_grad", "given_back"):
+            tensors[name] = like.new_empty(shape, dtype=torch.float32)
+        tensors["passed"] = like.new_empty(batch, steps, dtype=torch.bool)
     return StepBuffers(tensors, steps)
 
 
@@ -135,14 +144,18 @@ def forward(
     states: Tensor,
     cache: Tensor | None,
     reset: Tensor | None = None,
+    reset_states: Tensor | None = None,
 ) -> None:
     """Writes states (states, B, T, N, D), and cache where there is one. What a kernel has of a step is set to zeros
-    before it where there is a reset."""
+    before it where there is a reset, or comes from ``reset_states``."""
     own, time, chunk = buffers.tensors, inputs.shape[1], buffers.steps
     own["weight"].copy_(previous_first(recurrent))
     own["bias"].copy_(bias)
     _set(own["carry"], initial)
     _set(own["before"], None if initial is None else initial[0])
+    if reset_states is not None:
+        own["anew"].copy_(reset_states)
+        own["carry_anew"].copy_(reset_states)
 
     def body(own: Tensors, steps: int) -> None:
         _forward_steps(run, own, steps)
@@ -162,8 +175,12 @@ def forward(
 def _forward_steps(run: Run, own: Tensors, steps: int) -> None:
     h, cache = own["before"], own.get("cache")
     for t in range(steps):
+        if "anew" in own:
+            begins = own["reset"][:, t].view(-1, 1, 1)
+            torch.where(begins, own["carry_anew"], own["carry"], out=own["carry"])
+            h = torch.where(begins, own["anew"][0], h, out=own["start"])
         torch.bmm(h.transpose(0, 1), own["weight"], out=own["terms"])
-        if "reset" in own:
+        if "reset" in own and "anew" not in own:
             _clear(own["reset"][:, t], own["carry"], own["terms"])
         states = own["states"][:, :, t]
         run(
@@ -189,16 +206,21 @@ def backward(
     clips: Clips,
     gates_grad: Tensor,
     reset: Tensor | None = None,
-) -> Tensor:
-    """Writes gates_grad (B, T, bias, N, D); the gradient of the initial states, in float32."""
+    reset_states: Tensor | None = None,
+) -> list[Tensor]:
+    """Writes gates_grad (B, T, bias, N, D); the gradients, in float32, of the initial states and of ``reset_states`` if there
+    are any."""
     own, time, chunk = buffers.tensors, states.shape[2], buffers.steps
     gates, heads, dim, _ = recurrent.shape
     own["weight"].copy_(recurrent.transpose(0, 1).reshape(heads, gates * dim, dim))
     own["terms"].zero_()
     _set(own["carry"], final_grad)
+    if reset_states is not None:
+        own["anew"].copy_(reset_states)
+        own["reset_grad"].zero_()
 
     def body(own: Tensors, steps: int) -> None:
-        _backward_steps(run, own, steps, clips.recurrent_cut)
+        _backward_steps(run, own, steps, clips)
 
     for end in range(time, 0, -chunk):
         begin = max(0, end - chunk)
@@ -207,6 +229,8 @@ def backward(
         own["states"][:, :, 1 : count + 1].copy_(states[:, :, begin:end])
         if reset is not None:
             own["reset"][:, :count].copy_(reset[:, begin:end])
+        if reset_states is not None:
+            torch.logical_not(own["reset"], out=own["passed"])
         own["states_grad"][:, :, :count].copy_(states_grad[:, :, begin:end])
         if "cache" in own:
             own["cache"][:, :count].copy_(cache[:, begin:end])
@@ -214,17 +238,23 @@ def backward(
         gates_grad[:, begin:end].copy_(own["gates_grad"][:, :count])
     grads = own["carry"].clone()
     grads[0] += own["terms"].transpose(0, 1).float().clamp(-clips.recurrent, clips.recurrent)
-    return grads
+    return [grads, *([] if reset_states is None else [own["reset_grad"].clone()])]
 
 
-def _backward_steps(run: Run, own: Tensors, steps: int, cut: bool) -> None:
+def _backward_steps(run: Run, own: Tensors, steps: int, clips: Clips) -> None:
     cache, through = own.get("cache"), own["through"]
     for t in reversed(range(steps)):
         gates_grad, before = own["gates_grad"][:, t], own["states"][:, :, t]
         if "reset" in own:
             # The step before still needs what is there.
-            before = own["states"][:, :, -1].copy_(before)
-            _clear(own["reset"][:, t], before)
+            room = own["states"][:, :, -1]
+            if "anew" in own:
+                before = torch.where(
+                    own["reset"][:, t].view(-1, 1, 1), own["anew"], before, out=room
+                )
+            else:
+                before = room.copy_(before)
+                _clear(own["reset"][:, t], before)
         run(
             {
                 **own,
@@ -235,9 +265,16 @@ def _backward_steps(run: Run, own: Tensors, steps: int, cut: bool) -> None:
                 "gates_grad": gates_grad,
             }
         )
-        if not cut:
+        if not clips.recurrent_cut:
             through.copy_(gates_grad[:, : through.shape[2]].permute(2, 0, 1, 3))
             torch.bmm(through.flatten(2), own["weight"], out=own["terms"])
+        if "anew" in own:
+            found = own["given_back"]
+            found[0].copy_(own["terms"].transpose(0, 1)).clamp_(-clips.recurrent, clips.recurrent)
+            found[0].add_(own["carry"][0])
+            found[1:].copy_(own["carry"][1:])
+            _clear(own["passed"][:, t], found)
+            own["reset_grad"].add_(found)
         if "reset" in own:
             _clear(own["reset"][:, t], own["carry"], own["terms"])
 

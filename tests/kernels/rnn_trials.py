@@ -32,8 +32,9 @@ class Trial:
     ends     whether the last states have gradients of their own
     graded   whether every state has gradients, and not h alone
     padded   elements between one batch and the next that belong to neither
-    resets   whether states start anew here and there; where a first step has a reset, from states that
+    resets   whether states start anew here and there, from zeros; where a first step has a reset, states before it
              are NaN
+    given    whether they start anew from given states
     steady   whether all steps of all batches get the same inputs, and f keeps most of a state
     """
 
@@ -47,6 +48,7 @@ class Trial:
     graded: bool = False
     padded: int = 0
     resets: bool = False
+    given: bool = False
     steady: bool = False
     clips: Clips = field(default_factory=Clips)
 
@@ -68,6 +70,7 @@ class Tensors:
             ),
             "bias": self._new(sizes.bias, *block).float(),
             "initial": self._new(states, trial.batch, *block) if trial.starts else None,
+            "reset_states": self._new(states, trial.batch, *block) if trial.given else None,
             "states_grad": self._spread_states(states if trial.graded else 1, *steps_of, *block),
             "final_grad": self._new(states, trial.batch, *block) if trial.ends else None,
         }
@@ -75,11 +78,11 @@ class Tensors:
             inputs, bias = _there(self.given["inputs"]), _there(self.given["bias"])
             inputs.copy_(inputs[:1, :1].clone())
             bias[1] += 4
-        if trial.starts and trial.function == "slstm":
-            initial = self.given["initial"]
-            assert initial is not None
-            initial[2] = initial[2].abs() + 1
-            initial[1:3, :, :, ::3] = 0  # where i decides
+        for name in ("initial", "reset_states"):
+            start = self.given[name]
+            if start is not None and trial.function == "slstm":
+                start[2] = start[2].abs() + 1
+                start[1:3, :, :, ::3] = 0  # where i decides
         if trial.function == "slstm" and dtype != torch.float32:
             # Whether i or f gets what enters by c, n and m turns on which is larger, to the last bit.
             for name in ("states_grad", "final_grad"):
@@ -91,7 +94,11 @@ class Tensors:
         if trial.resets:
             reset = torch.rand(steps_of) < 0.3
             reset[0, 0] = reset[-1, -1] = True
-            if trial.starts:
+            if trial.given:
+                anew, start = _there(self.given["reset_states"]), self.given["initial"]
+                start = torch.zeros_like(anew) if start is None else start
+                self.given["initial"] = torch.where(reset[:, :1, None], anew, start)
+            elif trial.starts:
                 for tensors in (self.given, exact):
                     _there(tensors["initial"])[:, reset[:, 0]] = torch.nan
         out, cache = reference.forward(
@@ -102,8 +109,9 @@ class Tensors:
             exact["initial"],
             trial.clips,
             reset,
+            exact["reset_states"],
         )
-        grads, initial_grad = reference.backward(
+        grads, initial_grad, *reset_grad = reference.backward(
             trial.function,  # type: ignore[arg-type]
             exact["recurrent"],
             out,
@@ -113,15 +121,21 @@ class Tensors:
             exact["final_grad"],
             trial.clips,
             reset=reset,
+            reset_states=exact["reset_states"],
         )
         self.exact = {"states": out, "gates_grad": grads, "initial_grad": initial_grad}
+        if trial.given:
+            self.exact["reset_grad"] = reset_grad[0]
         self.given |= {
             "reset": reset,
             "states": self._blank(self._spread_states(states, *steps_of, *block)),
             "cache": self._blank(self._spread(*steps_of, max(1, len(sizes.cache)), *block)),
             "gates_grad": self._blank(self._spread(*steps_of, sizes.bias, *block)),
             "initial_grad": self._blank(self._new(states, trial.batch, *block)),
+            "reset_grad": None,
         }
+        if trial.given:
+            self.given["reset_grad"] = self._blank(self._new(states, trial.batch, *block).float())
 
     def _new(self, *sizes: int, by: float = 1.0) -> Tensor:
         return (torch.randn(sizes) * by).to(self.dtype)
@@ -207,6 +221,8 @@ def trials(function: str) -> list[Trial]:
         replace(one, clips=Clips(recurrent_cut=True), dim=32, ends=False),
         replace(one, batch=9, time=20, heads=2, dim=32, graded=True, resets=True),
         replace(one, time=5, dim=80, clips=Clips(recurrent=0.05), starts=False, resets=True),
+        replace(one, batch=9, time=20, heads=2, dim=32, graded=True, resets=True, given=True),
+        replace(one, time=5, dim=80, starts=False, resets=True, given=True),
     ]
 
 

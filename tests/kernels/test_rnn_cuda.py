@@ -102,9 +102,7 @@ def try_both(
                 library.kernel.rules.exceeds_residency(library.variant, problem, sm_count) is None
             )
             library.run(problem, tensors.given, number, sm_count)
-        assert tensors.error("states", "gates_grad", "initial_grad") <= module.TOLERANCE[dtype], (
-            trial
-        )
+        assert tensors.error(*tensors.exact) <= module.TOLERANCE[dtype], trial
 
 
 @pytest.mark.slow

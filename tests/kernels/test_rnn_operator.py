@@ -81,21 +81,23 @@ def test_matches_plain_torch(play: Any, scope: str, function: Function, dtype: t
             assert error <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(
     ("scope", "function"), [("sequence", "slstm"), ("step", "slstm"), ("step", "gru")]
 )
-def test_resets(play: Any, scope: str, function: Function) -> None:
+def test_resets(play: Any, scope: str, function: Function, given: bool) -> None:
     """In one launch and in one for each step, where a first reset hides states that are NaN."""
     torch.manual_seed(0)
     sizes = SIZES[function]
     reset = torch.rand(7, 2).T < 0.4
     reset[:, :3] = torch.tensor([[True, False, True], [False, False, False]])
-    inputs = (
-        torch.randn(2, 7, sizes.inputs, 1, 16),
-        torch.randn(sizes.recurrent, 1, 16, 16) / 4,
-        torch.randn(sizes.bias, 1, 16),
-        1 + torch.rand(len(sizes.states), 2, 1, 1, 16),
-    )
+    dim = 13 if given else 16
+    inputs = [
+        torch.randn(2, 7, sizes.inputs, 1, dim),
+        torch.randn(sizes.recurrent, 1, dim, dim) / 4,
+        torch.randn(sizes.bias, 1, dim),
+        *(1 + torch.rand(len(sizes.states), 2, 1, 1, dim) for _ in range(1 + given)),
+    ]
     inputs[3][:, 0] = torch.nan
     expected = results([t.double() for t in inputs], function, reset)
     play(scope)
@@ -111,7 +113,8 @@ def results(
 ) -> list[Tensor]:
     """h, the last states, and the gradients of all inputs from a loss of h and of these."""
     inputs = [tensor.detach().requires_grad_() for tensor in tensors]
-    states, last = rnn(*inputs, function=function, reset=reset)
+    how = {"reset_states": inputs[4]} if len(inputs) > 4 else {}
+    states, last = rnn(*inputs[:4], function=function, reset=reset, **how)
     loss = (states[0] * torch.linspace(0, 1, 7).view(7, 1, 1)).double().sum() + last[
         0
     ].double().sum()

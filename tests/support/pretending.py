@@ -72,6 +72,7 @@ class SequenceKernel:
             self.dense(tensors, "initial", count, problem.batch),
             problem.clips,
             self.marks(tensors),
+            self.dense(tensors, "reset_states", count, problem.batch),
         )
         self.strided(tensors, "states", count).copy_(states)
         assert (tensors["cache"] is not None) == (problem.training and bool(sizes.cache))
@@ -88,7 +89,8 @@ class SequenceKernel:
         else:
             assert tensors["states_grad"] is None
         cache = self.strided(tensors, "cache", len(sizes.cache)) if sizes.cache else states[:0]
-        gates_grad, initial_grad = reference.backward(
+        anew = self.dense(tensors, "reset_states", count, problem.batch)
+        gates_grad, initial_grad, *reset_grad = reference.backward(
             problem.function,
             self.dense(tensors, "recurrent", sizes.recurrent * dim).view(
                 sizes.recurrent, problem.heads, dim, dim
@@ -100,6 +102,12 @@ class SequenceKernel:
             self.dense(tensors, "final_grad", count, problem.batch),
             problem.clips,
             reset=self.marks(tensors),
+            reset_states=anew,
         )
+        if anew is not None:
+            room = tensors["reset_grad"]
+            assert room.dtype == torch.float32
+            assert room.is_contiguous()
+            room.copy_(reset_grad[0].reshape(room.shape))
         self.strided(tensors, "gates_grad", sizes.bias).copy_(gates_grad.permute(2, 0, 1, 3, 4))
         self.dense(tensors, "initial_grad", count, problem.batch).copy_(initial_grad)

@@ -105,9 +105,8 @@ def gradients(
         (out * w).sum() for k, (out, w) in enumerate(zip(found, weights, strict=True)) if used(k)
     )
     assert isinstance(loss, Tensor)
-    grads = torch.autograd.grad(
-        loss, leaves(module, x, hx), allow_unused=True, materialize_grads=True
-    )
+    wanted = [*leaves(module, x, hx), *flat(how.get("reset_hx", ()))]
+    grads = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
     return found, [*grads]
 
 
@@ -126,7 +125,7 @@ USED: dict[str, Callable[[int], bool]] = {
 }
 
 
-@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("resets", ["", "zeros", "given"])
 @pytest.mark.parametrize("with_states", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,18 +133,20 @@ def test_layers_are_those_composed(
     kind: str,
     name: str,
     with_states: bool,
-    resets: bool,
+    resets: str,
     solved: list[RnnProblem],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = make(kind, **OPTIONS[name])
     given = draw(module, with_states)
     how = {"reset": draw_marks(module)} if resets else {}
+    if resets == "given":
+        how["reset_hx"] = draw(module, True)[1]
     found = {each: gradients(module, *given, used, **how) for each, used in USED.items()}
     with torch.no_grad():
         close(flat(module(*given, **how)), found["all"][0])
     assert len(solved) == module.num_layers * (2 * len(USED) + 1)
-    assert all(p.resets == resets for p in solved)
+    assert all(p.resets == bool(resets) for p in solved)
     assert {p.graded for p in solved if p.direction == "backward"} == {0, 1}
     monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: False)
     for each, used in USED.items():
@@ -271,7 +272,7 @@ def test_second_derivatives(
     kind: str, resets: bool, solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = make(kind)
-    how = {"reset": draw_marks(module)} if resets else {}
+    how = {"reset": draw_marks(module), "reset_hx": draw(module, True)[1]} if resets else {}
 
     def second() -> list[Tensor]:
         torch.manual_seed(1)
@@ -311,7 +312,7 @@ def test_hooks_of_saved_tensors(solved: list[RnnProblem]) -> None:
     for kind in KINDS:
         module = make(kind)
         given = draw(module, True)
-        how = {"reset": draw_marks(module)}
+        how = {"reset": draw_marks(module), "reset_hx": draw(module, True)[1]}
         expected = gradients(module, *given, USED["all"], **how)
         for unpack in (
             lambda t: t.clone(),
@@ -376,10 +377,6 @@ def left_to_others() -> dict[str, Callable[[], Any]]:
         module, x = make("GRU", bidirectional=True), torch.randn(TIME, BATCH, FEATURES)
         return module(x, reset=draw_marks(module))
 
-    def given_at_resets() -> Any:
-        module, x = make("RNN"), torch.randn(TIME, BATCH, FEATURES)
-        return module(x, reset=draw_marks(module), reset_hx=torch.randn(1, BATCH, HIDDEN))
-
     def mapped_resets() -> Any:
         module, x = make("GRU"), torch.randn(TIME, BATCH, FEATURES)
         marks = torch.stack([draw_marks(module) for _ in range(2)])
@@ -391,7 +388,7 @@ def left_to_others() -> dict[str, Callable[[], Any]]:
 
     found = (
         *(padded, both_ways, wide, empty, reference, misaligned, mapped, packed, strided_states),
-        *(both_ways_with_resets, given_at_resets, mapped_resets),
+        *(both_ways_with_resets, mapped_resets),
     )
     return {each.__name__: each for each in found}
 
@@ -406,7 +403,7 @@ def test_no_kernel(solved: list[RnnProblem], monkeypatch: pytest.MonkeyPatch) ->
     """Where none takes all steps the layer is composed, and where none goes backwards its gradient is."""
     module = make("LSTM")
     x, hx = draw(module, True)
-    how = {"reset": draw_marks(module)}
+    how = {"reset": draw_marks(module), "reset_hx": draw(module, True)[1]}
     expected = gradients(module, x, hx, USED["all"], **how)
     prepare, missing = rnn_plans.prepare_sequence, ""
 
@@ -428,7 +425,9 @@ def test_batches_of_gradients(kind: str, resets: bool, solved: list[RnnProblem])
     module = make(kind)
     x, hx = draw(module, True)
     wanted = leaves(module, x, hx)
-    out = flat(module(x, hx, reset=draw_marks(module) if resets else None))[0]
+    how = {"reset": draw_marks(module), "reset_hx": draw(module, True)[1]} if resets else {}
+    out = flat(module(x, hx, **how))[0]
+    wanted += flat(how.get("reset_hx", ()))
     vectors = torch.randn(3, *out.shape)
     expected = [
         torch.autograd.grad(out, wanted, v, retain_graph=True, allow_unused=True) for v in vectors

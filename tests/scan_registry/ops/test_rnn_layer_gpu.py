@@ -59,14 +59,25 @@ def flat(results: Any) -> list[Tensor]:
 
 
 def run(
-    module: Any, x: Tensor, hx: Any, device: str, dtype: torch.dtype, marks: Tensor | None = None
+    module: Any,
+    x: Tensor,
+    hx: Any,
+    device: str,
+    dtype: torch.dtype,
+    marks: Tensor | None = None,
+    reset_hx: Any = (),
 ) -> list[Tensor]:
     """Results, and gradients of the parameters, x and the states."""
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     x = x.detach().to(**place).requires_grad_()
-    states = [state.detach().to(**place).requires_grad_() for state in flat(hx)]
-    marks = None if marks is None else marks.to(device)
-    found = flat(module(x, tuple(states) if len(states) > 1 else states[0], reset=marks))
+    states, anew = (
+        [state.detach().to(**place).requires_grad_() for state in flat(given)]
+        for given in (hx, reset_hx)
+    )
+    how = {"reset": None if marks is None else marks.to(device)}
+    if anew:
+        how["reset_hx"] = tuple(anew) if len(anew) > 1 else anew[0]
+    found = flat(module(x, tuple(states) if len(states) > 1 else states[0], **how))
     torch.manual_seed(2)
     weights = [torch.randn(out.shape, dtype=torch.float64) for out in found]
     if isinstance(module, nn.SLSTM):
@@ -75,7 +86,7 @@ def run(
         (out * weight.to(device, dtype)).sum() for out, weight in zip(found, weights, strict=True)
     )
     assert isinstance(loss, Tensor)
-    return [*found, *torch.autograd.grad(loss, [*module.parameters(), x, *states])]
+    return [*found, *torch.autograd.grad(loss, [*module.parameters(), x, *states, *anew])]
 
 
 def error(one: Tensor, other: Tensor) -> float:
@@ -97,7 +108,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("resets", ["", "zeros", "given"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,19 +116,20 @@ def test_results_and_gradients(
     kind: str,
     name: str,
     dtype: torch.dtype,
-    resets: bool,
+    resets: str,
     taken: list[bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = make(kind, dtype, **OPTIONS[name])
     x, hx = draw(module)
     marks = draw_marks(module) if resets else None
-    found = run(module, x, hx, "cuda", dtype, marks)
+    anew = draw(module)[1] if resets == "given" else ()
+    found = run(module, x, hx, "cuda", dtype, marks, anew)
     assert taken
     assert all(taken)
-    expected = run(copy.deepcopy(module).double().cpu(), x, hx, "cpu", torch.float64, marks)
+    expected = run(copy.deepcopy(module).double().cpu(), x, hx, "cpu", torch.float64, marks, anew)
     monkeypatch.setattr(recurrent, "fast_layer", lambda *_: None)
-    composed = run(module, x, hx, "cuda", dtype, marks)
+    composed = run(module, x, hx, "cuda", dtype, marks, anew)
     # TF32 in torch's own products is off by default; what is left are sums in another order. In 16 bits rounding decides
     # which gate of an sLSTM is the larger one, in a layer that is composed of operators, too.
     most = 1e-4 if dtype == torch.float32 else 2e-2
@@ -230,11 +242,11 @@ def test_nothing_waits_for_the_gpu(kind: str, taken: list[bool]) -> None:
     module = make(kind)
     x, hx = draw(module)
     marks = draw_marks(module)
-    run(module, x, hx, "cuda", torch.float32, marks)
+    run(module, x, hx, "cuda", torch.float32, marks, hx)
     x.requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = module(x, hx, reset=marks)[0]
+        out = module(x, hx, reset=marks, reset_hx=hx)[0]
         torch.autograd.grad(out, [*module.parameters(), x], torch.ones_like(out))
     finally:
         torch.cuda.set_sync_debug_mode("default")
