@@ -26,8 +26,9 @@
 enum : int { WARPS = ROWS * SPLIT, THREADS = 32 * WARPS };
 enum : unsigned { UNITS = 16 * ROWS, TILE = 8 * BATCHES };
 enum : int { SLOTS = ROWS * BATCHES * 2 };
-// Whether what a step needs of memory is loaded a step ahead; else, when it is needed, from the L2 cache.
-enum : bool { LOAD_AHEAD = !Element::EXACT };
+// Whether what a step needs of memory is loaded a step ahead; else, where R leaves no registers for it, when it is needed,
+// from the L2 cache.
+enum : bool { LOAD_AHEAD = !Element::EXACT || CHUNKS <= 2 };
 enum : int { OWN = SPLIT == 1 ? 2 * BATCHES : (SLOTS + WARPS - 1) / WARPS };
 
 struct Place {

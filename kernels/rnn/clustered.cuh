@@ -31,9 +31,13 @@ struct LanePosition {
     const unsigned in_tile = 2 * in_quad + high;
 };
 
+// Whether R is kept in the parts that tensor cores take, and not put in parts at every step.
+enum : bool { IN_PARTS = Element::EXACT && 16 * CHUNKS * TILES <= 128 };
+
 // Whole rows of R.
 struct Weights {
     uint4 held[CHUNKS][TILES][2];
+    uint4 low[IN_PARTS ? CHUNKS : 1][TILES][2];
 
     __device__ void load(const Storage* recurrent, const LanePosition& at, unsigned head, unsigned heads,
                          unsigned dim) {
@@ -55,21 +59,33 @@ struct Weights {
                 const uint4 top = words(4 * m + int(at.high)), bottom = words(4 * m + 2 + int(at.high));
                 held[c][m][0] = make_uint4(top.x, bottom.x, top.y, bottom.y);
                 held[c][m][1] = make_uint4(top.z, bottom.z, top.w, bottom.w);
+                if constexpr (IN_PARTS)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        low[c][m][half] = low_parts(held[c][m][half]);
+                        held[c][m][half] = high_parts(held[c][m][half]);
+                    }
             }
     }
 
-    // The terms of the lane's units, unit by unit, in its batch.
-    __device__ void multiply(float (&terms)[2][GATES], const uint4 (&h)[CHUNKS], const LanePosition& at) const {
+    // The terms of the lane's units, unit by unit, in its batch. `h` has words of the chunks that `dim` units have.
+    __device__ void multiply(float (&terms)[2][GATES], const uint4 (&h)[CHUNKS], const LanePosition& at,
+                             unsigned dim) const {
         constexpr int CHAINS = CHUNKS >= 2 ? 4 : 2;  // sums that do not wait for each other
         float sums[CHAINS][TILES][4] = {};
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++)
+        for (int c = 0; c < CHUNKS; c++) {
+            if (CLUSTER == 1 && c > 0 && c * CHUNK >= dim) break;
 #pragma unroll
-            for (int m = 0; m < TILES; m++) {
-                Element::multiply(sums[2 * c % CHAINS][m], held[c][m][0], make_uint2(h[c].x, h[c].y));
-                Element::multiply(sums[(2 * c + 1) % CHAINS][m], held[c][m][1],
-                                  make_uint2(h[c].z, h[c].w));
-            }
+            for (int m = 0; m < TILES; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float(&sum)[4] = sums[(2 * c + half) % CHAINS][m];
+                    const uint2 words = half ? make_uint2(h[c].z, h[c].w) : make_uint2(h[c].x, h[c].y);
+                    if constexpr (IN_PARTS) multiply_parts<Element>(sum, held[c][m][half], low[c][m][half], words);
+                    else Element::multiply(sum, held[c][m][half], words);
+                }
+        }
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
             float sum[4];

@@ -51,7 +51,11 @@ rnn_sequence_forward(
         weights.load(recurrent, at, head, unsigned(heads), unsigned(dim));
         rounds.fill(initial ? initial + first_batch * block_of + of_head : nullptr, batches, block_of,
                     unsigned(dim));
-        if (CLUSTER > 1 && !there) continue;
+        if (!there) {  // A warp without units does nothing but to meet the others of a CTA that is alone.
+            if (CLUSTER == 1)
+                for (i64 t = 1; t < time; t++) rounds.exchange(Pair{}, false, at);
+            continue;
+        }
 
         const Storage* input = inputs + own_batch * inputs_batch + offset;
         const Storage* later = inputs + (first_batch + line.batch) * inputs_batch +
@@ -109,7 +113,7 @@ rnn_sequence_forward(
             if (brings && t + PREFETCH_STEPS < time) prefetch(later);
             later += inputs_time;
 
-            weights.multiply(r, h, at);
+            weights.multiply(r, h, at, unsigned(dim));
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 if (reset && anew) start_anew(r[i], carried[i]);

@@ -13,6 +13,13 @@ __device__ inline unsigned low_part(unsigned x) {
     return __float_as_uint(remainder) & 0xffffe000u;
 }
 
+__device__ inline uint4 high_parts(uint4 x) {
+    return make_uint4(high_part(x.x), high_part(x.y), high_part(x.z), high_part(x.w));
+}
+__device__ inline uint4 low_parts(uint4 x) {
+    return make_uint4(low_part(x.x), low_part(x.y), low_part(x.z), low_part(x.w));
+}
+
 // Of each element type: two neighbours in one word or two, and acc += A·B for a warp (`instructions.cuh` says which lane
 // holds what).
 template <class E>
@@ -36,13 +43,12 @@ struct Operand<float32> {
     // In three parts: what is left out is 2^-22 of a product. Tensor cores take 11 bits.
     static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) {
         const uint4 fresh = make_uint4(afresh(a.x), afresh(a.y), afresh(a.z), afresh(a.w));
-        const uint4 high = make_uint4(high_part(fresh.x), high_part(fresh.y), high_part(fresh.z),
-                                      high_part(fresh.w));
+        multiply(acc, high_parts(fresh), low_parts(fresh), b);
+    }
+    // The same of an A that is in parts already.
+    static __device__ void multiply(float (&acc)[4], uint4 high, uint4 low, uint2 b) {
         const uint2 b_high = make_uint2(high_part(b.x), high_part(b.y));
-        mma_tf32(acc,
-                 make_uint4(low_part(fresh.x), low_part(fresh.y), low_part(fresh.z),
-                            low_part(fresh.w)),
-                 b_high);
+        mma_tf32(acc, low, b_high);
         mma_tf32(acc, high, make_uint2(low_part(b.x), low_part(b.y)));
         mma_tf32(acc, high, b_high);
     }
@@ -52,6 +58,11 @@ struct Element : ELEMENT, Operand<ELEMENT> {
     enum : bool { EXACT = sizeof(Storage) == 4 };  // 16 bits are narrow enough for the GPU's approximations
     using Operand<ELEMENT>::narrow;
 };
+// `E::multiply` of an A in parts, for elements that have them.
+template <class E>
+__device__ inline void multiply_parts(float (&acc)[4], uint4 high, uint4 low, uint2 b) {
+    if constexpr (E::EXACT) E::multiply(acc, high, low, b);
+}
 using Storage = Element::Storage;
 using Pair = Element::Pair;
 
