@@ -189,7 +189,7 @@ def _selective_scan(
     named = dict(zip(NAMES, tensors, strict=True))
     check_local(members, "selective_scan", **named, cu_seqlens=cu_seqlens)
     if members.size == 1:
-        check_schedule(schedule)
+        _check_schedule(schedule, cu_seqlens)
         one: Any = scan_of_one
         named = {"cu_seqlens": cu_seqlens, "return_final_state": final, "backend": backend}
         return one(*tensors[:8], softplus, tensors[8], **named)
@@ -292,7 +292,7 @@ def selective_choice(
         states=given.A.shape[1],
         itemsize=given.u.element_size(),
         softplus=options.softplus,
-        kernels=given.u.is_cuda and has_kernels(given),
+        kernels=given.u.is_cuda and options.backend != "reference" and has_kernels(given),
         recorded=torch.is_grad_enabled(),
         pieces=pieces,
         chunks=chunk_count(given),
@@ -348,11 +348,7 @@ def prepared(
 ) -> tuple[Arguments, tuple[int, ...] | None, Terms]:
     """The checked arguments, the bounds along the time of all ranks, and the terms that ranks compare."""
     as_bool("return_final_state", final)
-    check_schedule(schedule)
-    if schedule == "reduce" and cu_seqlens is not None:
-        raise ValueError(
-            "schedule is 'reduce', and cu_seqlens is given; packed sequences take 'pass' or 'auto'"
-        )
+    _check_schedule(schedule, cu_seqlens)
     u, delta, A, B, C, D, z, delta_bias, initial = tensors
     given = normalised(u, delta, A, B, C, D, z, delta_bias, None, None, softplus, backend)
     bounds = None
@@ -388,6 +384,14 @@ def prepared(
     digest, spelled = compared(bounds)
     local = time, int(wants)
     return given, bounds, Terms(operator, common, local, 0, digest, spelled)
+
+
+def _check_schedule(schedule: Any, cu_seqlens: Any) -> None:
+    check_schedule(schedule)
+    if schedule == "reduce" and cu_seqlens is not None:
+        raise ValueError(
+            "schedule is 'reduce', and cu_seqlens is given; packed sequences take 'pass' or 'auto'"
+        )
 
 
 def _initial(initial: Any, given: Arguments, bounds: tuple[int, ...] | None) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,10 @@ from scan_registry.distributed.calibration import _measured
 from scan_registry.distributed.group import resolve
 from scan_registry.distributed.machines import MACHINES, Machine
 from scan_registry.distributed.selective_cost import SelectiveWork, choose, seconds
+from scan_registry.ops.selective_scan_arguments import Arguments, Options
 
+#: The module: the package has a function of this name.
+selective = import_module("scan_registry.distributed.selective")
 NVLINK = MACHINES["nvlink"]
 #: (1, 5120, 131072) on two ranks.
 LONG = SelectiveWork((65_536, 65_536), 5120, 16, 2, recorded=True, chunks=4)
@@ -75,6 +80,30 @@ def test_reasons_have_the_numbers() -> None:
     assert "4 pieces of 10,240 rows" in str(choose(WIDE, NVLINK))
 
 
+class OnGpu(torch.Tensor):
+    """Stands for a tensor on a GPU, of which nothing is asked but its shape, strides and dtype."""
+
+    is_cuda = True
+
+
+def on_gpu(batch: int, channels: int, time: int) -> Arguments:
+    u = torch.empty(batch, channels, time, device="meta").as_subclass(OnGpu)
+    A, B = torch.empty(channels, 16), torch.empty(batch, 1, 16, time, device="meta")
+    return Arguments(u, u, A, B, B, None, None, None, None, None)
+
+
+@pytest.mark.parametrize(("backend", "by_kernels"), [("auto", True), ("reference", False)])
+def test_the_backend_counts(
+    monkeypatch: pytest.MonkeyPatch, backend: str, by_kernels: bool
+) -> None:
+    """Only kernels make a summary backward at little cost, for which "mixed" is there."""
+    monkeypatch.setattr(selective, "machine_of", lambda *_: NVLINK)
+    given, members = on_gpu(1, 5120, 65_536), SimpleNamespace(size=2, group=None)
+    arguments: Any = members, given, [65_536] * 2, {"schedule": "auto"}, Options(True, backend)
+    found = selective.selective_choice(*arguments)
+    assert ("mixed" in found.times) == by_kernels
+
+
 # --- explain_selective_scan -------------------------------------------------------------------
 
 
@@ -123,7 +152,7 @@ def test_where_machines_differ_the_first_rank_decides(ranks: RankPool) -> None:
 
 def refused(rank: int, ranks: int, group: Any) -> list[str]:
     u, A, B = torch.rand(1, 4, 5), -torch.rand(4, 2), torch.rand(1, 2, 5)
-    bounds, said = torch.tensor([0, 10]), []
+    bounds, said = torch.tensor([0, 5 * ranks]), []
     for how in ({"schedule": "ring"}, {"schedule": "reduce", "cu_seqlens": bounds}):
         try:
             distributed.selective_scan(u, u, A, B, B, group=group, **how)  # type: ignore[call-overload]
@@ -132,7 +161,9 @@ def refused(rank: int, ranks: int, group: Any) -> list[str]:
     return said
 
 
-def test_schedules_that_there_are_not(ranks: RankPool) -> None:
-    for unknown, packed in ranks.run(2, refused):
+@pytest.mark.parametrize("size", [1, 2])
+def test_schedules_that_there_are_not(ranks: RankPool, size: int) -> None:
+    """In a group of one rank, too, where a program may be written."""
+    for unknown, packed in ranks.run(size, refused):
         assert "schedule is 'ring'" in unknown
         assert "packed sequences take 'pass' or 'auto'" in packed
