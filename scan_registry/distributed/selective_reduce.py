@@ -114,19 +114,27 @@ def forward(
     if opened.rows is not None and members.rank:
         before = rows.fold(opened.rows, range(members.rank), initial, run.state)
         assert before is not None
-        before = opened.guarded(before)
+        before = _apart(opened, before)
     entered = before
     if count > 1:
         entered = chunks.entering(*summary, before).flatten(0, 1)
     made = plans.forward(chunks.chunks_of(given, count, entered), run.options, training)
     out, kept = chunks.joined(made.out, count), [(entered, made.checkpoints)]
+    if count > 1:  # No view: users could not change a view that a function returns in place.
+        out = out.detach()
     if not run.final:
         return out, None, kept
     if opened.rows is None:
         return out, made.last, kept
     last = rows.fold(opened.rows, range(members.size), initial, run.state)
     assert last is not None
-    return out, last.clone() if opened.equal is None else opened.guarded(last), kept
+    return out, _apart(opened, last), kept
+
+
+def _apart(opened: Opened, state: Tensor) -> Tensor:
+    """A state that was made of the ranks' rows, or NaN if they disagree, in memory of its own: what is a part of the rows would
+    keep those of all ranks."""
+    return state.clone() if opened.equal is None else opened.guarded(state)
 
 
 # --- Backward ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from distributed_cases import close, summed
 from torch import Tensor
 
 from scan_registry import distributed, gated_scan, selective_scan
-from scan_registry.distributed import opening, selective_chunks, selective_run
+from scan_registry.distributed import opening, selective_chunks, selective_reduce, selective_run
 from scan_registry.distributed.group import resolve
 from scan_registry.kernels.gated_scan.kinds import KINDS
 
@@ -194,3 +194,74 @@ def selective(rank: int, ranks: int, group: Any, case: Selective) -> None:
                 close(next(found), cut(next(of_whole)))
             elif x is not None:
                 close(summed(next(found), group), next(of_whole))
+
+
+def selective_outputs(rank: int, ranks: int, group: Any, way: str) -> None:
+    """What is returned can be changed in place, and what is kept for the backward pass keeps no more memory than it has."""
+    u = torch.randn(1, 8, 4, dtype=torch.float64, requires_grad=True)
+    rates, B = -torch.rand(8, 3, dtype=torch.float64), torch.randn(1, 3, 4, dtype=torch.float64)
+    how: Any = {"group": group, "return_final_state": True}
+    with _by(way, False, group) as schedule:
+        out, last = distributed.selective_scan(u, u, rates, B, B, schedule=schedule, **how)
+    node: Any = out.grad_fn
+    for kept in node.saved_tensors:
+        assert kept is None or kept.untyped_storage().nbytes() == kept.nbytes
+    (wanted,) = torch.autograd.grad(out.sum() + last.sum(), u, retain_graph=True)
+    out += 1
+    last *= 1
+    (found,) = torch.autograd.grad(out.sum() + last.sum(), u)
+    assert torch.equal(found, wanted)
+
+
+def selective_beginnings(rank: int, ranks: int, group: Any, way: str, lengths: list[int]) -> None:
+    """Ranks with the first steps, or all, have none: the gradients of the initial state and of the final one's."""
+    torch.manual_seed(9)
+    time, begin = sum(lengths), sum(lengths[:rank])
+    given = Selective((1, 1)).arguments(2, 4, 3, time)
+    leaves = [x.requires_grad_() for x in given]
+    mine = [
+        _with_gradient(x.narrow(-1, begin, lengths[rank]) if n in (0, 1, 3, 4, 6) else x)
+        for n, x in enumerate(leaves)
+    ]
+    weights = torch.randn(2, 4, 3, dtype=torch.float64)
+    _, last = selective_scan(*leaves[:8], True, leaves[8], return_final_state=True)
+    wanted = torch.autograd.grad((last * weights).sum(), leaves, materialize_grads=True)
+    with _by(way, False, group) as schedule:
+        how: Any = {"return_final_state": True, "group": group, "schedule": schedule}
+        _, end = distributed.selective_scan(*mine[:8], True, mine[8], **how)
+        close(end, last)
+        # No rank but the last has a gradient of the final state.
+        loss = (end * weights).sum() * (rank == ranks - 1)
+        found = torch.autograd.grad(loss, mine)
+    for n in (2, 5, 7, 8):
+        close(summed(found[n], group), wanted[n])
+
+
+def selective_failure(rank: int, ranks: int, group: Any, backward: bool, known: bool) -> list[str]:
+    """The last rank can make no summary: the error there, and what the next call raises."""
+    u = torch.rand(1, 4, 5, requires_grad=True)
+    given, how = (u, u, -torch.rand(4, 2), *torch.rand(2, 1, 2, 5)), {"schedule": "reduce"}
+
+    def call(group: Any = group) -> None:
+        distributed.selective_scan(*given, group=group, **how).sum().backward()  # type: ignore[call-overload]
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    def said() -> str:
+        try:
+            call()
+        except (MemoryError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    resolve(group).session.plans.clear()
+    resolve(group).session.agreed.clear()
+    if known:
+        call()
+    summary = "_backward_summary" if backward else "_summary"
+    with ExitStack() as stack:
+        if rank == ranks - 1:
+            stack.enter_context(patch.object(selective_reduce, summary, fails))
+        first = said()
+    return [first, said()]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from distributed_operators import Selective, selective
+from distributed_operators import (
+    Selective,
+    selective,
+    selective_beginnings,
+    selective_failure,
+    selective_outputs,
+)
 from rank_pool import SIZES, RankPool
 
 REDUCED = ("mixed", "reduce", "chunks")
@@ -39,3 +45,24 @@ def test_all_ranks_at_once_with_groups(ranks: RankPool, groups: tuple[int, int])
 @pytest.mark.parametrize("ways", [("pieces", "one piece"), REDUCED], ids=["pass", "reduce"])
 def test_complex_numbers(ranks: RankPool, groups: tuple[int, int], ways: tuple[str, ...]) -> None:
     ranks.run(3, selective, Selective(groups, ways=ways, complex_numbers=True))
+
+
+@pytest.mark.parametrize("way", ["one piece", *REDUCED])
+def test_outputs_can_be_changed_in_place(ranks: RankPool, way: str) -> None:
+    ranks.run(2, selective_outputs, way)
+
+
+@pytest.mark.parametrize("lengths", [[0, 4, 8], [0, 0, 4], [4, 0, 0], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("way", ["pieces", *REDUCED])
+def test_parts_without_steps(ranks: RankPool, way: str, lengths: list[int]) -> None:
+    ranks.run(3, selective_beginnings, way, lengths)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_rank_that_can_make_no_summary(ranks: RankPool, backward: bool, known: bool) -> None:
+    *others, bad = ranks.run(3, selective_failure, backward, known)
+    assert bad == ["MemoryError: no room", ""]
+    for first, following in others:
+        assert "rank 2: MemoryError: no room" in first
+        assert following == ""
