@@ -21,7 +21,7 @@ from scan_registry.kernels.linear_scan import routes
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
-from scan_registry.ops import fast_path, plans
+from scan_registry.ops import copies, fast_path, plans
 from scan_registry.ops.copies import on_copies
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.ops.linear_scan_operator import OPERATOR
@@ -304,6 +304,50 @@ def test_tensors_that_are_missing_stay_so() -> None:
         "tokens_grad",
     }
     assert all(each is None or each.data_ptr() % 16 == 0 for each in seen.values())
+
+
+def test_without_memory_for_copies_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse("channel_last:2,11,100:float32")
+    gates, tokens, _ = tensors_of(case)
+    expected, _ = plans.forward(gates, tokens, None, None, plans.Options(-2))
+    problem = make_kernel_call("forward", gates, {"tokens": tokens}, None, -2, False).problem
+    ran: list[Any] = []
+
+    def prepared(ordinal: Any, family: Any, problem: Any, *_: Any, routed: bool = False) -> Any:
+        route = family.routes(problem)[0] if routed else None
+        kernel = runner(problem if route is None else route.problem, CPU, "auto")
+
+        def run(tensors: Any) -> None:
+            ran.append(problem if route is None else route.problem)
+            kernel(tensors)
+
+        return SimpleNamespace(launch=run, run=run, decision=SimpleNamespace(route=route))
+
+    runner: Any = plans.runner
+    monkeypatch.setattr(plans, "prepare", prepared)
+    run = plans.runner(problem, torch.device("cuda", 0), "auto")
+    assert callable(run)
+    new, left = copies._Part.new, [1]
+
+    def scarce(part: Any, model: torch.Tensor) -> torch.Tensor:
+        if not left:
+            raise torch.OutOfMemoryError
+        left.pop()
+        return new(part, model)
+
+    monkeypatch.setattr(copies._Part, "new", scarce)
+    states = torch.empty_like(tokens)
+    run({"gates": gates, "tokens": tokens, "states": states})
+    assert torch.equal(states, expected)
+    left.extend(range(9))  # once there is memory again, so are copies
+    states = torch.empty_like(tokens)
+    run({"gates": gates, "tokens": tokens, "states": states})
+    assert torch.equal(states, expected)
+    assert [each.channels for each in ran] == [11, 12]
+    left.clear()
+    (route,) = FAMILY.routes(problem)
+    with pytest.raises(torch.OutOfMemoryError):
+        on_copies(problem, route, run)({"gates": gates, "tokens": tokens, "states": states})
 
 
 def test_strided_memory_around_a_tensor_is_not_touched() -> None:
