@@ -142,6 +142,19 @@ def test_problems_without_a_route() -> None:
         assert FAMILY.routes(other) == ()
 
 
+def test_nothing_is_known_by_a_model_that_lacks_the_bandwidth(there: System) -> None:
+    """As that of an archive of another version may; packed sequences need no other coefficient."""
+    problem = posed("channel_last:1,9,857512:bfloat16:sequences=862")
+    (route,) = (each for each in FAMILY.routes(problem) if each.name == "rows")
+    taken = select(there, FAMILY, route.problem).taken()
+    assert taken.kernel is not None
+    assert taken.text is not None
+    how: Any = (taken.kernel, taken.text, route.problem, route, 132)
+    assert FAMILY.estimate({"gpu": {"sm_count": 132.0, "bandwidth": 4e9}}, *how) is not None
+    assert FAMILY.estimate({"gpu": {"sm_count": 132.0}}, *how) is None
+    assert FAMILY.estimate({}, *how) is None
+
+
 def test_a_route_is_explained(there: System) -> None:
     tensor = meta(1, 65508, 11, dtype=torch.float32)
     found = explain_for(there, "linear_scan", tensor, tensor, dim=1)
