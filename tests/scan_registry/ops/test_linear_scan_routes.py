@@ -21,6 +21,7 @@ from scan_registry.kernels.linear_scan import routes
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
+from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.ops import copies, fast_path, plans
 from scan_registry.ops.copies import on_copies
 from scan_registry.ops.linear_scan_bench import Case
@@ -140,6 +141,21 @@ def test_problems_without_a_route() -> None:
         posed("channel_last:9,1023,1048576:float32"),  # its copies would take too much memory
     ):
         assert FAMILY.routes(other) == ()
+
+
+@pytest.mark.parametrize(("ms", "is_copied"), [(1e-3, False), (1e3, True)])
+def test_what_was_tuned_is_compared_by_its_measured_time(
+    there: System, ms: float, is_copied: bool
+) -> None:
+    problem = posed("channel_last:1,11,65508:float32")
+    kernel, own = FAMILY.kernel(problem.kernel, "cuda"), variant_of(select(there, FAMILY, problem))
+    assert kernel.tunable.shape is not None
+    shape = kernel.tunable.shape(problem)
+    rows = {shape.kind: [Row(shape.sizes, {kernel.label(own): ms})]}
+    tuned = in_memory("sm90", ())
+    tuned.__dict__["tuned"] = {kernel.head: (Tuning.of("sm_90", "Imaginary", "2026-01-31", rows),)}
+    found = select_route(replace(there, tuned=tuned), FAMILY, problem)
+    assert (found.route is not None) == is_copied
 
 
 def test_nothing_is_known_by_a_model_that_lacks_the_bandwidth(there: System) -> None:
