@@ -393,6 +393,10 @@ class Route:
     elements: int
     bytes: int
 
+    def to_json(self) -> dict[str, Any]:
+        copied = {"copied": list(self.inputs), "copied_back": list(self.outputs)}
+        return {"name": self.name, **copied, "bytes": self.bytes}
+
 
 @dataclass(frozen=True)
 class Family:

@@ -80,8 +80,9 @@ def pretend_kernels() -> None:
     def runner(problem: Any, *_: Any) -> Any:
         return run_of(scan_launch(problem), plans.POINTERS[problem.direction])
 
-    def prepare(_: Any, family: Any, problem: Any, *others: Any) -> Any:
-        return SimpleNamespace(launch=scan_launch(problem), workspace=0, refuse=None)
+    def prepare(_: Any, family: Any, problem: Any, *others: Any, routed: bool) -> Any:
+        own = SimpleNamespace(route=None)
+        return SimpleNamespace(launch=scan_launch(problem), workspace=0, refuse=None, decision=own)
 
     def prepared(posed: Any, device: Any) -> Any:
         problem, _ = posed[0]

@@ -175,7 +175,10 @@ def estimate(
     alone = _alone(model, kernel, text, problem, sm_count)
     if alone is None or route is None:
         return alone
-    moved = 2 * route.bytes / (_COPY_BANDWIDTH * model["gpu"]["bandwidth"])
+    try:
+        moved = 2 * route.bytes / (_COPY_BANDWIDTH * model["gpu"]["bandwidth"])
+    except (ArithmeticError, LookupError, TypeError):
+        return None  # another version's, of which ``predicted`` says nothing, either
     return alone + route.launches * _COPY_MS + max(moved, route.elements * _COPY_ELEMENT)
 
 

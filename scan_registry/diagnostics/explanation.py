@@ -20,7 +20,7 @@ from scan_registry.dispatch.rows import NEAR
 from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
-from scan_registry.kernels.model import Route, Variant
+from scan_registry.kernels.model import Variant
 from scan_registry.ops.operator import KernelCall, Operator, operators
 
 _LABEL = 11  # columns before the text of a line
@@ -270,7 +270,7 @@ def decision_record(decision: Decision) -> dict[str, Any]:
     binary = winner.binary if winner else None
     attestation = _attestations().get(binary.sha256) if binary else None
     return {
-        "route": _route_record(decision.route),
+        "route": decision.route and decision.route.to_json(),
         "kernel": decision.problem.kernel,
         "problem": str(decision.problem),
         "backend": decision.backend,
@@ -297,13 +297,6 @@ def decision_record(decision: Decision) -> dict[str, Any]:
         else None,
         "rejected": [asdict(loser) for loser in decision.rejected],
     }
-
-
-def _route_record(route: Route | None) -> dict[str, Any] | None:
-    if route is None:
-        return None
-    copied = {"copied": list(route.inputs), "copied_back": list(route.outputs)}
-    return {"name": route.name, **copied, "bytes": route.bytes}
 
 
 def _tuning_record(decision: Decision) -> dict[str, Any] | None:

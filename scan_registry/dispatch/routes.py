@@ -58,8 +58,11 @@ def _model(decision: Decision) -> Model | None:
 
 
 def _estimate(decision: Decision, route: Route | None, model: Model) -> float | None:
-    """Milliseconds of the winner; None if nothing is known of it."""
+    """Milliseconds of the winner: by the row of this very problem, if there is one, or else an estimate; None if nothing is
+    known of it."""
     device, winner = decision.system.device, decision.taken()
+    if route is None and winner.rule == "row":
+        return winner.ms
     if device is None or winner.kernel is None or winner.text is None:
         return None
     of = decision.family.estimate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,10 +20,16 @@ _GROUPS = {
 }
 
 
-def on_copies(problem: LinearScanProblem, route: Route, run: Run) -> Run:
+def on_copies(
+    problem: LinearScanProblem,
+    route: Route,
+    run: Run,
+    without: Callable[[], Run] | None = None,
+) -> Run:
     """A function that solves ``problem`` by ``run``, which solves ``route.problem``.
 
-    The copies are made of new tensors, on the current stream, and are freed when it returns.
+    The copies are made of new tensors, on the current stream, and are freed when it returns. ``without`` gives a function
+    that solves ``problem`` without copies, for when there is no memory for them.
     """
     names = dict.fromkeys((*route.inputs, *route.outputs))
     parts = {name: _Part.of(problem, route.problem, name) for name in names}
@@ -32,13 +38,21 @@ def on_copies(problem: LinearScanProblem, route: Route, run: Run) -> Run:
     kept = {name for name, part in written if part.is_state and problem.sequences}
 
     def run_on_copies(tensors: Mapping[str, Tensor | None]) -> None:
-        copies: dict[str, Tensor] = {}
-        for name, part in parts.items():
-            tensor = tensors.get(name)
-            if tensor is not None:
-                copies[name] = copy = part.new(tensor)
-                if name in route.inputs or name in kept:
-                    part.copied(copy).copy_(part.own(tensor))
+        copies: dict[str, Tensor] | None = None
+        try:
+            copies = _new(parts, tensors)
+        except torch.OutOfMemoryError:
+            if without is None:
+                raise
+        if copies is None:  # not in the handler, whose traceback holds those that were made
+            assert without is not None
+            without()(tensors)
+            return
+        for name, copy in copies.items():
+            if name in route.inputs or name in kept:
+                part, tensor = parts[name], tensors[name]
+                assert tensor is not None
+                part.copied(copy).copy_(part.own(tensor))
         run({**tensors, **copies})
         for name, part in written:
             tensor = tensors.get(name)
@@ -46,6 +60,12 @@ def on_copies(problem: LinearScanProblem, route: Route, run: Run) -> Run:
                 part.own(tensor).copy_(part.copied(copies[name]))
 
     return run_on_copies
+
+
+def _new(parts: Mapping[str, _Part], tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Memory for the copies of those tensors that are given."""
+    given = ((name, part, tensors.get(name)) for name, part in parts.items())
+    return {name: part.new(tensor) for name, part, tensor in given if tensor is not None}
 
 
 class _Part:

@@ -71,7 +71,13 @@ def runner(
     if plan.launch is None:
         return plan.decision
     route = plan.decision.route
-    return plan.run if route is None else on_copies(problem, route, plan.run)
+    if route is None:
+        return plan.run
+
+    def without() -> Run:
+        return prepare(device.index, FAMILY, problem, backend, allowed).run
+
+    return on_copies(problem, route, plan.run, without)
 
 
 def _copied(tensors: dict[str, Tensor], names: Sequence[str], model: Tensor) -> dict[str, Tensor]:

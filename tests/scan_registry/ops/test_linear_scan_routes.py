@@ -21,7 +21,8 @@ from scan_registry.kernels.linear_scan import routes
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
-from scan_registry.ops import fast_path, plans
+from scan_registry.kernels.tuning import Row, Tuning
+from scan_registry.ops import copies, fast_path, plans
 from scan_registry.ops.copies import on_copies
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.ops.linear_scan_operator import OPERATOR
@@ -140,6 +141,34 @@ def test_problems_without_a_route() -> None:
         posed("channel_last:9,1023,1048576:float32"),  # its copies would take too much memory
     ):
         assert FAMILY.routes(other) == ()
+
+
+@pytest.mark.parametrize(("ms", "is_copied"), [(1e-3, False), (1e3, True)])
+def test_what_was_tuned_is_compared_by_its_measured_time(
+    there: System, ms: float, is_copied: bool
+) -> None:
+    problem = posed("channel_last:1,11,65508:float32")
+    kernel, own = FAMILY.kernel(problem.kernel, "cuda"), variant_of(select(there, FAMILY, problem))
+    assert kernel.tunable.shape is not None
+    shape = kernel.tunable.shape(problem)
+    rows = {shape.kind: [Row(shape.sizes, {kernel.label(own): ms})]}
+    tuned = in_memory("sm90", ())
+    tuned.__dict__["tuned"] = {kernel.head: (Tuning.of("sm_90", "Imaginary", "2026-01-31", rows),)}
+    found = select_route(replace(there, tuned=tuned), FAMILY, problem)
+    assert (found.route is not None) == is_copied
+
+
+def test_nothing_is_known_by_a_model_that_lacks_the_bandwidth(there: System) -> None:
+    """As that of an archive of another version may; packed sequences need no other coefficient."""
+    problem = posed("channel_last:1,9,857512:bfloat16:sequences=862")
+    (route,) = (each for each in FAMILY.routes(problem) if each.name == "rows")
+    taken = select(there, FAMILY, route.problem).taken()
+    assert taken.kernel is not None
+    assert taken.text is not None
+    how: Any = (taken.kernel, taken.text, route.problem, route, 132)
+    assert FAMILY.estimate({"gpu": {"sm_count": 132.0, "bandwidth": 4e9}}, *how) is not None
+    assert FAMILY.estimate({"gpu": {"sm_count": 132.0}}, *how) is None
+    assert FAMILY.estimate({}, *how) is None
 
 
 def test_a_route_is_explained(there: System) -> None:
@@ -304,6 +333,50 @@ def test_tensors_that_are_missing_stay_so() -> None:
         "tokens_grad",
     }
     assert all(each is None or each.data_ptr() % 16 == 0 for each in seen.values())
+
+
+def test_without_memory_for_copies_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse("channel_last:2,11,100:float32")
+    gates, tokens, _ = tensors_of(case)
+    expected, _ = plans.forward(gates, tokens, None, None, plans.Options(-2))
+    problem = make_kernel_call("forward", gates, {"tokens": tokens}, None, -2, False).problem
+    ran: list[Any] = []
+
+    def prepared(ordinal: Any, family: Any, problem: Any, *_: Any, routed: bool = False) -> Any:
+        route = family.routes(problem)[0] if routed else None
+        kernel = runner(problem if route is None else route.problem, CPU, "auto")
+
+        def run(tensors: Any) -> None:
+            ran.append(problem if route is None else route.problem)
+            kernel(tensors)
+
+        return SimpleNamespace(launch=run, run=run, decision=SimpleNamespace(route=route))
+
+    runner: Any = plans.runner
+    monkeypatch.setattr(plans, "prepare", prepared)
+    run = plans.runner(problem, torch.device("cuda", 0), "auto")
+    assert callable(run)
+    new, left = copies._Part.new, [1]
+
+    def scarce(part: Any, model: torch.Tensor) -> torch.Tensor:
+        if not left:
+            raise torch.OutOfMemoryError
+        left.pop()
+        return new(part, model)
+
+    monkeypatch.setattr(copies._Part, "new", scarce)
+    states = torch.empty_like(tokens)
+    run({"gates": gates, "tokens": tokens, "states": states})
+    assert torch.equal(states, expected)
+    left.extend(range(9))  # once there is memory again, so are copies
+    states = torch.empty_like(tokens)
+    run({"gates": gates, "tokens": tokens, "states": states})
+    assert torch.equal(states, expected)
+    assert [each.channels for each in ran] == [11, 12]
+    left.clear()
+    (route,) = FAMILY.routes(problem)
+    with pytest.raises(torch.OutOfMemoryError):
+        on_copies(problem, route, run)({"gates": gates, "tokens": tokens, "states": states})
 
 
 def test_strided_memory_around_a_tensor_is_not_touched() -> None:
