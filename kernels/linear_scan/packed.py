@@ -8,7 +8,7 @@ lengths to be random, with the mean that the call tells. They decide between way
 - Of contiguous channels, ``generic`` scans a column tile after tile, and ``varlen`` has CTAs for each sequence.
 
 The constants are fitted by eye to what ``bench --random`` and ``tools/measure_random.py`` timed on an H200 and an H100.
-Estimates were within a factor of 2, mostly on the side of CUDA.
+They are rough: enough to tell apart ways whose times differ several times over.
 """
 
 from __future__ import annotations

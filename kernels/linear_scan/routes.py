@@ -168,9 +168,7 @@ def estimate(
     sm_count: int,
 ) -> float | None:
     """Milliseconds of the variant that prints as ``text`` on a problem, which may be that of a route, whose copies count;
-    None if there is no estimate. By the timing model: of random problems of ``LEAST_TIME`` steps or more that took an H200
-    ten times as long as the bandwidth roofline, or longer, it was within a factor of 2 of every forward pass. Of packed
-    sequences see ``packed``.
+    None if there is no estimate. It is the timing model's, and for packed sequences that of ``packed``.
     """
     alone = _alone(model, kernel, text, problem, sm_count)
     if alone is None or route is None:

@@ -14,8 +14,7 @@ from scan_registry.dispatch.select import Backend, Decision, System, select
 from scan_registry.kernels.model import Family, Problem, Route
 from scan_registry.kernels.tuning import Model
 
-#: How many times as fast as the problem's own kernel a route has to be, by estimates that may be wrong by a factor of 2
-#: where kernels are slow, and by less where they are fast.
+#: How many times as fast as the problem's own kernel a route has to be by the estimates, which are rough.
 FASTER = 1.5
 
 
