@@ -55,6 +55,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Name what failed once more, a line each, below everything else: a log is often kept by its end alone."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    stats = {} if reporter is None else reporter.stats
+    for report in (*stats.get("failed", ()), *stats.get("error", ())):
+        print(f"failed: {report.nodeid}")
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For tensors so small that torch's threads would only wait for each other."""

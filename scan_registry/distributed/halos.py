@@ -61,12 +61,14 @@ class Exchange:
             bits = _bits(_tail(seq_idx.unsqueeze(1), slots).flatten(), self.dtype)
         size, width = slots * prod(self.shape), 0 if bits is None else bits.numel()
         opening = opening_of(members, self.terms, x.device, size + width, self.dtype)
-        message = opening.message()
-        if message.row is not None:
-            self._write(message.row[:size], [x])
-            if bits is not None:
-                message.row[size:].copy_(bits)
-        opened = opening.exchange(message, read=packed)
+
+        def make(row: Tensor | None) -> None:
+            if row is not None:
+                self._write(row[:size], [x])
+                if bits is not None:
+                    row[size:].copy_(bits)
+
+        opened, _ = opening.exchange_made(make, read=packed)
         self.number = members.session.calls
         if packed:
             assert opened.local is not None
@@ -89,10 +91,12 @@ class Exchange:
         terms = Terms(f"{self.terms.operator}, {what}", self.terms.common)
         size = len(rows) * self.slots * prod(self.shape)
         opening = opening_of(self.members, terms, self.ages.device, size, self.dtype)
-        message = opening.message()
-        if message.row is not None:
-            self._write(message.row, rows)
-        return opening.exchange(message, self.number, read=False)
+
+        def make(row: Tensor | None) -> None:
+            if row is not None:
+                self._write(row, rows)
+
+        return opening.exchange_made(make, self.number, read=False)[0]
 
     def _write(self, row: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Write the last ``slots`` steps of tensors (batch, channels, steps), after zeros if there are fewer."""

@@ -33,7 +33,8 @@ What a rank sends with every call of a kind, the header above all, stays in memo
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ from scan_registry.distributed.group import Members, Session, all_gather, sessio
 from scan_registry.distributed.headers import HEADER, LOCAL, WORDS, Terms, encoded, read_headers
 
 __all__ = ["Message", "Opened", "Opening", "agree", "check_unread", "opening_of"]
+
+Made = TypeVar("Made")
 
 #: The largest capacity of an opening, in bytes.
 _MOST = 1 << 20
@@ -156,7 +159,7 @@ class Opening:
         self.place = _opening_device(members, device)
         self._messages: dict[tuple[int, int], Message] = {}
 
-    def message(self) -> Message:
+    def _message(self) -> Message:
         """The message to send next, whose row the call fills in."""
         capacity = session(self.members).capacity
         key = capacity, _stream(self.place)
@@ -177,18 +180,37 @@ class Opening:
         return found
 
     def exchange(
-        self,
-        message: Message,
-        number: int = 0,
-        *,
-        error: Exception | None = None,
-        read: bool = True,
+        self, number: int = 0, *, error: Exception | None = None, read: bool = True
     ) -> Opened:
-        """Exchange the messages of all ranks. Errors are as for ``agree``.
+        """Exchange the messages of all ranks, whose rows are not used. Errors are as for ``agree``.
 
         error  why this rank cannot make the call; the other ranks raise an error that names it
         read   false if the call may go on before this rank has read the headers
         """
+        if error is not None:
+            return self._exchange(None, error, number, read)
+        return self.exchange_made(lambda row: None, number, read=read)[0]
+
+    def exchange_made(
+        self, make: Callable[[Tensor | None], Made], number: int = 0, *, read: bool = True
+    ) -> tuple[Opened, Made]:
+        """As ``exchange``, with rows that ``make`` fills in; it gets None if the call has no row. Also returns what ``make``
+        returns.
+
+        Whatever of this rank's work may fail before the exchange has its place in ``make``: an error there, such as one of
+        memory, becomes an error on all ranks. Outside, this rank would leave the others waiting.
+        """
+        message, error, made = None, None, None
+        try:
+            message = self._message()
+            made = make(message.row)
+        except Exception as found:
+            error = found
+        return self._exchange(message, error, number, read), cast("Made", made)
+
+    def _exchange(
+        self, message: Message | None, error: Exception | None, number: int, read: bool
+    ) -> Opened:
         members, place, kind = self.members, self.place, self.kind
         state = session(members)
         if state.unread:
@@ -198,7 +220,8 @@ class Opening:
                 # The other ranks may not know of the error yet: this rank's header in the opening tells them.
                 error = earlier
         state.calls += 1
-        if error is not None:
+        if message is None or error is not None:
+            assert error is not None
             message = Message(state.capacity, place, 0, self.dtype, place).write(encoded(error))
         elif message.sent != number:
             message.number.fill_(number)
@@ -275,7 +298,7 @@ def agree(members: Members, terms: Terms | Exception, device: torch.device | Non
     if isinstance(terms, Exception):
         terms = Terms("a call", ())
     opening = opening_of(members, terms, device)
-    return opening.exchange(opening.message(), terms.number, error=error).local
+    return opening.exchange(terms.number, error=error).local
 
 
 def opening_of(

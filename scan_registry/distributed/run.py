@@ -129,14 +129,11 @@ class Run:
         return self._exchange(opening, gates, tokens, read)
 
     def _exchange(self, opening: Opening, gates: Tensor, tokens: Tensor, read: bool) -> Opened:
-        message, error = opening.message(), None
-        if message.row is not None:
-            try:
-                given = gates, tokens, self._summary_options, self.part.tail
-                rows.forward_row(message.row, *given)
-            except Exception as found:
-                error = found
-        return opening.exchange(message, error=error, read=read)
+        def make(row: Tensor | None) -> None:
+            if row is not None:
+                rows.forward_row(row, gates, tokens, self._summary_options, self.part.tail)
+
+        return opening.exchange_made(make, read=read)[0]
 
     # --- States of one sequence and of all ---------------------------------------------------
 
@@ -294,17 +291,17 @@ class Run:
         gradients of the final state are summed. The gradient of the initial state is zero on ranks where no sequence's scan
         starts."""
         part, opening, count = self.part, self._backward_opening, 2 * self.count
-        message, error = opening.message(), None
-        if message.row is not None:
-            try:
-                row = message.row[:count]
-                rows.backward_row(row, gates, states_grad, self._summary_options, part.head)
-                if self._sums_in_opening:
-                    _write(message.row[count:], last_grad)
-            except Exception as found_error:
-                error = found_error
+
+        def make(row: Tensor | None) -> None:
+            if row is None:
+                return
+            options = self._summary_options
+            rows.backward_row(row[:count], gates, states_grad, options, part.head)
+            if self._sums_in_opening:
+                _write(row[count:], last_grad)
+
         # With packed sequences, another collective follows.
-        opened = opening.exchange(message, number, error=error, read=self.bounds is not None)
+        opened, _ = opening.exchange_made(make, number, read=self.bounds is not None)
         if opened.rows is not None and self._sums_in_opening:
             last_grad = opened.rows[:, count:].sum(0).view(self.one_state)
         elif self.options.final:

@@ -93,14 +93,14 @@ def _write(row: Tensor, summary: Summary, *, backward: bool = False) -> None:
 
 def exchange(run: Run, opening: Opening, given: Arguments, read: bool) -> Gathered:
     """Open a call with the ranks' summaries."""
-    message, error, summary = opening.message(), None, None
-    try:
+
+    def make(row: Tensor | None) -> Summary:
         summary = _summary(given, run.options)
-        if message.row is not None:
-            _write(message.row, summary)
-    except Exception as found:
-        error = found
-    return Gathered(opening.exchange(message, error=error, read=read), summary)
+        if row is not None:
+            _write(row, summary)
+        return summary
+
+    return Gathered(*opening.exchange_made(make, read=read))
 
 
 def forward(
@@ -153,21 +153,21 @@ def backward(
     ((entered, checkpoints),) = kept
     batch, members, opening = given.u.shape[0], run.members, run.backward_opening
     count = 1 if entered is None or not batch else entered.shape[0] // batch
-    every = chunks.chunks_of(given, count, entered)
-    grad, size = chunks.chunked(out_grad, count), run.count
-    message, error, summary, adjoints = opening.message(), None, None, None
-    try:
+    size = run.count
+
+    def make(row: Tensor | None) -> tuple[Arguments, Tensor, Summary, plans.Adjoints | None]:
+        every = chunks.chunks_of(given, count, entered)
+        grad = chunks.chunked(out_grad, count)
         with policy.as_required(run.required):
             found = _backward_summary(every, checkpoints, grad, run.options, count)
-        summary, adjoints = found
-        if message.row is not None:
-            _write(message.row[: 2 * size], summary, backward=True)
+        if row is not None:
+            _write(row[: 2 * size], found[0], backward=True)
             if run.final:
-                _write_grad(message.row[2 * size :], last_grad)
-    except Exception as found_error:
-        error = found_error
-    opened = opening.exchange(message, number, error=error, read=False)
-    assert summary is not None
+                _write_grad(row[2 * size :], last_grad)
+        return every, grad, *found
+
+    opened, made = opening.exchange_made(make, number, read=False)
+    every, grad, summary, adjoints = made
     after = None
     if opened.rows is not None:
         if run.final:
@@ -191,8 +191,8 @@ def backward(
     *others, before = chunks.of_whole(grads, given, count)
     if wanted[8] and given.initial_state is not None and (before is None or members.rank):
         before = torch.zeros_like(given.initial_state)
-    made = zip((*others, before), given.differentiable, strict=True)
-    return tuple(x if x is None or t is None else x.to(t.dtype) for x, t in made)
+    pairs = zip((*others, before), given.differentiable, strict=True)
+    return tuple(x if x is None or t is None else x.to(t.dtype) for x, t in pairs)
 
 
 def _write_grad(place: Tensor, x: Tensor | None) -> None:

@@ -161,7 +161,7 @@ class Run:
         """Open a call that was agreed on before."""
         if self.mode == REDUCE:
             return reduce.exchange(self, self._opening, given, read)
-        return Gathered(self._opening.exchange(self._opening.message(), read=read))
+        return Gathered(self._opening.exchange(read=read))
 
     def gather(self, given: Arguments, read: bool) -> Gathered:
         """Exchange the summaries after an opening that had none."""
@@ -258,13 +258,13 @@ class Run:
                 "selective_scan over ranks has first derivatives only, and create_graph asks for further ones; "
                 "scan_registry.distributed.linear_scan has second ones"
             )
-            opening.exchange(opening.message(), number, error=error)
+            opening.exchange(number, error=error)
         if out_grad is None:
             out_grad = torch.zeros_like(given.u)
         if self.mode <= 0:
             return reduce.backward(self, given, kept, out_grad, last_grad, wanted, number)
         # With packed sequences, another collective follows.
-        opening.exchange(opening.message(), number, read=part.bounds is not None)
+        opening.exchange(number, read=part.bounds is not None)
         behind = None
         if self.final:
             total = groups.all_reduce(members, self._last_grad(given, last_grad))

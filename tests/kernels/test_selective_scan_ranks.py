@@ -37,15 +37,11 @@ class StubOpening:
     def __init__(self, elements: int) -> None:
         self.row, self.rows = torch.full((elements,), torch.nan), None
 
-    def message(self) -> Any:
-        return SimpleNamespace(row=self.row)
-
-    def exchange(self, message: Any, number: int = 0, *, error: Any = None, read: bool) -> Opened:
-        if error is not None:
-            raise error
+    def exchange_made(self, make: Any, number: int = 0, *, read: bool) -> tuple[Opened, Any]:
+        made = make(self.row)
         if self.rows is None:
             raise StopHereError
-        return Opened(None, self.rows)
+        return Opened(None, self.rows), made
 
 
 class Rank:

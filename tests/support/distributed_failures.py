@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scan_registry import distributed
 from scan_registry.distributed import opening
+from scan_registry.distributed.group import resolve
 from scan_registry.distributed.opening import Opening
 
 
@@ -68,6 +70,43 @@ def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[
     states = distributed.linear_scan(torch.ones(2, 4), torch.ones(2, 4), group=group)
     assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
     return (*found, seconds)
+
+
+def without_memory(
+    rank: int, ranks: int, group: Any, operator: str, backward: bool, known: bool
+) -> list[str]:
+    """The last rank has no memory for what it sends, in a forward or in a backward pass: the error, and that of the next call."""
+    x = torch.rand(1, 4, 5, requires_grad=True)
+    shared = torch.rand(2, 1, 2, 5)
+
+    def call() -> torch.Tensor:
+        if operator == "selective_scan":
+            given = x, x, -torch.rand(4, 2), *shared
+            return distributed.selective_scan(*given, group=group, schedule="reduce")
+        if operator == "causal_conv1d":
+            return distributed.causal_conv1d(x, torch.rand(4, 3), group=group)
+        return distributed.linear_scan(x, x, group=group, schedule="reduce")
+
+    def fails(self: Opening) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    def said(full: bool) -> str:
+        out_of_memory = patch.object(Opening, "_message", fails) if full else nullcontext()
+        try:
+            with nullcontext() if backward else out_of_memory:
+                loss = call().sum()
+            with out_of_memory if backward else nullcontext():
+                loss.backward()
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    state = resolve(group).session
+    state.plans.clear()
+    state.agreed.clear()
+    if known:
+        call().sum().backward()
+    return [said(rank == ranks - 1), said(False)]
 
 
 def unread(rank: int, ranks: int, group: Any) -> tuple[list[bool], list[str]]:
@@ -142,7 +181,7 @@ def killed_in_backward(rank: int, ranks: int, group: Any, schedule: str, early: 
         distributed.linear_scan(gates, tokens, group=group, schedule=schedule).sum().backward()  # type: ignore[call-overload]
 
     both()
-    exchange = Opening.exchange
+    exchange = Opening._exchange
 
     def last(self: Opening, *args: Any, **how: Any) -> Any:
         found = None if early else exchange(self, *args, **how)
@@ -151,7 +190,7 @@ def killed_in_backward(rank: int, ranks: int, group: Any, schedule: str, early: 
 
     states = distributed.linear_scan(gates, tokens, group=group, schedule=schedule)  # type: ignore[call-overload]
     if rank == ranks // 2:
-        Opening.exchange = last  # type: ignore[method-assign]
+        Opening._exchange = last  # type: ignore[method-assign]
     begin = time.perf_counter()
     for call in (states.sum().backward, both):
         try:

@@ -55,6 +55,17 @@ def test_ranks_differ(ranks: RankPool, kind: str, known: bool) -> None:
         assert seconds < GROUP_TIMEOUT / 2
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("operator", ["linear_scan", "selective_scan", "causal_conv1d"])
+def test_a_rank_without_memory(ranks: RankPool, operator: str, backward: bool, known: bool) -> None:
+    *others, bad = ranks.run(SIZE, cases.without_memory, operator, backward, known)
+    assert bad == ["OutOfMemoryError: no room", ""]
+    for first, following in others:
+        assert "rank 2: OutOfMemoryError: no room" in first
+        assert following == ""
+
+
 def test_headers_that_are_not_read(ranks: RankPool) -> None:
     """As over NCCL: results that depend on other ranks are NaN, the next call is an error on all ranks, and the one after it good."""
     for rank, (nans, errors) in enumerate(ranks.run(SIZE, cases.unread)):
