@@ -21,6 +21,7 @@ __all__ = [
     "begun",
     "broadcast",
     "finish",
+    "is_capturing",
     "receive",
     "resolve",
     "send",
@@ -140,6 +141,7 @@ class Session:
     openings  the openings of calls without a plan
     unread    headers that are being compared on a GPU; the CPU does not know the result yet
     flags     memory for results of comparisons, to be used again
+    captured  messages whose headers CUDA graphs read, as long as the group exists
     kept      tensors that are being sent, in order
     careful   whether this rank's last call that read its headers failed
     carriers  for tensors of a device: the device on which the group exchanges them
@@ -153,6 +155,7 @@ class Session:
     openings: dict[Any, Any] = field(default_factory=dict)
     unread: deque[Any] = field(default_factory=deque)
     flags: list[Any] = field(default_factory=list)
+    captured: list[Any] = field(default_factory=list)
     kept: deque[tuple[Any, Tensor]] = field(default_factory=deque)
     careful: bool = False
     carriers: dict[torch.device, torch.device] = field(default_factory=dict)
@@ -187,6 +190,11 @@ def _carrier(members: Members, device: torch.device) -> torch.device:
     return found
 
 
+def is_capturing(place: torch.device) -> bool:
+    """Whether what is launched on this device now becomes a part of a CUDA graph."""
+    return place.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def all_gather(members: Members, row: Tensor) -> Tensor:
     """All ranks' rows as a tensor (ranks, elements). Rows have the same size and dtype on all ranks."""
     place = _carrier(members, row.device)
@@ -219,15 +227,19 @@ def broadcast(members: Members, tensor: Tensor, source: int) -> Tensor:
 
 def send(members: Members, tensor: Tensor, to: int) -> None:
     """Begin to send a tensor, and keep it alive until the send has completed."""
-    kept = members.session.kept
-    while kept and kept[0][0].is_completed():  # sends complete in order
+    kept, place = members.session.kept, _carrier(members, tensor.device)
+    capturing = is_capturing(place)
+    while not capturing and kept and kept[0][0].is_completed():  # sends complete in order
         kept.popleft()
     if not tensor.numel():
         return
-    place = _carrier(members, tensor.device)
     sent = (tensor if tensor.device == place else tensor.to(place)).contiguous()
     real = torch.view_as_real(sent) if sent.is_complex() else sent
-    kept.append((members.group.send([real], to, 0), real))
+    work = members.group.send([real], to, 0)
+    if capturing:  # A CUDA graph has to wait for what it begins, and whether that has completed cannot be asked.
+        work.wait()
+    else:
+        kept.append((work, real))
 
 
 class Incoming(NamedTuple):

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scan_registry.distributed.group import Members, Session, all_gather, session
+from scan_registry.distributed.group import Members, Session, all_gather, is_capturing, session
 from scan_registry.distributed.headers import HEADER, LOCAL, WORDS, Terms, encoded, read_headers
 
 __all__ = ["Message", "Opened", "Opening", "agree", "check_unread", "opening_of"]
@@ -105,7 +105,8 @@ class Message:
         return self
 
     def copy_header(self, other: Message) -> None:
-        """Take the header of a message of the same terms. Its number may be changing on another stream."""
+        """Take the header of a message of the same terms, which was written before. Its number may be changing on another
+        stream."""
         self.memory[: HEADER // _WORD].copy_(other.memory[: HEADER // _WORD])
         self.sent = -1
 
@@ -157,23 +158,30 @@ class Opening:
         self.members, self.terms, self.kind, self.device = members, terms, terms.kind, device
         self.count, self.dtype = count, dtype
         self.place = _opening_device(members, device)
+        #: A GPU, if a part of a message is there: with headers in CPU memory, rows may be on a GPU.
+        self.on = device if device is not None and self.place.type != "cuda" else self.place
         self._messages: dict[tuple[int, int], Message] = {}
 
     def _message(self) -> Message:
         """The message to send next, whose row the call fills in."""
         capacity = session(self.members).capacity
-        key = capacity, _stream(self.place)
-        found = self._messages.get(key)
+        key = capacity, _stream(self.on)
+        # Memory of a CUDA graph belongs to that graph, and it shares none with calls that are not recorded.
+        capturing = is_capturing(self.on)
+        found = None if capturing else self._messages.get(key)
         if found is None:
             # No tensors of inference mode, which other calls could not write to.
             with torch.inference_mode(False):
                 found = Message(capacity, self.place, self.count, self.dtype, self.device)
             other = next(iter(self._messages.values()), None)
-            if other is None:
-                found.write(encoded(self.terms._replace(number=0)))
-            else:
+            if capturing and other is not None:
+                # A graph cannot copy from the CPU's usual memory. Whenever it runs, it reads the other message.
                 found.copy_header(other)
-            if not _is_capturing(self.place):  # memory of a CUDA graph belongs to that graph
+                if other not in session(self.members).captured:
+                    session(self.members).captured.append(other)
+            else:  # another stream may not have written the other message yet
+                found.write(encoded(self.terms._replace(number=0)))
+            if not capturing:
                 if len(self._messages) >= _STREAMS:
                     self._messages.clear()
                 self._messages[key] = found
@@ -213,7 +221,8 @@ class Opening:
     ) -> Opened:
         members, place, kind = self.members, self.place, self.kind
         state = session(members)
-        if state.unread:
+        # While a CUDA graph is recorded, asking for an event would end the recording.
+        if state.unread and not is_capturing(place):
             try:
                 check_unread(members)
             except (RuntimeError, ValueError) as earlier:
@@ -262,10 +271,6 @@ def _stream(place: torch.device) -> int:
     if place.type != "cuda":
         return 0
     return int(torch._C._cuda_getCurrentRawStream(place.index))
-
-
-def _is_capturing(place: torch.device) -> bool:
-    return place.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _opening_device(members: Members, device: torch.device | None) -> torch.device:
@@ -358,7 +363,7 @@ class Unread(NamedTuple):
 def _compared(state: Session, found: Tensor, message: Message, operator: str) -> Tensor:
     """Whether the headers are equal, as a tensor on the GPU. ``check_unread`` raises the error in a later call."""
     equal = (found[:, :_COMPARED] == message.compared).all()
-    if _is_capturing(found.device):  # the CPU learns nothing when a CUDA graph runs
+    if is_capturing(found.device):  # the CPU learns nothing when a CUDA graph runs
         return equal
     flag = state.flags.pop() if state.flags else _Flag(found.device)
     flag.come(equal)

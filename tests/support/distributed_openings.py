@@ -1,0 +1,95 @@
+"""What ranks do in tests of openings: calls that ranks have agreed on, as over NCCL, on pretended streams of a GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+from weakref import ref
+
+import torch
+
+from scan_registry import distributed
+from scan_registry.distributed import group as groups
+from scan_registry.distributed import opening
+from scan_registry.distributed.group import resolve
+from scan_registry.distributed.opening import Message
+
+
+@contextmanager
+def on_stream(number: int, *, capturing: bool = False) -> Iterator[None]:
+    """Headers are not read, and messages are those of a stream."""
+    with (
+        patch.object(opening, "_reading_waits", lambda place: True),
+        patch.object(opening, "_stream", lambda place: number),
+        patch.object(opening, "is_capturing", lambda place: capturing),
+        patch.object(groups, "is_capturing", lambda place: capturing),
+    ):
+        yield
+
+
+def agreed(
+    rank: int, group: Any, schedule: Any = "reduce"
+) -> tuple[Callable[[], None], list[Message]]:
+    """A call, forward and backward, that the ranks have agreed on; and the messages that it has sent on the first stream."""
+    state = resolve(group).session
+    state.openings.clear()
+    state.plans.clear()
+
+    def call() -> None:
+        gates, tokens = torch.ones(2, 2, 4, requires_grad=True)
+        states = distributed.linear_scan(gates, tokens, group=group, schedule=schedule)
+        assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
+        states.sum().backward()
+
+    with on_stream(1):
+        for _ in range(3):
+            call()
+    openings = state.openings.values()
+    return call, [message for each in openings for message in each._messages.values()]
+
+
+def another_stream(rank: int, ranks: int, group: Any) -> None:
+    """The first stream has not written its messages yet when the second one sends its own."""
+    call, messages = agreed(rank, group)
+    for message in messages:
+        message.memory.fill_(-1 - rank)
+    with on_stream(2):
+        call()
+        call()  # would raise an error of the call before
+
+
+def recorded(rank: int, ranks: int, group: Any, stream: int) -> int:
+    """A call while a CUDA graph is recorded, on a stream, asks for no event. The number of messages that remain for the graph to read, once
+    the group has forgotten the call."""
+    call, messages = agreed(rank, group)
+    there = [ref(message.memory) for message in messages]
+    del messages
+    state = resolve(group).session
+    assert state.unread
+
+    def has_come(flag: Any) -> bool:
+        raise AssertionError("the event of a flag was asked for")
+
+    with on_stream(stream, capturing=True), patch.object(opening._Flag, "has_come", has_come):
+        call()
+    assert state.unread
+    state.openings.clear()
+    state.plans.clear()
+    gc.collect()
+    return sum(each() is not None for each in there)
+
+
+def recorded_sends(rank: int, ranks: int, group: Any) -> tuple[int, int]:
+    """A call that passes states on, while a CUDA graph is recorded: how often a send of the calls before is queried, and
+    how many of this call are kept."""
+    call, _ = agreed(rank, group, "pass")
+    state, queries = resolve(group).session, []
+    earlier = SimpleNamespace(is_completed=lambda: queries.append(1), wait=lambda: None)
+    state.kept.append((earlier, torch.empty(0, device="meta")))
+    with on_stream(2, capturing=True):
+        call()
+    return len(queries), len(state.kept) - 1
