@@ -342,7 +342,7 @@ def recorded(
                 opened = run.open(gates, tokens, read=False)
             return run.forward(gates, tokens, initial, opened, False)[:2]
     # If no tensor of this rank requires a gradient, this makes autograd run the rank's backward pass all the same.
-    anchor = None if mine else torch.zeros((), requires_grad=True)
+    anchor = None if mine else torch.zeros((), device="cpu", requires_grad=True)
     keep = bool(wants & GATES)
     return _LinearScan.apply(gates, tokens, initial, anchor, run, opened, keep)  # type: ignore[no-any-return, no-untyped-call]
 

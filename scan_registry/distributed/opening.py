@@ -335,14 +335,14 @@ class _Flag:
     def __init__(self, place: torch.device) -> None:
         on_gpu = place.type == "cuda"
         with torch.inference_mode(False):
-            self._memory = torch.empty((), dtype=torch.bool, pin_memory=on_gpu)
+            self._memory = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=on_gpu)
         self._value = ctypes.c_bool.from_address(self._memory.data_ptr())
         self._event = torch.cuda.Event() if on_gpu else None
 
     def come(self, value: Tensor) -> None:
         self._memory.copy_(value, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
+        if self._event is not None:  # the current device may be another one
+            self._event.record(torch.cuda.current_stream(value.device))
 
     def has_come(self) -> bool:
         return self._event is None or self._event.query()

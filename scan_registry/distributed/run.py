@@ -171,7 +171,7 @@ class Run:
         not empty."""
         if self.sequences is None:
             return states if sequences else torch.zeros_like(states)
-        kept = torch.zeros(self.sequences, dtype=torch.bool)
+        kept = torch.zeros(self.sequences, dtype=torch.bool, device="cpu")
         kept[list(sequences)] = True
         along = [1] * states.dim()
         along[self.options.dim] = self.sequences

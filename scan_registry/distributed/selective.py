@@ -218,7 +218,7 @@ def _selective_scan(
                 plans.clear()
             plans[key] = run, mine
     if mine or any(numbers[1] for numbers in gathered.opened.local or ()):
-        anchor = None if mine else torch.zeros((), requires_grad=True)
+        anchor = None if mine else torch.zeros((), device="cpu", requires_grad=True)
         out, last = SelectiveScan.apply(*given, anchor, run, gathered)  # type: ignore[no-untyped-call]
     else:
         with torch.no_grad():

@@ -188,7 +188,7 @@ class Run:
         """The states of ``sequences``, and zero for the others."""
         if self.part.bounds is None:
             return states if sequences else torch.zeros_like(states)
-        kept = torch.zeros(len(self.part.bounds) - 1, 1, 1, dtype=torch.bool)
+        kept = torch.zeros(len(self.part.bounds) - 1, 1, 1, dtype=torch.bool, device="cpu")
         kept[list(sequences)] = True
         return torch.where(kept.to(states.device), states, 0)
 

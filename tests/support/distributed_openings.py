@@ -93,3 +93,25 @@ def recorded_sends(rank: int, ranks: int, group: Any) -> tuple[int, int]:
     with on_stream(2, capturing=True):
         call()
     return len(queries), len(state.kept) - 1
+
+
+def elsewhere(rank: int, ranks: int, group: Any) -> None:
+    """Calls while ``torch.set_default_device`` names a device that is not the tensors'."""
+    u, B = torch.rand(1, 8, 4, requires_grad=True), torch.rand(1, 3, 4)
+    given, bounds = (u, u, -torch.rand(8, 3), B, B), torch.tensor([0, 3, 4 * ranks])
+    grad = torch.ones(1, 8, 4)
+
+    def calls(bounds: Any) -> Iterator[Any]:
+        final: Any = {"group": group, "cu_seqlens": bounds, "return_final_state": True}
+        for schedule in ("pass",) if bounds is not None else ("reduce", "pass"):
+            way: Any = {"schedule": schedule, **final}
+            yield distributed.linear_scan(u, u, **way)
+            yield distributed.selective_scan(*given, **way)
+        yield distributed.causal_conv1d(u, torch.rand(8, 4, device="cpu"), **final)
+
+    for _ in range(3):
+        for each in (None, bounds):
+            with on_stream(1), torch.device("meta"):
+                for out, last in calls(each):
+                    assert out.device == last.device == u.device
+                    torch.autograd.grad(out, u, grad)

@@ -52,3 +52,22 @@ def test_a_call_can_be_recorded_in_a_cuda_graph(ranks: RankPool, stream: int) ->
 
 def test_sends_can_be_recorded_in_a_cuda_graph(ranks: RankPool) -> None:
     assert ranks.run(3, cases.recorded_sends) == [(0, 0)] * 3
+
+
+def test_the_default_device_does_not_matter(ranks: RankPool) -> None:
+    """Not even if no tensor there can be read or pinned."""
+    ranks.run(2, cases.elsewhere)
+    with torch.device("meta"):
+        flag: Any = opening._Flag(torch.device("cpu"))
+    assert flag._memory.is_cpu
+
+
+def test_a_flag_comes_by_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by that of the current device, on which nothing has run."""
+    streams: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    flag: Any = opening._Flag(torch.device("cpu"))
+    flag._event = SimpleNamespace(record=lambda stream=None: streams.append(stream))
+    flag.come(torch.tensor(True))
+    assert streams == [torch.device("cpu")]
+    assert flag.value
