@@ -51,6 +51,8 @@ Made = TypeVar("Made")
 _MOST = 1 << 20
 #: The most openings that a group keeps.
 _KEPT = 64
+#: Up to so many bytes of each rank are kept with a header until the CPU learns whether it was right.
+_KEPT_WHOLE = 1 << 14
 #: The most messages of an opening: of several streams, or of a capacity that has grown.
 _STREAMS = 3
 _COMPARED = 3  # words of a header that have to be equal: digest, failed, number
@@ -367,7 +369,11 @@ def _compared(state: Session, found: Tensor, message: Message, operator: str) ->
         return equal
     flag = state.flags.pop() if state.flags else _Flag(found.device)
     flag.come(equal)
-    state.unread.append(Unread(flag, found, operator))
+    # Large rows are not kept until the CPU learns the result, which may be many calls later.
+    headers = (
+        found if found.shape[1] * _WORD <= _KEPT_WHOLE else found[:, : HEADER // _WORD].clone()
+    )
+    state.unread.append(Unread(flag, headers, operator))
     return equal
 
 

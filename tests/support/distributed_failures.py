@@ -109,10 +109,12 @@ def without_memory(
     return [said(rank == ranks - 1), said(False)]
 
 
-def unread(rank: int, ranks: int, group: Any) -> tuple[list[bool], list[str]]:
+def unread(rank: int, ranks: int, group: Any, scale: int) -> tuple[list[bool], list[str]]:
     """Headers are compared and not read, as over NCCL, and the last rank makes another call than the others, both of them known:
-    whether results are NaN, and the errors of this call and of later ones."""
-    known = [(torch.ones(size, 4), torch.ones(size, 4)) for size in (2, 3)]
+    whether results are NaN, and the errors of this call and of later ones. The calls have 2 and 3 times ``scale`` channels."""
+    known = [(torch.ones(size * scale, 4), torch.ones(size * scale, 4)) for size in (2, 3)]
+    state = resolve(group).session
+    usual = state.capacity
     nans, errors = [], []
     with torch.no_grad(), patch.object(opening, "_reading_waits", lambda place: True):
         for given in (*known, *known):
@@ -125,6 +127,7 @@ def unread(rank: int, ranks: int, group: Any) -> tuple[list[bool], list[str]]:
             else:
                 errors.append("")
                 nans.append(bool(states.isnan().all()))
+    state.capacity = usual  # for the tests after this one
     assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
     return nans, errors
 

@@ -115,3 +115,14 @@ def elsewhere(rank: int, ranks: int, group: Any) -> None:
                 for out, last in calls(each):
                     assert out.device == last.device == u.device
                     torch.autograd.grad(out, u, grad)
+
+
+def large(rank: int, ranks: int, group: Any) -> int:
+    """The bytes that are kept of the rows of a call, until this rank learns whether the headers were equal."""
+    state = resolve(group).session
+    usual = state.capacity
+    with on_stream(1), torch.no_grad():
+        for _ in range(2):
+            distributed.linear_scan(*torch.ones(2, 8192, 4), group=group, schedule="reduce")
+    state.capacity = usual  # for the tests after this one
+    return int(state.unread[-1].headers.untyped_storage().nbytes())

@@ -66,15 +66,16 @@ def test_a_rank_without_memory(ranks: RankPool, operator: str, backward: bool, k
         assert following == ""
 
 
-def test_headers_that_are_not_read(ranks: RankPool) -> None:
+@pytest.mark.parametrize("scale", [1, 4000], ids=["small", "large"])
+def test_headers_that_are_not_read(ranks: RankPool, scale: int) -> None:
     """As over NCCL: results that depend on other ranks are NaN, the next call is an error on all ranks, and the one after it good."""
-    for rank, (nans, errors) in enumerate(ranks.run(SIZE, cases.unread)):
+    for rank, (nans, errors) in enumerate(ranks.run(SIZE, cases.unread, scale)):
         assert nans == [rank > 0, False]
         first, second, third = errors
         assert (first, third) == ("", "")
         assert second.startswith("ValueError: linear_scan was not run")
-        assert "ranks 0, 1: linear_scan: shape (2, T)" in second
-        assert "rank 2: linear_scan: shape (3, T)" in second
+        assert f"ranks 0, 1: linear_scan: shape ({2 * scale}, T)" in second
+        assert f"rank 2: linear_scan: shape ({3 * scale}, T)" in second
 
 
 def test_ranks_learn_of_an_error_in_different_calls(ranks: RankPool) -> None:

@@ -12,7 +12,7 @@ from rank_pool import RankPool
 
 from scan_registry.distributed import opening
 from scan_registry.distributed.group import Session
-from scan_registry.distributed.headers import Terms
+from scan_registry.distributed.headers import HEADER, Terms
 from scan_registry.distributed.opening import Opening
 
 
@@ -52,6 +52,10 @@ def test_a_call_can_be_recorded_in_a_cuda_graph(ranks: RankPool, stream: int) ->
 
 def test_sends_can_be_recorded_in_a_cuda_graph(ranks: RankPool) -> None:
     assert ranks.run(3, cases.recorded_sends) == [(0, 0)] * 3
+
+
+def test_large_rows_are_not_kept(ranks: RankPool) -> None:
+    assert ranks.run(2, cases.large) == [2 * HEADER] * 2
 
 
 def test_the_default_device_does_not_matter(ranks: RankPool) -> None:
