@@ -34,11 +34,11 @@ class Packing(NamedTuple):
     def of(cls, packed: PackedSequence) -> Packing:
         """The packing of a ``PackedSequence``."""
         sizes, device = packed.batch_sizes, packed.data.device
-        sequences = torch.arange(int(sizes[0]))
+        sequences = torch.arange(int(sizes[0]), device=sizes.device)
         lengths = (sizes.unsqueeze(1) > sequences).sum(0)
         bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         begin, sequence = (t.repeat_interleave(lengths) for t in (bounds[:-1], sequences))
-        steps = torch.arange(int(bounds[-1]))
+        steps = torch.arange(int(bounds[-1]), device=sizes.device)
         within = steps - begin
         order = (sizes.cumsum(0) - sizes)[within] + sequence
         turned = begin + lengths[sequence] - 1 - within

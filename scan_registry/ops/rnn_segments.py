@@ -148,13 +148,15 @@ def _layout_of_values(
 ) -> Layout:
     """The layout for the values of ``reset`` and ``bounds``. If they are on a GPU, the CPU waits for them."""
     batch, time = size
-    edges = torch.tensor([0, time]) if bounds is None else bounds.detach().cpu().long()
+    edges = (
+        torch.tensor([0, time], device="cpu") if bounds is None else bounds.detach().cpu().long()
+    )
     marks = None if reset is None else reset.detach()
     if marks is not None and cut:
         marks = marks.cpu()
     begin, end = edges[:-1], edges[1:]
     has_steps = end > begin
-    begins = torch.zeros(batch, time, dtype=torch.bool)
+    begins = torch.zeros(batch, time, dtype=torch.bool, device="cpu")
     begins[:, begin[has_steps]] = True
     if cut and marks is not None:
         begins |= marks
@@ -168,20 +170,21 @@ def _layout_of_values(
     base = torch.empty_like(first)
     for chosen in _buckets(lengths):
         own, length = lengths[chosen].unsqueeze(1), int(lengths[chosen].max())
-        within = torch.arange(length).minimum(own - 1)
+        within = torch.arange(length, device="cpu").minimum(own - 1)
         steps = first[chosen].unsqueeze(1) + within
-        base[chosen] = offset + torch.arange(len(chosen)) * length
+        base[chosen] = offset + torch.arange(len(chosen), device="cpu") * length
         offset += steps.numel()
         inside = None
         if marks is not None and not cut:
-            beyond = torch.arange(length) >= own
+            beyond = torch.arange(length, device="cpu") >= own
             inside = marks.flatten()[steps.to(device)] & ~beyond.to(device)
         begin_anew = None if anew is None else anew[chosen].to(device)
         batches.append(Rows(steps.to(device), sequences[chosen].to(device), begin_anew, inside))
-    places = (base - first).repeat_interleave(lengths) + torch.arange(batch * time)
-    last = torch.zeros(batch, len(begin), dtype=torch.int64)
+    places = (base - first).repeat_interleave(lengths)
+    places += torch.arange(batch * time, device="cpu")
+    last = torch.zeros(batch, len(begin), dtype=torch.int64, device="cpu")
     if time:
-        at = torch.arange(batch).unsqueeze(1) * time + (end - 1).clamp_min(0)
+        at = torch.arange(batch, device="cpu").unsqueeze(1) * time + (end - 1).clamp_min(0)
         last = places[at]
     empty = None if bool(has_steps.all()) else (~has_steps).repeat(batch).to(device)
     return Layout(tuple(batches), places.to(device), last.flatten().to(device), empty)
@@ -192,7 +195,7 @@ def _buckets(lengths: Tensor) -> list[Tensor]:
     long as the shortest. If at most half of one batch of all segments would be padding, there is one batch."""
     if not len(lengths):
         return []
-    everything = torch.arange(len(lengths))
+    everything = torch.arange(len(lengths), device="cpu")
     if int(lengths.max()) * len(lengths) <= 2 * int(lengths.sum()):
         return [everything]
     bits = lengths.double().log2().floor()

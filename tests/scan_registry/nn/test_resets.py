@@ -134,6 +134,21 @@ def test_resets_of_packed_sequences(kind: str, sort: bool) -> None:
         torch.testing.assert_close([s[:, number] for s in flat(last)], flat(end))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["GRU", "SLSTM"])
+def test_the_default_device_does_not_matter(kind: str, packed: bool) -> None:
+    """Nor does ``torch.set_default_device``, to a device whose tensors do not mix with those of the call."""
+    module, anew = module_of(kind, **DEEP), states_of(kind, 4, 3)
+    given: Any = torch.randn(6, 3, 5, dtype=torch.float64), torch.rand(6, 3) < 0.4
+    if packed:
+        given = [pack_padded_sequence(t, torch.tensor([6, 4, 1])) for t in given]
+    x, reset = given
+    wanted, _ = module(x, anew, reset=reset, reset_hx=anew)
+    with torch.device("meta"):
+        found, _ = module(x, anew, reset=reset, reset_hx=anew)
+    assert torch.equal(*((found.data, wanted.data) if packed else (found, wanted)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_in_pieces(kind: str) -> None:
     """A stream of experience: states handed on, learned states at each reset."""
