@@ -16,7 +16,7 @@ def normal_hippo(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     if device.type == "meta":
         empty = torch.empty(size, size, dtype=torch.complex128, device=device)
         return empty[0], empty
-    odd = (2 * torch.arange(size, dtype=torch.float64) + 1).sqrt()
+    odd = (2 * torch.arange(size, dtype=torch.float64, device="cpu") + 1).sqrt()
     halves = 0.5 * torch.outer(odd, odd)
     skew = halves.triu(1) - halves.tril(-1)
     # -i times a skew-symmetric matrix is Hermitian.
