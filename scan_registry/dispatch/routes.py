@@ -41,7 +41,7 @@ def select_route(
         if not decision.launches or decision.taken().tier > own.taken().tier:
             continue
         # A kernel without a model of its own may still have an estimate, for which the GPU's bandwidth is known.
-        ms = _estimate(decision, route, _model(decision) or {"gpu": model["gpu"]})
+        ms = _estimate(decision, route, _model(decision) or {"gpu": model.get("gpu", {})})
         if ms is not None and ms < least:
             best, least = replace(decision, route=route), ms
     return best

@@ -169,6 +169,16 @@ def test_nothing_is_known_by_a_model_that_lacks_the_bandwidth(there: System) -> 
     assert FAMILY.estimate({"gpu": {"sm_count": 132.0, "bandwidth": 4e9}}, *how) is not None
     assert FAMILY.estimate({"gpu": {"sm_count": 132.0}}, *how) is None
     assert FAMILY.estimate({}, *how) is None
+    # The problem's own kernel was timed, and that of a route has no model.
+    own = select(there, FAMILY, problem).taken()
+    assert own.kernel is not None
+    assert own.variant is not None
+    assert own.kernel.tunable.shape is not None
+    shape, label = own.kernel.tunable.shape(problem), own.kernel.label(own.variant)
+    rows = {shape.kind: [Row(shape.sizes, {label: 1e3})]}
+    tuning = Tuning.of("sm_90", "Imaginary", "2026-01-31", rows)
+    there.archives[0].__dict__["tuned"] = {own.kernel.head: (replace(tuning, model={"rows": {}}),)}
+    assert select_route(replace(there, toolchains=None), FAMILY, problem).route is None
 
 
 def test_a_route_is_explained(there: System) -> None:
