@@ -193,7 +193,7 @@ def test_a_route_is_explained(there: System) -> None:
     route = record["steps"][0]["route"]
     assert route["name"] == "padded"
     assert route["copied"][:2] == ["gates", "tokens"]
-    assert route["bytes"] == 3 * 65508 * 12 * 4
+    assert route["bytes"] == (3 * 65508 + 2) * 12 * 4
     aligned = meta(8, 4096, 1024, dtype=torch.float32)
     plain = explain_for(there, "linear_scan", aligned, aligned, dim=1)
     assert all(step["route"] is None for step in plain.to_json()["steps"])
