@@ -317,7 +317,7 @@ def _plan_backward(
         run(
             {
                 **inputs,
-                "states": inputs["states"] if for_gates else None,
+                "states": None if gates_grad is None else inputs["states"],
                 "initial_state": initial,
                 "final_state_grad": entering,
                 "gates_grad": gates_grad,

@@ -10,6 +10,7 @@ import torch
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops import copies, plans
 from scan_registry.ops.copies import on_copies
+from scan_registry.ops.launching import PlanCache
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.ops.problems import Direction, StateLayout, make_kernel_call
 
@@ -57,3 +58,30 @@ def test_copies_take_the_bytes_that_are_told(
         on_copies(problem, route, lambda _: None)(given)
         # Of rows that are longer than time, the last one's end is not there.
         assert 0.98 * route.bytes <= sum(made) <= route.bytes, route.name
+
+
+def test_states_are_left_out_where_a_reduction_sums_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that gives broadcast gates no gradient needs no states; so no route copies them for it."""
+    monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    given: dict[str, Any] = {}
+    runner = plans.runner
+
+    def recorded(problem: Any, *how: Any) -> Any:
+        run = runner(problem, *how)
+        assert callable(run)
+
+        def record(tensors: Any) -> None:
+            given[problem.direction] = dict(tensors)
+            run(tensors)
+
+        return record
+
+    monkeypatch.setattr(plans, "runner", recorded)
+    gates, states, grad = torch.rand(11), torch.randn(2, 100, 11), torch.randn(2, 100, 11)
+    how = None, None, None, plans.Options(-2), (True, True, True)
+    plans.backward(gates, states, grad, *how)
+    assert given["reduction"]["states"] is states
+    assert given["backward"]["gates_grad"] is None
+    assert given["backward"]["states"] is None
+    plans.backward(gates.expand_as(states).contiguous(), states, grad, *how)
+    assert given["backward"]["states"] is states
