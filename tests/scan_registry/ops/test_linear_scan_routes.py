@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from explaining import Describe, Make, facts, meta
+from gpu_scans import ROUTED
 from selecting import in_memory
 
 from scan_registry.diagnostics.explanation import explain_for
@@ -46,7 +47,7 @@ def held() -> tuple[Variant, ...]:
     return tuple(
         variant
         for kernel in FAMILY.kernels
-        for dtype in ("float32", "bfloat16")
+        for dtype in ("float32", "bfloat16", "float16")
         for variant in kernel.held(dtype, Target.parse("sm90"))
     )
 
@@ -94,6 +95,11 @@ def test_a_much_faster_route_is_taken(there: System, case: str, direction: str) 
     assert found.launches
     assert variant_of(found) != variant_of(own)
     assert found.route.bytes <= routes.MOST_BYTES
+
+
+@pytest.mark.parametrize("case", ROUTED)
+def test_what_is_run_on_a_gpu_takes_a_route(there: System, case: str) -> None:
+    assert select_route(there, FAMILY, posed(case)).route is not None
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
