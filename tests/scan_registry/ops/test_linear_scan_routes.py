@@ -15,7 +15,7 @@ from selecting import in_memory
 
 from scan_registry.diagnostics.explanation import explain_for
 from scan_registry.dispatch.fit import Tier
-from scan_registry.dispatch.routes import select_route
+from scan_registry.dispatch.routes import faster_apart, select_route
 from scan_registry.dispatch.select import Decision, System, select
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import routes
@@ -25,10 +25,11 @@ from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.ops import copies, fast_path, plans
 from scan_registry.ops.copies import on_copies
+from scan_registry.ops.layout import KernelCall
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.ops.linear_scan_operator import OPERATOR
 from scan_registry.ops.problems import StateLayout, make_kernel_call
-from scan_registry.runtime.loader import decide
+from scan_registry.runtime import loader
 
 CPU = torch.device("cpu")
 
@@ -132,6 +133,29 @@ def test_who_wants_no_other_way_gets_none(there: System, a_device: Describe) -> 
     found = took(there, backend="cuda", lowest=Tier.EXACT)
     assert found.route is not None
     assert (found.backend, found.lowest) == ("cuda", Tier.EXACT)
+
+
+@pytest.mark.parametrize(("shape", "is_apart"), [("1,16,1048576", True), ("8,1024,8192", False)])
+def test_two_kernels_take_the_place_of_a_serial_one(
+    there: System, shape: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the gradient of gates that do not change, which a kernel may sum up itself: a CTA for each column."""
+    case = Case.parse(f"channel_last:{shape}:bfloat16:gates=channel")
+    fused, first = OPERATOR.posed(case, "backward")
+    both, of_first = select(there, FAMILY, fused), select_route(there, FAMILY, first)
+    assert both.launches
+    assert faster_apart(both, of_first) == is_apart
+    assert not faster_apart(
+        both, replace(of_first, winner=replace(of_first.taken(), tier=Tier.JIT))
+    )
+    gates = meta(case.channels, dtype=torch.bfloat16).requires_grad_()
+    found = explain_for(there, "linear_scan", gates, meta(*case.shape, dtype=gates.dtype), dim=1)
+    assert len(found.steps) == 2 + is_apart
+    monkeypatch.setattr(loader, "system", lambda *_, **__: there)
+    ready = SimpleNamespace(launch=1, run=print, decision=SimpleNamespace(route=None))
+    monkeypatch.setattr(plans, "prepare", lambda *_, **__: ready)
+    run = plans._plan_sums(KernelCall(first, ()), torch.device("cuda", 0), "auto")
+    assert (run is None) == is_apart
 
 
 def test_problems_without_a_route() -> None:
@@ -417,12 +441,10 @@ def test_strided_memory_around_a_tensor_is_not_touched() -> None:
 
 def test_of_dispatch(there: System, monkeypatch: pytest.MonkeyPatch) -> None:
     """``decide`` looks at routes only for who asks, as the variants of a tool run on the tensors as they are."""
-    from scan_registry.runtime import loader
-
     monkeypatch.setattr(loader, "system", lambda *_, **__: there)
     problem = posed("channel_last:1,11,65508:float32")
     how: Any = (0, FAMILY, problem, "auto", Tier.REFERENCE)
-    assert decide(*how).problem == problem
-    found = decide(*how, routed=True)
+    assert loader.decide(*how).problem == problem
+    found = loader.decide(*how, routed=True)
     assert found.route is not None
     assert found.route == select_route(there, FAMILY, problem).route
