@@ -141,20 +141,18 @@ def test_two_kernels_take_the_place_of_a_serial_one(
 ) -> None:
     """Of the gradient of gates that do not change, which a kernel may sum up itself: a CTA for each column."""
     case = Case.parse(f"channel_last:{shape}:bfloat16:gates=channel")
-    fused, first = OPERATOR.posed(case, "backward")
-    both, of_first = select(there, FAMILY, fused), select_route(there, FAMILY, first)
+    fused, apart = OPERATOR.posed(case, "backward")
+    both, first = select(there, FAMILY, fused), select_route(there, FAMILY, apart)
     assert both.launches
-    assert faster_apart(both, of_first) == is_apart
-    assert not faster_apart(
-        both, replace(of_first, winner=replace(of_first.taken(), tier=Tier.JIT))
-    )
+    assert faster_apart(both, first) == is_apart
+    assert not faster_apart(both, replace(first, winner=replace(first.taken(), tier=Tier.JIT)))
     gates = meta(case.channels, dtype=torch.bfloat16).requires_grad_()
     found = explain_for(there, "linear_scan", gates, meta(*case.shape, dtype=gates.dtype), dim=1)
     assert len(found.steps) == 2 + is_apart
     monkeypatch.setattr(loader, "system", lambda *_, **__: there)
     ready = SimpleNamespace(launch=1, run=print, decision=SimpleNamespace(route=None))
     monkeypatch.setattr(plans, "prepare", lambda *_, **__: ready)
-    run = plans._plan_sums(KernelCall(first, ()), torch.device("cuda", 0), "auto")
+    run = plans._plan_sums(KernelCall(apart, ()), torch.device("cuda", 0), "auto")
     assert (run is None) == is_apart
 
 
