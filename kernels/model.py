@@ -382,7 +382,7 @@ class Route:
     problem   of the copies
     inputs    and ``outputs``: pointers whose tensors are copied before the kernel, and back after it
     launches  of kernels that copy, at most
-    elements  and ``bytes`` of the copies
+    elements  and ``bytes`` of the copies, at most
     """
 
     name: str

@@ -108,7 +108,7 @@ class Passed:
 
 def decide(ordinal: int, case: Case, direction: str) -> Decision | None:
     """What runs the pass; None for what no kernel does. A kernel that sums up the gradient of broadcast gates comes
-    before one that does not, as in the operator."""
+    before one that does not, as in the operator unless that is estimated to be much slower."""
     *fused, last = OPERATOR.posed(case, direction)
     for problem in (*fused, last):
         lowest = Tier.PTX if problem in fused else policy.lowest()

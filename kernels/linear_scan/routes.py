@@ -23,6 +23,7 @@ from scan_registry.kernels.linear_scan.problem import (
     LinearScanProblem,
     Strides,
     ceil_div,
+    state_dtype,
 )
 from scan_registry.kernels.model import ITEM_SIZE, Kernel, Route
 from scan_registry.kernels.tuning import Model, Shape
@@ -138,12 +139,16 @@ def _route(
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
 ) -> Route:
-    """With what the copies of sequences cost; those of states are small."""
-    rows = posed.outer * posed.batch * posed.time
-    full = {*_FULL[problem.direction], *_RESULTS[problem.direction]}
-    if posed.strides_of("gates").time:
-        full.add("gates")
-    copies = sum(each in full for each in (*inputs, *outputs))
+    """With what the copies cost if all tensors are given."""
+    batch, direction = posed.outer * posed.batch, problem.direction
+    of_states = (*_STATES_IN[direction], *_STATES_OUT[direction])
+    rows = dict.fromkeys(
+        ("gates", *_FULL[direction], *_RESULTS[direction]), batch * posed.time
+    ) | dict.fromkeys(of_states, batch * max(1, posed.sequences))
+    if not posed.strides_of("gates").time:
+        rows["gates"] = 1
+    copied = *inputs, *outputs
+    items = dict.fromkeys(of_states, ITEM_SIZE[state_dtype(problem.dtype)])
     item = ITEM_SIZE[problem.dtype]
     return Route(
         name=name,
@@ -151,8 +156,8 @@ def _route(
         inputs=inputs,
         outputs=outputs,
         launches=len(inputs) + len(outputs),
-        elements=copies * rows * problem.channels,
-        bytes=copies * rows * posed.channels * item,
+        elements=sum(rows[each] for each in copied) * problem.channels,
+        bytes=sum(rows[each] * items.get(each, item) for each in copied) * posed.channels,
     )
 
 

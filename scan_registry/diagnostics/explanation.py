@@ -16,6 +16,7 @@ from scan_registry.catalog.inventory import Attestation, worst_attestations
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.alternatives import select_first
 from scan_registry.dispatch.fit import Tier, dotted
+from scan_registry.dispatch.routes import faster_apart
 from scan_registry.dispatch.rows import NEAR
 from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
 from scan_registry.hardware.device import Device
@@ -238,13 +239,13 @@ def decided(
     steps: list[Step] = []
     for step, call in calls.items():
         of = family(operators()[name].family_of(call))
+        decision = select_first(there, of, call.alternatives(backend), lowest)
         fused = call.fused() if "reduction" in calls and there.device else None
         if fused is not None:
             one = [(fused, call.alternatives(backend)[0][1])]
-            decision = select_first(there, of, one, min(lowest, Tier.PTX))
-            if decision.launch():
-                return Explanation(name, there.device, (*steps, Step(step, (), decision)))
-        decision = select_first(there, of, call.alternatives(backend), lowest)
+            both = select_first(there, of, one, min(lowest, Tier.PTX))
+            if both.launch() and not faster_apart(both, decision):
+                return Explanation(name, there.device, (*steps, Step(step, (), both)))
         steps.append(Step(step, call.copied if decision.launch() else (), decision))
     return Explanation(name, there.device, tuple(steps))
 

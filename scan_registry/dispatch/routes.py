@@ -1,4 +1,5 @@
-"""Whether a problem is solved as it is posed, or on copies of its tensors: see ``Family.routes``.
+"""Whether a problem is solved as it is posed, or on copies of its tensors: see ``Family.routes``; and whether one kernel does
+the work of two.
 
 Pure, as selection is. Dispatch and ``explain`` alike read the :class:`Decision`, whose route says which way was taken.
 """
@@ -16,6 +17,8 @@ from scan_registry.kernels.tuning import Model
 
 #: How many times as fast as the problem's own kernel a route has to be by the estimates, which are rough.
 FASTER = 1.5
+#: How many times as long as the first of two kernels both take, at most: the second moves no more bytes.
+_BOTH = 2
 
 
 def select_route(
@@ -40,11 +43,23 @@ def select_route(
         decision = select(system, family, route.problem, backend, lowest)
         if not decision.launches or decision.taken().tier > own.taken().tier:
             continue
-        # A kernel without a model of its own may still have an estimate, for which the GPU's bandwidth is known.
-        ms = _estimate(decision, route, _model(decision) or {"gpu": model["gpu"]})
+        ms = _estimate(decision, route, _model(decision) or _of_gpu(model))
         if ms is not None and ms < least:
             best, least = replace(decision, route=route), ms
     return best
+
+
+def faster_apart(fused: Decision, first: Decision) -> bool:
+    """Whether two kernels are estimated to be much faster than one of no better tier that does the work of both: ``first`` is
+    for the first of them alone. So it is where the one passes serially over what the two cut into pieces."""
+    if not (fused.launches and first.launches) or first.taken().tier > fused.taken().tier:
+        return False
+    model = _model(fused)
+    if model is None:
+        return False
+    one = _estimate(fused, fused.route, model)
+    two = _estimate(first, first.route, _model(first) or _of_gpu(model))
+    return one is not None and two is not None and one > FASTER * _BOTH * two
 
 
 def _model(decision: Decision) -> Model | None:
@@ -54,6 +69,11 @@ def _model(decision: Decision) -> Model | None:
         return None
     archives = fitting_archives(decision.system, device)
     return timing_model(device, archives, decision.system.toolchains is not None, kernel)
+
+
+def _of_gpu(model: Model) -> Model:
+    """What a kernel's model says of the GPU. A kernel without a model of its own may have an estimate by that."""
+    return {"gpu": model.get("gpu", {})}
 
 
 def _estimate(decision: Decision, route: Route | None, model: Model) -> float | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
+from scan_registry.dispatch.routes import faster_apart
 from scan_registry.dispatch.select import Decision, NoKernelError
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
@@ -31,7 +32,7 @@ from scan_registry.ops.problems import (
     make_reduction_call,
     make_summary_call,
 )
-from scan_registry.runtime.loader import prepare, run_reference
+from scan_registry.runtime.loader import decide, prepare, run_reference
 
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
 
@@ -317,7 +318,7 @@ def _plan_backward(
         run(
             {
                 **inputs,
-                "states": inputs["states"] if for_gates else None,
+                "states": None if gates_grad is None else inputs["states"],
                 "initial_state": initial,
                 "final_state_grad": entering,
                 "gates_grad": gates_grad,
@@ -340,9 +341,15 @@ def _plan_backward(
 
 def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | None:
     """How the backward kernel itself sums up the gradient of gates that do not change with time; None
-    if no kernel that is there already does."""
+    if no kernel that is there already does, or if a reduction after it is much faster."""
     problem = call.fused()
     if problem is None or device.type == "cpu":
+        return None
+    lowest = policy.lowest()
+    fused = decide(device.index, FAMILY, problem, backend, min(Tier.PTX, lowest))
+    if fused.launches and faster_apart(
+        fused, decide(device.index, FAMILY, call.problem, backend, lowest, routed=True)
+    ):
         return None
     try:
         run = runner(problem, device, backend, Tier.PTX)

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from gpu_scans import ROUTED
 
 import scan_registry
 from scan_registry.kernels.cases import relative_error
@@ -19,22 +20,11 @@ from scan_registry.ops.linear_scan_bench import Case
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-PADDED = ("channel_last:1,11,20001", "channel_last:3,5,9000", "channel_last:2,33,30001")
-WITH_GATES = (
-    "time_last:3,8,30001:float32:gates=channel",
-    "time_last:1,5,94787:bfloat16:gates=channel",
-    "channel_last:3,1,60001:float16:gates=channel",
-    "channel_last:1,10,40001:float32:gates=channel",
-)
 PACKED = (
     "time_last:1,6,41508:float16:sequences=61",
     "time_last:1,3,50001:float32:sequences=40",
     "channel_last:1,9,40001:bfloat16:sequences=100",
     "time_last:1,8,30001:bfloat16:sequences=1",
-)
-CASES = (
-    *(f"{shape}:{dtype}" for shape in PADDED for dtype in ("float32", "bfloat16")),
-    *WITH_GATES,
 )
 
 
@@ -106,12 +96,12 @@ def check(case, reverse):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("case", [*CASES, *PACKED])
+@pytest.mark.parametrize("case", [*ROUTED, *PACKED])
 def test_results_are_right(case, reverse):
     check(Case.parse(case), reverse)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ROUTED)
 def test_the_forward_pass_takes_a_route(case):
     case = runs(Case.parse(case))
     decisions = routes(*tensors_of(case)[:3], case, None)
@@ -125,7 +115,7 @@ def test_packed_rows_go_to_triton():
     assert forward.taken().language == "triton"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ROUTED)
 def test_in_a_cuda_graph(case):
     case = Case.parse(case)
     gates, tokens, initial, _ = tensors_of(case)
@@ -143,7 +133,7 @@ def test_in_a_cuda_graph(case):
 
 
 def test_compiled():
-    case = Case.parse(CASES[0])
+    case = Case.parse(ROUTED[0])
     gates, tokens, initial, _ = tensors_of(case)
 
     def scan(gates, tokens):
@@ -155,7 +145,12 @@ def test_compiled():
     assert relative_error(found, wide(expected)) <= TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("case", CASES)
+def requested(when):
+    """Bytes of all tensors. Blocks of torch's cache, which it counts elsewhere, may be up to a MiB larger."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
+
+
+@pytest.mark.parametrize("case", ROUTED)
 def test_copies_take_the_memory_that_is_explained(case):
     """And leave none behind."""
     case = Case.parse(case)
@@ -166,11 +161,10 @@ def test_copies_take_the_memory_that_is_explained(case):
     copies = 0 if decision.route is None else decision.route.bytes
     gc.collect()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested("current")
     torch.cuda.reset_peak_memory_stats()
     states = scan()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
     workspace = decision.launch().workspace
-    assert peak <= 1.02 * (states.nbytes + copies) + workspace + (1 << 16)
-    assert torch.cuda.memory_allocated() - before <= states.nbytes + 512
+    assert requested("peak") - before <= states.nbytes + copies + workspace
+    assert requested("current") - before == states.nbytes

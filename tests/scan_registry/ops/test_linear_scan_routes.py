@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from explaining import Describe, Make, facts, meta
+from gpu_scans import ROUTED
 from selecting import in_memory
 
 from scan_registry.diagnostics.explanation import explain_for
 from scan_registry.dispatch.fit import Tier
-from scan_registry.dispatch.routes import select_route
+from scan_registry.dispatch.routes import faster_apart, select_route
 from scan_registry.dispatch.select import Decision, System, select
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import routes
@@ -24,10 +25,11 @@ from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.ops import copies, fast_path, plans
 from scan_registry.ops.copies import on_copies
+from scan_registry.ops.layout import KernelCall
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.ops.linear_scan_operator import OPERATOR
 from scan_registry.ops.problems import StateLayout, make_kernel_call
-from scan_registry.runtime.loader import decide
+from scan_registry.runtime import loader
 
 CPU = torch.device("cpu")
 
@@ -46,7 +48,7 @@ def held() -> tuple[Variant, ...]:
     return tuple(
         variant
         for kernel in FAMILY.kernels
-        for dtype in ("float32", "bfloat16")
+        for dtype in ("float32", "bfloat16", "float16")
         for variant in kernel.held(dtype, Target.parse("sm90"))
     )
 
@@ -96,6 +98,11 @@ def test_a_much_faster_route_is_taken(there: System, case: str, direction: str) 
     assert found.route.bytes <= routes.MOST_BYTES
 
 
+@pytest.mark.parametrize("case", ROUTED)
+def test_what_is_run_on_a_gpu_takes_a_route(there: System, case: str) -> None:
+    assert select_route(there, FAMILY, posed(case)).route is not None
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("case", FAST)
 def test_what_is_fast_is_not_copied(there: System, case: str, direction: str) -> None:
@@ -126,6 +133,27 @@ def test_who_wants_no_other_way_gets_none(there: System, a_device: Describe) -> 
     found = took(there, backend="cuda", lowest=Tier.EXACT)
     assert found.route is not None
     assert (found.backend, found.lowest) == ("cuda", Tier.EXACT)
+
+
+@pytest.mark.parametrize(("shape", "is_apart"), [("1,16,1048576", True), ("8,1024,8192", False)])
+def test_two_kernels_take_the_place_of_a_serial_one(
+    there: System, shape: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the gradient of gates that do not change, which a kernel may sum up itself: a CTA for each column."""
+    case = Case.parse(f"channel_last:{shape}:bfloat16:gates=channel")
+    fused, apart = OPERATOR.posed(case, "backward")
+    both, first = select(there, FAMILY, fused), select_route(there, FAMILY, apart)
+    assert both.launches
+    assert faster_apart(both, first) == is_apart
+    assert not faster_apart(both, replace(first, winner=replace(first.taken(), tier=Tier.JIT)))
+    gates = meta(case.channels, dtype=torch.bfloat16).requires_grad_()
+    found = explain_for(there, "linear_scan", gates, meta(*case.shape, dtype=gates.dtype), dim=1)
+    assert len(found.steps) == 2 + is_apart
+    monkeypatch.setattr(loader, "system", lambda *_, **__: there)
+    ready = SimpleNamespace(launch=1, run=print, decision=SimpleNamespace(route=None))
+    monkeypatch.setattr(plans, "prepare", lambda *_, **__: ready)
+    run = plans._plan_sums(KernelCall(apart, ()), torch.device("cuda", 0), "auto")
+    assert (run is None) == is_apart
 
 
 def test_problems_without_a_route() -> None:
@@ -169,6 +197,16 @@ def test_nothing_is_known_by_a_model_that_lacks_the_bandwidth(there: System) -> 
     assert FAMILY.estimate({"gpu": {"sm_count": 132.0, "bandwidth": 4e9}}, *how) is not None
     assert FAMILY.estimate({"gpu": {"sm_count": 132.0}}, *how) is None
     assert FAMILY.estimate({}, *how) is None
+    # The problem's own kernel was timed, and that of a route has no model.
+    own = select(there, FAMILY, problem).taken()
+    assert own.kernel is not None
+    assert own.variant is not None
+    assert own.kernel.tunable.shape is not None
+    shape, label = own.kernel.tunable.shape(problem), own.kernel.label(own.variant)
+    rows = {shape.kind: [Row(shape.sizes, {label: 1e3})]}
+    tuning = Tuning.of("sm_90", "Imaginary", "2026-01-31", rows)
+    there.archives[0].__dict__["tuned"] = {own.kernel.head: (replace(tuning, model={"rows": {}}),)}
+    assert select_route(replace(there, toolchains=None), FAMILY, problem).route is None
 
 
 def test_a_route_is_explained(there: System) -> None:
@@ -183,7 +221,7 @@ def test_a_route_is_explained(there: System) -> None:
     route = record["steps"][0]["route"]
     assert route["name"] == "padded"
     assert route["copied"][:2] == ["gates", "tokens"]
-    assert route["bytes"] == 3 * 65508 * 12 * 4
+    assert route["bytes"] == (3 * 65508 + 2) * 12 * 4
     aligned = meta(8, 4096, 1024, dtype=torch.float32)
     plain = explain_for(there, "linear_scan", aligned, aligned, dim=1)
     assert all(step["route"] is None for step in plain.to_json()["steps"])
@@ -401,12 +439,10 @@ def test_strided_memory_around_a_tensor_is_not_touched() -> None:
 
 def test_of_dispatch(there: System, monkeypatch: pytest.MonkeyPatch) -> None:
     """``decide`` looks at routes only for who asks, as the variants of a tool run on the tensors as they are."""
-    from scan_registry.runtime import loader
-
     monkeypatch.setattr(loader, "system", lambda *_, **__: there)
     problem = posed("channel_last:1,11,65508:float32")
     how: Any = (0, FAMILY, problem, "auto", Tier.REFERENCE)
-    assert decide(*how).problem == problem
-    found = decide(*how, routed=True)
+    assert loader.decide(*how).problem == problem
+    found = loader.decide(*how, routed=True)
     assert found.route is not None
     assert found.route == select_route(there, FAMILY, problem).route
