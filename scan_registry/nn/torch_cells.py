@@ -36,6 +36,9 @@ _LARGE, _FEWEST_OF_ALL = 256, 16
 #: torch converts an LSTM's weights at each call, which is slow if they are large. torch is faster only if
 #: all sequences together have more steps than so many.
 _MOST_OF_LARGE_LSTM = 512
+#: torch's threads share each step of an LSTM, where this package's code has one thread for a sequence. Without gradients
+#: torch is faster if all sequences together have at most so many hidden units, and so many units come to a step, at most.
+_MOST_SHARED_UNITS, _MOST_UNITS_A_STEP = 1024, 32
 #: In bfloat16 the conversion takes longer beside the steps. Without gradients it pays off from the second step on.
 _LARGE_IN_BFLOAT16 = 512
 
@@ -70,7 +73,16 @@ def _does(module: Recurrent[Any], dtype: torch.dtype, steps: tuple[int, int]) ->
 def is_faster(function: Function, units: int, steps: int, all_steps: int) -> bool:
     """Whether torch's function is faster, in float32."""
     if function == "lstm":
-        return units < _LARGE or all_steps > _MOST_OF_LARGE_LSTM
+        return (
+            units < _LARGE
+            or all_steps > _MOST_OF_LARGE_LSTM
+            or (
+                not torch.is_grad_enabled()
+                and units <= _MOST_UNITS_A_STEP * steps
+                and units * all_steps <= _MOST_SHARED_UNITS * steps
+                and torch.get_num_threads() > 1
+            )
+        )
     if all_steps < _FEWEST_OF_ALL and (units >= _LARGE or not torch.is_grad_enabled()):
         return True
     return steps < _FEWEST_STEPS[function]

@@ -43,6 +43,20 @@ def test_what_torch_is_slower_at_it_does_not_do() -> None:
     assert run_by_torch(nn.GRU(3, 256), torch.randn(8, 1, 3))[1]
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_share_the_steps_of_few_sequences(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    lstm = nn.LSTM(3, 512)
+    shared = torch.randn(16, 2, 3)
+    assert not run_by_torch(lstm, shared)[1]
+    with torch.no_grad():
+        assert run_by_torch(lstm, shared)[1] == (threads == 2)
+        assert not run_by_torch(lstm, shared[1:])[1]
+        assert not run_by_torch(lstm, torch.randn(16, 3, 3))[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_is_called_where_its_cell_is_ours(kind: str, dtype: torch.dtype) -> None:
