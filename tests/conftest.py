@@ -59,14 +59,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _the_same_numbers_in_every_run_of_ci(request: pytest.FixtureRequest) -> None:
-    """Numbers are drawn anew in each run, and so by and by meet what nobody thought of. Under CI, which is to judge the change
-    at hand, they are the same in every run, as those of hypothesis are."""
+    """Seeds torch before each test under CI, so that every run of CI draws the same random numbers, as hypothesis does there.
+    Other runs draw new numbers each time, and so test more cases."""
     if os.environ.get("CI") and "torch" in sys.modules:
         sys.modules["torch"].manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Name what failed once more, a line each, below everything else: a log is often kept by its end alone."""
+    """Prints the names of failed tests at the very end, as often only the end of a log is kept."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     stats = {} if reporter is None else reporter.stats
     for report in (*stats.get("failed", ()), *stats.get("error", ())):

@@ -70,7 +70,7 @@ def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
     require("install torch", environment.pip("install", "-q", *pinned, "torch"))
     remove = environment.pip("uninstall", "-q", "-y", DISTRIBUTION)
     require("remove the last build", remove)
-    # Files that somebody put there stay behind, and would be tested with the wheel's.
+    # pip leaves files in the package's folder that it did not install; the tests would use them.
     for left in environment.folder.glob(f"lib/python3*/site-packages/{PACKAGE}"):
         shutil.rmtree(left)
     require("install the wheel", environment.pip("install", "-q", *pinned, f"{wheel.path}{extra}"))

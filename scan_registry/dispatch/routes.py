@@ -17,7 +17,7 @@ from scan_registry.kernels.tuning import Model
 
 #: How many times as fast as the problem's own kernel a route has to be by the estimates, which are rough.
 FASTER = 1.5
-#: How many times as long as the first of two kernels both take, at most: the second moves no more bytes.
+#: Two kernels take at most so many times as long as the first of them, as the second moves no more bytes.
 _BOTH = 2
 
 

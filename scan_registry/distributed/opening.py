@@ -51,7 +51,8 @@ Made = TypeVar("Made")
 _MOST = 1 << 20
 #: The most openings that a group keeps.
 _KEPT = 64
-#: Up to so many bytes of each rank are kept with a header until the CPU learns whether it was right.
+#: While the CPU waits for a GPU to compare headers, it keeps gathered rows of at most so many bytes per rank; of larger ones,
+#: only the headers.
 _KEPT_WHOLE = 1 << 14
 #: The most messages of an opening: of several streams, or of a capacity that has grown.
 _STREAMS = 3
@@ -160,7 +161,8 @@ class Opening:
         self.members, self.terms, self.kind, self.device = members, terms, terms.kind, device
         self.count, self.dtype = count, dtype
         self.place = _opening_device(members, device)
-        #: A GPU, if a part of a message is there: with headers in CPU memory, rows may be on a GPU.
+        #: The device whose streams use messages: a GPU if headers or rows are there. Rows may be on a GPU while headers are in
+        #: CPU memory.
         self.on = device if device is not None and self.place.type != "cuda" else self.place
         self._messages: dict[tuple[int, int], Message] = {}
 
@@ -369,7 +371,7 @@ def _compared(state: Session, found: Tensor, message: Message, operator: str) ->
         return equal
     flag = state.flags.pop() if state.flags else _Flag(found.device)
     flag.come(equal)
-    # Large rows are not kept until the CPU learns the result, which may be many calls later.
+    # The CPU may learn the result many calls later, and large rows would take memory until then.
     headers = (
         found if found.shape[1] * _WORD <= _KEPT_WHOLE else found[:, : HEADER // _WORD].clone()
     )

@@ -37,7 +37,8 @@ _LARGE, _FEWEST_OF_ALL = 256, 16
 #: all sequences together have more steps than so many.
 _MOST_OF_LARGE_LSTM = 512
 #: torch's threads share each step of an LSTM, where this package's code has one thread for a sequence. Without gradients
-#: torch is faster if all sequences together have at most so many hidden units, and so many units come to a step, at most.
+#: torch is faster if batch size times hidden units is at most the first number, and hidden units divided by steps at most
+#: the second.
 _MOST_SHARED_UNITS, _MOST_UNITS_A_STEP = 1024, 32
 #: In bfloat16 the conversion takes longer beside the steps. Without gradients it pays off from the second step on.
 _LARGE_IN_BFLOAT16 = 512

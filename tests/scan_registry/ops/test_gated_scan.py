@@ -176,7 +176,7 @@ def test_few_elements_and_none(kind: str, shape: tuple[int, int, int], resets: b
     assert states.shape == shape
     if 0 not in shape:
         expected = loop(kind, *call.tensors, **call.options)
-        torch.testing.assert_close((states.double(), last.double()), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close((states.double(), last.double()), expected, rtol=1e-6, atol=1e-6)
     else:
         torch.testing.assert_close(last, call.options["initial_state"])
     for leaf, grad in zip(call.leaves, gradients((states, last), call.leaves), strict=True):
