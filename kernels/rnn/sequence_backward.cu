@@ -4,7 +4,11 @@
 //
 // Forward's scheme, see there: what the CTAs of a group tell each other is gates_grad, as far as R feeds
 // those gates, and a CTA keeps its units' columns of R. What a step gives to the one before it, by R, too, is
-// of no account where `reset` has a byte that is not 0.
+// of no account where `reset` has a byte that is not 0. Where a CTA works on one sequence, all that is in
+// matrix_vector_backward.cuh.
+#if BATCHES == 0
+#include "matrix_vector_backward.cuh"
+#else
 #include "block.cuh"
 #include "cells.cuh"
 
@@ -263,3 +267,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sequence_backward(
         }
     }
 }
+#endif

@@ -10,8 +10,11 @@
 // Where `reset` has a byte that is not 0, the states of its batch start from zeros at its step. The product with
 // R is made all the same, and of no account: a batch's terms come from its own h alone.
 //
-// Where a cluster of CTAs holds a whole head, all that is in clustered_forward.cuh.
-#if CLUSTER
+// Where a cluster of CTAs holds a whole head, all that is in clustered_forward.cuh; where a CTA works on one sequence, in
+// matrix_vector_forward.cuh.
+#if BATCHES == 0
+#include "matrix_vector_forward.cuh"
+#elif CLUSTER
 #include "clustered_forward.cuh"
 #else
 #include "block.cuh"

@@ -4,7 +4,9 @@ A tiling is a value for each variable; ``block.cuh`` has the picture.
 
     rows     times 16 hidden units of a block
     split    warps that share a row of R
-    batches  times 8 batches that a block works on
+    batches  times 8 batches that a block works on. 0: a block computes one sequence of one head, without
+             tensor cores, see ``matrix_vector.cuh``; then ``split`` lanes share a row, and a chunk is 16
+             values of it
     chunks   of a row of R that a warp keeps in registers (backward: times the gates that R feeds)
     layers   of them that it keeps in shared memory, likewise
     cluster  0: blocks tell each other through memory; else so many, which reach each other's shared
@@ -41,11 +43,11 @@ RING = 16
 
 #: What each variable may be.
 DOMAINS: Mapping[str, tuple[int, ...]] = {
-    "rows": (1, 2, 4),
+    "rows": (1, 2, 4, 8),
     "split": (1, 2, 4, 8, 16),
-    "batches": (1, 2),
+    "batches": (0, 1, 2),
     "chunks": (1, 2, 3, 4, 5, 6, 8, 12, 16),
-    "layers": (0, 1, 2, 4, 8),
+    "layers": (0, 1, 2, 3, 4, 8),
     "cluster": (0, 1, 8),
 }
 
@@ -55,39 +57,51 @@ sm_count, shared_memory = Name("sm_count"), Name("shared_memory")
 most_threads, registers = Name("threads"), Name("registers")
 capability = Name("capability")
 
-#: Whether (0, 1) blocks are in clusters; whether these are of more than one; whether a warp has whole rows of
-#: R, and whether it has parts.
+#: Whether (0, 1) blocks are in clusters; whether these are of more than one; whether a block works on one
+#: sequence; else, whether a warp has whole rows of R, and whether it has parts.
 clustered: Expression = ceil_div(cluster, 16)
 several: Expression = ceil_div(cluster - 1, 16)
-whole: Expression = clustered * (expression(1) - backward)
-parts: Expression = expression(1) - whole
+single: Expression = ceil_div(expression(1) - batches, 2)
+whole: Expression = clustered * (expression(1) - backward) * (expression(1) - single)
+parts: Expression = (expression(1) - whole) * (expression(1) - single)
 
-threads: Expression = 32 * rows * split
+threads: Expression = 16 * rows * split * (expression(2) - single)
 units: Expression = 16 * rows
 #: Batches of a group, and its blocks.
-tile: Expression = 8 * batches
+tile: Expression = 8 * batches + single
 members: Expression = (expression(1) - clustered) * ceil_div(dim, units) + cluster
 #: Values of a row that one word of each lane covers: a chunk.
 chunk: Expression = ceil_div(64, item)
 #: Previous units that R's rows have room for.
-room: Expression = chunk * (chunks + layers) * (split - whole)
-#: A lane's part of R: two words of 16 bytes for each gate, or two gates, and chunk.
-held: Expression = 8 * chunks * (parts * gates + whole * ceil_div(gates, 2))
-#: What else a thread holds: sums, a window of words on their way, and the states and inputs of its slot.
-others: Expression = 72 + 24 * batches + 6 * item
+room: Expression = (chunks + layers) * ((whole + parts) * chunk * (split - whole) + 16 * single)
+#: A lane's part of R: two words of 16 bytes for each gate, or two gates, and chunk; or its share of 16 values.
+held: Expression = 8 * chunks * (parts * gates + whole * ceil_div(gates, 2)) + single * ceil_div(
+    16 * chunks * gates, split
+)
+#: What else a thread holds: sums, a window of words on their way, and the states and inputs of its slot or unit.
+others: Expression = (whole + parts) * (72 + 24 * batches + 6 * item) + 60 * single
 #: Of shared memory: R's layers; the sums that the warps of a row exchange, in two rounds; and the values
 #: of a block that is alone, or of a cluster, in two rounds.
-layer_bytes: Expression = 32 * gates * layers * threads
+layer_bytes: Expression = gates * layers * ((whole + parts) * 32 * threads + single * 64 * units)
 forward_gates: Expression = gates - backward * (gates - 1)
 local_gates: Expression = 1 + backward * (gates - 1)
 sums_bytes: Expression = 2 * 256 * split * rows * batches * 2 * forward_gates
 local_bytes: Expression = 2 * tile * (128 * ceil_div(units * local_gates * item, 128) + 64)
 rounds_bytes: Expression = 2 * tile * (128 * ceil_div(chunks, 2) + 64) + 16
-static_bytes: Expression = parts * (sums_bytes + local_bytes) + whole * rounds_bytes
+vectors_bytes: Expression = 8 * local_gates * room
+static_bytes: Expression = (
+    parts * (sums_bytes + local_bytes) + whole * rounds_bytes + single * vectors_bytes
+)
 shared_bytes: Expression = layer_bytes + static_bytes
 
 #: What a tiling has to meet, whatever the problem's sizes.
 TILES = (
+    Constraint("rows with tensor cores", (whole + parts) * rows, "<=", 4),
+    Constraint("lanes of a unit where a block has one sequence", single * split, "<=", 4),
+    Constraint(
+        "bytes of an element where a block has one sequence", single * item, "==", 4 * single
+    ),
+    Constraint("blocks of a head where a block has one sequence", single * cluster, "==", single),
     Constraint("threads of a block", threads, "<=", most_threads),
     Constraint("threads that are to have work", 128, "<=", threads),
     Constraint("registers per thread", held + others, "<=", 255),
@@ -101,6 +115,12 @@ TILES = (
     Constraint("bytes of an element that blocks of a cluster exchange", several * item, "<=", 2),
     Constraint("backward passes in clusters of several blocks", several * backward, "<=", 0),
     Constraint("compute capability that clusters need", 90 * several, "<=", capability),
+    Constraint(
+        "values of a row, beside the units of a block that has one sequence",
+        single * room,
+        "<=",
+        single * units,
+    ),
 )
 #: What a problem has to meet, too.
 PROBLEM = (
@@ -120,12 +140,20 @@ HOPPER = {"shared_memory": 227 * 1024, "capability": 90}
 def windows(values: Values) -> int:
     """How many times in a step a warp waits for words: as many are under way at a time as ``block.cuh`` has
     registers for. ``values`` has the tiling, the kind and ``dim``."""
+    if not values["batches"]:
+        return 1
     factor = values["gates"] if values["backward"] else 1
     split_in_parts = 4 if values["gates"] > factor else 6
     most = split_in_parts if values["item"] == 4 else 8 if values["rows"] > 1 else 12
     window = min(most // values["batches"], factor * (values["chunks"] + values["layers"]))
     each = ceil_div(factor * dim, chunk * split).value(values)
     return -(-each // window)
+
+
+def blocks_per_sm(values: Values) -> int:
+    """An estimate of how many blocks that wait for nobody run at a time on an SM, by registers and shared memory."""
+    by_registers = LEAST["registers"] // ((held + others) * threads).value(values)
+    return max(1, min(by_registers, LEAST["shared_memory"] // shared_bytes.value(values)))
 
 
 def most_units(values: Values) -> int:

@@ -55,6 +55,8 @@ OTHERS = (
     (tiled("elman", "float16", rows=4, split=1, batches=2, chunks=2, layers=1), 64),
     (tiled("slstm", "float32", rows=2, split=1, batches=1, chunks=3, layers=1), 64),
     (tiled("gru", "float32", rows=2, split=2, batches=1, chunks=2, layers=0, cluster=1), 32),
+    (tiled("gru", "float32", rows=8, split=1, batches=0, chunks=2, layers=6, cluster=1), 128),
+    (tiled("lstm", "float32", rows=4, split=4, batches=0, chunks=3, layers=1, cluster=1), 64),
 )
 
 
@@ -63,6 +65,8 @@ def opposite(forward: Variant) -> Variant:
     kernel = FAMILY.kernel("sequence_backward", "cuda")
     alike = Variant(FAMILY.name, kernel.name, "cuda", forward.statics)
     if forward not in FAMILY.kernel("sequence_forward", "cuda").variants:
+        return alike
+    if not forward.number("batches"):
         return alike
     narrow = forward.text("dtype") != "float32"
     cluster = int(forward.number("cluster") == 1 and narrow)

@@ -49,7 +49,8 @@ def test_every_binary_runs(tool: Any, function: Any, dtype: str) -> None:
         values = dict(variant.statics)
         if variant.language == "cuda" and "cluster" in values:
             # Several blocks of a head wait for each other, for longer than a ring.
-            assert (tool.TOGETHER in taken) == (values["cluster"] != 1)
+            wide = not values["batches"] and values["rows"] == 8  # one block, which has room for it
+            assert (tool.TOGETHER in taken) == (wide or values["cluster"] != 1)
             assert tool.TOGETHER[1] > 2 * tilings.RING
         if (
             values.get("rows") == 1

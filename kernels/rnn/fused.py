@@ -1,0 +1,207 @@
+"""The persistent kernels of CUDA: all steps in one launch, with R in registers and shared memory.
+
+``tilings.py`` says how they may be tiled. Here is which tilings wheels hold, and which is taken for a problem.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.model import (
+    ITEM_SIZE,
+    Code,
+    Kernel,
+    Launch,
+    Pins,
+    Rules,
+    Space,
+    Static,
+    Tunable,
+    Variant,
+)
+from scan_registry.kernels.rnn import tilings
+from scan_registry.kernels.rnn.constraints import first_broken
+from scan_registry.kernels.rnn.launches import (
+    FAMILY_NAME,
+    KINDS,
+    launch_of,
+    parameters,
+    rejects_kind,
+)
+from scan_registry.kernels.rnn.problem import SIZES, Direction, RnnProblem
+
+
+def _values(variant: Variant, direction: Direction) -> dict[str, int]:
+    """A variant's tiling and kind, by the constraints' names."""
+    given = {name: value for name, value in variant.statics if isinstance(value, int)}
+    gates = SIZES[variant.text("function")].recurrent  # type: ignore[index]
+    item = ITEM_SIZE[variant.text("dtype")]
+    return {**given, "gates": gates, "item": item, "backward": int(direction == "backward")}
+
+
+def _tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
+    """Up to some hundred units, a block has 64 of them and few warps share a row of R, so that few blocks
+    have to wait for each other; else 16 of them, with as much of R as there is room for. A block may also
+    have a head of up to 64 units for itself and, forwards, a cluster one of up to 256. In float32 a block
+    may also compute one sequence of a head of up to 128 units, without tensor cores."""
+    function, dtype = (str(value) for _, value in kind[:2][::-1])
+    gates, narrow = SIZES[function].recurrent, ITEM_SIZE[dtype] == 2  # type: ignore[index]
+    # sLSTM's other states, LSTM's gradients and float32 that is split into parts take registers, too.
+    crowded = function == "slstm" or (function == "lstm" and direction == "backward" and narrow)
+    chunks = (12 if crowded else 16) // gates
+    few = chunks if narrow else 12 // gates
+    deep = {"chunks": chunks, "layers": 8 // gates}
+    if function == "elman" and narrow:
+        deep = {"chunks": 8}  # for 2048 units, which have about as many SMs as there are
+    found = [
+        _tiling(rows=4, split=2, chunks=few, layers=4 // gates),
+        _tiling(rows=1, split=8, **deep),
+    ]
+    if direction == "forward":
+        found.append(_tiling(rows=4, split=2, chunks=2 if narrow else 4, cluster=1))
+    if not narrow:
+        large = 5 if gates == 4 else 8  # of 8 chunks; more in registers would spill
+        found += [
+            _tiling(rows=4, split=2, batches=0, chunks=4, cluster=1),
+            _tiling(rows=8, split=2, batches=0, chunks=large, layers=8 - large, cluster=1),
+        ]
+    elif direction == "forward":
+        found.append(_tiling(rows=2, split=2, chunks=8, cluster=8))
+    else:
+        found.append(_tiling(rows=4, split=2, chunks=1, cluster=1))
+    return tuple(found)
+
+
+def _tiling(**given: int) -> Pins:
+    return tuple(
+        (name, {"batches": 1, "layers": 0, "cluster": 0, **given}[name]) for name in tilings.DOMAINS
+    )
+
+
+def _space(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
+    """What tuning may choose from, on GPUs that have the most shared memory."""
+    variant = Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", kind)
+    given = {**_values(variant, direction), **tilings.LEAST, **tilings.HOPPER}
+    return tuple(tuple(tiling.items()) for tiling in tilings.enumerate_tilings(given))
+
+
+def constants(variant: Variant) -> dict[str, Static]:
+    tiling = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
+    return {"ELEMENT": variant.text("dtype"), "FUNCTION": variant.text("function"), **tiling}
+
+
+def _accepts(direction: Direction, variant: Variant, problem: RnnProblem) -> str | None:
+    if reason := rejects_kind(variant, problem):
+        return reason
+    values = {**_values(variant, direction), "dim": problem.dim}
+    return first_broken(tilings.PROBLEM, values)
+
+
+def _exceeds_residency(
+    direction: Direction, variant: Variant, problem: RnnProblem, sm_count: int
+) -> str | None:
+    values = {**_values(variant, direction), "dim": problem.dim, "sm_count": sm_count}
+    return first_broken(tilings.RESIDENT, values)
+
+
+def _launch(direction: Direction, variant: Variant, problem: RnnProblem, sm_count: int) -> Launch:
+    values = {**_values(variant, direction), "dim": problem.dim}
+    members, tile = tilings.members.value(values), tilings.tile.value(values)
+    groups = problem.heads * -(-problem.batch // tile)
+    # Blocks of one sequence wait for nobody, and so need not run at once.
+    at_once = max(1, min(groups, sm_count // members) if values["batches"] else groups)
+    published = problem.dim * (values["gates"] if direction == "backward" else 1)
+    alone = (members == 1 and values["rows"] > 1) or values["cluster"]
+    if (
+        direction == "forward"
+    ):  # Backwards a step publishes for the gradients of initial states, too.
+        alone = alone or problem.time == 1
+    ring = 0 if alone else tilings.RING * tile * published * values["item"]
+    return launch_of("sequence", direction, problem, at_once * members, at_once * ring)
+
+
+#: SMs of the GPUs that costs are estimated for.
+_TYPICAL = 128
+#: What a step costs in clusters, in a block that waits for no other, and where a block has so many units
+#: that it is the product that takes time, by the bytes of an element; and what every further wait costs.
+_CLUSTER, _ALONE, _MANY, _WAIT = {1: 0.3, 8: 0.5}, 0.5, {2: 1.3, 4: 2.3}, 0.35
+#: What a step of one sequence costs in a block of up to 64 units, and in a larger one for each gate.
+_SINGLE, _SINGLE_GATE = 0.16, 0.2
+
+
+def _cost(direction: Direction, variant: Variant, problem: RnnProblem) -> float:
+    """About how long a step of all batches and heads takes, in steps of one group. Of equals, the fewer
+    blocks have to wait for each other, the better."""
+    values = {**_values(variant, direction), "dim": problem.dim}
+    members, tile = tilings.members.value(values), tilings.tile.value(values)
+    groups = problem.heads * -(-problem.batch // tile)
+    at_once = max(1, _TYPICAL // members)
+    if not values["batches"]:
+        at_once *= tilings.blocks_per_sm(values)
+        step = _SINGLE if values["rows"] <= 4 else _SINGLE_GATE * values["gates"]
+    elif values["cluster"]:
+        step = _CLUSTER[values["cluster"]]
+    elif members == 1 and values["rows"] > 1:
+        step = _ALONE
+    else:
+        step = _MANY[values["item"]] if values["rows"] == 4 else 1
+        step += _WAIT * (tilings.windows(values) - 1)
+    return -(-groups // at_once) * step + members / 1000
+
+
+#: Blocks of one sequence that are not compiled for 12.x, neither for wheels nor at run time, as CUDA 12.9's NVRTC ends with a
+#: segmentation fault: direction, function and ``rows``.
+_CRASHES = {
+    ("forward", "gru", 8),
+    ("backward", "gru", 8),
+    ("backward", "lstm", 4),
+}
+
+
+def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
+    """Clusters are known to be worth their bytes on 9.0, where forwards they take the place of wide
+    blocks. Clusters of several blocks need 9.0. Blocks of one sequence are served where their shared
+    memory fits; those of sLSTM and Elman on 9.0 alone, to keep wheels small."""
+    pins = dict(statics)
+    if pins.get("batches") == 0:
+        if pins["function"] in ("slstm", "elman") and target.capability != (9, 0):
+            return False
+        if (
+            not target.is_ptx
+            and target.capability[0] == 12
+            and (direction, pins["function"], pins["rows"]) in _CRASHES
+        ):
+            return False
+        variant = Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", statics)
+        return tilings.shared_bytes.value(_values(variant, direction)) <= target.shared_memory
+    if pins.get("cluster"):
+        return target.capability == (9, 0)
+    wide = pins.get("rows") == 4
+    return not (wide and direction == "forward" and target.capability == (9, 0))
+
+
+def kernel(direction: Direction) -> Kernel:
+    """``sequence_forward`` or ``sequence_backward``."""
+    return Kernel(
+        family=FAMILY_NAME,
+        name=f"sequence_{direction}",
+        language="cuda",
+        parameters=parameters("sequence", direction),
+        defaults=Space(KINDS, lambda kind: _tilings(kind, direction)),
+        code=Code(
+            source=f"sequence_{direction}.cu",
+            entry=f"rnn_sequence_{direction}",
+            constants=constants,
+            warps=lambda variant: tilings.threads.value(_values(variant, direction)) // 32,
+            shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
+        ),
+        rules=Rules(
+            accepts=partial(_accepts, direction),
+            exceeds_residency=partial(_exceeds_residency, direction),
+            serves=partial(_serves, direction),
+        ),
+        cost=partial(_cost, direction),
+        launch=partial(_launch, direction),
+        tunable=Tunable(Space(KINDS, lambda kind: _space(kind, direction))),
+    )
