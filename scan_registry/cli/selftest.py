@@ -213,8 +213,7 @@ def _run(family: Family, kernel: Kernel, trial: Trial, ordinal: int, tally: _Tal
     from scan_registry.dispatch import policy
     from scan_registry.runtime.loader import prepare
 
-    for aligned in (True, False):
-        case = trial.case(kernel.name, aligned=aligned)
+    for case in trial.launches(kernel.name):
         if all(kernel.rules.accepts(variant, case.problem) for variant in kernel.variants):
             continue  # no problem for this language
         ready = prepare(ordinal, family, case.problem, kernel.language, policy.lowest())
