@@ -63,6 +63,11 @@ _NUMBER = 2  # the word that is the number of the call
 #: The name of this function depends on torch's version; newer versions warn of the old name.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_NOT_RECORDED = (
+    "a CUDA graph cannot record this call, in which the CPU compares the arguments of all ranks: make the same call twice "
+    "before, and if no tensor requires gradients, record it under torch.no_grad()"
+)
+
 
 def _reading_waits(place: torch.device) -> bool:
     """Whether reading headers that were exchanged on this device would make the CPU wait for the device."""
@@ -226,12 +231,18 @@ class Opening:
         members, place, kind = self.members, self.place, self.kind
         state = session(members)
         # While a CUDA graph is recorded, asking for an event would end the recording.
-        if state.unread and not is_capturing(place):
+        capturing = is_capturing(place)
+        if state.unread and not capturing:
             try:
                 check_unread(members)
             except (RuntimeError, ValueError) as earlier:
                 # The other ranks may not know of the error yet: this rank's header in the opening tells them.
                 error = earlier
+        known = message is not None and (message.inline or not self.count)
+        known = known and error is None and kind in state.agreed
+        reads = read or not known or state.careful or not _reading_waits(place)
+        if capturing and reads:
+            raise error or RuntimeError(_NOT_RECORDED)
         state.calls += 1
         if message is None or error is not None:
             assert error is not None
@@ -242,8 +253,7 @@ class Opening:
         found = torch.empty(members.size, message.memory.shape[0], dtype=torch.int64, device=place)
         _gather(found.view(-1), message.memory, members.group)
         local = equal = None
-        known = error is None and kind in state.agreed and (message.inline or not self.count)
-        if read or not known or state.careful or not _reading_waits(place):
+        if reads:
             # Read headers until a call succeeds: ranks may learn of an error in different calls.
             state.careful = True
             # If this raises, the comparisons of earlier calls have no more to say.

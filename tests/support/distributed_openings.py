@@ -83,6 +83,27 @@ def recorded(rank: int, ranks: int, group: Any, stream: int) -> int:
     return sum(each() is not None for each in there)
 
 
+def unsure(rank: int, ranks: int, group: Any) -> str:
+    """The error of a call while a CUDA graph is recorded, in which another rank might want gradients that this one does not."""
+    gates = torch.rand(1, 8, 4)
+
+    def call() -> Any:
+        return distributed.linear_scan(gates, gates, group=group, schedule="reduce")
+
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, on_stream(1):
+            call()
+            call()
+    with torch.no_grad(), on_stream(2, capturing=True):
+        call()
+    with on_stream(2, capturing=True):
+        try:
+            call()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
 def recorded_sends(rank: int, ranks: int, group: Any) -> tuple[int, int]:
     """A call that passes states on, while a CUDA graph is recorded: how often a send of the calls before is queried, and
     how many of this call are kept."""

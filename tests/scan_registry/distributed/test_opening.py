@@ -50,6 +50,12 @@ def test_a_call_can_be_recorded_in_a_cuda_graph(ranks: RankPool, stream: int) ->
     assert ranks.run(2, cases.recorded, stream) == [2, 2]
 
 
+def test_a_call_whose_headers_are_read_cannot_be_recorded(ranks: RankPool) -> None:
+    for text in ranks.run(2, cases.unsure):
+        assert "CUDA graph cannot record this call" in text
+        assert "torch.no_grad()" in text
+
+
 def test_sends_can_be_recorded_in_a_cuda_graph(ranks: RankPool) -> None:
     assert ranks.run(3, cases.recorded_sends) == [(0, 0)] * 3
 
