@@ -6,6 +6,8 @@
 //
 // Four lanes of a warp have a channel, with 4 of 16 states each; more states are other CTAs', along y. Tiles are as in
 // forward.cu. The first part of a sequence hands nothing on, and has no CTA.
+//
+// A launch with no states computes the sums of δ alone. It reads δ, and each of the four lanes adds up every fourth step.
 #define CHANNELS 8
 #define CAPACITY 16
 #define SPLIT 1
@@ -73,7 +75,7 @@ selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, c
             const int count = piece.count(left, times);
             next_delta[i] = deltas.load(i, tile, count);
             next_z[i] = zs.load(i, tile, count);
-            next_grad[i] = grads.load(i, tile, count);
+            next_grad[i] = grads.load(i, tile, state_count ? count : 0);
         }
     };
     if (end_tile > first_tile) fetch((end_tile - 1) * TIMES);
@@ -100,6 +102,12 @@ selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, c
         }
         __syncthreads();
         if (number > first_tile) fetch((number - 1) * TIMES);
+        if (state_count == 0) {
+#pragma unroll
+            for (int t = 0; t < TIMES; t += 4) size_sum += row[2 * (t + quarter)];
+            __syncwarp();
+            continue;
+        }
         for (int t = TIMES - 8; t >= 0; t -= 8) {
 #pragma unroll
             for (int j = 7; j >= 0; j--) {
@@ -113,6 +121,10 @@ selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, c
             }
         }
         __syncwarp();
+    }
+    if (state_count == 0) {
+        size_sum += __shfl_xor_sync(~0u, size_sum, 1);
+        size_sum += __shfl_xor_sync(~0u, size_sum, 2);
     }
     const i64 of_part = (i64(at.batch * sequence_count + at.sequence) * part_count + own_part) * channel_count + first + own;
 #pragma unroll

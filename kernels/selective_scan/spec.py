@@ -126,7 +126,7 @@ def _accepts(variant: Variant, problem: SelectiveScanProblem) -> str | None:
 def _launch(variant: Variant, problem: SelectiveScanProblem, sm_count: int) -> Launch:
     known = problem.scalars()
     wanted = [p.name for p in parameters(problem.direction) if p.kind == "i64"]
-    blocks = -(-problem.states // BLOCK_STATES) if variant.kernel == "adjoint" else 1
+    blocks = max(1, -(-problem.states // BLOCK_STATES)) if variant.kernel == "adjoint" else 1
     return Launch((_ctas(variant, problem), blocks, 1), {name: known[name] for name in wanted})
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.problem import INTERVAL
+from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 
 #: With so many rows an H100's time for an element is the shortest: 7.6 ps for 16,384 rows of 16 states in bfloat16, 14 ps for
@@ -91,12 +92,16 @@ def decays(sizes: Tensor, A: Tensor) -> Tensor:
 
 
 def summed_sizes(given: Arguments, options: Options) -> Tensor:
-    """The sums of the step sizes, (batch, channels), in the computation's dtype."""
+    """The sums of the step sizes, (batch, channels), in the computation's dtype: where they go through softplus, by a kernel if
+    one does it."""
     delta, bias = given.delta, given.delta_bias
     compute = reference.compute_dtype(delta.dtype)
     if not options.softplus:
         total: Tensor = delta.sum(-1, dtype=compute)
         return total if bias is None else total + delta.shape[-1] * bias.to(compute)
+    by_kernel = plans.sizes(given, options)
+    if by_kernel is not None:
+        return by_kernel
     batch, channels, time = delta.shape
     found = torch.empty(batch, channels, dtype=compute, device=delta.device)
     width = max(1, _AT_ONCE // max(1, batch * time))

@@ -322,6 +322,14 @@ def adjoint(given: Arguments, out_grad: Tensor, options: Options) -> Adjoints | 
     return adjoints
 
 
+def sizes(given: Arguments, options: Options) -> Tensor | None:
+    """The sums of the step sizes over time, (B, D), float32: what the kernel ``adjoint`` makes of no states. None if no kernel
+    does. Nothing is packed."""
+    without_states = given._replace(A=given.A[:, :0], z=None)
+    found: Adjoints | None = plan_cache.run(_make_adjoint, (*without_states, None), options)
+    return None if found is None else found.sizes.sum(1)
+
+
 def _make_adjoint(*args: Any) -> Plan:
     *every, out_grad, options = args
     given, addresses = Arguments(*every), addresses_of((*every, out_grad))

@@ -276,3 +276,32 @@ def test_adjoints_of_all_parts(
     before = composed_back(adjoints, given.A, after)
     # In 16 bits, of gates by the GPU's approximation of 2^x.
     assert relative_error(before, expected[8]) <= (4e-6 if dtype == torch.float32 else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("layout", ["time_last", "channel_last"])
+@pytest.mark.parametrize(("parts", "time"), [(1, 70), (3, 96), (4, 129), (2, 7)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_sums_of_step_sizes_alone(
+    play: Play, dtype: torch.dtype, layout: str, parts: int, time: int, biased: bool
+) -> None:
+    """The kernel ``adjoint`` with no states reads the step sizes and nothing else."""
+    torch.manual_seed(5)
+    batch, channels = 2, 24
+    delta = torch.randn(batch, channels, time).to(dtype)
+    if layout == "channel_last":
+        delta = delta.transpose(1, 2).contiguous().transpose(1, 2)
+    unread = torch.full_like(delta, torch.nan)
+    projection = torch.full((batch, 1, 5, time), torch.nan).to(dtype)
+    bias = torch.rand(channels) - 2 if biased else None
+    rates, start = torch.full((channels, 5), torch.nan), torch.full((batch, channels, 5), torch.nan)
+    given = Arguments(unread, delta, rates, projection, projection, None, unread, bias, start, None)
+    used = play(parts)
+    for softplus in (True, False):
+        found = plans.sizes(given, Options(softplus))
+        assert found is not None
+        assert found.shape == (batch, channels)
+        wide = delta.double() if bias is None else delta.double() + bias.double()[:, None]
+        expected = (torch.nn.functional.softplus(wide) if softplus else wide).sum(-1)
+        assert relative_error(found, expected) <= (2e-7 if dtype == torch.float32 else 2e-5)
+    assert used == ["adjoint"] * 2

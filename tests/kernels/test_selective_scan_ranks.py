@@ -114,7 +114,8 @@ def test_ranks_give_what_one_gives(
         return selective_reduce.exchange(rank, rank.opening, rank.given, False)
 
     gathered = at_once([rank.opening for rank in ranks], opened)
-    assert used == ["forward"] * 2 * len(ranks)  # one for each of the calls that were stopped
+    # Twice, because each rank's first call was stopped.
+    assert used == ["forward", "adjoint"] * 2 * len(ranks)
     made = [
         selective_reduce.forward(rank, rank.given, True, each)  # type: ignore[arg-type]
         for rank, each in zip(ranks, gathered, strict=True)
