@@ -49,13 +49,14 @@ class LongSequence:
         return sum(self.steps(ranks)) * self.channels * ITEM_SIZE[self.dtype]
 
 
-def work_of(sequence: LongSequence, ranks: int, direction: Direction) -> Work:
+def work_of(sequence: LongSequence, ranks: int, direction: Direction, machine: Machine) -> Work:
     """What the ranks have to do in one pass."""
     return linear_scan_work(
         sequence.steps(ranks),
         sequence.channels,
         ITEM_SIZE[sequence.dtype],
         direction=direction,
+        chained=machine.name != MACHINES["cpu"].name,
     )
 
 
@@ -66,7 +67,7 @@ def rows(
     found = []
     for number in ranks:
         for direction in DIRECTIONS:
-            work = work_of(sequence, number, direction)
+            work = work_of(sequence, number, direction, machine)
             each = choose(work, machine)
             found.append(
                 {

@@ -194,6 +194,7 @@ class GroupBench:
             ITEM_SIZE[case.dtype],
             direction=_DIRECTIONS[direction],
             channels=case.channels,
+            chained=self.device.type == "cuda" and case.dim != -1,
         )
 
     def choice(self, case: Case, direction: str, schedule: str = "auto") -> Choice:

@@ -32,6 +32,10 @@ MOST_PIECES = 64  # of "pass"; the CPU launches each of them
 #: The channels of a piece are a multiple of this many bytes at each time step, so that kernels read whole 128-byte lines
 #: where channels are contiguous.
 LINE = 128
+#: Seconds of a time step that a scan on a GPU takes at least if channels are contiguous, however few they are: a tile of time
+#: steps needs the state that leaves the tile before it. From pieces of 256 channels and 524,288 steps on two H200s
+#: (tools/results/h200x2-distributed.json); "both" is the sum.
+CHAIN: Mapping[Direction, float] = {"forward": 0.5e-9, "backward": 1.4e-9, "both": 1.9e-9}
 #: Bytes of a rank's header, in the all-gather that compares the ranks' arguments before "pass" sends states. "reduce" sends
 #: the header together with the summary.
 OPENING = 4096
@@ -46,7 +50,9 @@ class Work:
     scan     bytes that the scan itself moves for each time step
     state    bytes of one state of all channels
     lines    number of equal units of channels; "pass" does not cut inside a unit
-    passes   number of passes over the sequence: 2 for forward and backward, over which ``summary`` and ``scan`` are sums
+    passes   number of passes over the sequence: 2 for forward and backward, over which ``summary``, ``scan`` and ``chain`` are
+             sums
+    chain    seconds of a time step that a scan of few channels takes at least
     """
 
     steps: tuple[int, ...]
@@ -55,6 +61,7 @@ class Work:
     state: float
     lines: int = MOST_PIECES
     passes: int = 1
+    chain: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.steps or min(self.steps) < 0:
@@ -89,6 +96,7 @@ def linear_scan_work(
     *,
     direction: Direction = "forward",
     channels: int | None = None,
+    chained: bool = False,
 ) -> Work:
     """The work of ``linear_scan``.
 
@@ -99,13 +107,20 @@ def linear_scan_work(
     rows      batch × channels
     itemsize  bytes of an element; ranks exchange states in 4 bytes for each element, or 8 for float64 and complex64
     channels  size of the dimension that is cut into pieces; all rows unless given
+    chained   whether a GPU scans a sequence whose channels are contiguous, which has the limit ``CHAIN``
     """
     moved = rows * itemsize
     lines = max(1, -(-(rows if channels is None else channels) // line_of(itemsize)))
     tensors = TENSORS[direction]
     passes = 2 if direction == "both" else 1
     return Work(
-        tuple(steps), 2 * passes * moved, tensors * moved, rows * max(4, itemsize), lines, passes
+        steps=tuple(steps),
+        summary=2 * passes * moved,
+        scan=tensors * moved,
+        state=rows * max(4, itemsize),
+        lines=lines,
+        passes=passes,
+        chain=CHAIN[direction] if chained else 0.0,
     )
 
 
@@ -151,8 +166,8 @@ def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
         raise ValueError(f"pieces are {pieces}; there is 1 at least")
     if work.ranks == 1:
         return one_rank_seconds(work, machine)
-    fixed = work.passes * machine.piece
-    times = [steps * work.scan / machine.memory / pieces + fixed for steps in work.steps]
+    fixed, step = work.passes * machine.piece, work.scan / machine.memory / pieces
+    times = [steps * max(step, work.chain) + fixed for steps in work.steps]
     through = sum(times) + work.passes * machine.passing(work.ranks, work.state / pieces)
     opening = work.passes * machine.all_gather(work.ranks, OPENING)
     return opening + through + (pieces - 1) * max(times)
@@ -163,15 +178,11 @@ def best_pieces(work: Work, machine: Machine) -> int:
 
     Let V be the seconds in which the whole sequence's bytes move through memory, M those of the longest part, S the seconds
     of the messages' bytes, and o the fixed cost of a piece. The terms that depend on the number of pieces P are
-    (V − M + S) / P + o · P. If P could be any number, the best would be √((V − M + S) / o).
+    (V − M + S) / P + o · P. If P could be any number, the best would be √((V − M + S) / o), unless pieces then had so few
+    channels that ``chain`` limits them.
     """
-    if work.ranks == 1:
-        return 1
-    others = (sum(work.steps) - max(work.steps)) * work.scan / machine.memory
-    sent = machine.passing(work.ranks, work.state) - machine.passing(work.ranks, 0)
-    others, fixed = others + work.passes * sent, work.passes * machine.piece
     counts = sorted({work.pieces(wanted) for wanted in range(1, work.most + 1)})
-    return min(counts, key=lambda count: others / count + fixed * count)
+    return min(counts, key=lambda count: pass_seconds(work, machine, count))
 
 
 # --- The choice -------------------------------------------------------------------------------
@@ -279,8 +290,9 @@ def _why_reduce(work: Work, machine: Machine, seconds: float) -> str:
 
 
 def _why_pass(work: Work, machine: Machine, pieces: int, seconds: float) -> str:
-    scan = max(work.steps) * work.scan / machine.memory
-    others = (sum(work.steps) - max(work.steps)) * work.scan / machine.memory / pieces
+    step = max(work.scan / machine.memory / pieces, work.chain)
+    scan = max(work.steps) * step * pieces
+    others = (sum(work.steps) - max(work.steps)) * step
     return (
         f"pass: {time_in_words(seconds)} in {pieces} of at most {work.most} pieces, of which {time_in_words(scan)} scan, "
         f"{time_in_words(others)} wait for the first piece of the other ranks, "

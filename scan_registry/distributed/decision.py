@@ -41,6 +41,7 @@ def choice_of(
         dtype.itemsize,
         direction="both" if recorded else "forward",
         channels=1 if axis is None else max(1, shape[axis]),
+        chained=device.type == "cuda" and dim != -1,
     )
     return cost.choose(work, machine_of(members.group, device), schedule)
 
