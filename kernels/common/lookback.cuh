@@ -20,7 +20,8 @@
 // the last segment of each GROUP of a column also publishes the aggregate of the whole group. A look-back reads those of
 // whole groups, and then those of the segments after the last whole group. CTAs publish aggregates only, never prefixes,
 // and groups are aligned with the column, so the order of operations is fixed and results are the same in every run.
-// Within a CTA, the state after the last whole group passes from turn to turn.
+// For each column a CTA keeps the state after the last whole group that it has read, and goes on from that state. So over
+// all of its turns a CTA reads each group of a column once, unless there are more columns than states that it can keep.
 //
 // No deadlock: a CTA composes and publishes a segment's aggregate after it has scanned the segment of PREFIX_LEAD + 1
 // turns earlier (and a group's aggregate once those of the group's earlier segments are published), and a segment waits
@@ -39,10 +40,15 @@ struct Grid {
     unsigned columns, levels;
 };
 
+// `previous` is the level of the CTA's last segment of the column, if the CTA still has the state from that turn; else 0.
+struct Segment : Tile {
+    unsigned previous;
+};
+
 // Named barriers between tile warps and the look-back warps of a turn. Each says that something is in shared memory:
 //   composed   the aggregates of the turn's tiles; the turn's look-back warps wait for it
 //   combined   the states that enter the turn's tiles; tile warps wait for it
-//   known      the state after the last whole group; the look-back warps of the next turn wait for it
+//   known      the state after the last whole group is kept; the look-back warps of the next turn wait for it
 // Each of PREFIX_LEAD + 1 consecutive turns has three barriers of its own.
 enum : int { TURNS = PREFIX_LEAD + 1, LOOKBACK_WARPS_OF_TURN = LOOKBACK_WARPS / TURNS };
 enum : int { MEETING = 32 * (TILE_WARPS + LOOKBACK_WARPS_OF_TURN) };
@@ -55,14 +61,29 @@ __device__ inline void await_known(int turn) { meet_at<64 * LOOKBACK_WARPS_OF_TU
 static_assert(3 * TURNS < 15, "barriers, beside that of the tile warps");
 __device__ inline void meet_tile_warps() { meet_at<32 * TILE_WARPS>(15); }
 
-// What tile warps and look-back warps hand over, and what look-back warps keep, for each turn.
+// What tile warps and look-back warps hand over in each turn, and the states of columns that look-back warps keep.
 template <int SCANS>
 struct SharedStorage {
     struct Turn {
         Stored<> tiles[TILE_WARPS][SCANS];
         State entering[TILE_WARPS][SCANS];
-        RunningPrefix after_groups[SCANS];  // the states after the last whole group before the segment
     };
+    // The states after the last whole group before the CTA's last segment of a column. Columns whose numbers differ by a
+    // multiple of COLUMNS share a place.
+    enum : int { PARTS_OF_STATE = COMPENSATED ? 2 : 1, KEPT_BYTES = 3072 };
+    enum : int { THAT_FIT = KEPT_BYTES / (SCANS * PARTS_OF_STATE * int(sizeof(State))) };
+    enum : int { COLUMNS = THAT_FIT < 64 ? THAT_FIT : 64 };
+    static __device__ State& kept(unsigned column, int scan, int part) {
+        __shared__ State states[PARTS_OF_STATE][COLUMNS][SCANS];
+        return states[part][column % COLUMNS][scan];
+    }
+    static __device__ RunningPrefix after_groups(unsigned column, int scan) {
+        return {kept(column, scan, 0), COMPENSATED ? kept(column, scan, PARTS_OF_STATE - 1) : State(0)};
+    }
+    static __device__ void keep(unsigned column, int scan, const RunningPrefix& after_groups) {
+        kept(column, scan, 0) = after_groups.x;
+        if (COMPENSATED) kept(column, scan, PARTS_OF_STATE - 1) = after_groups.error_term;
+    }
     static __device__ Turn& of(int turn) {
         __shared__ Turn turns[TURNS];
         return turns[turn % TURNS];
@@ -76,15 +97,30 @@ struct Drawn {
 
     __device__ explicit Drawn(const Grid& grid)
         : grid(grid), segments((grid.levels + TILE_WARPS - 1) / TILE_WARPS) {}
-    static __device__ Tile& segment(int turn) {
+    static __device__ Segment& segment(int turn) {
         constexpr int KEPT = 16;
         static_assert(PREFIX_LEAD == 0 || (PREFIX_LEAD < STAGES && STAGES + 2 <= KEPT), "or one takes the place of another");
-        __shared__ Tile drawn[KEPT];
+        __shared__ Segment drawn[KEPT];
         return drawn[turn % KEPT];
     }
-    // One thread calls this, so that the others need not divide.
+    // The last segments that were drawn, by the place where the state of their column is kept. One thread reads and writes
+    // them.
+    template <int COLUMNS>
+    static __device__ Tile& last(unsigned column) {
+        __shared__ Tile tiles[COLUMNS];
+        return tiles[column % COLUMNS];
+    }
+    template <int COLUMNS>
+    static __device__ void start() {
+        for (int i = 0; i < COLUMNS; i++) last<COLUMNS>(i) = {0, ~0u};
+    }
+    // One thread calls this, in the order of turns, so that the others need not divide.
+    template <int COLUMNS>
     __device__ void keep(int turn, unsigned number) const {
-        segment(turn) = {number / grid.columns, number % grid.columns};
+        const Tile drawn{number / grid.columns, number % grid.columns};
+        Tile& before = last<COLUMNS>(drawn.column);
+        segment(turn) = {drawn, before.column == drawn.column ? before.level : 0};
+        before = drawn;
     }
     __device__ bool there(int turn) const { return segment(turn).level < segments; }
 };
@@ -133,7 +169,7 @@ struct LookbackWarp {
                 break;
             }
             auto& shared = SharedStorage<SCANS>::of(turn);
-            const Tile segment = drawn.segment(turn);
+            const Segment segment = drawn.segment(turn);
             const bool publishes = place + 1 == PLACES && segment.level + 1 < drawn.segments;
             Affine map;
             if (place < TILE_WARPS) map = shared.tiles[place][scan];
@@ -164,12 +200,11 @@ struct LookbackWarp {
         }
     }
 
-    // The state after all whole groups of the column before the segment's group, from what the turn before has left.
-    __device__ RunningPrefix after_groups(int turn, const Tile& segment) {
-        const Tile last = turn > 0 ? drawn.segment(turn - 1) : Tile{0, ~0u};
-        const bool goes_on = last.column == segment.column;
+    // The state after all whole groups of the column before the segment's group.
+    __device__ RunningPrefix after_groups(int turn, const Segment& segment) {
         const unsigned end = segment.level / GROUP;
-        unsigned begin = goes_on ? last.level / GROUP : 0;
+        unsigned begin = segment.previous / GROUP;
+        const bool goes_on = begin > 0;
         RunningPrefix x;
         bool entered = false;
 #pragma unroll 1
@@ -177,21 +212,23 @@ struct LookbackWarp {
             Affine groups[KNOWN];
             PendingMaps<KNOWN> pending = requested<KNOWN>(group_of({begin * GROUP, segment.column}), end - begin);
             pending.await(groups);
-            if (!entered) x = entering(turn, segment, goes_on), entered = true;
+            if (!entered) {
+                if (turn > 0) await_known(turn - 1);
+                x = goes_on ? SharedStorage<SCANS>::after_groups(segment.column, scan) : before_column(segment.column);
+                entered = true;
+            }
+            // The shuffles also order all lanes' reads of the kept state before `keep`. Without them it stays what it was.
 #pragma unroll
             for (int i = 0; i < KNOWN; i++)
 #pragma unroll 1
                 for (int p = 0; p < PLACES && begin < end; p++, begin++)
                     x = from_lane(groups[i], p * OWN + lane % OWN)(x);
         } while (begin < end);
-        if (place == 0) SharedStorage<SCANS>::of(turn).after_groups[scan] = x;
+        if (place == 0) SharedStorage<SCANS>::keep(segment.column, scan, x);
         return x;
     }
-    // The state from which the column starts, or the one that the turn before has left.
-    __device__ RunningPrefix entering(int turn, const Tile& segment, bool goes_on) const {
-        if (turn > 0) await_known(turn - 1);
-        if (goes_on) return SharedStorage<SCANS>::of(turn - 1).after_groups[scan];
-        const State* const before = work.before(segment.column, scan);
+    __device__ RunningPrefix before_column(unsigned column) const {
+        const State* const before = work.before(column, scan);
         return before ? *before : State(0);
     }
     // The aggregate of the segments of its group before this one.
@@ -291,10 +328,11 @@ struct Schedule {
         unsigned* const counter = static_cast<unsigned*>(workspace);
         const int warp = threadIdx.x / 32, first_held = threadIdx.x % (Work::SCANS / Work::HELD) * Work::HELD;
         const auto tile = [&](int turn) {
-            const Tile segment = drawn.segment(turn);
+            const Segment segment = drawn.segment(turn);
             return Tile{segment.level * TILE_WARPS + warp, segment.column};
         };
         const auto draw = [&] { return threadIdx.x == 0 ? atomicAdd(counter, 1u) : 0; };
+        if (threadIdx.x == 0) Drawn::start<SharedStorage::COLUMNS>();
         unsigned number = draw();
         typename Work::TilePrefix tile_prefixes[TURNS];
         int turn = -STAGES;
@@ -311,7 +349,7 @@ struct Schedule {
                 }
                 tell_composed(leading);
             }
-            if (threadIdx.x == 0) drawn.keep(coming, number);
+            if (threadIdx.x == 0) drawn.keep<SharedStorage::COLUMNS>(coming, number);
             if (turn < 0) meet_tile_warps();
             else await_combined(turn);
             number = draw();

@@ -14,6 +14,8 @@ from scan_registry.kernels.model import ITEM_SIZE
 _SHARED = 220_000
 #: Bytes of the ring of a CTA that has an SM to itself, which leaves a little for its static shared memory.
 _ALONE = 231_424
+#: Of scans that are cut into segments: bytes of the states that a CTA keeps, at most, and of the segments that it drew.
+_KEPT, _DRAWN = 3072, 64 * 8 + 16 * 12
 #: Scans that are cut into segments. Contiguous time: numbers of warps that own tiles, pieces of a lane, and pairs of
 #: stages and prefix lead. Few channels: pairs of stages and prefix lead, by the steps of a tile.
 _CUT = (
@@ -204,9 +206,9 @@ def most_shared(direction: Direction, dtype: str, access: str, tile: Tile) -> in
 
 def _static_shared(dtype: str, tile: Tile) -> int:
     """Static shared memory, at most, in bytes. Of segments: in each turn a map and a state for each scan of a tile warp,
-    and for each scan a state with its error term. Of several CTAs to a column: for each channel the maps of all groups
-    and of the tile, and in two turns a state for each. Of a single wave: for each channel a map and a state for each
-    warp, and maps of slices of the parts before."""
+    and for each scan of at most 64 columns a state with its error term. Of several CTAs to a column: for each channel the
+    maps of all groups and of the tile, and in two turns a state for each. Of a single wave: for each channel a map and a
+    state for each warp, and maps of slices of the parts before."""
     if "aggregate_lead" in tile:
         vector = int(tile["vector"])
         groups = 32 * int(tile["warps"]) * vector + int(tile["lanes_across"]) * vector
@@ -217,9 +219,9 @@ def _static_shared(dtype: str, tile: Tile) -> int:
         return channels * int(tile["warps"]) * (of_map + 4) + threads * words * of_map
     if "prefix_lead" not in tile:
         return 0
-    turns = int(tile["prefix_lead"]) + 1
-    numbers = _side_by_side(tile) * (4 * tile_warps(tile) + 2)
-    return turns * numbers * max(4, ITEM_SIZE[dtype])
+    turns, state = int(tile["prefix_lead"]) + 1, max(4, ITEM_SIZE[dtype])
+    handed = turns * _side_by_side(tile) * 4 * tile_warps(tile) * state
+    return handed + min(_KEPT, 64 * _side_by_side(tile) * 2 * state) + _DRAWN
 
 
 def column_shared(dtype: str, tile: Tile) -> int:

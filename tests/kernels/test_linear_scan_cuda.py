@@ -127,6 +127,29 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     assert checked
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [5, 50])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_blocks_keep_the_states_of_columns(
+    direction: str, dtype: str, batch: int, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Blocks go from column to column, and come back with groups of segments between. A block keeps the states of 24 columns
+    of 16 channels in float32, and of 48 in bfloat16."""
+    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
+    variant = next(
+        v for v in kernel.variants if "prefix_lead" in str(v) and v.text("dtype") == dtype
+    )
+    segment = 32 // variant.number("lanes") * variant.number("steps") * variant.number("warps")
+    shape = batch, 8, (40 if batch == 5 else 18) * segment
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    torch.manual_seed(2)
+    for case in cases.draw(shape, LASTING, dtype, "cpu").launches(kernel.name):
+        if kernel.rules.accepts(variant, case.problem) is None:
+            library.run(case.problem, case.tensors, seed=batch)
+            assert case.error() <= cases.TOLERANCE[dtype]
+
+
 ONE_GATE = (
     cases.Setting(states=True, broadcast=("time",)),
     cases.Setting(reverse=True, broadcast=("batch", "time")),
