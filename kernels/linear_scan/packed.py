@@ -18,13 +18,14 @@ import math
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, ceil_div
 from scan_registry.kernels.model import ITEM_SIZE, Language
 
-#: ns for a step of a row in CUDA: where four warps share the row, and where it has one.
-_SHARED_ROW, _OWN_ROW = 3.0, 16.0
+#: ns for a step of a row in CUDA: where four warps share the row, by the bytes of an element, forward and backward; and where
+#: it has one.
+_SHARED_ROW, _OWN_ROW = {2: (3.4, 5.2), 4: (2.7, 3.7)}, 16.0
 #: Tiles of four warps that a sequence fills on average where four warps share a row: see ``registers.walk_cost``.
 _SHARED_TILES = 2
 _ELEMENT = 0.008  # ns for an element in CUDA, where there are many rows
-#: ns for a step of a sequence in Triton, for a program where there are many, and for each of its tiles.
-_TRITON_STEP, _PROGRAM, _PROGRAM_TILE = 5.0, 1.0, 0.8
+#: ns for a step of a sequence in Triton, likewise; for a program where there are many, and for each of its tiles.
+_TRITON_STEP, _PROGRAM, _PROGRAM_TILE = {2: (2.8, 3.3), 4: (3.5, 5.6)}, 1.0, 0.8
 _TRITON_TIMES = 256  # of a tile
 _FASTER = 1.2  # times that Triton has to be as fast to come first
 #: ns for a step of a column in ``varlen``, by the bytes of an element, forward and backward, and for a CTA.
@@ -58,7 +59,7 @@ def cuda_rows_ms(problem: LinearScanProblem) -> float:
     mean = problem.time // problem.sequences
     shared = mean >= _SHARED_TILES * 4 * 2 * 32 * (16 // item)
     elements = _rows(problem) * problem.time
-    step = _SHARED_ROW if shared else _OWN_ROW
+    step = _SHARED_ROW[item][problem.direction == "backward"] if shared else _OWN_ROW
     return max(problem.time * step, elements * _ELEMENT) / 1e6
 
 
@@ -67,7 +68,8 @@ def triton_rows_ms(problem: LinearScanProblem) -> float:
     programs = _rows(problem) * problem.sequences
     tiles = ceil_div(problem.time, problem.sequences * _TRITON_TIMES)
     every = programs * (_PROGRAM + _PROGRAM_TILE * tiles)
-    return max(longest(problem) * _TRITON_STEP, every) / 1e6
+    step = _TRITON_STEP[ITEM_SIZE[problem.dtype]][problem.direction == "backward"]
+    return max(longest(problem) * step, every) / 1e6
 
 
 def columns_ms(problem: LinearScanProblem, sm_count: int) -> float:

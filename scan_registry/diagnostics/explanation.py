@@ -17,7 +17,6 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.alternatives import select_first
 from scan_registry.dispatch.fit import Tier, dotted
 from scan_registry.dispatch.routes import faster_apart
-from scan_registry.dispatch.rows import NEAR
 from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
@@ -395,8 +394,7 @@ def _tuning(decision: Decision, winner: Candidate) -> str:
     there = _there(decision, winner)
     if winner.rule == "timing_model":
         estimate = f"{winner.ms:.4g} ms by the timing model that is fitted to the tuning tables"
-        far = f"{found.distance:.3g} away, where it may be {NEAR:g}"
-        return f"{estimate}; the nearest row, of {sizes or 'size 1'} ({origin}), is {far}"
+        return f"{estimate}; the nearest row, of {sizes or 'size 1'} ({origin}), is too far away"
     if there is None:
         outcome = f"which names nothing that runs here: {estimate}"
     elif there == winner.ms:

@@ -14,8 +14,9 @@ from scan_registry.kernels.tuning import Model, Row, Shape, Tuning, arch_distanc
 
 #: What decides: a row's times; those, scaled to the problem; or the timing model alone.
 Rule = Literal["row", "scaled_row", "timing_model"]
-#: A row counts up to this distance, where there is a timing model for problems that are farther from all rows.
-NEAR = 1.0
+#: A row counts up to this distance if there is a timing model, and up to the second one if all sizes count alike. A problem
+#: that is farther from all rows goes by the model alone.
+NEAR, NEAR_UNWEIGHTED = 2.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,13 @@ class TuningMatch:
     shape: Shape
     sm_count: int | None
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the problem is so near to the row's that the row counts. By the weights alone, with which channels count
+        little, a row of 256 channels would count for 4 channels, with which most of a tile is empty."""
+        unweighted = Shape(self.shape.kind, self.shape.sizes)
+        return self.distance <= NEAR and self.row.distance(unweighted) <= NEAR_UNWEIGHTED
+
     def ms(self, kernel: Kernel, text: str) -> float | None:
         """What the variant that prints as ``text`` counts as: the ``estimate`` where the row is far away, or else its time
         in the row, scaled to the problem; None if the row does not name it."""
@@ -61,7 +69,7 @@ class TuningMatch:
 
     def rule(self, kernel: Kernel, text: str) -> Rule:
         """What ``ms`` goes by, if the row names the variant."""
-        if self.distance > NEAR and self.estimate(kernel, text) is not None:
+        if not self.is_near and self.estimate(kernel, text) is not None:
             return "timing_model"
         return "scaled_row" if self.distance else "row"
 

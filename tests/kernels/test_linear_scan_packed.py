@@ -16,6 +16,8 @@ TIMED = (
     (3080, 71297, 36, "bfloat16", 2.10),
     (2, 205774, 15, "bfloat16", 3.29),
     (7442, 1349, 64, "bfloat16", 0.13),
+    (7, 69_610, 5, "bfloat16", 2.7),
+    (8, 723_218, 27, "float16", 7.6),
 )
 
 
@@ -47,7 +49,7 @@ def test_cuda_comes_first_for_all_else() -> None:
     for other in (
         a_problem(1, 100_000, 0),
         a_problem(1, 100_000, 1),
-        a_problem(1, 100_000, 2),  # the longer one is most of the row
+        a_problem(1, 100_000, 2, "float32"),  # the longer one is most of the row
         a_problem(1, 100_000, 100, "float64"),
         a_problem(1, 100_000, 100, layout="channel_last"),
     ):
