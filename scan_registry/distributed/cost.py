@@ -33,9 +33,9 @@ MOST_PIECES = 64  # of "pass"; the CPU launches each of them
 #: where channels are contiguous.
 LINE = 128
 #: Seconds of a time step that a scan on a GPU takes at least if channels are contiguous, however few they are: a tile of time
-#: steps needs the state that leaves the tile before it. From pieces of 256 channels and 524,288 steps on two H200s
-#: (tools/results/h200x2-distributed.json); "both" is the sum.
-CHAIN: Mapping[Direction, float] = {"forward": 0.5e-9, "backward": 1.4e-9, "both": 1.9e-9}
+#: steps needs the state that leaves the tile before it. Measured for 256 channels and 524,288 steps in bfloat16 on an H200;
+#: "both" is the sum.
+CHAIN: Mapping[Direction, float] = {"forward": 0.5e-9, "backward": 0.8e-9, "both": 1.3e-9}
 #: Bytes of a rank's header, in the all-gather that compares the ranks' arguments before "pass" sends states. "reduce" sends
 #: the header together with the summary.
 OPENING = 4096

@@ -97,9 +97,10 @@ def test_pieces_of_few_channels_are_no_shorter() -> None:
 
 
 def test_a_long_sequence_of_few_channels_is_reduced() -> None:
-    """As measured on two H200s: pieces of 256 channels took 1.54 ms forward, reduce 1.28 ms; backward 3.96 ms and 1.90 ms."""
-    found = replace(MACHINES["nvlink"], memory=4.27e12, piece=62e-6)
-    for direction, seconds in (("forward", 1.54e-3), ("backward", 3.96e-3)):
+    """As measured on two H200s (tools/results/h200x2-distributed.json): reduce took 1.28 ms forward and 1.90 ms backward, pass
+    1.44 ms in 3 pieces and 2.58 ms in 2."""
+    found = replace(MACHINES["nvlink"], memory=4.28e12, piece=67e-6)
+    for direction, pieces, seconds in (("forward", 3, 1.44e-3), ("backward", 2, 2.58e-3)):
         work = linear_scan_work(
             even(1 << 20, 2),
             *(1024, 2),
@@ -107,7 +108,7 @@ def test_a_long_sequence_of_few_channels_is_reduced() -> None:
             chained=True,
         )
         assert choose(work, found).schedule == "reduce"
-        assert pass_seconds(work, found, 4) == pytest.approx(seconds, rel=0.1)
+        assert pass_seconds(work, found, pieces) == pytest.approx(seconds, rel=0.2)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5, 64])
