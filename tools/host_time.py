@@ -176,6 +176,8 @@ def networks(profiled: bool) -> None:
         "batch first": {"batch_first": True},
         "2 layers": {"num_layers": 2},
         "both ways": {"bidirectional": True},
+        "resets": {},
+        "resets, batch first": {"batch_first": True},
     }
     titles = "forward", "recorded", "and backward", "operators forward", "and backward"
     print(f"{'µs a call: composed, short':28}" + "".join(f"{title:>20}" for title in titles))
@@ -184,16 +186,17 @@ def networks(profiled: bool) -> None:
             module = getattr(nn, kind)(32, 32, **how)
             shape = (4, 8, 32) if how.get("batch_first") else (8, 4, 32)
             x, leaves = torch.randn(shape), [*module.parameters()]
+            run = partial(module, reset=torch.rand(shape[:2]) < 0.1) if "resets" in name else module
             calls = (
-                torch.no_grad()(partial(module, x)),
-                partial(module, x),
-                partial(trained, module, x, leaves),
+                torch.no_grad()(partial(run, x)),
+                partial(run, x),
+                partial(trained, run, x, leaves),
             )
             found: list[list[str]] = []
             for short in (False, True):
                 recurrent.on_gpu = lambda tensor, short=short: short  # type: ignore[assignment,misc]
                 times = [f"{microseconds(call):.0f}" for call in calls]
-                found.append([*times, *map(str, operators(module, x, leaves))])
+                found.append([*times, *map(str, operators(run, x, leaves))])
                 if profiled:
                     profile(calls[-1])
             both = [" ".join(f"{each:>6}" for each in pair) for pair in zip(*found, strict=True)]

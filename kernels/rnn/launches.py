@@ -58,7 +58,7 @@ _POINTERS: dict[tuple[Scope, Direction], tuple[str, ...]] = {
 
 
 def pointers(scope: Scope, direction: Direction, language: str) -> tuple[str, ...]:
-    """Those of one kernel. Triton's have no resets: what sLSTM's gradients keep fills the registers as it is."""
+    """The pointer parameters of one kernel. Triton's have no resets: what sLSTM's gradients keep fills the registers as it is."""
     names = _POINTERS[scope, direction]
     return names if language == "cuda" else tuple(name for name in names if name != "reset")
 

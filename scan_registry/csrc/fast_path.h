@@ -280,7 +280,7 @@ static int read_tensors(const FastPath *self, PyObject *const *args, Call *call)
         call->addresses[i] = 0;
         status = append_tensor(&call->key, torch, self->types, args[i], MOST_DIMENSIONS, tensor);
         if (status < 1 || args[i] == Py_None) continue;
-        if ((tensor->code == INTEGER) != (i == OFFSETS) || tensor->device_type != call->tensors[0].device_type ||
+        if ((tensor->code == INTEGER) != (i == OFFSETS) || tensor->code == BOOL || tensor->device_type != call->tensors[0].device_type ||
             tensor->device != call->tensors[0].device)
             return 0;
         call->addresses[i] = address(tensor);

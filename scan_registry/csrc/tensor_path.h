@@ -13,6 +13,7 @@ typedef struct {
     PyObject *types, *observers, *choice, *plan, *tracking;
     int count;                  /* tensors of a call */
     unsigned long long aligned; /* bits of those whose addresses a plan depends on */
+    unsigned long long marks;   /* bits of those that may be booleans */
     Plans plans;
 } TensorPath;
 
@@ -20,14 +21,14 @@ static PyTypeObject *tensor_path_type;
 
 static PyObject *tensor_path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"types",  "tensor",   "exchange", "observers", "choice",
-                            "plan",   "tracking", "count",    "aligned",   NULL};
+                            "plan",   "tracking", "count",    "aligned",   "marks", NULL};
     PyObject *types, *tensor, *exchange, *observers, *choice, *plan, *tracking;
-    unsigned long long aligned;
+    unsigned long long aligned, marks = 0;
     int count;
     Torch torch = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!OOOiK:TensorPath", names, &PyTuple_Type, &types,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!OOOiK|K:TensorPath", names, &PyTuple_Type, &types,
                                      &PyType_Type, &tensor, &exchange, &PyTuple_Type, &observers, &choice,
-                                     &plan, &tracking, &count, &aligned))
+                                     &plan, &tracking, &count, &aligned, &marks))
         return NULL;
     if (count < 1 || count > MOST_TENSORS)
         return PyErr_Format(PyExc_ValueError, "%d tensors; there are at most %d", count, MOST_TENSORS);
@@ -37,6 +38,7 @@ static PyObject *tensor_path_new(PyTypeObject *type, PyObject *args, PyObject *k
     self->torch = torch;
     self->count = count;
     self->aligned = aligned;
+    self->marks = marks;
     self->types = Py_NewRef(types);
     self->observers = Py_NewRef(observers);
     self->choice = Py_NewRef(choice);
@@ -67,6 +69,7 @@ static int read_all(const TensorPath *self, PyObject *const *tensors, Tensor *fi
         const int status = append_tensor(key, &self->torch, self->types, tensors[i], MOST_RANK, &tensor);
         if (status < 1) return status;
         if (tensors[i] == Py_None) continue;
+        if (tensor.code == BOOL && !(self->marks >> i & 1)) return 0;
         if (!found) *first = tensor;
         if (tensor.device_type != first->device_type || tensor.device != first->device) return 0;
         found = 1;

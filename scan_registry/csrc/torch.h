@@ -26,7 +26,7 @@ typedef struct {
     int (*current_stream)(int32_t device_type, int32_t device, void **stream);
 } Exchange;
 
-enum { CPU = 1, CUDA = 2, PINNED = 3, INTEGER = 0, FLOAT = 2, BFLOAT = 4 };
+enum { CPU = 1, CUDA = 2, PINNED = 3, INTEGER = 0, FLOAT = 2, BFLOAT = 4, BOOL = 6 };
 enum { MOST_DIMENSIONS = 16 };
 
 typedef struct {
@@ -76,12 +76,12 @@ static int requires_grad(const Torch *torch, PyObject *tensor) {
     return is_true(torch->requires_grad(tensor, torch->closure));
 }
 
-/* Whether it is a tensor of real numbers or integers, as they are, in memory. */
+/* Whether it is a tensor of real numbers, integers or booleans, as they are, in memory. */
 static int read_any(const Torch *torch, PyObject *object, Tensor *tensor) {
     const int status = is_false(torch->is_neg(object, NULL));
     if (status < 1) return status;
     if (torch->exchange->read(object, tensor)) return -1;
-    const int plain = tensor->code == FLOAT || tensor->code == BFLOAT || tensor->code == INTEGER;
+    const int plain = tensor->code == FLOAT || tensor->code == BFLOAT || tensor->code == INTEGER || tensor->code == BOOL;
     const int here = tensor->device_type >= CPU && tensor->device_type <= PINNED;
     /* Without an address there is nothing, or it stands for zeros. */
     return plain && here && tensor->lanes == 1 && tensor->dimensions <= MOST_DIMENSIONS &&

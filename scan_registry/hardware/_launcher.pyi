@@ -92,6 +92,7 @@ class TensorPath:
     plan     makes a plan from the flag and the tensors of the first call of its kind
     count    tensors of a call
     aligned  bits of those whose alignment a plan depends on
+    marks    bits of those that may be boolean
     """
 
     def __new__(
@@ -105,5 +106,6 @@ class TensorPath:
         tracking: Callable[[], bool],
         count: int,
         aligned: int,
+        marks: int = 0,
     ) -> TensorPath: ...
     def run(self, flag: bool, /, *tensors: Any) -> Any | None: ...

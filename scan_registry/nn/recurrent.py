@@ -172,9 +172,9 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             RuntimeError: another size is not as described, or devices differ. These are the types that
                 torch.nn raises.
         """
-        tried = type(input) is Tensor and self.num_layers == 1 and reset is None is reset_hx
+        tried = type(input) is Tensor and self.num_layers == 1 and reset_hx is None
         tried = tried and not self.proj_size
-        if tried and (done := self._at_once(input, hx)) is not None:
+        if tried and (done := self._at_once(input, hx, reset)) is not None:
             return done
         if isinstance(input, torch.fx.Proxy):
             return self._traced(input, hx, reset, reset_hx)
@@ -216,7 +216,7 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             return out.squeeze(at), as_given([state.squeeze(1) for state in last])
         return out, as_given(last)
 
-    def _at_once(self, x: Tensor, hx: Any) -> Any:
+    def _at_once(self, x: Tensor, hx: Any, reset: Any) -> Any:
         """The results of one layer of one direction, of which a plan knows that all tensors are as they should be. None if
         they are not, or if no plan takes them."""
         if self.bidirectional or not on_gpu(x) or x.dim() != 3 or torch.compiler.is_compiling():
@@ -232,7 +232,11 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             ):
                 return None
         first = self.batch_first
-        found = fast_layer(self._cell, (x, *self._tensors(0), None, *states), first)
+        if reset is not None:
+            if type(reset) is not Tensor or reset.shape != x.shape[:2]:
+                return None
+            reset = (reset if first else reset.t()).contiguous()
+        found = fast_layer(self._cell, (x, *self._tensors(0), reset, *states), first)
         if found is None:
             return None
         out, last = found

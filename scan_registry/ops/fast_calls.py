@@ -45,10 +45,12 @@ def call_facts(
     return recording and _enabled(), facts
 
 
-def found_in_c(plan: Callable[..., Callable[..., Any]], count: int) -> Callable[..., Any]:
+def found_in_c(
+    plan: Callable[..., Callable[..., Any]], count: int, marks: int = 0
+) -> Callable[..., Any]:
     """A function of a flag and ``count`` tensors, some of them None, that runs the plan of such calls. If there is none,
-    ``plan`` makes it from the same arguments. None if a tensor is not plain or records derivatives, or if the dispatcher would
-    do more than find the kernels. Whether anything profiles, or takes forward-mode derivatives, is left to the caller."""
+    ``plan`` makes it from the same arguments. ``marks`` has a bit for each tensor that may be boolean. None if a tensor is not
+    plain or records derivatives, or if the dispatcher would do more than find the kernels. Whether anything profiles, or takes forward-mode derivatives, is left to the caller."""
     return TensorPath(
         types=PLAIN_TYPES,
         tensor=torch._C.TensorBase,
@@ -59,4 +61,5 @@ def found_in_c(plan: Callable[..., Callable[..., Any]], count: int) -> Callable[
         tracking=_enabled,
         count=count,
         aligned=(1 << count) - 1,
+        marks=marks,
     ).run

@@ -120,10 +120,10 @@ class Layer:
         ]
 
     def untracked(
-        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, _: None, *states: Any
+        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, reset: Any, *states: Any
     ) -> Result:
-        """h and the last states, without resets, where nothing is kept for a backward pass. ``x`` lies as the kernel takes it;
-        initial states that are missing are None."""
+        """h and the last states, where nothing is kept for a backward pass. ``x`` lies as the kernel takes it; initial states
+        that are missing are None."""
         inputs = linear(x, w, b)
         recurrent, bias = kernel_weights(self.cell, r, c)
         start = states[0]
@@ -136,7 +136,7 @@ class Layer:
                 "recurrent": recurrent,
                 "bias": bias,
                 "initial": start,
-                "reset": None,
+                "reset": reset,
                 "states": every,
                 "cache": None,
             }
@@ -353,8 +353,9 @@ _layers: dict[tuple[Any, ...], Any] = {}
 #: The states that a cell has at most, and what stands for those that are missing.
 _MOST_STATES = max(len(of.states) for of in SIZES.values())
 _MISSING = (None,) * _MOST_STATES
-#: The arguments before the states.
+#: The arguments before the states, of which the last one is ``reset``.
 _OTHERS = 6
+_RESET = _OTHERS - 1
 
 
 def _finder(cell: Cell) -> Callable[..., Result | None]:
@@ -375,12 +376,12 @@ def _finder(cell: Cell) -> Callable[..., Result | None]:
         anyhow = layer.untracked_anyhow
         return (lambda x, *others: anyhow(x.transpose(0, 1), *others)) if first else anyhow
 
-    return found_in_c(plan, _OTHERS + _MOST_STATES)
+    return found_in_c(plan, _OTHERS + _MOST_STATES, marks=1 << _RESET)
 
 
 def _untracked(cell: Cell, flat: tuple[Any, ...], first: bool) -> Result | None:
     """``fast_layer`` of calls that need no more than a look-up in C; None for others."""
-    if flat[_OTHERS - 1] is not None or profiler._is_profiler_enabled or forward_mode():
+    if profiler._is_profiler_enabled or forward_mode():
         return None
     find = _layers.get(cell)
     if find is None:

@@ -63,6 +63,16 @@ def test_a_call_is_planned_once() -> None:
     assert all(one is other for one, other in zip(given, tensors, strict=True))
 
 
+def test_booleans_are_marks() -> None:
+    """Plans are made of booleans only where they are expected."""
+    marks = torch.zeros(2, 3, dtype=torch.bool)
+    assert Planner()(PLAIN, PLAIN, marks) is None
+    planner = Planner(marks=0b100)
+    assert planner(PLAIN, PLAIN, marks) == 0
+    assert planner(PLAIN, PLAIN, PLAIN) == 1
+    assert planner(PLAIN, marks, marks) is None
+
+
 def test_what_plans_depend_on() -> None:
     """The flag, the choice, and of each tensor whether it is there, its shape, strides and dtype."""
     planner = Planner()
