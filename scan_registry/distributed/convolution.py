@@ -110,7 +110,8 @@ def causal_conv1d(
     all ranks' losses.
 
     Args:
-        x: (batch, channels, steps), this rank's part; in the dtypes and layouts of ``scan_registry.causal_conv1d``.
+        x: (batch, channels, steps), this rank's part; in the dtypes and layouts of ``scan_registry.causal_conv1d``. It requires
+            gradients on all ranks or on none.
         weight: (channels, width), of a width from 2 to 8. ``weight`` and ``bias`` are the same on all ranks. A rank's
             gradients of them cover its own steps; the sum over ranks is the gradient of the whole sequence.
         bias: (channels,); None for zeros.

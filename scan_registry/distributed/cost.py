@@ -140,9 +140,14 @@ def piece_width(channels: int, pieces: int, itemsize: int) -> int:
 # --- Times ------------------------------------------------------------------------------------
 
 
+def _step(work: Work, machine: Machine, pieces: int = 1) -> float:
+    """Seconds in which a rank scans a time step of one of so many pieces."""
+    return max(work.scan / machine.memory / pieces, work.chain)
+
+
 def one_rank_seconds(work: Work, machine: Machine) -> float:
     """The time of one rank that scans the whole sequence by itself."""
-    return work.passes * machine.launch + sum(work.steps) * work.scan / machine.memory
+    return work.passes * machine.launch + sum(work.steps) * _step(work, machine)
 
 
 def reduce_seconds(work: Work, machine: Machine) -> float:
@@ -151,9 +156,9 @@ def reduce_seconds(work: Work, machine: Machine) -> float:
     if work.ranks == 1:
         return one_rank_seconds(work, machine)
     longest, gathered = max(work.steps), 2 * work.state
-    local = longest * (work.summary + work.scan) + work.passes * work.ranks * gathered
+    read = longest * work.summary + work.passes * work.ranks * gathered
     exchange = 3 * machine.launch + machine.all_gather(work.ranks, gathered)
-    return local / machine.memory + work.passes * exchange
+    return read / machine.memory + longest * _step(work, machine) + work.passes * exchange
 
 
 def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
@@ -166,8 +171,8 @@ def pass_seconds(work: Work, machine: Machine, pieces: int) -> float:
         raise ValueError(f"pieces are {pieces}; there is 1 at least")
     if work.ranks == 1:
         return one_rank_seconds(work, machine)
-    fixed, step = work.passes * machine.piece, work.scan / machine.memory / pieces
-    times = [steps * max(step, work.chain) + fixed for steps in work.steps]
+    fixed, step = work.passes * machine.piece, _step(work, machine, pieces)
+    times = [steps * step + fixed for steps in work.steps]
     through = sum(times) + work.passes * machine.passing(work.ranks, work.state / pieces)
     opening = work.passes * machine.all_gather(work.ranks, OPENING)
     return opening + through + (pieces - 1) * max(times)
@@ -285,12 +290,12 @@ def _why_reduce(work: Work, machine: Machine, seconds: float) -> str:
     return (
         f"reduce: {time_in_words(seconds)}, of which {time_in_words(longest * work.summary / machine.memory)} read the summary of "
         f"{longest:,} steps, {time_in_words(work.passes * machine.all_gather(work.ranks, 2 * work.state))} gather "
-        f"{work.ranks} × {2 * work.state:,.0f} bytes, and {time_in_words(longest * work.scan / machine.memory)} scan"
+        f"{work.ranks} × {2 * work.state:,.0f} bytes, and {time_in_words(longest * _step(work, machine))} scan"
     )
 
 
 def _why_pass(work: Work, machine: Machine, pieces: int, seconds: float) -> str:
-    step = max(work.scan / machine.memory / pieces, work.chain)
+    step = _step(work, machine, pieces)
     scan = max(work.steps) * step * pieces
     others = (sum(work.steps) - max(work.steps)) * step
     return (

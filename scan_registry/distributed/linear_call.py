@@ -105,10 +105,10 @@ def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one sequence at least"
         )
     bounds = tuple(cu_seqlens.tolist())
-    if bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(
-            f"cu_seqlens begins with {bounds[0]} and ends with {bounds[-1]}; it must rise from 0 to the steps of all ranks"
-        )
+    rises = all(a <= b for a, b in pairwise(bounds))
+    if bounds[0] != 0 or not rises:
+        how = f"begins with {bounds[0]}" if rises else "falls somewhere"
+        raise ValueError(f"cu_seqlens {how}; it must rise from 0 to the steps of all ranks")
     return bounds
 
 
@@ -117,5 +117,6 @@ def compared(bounds: tuple[int, ...] | None) -> tuple[int, str]:
     if bounds is None:
         return 0, ""
     digest = int.from_bytes(blake2b(repr(bounds).encode(), digest_size=7).digest(), "little")
-    words = str(list(bounds)) if len(bounds) <= 12 else f"{bounds[:12]}…, of {len(bounds)}"
-    return digest, f"cu_seqlens {words}"
+    if len(bounds) <= 12:
+        return digest, f"cu_seqlens {list(bounds)}"
+    return digest, f"cu_seqlens {list(bounds[:12])} and {len(bounds) - 12} more, digest {digest:x}"

@@ -410,7 +410,8 @@ class Run:
             return (Piece(None, 0, 0, 1),)
         axis = self.axis()
         size = self.shape[axis]
-        width = piece_width(size, self.pieces, self.dtype.itemsize)
+        # "reduce" has none. It comes here if there are no channels or no batches, and so no summaries either.
+        width = piece_width(size, max(1, self.pieces), self.dtype.itemsize)
         return tuple(
             Piece(axis, self.axis_of_states(), begin, min(width, size - begin))
             for begin in range(0, max(1, size), width)

@@ -102,14 +102,14 @@ def pieces_of(given: Arguments, most: int) -> tuple[Piece, ...]:
     )
 
 
-def _is_shared(x: Tensor) -> bool:
-    """Whether all channels share this B or C. Each piece then has a part of its gradient."""
-    return x.dim() == 4 and x.shape[1] == 1
+def _is_shared(name: str, x: Tensor) -> bool:
+    """Whether all channels share this argument, which is B or C then. Each piece has a part of its gradient."""
+    return name in ("B", "C") and x.dim() == 4 and x.shape[1] == 1
 
 
-def _room(x: Tensor) -> Tensor:
+def _room(name: str, x: Tensor) -> Tensor:
     """Memory for the gradient of an argument; zeros if pieces add to it."""
-    if not _is_shared(x):
+    if not _is_shared(name, x):
         return torch.empty_like(x)
     return torch.zeros(x.shape, dtype=reference.compute_dtype(x.dtype), device=x.device)
 
@@ -270,8 +270,11 @@ class Run:
             total = groups.all_reduce(members, self._last_grad(given, last_grad))
             behind = self._only(total, part.ends)
         alone = len(self.pieces) == 1
-        pairs = zip(given.differentiable, wanted, strict=True)
-        rooms = [None if t is None or not want or alone else _room(t) for t, want in pairs]
+        names = Arguments._fields[:_DIFFERENTIABLE]
+        named = zip(names, given.differentiable, wanted, strict=True)
+        rooms = [
+            None if t is None or not want or alone else _room(name, t) for name, t, want in named
+        ]
         found = Arguments._make((*rooms, None))
         needed = (*wanted[:8], part.enters is not None or wanted[8])
         coming = self._receive(given, self.pieces, part.leaves, 1)
@@ -299,11 +302,11 @@ class Run:
                 found = Arguments._make((*grads[:8], before if wanted[8] else None, None))
                 break
             found_here = zip(
-                found.differentiable, piece.places(found), (*grads[:8], before), strict=True
+                names, found.differentiable, piece.places(found), (*grads[:8], before), strict=True
             )
-            for room, place, grad in found_here:
+            for name, room, place, grad in found_here:
                 if room is not None and place is not None and grad is not None:
-                    place.add_(grad) if _is_shared(room) else place.copy_(grad)
+                    place.add_(grad) if _is_shared(name, room) else place.copy_(grad)
         groups.finish(members)
         made = zip(found.differentiable, given.differentiable, strict=True)
         return tuple(x if x is None or t is None else x.to(t.dtype) for x, t in made)

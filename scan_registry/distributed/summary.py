@@ -38,7 +38,7 @@ def scan_summary(
 
     Returns:
         The product of the gates, and the last state of a scan that starts from zero. Both have the shape of ``tokens`` without
-        ``dim``. Both are float32, or float64 or complex64 if ``tokens`` are. Differentiable any number of times.
+        ``dim``. Both are float32, or of the dtype of ``tokens`` if that is float64 or complex. Differentiable any number of times.
 
     Raises:
         TypeError: an argument is not a tensor, or a DTensor, or a dtype is not supported or does not mix.

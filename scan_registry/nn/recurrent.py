@@ -233,7 +233,9 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
                 return None
         first = self.batch_first
         if reset is not None:
-            if type(reset) is not Tensor or reset.shape != x.shape[:2]:
+            if type(reset) is not Tensor or reset.is_nested or reset.layout != torch.strided:
+                return None
+            if reset.shape != x.shape[:2]:
                 return None
             reset = (reset if first else reset.t()).contiguous()
         found = fast_layer(self._cell, (x, *self._tensors(0), reset, *states), first)

@@ -50,7 +50,8 @@ def found_in_c(
 ) -> Callable[..., Any]:
     """A function of a flag and ``count`` tensors, some of them None, that runs the plan of such calls. If there is none,
     ``plan`` makes it from the same arguments. ``marks`` has a bit for each tensor that may be boolean. None if a tensor is not
-    plain or records derivatives, or if the dispatcher would do more than find the kernels. Whether anything profiles, or takes forward-mode derivatives, is left to the caller."""
+    plain or records derivatives, or if the dispatcher would do more than find the kernels. Whether anything profiles, or takes
+    forward-mode derivatives, is left to the caller."""
     return TensorPath(
         types=PLAIN_TYPES,
         tensor=torch._C.TensorBase,

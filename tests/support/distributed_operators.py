@@ -79,6 +79,7 @@ class Selective:
 
     groups    of B and of C; 0 for one that does not change with time
     ways      names of ``WAYS``
+    sequences that are packed, if any are: 3 or 1
     """
 
     groups: tuple[int, int]
@@ -87,6 +88,7 @@ class Selective:
     ways: tuple[str, ...] = ("pieces", "one piece")
     softplus: bool = True
     complex_numbers: bool = False
+    sequences: int = 3
 
     @property
     def timed(self) -> tuple[int, ...]:
@@ -114,7 +116,7 @@ class Selective:
         given += map(projection, self.groups)
         if not self.every:
             return [*given, None, None, None, None]
-        between = (3,) if self.packed else ()
+        between = (self.sequences,) if self.packed else ()
         initial = draw_state(batch, *between, channels, states)
         return [*given, draw(channels), draw(batch, channels, time), draw(channels), initial]
 
@@ -154,7 +156,8 @@ def selective(rank: int, ranks: int, group: Any, case: Selective) -> None:
     lengths = [(3, 0, 4)[each % 3] for each in range(ranks)]
     time, begin = sum(lengths), sum(lengths[:rank])
     given, softplus = case.arguments(2, 24, 3, time), case.softplus
-    bounds = torch.tensor([0, time // 3, time // 3, time]) if case.packed else None
+    borders = [time // 3] * (case.sequences - 1)
+    bounds = torch.tensor([0, *borders, time]) if case.packed else None
     weights = torch.randn(2, 24, time, dtype=torch.float64)
     how: Any = {"cu_seqlens": bounds, "return_final_state": True}
 

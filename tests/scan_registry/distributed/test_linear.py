@@ -25,6 +25,20 @@ def test_uneven_and_empty_parts(ranks: RankPool, size: int) -> None:
     )
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_channels_or_no_batches(ranks: RankPool, size: int) -> None:
+    ranks.run(
+        size,
+        compare,
+        *(
+            Case(shape, UNEVEN, dim, False, schedule, initial=True, final=True, bounds=bounds)
+            for shape, dim in (((2, 0), 1), ((2, 0), -1), ((0, 9), 1))
+            for schedule in ("reduce", "pass")
+            for bounds in (None, (0.5,))
+        ),
+    )
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_sequences_that_cross_ranks(ranks: RankPool, size: int) -> None:
     """Borders in the midst of parts, at the borders of ranks (there are 12 steps for three of them), and empty sequences."""

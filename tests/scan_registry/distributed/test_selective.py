@@ -47,6 +47,13 @@ def test_complex_numbers(ranks: RankPool, groups: tuple[int, int], ways: tuple[s
     ranks.run(3, selective, Selective(groups, ways=ways, complex_numbers=True))
 
 
+@pytest.mark.parametrize("complex_numbers", [False, True])
+def test_one_packed_sequence(ranks: RankPool, complex_numbers: bool) -> None:
+    """Its initial state has the form of a B that all channels share."""
+    case = Selective((1, 1), packed=True, complex_numbers=complex_numbers, sequences=1)
+    ranks.run(3, selective, case)
+
+
 @pytest.mark.parametrize("way", ["one piece", *REDUCED])
 def test_outputs_can_be_changed_in_place(ranks: RankPool, way: str) -> None:
     ranks.run(2, selective_outputs, way)
