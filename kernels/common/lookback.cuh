@@ -217,7 +217,8 @@ struct LookbackWarp {
                 x = goes_on ? SharedStorage<SCANS>::after_groups(segment.column, scan) : before_column(segment.column);
                 entered = true;
             }
-            // The shuffles also order all lanes' reads of the kept state before `keep`. Without them it stays what it was.
+            // All lanes have read the kept state before the first shuffle, and `keep` comes after the last one: a warp's
+            // accesses to shared memory are made in its order. If there is no shuffle, `keep` writes what was there.
 #pragma unroll
             for (int i = 0; i < KNOWN; i++)
 #pragma unroll 1

@@ -24,7 +24,8 @@ _SHARED_ROW, _OWN_ROW = {2: (3.4, 5.2), 4: (2.7, 3.7)}, 16.0
 #: Tiles of four warps that a sequence fills on average where four warps share a row: see ``registers.walk_cost``.
 _SHARED_TILES = 2
 _ELEMENT = 0.008  # ns for an element in CUDA, where there are many rows
-#: ns for a step of a sequence in Triton, likewise; for a program where there are many, and for each of its tiles.
+#: ns for a step of a sequence in Triton, by the bytes of an element, forward and backward; for a program where there are
+#: many, and for each of its tiles.
 _TRITON_STEP, _PROGRAM, _PROGRAM_TILE = {2: (2.8, 3.3), 4: (3.5, 5.6)}, 1.0, 0.8
 _TRITON_TIMES = 256  # of a tile
 _FASTER = 1.2  # times that Triton has to be as fast to come first

@@ -14,8 +14,8 @@ from scan_registry.kernels.tuning import Model, Row, Shape, Tuning, arch_distanc
 
 #: What decides: a row's times; those, scaled to the problem; or the timing model alone.
 Rule = Literal["row", "scaled_row", "timing_model"]
-#: A row counts up to this distance if there is a timing model, and up to the second one if all sizes count alike. A problem
-#: that is farther from all rows goes by the model alone.
+#: Where there is a timing model, a row counts if its distance is at most the first number, and its distance with all weights 1
+#: at most the second. Otherwise the model decides alone.
 NEAR, NEAR_UNWEIGHTED = 2.0, 4.0
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
 from scan_registry.nn import checks, projected, torch_cells
 from scan_registry.nn.packing import Packing, Resets, turned_resets
-from scan_registry.nn.states import States, as_given, batched, by_heads, joined
+from scan_registry.nn.states import States, as_given, as_tensors, batched, by_heads, joined
 from scan_registry.ops.rnn import rnn
 from scan_registry.ops.rnn_layer import fast_layer, on_gpu
 from scan_registry.ops.rnn_layer_composed import Cell
@@ -190,15 +190,15 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
         if self.proj_size:
             return self._projected(input, states, reset, reset_hx)
         steps = x.shape[0], x.shape[0] * x.shape[1]
-        if reset is None and batch is not None and torch_cells.takes(self, input, steps):
-            out, last = torch_cells.run(self, input, states)
-            return out, as_given(last)
-        resets = None
-        if reset is not None:
-            anew = checks.states_of(self, reset_hx, input, batch, "reset_hx")
-            marks = reset.unsqueeze(0) if batch is None else reset if first else reset.t()
-            resets = self._resets(marks.contiguous(), None, batched(anew, batch))
-        out, last = self._layers(x, states, None, resets, tried and batch is not None)
+        if reset is None and torch_cells.takes(self, input, steps):
+            out, last = torch_cells.run(self, x, states, first=False)
+        else:
+            resets = None
+            if reset is not None:
+                anew = checks.states_of(self, reset_hx, input, batch, "reset_hx")
+                marks = reset.unsqueeze(0) if batch is None else reset if first else reset.t()
+                resets = self._resets(marks.contiguous(), None, batched(anew, batch))
+            out, last = self._layers(x, states, None, resets, tried and batch is not None)
         if batch is None:
             out, last = out.squeeze(1), [state.squeeze(1) for state in last]
         return out.transpose(0, 1) if first else out, as_given(last)
@@ -223,19 +223,13 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
             return None
         states: Any = ()
         if hx is not None:
-            count = len(SIZES[self.function].states)
-            states = (hx,) if count == 1 else hx
-            if (
-                not isinstance(states, (tuple, list))
-                or len(states) != count
-                or not all(isinstance(state, Tensor) for state in states)
-            ):
+            states = as_tensors(hx, len(SIZES[self.function].states))
+            if states is None:
                 return None
         first = self.batch_first
         if reset is not None:
-            if type(reset) is not Tensor or reset.is_nested or reset.layout != torch.strided:
-                return None
-            if reset.shape != x.shape[:2]:
+            plain = type(reset) is Tensor and not reset.is_nested and reset.layout == torch.strided
+            if not plain or reset.shape != x.shape[:2]:
                 return None
             reset = (reset if first else reset.t()).contiguous()
         found = fast_layer(self._cell, (x, *self._tensors(0), reset, *states), first)

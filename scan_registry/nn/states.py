@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,14 @@ States = list[Tensor]
 def batched(states: States | None, batch: int | None) -> States | None:
     """States with a batch dimension, which is added if ``batch`` is None."""
     return states if states is None or batch is not None else [s.unsqueeze(1) for s in states]
+
+
+def as_tensors(states: Any, count: int) -> tuple[Tensor, ...] | None:
+    """States as users give them, as a tuple of so many tensors; None if they are anything else."""
+    given = (states,) if count == 1 else states
+    if not isinstance(given, (tuple, list)) or len(given) != count:
+        return None
+    return (*given,) if all(isinstance(state, Tensor) for state in given) else None
 
 
 def by_heads(states: States, lead: tuple[int, int], dim: int) -> Tensor:

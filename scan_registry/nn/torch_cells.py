@@ -27,8 +27,20 @@ _CALLS: Mapping[Function, Callable[..., Any]] = {
     "elman": torch._VF.rnn_tanh,
 }
 
-#: With so many steps or more, this package's code is faster than torch's.
-_FEWEST_STEPS: Mapping[Function, int] = {"gru": 8, "elman": 16}
+#: The fewest steps with which this package's code is faster than torch's, without gradients and with them, by the least
+#: number of units of all sequences together (batch size times hidden units). Many units are one large product of matrices
+#: for torch, which its library computes faster. From `tools/bench_rnn.py --device cpu --threads 1` and `2`.
+_NEVER = 1 << 62
+_FEWEST_STEPS: Mapping[Function, tuple[tuple[int, int, int], ...]] = {
+    "gru": (
+        (32768, _NEVER, _NEVER),
+        (16384, _NEVER, 12),
+        (8192, 32, 8),
+        (1024, 12, 8),
+        (0, 8, 8),
+    ),
+    "elman": ((16384, _NEVER, _NEVER), (4096, 32, 32), (0, 24, 16)),
+}
 #: With so many hidden units or more, packing R for the kernel takes as long as some steps. The packing does
 #: not pay off if all sequences together have fewer steps than the second number. Without gradients, the
 #: fixed time of a call does not pay off either.
@@ -86,7 +98,11 @@ def is_faster(function: Function, units: int, steps: int, all_steps: int) -> boo
         )
     if all_steps < _FEWEST_OF_ALL and (units >= _LARGE or not torch.is_grad_enabled()):
         return True
-    return steps < _FEWEST_STEPS[function]
+    of_a_step = units * all_steps // max(1, steps)
+    without, recorded = next(
+        fewest for least, *fewest in _FEWEST_STEPS[function] if of_a_step >= least
+    )
+    return steps < (recorded if torch.is_grad_enabled() else without)
 
 
 def is_faster_in_bfloat16(units: int, steps: int, all_steps: int) -> bool:
@@ -113,12 +129,16 @@ def run(
     states: States | None,
     sizes: Tensor | None = None,
     weights: list[Tensor] | None = None,
+    *,
+    first: bool | None = None,
 ) -> tuple[Tensor, States]:
     """All layers, over x (T, B, I), or with ``batch_first`` (B, T, I), or the data of a PackedSequence and
     its ``batch_sizes``: h in the same layout, and the last states. States are (layers · directions, B, H),
-    in the order of the packed data. ``weights`` are those of the module if None."""
+    in the order of the packed data. ``weights`` and ``first``, which is whether B comes first, are those of the module if
+    None."""
+    first = module.batch_first if first is None else first
     if states is None:
-        batch = int(sizes[0]) if sizes is not None else x.shape[0 if module.batch_first else 1]
+        batch = int(sizes[0]) if sizes is not None else x.shape[0 if first else 1]
         rows = module.num_layers * (2 if module.bidirectional else 1)
         zeros = x.new_zeros(rows, batch, module.hidden_size)
         states = [zeros, zeros] if module.function == "lstm" else [zeros]
@@ -135,7 +155,7 @@ def run(
     )
     call = _CALLS[module.function]
     if sizes is None:
-        h, *last = call(x, given, *common, module.batch_first)
+        h, *last = call(x, given, *common, first)
     else:
         h, *last = call(x, sizes, given, *common)
     return h, last

@@ -31,8 +31,13 @@ def test_what_torch_is_slower_at_it_does_not_do() -> None:
         assert not run_by_torch(nn.GRU(3, 4), torch.randn(8, 2, 3))[1]
         assert run_by_torch(nn.GRU(3, 4), torch.randn(8, 1, 3))[1]
         assert not run_by_torch(nn.GRU(3, 256), torch.randn(8, 2, 3))[1]
-        assert run_by_torch(nn.RNN(3, 4), torch.randn(15, 2, 3))[1]
-        assert not run_by_torch(nn.RNN(3, 4), torch.randn(16, 2, 3))[1]
+        assert run_by_torch(nn.GRU(3, 256), torch.randn(31, 32, 3))[1]
+        assert not run_by_torch(nn.GRU(3, 256), torch.randn(32, 32, 3))[1]
+        assert run_by_torch(nn.GRU(3, 256), torch.randn(100, 64, 3))[1]
+        assert run_by_torch(nn.RNN(3, 4), torch.randn(23, 2, 3))[1]
+        assert not run_by_torch(nn.RNN(3, 4), torch.randn(24, 2, 3))[1]
+        assert run_by_torch(nn.RNN(3, 256), torch.randn(100, 64, 3))[1]
+        assert run_by_torch(nn.RNN(3, 4), torch.randn(1, 3))[1]  # without a batch
         assert run_by_torch(nn.LSTM(3, 4), torch.randn(1, 2, 3))[1]
         assert not run_by_torch(nn.LSTM(3, 256), torch.randn(1, 2, 3))[1]
         assert run_by_torch(nn.LSTM(3, 256), torch.randn(57, 9, 3))[1]
@@ -41,6 +46,10 @@ def test_what_torch_is_slower_at_it_does_not_do() -> None:
         assert run_by_torch(nn.GRU(3, 4, dtype=torch.float64), many.double())[1]
     assert not run_by_torch(nn.GRU(3, 4), torch.randn(8, 1, 3))[1]
     assert run_by_torch(nn.GRU(3, 256), torch.randn(8, 1, 3))[1]
+    assert not run_by_torch(nn.GRU(3, 256), torch.randn(12, 64, 3))[1]
+    assert run_by_torch(nn.GRU(3, 512), torch.randn(12, 64, 3))[1]
+    assert run_by_torch(nn.RNN(3, 4), torch.randn(15, 2, 3))[1]
+    assert not run_by_torch(nn.RNN(3, 4), torch.randn(16, 2, 3))[1]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
