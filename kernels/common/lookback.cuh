@@ -20,8 +20,8 @@
 // the last segment of each GROUP of a column also publishes the aggregate of the whole group. A look-back reads those of
 // whole groups, and then those of the segments after the last whole group. CTAs publish aggregates only, never prefixes,
 // and groups are aligned with the column, so the order of operations is fixed and results are the same in every run.
-// For each column a CTA keeps the state after the last whole group that it has read, and goes on from that state. So over
-// all of its turns a CTA reads each group of a column once, unless there are more columns than states that it can keep.
+// For as many columns as it has room for, a CTA keeps the state after the last whole group that it has read, and goes on from
+// that state. Of those columns it reads each group once, over all of its turns. Of others it reads all groups in each turn.
 //
 // No deadlock: a CTA composes and publishes a segment's aggregate after it has scanned the segment of PREFIX_LEAD + 1
 // turns earlier (and a group's aggregate once those of the group's earlier segments are published), and a segment waits

@@ -32,9 +32,9 @@ MOST_PIECES = 64  # of "pass"; the CPU launches each of them
 #: The channels of a piece are a multiple of this many bytes at each time step, so that kernels read whole 128-byte lines
 #: where channels are contiguous.
 LINE = 128
-#: Seconds of a time step that a scan on a GPU takes at least if channels are contiguous, however few they are: a tile of time
-#: steps needs the state that leaves the tile before it. Measured for 256 channels and 524,288 steps in bfloat16 on an H200;
-#: "both" is the sum.
+#: The least time of a time step, in seconds, of a scan on a GPU with contiguous channels. A tile of time steps needs the state
+#: that leaves the tile before, so a scan of few channels does not get the memory's bandwidth. Measured for 256 channels and
+#: 524,288 steps in bfloat16 on an H200; "both" is the sum.
 CHAIN: Mapping[Direction, float] = {"forward": 0.5e-9, "backward": 0.8e-9, "both": 1.3e-9}
 #: Bytes of a rank's header, in the all-gather that compares the ranks' arguments before "pass" sends states. "reduce" sends
 #: the header together with the summary.
@@ -52,7 +52,7 @@ class Work:
     lines    number of equal units of channels; "pass" does not cut inside a unit
     passes   number of passes over the sequence: 2 for forward and backward, over which ``summary``, ``scan`` and ``chain`` are
              sums
-    chain    seconds of a time step that a scan of few channels takes at least
+    chain    the least time of a time step, in seconds
     """
 
     steps: tuple[int, ...]
@@ -107,7 +107,7 @@ def linear_scan_work(
     rows      batch × channels
     itemsize  bytes of an element; ranks exchange states in 4 bytes for each element, or 8 for float64 and complex64
     channels  size of the dimension that is cut into pieces; all rows unless given
-    chained   whether a GPU scans a sequence whose channels are contiguous, which has the limit ``CHAIN``
+    chained   whether a GPU scans a sequence whose channels are contiguous; a time step then takes at least ``CHAIN``
     """
     moved = rows * itemsize
     lines = max(1, -(-(rows if channels is None else channels) // line_of(itemsize)))

@@ -105,10 +105,13 @@ def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one sequence at least"
         )
     bounds = tuple(cu_seqlens.tolist())
-    rises = all(a <= b for a, b in pairwise(bounds))
-    if bounds[0] != 0 or not rises:
-        how = f"begins with {bounds[0]}" if rises else "falls somewhere"
-        raise ValueError(f"cu_seqlens {how}; it must rise from 0 to the steps of all ranks")
+    wrong = None if bounds[0] == 0 else f"begins with {bounds[0]}"
+    for number, (one, following) in enumerate(pairwise(bounds), 1):
+        if one > following:
+            wrong = f"falls from {one} to {following} at index {number}"
+            break
+    if wrong:
+        raise ValueError(f"cu_seqlens {wrong}; it must rise from 0 to the steps of all ranks")
     return bounds
 
 
@@ -119,4 +122,7 @@ def compared(bounds: tuple[int, ...] | None) -> tuple[int, str]:
     digest = int.from_bytes(blake2b(repr(bounds).encode(), digest_size=7).digest(), "little")
     if len(bounds) <= 12:
         return digest, f"cu_seqlens {list(bounds)}"
-    return digest, f"cu_seqlens {list(bounds[:12])} and {len(bounds) - 12} more, digest {digest:x}"
+    return (
+        digest,
+        f"cu_seqlens {list(bounds[:12])} and {len(bounds) - 12} more, hash of all {digest:x}",
+    )

@@ -410,7 +410,8 @@ class Run:
             return (Piece(None, 0, 0, 1),)
         axis = self.axis()
         size = self.shape[axis]
-        # "reduce" has none. It comes here if there are no channels or no batches, and so no summaries either.
+        # With "reduce" the number of pieces is 0. If there are no channels or no batches, there are no summaries either, and
+        # the states, which are empty, are passed on in one piece.
         width = piece_width(size, max(1, self.pieces), self.dtype.itemsize)
         return tuple(
             Piece(axis, self.axis_of_states(), begin, min(width, size - begin))

@@ -92,8 +92,8 @@ def decays(sizes: Tensor, A: Tensor) -> Tensor:
 
 
 def summed_sizes(given: Arguments, options: Options) -> Tensor:
-    """The sums of the step sizes, (batch, channels), in the computation's dtype: where they go through softplus, by a kernel if
-    one does it."""
+    """The sums of the step sizes, (batch, channels), in the computation's dtype. With softplus a kernel adds them up on a GPU,
+    unless no kernel takes the arguments."""
     delta, bias = given.delta, given.delta_bias
     compute = reference.compute_dtype(delta.dtype)
     if not options.softplus:
