@@ -32,7 +32,7 @@ def test_every_row_is_timed(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if not line.startswith("µs")]
-    assert len(rows) == 11 + 3 * 4
+    assert len(rows) == 11 + 3 * 6
     assert {" ".join(row[:-6]) for row in rows[:11]} >= {"plain", "both, reverse", "packed, both"}
     for row in rows[11:]:
         composed, short = (int(each) for each in row[-2:])
