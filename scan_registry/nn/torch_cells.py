@@ -37,15 +37,15 @@ _FEWEST_STEPS: Mapping[Function, tuple[tuple[int, int, int], ...]] = {
         (32768, _NEVER, _NEVER),
         (16384, _NEVER, 12),
         (8192, 32, 8),
-        (1024, 12, 8),
+        (512, 12, 8),
         (0, 8, 8),
     ),
     "elman": ((16384, _NEVER, _NEVER), (4096, 32, 32), (0, 24, 16)),
 }
 #: With so many hidden units or more, packing R for the kernel takes as long as some steps. The packing does
-#: not pay off if all sequences together have fewer steps than the second number. Without gradients, the
-#: fixed time of a call does not pay off either.
-_LARGE, _FEWEST_OF_ALL = 256, 16
+#: not pay off if all sequences together have fewer steps than the second number, or than the third for a GRU without
+#: gradients. Without gradients, the fixed time of a call does not pay off either.
+_LARGE, _FEWEST_OF_ALL, _FEWEST_OF_LARGE_GRU = 256, 16, 96
 #: torch converts an LSTM's weights at each call, which is slow if they are large. torch is faster only if
 #: all sequences together have more steps than so many.
 _MOST_OF_LARGE_LSTM = 512
@@ -97,13 +97,16 @@ def is_faster(function: Function, units: int, steps: int, all_steps: int) -> boo
                 and torch.get_num_threads() > 1
             )
         )
-    if all_steps < _FEWEST_OF_ALL and (units >= _LARGE or not torch.is_grad_enabled()):
+    untracked = not torch.is_grad_enabled()
+    if all_steps < _FEWEST_OF_ALL and (units >= _LARGE or untracked):
+        return True
+    if function == "gru" and untracked and units >= _LARGE and all_steps < _FEWEST_OF_LARGE_GRU:
         return True
     of_a_step = units * all_steps // max(1, steps)
     without, recorded = next(
         fewest for least, *fewest in _FEWEST_STEPS[function] if of_a_step >= least
     )
-    return steps < (recorded if torch.is_grad_enabled() else without)
+    return steps < (without if untracked else recorded)
 
 
 def is_faster_in_bfloat16(units: int, steps: int, all_steps: int) -> bool:
