@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cached_property
 from typing import Literal
 
 from scan_registry.artifact.archive import Archive, ArchiveError
@@ -52,7 +53,7 @@ class TuningMatch:
     shape: Shape
     sm_count: int | None
 
-    @property
+    @cached_property  # of one match, which rates all variants
     def is_near(self) -> bool:
         """Whether the problem is so near to the row's that the row counts. By the weights alone, with which channels count
         little, a row of 256 channels would count for 4 channels, with which most of a tile is empty."""

@@ -102,8 +102,9 @@ def test_a_long_sequence_of_few_channels_is_reduced() -> None:
     found = replace(MACHINES["nvlink"], memory=4.28e12, piece=67e-6)
     for direction, pieces, seconds in (("forward", 3, 1.44e-3), ("backward", 2, 2.58e-3)):
         work = linear_scan_work(
-            even(1 << 20, 2),
-            *(1024, 2),
+            steps=even(1 << 20, 2),
+            rows=1024,
+            itemsize=2,
             direction=direction,  # type: ignore[arg-type]
             chained=True,
         )

@@ -24,35 +24,46 @@ def run_by_torch(module: torch.nn.Module, *inputs: Any) -> tuple[Any, bool]:
     return found, made.called
 
 
+#: Of a kind with so many hidden units and sequences: from how many steps on torch's function does not run, without gradients
+#: and with gradients. None: it runs for 100 steps, too.
+LEFT_TO_THIS_PACKAGE: tuple[tuple[str, int, int, int | None, int | None], ...] = (
+    ("GRU", 4, 2, 8, 8),
+    ("GRU", 4, 1, 16, 8),
+    ("GRU", 128, 4, 12, 8),
+    ("GRU", 256, 2, 48, 8),
+    ("GRU", 256, 1, 96, 16),
+    ("GRU", 256, 32, 32, 8),
+    ("GRU", 256, 64, None, 12),
+    ("GRU", 512, 64, None, None),
+    ("RNN", 4, 2, 24, 16),
+    ("RNN", 64, 64, 32, 32),
+    ("RNN", 256, 64, None, None),
+)
+
+
+@pytest.mark.parametrize(("kind", "units", "batch", "without", "recorded"), LEFT_TO_THIS_PACKAGE)
+def test_from_how_many_steps_on_torch_is_slower(
+    kind: str, units: int, batch: int, without: int | None, recorded: int | None
+) -> None:
+    module = getattr(nn, kind)(3, units)
+    for grad, fewest in ((False, without), (True, recorded)):
+        with torch.set_grad_enabled(grad):
+            last = 100 if fewest is None else fewest - 1
+            assert run_by_torch(module, torch.randn(last, batch, 3))[1]
+            if fewest is not None:
+                assert not run_by_torch(module, torch.randn(fewest, batch, 3))[1]
+
+
 def test_what_torch_is_slower_at_it_does_not_do() -> None:
-    """Many steps that torch takes one by one, and few steps of an LSTM with large weights."""
+    """Few steps of an LSTM with large weights, and many packed steps of a small GRU."""
     with torch.no_grad():
-        assert run_by_torch(nn.GRU(3, 4), torch.randn(7, 2, 3))[1]
-        assert not run_by_torch(nn.GRU(3, 4), torch.randn(8, 2, 3))[1]
-        assert run_by_torch(nn.GRU(3, 4), torch.randn(8, 1, 3))[1]
-        assert run_by_torch(nn.GRU(3, 256), torch.randn(47, 2, 3))[1]
-        assert not run_by_torch(nn.GRU(3, 256), torch.randn(48, 2, 3))[1]
-        assert run_by_torch(nn.GRU(3, 128), torch.randn(11, 4, 3))[1]
-        assert not run_by_torch(nn.GRU(3, 128), torch.randn(12, 4, 3))[1]
-        assert run_by_torch(nn.GRU(3, 256), torch.randn(31, 32, 3))[1]
-        assert not run_by_torch(nn.GRU(3, 256), torch.randn(32, 32, 3))[1]
-        assert run_by_torch(nn.GRU(3, 256), torch.randn(100, 64, 3))[1]
-        assert run_by_torch(nn.RNN(3, 4), torch.randn(23, 2, 3))[1]
-        assert not run_by_torch(nn.RNN(3, 4), torch.randn(24, 2, 3))[1]
-        assert run_by_torch(nn.RNN(3, 256), torch.randn(100, 64, 3))[1]
-        assert run_by_torch(nn.RNN(3, 4), torch.randn(1, 3))[1]  # without a batch
         assert run_by_torch(nn.LSTM(3, 4), torch.randn(1, 2, 3))[1]
         assert not run_by_torch(nn.LSTM(3, 256), torch.randn(1, 2, 3))[1]
         assert run_by_torch(nn.LSTM(3, 256), torch.randn(57, 9, 3))[1]
+        assert run_by_torch(nn.RNN(3, 4), torch.randn(1, 3))[1]  # without a batch
         many = torch.randn(100, 2, 3)
         assert not run_by_torch(nn.GRU(3, 4), pack_sequence([*many.unbind(1)]))[1]
         assert run_by_torch(nn.GRU(3, 4, dtype=torch.float64), many.double())[1]
-    assert not run_by_torch(nn.GRU(3, 4), torch.randn(8, 1, 3))[1]
-    assert run_by_torch(nn.GRU(3, 256), torch.randn(8, 1, 3))[1]
-    assert not run_by_torch(nn.GRU(3, 256), torch.randn(12, 64, 3))[1]
-    assert run_by_torch(nn.GRU(3, 512), torch.randn(12, 64, 3))[1]
-    assert run_by_torch(nn.RNN(3, 4), torch.randn(15, 2, 3))[1]
-    assert not run_by_torch(nn.RNN(3, 4), torch.randn(16, 2, 3))[1]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
