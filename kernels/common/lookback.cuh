@@ -217,14 +217,13 @@ struct LookbackWarp {
                 x = goes_on ? SharedStorage<SCANS>::after_groups(segment.column, scan) : before_column(segment.column);
                 entered = true;
             }
-            // All lanes have read the kept state before the first shuffle, and `keep` comes after the last one: a warp's
-            // accesses to shared memory are made in its order. If there is no shuffle, `keep` writes what was there.
 #pragma unroll
             for (int i = 0; i < KNOWN; i++)
 #pragma unroll 1
                 for (int p = 0; p < PLACES && begin < end; p++, begin++)
                     x = from_lane(groups[i], p * OWN + lane % OWN)(x);
         } while (begin < end);
+        __syncwarp();  // all lanes have read the kept state before one of them writes the next
         if (place == 0) SharedStorage<SCANS>::keep(segment.column, scan, x);
         return x;
     }
