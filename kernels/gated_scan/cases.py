@@ -119,8 +119,8 @@ class Case:
 @dataclass(frozen=True)
 class Trial:
     """Inputs of one problem in one dtype, and the results in float64. Sequences are (batch, channels, time), states
-    (batch, channels), or (batch, channels, sequences) where sequences are packed. A gradient that is a sum over steps
-    has in ``terms`` the root of the sum of its terms' squares."""
+    (batch, channels), or (batch, channels, sequences) where sequences are packed. Gradients are sums, of a part through the
+    gate and one through the token and, of parameters, over steps: ``terms`` has the root of the sum of the terms' squares."""
 
     shape: Shape
     kind: str
@@ -304,8 +304,8 @@ def _offsets(time: int) -> Tensor:
 def solved(
     kind: Kind, given: dict[str, Tensor | None], reverse: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Every output of both directions in float64, from the kernels' pointers by name, and of those that are sums over steps
-    the root of the sum of the terms' squares. A gradient that no state before the scan has is an output, too."""
+    """Every output of both directions in float64, from the kernels' pointers by name, and of gradients that are sums the
+    root of the sum of the terms' squares. A gradient that no state before the scan has is an output, too."""
     sequences = [t.double() for n in _INPUTS if (t := given.get(n)) is not None]
     parameters, reset = given["parameters"], given["reset"]
     # A parameter's copy for each step has the terms of the parameter's gradient.
@@ -324,10 +324,19 @@ def solved(
     gate_grad = token_grad * before
     if reset is not None:
         gate_grad = gate_grad.masked_fill(reset[:, None], 0)
-    found = torch.autograd.grad((gate, token), leaves, (gate_grad, token_grad), allow_unused=True)
+    # What reaches each leaf through the gate, and through the token: the two may cancel.
+    parts = [
+        torch.autograd.grad(
+            by, leaves, grad, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for by, grad in ((gate, gate_grad), (token, token_grad))
+    ]
     grads = [
-        torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, found, strict=True)
+        through_gate + through_token for through_gate, through_token in zip(*parts, strict=True)
+    ]
+    sizes = [
+        through_gate.hypot(through_token)
+        for through_gate, through_token in zip(*parts, strict=True)
     ]
     expected = {
         "states": states,
@@ -335,11 +344,12 @@ def solved(
         "initial_state_grad": initial_grad,
         **dict(zip(_INPUT_GRADS, grads[: len(sequences)], strict=False)),
     }
-    if not of_channels:
-        return expected, {}
-    of_parameters = torch.stack(grads[len(sequences) :])
-    expected["parameters_grad"] = of_parameters.sum((1, 3))
-    return expected, {"parameters_grad": of_parameters.square().sum((1, 3)).sqrt()}
+    terms = dict(zip(_INPUT_GRADS, sizes[: len(sequences)], strict=False))
+    if of_channels:
+        expected["parameters_grad"] = torch.stack(grads[len(sequences) :]).sum((1, 3))
+        of_steps_terms = torch.stack(sizes[len(sequences) :])
+        terms["parameters_grad"] = of_steps_terms.square().sum((1, 3)).sqrt()
+    return expected, terms
 
 
 @dataclass(frozen=True)
