@@ -1,11 +1,14 @@
 """The commands of a working copy: see the package work, and test it; and build the documentation.
 
     python3 tools/dev.py demo [--archs all]   build a wheel, install it, look inside, run its self-test
-    python3 tools/dev.py test [ARG …]         build the wheel, then ruff, mypy, import contracts, the site,
+    python3 tools/dev.py test [--archs all] [ARG …]
+                                              build the wheel, and ruff, mypy, import contracts, the site,
                                               attestations and pytest
     python3 tools/dev.py site                 build the documentation into build/site, and no wheel
 
-``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none; ``test`` for all.
+``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none; ``test`` for the architectures whose
+code takes different ways through the sources, in half of the time that all take. Every night the wheels of all are
+built and tested. ``test --archs all`` does that here, which is worth its time after a change of kernels.
 
 ``types`` runs mypy alone, for the commit hook.
 
@@ -27,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # After everything that is installed: beside this folder lie the sources of what is.
@@ -55,13 +59,24 @@ WORK = ROOT / "build" / "dev"
 #: What the site is built from, and the pinned programs that build it.
 SITE = ROOT / "docs" / "mkdocs.yml"
 SITE_REQUIREMENTS = ROOT / "docs" / "requirements.txt"
+#: What ``test`` compiles for: what a release has run on a GPU (sm90 and ptx80), and what sm86 and sm89 are compiled
+#: from (sm80). Tests compile a variant of each kernel for the others.
+TESTED = "sm80,sm90,ptx80"
 
 
 # --- The wheel --------------------------------------------------------------------------------
 
 
+def install_tools(environment: Environment) -> None:
+    """Torch and the linters at their pinned versions, and what builds the site and checks a release."""
+    lists = [
+        word for path in (CONSTRAINTS, REQUIREMENTS, SITE_REQUIREMENTS) for word in ("-r", path)
+    ]
+    require("install torch and the tools", environment.pip("install", "-q", *lists))
+
+
 def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
-    """Torch first, at the pinned version, and then exactly this wheel; for tests, the release's tools.
+    """Torch first, at the pinned version, and then exactly this wheel.
 
     The version does not change from build to build, so an installed one is removed beforehand.
     The constraints hold for this environment only; the build's own has its pins in the backend.
@@ -74,9 +89,6 @@ def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
     for left in environment.folder.glob(f"lib/python3*/site-packages/{PACKAGE}"):
         shutil.rmtree(left)
     require("install the wheel", environment.pip("install", "-q", *pinned, f"{wheel.path}{extra}"))
-    if extra:
-        needed = ("-r", REQUIREMENTS, "-r", SITE_REQUIREMENTS)
-        require("install the tools", environment.pip("install", "-q", *pinned, *needed))
     # From a folder without the sources, as the tests are to see it.
     where = f"import {PACKAGE}, pathlib; print(pathlib.Path({PACKAGE}.__file__).parent)"
     result = subprocess.run(
@@ -152,18 +164,15 @@ def report_attestations(environment: Environment) -> None:
 
 
 def pytest_arguments(given: Sequence[str], workers: int) -> list[str]:
-    """One worker per core for the whole suite; a choice of tests is left as it was made."""
-    return list(given) if given else ["-n", str(min(workers, 8))]
+    """One worker per core for the whole suite, which take tests from one another; a choice of tests is left as it was
+    made."""
+    return list(given) if given else ["-n", str(min(workers, 8)), "--dist", "worksteal"]
 
 
-def check_all(environment: Environment, arguments: Sequence[str]) -> int:
-    """Every check, in order, whether or not an earlier one failed; 0 if all passed.
-
-    pytest comes last and has the last word on the terminal. It is started as the environment's
-    program, not by ``-m``, which would put this folder, and with it the sources, on its path.
-    """
+def check_sources(environment: Environment) -> list[str]:
+    """Every check that reads the sources alone, whether or not an earlier one failed; the names of those that did."""
     ruff = environment.program("ruff")
-    failed = [
+    return [
         title
         for title, status in (
             ("ruff check", run("ruff check", [ruff, "check", "."])),
@@ -174,6 +183,16 @@ def check_all(environment: Environment, arguments: Sequence[str]) -> int:
         )
         if status
     ]
+
+
+def check_installed(
+    environment: Environment, arguments: Sequence[str], failed: Sequence[str]
+) -> int:
+    """The checks of what is installed; 0 if all passed, and nothing is among those that ``failed`` before.
+
+    pytest comes last and has the last word on the terminal. It is started as the environment's
+    program, not by ``-m``, which would put this folder, and with it the sources, on its path.
+    """
     report_attestations(environment)
     if failed:
         say(f"\nFAILED: {', '.join(failed)}; pytest follows, and the exit status will be 1")
@@ -195,11 +214,16 @@ def demo(fresh: bool, archs: str) -> None:
     require("self-test", [program, "selftest"], cwd=WORK)
 
 
-def test(fresh: bool, arguments: Sequence[str]) -> int:
+def test(fresh: bool, archs: str, arguments: Sequence[str]) -> int:
     check_machine()
     environment = make_environment(WORK / "venv", fresh)
-    install(environment, build_wheel(environment, WORK), extra="[test]")
-    return check_all(environment, arguments)
+    with ThreadPoolExecutor(1) as pool:  # what reads the sources alone need not wait for the wheel
+        building = pool.submit(build_wheel, environment, WORK, archs=archs or TESTED)
+        install_tools(environment)
+        failed = check_sources(environment)
+        wheel = building.result()
+    install(environment, wheel, extra="[test]")
+    return check_installed(environment, arguments, failed)
 
 
 def site() -> int:
@@ -232,13 +256,13 @@ def main() -> int:
     ):
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
         command.add_argument("--fresh", action="store_true", help="make a new environment")
-        if name == "demo":
-            command.add_argument(
-                "--archs",
-                default="",
-                metavar="sm80,sm90",
-                help="the architectures to compile for, `all` for all; default: this machine's GPUs, or ptx80",
-            )
+        default = {"demo": "this machine's GPUs, or ptx80", "test": TESTED}[name]
+        command.add_argument(
+            "--archs",
+            default="",
+            metavar="sm80,sm90",
+            help=f"the architectures to compile for, `all` for all; default: {default}",
+        )
     commands.add_parser("types", help="mypy alone, in the environment that is there")
     commands.add_parser("site", help="the documentation, into build/site")
     options, rest = parser.parse_known_args()
@@ -252,7 +276,7 @@ def main() -> int:
         if options.command == "site":
             return site()
         if options.command == "test":
-            return test(options.fresh, rest)
+            return test(options.fresh, options.archs, rest)
         demo(options.fresh, options.archs)
         say(f"\ndemo done in {time.monotonic() - started:.0f} s")
         return 0

@@ -69,6 +69,7 @@ def test_pull_requests_run_the_command_that_developers_run() -> None:
     assert triggers["push"] == {"branches": ["main"]}
     assert [step["run"] for step in steps("checks") if "run" in step] == [
         "bash .ci/run",
+        "python3 tools/dev.py demo --archs all",
         "python3 tools/torch_matrix.py --strict",
         "bash ci/workflows.sh",
     ]
@@ -77,7 +78,7 @@ def test_pull_requests_run_the_command_that_developers_run() -> None:
 def test_pull_requests_from_forks_find_torch() -> None:
     """They see no variables, and without a further index x86-64 gets gigabytes of torch for CUDA."""
     given = re.findall(r"PIP_EXTRA_INDEX_URL: (\$\{\{.*?\}\})", "".join(TEXTS.values()))
-    assert len(given) == 4
+    assert len(given) == 5
     assert set(given) == {"${{ vars.TORCH_INDEX || 'https://download.pytorch.org/whl/cpu' }}"}
 
 
