@@ -10,6 +10,7 @@ from torch.nn.functional import silu
 
 from scan_registry.nn.layer import Device, ScanLayer, advance_gated, map_states, wide
 from scan_registry.nn.layer_checks import check_bound, check_positive, check_sizes
+from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.gated_scan_arguments import channel_values
 from scan_registry.ops.gated_scan_kinds import hgrn
 
@@ -103,8 +104,9 @@ class HGRN(ScanLayer):
         self.o_proj = nn.Linear(channels, hidden_size, bias=False, **place)
 
     @property
-    def matrix(self) -> Tensor:
-        return self.i_proj.weight
+    def matrix(self) -> Tensor | None:
+        weights = weights_of(self.i_proj)
+        return None if weights is None else weights[0]
 
     if TYPE_CHECKING:
 

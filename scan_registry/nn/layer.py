@@ -47,8 +47,8 @@ class ScanLayer(nn.Module):
         self.backend: Backend = backend
 
     @property
-    def matrix(self) -> Tensor:
-        """A parameter of the dtype that inputs are to have."""
+    def matrix(self) -> Tensor | None:
+        """A parameter of the dtype and the device that inputs are to have; None if a call of a module inside knows."""
         raise NotImplementedError
 
     def _sequence(self, x: Tensor, how: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:

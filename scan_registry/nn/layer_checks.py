@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import BACKENDS
-from scan_registry.nn.mamba_checks import DTYPES
+from scan_registry.nn.mamba_checks import DTYPES, check_device, check_dtype
 from scan_registry.ops.arguments import refuse_layout
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def check_absent(given: Mapping[str, tuple[Any, Any]]) -> None:
 
 def check_input(module: ScanLayer, x: Any, *, step: bool = False) -> None:
     """Refuse an input that does not go with the module's parameters."""
-    name, weight = type(module).__name__, module.matrix
+    name, matrix = type(module).__name__, module.matrix
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: Expected x to be a Tensor, got {type(x).__name__}")
     if x.layout != torch.strided or x.is_nested:
@@ -91,18 +91,9 @@ def check_input(module: ScanLayer, x: Any, *, step: bool = False) -> None:
         raise ValueError(
             f"{name}: Expected x of size ({leading}, {module.features}), got {tuple(x.shape)}"
         )
-    if x.dtype != weight.dtype and not (
-        torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
-    ):
-        raise ValueError(
-            f"{name}: Expected x of dtype {weight.dtype}, as the parameters are, got {x.dtype}. "
-            f"Convert the input: x.to({weight.dtype})"
-        )
-    if x.device != weight.device:
-        raise ValueError(
-            f"{name}: Expected x and parameters on one device, got x on {x.device} and parameters on "
-            f"{weight.device}"
-        )
+    check_dtype(name, "x", x, matrix)
+    if matrix is not None:
+        check_device(name, "x", x, matrix)
 
 
 def check_previous(module: ScanLayer, state: Any, *, packed: bool) -> None:

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from scan_registry.nn.mamba_block import States, Weights, mix
+from scan_registry.nn.mamba_block import States, Weights, convolved, mapped, mix
 from scan_registry.nn.mamba_checks import (
+    DTYPES,
     as_pair,
     check_constructor,
     check_hidden,
     check_options,
     check_states,
 )
+from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.causal_conv1d import causal_conv1d_update
 from scan_registry.ops.selective_state_update import selective_state_update
 
@@ -231,7 +233,13 @@ class Mamba(nn.Module):
             return self._step(hidden_states, conv_state, ssm_state), conv_state, ssm_state
 
     def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+        self,
+        batch_size: int,
+        max_seqlen: int,
+        dtype: torch.dtype | None = None,
+        *,
+        device: Device = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """States of a sequence that has not begun: those of the convolution and of the scan.
 
@@ -240,16 +248,26 @@ class Mamba(nn.Module):
             max_seqlen: taken and not used, as states do not grow.
             dtype: that of both. If None, that of the parameters for the convolution and float32 for the scan, so that
                 generation computes what a call on the whole sequence does.
+            device: where they are. If None, where ``A_log`` is, which is no device while its values are offloaded.
             **kwargs: taken and not used.
 
         Returns:
             Zeros, (batch_size, channels, d_conv) and (batch_size, channels, d_state).
         """
-        weight = self.conv1d.weight
-        conv = weight.new_zeros(batch_size, self.d_inner, self.d_conv, dtype=dtype or weight.dtype)
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        scan = weight.new_zeros(batch_size, self.d_inner, self.d_state, dtype=dtype or wide)
-        return conv, scan
+        given, rows = self.parameters_dtype, (batch_size, self.d_inner)
+        wide = torch.float64 if given == torch.float64 else torch.float32
+        device = self.A_log.device if device is None else device
+        conv = torch.zeros(*rows, self.d_conv, dtype=dtype or given, device=device)
+        return conv, torch.zeros(*rows, self.d_state, dtype=dtype or wide, device=device)
+
+    @property
+    def parameters_dtype(self) -> torch.dtype:
+        """The convolution's dtype, as ``A_log``, ``D`` and quantized projections may have others."""
+        weight = self.conv1d._parameters.get("weight")
+        if weight is not None:
+            return weight.dtype
+        inside = (parameter.dtype for parameter in self.conv1d.parameters())
+        return next((dtype for dtype in inside if dtype in DTYPES), self.A_log.dtype)
 
     def _states_from(self, params: Any, batch: int) -> tuple[Tensor, Tensor]:
         if self.layer_idx is None:
@@ -264,31 +282,39 @@ class Mamba(nn.Module):
     def _weights(self) -> Weights:
         A_log: Tensor = self.A_log
         D: Tensor = self.D
-        if self.conv1d.weight.dtype == torch.float64:  # which does not mix with narrower ones
+        if self.parameters_dtype == torch.float64:  # which does not mix with narrower ones
             A_log, D = A_log.double(), D.double()
+        conv: tuple[Any, Tensor | None] = self.conv1d, None
+        if weights := weights_of(self.conv1d):
+            conv = weights[0].squeeze(1), weights[1]
+        # The scan adds this bias in float32. A projection that has to be called adds its own.
+        steps: tuple[Any, Tensor | None] = self.dt_proj, None
+        if weights := weights_of(self.dt_proj):
+            matrix, bias = weights
+            # A function, as a weight may be of a class that has arithmetic for this one alone, by position.
+            steps = lambda x: linear(x, matrix), bias
         return Weights(
-            *(self.conv1d.weight.squeeze(1), self.conv1d.bias, self.x_proj.weight),
-            *(self.dt_proj.weight, self.dt_proj.bias, -torch.exp(_wide(A_log)), D),
+            *(*conv, self.dt_rank, self.x_proj, *steps, -torch.exp(_wide(A_log)), D),
         )
 
     def _projected(self, hidden_states: Tensor) -> Tensor:
         """(batch, 2·channels, L), whose channels lie without gaps."""
-        return linear(hidden_states, self.in_proj.weight, self.in_proj.bias).transpose(1, 2)
+        return self.in_proj(hidden_states).transpose(1, 2)  # type: ignore[no-any-return]
 
     def _output(self, y: Tensor) -> Tensor:
-        return linear(y, self.out_proj.weight, self.out_proj.bias)
+        return self.out_proj(y)  # type: ignore[no-any-return]
 
     def _continued(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
         xz = self._projected(hidden_states)
         # Copies: what the backward pass needs must not change when the states do.
         before = States(conv_state[..., 1:].clone(), ssm_state.clone())
-        y, after = mix(xz, self._weights(), before=before, return_states=True, backend=self.backend)
+        y, after = mix(xz, self._weights(), before=before, return_state=True, backend=self.backend)
         assert after is not None
         with torch.no_grad():
             # One input more than the convolution looks back, as mamba_ssm keeps it.
             inputs = torch.cat([conv_state, xz[:, : self.d_inner].to(conv_state.dtype)], -1)
             conv_state.copy_(inputs[..., -self.d_conv :])
-            ssm_state.copy_(after.scan)
+            ssm_state.copy_(after)
         return self._output(y.transpose(1, 2))
 
     def _step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
@@ -296,14 +322,18 @@ class Mamba(nn.Module):
         x, z = self._projected(hidden_states).squeeze(-1).chunk(2, dim=-1)
         # The state is of one dtype with its input, which autocast may have narrowed.
         taken = x.to(conv_state.dtype)
-        u = causal_conv1d_update(
-            *(taken, conv_state, weights.conv, weights.conv_bias, "silu"), backend=self.backend
-        ).to(x.dtype)
-        steps, B, C = linear(u, weights.x_proj).split(
+        if isinstance(weights.conv, Tensor):
+            u = causal_conv1d_update(
+                *(taken, conv_state, weights.conv, weights.conv_bias, "silu"), backend=self.backend
+            ).to(x.dtype)
+        else:
+            conv_state.copy_(torch.cat([conv_state[..., 1:], taken.unsqueeze(-1)], -1))
+            u = convolved(weights.conv, conv_state.to(x.dtype), 1).squeeze(-1)
+        steps, B, C = mapped(u, weights.x_proj).split(
             [self.dt_rank, self.d_state, self.d_state], -1
         )
         y = selective_state_update(
-            *(ssm_state, u, linear(steps, weights.dt_proj), weights.A, B, C, weights.D, z),
+            *(ssm_state, u, mapped(steps, weights.dt_proj), weights.A, B, C, weights.D, z),
             *(weights.dt_bias, True),
             backend=self.backend,
         )

@@ -3,26 +3,32 @@ and a selective scan. Each layout goes through as it is given, without a transpo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from scan_registry.ops.causal_conv1d import causal_conv1d
 from scan_registry.ops.selective_scan import selective_scan
 
+#: A matrix, or a function that maps the last dimension.
+Map = Tensor | Callable[[Tensor], Tensor]
+
 
 class Weights(NamedTuple):
-    """The parameters; of D channels, R ranks of the step sizes, and N states."""
+    """The parameters, or modules that hold them; of D channels, R ranks of the step sizes, and N states."""
 
-    #: (D, width) and (D,).
-    conv: Tensor
+    #: (D, width) and (D,); or a convolution with its bias, whose first outputs are those of all inputs in turn.
+    conv: Map
     conv_bias: Tensor | None
+    #: R.
+    rank: int
     #: (R + 2·N, D), of complex states (R + 4·N, D): rows are step sizes, B and C.
-    x_proj: Tensor
+    x_proj: Map
     #: (D, R) and (D,).
-    dt_proj: Tensor
+    dt_proj: Map
     dt_bias: Tensor | None
     #: (D, N) and (D,).
     A: Tensor
@@ -61,32 +67,33 @@ def mix(
     *,
     delta_softplus: bool = True,
     before: States | None = None,
-    return_states: bool = False,
+    return_state: bool = False,
     backend: Any = "auto",
-) -> tuple[Tensor, States | None]:
-    """The gated output (batch, D, L) of ``xz`` (batch, 2·D, L), and the states after it.
+) -> tuple[Tensor, Tensor | None]:
+    """The gated output (batch, D, L) of ``xz`` (batch, 2·D, L), and if asked for the scan's state after it.
 
     ``before`` are the states before the first step, zeros if None. Where channels of ``xz`` lie without gaps, as
     behind a linear layer, so do those of everything that is made of them; else time does.
     """
     x, z = xz.chunk(2, dim=1)
-    made: Any = causal_conv1d(
-        x,
-        weights.conv,
-        weights.conv_bias,
-        initial_state=None if before is None else before.conv,
-        return_final_state=return_states,
-        activation="silu",
-        backend=backend,
-    )
-    u: Tensor = made[0] if return_states else made
-    rank, rows = weights.dt_proj.shape[1], weights.A.shape[1] * (1 + weights.A.is_complex())
-    projected = linear(u.transpose(1, 2), weights.x_proj)
-    steps = projected[..., :rank]
-    if u.stride(1) == 1:
-        delta = linear(steps, weights.dt_proj).transpose(1, 2)
+    earlier = None if before is None else before.conv
+    if isinstance(weights.conv, Tensor):
+        u: Tensor = causal_conv1d(
+            *(x, weights.conv, weights.conv_bias),
+            initial_state=earlier,
+            activation="silu",
+            backend=backend,
+        )
     else:
+        inputs = x if earlier is None else torch.cat([earlier.to(x.dtype), x], -1)
+        u = convolved(weights.conv, inputs, x.shape[2])
+    rank, rows = weights.rank, weights.A.shape[1] * (1 + weights.A.is_complex())
+    projected = mapped(u.transpose(1, 2), weights.x_proj)
+    steps = projected[..., :rank]
+    if isinstance(weights.dt_proj, Tensor) and u.stride(1) != 1:
         delta = torch.matmul(weights.dt_proj, steps.transpose(1, 2))
+    else:
+        delta = mapped(steps, weights.dt_proj).transpose(1, 2)
     if norms.dt is not None:
         delta = rms_norm(delta, norms.dt, norms.eps)
     B, C = weights.B, weights.C
@@ -101,13 +108,26 @@ def mix(
     found: Any = selective_scan(
         *(u, delta, weights.A, B, C, weights.D, z, weights.dt_bias, delta_softplus),
         None if before is None else before.scan,
-        return_final_state=return_states,
+        return_final_state=return_state,
         backend=backend,
     )
-    if return_states:
-        out, last = found
-        return out, States(made[1], last)
-    return found, None
+    return found if return_state else (found, None)
+
+
+def mapped(x: Tensor, by: Map) -> Tensor:
+    """``x`` with its last dimension mapped."""
+    return linear(x, by) if isinstance(by, Tensor) else by(x).to(x.dtype)
+
+
+def convolved(conv: Callable[[Tensor], Tensor], inputs: Tensor, steps: int) -> Tensor:
+    """silu of what a convolution gives for the last ``steps`` of its inputs (batch, D, time)."""
+    found, time = conv(inputs), inputs.shape[2]
+    if found.shape[:2] != inputs.shape[:2] or found.shape[2] < time:
+        raise ValueError(
+            f"conv1d returned {tuple(found.shape)} for {tuple(inputs.shape)}; like the convolution that it replaces it "
+            "has to return as many channels, and an output for each step before those of its padding"
+        )
+    return silu(found[..., time - steps : time]).to(inputs.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
+from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.arguments import refuse_expanded, refuse_layout
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def check_options(least: float, most: float, **flags: Any) -> None:
 
 def check_hidden(module: Mamba, x: Any) -> None:
     """Refuse an input that does not go with the module's parameters."""
-    name, weight = type(module).__name__, module.in_proj.weight
+    name, weights = type(module).__name__, weights_of(module.in_proj)
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: Expected hidden_states to be a Tensor, got {type(x).__name__}")
     if x.layout != torch.strided or x.is_nested:
@@ -76,16 +77,34 @@ def check_hidden(module: Mamba, x: Any) -> None:
         raise ValueError(
             f"{name}: Expected hidden_states of size (batch, time, {module.d_model}), got {tuple(x.shape)}"
         )
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    check_dtype(name, "hidden_states", x, None if weights is None else weights[0])
+    check_device(name, "hidden_states", x, module.A_log)
+
+
+def check_dtype(name: str, what: str, x: Tensor, weight: Tensor | None) -> None:
+    """Refuse an input of another dtype than its projection's weight, or of no real numbers if a call alone knows that."""
+    expected = None if weight is None or weight.dtype not in DTYPES else weight.dtype
+    if expected is None:
+        if not x.is_floating_point():
+            raise ValueError(f"{name}: Expected {what} of a floating-point dtype, got {x.dtype}")
+    elif x.dtype != expected and not (
+        torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+    ):
         raise ValueError(
-            f"{name}: Expected hidden_states of dtype {weight.dtype}, as the parameters are, got {x.dtype}. "
-            f"Convert the input: hidden_states.to({weight.dtype})"
+            f"{name}: Expected {what} of dtype {expected}, as the parameters are, got {x.dtype}. "
+            f"Convert the input: {what}.to({expected})"
         )
-    if x.device != weight.device:
-        raise ValueError(
-            f"{name}: Expected hidden_states and parameters on one device, got hidden_states on {x.device} "
-            f"and parameters on {weight.device}"
-        )
+
+
+def check_device(name: str, what: str, x: Tensor, parameter: Tensor) -> None:
+    """Refuse an input that is on another device than the parameters."""
+    if x.device == parameter.device:
+        return
+    note = " (hooks that fill them in run in a call of the module, not in step)"
+    raise ValueError(
+        f"{name}: Expected {what} and parameters on one device, got {what} on {x.device} and parameters on "
+        f"{parameter.device}{note if parameter.is_meta else ''}"
+    )
 
 
 def as_pair(module: Mamba, states: Any) -> tuple[Any, Any]:
@@ -103,7 +122,7 @@ def check_states(module: Mamba, x: Tensor, conv_state: Any, ssm_state: Any) -> N
     """Refuse states of another size, dtype or device, and those that cannot be written in place: before anything is
     written to either of them."""
     name, batch = type(module).__name__, x.shape[0]
-    parameters = module.conv1d.weight.dtype
+    parameters = module.parameters_dtype
     accepted = (torch.float64,) if parameters == torch.float64 else DTYPES[:3]
     expected = {
         "conv_state": (conv_state, (batch, module.d_inner, module.d_conv)),

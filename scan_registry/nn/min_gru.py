@@ -15,6 +15,7 @@ from scan_registry.nn.layer_checks import (
     check_previous,
     check_sizes,
 )
+from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.gated_scan_kinds import min_gru, min_lstm
 
 if TYPE_CHECKING:
@@ -72,10 +73,9 @@ class _Minimal(ScanLayer):
         )
 
     @property
-    def matrix(self) -> Tensor:
-        into: Any = self.get_submodule(self.projection)
-        weight: Tensor = into.weight
-        return weight
+    def matrix(self) -> Tensor | None:
+        weights = weights_of(self.get_submodule(self.projection))
+        return None if weights is None else weights[0]
 
     if TYPE_CHECKING:
 

@@ -21,6 +21,7 @@ from scan_registry.nn.layer_checks import (
     check_scale,
     check_sizes,
 )
+from scan_registry.nn.submodules import is_plain
 from scan_registry.ops.linear_scan import linear_scan
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 Initialisation = Literal["dense", "complex_normal"]
 Discretisation = Literal["zoh", "bilinear"]
+
+#: The states, of one scan or of two, and the final state if it is asked for; of decays and tokens.
+Scan = Callable[[Tensor, Tensor], tuple[list[Tensor], Tensor | None]]
 
 #: The deviation of standard normal numbers of which only those from -2 to 2 are kept.
 _TRUNCATED = 0.87962566103423978
@@ -105,6 +109,15 @@ class S5SSM(nn.Module):
         halves = poles * (0.5 * steps)
         inverse = (1 - halves).reciprocal()
         return (1 + halves) * inverse, inverse * steps
+
+    def forward(
+        self, x: Tensor, step_scale: Tensor | float, scan: Scan
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, and the final state if ``scan`` returns one."""
+        decays, scale = self.discretised(step_scale)
+        tokens = self.inputs(x, scale)
+        states, last = scan(decays.to(tokens.dtype), tokens)
+        return self.outputs(states, x), last
 
     def inputs(self, x: Tensor, scale: Tensor) -> Tensor:
         """scale · (B x), (..., states)."""
@@ -206,15 +219,15 @@ class S5(ScanLayer):
         self.features = self.width = width
         self.state_width = state_width
         self.channels = state_width * (2 if bidir else 1)
-        self.bidir = bidir
+        self.block_count, self.bidir, self.discretization = block_count, bidir, discretization
         self.seq = S5SSM(
             *(width, state_width, block_count, dt_min, dt_max, bidir, bcInit or "dense"),
             *(discretization, device, dtype),
         )
 
     @property
-    def matrix(self) -> Tensor:
-        return self.seq.B
+    def matrix(self) -> Tensor | None:
+        return self.seq.B if is_plain(self.seq, S5SSM.forward) else None
 
     if TYPE_CHECKING:
 
@@ -333,19 +346,20 @@ class S5(ScanLayer):
         sizes = [(batch,), (batch, time) if self.batch_first else (time, batch)]
         if isinstance(step_scale, Tensor) and step_scale.dim() == 2 and not self.batch_first:
             sizes, step_scale = [(batch,), (batch, time)], step_scale.transpose(0, 1)
-        decays, scale = self.seq.discretised(self._scale(step_scale, sizes, x))
-        tokens = self.seq.inputs(x, scale)
-        decays = decays.to(tokens.dtype)
-        if not self.bidir:
-            found: Any = linear_scan(decays, tokens, **how)
-            both = [found]
-        else:
+        scale = self._scale(step_scale, sizes, x)
+        if self.bidir:
             how["initial_state"] = self._halves(how["initial_state"])
-            both = [linear_scan(decays, tokens, **each) for each in _both_ways(how)]
-        if not how["return_final_state"]:
-            return self.seq.outputs(both, x)
-        states, last = zip(*both, strict=True)
-        return self.seq.outputs([*states], x), torch.cat(last, -1)
+        ways = _both_ways(how) if self.bidir else [how]
+
+        def scan(decays: Tensor, tokens: Tensor) -> tuple[list[Tensor], Tensor | None]:
+            found: list[Any] = [linear_scan(decays, tokens, **way) for way in ways]
+            if not how["return_final_state"]:
+                return found, None
+            states, last = zip(*found, strict=True)
+            return [*states], torch.cat(last, -1)
+
+        y, last = self.seq(x, scale, scan)
+        return y if last is None else (y, last)
 
     def _halves(self, state: Any) -> Any:
         """An initial state that has both scans' numbers in its last dimension, though it may broadcast there."""
@@ -371,20 +385,24 @@ class S5(ScanLayer):
         reset: Tensor | None,
         step_scale: Tensor | float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        decays, scale = self.seq.discretised(self._scale(step_scale, [(x.shape[0],)], x))
-        tokens = self.seq.inputs(x, scale)
-        state = advance(decays.to(tokens.dtype), tokens, state, reset)
-        return self.seq.outputs([state], x), state
+        def scan(decays: Tensor, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+            after = advance(decays, tokens, state, reset)
+            return [after], after
+
+        found: tuple[Tensor, Tensor] = self.seq(
+            x, self._scale(step_scale, [(x.shape[0],)], x), scan
+        )
+        return found
 
     def extra_repr(self) -> str:
         """The sizes, and what else is not the default."""
         parts = [f"{self.width}, state_width={self.state_width}"]
-        if self.seq.block_count != 1:
-            parts.append(f"block_count={self.seq.block_count}")
+        if self.block_count != 1:
+            parts.append(f"block_count={self.block_count}")
         if self.bidir:
             parts.append("bidir=True")
-        if self.seq.discretisation != "zoh":
-            parts.append(f"discretization={self.seq.discretisation!r}")
+        if self.discretization != "zoh":
+            parts.append(f"discretization={self.discretization!r}")
         return self._extra(*parts)
 
 

@@ -41,7 +41,7 @@ def final_state(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         return found
     if type(module).__name__ == "Mamba":
         if state is None:
-            state = module.allocate_inference_cache(x.shape[0], 0)
+            state = module.allocate_inference_cache(x.shape[0], 0, device=x.device)
         return module(x, states=state), state
     y, last = module(x, initial_state=state, return_final_state=True)
     return y, last

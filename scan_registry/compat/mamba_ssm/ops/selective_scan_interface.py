@@ -356,6 +356,7 @@ def _inner(
     weights = Weights(
         conv=conv1d_weight.squeeze(1),
         conv_bias=conv1d_bias,
+        rank=delta_proj_weight.shape[1],
         x_proj=x_proj_weight,
         dt_proj=delta_proj_weight,
         dt_bias=delta_bias,

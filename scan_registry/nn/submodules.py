@@ -1,0 +1,29 @@
+"""Whether a module may read the weights of a module inside it, or has to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+
+def is_plain(module: nn.Module, *forwards: Callable[..., Any]) -> bool:
+    """Whether a call runs one of ``forwards`` and nothing else: no other forward, as of an adapter, a quantized layer or
+    an offloaded one, and no hook. Parametrizations are plain, as whoever reads a parameter computes them."""
+    return getattr(module.forward, "__func__", None) in forwards and not (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or torch_module._has_any_global_hook()
+    )
+
+
+def weights_of(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of a linear layer or a convolution; None where it has to be called."""
+    if not is_plain(module, nn.Linear.forward, nn.Conv1d.forward):
+        return None
+    held: Any = module
+    return held.weight, held.bias

@@ -1,0 +1,324 @@
+"""Modules inside a module are called: what replaces, hooks, parametrizes, quantizes or offloads one of them acts in calls,
+in steps and in generation from a cache, as the same change of the weights does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layers import FEATURES
+from networks import MODULES, final_state
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, parametrize
+
+from scan_registry import nn
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BATCH, LENGTH, FACTOR = 2, 5, 1.5
+#: The submodules of every module, in which a new module is, too: test_streaming sees to it that MODULES has it.
+INSIDE = [
+    (name, path) for name in MODULES for path, _ in MODULES[name]().named_modules() if path != ""
+]
+WHOLE = [name for name in MODULES if any(name == owner for owner, _ in INSIDE)]
+
+
+def make(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(3)
+    return MODULES[name](dtype=dtype)
+
+
+def given(dtype: torch.dtype = torch.float64) -> Tensor:
+    torch.manual_seed(4)
+    return torch.randn(BATCH, LENGTH, FEATURES).to(dtype)
+
+
+# --- What modules compute ----------------------------------------------------------------------
+
+
+def called(module: Any, x: Tensor) -> Tensor:
+    y = module(x)
+    found: Tensor = y[0] if isinstance(y, tuple) else y
+    return found
+
+
+def stepped(module: Any, x: Tensor) -> Tensor:
+    """By ``step`` alone."""
+    outputs: list[Tensor] = []
+    state: Any = None
+    if isinstance(module, nn.Mamba):
+        states = module.allocate_inference_cache(x.shape[0], 0)
+        return torch.cat([module.step(each, *states)[0] for each in x.split(1, 1)], 1)
+    for each in x.unbind(1):
+        y, state = module.step(each, state)
+        outputs.append(y)
+    return torch.stack(outputs, 1)
+
+
+def generated(module: Any, x: Tensor) -> Tensor:
+    """A part of several steps, then one step after the other, each a call that goes on from the states before it."""
+    state, outputs = None, []
+    for part in x.split([LENGTH - 2, 1, 1], 1):
+        y, state = final_state(module, part, state)
+        outputs.append(y)
+    return torch.cat(outputs, 1)
+
+
+def ways(module: Any) -> list[Callable[[Any, Tensor], Tensor]]:
+    return [called] if getattr(module, "bidir", False) else [called, stepped, generated]
+
+
+def assert_same(found: Any, expected: Any, x: Tensor, unlike: Any = None) -> None:
+    """In training, with the input's gradient, and in evaluation; and another function than ``unlike``."""
+    for compute in ways(expected):
+        with torch.no_grad():
+            y = compute(found.eval(), x)
+            torch.testing.assert_close(y, compute(expected.eval(), x))
+            assert unlike is None or not torch.allclose(y, compute(unlike, x), rtol=1e-3)
+    gradients = []
+    for module in (found.train(), expected.train()):
+        inputs = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(called(module, inputs).square().sum(), inputs)
+        gradients.append(gradient)
+    torch.testing.assert_close(*gradients)
+
+
+# --- Changes of a submodule, each with the same change of its weights ---------------------------
+
+
+class Adapted(torch.nn.Module):
+    """Another forward, and no weight to read: with a low-rank addition if it is a map, else times ``FACTOR``."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.delta = base, None
+        if isinstance(base, torch.nn.Linear):
+            self.delta = 0.3 * torch.randn(len(base.weight), 2) @ torch.randn(2, base.in_features)
+        elif isinstance(base, torch.nn.Conv1d):
+            self.delta = torch.randn(base.weight.shape)
+        if self.delta is not None:
+            self.delta = self.delta.to(base.weight.dtype)
+
+    def forward(self, *arguments: Any) -> Any:
+        found = self.base(*arguments)
+        if isinstance(self.base, torch.nn.Linear):
+            return found + functional.linear(*arguments, self.delta)
+        if isinstance(self.base, torch.nn.Conv1d):
+            options = {"padding": self.base.padding, "groups": self.base.groups}
+            return found + functional.conv1d(*arguments, self.delta, **options)
+        return times(found)
+
+
+class Times(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return FACTOR * x
+
+
+def times(found: Any) -> Any:
+    """An output, which may have a state beside it."""
+    return (FACTOR * found[0], *found[1:]) if isinstance(found, tuple) else FACTOR * found
+
+
+def outputs_of(inside: Any) -> list[Tensor]:
+    """The parameters that an output is proportional to."""
+    own = dict(inside.named_parameters())
+    return [own["C"], own["D"]] if "C" in own else [*own.values()]
+
+
+def wrap(module: Any, path: str) -> list[Tensor]:
+    adapted = Adapted(module.get_submodule(path))
+    module.set_submodule(path, adapted)
+    return [] if adapted.delta is None else [adapted.delta]
+
+
+class Coded(Tensor):
+    """A weight whose values ``linear`` alone knows, by position, as torchao's quantized ones do."""
+
+    values: Tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear:
+            return functional.linear(args[0], args[1].values, *args[2:], **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def code(module: Any, path: str) -> list[Tensor]:
+    inside = module.get_submodule(path)
+    delta = torch.randn(inside.weight.shape, dtype=inside.weight.dtype)
+    values = inside.weight.detach() + delta
+    del inside.weight
+    inside.weight = torch.zeros_like(values).as_subclass(Coded)
+    inside.weight.values = values
+    return [delta]
+
+
+def hook(module: Any, path: str) -> None:
+    module.get_submodule(path).register_forward_hook(lambda _, __, found: times(found))
+
+
+def replace_forward(module: Any, path: str) -> None:
+    """As accelerate and others do."""
+    inside = module.get_submodule(path)
+    own = inside.forward
+    inside.forward = lambda *arguments: times(own(*arguments))
+
+
+def parametrized(module: Any, path: str) -> None:
+    inside = module.get_submodule(path)
+    for name in [name for name, each in inside.named_parameters() if is_in(each, inside)]:
+        parametrize.register_parametrization(inside, name, Times())
+
+
+def is_in(parameter: Tensor, inside: Any) -> bool:
+    return any(parameter is each for each in outputs_of(inside))
+
+
+def normed(module: Any, path: str) -> None:
+    """The weight's, and times ``FACTOR`` by its norms alone; the rest in place."""
+    inside = module.get_submodule(path)
+    parametrizations.weight_norm(inside, "weight")
+    with torch.no_grad():
+        inside.parametrizations.weight.original0.mul_(FACTOR)
+        if getattr(inside, "bias", None) is not None:
+            inside.bias.mul_(FACTOR)
+
+
+def merged(name: str, path: str, deltas: list[Tensor] | None) -> Any:
+    module = make(name)
+    inside = module.get_submodule(path)
+    with torch.no_grad():
+        if deltas:
+            inside.weight.add_(deltas[0])
+        elif [*inside.parameters()]:
+            for parameter in outputs_of(inside):
+                parameter.mul_(FACTOR)
+        else:
+            module.set_submodule(path, Times())
+    return module
+
+
+@pytest.mark.parametrize("change", [wrap, hook, replace_forward, code, parametrized, normed])
+@pytest.mark.parametrize(("name", "path"), INSIDE)
+def test_a_changed_submodule_is_as_changed_weights(
+    name: str, path: str, change: Callable[[Any, str], Any]
+) -> None:
+    module, x = make(name), given()
+    inside = module.get_submodule(path)
+    if change is parametrized and not [*inside.parameters()]:
+        return
+    if change is code and not isinstance(inside, torch.nn.Linear):
+        return
+    if change is normed and getattr(inside, "weight", torch.empty(0)).dim() < 2:
+        return
+    deltas = change(module, path)
+    assert_same(module, merged(name, path, deltas), x, unlike=make(name))
+    assert repr(module)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_submodule_is_called(name: str) -> None:
+    """By what watches all calls of all modules."""
+    module, x = make(name), given()
+    paths = {inside: path for path, inside in module.named_modules()}
+    for compute in ways(module):
+        seen: set[str] = set()
+        watching = register_module_forward_hook(lambda each, *_: seen.add(paths[each]))  # noqa: B023
+        try:
+            compute(module, x)
+        finally:
+            watching.remove()
+        assert seen >= {path for owner, path in INSIDE if owner == name}, compute.__name__
+
+
+def test_gradients_reach_what_is_added() -> None:
+    module, x = make("Mamba"), given()
+    for path in [*dict(module.named_children())]:
+        wrap(module, path)
+        module.get_submodule(path).delta.requires_grad_()
+    called(module, x).square().sum().backward()
+    for path, inside in module.named_children():
+        assert inside.delta.grad.abs().sum() > 0, path
+
+
+def test_a_convolution_that_returns_too_little_is_refused() -> None:
+    module, x = make("Mamba"), given()
+    base = module.conv1d
+    module.conv1d = torch.nn.Sequential(base, torch.nn.AvgPool1d(4))
+    with pytest.raises(ValueError, match=r"conv1d returned \(2, 16, 2\) for \(2, 16, 5\)"):
+        module(x)
+
+
+# --- Quantized and offloaded submodules ----------------------------------------------------------
+
+
+class Bytes(torch.nn.Module):
+    """A quantized linear layer, whose weight is bytes."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        least, most = base.weight.min().detach(), base.weight.max().detach()
+        self.least, self.step = least, (most - least) / 255
+        self.weight = ((base.weight.detach() - least) / self.step).round().to(torch.uint8)
+        self.bias = base.bias
+
+    def wide(self) -> Tensor:
+        return self.weight * self.step + self.least
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.wide().to(x.dtype), self.bias)
+
+
+def linears(module: Any) -> list[tuple[str, Any]]:
+    return [(p, each) for p, each in module.named_modules() if isinstance(each, torch.nn.Linear)]
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if linears(MODULES[name]())])
+def test_quantized_projections(name: str) -> None:
+    module, expected, x = make(name), make(name), given()
+    for path, base in linears(module):
+        module.set_submodule(path, Bytes(base))
+        expected.get_submodule(path).weight.data = module.get_submodule(path).wide()
+    assert_same(module, expected, x)
+    with pytest.raises(ValueError, match=r"of a floating-point dtype, got torch\.uint8"):
+        module(x.to(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", [name for name in WHOLE if linears(MODULES[name]())])
+def test_torchs_dynamic_quantization(name: str) -> None:
+    module, x = make(name, torch.float32).eval(), given(torch.float32)
+    quantized = torch.ao.quantization.quantize_dynamic(module, {torch.nn.Linear})
+    assert not linears(quantized)
+    for compute in ways(module):
+        with torch.no_grad():
+            found, expected = compute(quantized, x), compute(module, x)
+        assert 0 < (found - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_parameters_that_hooks_bring(name: str) -> None:
+    """On meta but during a call of the module that they are of."""
+    module, expected, x = make(name).eval(), make(name).eval(), given()
+    for inside in module.modules():
+        kept = {key: p.detach().clone() for key, p in inside.named_parameters(recurse=False)}
+
+        def place(inside: Any, *_: Any, to: dict[str, Tensor]) -> None:
+            for key, value in to.items():
+                setattr(inside, key, torch.nn.Parameter(value, requires_grad=False))
+
+        away = {key: value.to("meta") for key, value in kept.items()}
+        if not kept:
+            continue
+        place(inside, to=away)
+        inside.register_forward_pre_hook(lambda m, _, to=kept, place=place: place(m, to=to))
+        inside.register_forward_hook(lambda m, *_, to=away, place=place: place(m, to=to))
+    with torch.no_grad():
+        y, _ = final_state(module, x, None)
+        torch.testing.assert_close(y, final_state(expected, x, None)[0])
+        assert all(p.is_meta for p in module.parameters())
