@@ -1,11 +1,12 @@
 """Time transformers' Mamba with the stand-ins of ``scan_registry.compat``, and on its own path.
 
-    python tools/mamba_models.py [--device cpu] [--dtype float32] [--quick] [--json FILE]
+    python tools/mamba_models.py [--device cpu] [--dtype float32] [--fused] [--quick] [--json FILE]
 
 Two layers of 768 features on (8, 512) tokens in bfloat16, randomly initialised: milliseconds of a training step, forward,
 backward and AdamW's update; of a forward pass; and of a token that is generated from a cache, for one sequence and for
 64. The modules of the model are imported twice, without the stand-ins and with them; both take turns, so that what else
-the GPU does falls on both. The losses have to agree. Needs transformers 5.16 or later, and neither mamba-ssm nor
+the GPU does falls on both. The losses have to agree. With ``--fused`` a third model's training step calls ``mamba_inner_fn``,
+which ``compat.install`` keeps from transformers: what that costs is the difference of the two. Needs transformers 5.16 or later, and neither mamba-ssm nor
 causal-conv1d installed.
 """
 
@@ -68,13 +69,17 @@ class Result:
     ms: float
 
 
-def modules() -> dict[str, ModuleType]:
-    """The model's module on its own path, and with the stand-ins."""
+def modules(fused: bool) -> dict[str, ModuleType]:
+    """The model's module on its own path, with the stand-ins, and if asked for with ``mamba_inner_fn``, too."""
     sys.modules.pop(NAME, None)
     found = {"its own": importlib.import_module(NAME)}
     del sys.modules[NAME]
     compat.install(*PACKAGES)
     found["scan_registry"] = importlib.import_module(NAME)
+    if fused:
+        del sys.modules[NAME]
+        found["fused"] = importlib.import_module(NAME)
+        vars(found["fused"])["mamba_inner_fn"] = compat.mamba_ssm.mamba_inner_fn
     return found
 
 
@@ -111,10 +116,12 @@ def interleaved(
 
 
 def measure(
-    size: Size, device: torch.device, dtype: torch.dtype
+    size: Size, device: torch.device, dtype: torch.dtype, fused: bool
 ) -> tuple[list[Result], dict[str, float]]:
     """All times, and the first loss of each path."""
-    models = {path: model_of(module, size, device, dtype) for path, module in modules().items()}
+    models = {
+        path: model_of(module, size, device, dtype) for path, module in modules(fused).items()
+    }
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, size.vocabulary, (size.batch, size.time), generator=generator).to(device)
     losses: dict[str, float] = {}
@@ -167,11 +174,12 @@ def show(done: list[Result], where: str, size: Size, dtype: torch.dtype) -> None
         title=f"{where}: {size.layers} layers of {size.width}, ({size.batch}, {size.time}), {dtype}"
     )
     table.add_column("of")
-    for name in ("its own, ms", "scan_registry, ms", "times as fast"):
+    paths = dict.fromkeys(result.path for result in done)
+    for name in (*(f"{path}, ms" for path in paths), "times as fast"):
         table.add_column(name, justify="right")
     for what in dict.fromkeys(result.what for result in done):
-        own, ours = (result.ms for result in done if result.what == what)
-        table.add_row(what, f"{own:.2f}", f"{ours:.2f}", f"{own / ours:.1f}")
+        times = [result.ms for result in done if result.what == what]
+        table.add_row(what, *(f"{ms:.2f}" for ms in times), f"{times[0] / times[1]:.1f}")
     Console(width=110).print(table)
 
 
@@ -189,6 +197,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda:0", help="default: cuda:0")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--fused", action="store_true", help="time mamba_inner_fn in training, too")
     parser.add_argument("--quick", action="store_true", help="a small model: to see that it works")
     parser.add_argument("--json", type=Path, help="write every number to this file")
     args = parser.parse_args()
@@ -202,13 +211,13 @@ def main() -> int:
     size = QUICK if args.quick else Size()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     try:
-        done, losses = measure(size, device, dtype)
+        done, losses = measure(size, device, dtype, args.fused)
     finally:
         compat.uninstall()
     show(done, where, size, dtype)
-    own, ours = losses.values()
-    apart = abs(own - ours) / abs(own) if math.isfinite(ours) else math.inf
-    print(f"first losses {own:.6f} and {ours:.6f}, {apart:.1e} apart")
+    own, *others = losses.values()
+    apart = max(abs(own - x) / abs(own) if math.isfinite(x) else math.inf for x in others)
+    print(f"first losses {', '.join(f'{x:.6f}' for x in losses.values())}, {apart:.1e} apart")
     if args.json:
         record = {
             "device": where,

@@ -65,6 +65,9 @@ def install(*packages: str) -> None:
     """Make ``import mamba_ssm`` and ``import causal_conv1d`` find this package's stand-ins, and put RecurrentGemma on this
     package's scan, in this process. Installing again changes nothing.
 
+    transformers' models do not use ``mamba_inner_fn``, so that they train the function that they evaluate. All other code
+    imports it as from mamba_ssm.
+
     Name packages before what uses them is imported: transformers binds them when a model's module is.
     ``"recurrent_gemma"`` may be named at any time. It replaces the method of transformers in which an RG-LRU computes its
     gates and states, so that models that were made before have the new one, too. A model that is already compiled keeps
@@ -254,6 +257,9 @@ class _Loader:
             vars(module)["__version__"] = STAND_INS[module.__name__].version
         for name in public:
             value = getattr(source, name)
+            if name == "mamba_inner_fn":
+                vars(module)["__getattr__"] = _unless_transformers_asks(module.__name__, value)
+                continue
             if isinstance(value, ModuleType):
                 value = importlib.import_module(f"{module.__name__}.{name}")
             setattr(module, name, value)
@@ -280,6 +286,27 @@ class _Distribution(importlib.metadata.Distribution):
     def locate_file(self, path: Any) -> Path:
         """Where a file of the package would be."""
         return Path(__file__).resolve().parent.joinpath(path)
+
+
+def _unless_transformers_asks(module: str, function: Any) -> Any:
+    """A module's ``__getattr__`` that has ``function``, and for transformers' own code one that does nothing.
+
+    In training, Mamba and FalconMamba call ``mamba_inner_fn`` with bare weights, which leaves out adapters, hooks, masks
+    and, in FalconMamba, the place of a norm. Where it returns None, as transformers' own function does, they go on with
+    the convolution and the scan, as in evaluation.
+    """
+
+    def find(name: str) -> Any:
+        if name != function.__name__:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        asking = str(sys._getframe(1).f_globals.get("__name__"))
+        return _no_inner_fn if asking.partition(".")[0] == "transformers" else function
+
+    return find
+
+
+def _no_inner_fn(*_: Any, **__: Any) -> None:
+    """What transformers' models find as ``mamba_inner_fn``."""
 
 
 def _normalized(name: str) -> str:

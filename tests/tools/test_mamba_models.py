@@ -30,7 +30,7 @@ def test_a_small_model(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         pytest.skip(tool.missing())
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     record = tmp_path / "record.json"
-    options = ("--device", "cpu", "--dtype", "float32", "--quick", "--json", record)
+    options = ("--device", "cpu", "--dtype", "float32", "--fused", "--quick", "--json", record)
     assert run(tool, monkeypatch, *options) == 0
     sys.modules.pop(tool.NAME, None)
     assert importlib.util.find_spec("mamba_ssm") is None
@@ -39,7 +39,7 @@ def test_a_small_model(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [(each["what"], each["path"]) for each in found["runs"]] == [
         (what, path)
         for what in ("forward pass", "generated token, batch 1", "training step")
-        for path in ("its own", "scan_registry")
+        for path in ("its own", "scan_registry", "fused")
     ]
     assert all(each["ms"] > 0 for each in found["runs"])
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from scan_registry import compat
 from scan_registry.compat import installation
@@ -62,6 +63,29 @@ def test_their_functions_are_this_packages() -> None:
                     assert found is sys.modules[f"{name}{place}.{each}"]
                 else:
                     assert found is getattr(module, each)
+
+
+def test_transformers_alone_finds_no_fused_block() -> None:
+    """All that asks by either name gets ``mamba_inner_fn``, but transformers' own code one that returns None."""
+    compat.install("mamba_ssm")
+    real = compat.mamba_ssm.mamba_inner_fn
+    ways = (
+        "from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn",
+        "from mamba_ssm import mamba_inner_fn",
+        "from mamba_ssm.ops.selective_scan_interface import *",
+        "import mamba_ssm; mamba_inner_fn = getattr(mamba_ssm, 'mamba_inner_fn', None)",
+    )
+    for way in ways:
+        for name in ("mine", "transformers_modules.mine", "__main__"):
+            found = {"__name__": name}
+            exec(way, found)
+            assert found["mamba_inner_fn"] is real, (way, name)
+        found = {"__name__": "transformers.models.mamba.modeling_mamba"}
+        exec(way, found)
+        function: Any = found["mamba_inner_fn"]
+        assert function(torch.zeros(2), delta_softplus=True) is None
+    with pytest.raises(AttributeError, match="module 'mamba_ssm' has no attribute 'Mamba2'"):
+        _ = importlib.import_module("mamba_ssm").Mamba2
 
 
 def test_what_there_is_none_of_is_not_found() -> None:

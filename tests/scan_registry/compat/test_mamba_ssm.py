@@ -353,8 +353,3 @@ def test_what_is_no_tensor() -> None:
     given: dict[str, Any] = inner_arguments()
     with pytest.raises(TypeError, match=r"A must be a torch.Tensor, not list"):
         mamba_inner_fn(**given | {"A": given["A"].tolist()})
-
-
-def test_norms_of_step_sizes_are_warned_about() -> None:
-    with pytest.warns(UserWarning, match="FalconMamba"):
-        mamba_inner_fn(**inner_arguments(norms=True))

@@ -152,20 +152,12 @@ def apart(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_losses_and_gradients(
-    modules: Modules, kind: str, training: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if training and kind == "falcon_mamba":
-        # In training this model, and it alone, normalises step sizes elsewhere with mamba_ssm: see the guide.
-        monkeypatch.setattr(modules.ours[kind], "mamba_inner_fn", lambda *_, **__: None)
+def test_losses_and_gradients(modules: Modules, kind: str, training: bool, device: str) -> None:
     ids = tokens(device)
     expected, theirs = trained(modules.model(kind, False, device).train(training), ids)
     modules.calls.clear()
     found, ours = trained(modules.model(kind, True, device).train(training), ids)
-    fused = training and kind == "mamba"
-    assert {*modules.calls} == (
-        {"mamba_inner_fn"} if fused else {"causal_conv1d_fn", "selective_scan_fn"}
-    )
+    assert {*modules.calls} == {"causal_conv1d_fn", "selective_scan_fn"}
     assert apart(found, expected) <= TOLERANCE
     assert ours.keys() == theirs.keys()
     far = {name: apart(ours[name], theirs[name]) for name in ours}
@@ -196,9 +188,44 @@ def test_generation_is_the_full_pass(modules: Modules, kind: str, device: str) -
     assert torch.equal(made.sequences, own.sequences)
 
 
+class Adapted(torch.nn.Module):
+    """A layer with a low-rank addition that has the weight and the bias of the layer inside, as peft's."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.weight, self.bias = base, base.weight, base.bias
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.base(x) + self.up(self.down(x))
+        return added
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("adapted", [None, "in_proj", "x_proj", "out_proj"])
+def test_training_computes_what_evaluation_does(
+    modules: Modules, kind: str, adapted: str | None
+) -> None:
+    """With adapters, which have gradients, and with padding on the left."""
+    model, ids = modules.model(kind, True), tokens("cpu")
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    if adapted:
+        layers = [each for each in model.modules() if hasattr(each, "x_proj")]
+        for layer in layers:
+            setattr(layer, adapted, Adapted(getattr(layer, adapted)))
+    expected = model.eval()(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    found = model.train()(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert apart(found.detach(), expected.detach()) <= TOLERANCE
+    if adapted:
+        found.square().sum().backward()
+        assert all(float(getattr(each, adapted).up.weight.grad.norm()) > 0 for each in layers)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_falcon_mambas_training_is_mamba_ssms(modules: Modules, device: str) -> None:
-    """Its norm of step sizes behind their projection, as mamba_ssm has it, and a warning."""
+    """With ``mamba_inner_fn``, which a program may put in: its norm of step sizes behind their projection."""
     ids, own = tokens(device), modules.own["falcon_mamba"]
 
     def inner(*args: Any, **options: Any) -> Tensor:
@@ -223,8 +250,8 @@ def test_falcon_mambas_training_is_mamba_ssms(modules: Modules, device: str) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own, "mamba_inner_fn", inner)
+        patch.setattr(modules.ours["falcon_mamba"], "mamba_inner_fn", mamba_ssm.mamba_inner_fn)
         expected, theirs = trained(modules.model("falcon_mamba", False, device).train(), ids)
-    with pytest.warns(UserWarning, match="FalconMamba"):
         found, ours = trained(modules.model("falcon_mamba", True, device).train(), ids)
     assert apart(found, expected) <= TOLERANCE
     for name, gradient in ours.items():

@@ -7,7 +7,6 @@ in ``_ref`` compute the same in plain torch, step after step. Like the originals
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal, overload
 
 import torch
@@ -235,21 +234,9 @@ def mamba_inner_fn(
     Raises:
         TypeError, ValueError: the arguments are not as described.
         NoKernelError: ``require`` or ``SCAN_REGISTRY_REQUIRE`` allows nothing that runs on this GPU.
-
-    Warns:
-        UserWarning: ``dt_rms_weight`` is given, as by transformers' FalconMamba in training: everywhere else that model
-            normalises step sizes before their projection, which is another function.
     """
     if checkpoint_lvl not in (0, 1):
         raise ValueError(f"checkpoint_lvl is {checkpoint_lvl!r}; accepted are 0 and 1")
-    if dt_rms_weight is not None and not torch.compiler.is_compiling():
-        warnings.warn(
-            "mamba_inner_fn normalises step sizes behind their projection, as mamba_ssm does; transformers' "
-            "FalconMamba does so before it wherever it does not call mamba_inner_fn, so that its training differs "
-            "from its inference. The guide to Mamba in transformers says how to train it",
-            UserWarning,
-            stacklevel=2,
-        )
     norms = Norms(b_rms_weight, c_rms_weight, dt_rms_weight, b_c_dt_rms_eps)
     return _inner(
         xz,
