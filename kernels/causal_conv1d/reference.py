@@ -239,6 +239,10 @@ def _packed_back(
             parts = [weight[:, count - j] * early[..., j - q] for j in range(q, width)]
             columns.append(torch.stack(parts).sum(0))
         state_grad = torch.stack(columns, -1)
+    else:
+        # Zeros that depend on what they depend on with steps: a rank without steps takes part in the exchanges of a
+        # derivative of this gradient.
+        state_grad = state_grad + g.sum((0, 2)).unsqueeze(1) * weight[:, 1:]
     if last is not None:
         if time:
             slot = count - (length[taps.number] - taps.place)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from scan_registry.distributed.group import Members, resolve, session
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.latency import Call, Stopwatch, all_gather
 from scan_registry.distributed.machines import Machine, default
+from scan_registry.distributed.opening import agree
 from scan_registry.ops.arguments import Options
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def machine_of(group: dist.ProcessGroup, device: torch.device) -> Machine:
     return default(device.type, name, ranks_per_node=int(local) if local.isdecimal() else 0)
 
 
-def measure(group: Group = None, device: torch.device | None = None) -> Machine:
+def measure(group: Group = None, device: torch.device | str | None = None) -> Machine:
     """Measure the numbers by which ``schedule="auto"`` chooses, and use them for later calls with this group.
 
     Every rank of the group has to call ``measure``, which takes about a second. It measures the memory bandwidth
@@ -60,16 +62,20 @@ def measure(group: Group = None, device: torch.device | None = None) -> Machine:
 
     Args:
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
-        device: this rank's device. Unless given: the CPU if the group's backend is gloo or there is no GPU, else the
-            current GPU.
+        device: this rank's device, of the same type on every rank: the CPU or a GPU, as a torch.device or as a string. Unless
+            given: the CPU if the group's backend is gloo or there is no GPU, else the current GPU.
 
     Returns:
         The measured machine, which is the same on every rank.
+
+    Raises:
+        TypeError, ValueError: the device is none of those that are accepted, or its type differs between ranks.
+        RuntimeError: there is no process group, torch knows no such device, or another rank refused its device.
     """
     members = resolve(group)
-    device = device or _device(members.group)
+    device, ranks_per_node = _agreed(members, device)
     watch, ranks = Stopwatch(members.group, device), members.size
-    start = default(device.type, ranks_per_node=_ranks_per_node(members.group))
+    start = default(device.type, ranks_per_node=ranks_per_node)
     streamed, gathered = _SIZES[device.type]
     memory, launch = _memory(watch, streamed)
     found = replace(
@@ -149,16 +155,31 @@ def _passing(members: Members, device: torch.device, pieces: int) -> Call:
     return call
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
-    if dist.get_backend(group) == "gloo" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+def _agreed(members: Members, device: Any) -> tuple[torch.device, int]:
+    """This rank's device, and the number of ranks on a host."""
+    try:
+        found = _device(members.group, device)
+    except Exception as error:
+        agree(members, error)
+        raise
+    host = blake2b(socket.gethostname().encode(), digest_size=7).digest()
+    local = (int.from_bytes(host, "little"),)
+    terms = Terms("distributed.measure", (("device", found.type),), local)
+    hosts: Any = agree(members, terms, found)
+    return found, -(-len(hosts) // len({*hosts}))
 
 
-def _ranks_per_node(group: dist.ProcessGroup) -> int:
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group)
-    return -(-len(hosts) // len(set(hosts)))
+def _device(group: dist.ProcessGroup, device: Any) -> torch.device:
+    if device is None:
+        if dist.get_backend(group) == "gloo" or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device is {device!r}; it must be a torch.device, a string or None")
+    found = torch.device(device)
+    if found.type not in _SIZES:
+        raise ValueError(f"device is {str(device)!r}; accepted are cpu and cuda")
+    return found
 
 
 def _named(device: torch.device) -> str:

@@ -237,8 +237,10 @@ def _terms(given: Arguments, options: Options) -> Terms:
 
 def _digest(bounds: Tensor) -> str:
     """The number of the bounds, and a digest of their values if these are on the CPU: reading a GPU's would wait."""
-    values = blake2b(bounds.numpy().tobytes(), digest_size=6).hexdigest() if bounds.is_cpu else ""
-    return f"{bounds.shape[0]} {values}"
+    if not bounds.is_cpu:
+        return f"{bounds.shape[0]}"
+    digest = blake2b(repr(bounds.tolist()).encode(), digest_size=6).hexdigest()
+    return f"{bounds.shape[0]} {digest}"
 
 
 # --- Packed sequences -------------------------------------------------------------------------

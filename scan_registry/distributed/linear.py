@@ -17,7 +17,7 @@ from scan_registry.distributed.decision import Schedule, choice_of, pieces_of
 from scan_registry.distributed.derivatives import differentiable
 from scan_registry.distributed.group import Members
 from scan_registry.distributed.headers import Terms
-from scan_registry.distributed.linear_call import GATES, Call, check_schedule, prepared
+from scan_registry.distributed.linear_call import GATES, Call, check_schedule, prepared, restarted
 from scan_registry.distributed.local_tensors import check_local
 from scan_registry.distributed.opening import Opened
 from scan_registry.distributed.run import Run
@@ -35,6 +35,8 @@ __all__ = ["linear_scan"]
 _required = policy.required.get
 
 Outputs = tuple[Tensor, "Tensor | None"]
+#: The tensors of a call in their order here.
+_TENSORS = ("gates", "tokens", "initial_state", "cu_seqlens", "reset")
 #: The most plans that a group keeps.
 PLANS = 64
 
@@ -49,6 +51,7 @@ def linear_scan(
     dim: int = -1,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_final_state: Literal[False] = False,
     schedule: Schedule = "auto",
     backend: Backend = "auto",
@@ -65,6 +68,7 @@ def linear_scan(
     dim: int = -1,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_final_state: Literal[True],
     schedule: Schedule = "auto",
     backend: Backend = "auto",
@@ -81,6 +85,7 @@ def linear_scan(
     dim: int = -1,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_final_state: bool,
     schedule: Schedule = "auto",
     backend: Backend = "auto",
@@ -96,6 +101,7 @@ def linear_scan(
     dim: int = -1,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_final_state: bool = False,
     schedule: Schedule = "auto",
     backend: Backend = "auto",
@@ -120,6 +126,8 @@ def linear_scan(
         reverse: compute x[t] = gates[t] * x[t+1] + tokens[t] instead, from the last rank to the first.
         cu_seqlens: bounds of sequences that are packed along the time of all ranks: 0, …, the sum of the ranks' lengths.
             The same values on every rank. The CPU reads the values, and waits for the GPU if they are there.
+        reset: as for ``scan_registry.linear_scan``, for this rank's steps; a rank without resets may pass None. With several
+            ranks the gate is set to zero at such a step, so the state before that step has to be finite.
         return_final_state: also return the state after the last step, or that of each packed sequence.
         schedule: ``"reduce"`` reads the inputs twice and exchanges summaries in one all-gather. ``"pass"`` reads the inputs
             once, some channels at a time, and sends states from rank to rank. ``"auto"`` takes the schedule that a cost
@@ -142,22 +150,15 @@ def linear_scan(
         NoKernelError: as for ``scan_registry.linear_scan``.
     """
     options = Options(dim, reverse, return_final_state, backend)
-    return _linear_scan(gates, tokens, initial_state, group, cu_seqlens, options, schedule)  # type: ignore[no-any-return]
+    tensors = gates, tokens, initial_state, cu_seqlens, reset
+    return _linear_scan(tensors, group, options, schedule)  # type: ignore[no-any-return]
 
 
 @untraced
-def _linear_scan(
-    gates: Any,
-    tokens: Any,
-    initial_state: Any,
-    group: Any,
-    cu_seqlens: Any,
-    options: Options,
-    schedule: Any,
-) -> Any:
+def _linear_scan(tensors: tuple[Any, ...], group: Any, options: Options, schedule: Any) -> Any:
     members = groups.resolve(group)
-    tensors = {"gates": gates, "tokens": tokens, "initial_state": initial_state}
-    check_local(members, "linear_scan", **tensors, cu_seqlens=cu_seqlens)
+    check_local(members, "linear_scan", **dict(zip(_TENSORS, tensors, strict=True)))
+    gates, tokens, initial_state, cu_seqlens, reset = tensors
     if members.size == 1:
         check_schedule(schedule)
         dim, reverse, final, backend = options
@@ -169,9 +170,16 @@ def _linear_scan(
             dim=dim,
             reverse=reverse,
             cu_seqlens=cu_seqlens,
+            reset=reset,
             return_final_state=final,
             backend=backend,
         )
+    if reset is not None:
+        try:
+            gates = restarted(gates, tokens, reset, options)
+        except Exception as error:
+            opening.agree(members, error, tokens.device if isinstance(tokens, Tensor) else None)
+            raise
     given = gates, tokens, initial_state, cu_seqlens, options, schedule
     states, last = scan(members, *given, "linear_scan")
     return states if last is None else (states, last)

@@ -15,6 +15,8 @@ from scan_registry.distributed.decision import SCHEDULES
 from scan_registry.distributed.headers import Terms
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
 from scan_registry.ops.arguments import Options, check_initial_state, check_tensors, normalised
+from scan_registry.ops.gated_scan_arguments import check_reset
+from scan_registry.ops.resets import batch_dim, reset_shape
 
 if TYPE_CHECKING:
     from scan_registry.distributed.decision import Schedule
@@ -90,6 +92,18 @@ def prepared(
     call = Call(gates, tokens, initial, bounds, options, schedule, terms)
     local = tokens.shape[options.dim], call.wants
     return replace(call, terms=terms._replace(local=local))
+
+
+def restarted(gates: Any, tokens: Any, reset: Any, options: Options) -> Tensor:
+    """The gates, with zeros at the steps of ``reset``."""
+    gates, tokens, _, _, options = normalised(gates, tokens, None, None, options)
+    rank, dim = tokens.dim(), options.dim
+    check_reset(reset, reset_shape(tokens.shape, dim), tokens.device)
+    if rank > 1:
+        reset = reset.view(*reset.shape, *(1 for _ in range(rank - 2)))
+        reset = reset.movedim((0, 1), (batch_dim(rank, dim), dim))
+    found: Tensor = gates.masked_fill(reset, 0)
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -19,6 +19,7 @@ from scan_registry import distributed
 from scan_registry.distributed import dtensor, layouts
 from scan_registry.distributed.layouts import TIME, Layout
 from scan_registry.kernels.gated_scan.kinds import KINDS
+from scan_registry.ops import resets
 from scan_registry.ops.arguments import common_shape
 
 __all__ = ["call"]
@@ -131,7 +132,7 @@ def _linear(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
     gates, tokens, initial, bounds, reset = tensors
     dim, reverse, final, backend = options
     shape = common_shape(gates.shape, tokens.shape)
-    if reset is not None or shape is None or len(shape) > layouts.MOST:
+    if shape is None or len(shape) > layouts.MOST:
         return None
     names = layouts.names_of(len(shape), dim).replace(".", TIME)
     state = layouts.state_of(names, dim, bounds is not None).replace(TIME, ".")
@@ -143,13 +144,15 @@ def _linear(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
         layouts.broadcast(tokens.shape, shape, names),
         None if initial is None else layouts.broadcast(initial.shape, of_state, state),
         None if bounds is None else ".",
-        None,
+        None
+        if reset is None
+        else names[resets.batch_dim(len(shape), dim)] * (len(shape) > 1) + TIME,
     )
 
     def function(local: Sequence[Any], group: Any) -> Any:
-        gates, tokens, initial, bounds, _ = local
-        how = {"dim": dim, "reverse": reverse, "cu_seqlens": bounds, "group": group}
-        how |= {"return_final_state": final, "backend": backend}
+        gates, tokens, initial, bounds, reset = local
+        how = {"dim": dim, "reverse": reverse, "cu_seqlens": bounds, "reset": reset}
+        how |= {"return_final_state": final, "backend": backend, "group": group}
         return _public("linear_scan")(gates, tokens, initial, **how)
 
     outputs = names, state if final else None

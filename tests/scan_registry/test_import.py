@@ -291,6 +291,24 @@ def test_kernels_are_described_by_the_standard_library(module: str) -> None:
     assert used <= allowed
 
 
+#: Attributes that need NumPy; torch does not depend on it, and its collectives of objects fail without it.
+OF_NUMPY = {
+    *("numpy", "from_numpy", "all_gather_object", "gather_object"),
+    *("broadcast_object_list", "scatter_object_list"),
+}
+
+
+@pytest.mark.parametrize("name", ["import", "attribute"])
+def test_no_module_needs_numpy(name: str) -> None:
+    def used(path: Path) -> set[str]:
+        if name == "import":
+            return {each for each in imports(path) if each.partition(".")[0] == "numpy"}
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        return {each.attr for each in nodes if isinstance(each, ast.Attribute)} & OF_NUMPY
+
+    assert {module: found for module, path in MODULES.items() if (found := used(path))} == {}
+
+
 def test_no_module_is_long() -> None:
     lengths = {
         module: len(path.read_text(encoding="utf-8").splitlines())

@@ -29,6 +29,7 @@ class Case:
     gates: tuple[int, ...] | None = None  # shape, with -1 for the time
     dtype: str = "float64"
     seed: int = 0
+    reset: bool = False
 
     def of(self, ranks: int) -> list[int]:
         return [self.lengths[rank % len(self.lengths)] for rank in range(ranks)]
@@ -42,6 +43,7 @@ class Whole:
     cu_seqlens: Tensor | None
     states_grad: Tensor
     last_grad: Tensor
+    reset: Tensor | None
 
 
 def whole(case: Case, ranks: int) -> Whole:
@@ -65,7 +67,10 @@ def whole(case: Case, ranks: int) -> Whole:
         cu_seqlens = torch.tensor([0, *found, time])
         state.insert(dim, len(found) + 1)
     initial = draw(*state) if case.initial else None
-    return Whole(gates, tokens, initial, cu_seqlens, draw(*shape), draw(*state))
+    reset = None
+    if case.reset:
+        reset = torch.rand(*case.shape[:1], time, generator=made) < 0.3
+    return Whole(gates, tokens, initial, cu_seqlens, draw(*shape), draw(*state), reset)
 
 
 def has_time(x: Tensor, case: Case, ranks: int) -> bool:
@@ -80,6 +85,15 @@ def part(x: Tensor, case: Case, ranks: int, rank: int) -> Tensor:
     lengths = case.of(ranks)
     dim = case.dim if case.dim < 0 else case.dim - len(case.shape) - 1
     return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
+
+
+def _part_of_reset(everything: Whole, case: Case, ranks: int, rank: int) -> Tensor | None:
+    """This rank's; None where it has none, as ranks may differ in that."""
+    lengths, reset = case.of(ranks), everything.reset
+    if reset is None:
+        return None
+    mine = reset.narrow(-1, sum(lengths[:rank]), lengths[rank])
+    return mine if mine.any() else None
 
 
 def compare(rank: int, ranks: int, group: Any, *cases: Case) -> None:
@@ -99,6 +113,7 @@ def _compare(rank: int, ranks: int, group: Any, case: Case) -> None:
         "dim": case.dim,
         "reverse": case.reverse,
         "cu_seqlens": everything.cu_seqlens,
+        "reset": everything.reset,
         "return_final_state": True,
     }
     leaves = [x if x is None else x.clone().requires_grad_() for x in given]
@@ -108,7 +123,10 @@ def _compare(rank: int, ranks: int, group: Any, case: Case) -> None:
         loss = loss + (last * everything.last_grad.conj()).sum().real
     wanted = torch.autograd.grad(loss, [x for x in leaves if x is not None])
 
-    how["return_final_state"] = case.final
+    how |= {
+        "return_final_state": case.final,
+        "reset": _part_of_reset(everything, case, ranks, rank),
+    }
     # The second call goes by the plan of the first. Headers are then compared as over NCCL, and not read.
     for known in (False, True):
         with patch.object(opening, "_reading_waits", lambda place, known=known: known):
@@ -160,7 +178,7 @@ def _compare_second(rank: int, ranks: int, group: Any, case: Case) -> None:
     everything = whole(case, ranks)
     given = everything.gates, everything.tokens, everything.initial
     how: Any = {"dim": case.dim, "reverse": case.reverse, "cu_seqlens": everything.cu_seqlens}
-    how["return_final_state"] = case.final
+    how |= {"return_final_state": case.final, "reset": everything.reset}
 
     def derivatives(scan: Any, leaves: list[Tensor], states_grad: Tensor, share: float) -> Any:
         """Of the squares of states, and of what the gradients make with numbers that depend on the inputs."""
@@ -178,6 +196,7 @@ def _compare_second(rank: int, ranks: int, group: Any, case: Case) -> None:
     wanted = derivatives(
         lambda *xs: linear_scan(*xs, **how), leaves, everything.states_grad, share=1
     )
+    how["reset"] = _part_of_reset(everything, case, ranks, rank)
     mine = [part(x, case, ranks, rank).requires_grad_() for x in given[:2]]
     if given[2] is not None:
         mine.append(given[2].clone().requires_grad_())
@@ -319,6 +338,7 @@ def draw_cases(count: int, seed: int) -> list[Case]:
                 gates=gates,
                 dtype=drawn.choice(["float64", "float64", "complex128", "float32"]),
                 seed=number,
+                reset=drawn.random() < 0.3,
             )
         )
     return cases

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from distributed_host_work import Counts
@@ -11,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from scan_registry import distributed
+from scan_registry.distributed import calibration
 
 #: The functions, and the argument that is a DTensor.
 ARGUMENTS = {
-    "linear_scan": ("gates", "tokens", "initial_state"),
+    "linear_scan": ("gates", "tokens", "initial_state", "reset"),
     "gated_scan": ("inputs[0]", "inputs[3]", "initial_state", "reset"),
     "selective_scan": ("u", "A", "B", "initial_state"),
     "causal_conv1d": ("x", "weight", "bias", "seq_idx"),
@@ -29,6 +31,8 @@ def calls(group: Any, function: str) -> tuple[dict[str, Any], Callable[[dict[str
     first, last = torch.rand(2, 6, 4), torch.rand(2, 4, 6)  # time in the middle, and at the end
     if function in ("linear_scan", "explain"):
         named = {"gates": first, "tokens": first, "initial_state": torch.rand(2, 4)}
+        if function == "linear_scan":
+            named["reset"] = torch.zeros(2, 6, dtype=torch.bool)
         how = {"dim": 1, "group": group}
         return named, lambda given: getattr(distributed, function)(**given, **how)
     if function == "gated_scan":
@@ -57,7 +61,7 @@ def calls(group: Any, function: str) -> tuple[dict[str, Any], Callable[[dict[str
 def _said(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -92,4 +96,18 @@ def refused_on_one(rank: int, ranks: int, group: Any, function: str) -> str:
     sharded = distribute_tensor(named[name], mesh, [Replicate()])
     said = _said(lambda: call({**named, name: sharded} if rank == ranks - 1 else named))
     call(named)
+    return said
+
+
+def measured(rank: int, ranks: int, group: Any) -> list[str]:
+    """What ``measure`` says of devices, the last of which only the last rank is given; and how calls by its numbers end."""
+    sizes = patch.object(calibration, "_SIZES", {"cpu": (1 << 10, 1 << 10), "cuda": (1, 1)})
+    said = []
+    with sizes:
+        for device in ("cpu", torch.device("cpu"), None):
+            found = distributed.measure(group, device)
+            said.append(f"{found.name}, {found.ranks_per_node} on a host")
+        for device in ("meta", 3, "abacus", "meta" if rank == ranks - 1 else "cpu"):
+            said.append(_said(lambda device=device: distributed.measure(group, device)))
+    calibration._measured.pop(group)
     return said

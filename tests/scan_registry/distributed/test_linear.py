@@ -68,6 +68,8 @@ def test_second_derivatives(ranks: RankPool, size: int) -> None:
         Case((3,), EMPTY, reverse=True, initial=True, final=True),
         Case((3,), (2, 3, 1), 0, initial=True, final=True, bounds=(0.2, 0.2, 0.5)),
         Case((3,), (2, 3, 1), reverse=True, schedule="pass", final=True, bounds=(0.5, 0.7)),
+        Case((2, 3), (2, 3), 1, reverse=True, initial=True, final=True, reset=True),
+        Case((3,), (2, 3, 1), 0, initial=True, final=True, bounds=(0.2, 0.5), reset=True),
     )
 
 
@@ -95,6 +97,8 @@ def test_drawn_cases_hold_what_matters() -> None:
         lambda case: case.bounds and case.schedule == "pass" and case.reverse,
         lambda case: case.bounds and case.schedule == "reduce" and case.final and case.initial,
         lambda case: case.gates and case.schedule == "pass",
-        lambda case: len(case.shape) == 0,
+        lambda case: case.reset and case.bounds and case.gates and case.dim % 3 == 1,
+        lambda case: case.reset and case.dim == 0 and case.shape and case.dtype == "complex128",
+        lambda case: len(case.shape) == 0 and case.reset,
     ):
         assert sum(bool(has(case)) for case in drawn) > 5
