@@ -6,9 +6,39 @@ nor any compiler. The public names load what they need when they are first used.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
-from scan_registry.base import lazy
+
+def _give_way() -> None:
+    """If the package is installed elsewhere, put that one in the place of this one.
+
+    In a clone, ``kernels`` and ``aot`` lie beside this folder and not in it. Python finds this folder first if it starts in
+    the root of the clone. Of an editable install of this clone, this folder is the package.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    others = [path for path in sys.path if isinstance(path, str) and os.path.realpath(path) != root]
+    for finder in sys.meta_path:
+        spec = finder.find_spec(__name__, others)
+        if spec is None or spec.origin is None or spec.loader is None:
+            continue
+        if not os.path.samefile(spec.origin, __file__):
+            from importlib.util import module_from_spec
+
+            module = sys.modules[__name__] = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        return
+    raise ImportError(
+        f"{root} is the source tree of scan-registry, which is not installed; run `pip install -e {root}`, or use "
+        "an environment where it is installed"
+    )
+
+
+if not any(os.path.isdir(os.path.join(path, "kernels")) for path in __path__):
+    _give_way()
+
+from scan_registry.base import lazy  # noqa: E402  # of the package that is used
 
 if TYPE_CHECKING:
     from scan_registry import compat, distributed, nn, ops

@@ -1,7 +1,6 @@
 """Fixtures shared by all tests: synthetic devices, binaries and archives; the ``gpu`` marker.
 
-The tests run against the installed package, not against the sources beside them: use ``pytest``
-rather than ``python -m pytest``, which would put the sources' folder first on the import path.
+The tests run against the installed package, not against the sources beside them.
 """
 
 from __future__ import annotations
