@@ -124,7 +124,7 @@ def expect_machine_code(there: Try) -> None:
     """With an archive for it, an H100 gets machine code for every kernel and dtype but ``gated_scan`` in float16. Wheels
     leave that out, and no compiler is installed here that could make it."""
     words = ("doctor", "--for", "sm_90", "--driver", "575", "--json")
-    (gpu,) = json.loads(there.run(*words, status=None))["gpus"]
+    (gpu,) = json.loads(there.run(*words))["gpus"]
     below = {
         (answer["family"], answer["dtype"])
         for answer in gpu["answers"]

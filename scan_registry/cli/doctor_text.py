@@ -70,7 +70,11 @@ def show_report(report: Report) -> None:
 
 def _verdict(report: Report) -> str:
     if report.gpus:
-        return "Every call runs a kernel." if report.passed else "Not every call runs a kernel."
+        if not report.passed:
+            return "Not every call runs a kernel."
+        tiers = {each.tiers["auto"] for gpu in report.gpus for each in gpu.answers}
+        left = tiers & {Tier.REFERENCE, None}
+        return f"Every call runs a kernel{', except where no wheel holds one' if left else ''}."
     if report.installation.cpu:
         return "No call runs."
     broken = any(each.severity == "error" for each in report.findings)

@@ -11,22 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from scan_registry.artifact.archive import Archive, ArchiveError
-from scan_registry.diagnostics.doctor_words import listed, outcome
+from scan_registry.diagnostics.doctor_words import listed, outcome, wheel_for
 from scan_registry.diagnostics.explanation import called, grouped
 from scan_registry.diagnostics.first_calls import FirstCall, first_calls
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.fit import Tier, Toolchain, dotted
+from scan_registry.dispatch.fit import Tier, Toolchain, dotted, nearest_tier
 from scan_registry.dispatch.rows import Origin
 from scan_registry.dispatch.select import Backend, Decision, Rejected, System, select
-from scan_registry.hardware.device import SUPPORTED, Device, described, driver_text
-from scan_registry.hardware.target import (
-    COMPILERS,
-    FIRST_CUDA,
-    OLDEST,
-    RELEASED,
-    CudaVersion,
-    Target,
-)
+from scan_registry.dispatch.shipped import holds, targets_of
+from scan_registry.hardware.device import SUPPORTED, Device, driver_text
+from scan_registry.hardware.target import OLDEST, RELEASED, CudaVersion, Target
 from scan_registry.kernels.model import Family, Language, Sample, Variant
 
 Severity = Literal["error", "warning", "note"]
@@ -39,8 +33,9 @@ _SEVERITY: Mapping[Tier | None, Severity] = {
     Tier.REFERENCE: "error",
     None: "error",
 }
+#: Of what wheels leave to a compiler here: it is as it should be where there is one.
+_SEVERITY_OF_LEFT: Mapping[Tier | None, Severity] = {Tier.JIT: "note"}
 _MOST_REASONS = 8  # of one finding
-_NEVER = (99, 0)  # a CUDA release that knows any GPU
 
 
 @dataclass(frozen=True)
@@ -236,20 +231,34 @@ def lacks(found: Coverage, there: System, families: Families, lowest: Tier) -> I
     samples = _samples(families)
     for backend in dict.fromkeys(b for answer in found.answers for b in answer.tiers):
         answers = {n: a for n, a in enumerate(found.answers) if backend in a.tiers}
-        groups: dict[Tier | None, list[int]] = {}
+        groups: dict[tuple[Tier | None, bool], list[int]] = {}
         for number, answer in answers.items():
             if _worth_a_word(answer, backend):
-                groups.setdefault(answer.tiers[backend], []).append(number)
-        for tier, numbers in groups.items():
+                left = _is_left(found.device, *samples[number], backend)
+                groups.setdefault((answer.tiers[backend], left), []).append(number)
+        for (tier, left), numbers in groups.items():
             group = _Group(there, backend, lowest, tier, tuple(samples[n] for n in numbers))
             kernels = listed([answers[n] for n in numbers], [*answers.values()])
+            severity: Severity = "warning"
+            if left:
+                severity = _SEVERITY_OF_LEFT.get(tier, "warning")
+            elif backend == "auto":
+                severity = _SEVERITY[tier]
             yield Finding(
-                _SEVERITY[tier] if backend == "auto" else "warning",
+                severity,
                 found.name,
-                f"{outcome(group.device, backend, tier)}: {kernels}",
+                f"{outcome(group.device, backend, tier)}{'; no wheel holds it' if left else ''}: {kernels}",
                 tuple(dict.fromkeys(group.remedies())),
                 group.reasons(),
             )
+
+
+def _is_left(device: Device, family: Family, sample: Sample, backend: Backend) -> bool:
+    """Whether no wheel for the device holds what solves the sample, so that only a compiler can help."""
+    targets = targets_of(device)
+    return device.capability >= OLDEST and not any(
+        holds(target, family, sample.problem, backend) for target in targets
+    )
 
 
 def _samples(families: Families) -> list[tuple[Family, Sample]]:
@@ -323,8 +332,16 @@ class _Group:
             )
         if self._above(Tier.JIT):
             for language, toolchain in (self.system.toolchains or {}).items():
-                if isinstance(toolchain, str) and self.backend in ("auto", language):
+                if isinstance(toolchain, str) and self._in_language(language):
                     yield toolchain
+
+    def _in_language(self, language: Language) -> bool:
+        """Whether one of the samples has a kernel in a language that is asked for."""
+        return self.backend in ("auto", language) and any(
+            kernel.language == language and kernel.name == sample.problem.kernel
+            for family, sample in self.samples
+            for kernel in family.kernels
+        )
 
     def _permissions(self) -> Iterator[str]:
         """The strictest policy that leaves something for one of the samples."""
@@ -351,24 +368,22 @@ class _Group:
             yield f"install {driver_text(version)}"
 
     def _wheels(self, device: Device) -> Iterator[str]:
-        """An architecture that no archive is for, and that one could be for."""
-        archives = _fitting(self.system.archives, device)
-        label = device.arch.replace("_", "")
-        exact = any(archive.arch.capability == device.capability for archive in archives)
-        if not exact and label in RELEASED:
-            yield package_for(label)
-        elif not exact and FIRST_CUDA.get(device.capability, _NEVER) <= COMPILERS and self._held():
-            yield f"install a scan-registry wheel built for {label}"
-        if self._above(Tier.PTX) and not any(archive.arch.is_ptx for archive in archives):
-            yield from map(package_for, (each for each in RELEASED if Target.parse(each).is_ptx))
+        """The closest architecture of machine code, and PTX, of which wheels hold what no installed archive is for."""
+        there = {archive.arch for archive in _fitting(self.system.archives, device)}
+        machine = False
+        for target in targets_of(device):
+            if target in there:
+                machine |= not target.is_ptx
+            elif machine and not target.is_ptx:
+                continue
+            elif self._above(nearest_tier(target, device)) and self._held(target):
+                machine |= not target.is_ptx
+                yield wheel_for(target, device)
 
-    def _held(self) -> bool:
-        """Whether wheels hold machine code for the samples. An installed archive of machine code shows that; without
-        one, the answer is yes."""
-        machine = [archive.arch for archive in self.system.archives if not archive.arch.is_ptx]
-        return not machine or any(
-            self._better(system=replace(self.system, device=described(arch.capability)))
-            for arch in machine
+    def _held(self, target: Target) -> bool:
+        """Whether a wheel for the target holds what solves one of the samples."""
+        return any(
+            holds(target, family, sample.problem, self.backend) for family, sample in self.samples
         )
 
     def _above(self, tier: Tier) -> bool:
@@ -426,8 +441,3 @@ def _concerns(loser: Rejected, family: Family, sample: Sample, backend: Backend)
         return kernel.rules.accepts(variant, sample.problem) is None
     except KeyError:  # of another version, or with other static parameters: that is the reason
         return True
-
-
-def package_for(label: str) -> str:
-    """What to do for an architecture that releases hold."""
-    return f"`pip install scan-registry-{label}`"

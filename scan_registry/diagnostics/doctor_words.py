@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from scan_registry.dispatch.fit import Tier, dotted
+from scan_registry.dispatch.fit import Tier, Toolchain, dotted, jit_driver
 from scan_registry.dispatch.select import Backend
-from scan_registry.hardware.device import Device
-from scan_registry.hardware.target import OLDEST
+from scan_registry.hardware.device import Device, driver_text
+from scan_registry.hardware.target import COMPILERS, OLDEST, RELEASED, Target
 
 if TYPE_CHECKING:
     from scan_registry.diagnostics.doctor import Answer
@@ -29,6 +29,15 @@ def outcome(device: Device, backend: Backend, tier: Tier | None) -> str:
         Tier.JIT: "compiled here, at its first use",
         Tier.REFERENCE: "falls to plain torch (reference)",
     }[tier]
+
+
+def wheel_for(target: Target, device: Device) -> str:
+    """How to come by a wheel for the architecture; with the driver that it needs, if the device's is too old."""
+    text = f"`pip install scan-registry-{target.label}`"
+    if target.label not in RELEASED:
+        text = f"build a wheel for {target.label}: `pip wheel . -C archs={target.label}`"
+    needed = jit_driver(Toolchain("of wheels", COMPILERS), target)
+    return text if needed <= device.driver else f"{text}, and {driver_text(needed)}"
 
 
 def listed(some: Iterable[Answer], every: Iterable[Answer]) -> str:

@@ -27,8 +27,9 @@ from scan_registry.dispatch.candidates import (
     not_requested,
 )
 from scan_registry.dispatch.fit import Tier, Toolchain, dotted, jit_driver
+from scan_registry.dispatch.shipped import can_be_built, holds
 from scan_registry.hardware.device import Device
-from scan_registry.hardware.target import FIRST_CUDA, OLDEST, CudaVersion, Target
+from scan_registry.hardware.target import OLDEST, RELEASED, CudaVersion, Target
 from scan_registry.kernels.model import Family, Launch, Problem, Route
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 _LATEST_DRIVER: CudaVersion = (999, 0)  # later than any there will be
+(_PTX,) = (target for target in map(Target.parse, RELEASED) if target.is_ptx)
 
 
 @dataclass(frozen=True)
@@ -259,13 +261,20 @@ def remedies(decision: Decision) -> Iterator[str]:
         yield f"update the GPU's driver to one that supports CUDA {needed}"
     if decision.backend != "reference":
         there = _targets(decision, device)
+        own, ptx = Target(device.capability), _PTX
         wanted = []
-        if device.capability in FIRST_CUDA and not any(
-            target.capability == device.capability and not target.is_ptx for target in there
+        if (
+            can_be_built(own)
+            and not any(t.capability == own.capability and not t.is_ptx for t in there)
+            and holds(own, decision.family, decision.problem, decision.backend)
         ):
-            wanted.append(f"built for {device.arch.replace('_', '')}")
-        if decision.lowest >= Tier.PTX and tier > Tier.PTX and not any(t.is_ptx for t in there):
-            wanted.append("with PTX (ptx80)")
+            wanted.append(f"built for {own.label}")
+        if (
+            (decision.lowest >= Tier.PTX and tier > Tier.PTX)
+            and not any(t.is_ptx for t in there)
+            and holds(ptx, decision.family, decision.problem, decision.backend)
+        ):
+            wanted.append(f"with PTX ({ptx.label})")
         if wanted:
             yield f"install a scan-registry wheel {' or '.join(wanted)}"
     if decision.winner is None:

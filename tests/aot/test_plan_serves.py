@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from scan_registry.aot.plan import plan
 from scan_registry.catalog.inventory import catalogue
+from scan_registry.dispatch.shipped import holds
 from scan_registry.hardware.target import RELEASED, Target
+from scan_registry.kernels import families
 from scan_registry.kernels.linear_scan.problem import STRIDED, LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import DIRECTIONS, FAMILY, LAYOUTS
 from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
@@ -104,3 +107,20 @@ def test_the_problems_are_of_all_kinds() -> None:
 def test_nothing_is_compiled_twice(arch: Target) -> None:
     jobs = plan([arch])[arch]
     assert len({str(job.variant) for job in jobs}) == len(jobs)
+
+
+def test_what_wheels_hold_is_known_without_a_plan() -> None:
+    """``doctor`` and ``explain`` advise wheels by it."""
+    planned = plan(ARCHS)
+    for arch, (name, family) in product(ARCHS, families().items()):
+        jobs = [job.variant for job in planned[arch] if job.variant.family == name]
+        for sample, kernel in product(family.samples, family.kernels):
+            problem = sample.problem
+            if kernel.name != problem.kernel:
+                continue
+            held = any(
+                (variant.kernel, variant.language) == (kernel.name, kernel.language)
+                and kernel.rules.accepts(variant, problem) is None
+                for variant in jobs
+            )
+            assert holds(arch, family, problem, kernel.language) == held, (arch, name, sample)

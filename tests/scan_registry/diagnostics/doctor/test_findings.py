@@ -68,8 +68,8 @@ def test_a_kernel_without_a_language_has_no_answer_in_it(a_device: Describe) -> 
     ("archs", "capability", "severity", "tier", "remedies"),
     [
         (["sm120", "ptx80"], (12, 1), None, "same-major", []),
-        (["sm90", "ptx80"], (12, 1), "note", "ptx", ["built for sm121"]),
-        (["sm86", "ptx80"], (8, 7), "note", "ptx", ["built for sm87"]),
+        (["sm90", "ptx80"], (12, 1), "note", "ptx", ["-sm120`"]),
+        (["sm86", "ptx80"], (8, 7), "note", "ptx", ["-C archs=sm87`"]),
         (["sm90", "ptx80"], (13, 0), "note", "ptx", []),
         (["sm90"], (13, 0), "error", "reference", ["-ptx80`", *MISSING.values()]),
         (
@@ -108,7 +108,7 @@ def test_wheels(
 def test_no_wheel_is_advised_that_would_not_hold_it(
     archive_factory: Factory, a_device: Describe
 ) -> None:
-    """What wheels leave out for another GPU, they would leave out for this one."""
+    """That for 12.0 is there and lacks it, and those for other GPUs do not fit."""
     held = [v for v in FAMILY.variants() if dict(v.statics)["dtype"] != "float16"]
     toolchains = {**MISSING, "cuda": NVRTC}
     there = System(a_device((12, 1)), (archive_factory("sm120", variants=held),), toolchains)
@@ -221,7 +221,7 @@ def test_the_policy(
         return
     assert found.severity == "error"
     assert found.text == "nothing runs, the call raises NoKernelError: every kernel"
-    assert found.remedies == (advice, "install a scan-registry wheel built for sm87")
+    assert found.remedies == (advice, "build a wheel for sm87: `pip wheel . -C archs=sm87`")
     assert (
         f"{len(SOLVING)} variants for compute_80: tier ptx; the policy allows none below same-major"
         in found.reasons
