@@ -12,6 +12,7 @@ from scan_registry.cli.gpus import add_gpu, gpu_of, visible
 from scan_registry.diagnostics.explanation import Explanation, explain_for
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import BACKENDS, System
+from scan_registry.kernels import families
 from scan_registry.ops.benchmark import Option, known
 from scan_registry.ops.operator import DTYPES, Operator, operators, parse_shape
 from scan_registry.version import __version__
@@ -66,6 +67,11 @@ def _options() -> dict[str, tuple[Option, list[str]]]:
 
 def run(args: argparse.Namespace) -> int:
     """Explain the call; ``UsageError`` for arguments that are not valid."""
+    if args.operator not in operators() and args.operator in families():
+        raise UsageError(
+            f"no function calls the kernels of {args.operator}; explain takes a call of {', '.join(operators())}, and "
+            "`scan-registry doctor` shows what each kernel gets"
+        )
     try:
         operator = operators()[known("operator", args.operator, [*operators()])]
         dtype = DTYPES[known("--dtype", args.dtype, [*DTYPES])]

@@ -129,7 +129,9 @@ def selftest(
     for number, family in enumerate(families().values(), 1):
         start = f"selftest: {family.name}, family {number} of {len(families())}"
         told = partial(_told, tell, start)
-        if device.type == CPU:
+        if not (family.folder / "cases.py").is_file():
+            left_out[family.name] = "it has no cases.py, which makes problems and their references"
+        elif device.type == CPU:
             yield from _on_cpu(family, dtype, left_out, told)
         else:
             yield from _on_gpu(family, device.index or 0, dtype, left_out, told)
@@ -230,10 +232,11 @@ def _on_cpu(
     """What CPU tensors get: this package's code for the CPU, or plain torch."""
     from scan_registry.diagnostics.accuracy import cases_of
 
-    cases, operator = cases_of(family.name), operators().get(family.name)
+    operator = operators().get(family.name)
     if operator is None:
         skipped[family.name] = "no function calls it; its kernels are for GPUs"
         return
+    cases = cases_of(family.name)
     for dtype, tolerance in cases.TOLERANCE.items():
         if only not in (None, dtype):
             skipped[f"{family.name} in {dtype}"] = f"only {only} was asked for"

@@ -56,6 +56,26 @@ def prepared(size):
 """
 
 
+#: Run commands as the program does, and print their statuses and what they say. Of the families, ``selftest`` takes two.
+COMMANDS = """
+import contextlib, io, json
+from scan_registry import kernels
+from scan_registry.cli import main
+said, every = {}, kernels.families
+for words in WORDS:
+    if words[0] == "selftest":
+        kernels.families = lambda: {n: every()[n] for n in ("scale", "selective_state_update")}
+    heard = io.StringIO()
+    with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = end.code
+    kernels.families, said[" ".join(words)] = every, [status, heard.getvalue()]
+print(json.dumps(said))
+"""
+
+
 def block(name: str) -> str:
     """The page's text of a file: the fenced block below its name."""
     match = re.search(rf"`{re.escape(name)}`[^`]*:\n[^`]*\n```\w+\n(.*?)```\n", FAMILY, re.DOTALL)
@@ -134,6 +154,31 @@ def test_a_family_is_a_folder(with_family: Path, stub_driver: Any) -> None:
     assert run(with_family, "-c", script, **variables).stdout == "0\n"
     (launch,) = stub_driver.calls("cuLaunchKernel")
     assert (launch.entry, launch.grid, launch.block) == ("scale", (4, 1, 1), (256, 1, 1))
+
+
+def test_commands_know_a_family_that_is_only_a_folder(with_family: Path) -> None:
+    """Those that the page lists, and what says that a function is missing."""
+    match = re.search(r"```shell\n(scan-registry inspect\n.*?)```\n", FAMILY, re.DOTALL)
+    assert match is not None
+    listed = [line.split()[1:] for line in match[1].splitlines()]
+    explained = "explain scale --dtype fp32 --shape 1000 --for sm_90"
+    words = [*listed, explained.split(), ["bench", "scale"]]
+    script = f"WORDS = {words!r}\n{COMMANDS}"
+    said = json.loads(run(with_family, "-c", script, COLUMNS="200").stdout)
+    status, doctor = said.pop("doctor --for sm_90")
+    assert status in (0, 1)  # by whether there is a compiler
+    assert "scale.scale" in doctor
+    status, selftest = said.pop("selftest --device cpu")
+    assert status == 0, selftest
+    assert "skipped: scale: it has no cases.py" in selftest
+    status, refused = said.pop(explained)
+    assert status == 2
+    assert "no function calls the kernels of scale" in refused
+    status, refused = said.pop("bench scale")
+    assert status == 2
+    assert "'scale'" in refused
+    ((command, (status, _)),) = said.items()
+    assert (command, status) == ("inspect", 0)
 
 
 @needs_nvrtc
