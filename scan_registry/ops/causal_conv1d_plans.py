@@ -388,7 +388,7 @@ def _plan_backward(*arguments: Any) -> Callable[..., Any]:
         elif partials is not None:
             sums = partials.sum(0)
             weight_grad = sums[:width].flip(0).T.to(weight.dtype).contiguous()
-            bias_grad = sums[width].to(weight.dtype)
+            bias_grad = sums[width].to(weight.dtype, copy=True)  # on 16 bytes, unlike a view
         return (
             _like(x, x_grad) if of_x else None,
             weight_grad if of_weight else None,

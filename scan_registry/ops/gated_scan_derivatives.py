@@ -18,7 +18,7 @@ from scan_registry.ops import gated_scan_composed as composed
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.derivatives import forward_mode, has_tangents, unobserved, wants_gradient
 from scan_registry.ops.gated_scan_arguments import Arguments, Options
-from scan_registry.ops.problems import StateLayout
+from scan_registry.ops.problems import StateLayout, lying_as_new
 from scan_registry.ops.registration import register
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -173,13 +173,7 @@ def _backward_impl(*args: Any) -> Any:
     given, *others = _unpacked_backward(args)
     found = plans.backward(given, *others)
     pairs = zip(given.differentiable, found, strict=True)
-    return _filled([None if g is None else _lying_like(t, g) for t, g in pairs], given)
-
-
-def _lying_like(model: Any, grad: Tensor) -> Tensor:
-    """The gradient with the strides of ``torch.empty_like(model)``, copied if it has others."""
-    room = torch.empty_like(model)
-    return grad if grad.stride() == room.stride() else room.copy_(grad)
+    return _filled([None if g is None else lying_as_new(t, g) for t, g in pairs], given)
 
 
 def _backward_fake(*args: Any) -> Any:

@@ -280,7 +280,7 @@ def _plan_backward(
 
         def nothing(gates: Any, states: Any, grad: Any, initial: Any, last: Any, _: Any) -> Any:
             return (
-                torch.zeros_like(gates) if for_gates else None,
+                gates.new_zeros(gates.shape) if for_gates else None,
                 torch.empty_like(grad) if for_tokens else None,
                 room.unchanged(last) if for_initial else None,
             )
@@ -361,7 +361,7 @@ def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | No
 def _sum_to(gates: Tensor, sums: Tensor, dim: int, bounds: Tensor | None) -> Tensor:
     """Sums that lie as states do, over sequences and whatever else the gates are broadcast along."""
     sums = sums.unsqueeze(dim) if bounds is None else sums.sum(dim, keepdim=True)
-    return sums.sum_to_size(gates.shape).to(gates.dtype)
+    return sums.sum_to_size(gates.shape).to(gates.dtype).contiguous()
 
 
 def _plan_reduction(

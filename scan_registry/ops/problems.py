@@ -31,6 +31,13 @@ def as_new(model: Tensor) -> Tensor:
     return model if surely_contiguous(model) else torch.empty_like(model, device="meta")
 
 
+def lying_as_new(model: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor with the strides of a new one like ``model``, copied if it has others."""
+    if tensor.stride() == as_new(model).stride():
+        return tensor
+    return torch.empty_like(model, dtype=tensor.dtype).copy_(tensor)
+
+
 def state_strides(states: Tensor, dim: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     """Strides of a state without gaps, its dimensions in the order of the states' own, with ``dim``
     counting sequences (one, where none are packed)."""

@@ -39,9 +39,10 @@ def forward(
     function, dtype = options.function, inputs.dtype
     sizes, unit = SIZES[function], tuple(inputs.shape[3:])
     x = _with_block(inputs, 3)
-    states = empty_like_inputs(x, (len(sizes.states),), unit)
+    # Like the inputs rather than x, which may lie otherwise: inputs whose rows share memory do not in float32.
+    states = empty_like_inputs(inputs, (len(sizes.states),), unit, x.dtype)
     kept = len(sizes.cache) if training else 0
-    cache = empty_like_inputs(x, (), (kept, *unit)) if kept else x.new_empty(0)
+    cache = empty_like_inputs(inputs, (), (kept, *unit), x.dtype) if kept else x.new_empty(0)
     last = x.new_empty(len(sizes.states), _rows(inputs, offsets), *unit)
     given = x, _dense(recurrent), _dense(bias), _dense(initial), reset, _dense(anew), offsets
     strides = *x.stride()[:2], *states.stride()[:3], *(cache.stride()[:2] if kept else (0, 0))
@@ -63,7 +64,7 @@ def backward(
     known, grad = _with_block(states, 2), _with_block(states_grad, 2)
     kept = _with_block(cache, 3) if cache.numel() else None
     heads, dim = states.shape[3:]
-    gates_grad = empty_like_inputs(known[0], (), (SIZES[function].bias, heads, dim))
+    gates_grad = empty_like_inputs(states[0], (), (SIZES[function].bias, heads, dim), known.dtype)
     of_states = [known.new_empty(states.shape[0], _rows(states[0], offsets), heads, dim)]
     if anew is not None:
         of_states.append(torch.zeros_like(of_states[0]))

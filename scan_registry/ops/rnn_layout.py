@@ -18,16 +18,21 @@ def padded(dim: int) -> int:
     return dim + -dim % UNITS
 
 
-def empty_like_inputs(inputs: Tensor, lead: tuple[int, ...], block: tuple[int, ...]) -> Tensor:
+def empty_like_inputs(
+    inputs: Tensor,
+    lead: tuple[int, ...],
+    block: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """An empty tensor (*lead, B, T, *block), with time before batch in memory where ``inputs``, (B, T,
-    …), have it so."""
+    …), have it so; in the inputs' dtype, or in ``dtype``."""
     batch, time = inputs.shape[:2]
     if not (time_before_batch(inputs) and perhaps(batch > 1) and perhaps(time > 1)):
-        return inputs.new_empty(*lead, batch, time, *block)
+        return inputs.new_empty((*lead, batch, time, *block), dtype=dtype)
     # No view, as that of a transpose would be: autograd refuses to change views that a Function returns.
     shape, rank = (*lead, batch, time, *block), len(lead)
     order = [*range(rank), rank + 1, rank, *range(rank + 2, len(shape))]
-    return inputs.new_empty_strided(shape, dense_strides(shape, order))
+    return inputs.new_empty_strided(shape, dense_strides(shape, order), dtype=dtype)
 
 
 def blocked(tensor: Tensor, block: int) -> Tensor:

@@ -79,14 +79,14 @@ def backward(
     options: Options,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, of all arguments but the bounds, each in its own dtype."""
-    always = "u", "delta"
+    """The gradients that are wanted, of all arguments but the bounds, each in its own dtype. Those of sequences lie as a new
+    tensor like ``u``, others without gaps."""
     grads = [
-        torch.empty_like(tensor, memory_format=torch.preserve_format)
-        if tensor is not None and want and name in (*always, "z")
-        else None
+        None
         if tensor is None or not want
-        else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        else torch.empty_like(given.u)
+        if name in ("u", "delta", "z")
+        else tensor.new_empty(tensor.shape)
         for name, tensor, want in zip(
             Arguments._fields, given.differentiable, (True, True, *wanted[2:]), strict=False
         )

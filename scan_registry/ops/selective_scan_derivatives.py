@@ -23,6 +23,7 @@ from scan_registry.ops.derivatives import (
     unobserved,
     wants_gradient,
 )
+from scan_registry.ops.problems import lying_as_new
 from scan_registry.ops.registration import register
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 from scan_registry.ops.selective_scan_gradients import Gradients
@@ -33,6 +34,8 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _required = policy.required.get
 _INPUTS = len(Arguments._fields)
 _DIFFERENTIABLE = 9
+#: u, delta and z, whose gradients lie as a new tensor like u; those of others have their last dimension innermost.
+_SEQUENCES = (0, 1, 6)
 #: C and delta_bias, whose gradients may lie beside those of B and of D.
 _SECOND_OF_PAIRS = (4, 7)
 
@@ -155,9 +158,15 @@ def _forward_composed(*args: Any) -> Any:
 def _backward_impl(*args: Any) -> Any:
     given, checkpoints, out_grad, last_grad, options, wanted = _unpacked(args)
     found = [*plans.backward(given, checkpoints, out_grad, last_grad, options, wanted)]
-    for place in _SECOND_OF_PAIRS:  # outputs of an operator share no memory
-        if (grad := found[place]) is not None:
-            found[place] = grad.clone()
+    for place, grad in enumerate(found):
+        if grad is None:
+            continue
+        if place in _SECOND_OF_PAIRS:  # outputs of an operator share no memory
+            found[place] = grad.clone(memory_format=torch.contiguous_format)
+        elif place in _SEQUENCES:
+            found[place] = lying_as_new(given.u, grad)
+        else:
+            found[place] = grad.contiguous()
     return _filled(found, given)
 
 
@@ -177,10 +186,15 @@ def _filled(found: Sequence[Tensor | None], given: Arguments) -> tuple[Tensor, .
 
 def _backward_fake(*args: Any) -> Any:
     given, *_, wanted = _unpacked(args)
-    pairs = zip(given.differentiable, wanted, strict=True)
-    return _filled(
-        tuple(torch.empty_like(t) if t is not None and want else None for t, want in pairs), given
-    )
+    made = [
+        None
+        if t is None or not want
+        else torch.empty_like(given.u)
+        if place in _SEQUENCES
+        else t.new_empty(t.shape)
+        for place, (t, want) in enumerate(zip(given.differentiable, wanted, strict=True))
+    ]
+    return _filled(made, given)
 
 
 def _backward_autograd(*args: Any) -> Any:
