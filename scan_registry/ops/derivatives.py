@@ -79,14 +79,18 @@ def forward_mode() -> bool:
 def has_tangents(*tensors: Tensor | None) -> bool:
     """Whether any of the tensors carries a forward-mode derivative.
 
-    Graphs of torch's compiler enter its level in C++, which ``forward_mode`` does not see.
+    Graphs of torch's compiler enter its level in C++, which ``forward_mode`` does not see. Python's dispatch is off, as what
+    traces would record the alias that torch makes to look: once more in each trace of a trace, which inductor refuses.
     """
-    return torch._C._is_fwd_grad_enabled() and any(
-        tensor is not None
-        and not _is_legacy_batched(tensor)
-        and torch._VF._unpack_dual(tensor, level=0).tangent is not None
-        for tensor in tensors
-    )
+    if not torch._C._is_fwd_grad_enabled():
+        return False
+    with torch._C._DisableTorchDispatch():
+        return any(
+            tensor is not None
+            and not _is_legacy_batched(tensor)
+            and torch._VF._unpack_dual(tensor, level=0).tangent is not None
+            for tensor in tensors
+        )
 
 
 def scan(

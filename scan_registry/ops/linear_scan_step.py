@@ -62,6 +62,8 @@ def linear_scan_step(state: Tensor, gate: Tensor, token: Tensor) -> Tensor:
             "linear_scan_step has no derivative, and a tensor requires one; call it under torch.no_grad(), or train "
             "with linear_scan"
         )
+    if _is_compiling():  # which takes no ``out`` with gaps
+        return state.copy_(torch.addcmul(token, gate, state))
     return torch.addcmul(token, gate, state, out=state)
 
 

@@ -78,14 +78,6 @@ def test_one_graph_of_parametrized_weights(name: str) -> None:
     torch.testing.assert_close(gradients(module, x, compiled), gradients(module, x))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_nothing_compiled")
-def test_inductor() -> None:
-    module, x = make("GRU"), given()
-    compiled = torch.compile(module, fullgraph=True)
-    torch.testing.assert_close(gradients(module, x, compiled), gradients(module, x))
-
-
 @pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(

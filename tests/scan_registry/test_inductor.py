@@ -1,0 +1,224 @@
+"""Public operators, modules and their steps, compiled by inductor: outputs, states and gradients are those of eager calls.
+
+Inductor checks the strides of what operators return, which "aot_eager" does not. Most tests have inductor call torch's own
+operators, so that nothing waits for a C++ compiler; some generate C++ as users have it.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from layers import FEATURES
+from networks import MODULES, final_state, output
+from torch import Tensor
+from torch._inductor import config
+
+import scan_registry as sr
+from scan_registry import nn
+
+B, D, N, T, W = 2, 4, 3, 5, 3
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    with config.patch(compile_threads=1, force_disable_caches=True, fallback_by_default=True):
+        yield
+
+
+@pytest.fixture
+def _generated() -> Iterator[None]:
+    """Inductor generates C++."""
+    if shutil.which(config.cpp.cxx[1]) is None:
+        pytest.skip(f"needs {config.cpp.cxx[1]}")
+    with config.patch(fallback_by_default=False):
+        yield
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
+
+
+# --- Operators --------------------------------------------------------------------------------
+
+
+def some(*shape: int) -> Tensor:
+    return 0.1 + 0.8 * torch.rand(*shape)
+
+
+def turned(*shape: int) -> Tensor:
+    """With its last two dimensions the other way round in memory."""
+    return some(*shape[:-2], shape[-1], shape[-2]).mT
+
+
+final = {"return_final_state": True}
+#: Of each function: how it is called, and its tensors.
+TRAINING: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
+    "linear_scan": (
+        partial(sr.linear_scan, dim=1, **final),
+        lambda: [some(1, T, 1), turned(B, T, D), some(B, D)],
+    ),
+    "linear_scan_summary": (sr.linear_scan_summary, lambda: [turned(B, D, T), some(B, D, T)]),
+    "gated_scan": (
+        lambda *tensors: sr.gated_scan("hgrn", *tensors[:3], initial_state=tensors[3], **final),
+        lambda: [some(B, D, T), turned(B, D, T), some(D), some(B, D)],
+    ),
+    "hgrn": (partial(sr.hgrn, **final), lambda: [turned(B, D, T), some(B, D, T), some(D)]),
+    "min_gru": (sr.min_gru, lambda: [turned(B, D, T), some(B, D, T)]),
+    "min_lstm": (sr.min_lstm, lambda: [some(B, D, T), turned(B, D, T), some(B, D, T)]),
+    "rg_lru": (sr.rg_lru, lambda: [turned(B, D, T), some(B, D, T), some(B, D, T), some(D)]),
+    "rnn": (
+        partial(sr.rnn, function="gru"),
+        lambda: [some(T, B, 3, 1, D).transpose(0, 1), turned(3, 1, D, D), some(4, 1, D)],
+    ),
+    "selective_scan": (
+        lambda *tensors: sr.selective_scan(*tensors, delta_softplus=True, **final),  # type: ignore[call-overload]
+        lambda: [
+            *(some(B, D, T), turned(B, D, T), -turned(D, N), turned(B, N, T), turned(B, N, T)),
+            *(some(D), turned(B, D, T), some(D)),
+        ],
+    ),
+    "causal_conv1d": (
+        lambda x, weight, bias, state: sr.causal_conv1d(
+            x, weight, bias, initial_state=state, activation="silu", return_final_state=True
+        ),
+        lambda: [turned(B, D, T), turned(D, W), some(D), some(B, D, W - 1)],
+    ),
+}
+#: Functions without derivatives, and which of the tensors is changed in place.
+STEPS: dict[str, tuple[Callable[..., Any], int, Callable[[], list[Tensor]]]] = {
+    "linear_scan_step": (sr.linear_scan_step, 0, lambda: [turned(B, D), some(B, D), some(B, D)]),
+    "causal_conv1d_update": (
+        sr.causal_conv1d_update,
+        1,
+        lambda: [some(B, D), turned(B, D, W), some(D, W), some(D)],
+    ),
+    "selective_state_update": (
+        partial(sr.selective_state_update, dt_softplus=True),
+        0,
+        lambda: [
+            *(turned(B, D, N), some(B, D), some(B, D), -some(D, N), some(B, N), some(B, N)),
+            *(some(D), some(B, D), some(D)),
+        ],
+    ),
+}
+
+
+def test_every_public_operator_has_a_case() -> None:
+    public = {name: getattr(sr, name) for name in sr.__all__}
+    operators = {
+        name
+        for name, each in public.items()
+        if isinstance(each, FunctionType) and each.__module__.startswith("scan_registry.ops.")
+    }
+    assert operators == {*TRAINING, *STEPS}
+
+
+def outputs_and_gradients(function: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    found = function(*leaves)
+    outputs = [found] if isinstance(found, Tensor) else [*found]
+    loss = sum((y * torch.linspace(1, 2, y.numel()).view(y.shape)).sum() for y in outputs)
+    return [*outputs, *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_operators(name: str) -> None:
+    torch.manual_seed(0)
+    function, make = TRAINING[name]
+    tensors = make()
+    expected = outputs_and_gradients(function, tensors)
+    found = outputs_and_gradients(compiled(function), tensors)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_operators_that_change_a_state(name: str) -> None:
+    torch.manual_seed(0)
+    function, place, make = STEPS[name]
+    tensors = make()
+    before = tensors[place].clone()
+    others = [t.clone() for t in tensors]
+
+    def of(*tensors: Tensor) -> Tensor:
+        return function(*tensors) * 2  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        torch.testing.assert_close(compiled(of)(*tensors), of(*others))
+        torch.testing.assert_close(tensors, others)
+    assert not torch.equal(tensors[place], before)
+
+
+# --- Modules ----------------------------------------------------------------------------------
+
+#: A module of each class; those left out differ from them in no operator.
+NAMES = [*nn.__all__, "LSTM projected"]
+STEPPING = [name for name in nn.__all__ if hasattr(getattr(nn, name), "step")]
+
+
+def trained(name: str) -> None:
+    torch.manual_seed(0)
+    module, x = MODULES[name](), torch.randn(B, T, FEATURES)
+    made = []
+    for each, of in ((copy.deepcopy(module), lambda one: one), (module, compiled)):
+        optimizer, call, losses = torch.optim.SGD(each.parameters(), lr=1e-3), of(each), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = output(call(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        made.append([*losses, *each.parameters()])
+    torch.testing.assert_close(*made)
+    assert made[0][0] != made[0][2]
+
+
+def stepped(name: str) -> None:
+    torch.manual_seed(0)
+    module, x = MODULES[name](), torch.randn(B, T, FEATURES)
+    in_place, made = name == "Mamba", []
+    with torch.no_grad():
+        for step in (module.step, compiled(module.step)):
+            first = state = final_state(module, x, None)[1]
+            for t in (0, 1):
+                if in_place:
+                    y, *state = step(x[:, t : t + 1], *state)
+                else:
+                    y, state = step(x[:, t], state)
+            made.append((y, state, first))
+    torch.testing.assert_close(*made)
+    assert not in_place or torch.equal(made[1][1][0], made[1][2][0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_train(name: str) -> None:
+    trained(name)
+
+
+@pytest.mark.parametrize("name", STEPPING)
+def test_steps(name: str) -> None:
+    stepped(name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_generated")
+@pytest.mark.parametrize("name", ["GRU", "MinGRU", "Mamba"])
+def test_modules_train_in_generated_code(name: str) -> None:
+    """A few that differ in operators, as a compiler takes seconds for each."""
+    trained(name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_generated")
+def test_others_in_generated_code() -> None:
+    stepped("Mamba")
+    test_operators("linear_scan")
