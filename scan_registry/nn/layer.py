@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scan_registry.kernels.gated_scan.kinds import KINDS
+from scan_registry.nn.exports import Exports
 from scan_registry.nn.layer_checks import check_common, check_input, check_state
 from scan_registry.nn.reset_checks import check_reset
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Device = torch.device | str | int | None
 
 
-class ScanLayer(nn.Module):
+class ScanLayer(Exports):
     """A recurrent layer: a linear map, a scan over time, and a linear map back.
 
     A subclass has the parameters, and says in ``_sequence`` and ``_next`` what the layer computes.
@@ -58,13 +59,6 @@ class ScanLayer(nn.Module):
     def _next(self, x: Tensor, state: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output of one step, (batch, features), and the state after it."""
         raise NotImplementedError
-
-    def __prepare_scriptable__(self) -> Any:
-        """torch.jit.script asks for this first; what it would say by itself names our insides."""
-        raise RuntimeError(
-            f"torch.jit.script cannot compile scan_registry.nn.{type(self).__name__}; use torch.compile "
-            "or torch.export"
-        )
 
     if TYPE_CHECKING:
 

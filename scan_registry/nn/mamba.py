@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from scan_registry.nn.exports import Exports
 from scan_registry.nn.mamba_block import States, Weights, convolved, mapped, mix
 from scan_registry.nn.mamba_checks import (
     DTYPES,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Device = torch.device | str | int | None
 
 
-class Mamba(nn.Module):
+class Mamba(Exports):
     """``mamba_ssm.Mamba``: a projection, a causal convolution, a selective scan, a gate and a projection back.
 
     Parameters have mamba_ssm's names, shapes and initial values; with the same seed, in float32, the very same.
@@ -146,13 +147,6 @@ class Mamba(nn.Module):
         if self.backend != "auto":
             parts.append(f"backend={self.backend!r}")
         return ", ".join(parts)
-
-    def __prepare_scriptable__(self) -> Any:
-        """torch.jit.script asks for this first; what it would say by itself names our insides."""
-        raise RuntimeError(
-            f"torch.jit.script cannot compile scan_registry.nn.{type(self).__name__}; use torch.compile "
-            "or torch.export"
-        )
 
     if TYPE_CHECKING:
 

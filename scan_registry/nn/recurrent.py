@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnBackend
 from scan_registry.nn import checks, projected, torch_cells
+from scan_registry.nn.exports import Exports
 from scan_registry.nn.packing import Packing, Resets, turned_resets
 from scan_registry.nn.states import States, as_given, as_tensors, batched, by_heads, joined
 from scan_registry.ops.rnn import rnn
@@ -32,7 +33,7 @@ class _Weights(NamedTuple):
     bias: Tensor | None
 
 
-class Recurrent(torch.nn.RNNBase, Generic[StateT]):
+class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
     """What the modules share; parameters, their names and their initialisation are torch.nn's."""
 
     function: Function
@@ -87,10 +88,9 @@ class Recurrent(torch.nn.RNNBase, Generic[StateT]):
 
     def __prepare_scriptable__(self) -> Any:
         """torch.jit.script asks for this first; what it would say by itself names our insides."""
-        name = type(self).__name__
         raise RuntimeError(
-            f"torch.jit.script cannot compile scan_registry.nn.{name}; use torch.compile, torch.export or "
-            f"torch.jit.trace, or script torch.nn.{name if name != 'SLSTM' else 'LSTM'} with its weights"
+            f"torch.jit.script cannot compile scan_registry.nn.{type(self).__name__}; use torch.compile, torch.export or "
+            "torch.jit.trace, or script torch.nn's module with its weights"
         )
 
     def __del__(self) -> None:

@@ -6,10 +6,12 @@ So what torch calls looks the package's function up by name, in whichever copy i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch._compile import _disable_dynamo
@@ -46,12 +48,14 @@ def register(schema: str, module: str, functions: Mapping[str, str]) -> Any:
         if key == "device":
             for device in _DEVICES:
                 library.impl(name, _disable_dynamo(_named(library, module, function)), device)
+        elif key in ("Autograd", "Meta"):
+            # "Meta" rather than torch.library.register_fake, which takes longer than most of a first call to
+            # find out where it is called from.
+            library.impl(name, _exported(name, key, _named(library, module, function)), key)
         elif key == "FuncTorchBatched":
             rule = _mapping(name, _named(library, module, function))
             library.impl(name, rule, key)
         else:
-            # "Meta" rather than torch.library.register_fake, which takes longer than most of a first call to
-            # find out where it is called from.
             library.impl(name, _named(library, module, function), key)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
@@ -65,6 +69,44 @@ def _named(library: Any, module: str, name: str) -> Callable[..., Any]:
 
     call.library = library  # type: ignore[attr-defined]
     return call
+
+
+def _exported(name: str, key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What sees an operator while torch traces or exports a program: here torch.onnx is told that ONNX has no such operator.
+
+    Its older exporter calls "Autograd", and looks for a translation later; the newer one also calls "Meta", after it got
+    translations. One that a user gives it, for an opset above 1, goes before this refusal.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"torch.onnx cannot export the operator {NAMESPACE}::{name}: load the module's state dict into the module of "
+            "torch.nn with the same name, or where there is none into the public implementation that has this state dict, "
+            "and export that"
+        )
+
+    def call(*args: Any) -> Any:
+        onnx = sys.modules.get("torch.onnx")
+        if onnx is not None and onnx.is_in_onnx_export():
+            if key == "Autograd":
+                onnx.register_custom_op_symbolic(f"{NAMESPACE}::{name}", refuse, 1)
+            elif not _is_translated(name):
+                refuse()
+        return function(*args)
+
+    return call
+
+
+def _is_translated(name: str) -> bool:
+    """Whether the call of torch.onnx.export that is running was given a translation of the operator."""
+    operator = getattr(getattr(torch.ops, NAMESPACE), name)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        table = frame.f_locals.get("custom_translation_table")
+        if isinstance(table, Mapping) and (operator in table or operator.default in table):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _mapping(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
