@@ -14,6 +14,7 @@ from torch import Tensor
 from scan_registry.compat.arguments import check_dense
 from scan_registry.ops.causal_conv1d import causal_conv1d
 from scan_registry.ops.causal_conv1d import causal_conv1d_update as _update
+from scan_registry.ops.values import check_bounds
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 
@@ -90,6 +91,7 @@ def causal_conv1d_update(
         activation: None, ``"silu"`` or ``"swish"``.
         cache_seqlens: (batch,) int32, how many inputs came before; the state is a ring then.
         conv_state_indices: (batch,) int32, which row of the state belongs to each batch.
+            ``scan_registry.causal_conv1d_update`` says which values of both are refused.
 
     Returns:
         y in the shape of x.
@@ -109,7 +111,8 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
 
     Args:
         x: (total time, channels).
-        cu_seqlens: (sequences + 1,), where each begins and the last one ends.
+        cu_seqlens: (sequences + 1,), where each begins and the last one ends. Values that do not rise, or are not from 0
+            to the total time, are refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU.
         state_len: how many inputs.
 
     Returns:
@@ -134,6 +137,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,)"
         )
+    check_bounds(cu_seqlens, x.shape[0], whole=False)
     begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     steps = ends.unsqueeze(1) + torch.arange(-state_len, 0, device=x.device)
     inside = (steps >= begins.unsqueeze(1)).unsqueeze(-1)

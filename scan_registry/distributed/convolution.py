@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from scan_registry.base.environment import flag
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed.group import all_reduce, resolve
 from scan_registry.distributed.halos import Exchange, Halo, of_run, with_initial
@@ -20,7 +19,6 @@ from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.local_tensors import check_local
 from scan_registry.distributed.opening import agree
 from scan_registry.distributed.untraced import untraced
-from scan_registry.ops.arguments import check_bounds
 from scan_registry.ops.causal_conv1d_arguments import (
     ACCEPTED,
     Arguments,
@@ -31,6 +29,7 @@ from scan_registry.ops.causal_conv1d_arguments import (
 )
 from scan_registry.ops.causal_conv1d_derivatives import call as convolution_of_one
 from scan_registry.ops.causal_conv1d_derivatives import convolve
+from scan_registry.ops.values import check_bounds
 
 if TYPE_CHECKING:
     from scan_registry.distributed.group import Group
@@ -259,8 +258,7 @@ def _packed(
     """The output of this rank's part of packed sequences, and their final states if wanted."""
     bounds, members = given.cu_seqlens, exchange.members
     assert bounds is not None
-    if bounds.is_cpu or flag("SCAN_REGISTRY_DEBUG"):
-        check_bounds(bounds, sum(exchange.lengths))
+    check_bounds(bounds, sum(exchange.lengths))
     part = _Part(sum(exchange.lengths[: members.rank]), exchange.lengths[members.rank])
     state = _packed_states(bounds, part, exchange, halo, given.initial_state)
     bounds_here = (bounds - part.first).clamp(0, part.steps)

@@ -81,6 +81,7 @@ def _explain(
         raise
     local = opening.agree(members, call.terms, call.tokens.device)
     lengths = [numbers[0] for numbers in local]
+    linear_call.check_steps(call.bounds, lengths)
     mine = linear.choice(members, call, lengths)
     said = Terms("explain's schedule", call.terms.common, (pieces_of(mine),))
     first = opening.agree(members, said, call.tokens.device)[0][0]

@@ -17,7 +17,14 @@ from scan_registry.distributed.decision import Schedule, choice_of, pieces_of
 from scan_registry.distributed.derivatives import differentiable
 from scan_registry.distributed.group import Members
 from scan_registry.distributed.headers import Terms
-from scan_registry.distributed.linear_call import GATES, Call, check_schedule, prepared, restarted
+from scan_registry.distributed.linear_call import (
+    GATES,
+    Call,
+    check_schedule,
+    check_steps,
+    prepared,
+    restarted,
+)
 from scan_registry.distributed.local_tensors import check_local
 from scan_registry.distributed.opening import Opened
 from scan_registry.distributed.run import Run
@@ -251,10 +258,7 @@ def _agreed(members: Members, call: Call, key: Any) -> tuple[Run, Opened, int]:
         # The schedule is not known yet, or sequences are packed, and a summary depends on the lengths of all ranks' parts.
         local = opening.agree(members, terms, tokens.device)
         lengths = [numbers[0] for numbers in local]
-        if call.bounds is not None and call.bounds[-1] != sum(lengths):
-            raise ValueError(
-                f"cu_seqlens ends with {call.bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
-            )
+        check_steps(call.bounds, lengths)
         if pieces is None:
             pieces = _decided(members, call, lengths)
             state.remember(terms.kind, pieces)

@@ -129,6 +129,14 @@ def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
     return bounds
 
 
+def check_steps(bounds: tuple[int, ...] | None, lengths: list[int]) -> None:
+    """Refuse bounds that do not end at the sum of the ranks' lengths."""
+    if bounds is not None and bounds[-1] != sum(lengths):
+        raise ValueError(
+            f"cu_seqlens ends with {bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
+        )
+
+
 def compared(bounds: tuple[int, ...] | None) -> tuple[int, str]:
     """The fields ``digest`` and ``spelled`` of the terms of a call with these bounds."""
     if bounds is None:

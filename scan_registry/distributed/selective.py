@@ -16,7 +16,7 @@ from scan_registry.distributed.calibration import machine_of
 from scan_registry.distributed.decision import Schedule
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.linear import PLANS
-from scan_registry.distributed.linear_call import check_schedule, compared, host_bounds
+from scan_registry.distributed.linear_call import check_schedule, check_steps, compared, host_bounds
 from scan_registry.distributed.local_tensors import check_local
 from scan_registry.distributed.opening import Opened
 from scan_registry.distributed.selective_chunks import chunk_count
@@ -246,10 +246,7 @@ def _agreed(
                 mode = _decided(members, given, terms, lengths, options)
             state.remember(terms.kind, mode)
         if bounds is not None:
-            if bounds[-1] != sum(lengths):
-                raise ValueError(
-                    f"cu_seqlens ends with {bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
-                )
+            check_steps(bounds, lengths)
             part = parts.packed(bounds, lengths, members.rank, False)
             given = given._replace(cu_seqlens=torch.tensor(part.bounds, device=given.u.device))
     pieces = pieces_of(given, max(1, mode))

@@ -4,6 +4,7 @@ were expected and given. Nothing here is computed with, so a wrong call ends bef
 from __future__ import annotations
 
 import numbers
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.nn import reset_checks
 from scan_registry.ops.arguments import refuse_layout
 from scan_registry.ops.rnn_arguments import ACCEPTED, BACKENDS
+from scan_registry.ops.values import are_checked
 
 if TYPE_CHECKING:
     from scan_registry.nn.recurrent import Recurrent
@@ -123,10 +125,35 @@ def check_reset(module: Recurrent[Any], reset: Any, reset_hx: Any, x: Tensor) ->
     )  # as torch.nn's for input and hx
 
 
+def _check_packing(module: Recurrent[Any], packed: PackedSequence) -> None:
+    """Refuse ``batch_sizes`` and orders of sequences that no ``PackedSequence`` of torch's own making has."""
+    name, sizes, steps = type(module).__name__, packed.batch_sizes, packed.data.shape[0]
+    if not are_checked(sizes):
+        return
+    counts = sizes.flatten().tolist()
+    falls = all(one >= following for one, following in pairwise(counts))
+    if sizes.dim() != 1 or not falls or sum(counts) != steps or not counts or counts[-1] < 1:
+        raise RuntimeError(
+            f"{name}: Expected input.batch_sizes to be 1D and not to rise, with numbers above 0 whose sum is "
+            f"input.data.size(0), {steps}, got {counts}"
+        )
+    given, own = packed.sorted_indices, packed.unsorted_indices
+    if own is None or not are_checked(own):
+        return
+    every, places = [*range(counts[0])], own.tolist()
+    order = every if given is None else given.tolist()
+    if sorted(places) != every or len(order) != counts[0] or [order[n] for n in places] != every:
+        raise RuntimeError(
+            f"{name}: Expected input.sorted_indices and input.unsorted_indices to be orders of {counts[0]} sequences, "
+            f"one the inverse of the other, got {order} and {places}"
+        )
+
+
 def check_packed_reset(
     module: Recurrent[Any], reset: Any, reset_hx: Any, packed: PackedSequence
 ) -> None:
-    """Refuse what is no ``PackedSequence`` of a boolean for each step."""
+    """Refuse a packing that torch does not make, and what is no ``PackedSequence`` of a boolean for each step."""
+    _check_packing(module, packed)
     if reset is None:
         check_reset(module, reset, reset_hx, packed.data)
         return

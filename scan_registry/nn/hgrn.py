@@ -156,7 +156,7 @@ class HGRN(ScanLayer):
             x: (batch, time, hidden_size), or (time, batch, hidden_size) if not ``batch_first``; of the parameters' dtype,
                 or under autocast of any.
             lower_bound: the least that a forget gate can be, from 0 to 1: a number, or (channels,), which has a
-                derivative. None is 0.
+                derivative. None is 0. ``scan_registry.hgrn`` says when values of a tensor are checked.
             initial_state: (batch, channels), the state before the first step, or with ``reverse`` that after the last;
                 zero if None. With ``cu_seqlens`` (batch, sequences, channels).
             reset: boolean, of the size of ``x`` without features. Where it is True the state starts anew: that of the

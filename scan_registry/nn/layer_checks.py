@@ -13,6 +13,7 @@ from torch import Tensor
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.nn.mamba_checks import DTYPES, check_device, check_dtype
 from scan_registry.ops.arguments import refuse_layout
+from scan_registry.ops.gated_scan_arguments import check_parameter
 
 if TYPE_CHECKING:
     from scan_registry.nn.layer import ScanLayer
@@ -127,6 +128,7 @@ def check_bound(module: ScanLayer, bound: Tensor, x: Tensor) -> None:
         raise ValueError(
             f"{name}: Expected lower_bound on the input's device, {x.device}, got {bound.device}"
         )
+    check_parameter("lower_bound", bound)
 
 
 def check_scale(module: ScanLayer, scale: Any, sizes: Sequence[tuple[int, ...]], x: Tensor) -> None:

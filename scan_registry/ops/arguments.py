@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from scan_registry.base.environment import flag
 from scan_registry.base.symbols import numbers, same_shape, surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape, states_dtype
+from scan_registry.ops import values
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -102,7 +102,7 @@ def refuse_mapped(operator: str, name: str, *tensors: Tensor | None) -> None:
     """Refuse tensors that ``torch.vmap`` maps over, for an operator that changes one in place."""
     if not torch._C._are_functorch_transforms_active():
         return
-    if any(tensor is not None and _is_mapped(tensor) for tensor in tensors):
+    if any(tensor is not None and values.is_mapped(tensor) for tensor in tensors):
         raise RuntimeError(
             f"{operator} changes {name} in place, which torch.vmap does not map over; pass the mapped dimension as a "
             "part of the batch"
@@ -252,34 +252,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one "
             "sequence at least"
         )
-    if cu_seqlens.is_cpu or (cu_seqlens.is_cuda and flag("SCAN_REGISTRY_DEBUG")):
-        check_bounds(cu_seqlens, time)
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether Python can read the values: not under torch.compile or ``torch.vmap``, and not of meta or fake
-    tensors."""
-    return not (torch.compiler.is_compiling() or type(tensor) is not Tensor or _is_mapped(tensor))
-
-
-def check_bounds(cu_seqlens: Tensor, time: int) -> None:
-    """``ValueError`` unless the bounds rise from 0 to ``time``."""
-    if not has_values(cu_seqlens):
-        return
-    rises = bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if not rises or first != 0 or last != time:
-        how = "falls somewhere" if not rises else f"runs from {first} to {last}"
-        raise ValueError(
-            f"cu_seqlens {how}; it must rise from 0 to the {time} steps of the time dimension"
-        )
-
-
-def _is_mapped(tensor: Tensor) -> bool:
-    """Whether ``torch.vmap`` maps over it, at any level: its values are then no numbers that Python can see."""
-    while torch._C._functorch.is_gradtrackingtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return torch._C._functorch.is_batchedtensor(tensor)
+    values.check_bounds(cu_seqlens, time)
 
 
 def normalised(

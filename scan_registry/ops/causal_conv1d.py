@@ -13,6 +13,7 @@ from scan_registry.ops import causal_conv1d_derivatives, causal_conv1d_plans
 from scan_registry.ops.arguments import refuse_inference
 from scan_registry.ops.causal_conv1d_arguments import normalised
 from scan_registry.ops.causal_conv1d_plans import KernelCall
+from scan_registry.ops.values import check_range, check_rows
 
 __all__ = ["BACKENDS", "causal_conv1d", "causal_conv1d_update", "describe"]
 
@@ -139,9 +140,12 @@ def causal_conv1d_update(
             the last one is the latest.
         weight, bias, activation: as in ``causal_conv1d``.
         cache_seqlens: (batch,) int32, how many inputs came before. The state is a ring then: an input stands at its
-            number modulo the ring's length.
+            number modulo the ring's length. Other values than 0 to 2**31 - 1 are refused on the CPU, and under
+            ``SCAN_REGISTRY_DEBUG=1`` on a GPU.
         conv_state_indices: (batch,) int32. Row ``conv_state_indices[b]`` of the state belongs to batch b, and no row to
-            two. Where it is below zero, y is zero, and no state changes.
+            two. Where it is below zero, y is zero, and no state changes. Rows that the state does not have, and a row that
+            belongs to two, are refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Else the former count
+            as below zero, and the latter has a state of no use.
         backend: as in ``causal_conv1d``.
 
     Returns:
@@ -155,6 +159,8 @@ def causal_conv1d_update(
     """
     if not torch.compiler.is_compiling():
         refuse_inference("conv_state", conv_state)
+    check_rows("conv_state_indices", conv_state_indices, conv_state)
+    check_range("cache_seqlens", cache_seqlens, 0, 2**31 - 1)
     tensors = x, conv_state, weight, bias
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise RuntimeError(

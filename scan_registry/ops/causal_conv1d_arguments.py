@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scan_registry.base.environment import flag
 from scan_registry.base.symbols import numbers, same_shape, surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
 from scan_registry.ops.arguments import (
     as_bool,
     check_cu_seqlens,
-    has_values,
     refuse_expanded,
     refuse_layout,
 )
+from scan_registry.ops.values import are_checked
 
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 #: float64 has no kernels; it is there for checks of derivatives.
@@ -175,20 +174,13 @@ def normalised(
 def _as_int32(seq_idx: Tensor) -> Tensor:
     """``ValueError`` for numbers that are none of int32, where it costs little to look."""
     narrow = seq_idx.to(torch.int32)
-    looked_at = seq_idx.is_cpu or (seq_idx.is_cuda and flag("SCAN_REGISTRY_DEBUG"))
-    if narrow.dtype != seq_idx.dtype and looked_at and has_values(seq_idx):
+    if narrow.dtype != seq_idx.dtype and are_checked(seq_idx):
         beyond = seq_idx[narrow != seq_idx]
         if len(beyond):
             raise ValueError(
                 f"seq_idx has the number {int(beyond[0])}; accepted are those of int32"
             )
     return narrow
-
-
-def checks_values(given: Arguments) -> bool:
-    """Whether values are checked, and not only shapes and dtypes: those of bounds on the CPU, or for debugging."""
-    bounds = given.cu_seqlens
-    return bounds is not None and (bounds.is_cpu or flag("SCAN_REGISTRY_DEBUG"))
 
 
 class UpdateArguments(NamedTuple):

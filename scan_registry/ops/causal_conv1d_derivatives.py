@@ -21,7 +21,6 @@ from scan_registry.ops.causal_conv1d_arguments import (
     Arguments,
     Options,
     UpdateArguments,
-    checks_values,
     normalised,
     update_arguments,
 )
@@ -30,6 +29,7 @@ from scan_registry.ops.causal_conv1d_plans import Gradients, Wanted
 from scan_registry.ops.derivatives import forward_mode, has_tangents, unobserved, wants_gradient
 from scan_registry.ops.registration import register
 from scan_registry.ops.sharded import call_sharded
+from scan_registry.ops.values import are_checked
 
 Outputs = tuple[Tensor, Tensor | None]
 
@@ -41,7 +41,9 @@ _required = policy.required.get
 def call(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Outputs:
     """y, and the final state if it is asked for, of the public function's arguments as they are given; differentiable."""
     key = key_of("causal_conv1d", tensors, request)
-    known = None if key is None else plans.seen().get(key)
+    # A plan stands for the checks of shapes and dtypes, and not for those of values.
+    of_plan = None if key and tensors[5] is not None and are_checked(tensors[5]) else key
+    known = None if of_plan is None else plans.seen().get(of_plan)
     if known is not None:
         options, plan = known
         if torch.is_grad_enabled() and wants_gradient(*tensors[:4]):
@@ -50,8 +52,8 @@ def call(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Outputs:
     if key is None and (sharded := call_sharded("causal_conv1d", tensors, request)) is not None:
         return sharded  # type: ignore[no-any-return]
     given, options = normalised(*tensors, *request)
-    if key is not None and taken_as_they_are(given, tensors) and not checks_values(given):
-        plans.seen().keep(key, (options, plans.forward_plan(given, options)))
+    if of_plan is not None and taken_as_they_are(given, tensors):
+        plans.seen().keep(of_plan, (options, plans.forward_plan(given, options)))
     return convolve(given, options)
 
 

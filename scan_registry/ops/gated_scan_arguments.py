@@ -23,12 +23,15 @@ from scan_registry.ops.arguments import (
     check_initial_state,
     refuse_layout,
 )
+from scan_registry.ops.values import check_range
 
 #: Dtypes that kernels are compiled for; float64 is computed in plain torch and ``linear_scan``.
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 ACCEPTED = (*COMPILED, torch.float64)
 #: The values of ``activation``, each with the ending of the kind's name that it selects.
 ACTIVATIONS = {"positive": "", "identity": "_identity"}
+#: The values that channel parameters may have, where it is not any.
+RANGES = {"lower_bound": (0, 1)}
 
 
 class Options(NamedTuple):
@@ -252,7 +255,14 @@ def _parameter(name: str, tensor: Tensor, kind: Kind, first: Tensor, options: Op
             f"{name} has shape {tuple(tensor.shape)}; for {kind.inputs[0]} of shape {tuple(first.shape)} with "
             f"dim={options.dim} it must be ({channels},), one value for each channel"
         )
+    check_parameter(name, tensor)
     return tensor.to(compute)
+
+
+def check_parameter(name: str, tensor: Tensor) -> None:
+    """Refuse values out of range, except for what sums of some rounded numbers may be beyond it."""
+    if name in RANGES:
+        check_range(name, tensor, *RANGES[name], slack=4 * torch.finfo(tensor.dtype).eps)
 
 
 def _agree(one: Sequence[int], other: Sequence[int]) -> bool:

@@ -18,10 +18,11 @@ from scan_registry.base.environment import flag
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Decision
+from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.derivatives import unobserved
 from scan_registry.ops.fast_calls import call_facts
-from scan_registry.ops.gated_scan_arguments import Arguments, Options, normalised
+from scan_registry.ops.gated_scan_arguments import RANGES, Arguments, Options, normalised
 from scan_registry.ops.gated_scan_derivatives import first_derivative
 from scan_registry.ops.gated_scan_plans import Gradients
 from scan_registry.ops.gated_scan_problems import has_kernels
@@ -41,12 +42,15 @@ _OTHERS = 2
 class Kind:
     """The plans of calls that agree in all facts.
 
-    options  as ``normalised`` makes them
-    strides  the strides of the tensors, in the order of ``Arguments.flat``
+    options     as ``normalised`` makes them
+    strides     the strides of the tensors, in the order of ``Arguments.flat``
+    has_ranges  whether values of tensors are checked in every call, if they are checked at all
     """
 
     def __init__(self, options: Options, forward: Callable[..., Any], strides: list[Any]) -> None:
         self.options, self.forward, self.strides = options, forward, strides
+        packed = strides[-1] is not None
+        self.has_ranges = packed or not RANGES.keys().isdisjoint(KINDS[options.kind].parameters)
         self.required: Tier | None = _required()
         self._backwards: dict[tuple[Any, ...], Callable[..., Gradients] | None] = {}
 
@@ -142,7 +146,7 @@ def fast_scan(
         if len(_kinds) >= MOST_PLANS:
             _kinds.clear()
         _kinds[key] = kind
-    if kind is None or (cu_seqlens is not None and flag("SCAN_REGISTRY_DEBUG")):
+    if kind is None or (kind.has_ranges and flag("SCAN_REGISTRY_DEBUG")):
         return None
     if recording:
         made: Result = _recorded(kind, *flat)

@@ -349,7 +349,9 @@ def hgrn(
         x: (batch, channels, time), or with ``dim=1`` (batch, time, channels); float32, bfloat16, float16 or float64.
         forget: before the sigmoid, of the shape and dtype of ``x``.
         lower_bound: the least that f can be: a number from 0 to 1, or a tensor (channels,), float32 or narrower, or float64
-            if ``x`` is. Values of a tensor are not checked. None counts as 0.
+            if ``x`` is. Values of a tensor that are NaN, or further from this range than four times its dtype's ``eps``,
+            are refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU; else states may grow without bound.
+            None counts as 0.
         initial_state, reset, dim, reverse, cu_seqlens, return_final_state, backend: as for ``gated_scan``.
 
     Returns:

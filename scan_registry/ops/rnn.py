@@ -75,8 +75,9 @@ def rnn(
             Sequences of similar lengths run beside one another, as rows of a batch.
         max_seqlen: the most steps that a sequence has. With it, values of ``cu_seqlens`` on a GPU are not
             read, unless a ``reset`` is, so that the CPU does not wait for the GPU. ``torch.compile`` then
-            makes one graph. All sequences are padded to ``max_seqlen`` steps; states of longer sequences
-            are wrong.
+            makes one graph. All sequences are padded to ``max_seqlen`` steps. Longer
+            sequences are refused if ``cu_seqlens`` is on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU;
+            else their states are wrong.
         function: ``"lstm"``, ``"gru"``, ``"elman"`` or ``"slstm"``.
         backend: ``"auto"`` takes the best that this GPU has; ``"cuda_fused"`` takes all steps in one
             launch, ``"cuda_alternating"`` a product of matrices and a launch at each step, and

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from scan_registry.ops import rnn_derivatives
-from scan_registry.ops.arguments import has_values
 from scan_registry.ops.rnn_arguments import Arguments, Options, Resets
+from scan_registry.ops.values import are_checked, has_values
 
 
 class Rows(NamedTuple):
@@ -121,10 +121,10 @@ def layout_of(inputs: Tensor, reset: Tensor | None, resets: Resets, cut: bool) -
     """The layout for inputs (B, T, …), on their device."""
     bounds, longest = resets.cu_seqlens, resets.max_seqlen
     size = inputs.shape[0], inputs.shape[1]
+    if longest is not None and are_checked(bounds):
+        _check_longest(bounds, longest)
     if longest is not None and not cut and not (bounds.is_cpu and has_values(bounds)):
         return _layout_of_length(inputs, reset, bounds.to(inputs.device).long(), longest)
-    if longest is not None and bounds.is_cpu:
-        _check_longest(bounds, longest)
     layout: Layout = _layout_of_values(size, inputs.device, reset, bounds, cut)
     return layout
 

@@ -16,6 +16,7 @@ from scan_registry.ops.derivatives import has_tangents, unobserved
 from scan_registry.ops.registration import register
 from scan_registry.ops.selective_state_update_arguments import BACKENDS, Arguments, check
 from scan_registry.ops.selective_state_update_plans import KernelCall
+from scan_registry.ops.values import check_rows
 
 __all__ = ["BACKENDS", "describe", "selective_state_update"]
 
@@ -69,8 +70,10 @@ def selective_state_update(
         dt_bias: like ``D``.
         dt_softplus: whether step sizes are the softplus of ``dt + dt_bias``.
         state_batch_indices: (batch,), int32 or int64. Row ``state_batch_indices[b]`` of the state belongs to batch b, and
-            no row to two; the state may then have any number of rows. Where there is no such row, as below zero, the
-            output is zero, and no state changes.
+            no row to two; the state may then have any number of rows. Where it is below zero, the output is zero, and no
+            state changes. Rows that the state does not have, and a row that belongs to two, are refused on the CPU, and
+            under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Else the former count as below zero, and the latter has a state of
+            no use.
         backend: ``"auto"`` takes the best that this GPU has; ``"cuda"`` a kernel; ``"reference"`` is plain torch.
 
     Returns:
@@ -93,6 +96,8 @@ def selective_state_update(
     tensors = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices
     if not _is_dynamo_compiling():
         refuse_inference("state", state)
+    if state_batch_indices is not None:
+        check_rows("state_batch_indices", state_batch_indices, state)
     if (
         backend == "auto"
         and not _is_dynamo_compiling()

@@ -12,7 +12,7 @@ import torch
 
 import scan_registry
 from scan_registry.base.environment import flag
-from scan_registry.ops import arguments
+from scan_registry.ops import values
 
 PACKAGE = Path(scan_registry.__file__).parent
 OFF = ["", " ", "0", "false", "False", "FALSE", "no", "No", "off", "OFF", " 0 "]
@@ -37,17 +37,14 @@ def test_a_flag_that_is_not_set_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("value", "checked"), [("0", False), ("off", False), ("1", True)])
-def test_bounds_on_a_gpu_are_checked_where_that_is_on(
+def test_values_on_a_gpu_are_checked_where_that_is_on(
     monkeypatch: pytest.MonkeyPatch, value: str, checked: bool
 ) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(arguments, "check_bounds", lambda *given: seen.append(given))
+    monkeypatch.setattr(values, "has_values", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("SCAN_REGISTRY_DEBUG", value)
-    bounds: Any = SimpleNamespace(
-        dtype=torch.int32, shape=(3,), dim=lambda: 1, is_cpu=False, is_cuda=True
-    )
-    arguments.check_cu_seqlens(bounds, 8)
-    assert bool(seen) is checked
+    there: Any = SimpleNamespace(is_cpu=False, is_cuda=True)
+    assert values.are_checked(there) is checked
 
 
 def taken_as_flags(source: str) -> list[int]:

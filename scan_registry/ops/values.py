@@ -1,0 +1,100 @@
+"""Which values of tensors operators refuse: bounds that fall, rows that there are not, numbers out of range.
+
+Values on the CPU are checked in every call, before anything is written. To read values on a GPU, the CPU has to wait for it, so
+these are checked only under ``SCAN_REGISTRY_DEBUG``. Values that Python cannot read are not checked: see ``has_values``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from scan_registry.base.environment import flag
+
+_INTEGERS = (torch.int32, torch.int64)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+
+
+def are_checked(tensor: Tensor) -> bool:
+    """Whether the values of this tensor are checked."""
+    if torch.compiler.is_compiling():
+        return False
+    checked = tensor.is_cpu or (tensor.is_cuda and flag("SCAN_REGISTRY_DEBUG"))
+    return checked and has_values(tensor) and not _is_traced(tensor)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether Python can read the values: not under torch.compile or ``torch.vmap``, and not of meta or fake
+    tensors."""
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or tensor.is_meta:
+        return False
+    return not is_mapped(tensor)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether ``torch.vmap`` maps over it, at any level: its values are then no numbers that Python can see."""
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether a check would enter a graph that is being made: of ``torch.jit.trace``, ``make_fx``, or CUDA."""
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    if _tracing_state() is not None:
+        return True
+    modes = torch._C._TorchDispatchModeKey
+    return bool(_dispatch_modes()) and any(
+        torch._C._get_dispatch_mode(key) is not None for key in (modes.PROXY, modes.FAKE)
+    )
+
+
+def check_bounds(cu_seqlens: Tensor, time: int, whole: bool = True) -> None:
+    """``ValueError`` unless the bounds rise from 0 to ``time``; if they are not of the ``whole``, within that range."""
+    if not are_checked(cu_seqlens):
+        return
+    rises = bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    right = (first, last) == (0, time) if whole else first >= 0 and last <= time
+    if not rises or not right:
+        how = "falls somewhere" if not rises else f"runs from {first} to {last}"
+        to = f"from 0 to the {time} steps of the time dimension"
+        raise ValueError(f"cu_seqlens {how}; it must rise {'' if whole else 'in the range '}{to}")
+
+
+def check_rows(name: str, rows: Any, state: Any) -> None:
+    """Refuse numbers of rows that ``state`` does not have, or has for two batches. Numbers below zero stand for no row.
+    Arguments of the wrong type or shape are left to other checks."""
+    if not isinstance(rows, Tensor) or not isinstance(state, Tensor) or not state.dim():
+        return
+    if rows.dtype not in _INTEGERS or rows.dim() != 1 or not are_checked(rows):
+        return
+    chosen, count = [row for row in rows.tolist() if row >= 0], state.shape[0]
+    if not chosen:
+        return
+    accepted = f"accepted are 0 to {count - 1}, each once, and numbers below zero for no row"
+    if (most := max(chosen)) >= count:
+        raise ValueError(f"{name} has the number {most}, and the state {count} rows; {accepted}")
+    if len({*chosen}) < len(chosen):
+        twice = next(row for row in chosen if chosen.count(row) > 1)
+        raise ValueError(f"{name} has the number {twice} more than once; {accepted}")
+
+
+def check_range(name: str, tensor: Any, least: float, most: float, slack: float = 0.0) -> None:
+    """Refuse a value that is NaN, or further than ``slack`` from the range. What is no tensor of real numbers is left to other
+    checks."""
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_complex():
+        return
+    if not are_checked(tensor) or not tensor.numel():
+        return
+    low, high = (each.item() for each in torch.aminmax(tensor.detach()))
+    if not (least - slack <= low and high <= most + slack):
+        wrong = high if least - slack <= low else low
+        raise ValueError(
+            f"{name} has the value {wrong}; accepted are values from {least} to {most}"
+        )
