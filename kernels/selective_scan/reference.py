@@ -50,6 +50,12 @@ def step_sizes(delta: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     return functional.softplus(sizes, threshold=20.0) if softplus else sizes
 
 
+def from_pairs(x: Tensor) -> Tensor:
+    """Complex numbers of the pairs along the last dimension. ``view_as_complex`` refuses pairs that begin at an odd
+    offset in memory."""
+    return torch.complex(x[..., ::2], x[..., 1::2])
+
+
 def per_channel(x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     """``B`` or ``C`` as (B, D, N, L), with 1 for B and L where they do not matter. ``dtype`` is that of states: of
     complex numbers, what changes with time comes as pairs along it."""
@@ -58,8 +64,7 @@ def per_channel(x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     if x.dim() == 3:
         x = x.unsqueeze(1)
     if dtype.is_complex and not x.is_complex():
-        pairs = x.to(dtype.to_real()).unflatten(-1, (-1, 2))
-        x = torch.view_as_complex(pairs.contiguous())
+        x = from_pairs(x.to(dtype.to_real()))
     return x.to(dtype).repeat_interleave(channels // max(1, x.shape[1]), 1)
 
 

@@ -169,7 +169,7 @@ def _terms(given: Arguments, options: Options) -> Terms:
         if x.dim() == 2:
             return x.to(of_states)[None, :, None, :, None]
         if of_states.is_complex:
-            x = torch.view_as_complex(x.to(compute).unflatten(-1, (-1, 2)).contiguous())
+            x = reference.from_pairs(x.to(compute))
         return x.to(of_states).unsqueeze(2)
 
     initial = given.initial_state
