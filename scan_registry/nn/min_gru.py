@@ -16,6 +16,7 @@ from scan_registry.nn.layer_checks import (
     check_sizes,
 )
 from scan_registry.nn.submodules import weights_of
+from scan_registry.ops.arguments import as_bool
 from scan_registry.ops.gated_scan_kinds import min_gru, min_lstm
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ class _Minimal(ScanLayer):
                 raise ValueError(f"{name}: Expected prev_hidden or initial_state, got both")
             check_previous(self, prev_hidden, packed=cu_seqlens is not None)
             initial_state = prev_hidden if cu_seqlens is not None else prev_hidden.squeeze(1)
-        final = return_final_state or return_next_prev_hidden
+        return_next_prev_hidden = as_bool("return_next_prev_hidden", return_next_prev_hidden)
+        final = as_bool("return_final_state", return_final_state) or return_next_prev_hidden
         found = self._run(x, initial_state, reset, reverse, cu_seqlens, final)
         if return_next_prev_hidden and cu_seqlens is None:
             return found[0], found[1].unsqueeze(1)

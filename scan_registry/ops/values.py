@@ -21,7 +21,7 @@ _tracing_state = torch._C._get_tracing_state
 
 def are_checked(tensor: Tensor) -> bool:
     """Whether the values of this tensor are checked."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or tensor.layout != torch.strided or tensor.is_nested:
         return False
     checked = tensor.is_cpu or (tensor.is_cuda and flag("SCAN_REGISTRY_DEBUG"))
     return checked and has_values(tensor) and not _is_traced(tensor)
@@ -88,9 +88,9 @@ def check_rows(name: str, rows: Any, state: Any) -> None:
 def check_range(name: str, tensor: Any, least: float, most: float, slack: float = 0.0) -> None:
     """Refuse a value that is NaN, or further than ``slack`` from the range. What is no tensor of real numbers is left to other
     checks."""
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_complex():
+    if not isinstance(tensor, Tensor) or not are_checked(tensor):
         return
-    if not are_checked(tensor) or not tensor.numel():
+    if tensor.is_complex() or not tensor.numel():
         return
     low, high = (each.item() for each in torch.aminmax(tensor.detach()))
     if not (least - slack <= low and high <= most + slack):

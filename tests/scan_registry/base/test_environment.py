@@ -43,7 +43,7 @@ def test_values_on_a_gpu_are_checked_where_that_is_on(
     monkeypatch.setattr(values, "has_values", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("SCAN_REGISTRY_DEBUG", value)
-    there: Any = SimpleNamespace(is_cpu=False, is_cuda=True)
+    there: Any = SimpleNamespace(is_cpu=False, is_cuda=True, layout=torch.strided, is_nested=False)
     assert values.are_checked(there) is checked
 
 

@@ -89,6 +89,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     shared = torch.rand(D, 4)
     convolution = sequences("x", weight=shared)
     update = {"x": torch.rand(B, D), "conv_state": torch.rand(ROWS, D, 3), "weight": shared}
+    ring = update | {"conv_state": torch.rand(B, D, 3)}
     batch = sequences("x", shape=(B, D, T), weight=shared)
     two = sequences("gates", "tokens")
     hgrn, here = sequences("x", "forget"), scan_registry
@@ -97,6 +98,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "causal_conv1d": (here.causal_conv1d, convolution),
         "causal_conv1d seq_idx": (here.causal_conv1d, batch),
         "causal_conv1d_update": (here.causal_conv1d_update, update),
+        "causal_conv1d_update cache_seqlens": (here.causal_conv1d_update, ring),
         "gated_scan": (gated(here.gated_scan), hgrn),
         "hgrn": (here.hgrn, hgrn),
         "linear_scan": (here.linear_scan, two),
@@ -118,6 +120,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "distributed.selective_scan": (distributed.selective_scan, scan_arguments()),
         "compat.causal_conv1d_fn": (of_convolutions.causal_conv1d_fn, batch),
         "compat.causal_conv1d_update": (of_convolutions.causal_conv1d_update, update),
+        "compat.causal_conv1d_update cache_seqlens": (of_convolutions.causal_conv1d_update, ring),
         "compat.causal_conv1d_varlen_states": (
             of_convolutions.causal_conv1d_varlen_states,
             {"x": torch.rand(T, D), "state_len": 3},
@@ -230,6 +233,26 @@ def test_resets_are_booleans(name: str) -> None:
     shape = (B,) if name.endswith("step") else (1, T)
     with pytest.raises(TypeError, match=r"reset .*dtype"):
         function(**given, reset=torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [each for each in EVERY if each[1] != "max_seqlen"], ids=lambda each: each
+)
+def test_what_has_no_values_is_named(name: str, argument: str) -> None:
+    """Checks of values leave it to those that say what is wrong with it."""
+    function, given = case(name, argument)
+    good = torch.zeros(2 if argument != "lower_bound" else D)
+    for bad in (good.to_sparse(), good * 1j, good.to("meta"), good.tolist(), good.view(1, 1, -1)):
+        with pytest.raises((TypeError, ValueError), match=f"{argument} "):
+            function(**given, **{argument: bad})
+
+
+@pytest.mark.parametrize("kind", [nn.MinGRU, nn.MinLSTM])
+@pytest.mark.parametrize("option", ["return_final_state", "return_next_prev_hidden"])
+def test_options_of_modules_are_booleans(kind: Any, option: str) -> None:
+    for bad in (1, None, "yes"):
+        with pytest.raises(TypeError, match=f"{option} is {bad!r}; it must be a bool"):
+            kind(4)(torch.rand(1, T, 4), **{option: bad})
 
 
 @pytest.mark.parametrize("bound", [[0.0, 1.0, 0.5], [-1e-7, 1.0000002, 0.5]])
