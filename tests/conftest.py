@@ -6,7 +6,7 @@ The tests run against the installed package, not against the sources beside them
 from __future__ import annotations
 
 import json
-import os
+import random
 import shutil
 import struct
 import sys
@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write docs/pages/reference/output anew, in place of comparing",
     )
+    parser.addoption(
+        "--fresh-numbers",
+        action="store_true",
+        help="draw other random numbers in each run, to test more cases than the same ones",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """hypothesis, too, poses the same examples in every run, and measures no time."""
+    if find_spec("hypothesis") is None:
+        return
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "scan-registry",
+        derandomize=not config.getoption("--fresh-numbers"),
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("scan-registry")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -57,11 +79,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _the_same_numbers_in_every_run_of_ci(request: pytest.FixtureRequest) -> None:
-    """Seeds torch before each test under CI, so that every run of CI draws the same random numbers, as hypothesis does there.
-    Other runs draw new numbers each time, and so test more cases."""
-    if os.environ.get("CI") and "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(zlib.crc32(request.node.nodeid.encode()))
+def _the_same_numbers_in_every_run(request: pytest.FixtureRequest) -> None:
+    """Seeds what draws numbers before each test, so that a test that passes once passes always."""
+    if request.config.getoption("--fresh-numbers"):
+        return
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
