@@ -216,7 +216,9 @@ def check_time_with_options(rank: int, ranks: int, group: Any) -> None:
     mesh = mesh_of(group)
     made = torch.Generator().manual_seed(1)
     x, gates = (torch.rand(1, CHANNELS, TIME, dtype=torch.float64, generator=made) for _ in "xg")
-    weight, state = torch.rand(CHANNELS, 3, dtype=torch.float64), torch.rand(1, CHANNELS, 2)
+    # The same on every rank, whatever each has drawn before.
+    weight = torch.rand(CHANNELS, 3, dtype=torch.float64, generator=made)
+    state = torch.rand(1, CHANNELS, 2, generator=made)
     bounds, numbers = torch.tensor([0, 2, 2, TIME]), torch.tensor([[0, 0, 1, 1, 1, 2, 2]])
     reset = numbers.diff(dim=1, prepend=numbers[:, :1]) != 0
     parts, of_gates = (distribute_tensor(t, mesh, [Shard(2)]) for t in (x, gates))
@@ -265,7 +267,10 @@ def check_two_dimensions(rank: int, ranks: int, group: Any, name: str) -> None:
 def check_plain_tensors(rank: int, ranks: int, group: Any) -> list[str]:
     """Integers may be no DTensors; what else is refused."""
     mesh = mesh_of(group)
-    x, weight = torch.randn(1, CHANNELS, TIME), torch.randn(CHANNELS, 4)
+    made = torch.Generator().manual_seed(2)
+    x, weight = (
+        torch.randn(*size, generator=made) for size in ((1, CHANNELS, TIME), (CHANNELS, 4))
+    )
     bounds = torch.tensor([0, 2, TIME])
     expected = scan_registry.causal_conv1d(x, weight, cu_seqlens=bounds)
     parts = distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Shard(0)])
