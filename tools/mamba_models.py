@@ -6,8 +6,8 @@ Two layers of 768 features on (8, 512) tokens in bfloat16, randomly initialised:
 backward and AdamW's update; of a forward pass; and of a token that is generated from a cache, for one sequence and for
 64. The modules of the model are imported twice, without the stand-ins and with them; both take turns, so that what else
 the GPU does falls on both. The losses have to agree. With ``--fused`` a third model's training step calls ``mamba_inner_fn``,
-which ``compat.install`` keeps from transformers: what that costs is the difference of the two. Needs transformers 5.16 or later, and neither mamba-ssm nor
-causal-conv1d installed.
+which ``compat.install`` keeps from transformers: what that costs is the difference of the two. Needs transformers 5.16 or
+later, and neither mamba-ssm nor causal-conv1d installed.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def interleaved(
     device: torch.device,
     per: int = 1,
 ) -> list[Result]:
-    """Medians of calls that take turns, after one of each whose time does not count."""
-    for function in functions.values():
-        function()
+    """Medians of calls that take turns. Before each that is timed comes one that is not: what another path has left in caches
+    and in the allocator must not count."""
     times: dict[str, list[float]] = {path: [] for path in functions}
     for _ in range(size.repeats):
         for path, function in functions.items():
+            function()
             times[path].append(milliseconds(function, device) / per)
     return [Result(what, path, statistics.median(each)) for path, each in times.items()]
 
