@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, linear, rms_norm, silu, softplus
 
 from scan_registry.compat import mamba_ssm
+from scan_registry.compat.mamba_ssm.ops import selective_scan_interface as interface
 from scan_registry.compat.mamba_ssm.ops.selective_scan_interface import (
     mamba_inner_fn,
     mamba_inner_ref,
@@ -353,3 +354,35 @@ def test_what_is_no_tensor() -> None:
     given: dict[str, Any] = inner_arguments()
     with pytest.raises(TypeError, match=r"A must be a torch.Tensor, not list"):
         mamba_inner_fn(**given | {"A": given["A"].tolist()})
+
+
+@pytest.mark.parametrize("along", ["channels", "time"])
+def test_large_tensors_of_another_layout_are_copied(
+    along: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers gives them: what is read side by side then lies side by side, and gradients are the same."""
+    lying = {"channels": lambda x: x, "time": lambda x: x.mT.contiguous().mT}
+    across = {"channels": "time", "time": "channels"}[along]
+    u, delta, z = (torch.randn(2, 9, 4).mT for _ in range(3))
+    inputs = [
+        lying[where](x).detach().requires_grad_()
+        for x, where in ((u, along), (delta, across), (z, across))
+    ]
+    A, B, C = -torch.rand(4, 3), torch.randn(2, 3, 9), torch.randn(2, 3, 9)
+
+    def gradients() -> list[torch.Tensor]:
+        u, delta, z = inputs
+        out = interface.selective_scan_fn(u, delta, A, B, C, z=z, delta_softplus=True)
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+    expected = gradients()
+    seen = []
+    scan = interface.selective_scan
+    monkeypatch.setattr(interface, "_WORTH_A_COPY", 1)
+    monkeypatch.setattr(
+        interface, "selective_scan", lambda *a, **k: seen.extend(a) or scan(*a, **k)
+    )
+    for found, right in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, right)
+    inner = {"channels": 1, "time": 2}[along]
+    assert [seen[place].stride(inner) for place in (0, 1, 6)] == [1, 1, 1]

@@ -104,10 +104,30 @@ def selective_scan_fn(
         TypeError, ValueError: the arguments are not as described.
         NoKernelError: ``require`` or ``SCAN_REGISTRY_REQUIRE`` allows nothing that runs on this GPU.
     """
+    delta, z = (_laid_out_like(u, each) for each in (delta, z))
     return selective_scan(
         *(u, delta, A, B, C, D, z, delta_bias, bool(delta_softplus)),
         return_final_state=bool(return_last_state),
     )
+
+
+#: From so many elements on, a copy takes less time than a kernel that reads rows of which one element is wanted.
+_WORTH_A_COPY = 1 << 20
+
+
+def _laid_out_like(u: Any, x: Any) -> Any:
+    """``x``, or if it is large a copy whose channels lie without gaps where those of ``u`` do, else its time.
+
+    transformers' Mamba gives step sizes along time beside inputs along channels.
+    """
+    for each in (u, x):
+        if not isinstance(each, Tensor) or each.layout != torch.strided or each.dim() != 3:
+            return x  # absent, or for the operator to refuse
+    if x.numel() < _WORTH_A_COPY:
+        return x
+    if u.stride(1) == 1 and u.stride(2) != 1:
+        return x if x.stride(1) == 1 else x.mT.contiguous().mT
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
 @overload
