@@ -155,10 +155,10 @@ def test_autocast_and_to() -> None:
         assert ours.to(torch.float64)(x.double())[0].dtype == torch.float64
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 def test_compile_without_a_break() -> None:
-    x = torch.randn(7, 3, 5)
-    for kind in KINDS:
+    x = torch.randn(4, 3, 5)
+    for kind in ("GRU", "RNN"):
         _, ours = pair(kind, num_layers=2, bidirectional=True)
         compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(flat(compiled(x)), flat(ours(x)))

@@ -28,7 +28,7 @@ def _seed() -> Iterator[None]:
 
 @pytest.mark.parametrize("start", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 5, 2, 4), (2, 70, 3, 7)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 5, 2, 4), (2, 20, 3, 7)])
 def test_states_and_gradients(function: Function, shape: Any, start: bool) -> None:
     inputs = draw(function, shape)
     given = inputs if start else inputs[:3]
@@ -51,14 +51,13 @@ def test_only_the_last_state_counts(function: Function) -> None:
         assert error(got, want) < 1e-12
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 2e-2)],
 )
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_narrow_dtypes(function: Function, dtype: torch.dtype, tolerance: float) -> None:
-    inputs = draw(function, (2, 65, 2, 16), dtype)
+    inputs = draw(function, (2, 33, 2, 16), dtype)
     wide = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
     made, expected = rnn(*inputs, function=function), plainly(function, *wide)
     assert made[0].dtype == made[1].dtype == dtype
@@ -234,16 +233,16 @@ def test_large_clips_change_nothing() -> None:
 # --- Derivatives ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_derivatives_of_both_modes_and_orders(function: Function) -> None:
+    """Along directions drawn at random, each of which meets every input."""
     inputs = draw(function, (2, 3, 2, 2))
 
     def call(*tensors: Tensor) -> Any:
         return rnn(*tensors, function=function)
 
-    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(call, inputs)
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize(
@@ -305,9 +304,17 @@ NO_CLIPS = (math.inf, math.inf, False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("function", "grad", "dtype"),
+    [
+        ("lstm", True, torch.float32),
+        ("gru", True, torch.bfloat16),
+        ("elman", True, torch.float32),  # which has no cache
+        ("slstm", True, torch.bfloat16),
+        ("lstm", False, torch.bfloat16),
+        ("elman", False, torch.float32),
+    ],
+)
 def test_opcheck(function: Function, grad: bool, dtype: torch.dtype) -> None:
     wx, r, b, states = (t.detach() for t in draw(function, (2, 3, 2, 4), dtype))
     bias = b if dtype == torch.float64 else b.float()
@@ -315,8 +322,9 @@ def test_opcheck(function: Function, grad: bool, dtype: torch.dtype) -> None:
     torch.library.opcheck(OP, (*tensors, None, None, function, "auto", *NO_CLIPS, grad))
 
 
-@pytest.mark.parametrize("time_first", [False, True])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("function", "time_first"), [("lstm", False), ("gru", True), ("elman", False), ("slstm", True)]
+)
 def test_opcheck_of_the_backward_operator(function: Function, time_first: bool) -> None:
     wx, r, b, states = (t.detach() for t in draw(function, (2, 3, 2, 4)))
     if time_first:
@@ -331,7 +339,7 @@ def test_opcheck_of_the_backward_operator(function: Function, time_first: bool) 
     )
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", ["elman", "slstm"])  # of fewest and of most states
 def test_compile_without_a_break(function: Function) -> None:
     inputs = draw(function, dtype=torch.float32)
 
@@ -350,7 +358,7 @@ def test_compiled_code_takes_other_sizes() -> None:
     compiled = torch.compile(
         lambda *tensors: rnn(*tensors)[0], backend="aot_eager", fullgraph=True, dynamic=True
     )
-    for time in (3, 5, 9):
+    for time in (3, 5):
         inputs = draw("lstm", (2, time, 1, 4), torch.float32)
         torch.testing.assert_close(compiled(*inputs), rnn(*inputs)[0])
 
